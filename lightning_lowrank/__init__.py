@@ -1,0 +1,45 @@
+"""Low-rank, communication-efficient federated learning as PyTorch Lightning callbacks."""
+
+from lightning_lowrank.algorithms import FedAvg, FedMUD
+from lightning_lowrank.callbacks.lowrank import LowRank, load_dense
+from lightning_lowrank.federated import (
+    IID,
+    Algorithm,
+    ByKey,
+    Client,
+    ClientIndices,
+    Dirichlet,
+    FederatedLoop,
+    FromIndices,
+    LabelCount,
+    Partition,
+    Payload,
+    Server,
+)
+from lightning_lowrank.layers import BlockKronecker, Factorization, MatrixProduct, convert, recover
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "IID",
+    "Algorithm",
+    "BlockKronecker",
+    "ByKey",
+    "Client",
+    "ClientIndices",
+    "Dirichlet",
+    "Factorization",
+    "FedAvg",
+    "FedMUD",
+    "FederatedLoop",
+    "FromIndices",
+    "LabelCount",
+    "LowRank",
+    "MatrixProduct",
+    "Partition",
+    "Payload",
+    "Server",
+    "convert",
+    "load_dense",
+    "recover",
+]

@@ -1,0 +1,17 @@
+"""Federated averaging: every client trains the global model on its own data, the server averages the results."""
+
+from __future__ import annotations
+
+from lightning_lowrank.federated.algorithm import Algorithm
+
+
+class FedAvg(Algorithm):
+    """Federated averaging (McMahan et al., 2017, Algorithm 1).
+
+    Down goes the global model, up comes the trained one, and the new global model is the weighted mean of what came
+    up. With `LowRank` in front of it, what is trained, sent and averaged are the factors.
+
+    Example:
+        >>> from lightning_lowrank import FedAvg, FederatedLoop, IID
+        >>> loop = FederatedLoop(FedAvg(), clients=10, clients_per_round=5, partition=IID())
+    """

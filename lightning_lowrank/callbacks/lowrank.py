@@ -1,0 +1,211 @@
+"""`LowRank`: converts a module's layers to low-rank ones before Lightning builds optimizers or loads checkpoints.
+
+It is the Lightning face of `lightning_lowrank.layers.convert`. Users put it in ``callbacks``, before `FederatedLoop` or
+without it; `load_dense` brings what was trained back into the module they had.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from rich.console import Console
+from torch import Tensor
+
+from lightning_lowrank.federated.checks import check_optimizers
+from lightning_lowrank.layers import (
+    Conversion,
+    Factorization,
+    LayerSpec,
+    convert,
+    dense_state_dict,
+    low_rank_layers,
+)
+
+
+@dataclass
+class _Converted:
+    """Kept on a converted module: a second trainer finds it, and the ledger reads what dense FedAvg would send."""
+
+    conversion: Conversion
+    arguments: dict[str, Any]
+    dense_tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+class LowRank(Callback):
+    r"""Replace a module's linear and convolutional layers by low-rank ones, in place, when a run begins.
+
+    In role ``"update"`` the factors are a change to a frozen weight, :math:`W + f(U, V)`; in role ``"weight"`` they are
+    the weight, :math:`f(U, V)`. Parameters of other layers stay trained. After ``fit`` the module keeps its low-rank
+    layers; `lightning_lowrank.recover` makes them dense again and `load_dense` does so from a checkpoint. A class whose
+    layers are converted here cannot be read by ``load_from_checkpoint``, which knows nothing of callbacks: use
+    ``load_dense(path, MyModule(...))``.
+
+    Args:
+        factorization: How a weight is factorised: `MatrixProduct` or `BlockKronecker`.
+        budget: Share of the whole model, in (0, 1]: all trained parameters after the conversion over all parameters
+            before. The layers get one common ratio, the largest that fits. Give one of ``budget``, ``ratio``, ``rank``.
+        ratio: Share of each weight, in (0, 1], or a dictionary from name patterns to shares.
+        rank: Rank of each weight (number of blocks for `BlockKronecker`), or a dictionary from name patterns to ranks.
+        role: ``"update"`` or ``"weight"``.
+        decouple: Aggregation-aware decomposition, :math:`f(U, \tilde V) + f(\tilde U, V)` with fixed random
+            :math:`\tilde U, \tilde V` (FedMUD, Eq. 8), which makes the mean of recovered weights the recovered mean.
+        half_frozen: Train :math:`V` alone, :math:`f(\tilde U, V)`, at the same number of trained parameters.
+        skip: ``"first"`` and/or ``"last"``: leave the module's first or last convertible layer alone.
+        include: Patterns of layer names to convert; all by default.
+        exclude: Patterns of layer names to leave alone.
+        init: ``"auto"``: an update starts at zero, a weight at the best approximation of the one it replaces
+            (``"spectral"``). ``"uniform"``: random factors.
+        init_scale: Bound :math:`a` of the uniform draws :math:`U(-a, a)`; by default one that makes the first step
+            of an update as large as the dense step, in expectation.
+        budget_rule: ``"largest"``, or ``"authors"``: lower the ratio in steps of 0.001 until the model's share is at
+            most ``budget + 0.001``, as FedMUD's authors do.
+        freeze_rest: Freeze the parameters of all other layers.
+        seed: Seed of the factors' draws.
+        summary: Print the table of layers.
+
+    Raises:
+        MisconfigurationException: If the module was converted before with other arguments, or the arguments do not
+            suit it; it names the argument or the floor of the budget.
+
+    Example:
+        >>> import lightning as L
+        >>> from lightning_lowrank import LowRank, MatrixProduct
+        >>> trainer = L.Trainer(callbacks=[LowRank(MatrixProduct(), ratio=0.25, role="weight")], logger=False)
+    """
+
+    def __init__(
+        self,
+        factorization: Factorization,
+        budget: float | None = None,
+        ratio: float | dict[str, float] | None = None,
+        rank: int | dict[str, int] | None = None,
+        role: Literal["update", "weight"] = "update",
+        decouple: bool = False,
+        half_frozen: bool = False,
+        skip: list[Literal["first", "last"]] | None = None,
+        include: list[str] | None = None,
+        exclude: list[str] | None = None,
+        init: Literal["auto", "uniform", "spectral"] = "auto",
+        init_scale: float | None = None,
+        budget_rule: Literal["largest", "authors"] = "largest",
+        freeze_rest: bool = False,
+        seed: int = 0,
+        summary: bool = True,
+    ) -> None:
+        self.factorization = factorization
+        self.arguments: dict[str, Any] = {
+            "budget": budget,
+            "ratio": ratio,
+            "rank": rank,
+            "role": role,
+            "decouple": decouple,
+            "half_frozen": half_frozen,
+            "skip": tuple(skip or ()),
+            "include": include,
+            "exclude": exclude,
+            "init": init,
+            "init_scale": init_scale,
+            "budget_rule": budget_rule,
+            "freeze_rest": freeze_rest,
+            "seed": seed,
+        }
+        self.summary = summary
+        self.conversion: Conversion | None = None
+
+    @property
+    def state_key(self) -> str:
+        """Name of this callback's state in checkpoints."""
+        return "LowRank"
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Convert the module, unless an earlier run has."""
+        if is_overridden("configure_model", pl_module):
+            pl_module.configure_model()
+        conversion = self.convert(pl_module)
+        if self.summary:
+            self._print(conversion)
+
+    def convert(self, module: torch.nn.Module) -> Conversion:
+        """Convert ``module`` in place and return what was done, layer by layer."""
+        arguments = {"factorization": self.factorization, **self.arguments}
+        if any(low_rank_layers(module)):
+            done: _Converted | None = getattr(module, "lowrank_conversion", None)
+            if done is None or done.arguments != arguments:
+                raise MisconfigurationException(
+                    "this module was already converted with other LowRank arguments: call"
+                    " lightning_lowrank.recover(module) first, or start from a new module."
+                )
+        else:
+            dense_tensors = {
+                name: (tuple(value.shape), value.dtype)
+                for name, value in module.named_parameters()
+                if value.requires_grad
+            }
+            try:
+                conversion = convert(module, **arguments)
+            except (ValueError, TypeError) as error:
+                raise MisconfigurationException(f"LowRank: {error}") from error
+            done = _Converted(conversion, arguments, dense_tensors)
+            module.lowrank_conversion = done  # type: ignore[assignment]
+        self.conversion = done.conversion
+        return done.conversion
+
+    @staticmethod
+    @rank_zero_only
+    def _print(conversion: Conversion) -> None:
+        Console().print(str(conversion), markup=False, highlight=False)
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Refuse factors that no optimizer would train."""
+        check_optimizers(trainer, pl_module)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return which layers were converted and how, from which `load_dense` recovers them."""
+        return {"layers": [] if self.conversion is None else [spec.to_dict() for spec in self.conversion.specs]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Refuse a checkpoint whose layers were converted in another way."""
+        if state_dict != self.state_dict():
+            raise MisconfigurationException(
+                "the checkpoint's layers were converted with other LowRank arguments: use the same ones, or load the"
+                " dense module with lightning_lowrank.load_dense(path, module)."
+            )
+
+
+def dense_checkpoint(path: str | Path) -> dict[str, Tensor]:
+    """Return the unconverted module's state dict from a checkpoint of a converted one.
+
+    Args:
+        path: A checkpoint that a trainer with `LowRank` wrote; one without `LowRank` gives its state dict as it is.
+    """
+    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    layers = checkpoint.get("callbacks", {}).get("LowRank", {}).get("layers", [])
+    if not layers and any(".factors." in name for name in checkpoint["state_dict"]):
+        raise MisconfigurationException(
+            f"{path} holds low-rank layers and does not say how they were made, because it was saved with"
+            " save_weights_only=True: convert a new module with LowRank(...).convert(module), load the state dict into"
+            " that, and call lightning_lowrank.recover(module)."
+        )
+    return dense_state_dict(checkpoint["state_dict"], [LayerSpec.from_dict(layer) for layer in layers])
+
+
+def load_dense(path: str | Path, module: torch.nn.Module) -> torch.nn.Module:
+    """Load a checkpoint of a converted module into the plain one, and return it.
+
+    Args:
+        path: A checkpoint that a trainer with `LowRank` wrote.
+        module: A new, unconverted module of the same class.
+
+    Raises:
+        RuntimeError: If the checkpoint is of another architecture; torch names the tensors that do not fit.
+    """
+    module.load_state_dict(dense_checkpoint(path))
+    return module

@@ -1,0 +1,142 @@
+"""The console command ``lightning-lowrank``: a LightningCLI with the two callbacks as sections of the YAML.
+
+``fit``, ``validate``, ``test`` and ``predict`` are Lightning's own. ``inspect`` tells what a run would cost before any
+data is read; ``export`` and ``report`` read what runs left behind and need no model section.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json as json_module
+import sys
+from functools import partial, update_wrapper
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, instantiate_class
+from rich.console import Console
+
+import lightning_lowrank.data
+import lightning_lowrank.models
+from lightning_lowrank.callbacks.lowrank import LowRank, dense_checkpoint
+from lightning_lowrank.federated.loop import FederatedLoop
+from lightning_lowrank.inspection import inspect_run, render
+from lightning_lowrank.report import report
+
+_RUN_LOGGER = {
+    "class_path": "lightning.pytorch.loggers.CSVLogger",
+    "init_args": {"save_dir": "runs", "name": None},
+}
+
+
+class _Trainer(pl.Trainer):
+    def inspect(self, model: pl.LightningModule, json: bool = False) -> None:
+        """Tell what a run would cost and whether the module would work, without touching data.
+
+        Args:
+            model: The module.
+            json: Print JSON instead of tables.
+        """
+        callbacks: list[pl.Callback] = vars(self)["callbacks"]
+        lowrank = next((callback for callback in callbacks if isinstance(callback, LowRank)), None)
+        loop = next((callback for callback in callbacks if isinstance(callback, FederatedLoop)), None)
+        figures = inspect_run(model, lowrank, loop)
+        if json:
+            print(json_module.dumps(figures, indent=2))
+        else:
+            render(figures, Console())
+
+
+class LowRankCLI(LightningCLI):
+    """LightningCLI with ``federated:`` and ``lowrank:`` sections and an ``inspect`` subcommand.
+
+    An ``optimizer:`` section is built inside ``configure_optimizers``, when `LowRank` has made the factors; Lightning's
+    own would hold the parameters from before.
+    """
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Name the subcommands and the arguments that the command line does not set."""
+        return {**LightningCLI.subcommands(), "inspect": {"model"}}
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add the two sections; a recipe may leave out either."""
+        parser.add_argument("--lowrank", type=LowRank | None, default=None, help="arguments of LowRank")
+        parser.add_argument("--federated", type=FederatedLoop | None, default=None, help="arguments of FederatedLoop")
+
+    def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
+        """Put the two callbacks before all others, which may read weights."""
+        ours = [self._get(self.config_init, section) for section in ("lowrank", "federated")]
+        others = self._get(self.config_init, "trainer").get("callbacks") or []
+        others = others if isinstance(others, list) else [others]
+        callbacks = [callback for callback in ours if callback is not None] + others
+        return super().instantiate_trainer(callbacks=callbacks, **kwargs)
+
+    def _add_configure_optimizers_method_to_model(self, subcommand: str | None) -> None:
+        optimizer_init = self._get(self.config_init, "optimizer")
+        scheduler_init = self._get(self.config_init, "lr_scheduler")
+        if not optimizer_init:
+            return
+
+        def build(module: pl.LightningModule) -> Any:
+            optimizer = instantiate_class(module.parameters(), optimizer_init)
+            scheduler = instantiate_class(optimizer, scheduler_init) if scheduler_init else None
+            return self.configure_optimizers(module, optimizer, scheduler)
+
+        self.model.configure_optimizers = MethodType(update_wrapper(partial(build), build), self.model)
+
+
+def main(args: ArgsType = None) -> None:
+    """Run ``lightning-lowrank``.
+
+    Args:
+        args: Command line, without the program's name; ``sys.argv`` by default.
+    """
+    words = sys.argv[1:] if args is None else args
+    if isinstance(words, list) and words[:1] == ["export"]:
+        _export(words[1:])
+    elif isinstance(words, list) and words[:1] == ["report"]:
+        _report(words[1:])
+    else:
+        LowRankCLI(
+            trainer_class=_Trainer,
+            trainer_defaults={"logger": _RUN_LOGGER},
+            seed_everything_default=0,
+            parser_kwargs={"prog": "lightning-lowrank", "epilog": "also: lightning-lowrank export, report"},
+            save_config_kwargs={"overwrite": True},
+            args=args,
+        )
+
+
+def _export(args: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="lightning-lowrank export",
+        description="Turn a checkpoint into dense weights that load into the unconverted module.",
+    )
+    parser.add_argument("checkpoint", type=Path, help="a .ckpt file of a run, with or without LowRank")
+    parser.add_argument("output", type=Path, help="the .safetensors file to write")
+    options = parser.parse_args(args)
+    import safetensors.torch
+
+    weights = dense_checkpoint(options.checkpoint)
+    safetensors.torch.save_file({name: value.contiguous() for name, value in weights.items()}, options.output)
+    print(
+        f"wrote {len(weights)} tensors, {sum(value.numel() for value in weights.values()):,} numbers: {options.output}"
+    )
+
+
+def _report(args: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="lightning-lowrank report",
+        description="Compare runs: one table, and accuracy against rounds and bytes.",
+    )
+    parser.add_argument("runs", type=Path, nargs="+", help="run folders, or folders that hold some")
+    parser.add_argument("--metric", default=None, help="logged metric to compare; by default val_acc or the like")
+    parser.add_argument("--output", type=Path, default=Path("report"), help="folder for the table and the plots")
+    options = parser.parse_args(args)
+    report(options.runs, metric=options.metric, output=options.output, console=Console())
+
+
+__all__ = ["LowRankCLI", "lightning_lowrank", "main"]

@@ -1,0 +1,86 @@
+"""Configurations that would train the wrong thing without a word, refused before the fit begins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+_READING_HOOKS = (
+    "on_train_batch_end",
+    "on_train_epoch_end",
+    "on_validation_start",
+    "on_validation_epoch_start",
+    "on_save_checkpoint",
+    "on_train_end",
+)
+_SAMPLED_STEPS = 1000
+
+
+def check_optimizers(trainer: pl.Trainer, module: nn.Module) -> None:
+    """Refuse trainable parameters that no optimizer holds.
+
+    Raises:
+        MisconfigurationException: If there is one; it names the first few.
+    """
+    held = {
+        id(parameter)
+        for optimizer in trainer.optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    forgotten = [name for name, value in module.named_parameters() if value.requires_grad and id(value) not in held]
+    if forgotten and trainer.optimizers:
+        raise MisconfigurationException(
+            f"{len(forgotten)} trainable parameters are in no optimizer and would never be trained:"
+            f" {', '.join(forgotten[:8])}{' ...' if len(forgotten) > 8 else ''}. Build the optimizer in"
+            " configure_optimizers() from self.parameters() (which holds the factors by then), or freeze them with"
+            " requires_grad_(False)."
+        )
+
+
+def check_callbacks(loop: Callback, trainer: Any, module: nn.Module) -> None:
+    """Refuse callbacks, or an order of callbacks, that would take a client's weights for the global model's.
+
+    Raises:
+        MisconfigurationException: If there is one; it names the callback and what to do.
+    """
+    callbacks = trainer.callbacks
+    twins = [callback for callback in callbacks if type(callback) is type(loop)]
+    if len(twins) > 1:
+        raise MisconfigurationException("there are two FederatedLoop callbacks: keep one.")
+    for callback in callbacks[: callbacks.index(loop)]:
+        name = type(callback).__name__
+        if _reads_weights(callback):
+            raise MisconfigurationException(
+                f"{name} comes before FederatedLoop in `callbacks` and would read a client's weights as the global"
+                " model's: put FederatedLoop before it."
+            )
+    for callback in callbacks:
+        if type(callback).__name__ == "LowRank" and callbacks.index(callback) > callbacks.index(loop):
+            raise MisconfigurationException("put LowRank before FederatedLoop in `callbacks`.")
+        if isinstance(callback, WeightAveraging) and any(
+            callback.should_update(step_idx=step) for step in range(_SAMPLED_STEPS)
+        ):
+            raise MisconfigurationException(
+                f"{type(callback).__name__} averages after optimizer steps, which are steps of single clients: override"
+                " its should_update() to return True for epoch_idx only, so that it averages global models."
+            )
+        if isinstance(callback, StochasticWeightAveraging) and any(
+            isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in module.modules()
+        ):
+            raise MisconfigurationException(
+                "StochasticWeightAveraging ends with a pass over the training set that recomputes BatchNorm statistics,"
+                " and a federated round has no such pass: leave it out, or use normalisation without statistics."
+            )
+
+
+def _reads_weights(callback: Callback) -> bool:
+    if type(callback).__name__ == "LowRank":
+        return False
+    if type(callback).__module__.startswith(("lightning.pytorch.", "pytorch_lightning.")):
+        return isinstance(callback, (WeightAveraging, StochasticWeightAveraging))
+    return any(getattr(type(callback), hook) is not getattr(Callback, hook) for hook in _READING_HOOKS)

@@ -1,0 +1,155 @@
+"""The two parties of a round: what the server holds, and what one client is.
+
+`FederatedLoop` makes them and saves them in checkpoints; algorithms read and write them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+BufferPolicy = Literal["average", "local", "reset"]
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return a module's buffers that are part of its state dict, by name."""
+    kept = module.state_dict(keep_vars=True).keys()
+    return {name: buffer for name, buffer in module.named_buffers() if name in kept}
+
+
+def trained_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return a module's trained parameters and persistent buffers by name: what a client's copy of it is."""
+    trained = {name: value for name, value in module.named_parameters() if value.requires_grad}
+    return {**trained, **persistent_buffers(module)}
+
+
+@dataclass
+class Client:
+    """One client of the federation.
+
+    Args:
+        id: Position in the partition, from 0.
+        samples: Number of training samples it holds.
+        memory: What it keeps between rounds, by purpose: tensors and plain Python only, so that a checkpoint that
+            holds it loads with ``weights_only=True``.
+    """
+
+    id: int
+    samples: int
+    memory: dict[str, Any] = field(default_factory=dict)
+
+
+class WeightedMean:
+    """Streaming weighted mean of named tensors, in float64 and cast once at the end.
+
+    Memory does not grow with the number of arrivals. One arrival is given back exactly. Integer and boolean tensors
+    are averaged likewise and rounded to the nearest value (halves to the even one).
+
+    Example:
+        >>> import torch
+        >>> mean = WeightedMean()
+        >>> mean.add({"w": torch.tensor([1.0]), "batches": torch.tensor(3)}, weight=1)
+        >>> mean.add({"w": torch.tensor([4.0]), "batches": torch.tensor(4)}, weight=2)
+        >>> mean.result()
+        {'w': tensor([3.]), 'batches': tensor(4)}
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
+        self._only: dict[str, Tensor] = {}
+        self.weight = 0.0
+        self.arrivals = 0
+
+    def add(self, tensors: Mapping[str, Tensor], weight: float) -> None:
+        """Take in one party's tensors.
+
+        Args:
+            tensors: The values; they are read here and now, not kept.
+            weight: Their share in the mean, zero or more.
+        """
+        values = [tensor.detach() for tensor in tensors.values()]
+        scaled = [value.to(torch.float64) * weight for value in values]
+        if self.arrivals == 0:
+            self._sums = dict(zip(tensors, scaled, strict=True))
+            self._dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+            self._only = {name: value.clone() for name, value in zip(tensors, values, strict=True)}
+        else:
+            if tensors.keys() != self._sums.keys():
+                raise KeyError(
+                    f"arrivals name different tensors: {sorted(tensors.keys() ^ self._sums.keys())} are not in both"
+                )
+            torch._foreach_add_([self._sums[name] for name in tensors], scaled)
+            self._only = {}
+        self.weight += weight
+        self.arrivals += 1
+
+    def result(self) -> dict[str, Tensor]:
+        """Return the mean, in the tensors' own types."""
+        if self._only:
+            return dict(self._only)
+        means = torch._foreach_div(list(self._sums.values()), self.weight)
+        return {
+            name: (mean if self._dtypes[name].is_floating_point else mean.round()).to(self._dtypes[name])
+            for name, mean in zip(self._sums, means, strict=True)
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs to go on."""
+        return {
+            "sums": dict(self._sums),
+            "dtypes": {name: str(dtype).removeprefix("torch.") for name, dtype in self._dtypes.items()},
+            "only": dict(self._only),
+            "weight": self.weight,
+            "arrivals": self.arrivals,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
+        """Go on from `state_dict`'s result."""
+        self._sums = {name: tensor.to(device) for name, tensor in state["sums"].items()}
+        self._dtypes = {name: getattr(torch, dtype) for name, dtype in state["dtypes"].items()}
+        self._only = {name: tensor.to(device) for name, tensor in state["only"].items()}
+        self.weight = state["weight"]
+        self.arrivals = state["arrivals"]
+
+
+@dataclass
+class Server:
+    """What the server holds: the global model and the algorithm's memory.
+
+    Args:
+        module: The live module. Its frozen parameters are the same on every side; a method that changes them does so
+            here, between rounds. Its trained parameters hold some client's values while a round runs.
+        seed: Seed of the experiment, from which a method derives its own.
+        buffer_policy: What happens to the module's persistent buffers.
+        round: Number of the round, from 0.
+        state: Global values of the trained parameters and persistent buffers, by name.
+        initial_buffers: The buffers' values before the first round.
+        memory: What the algorithm keeps between rounds: tensors and plain Python only.
+        mean: The round's arrivals so far.
+    """
+
+    module: nn.Module
+    seed: int
+    buffer_policy: BufferPolicy = "average"
+    round: int = 0
+    state: dict[str, Tensor] = field(default_factory=dict)
+    initial_buffers: dict[str, Tensor] = field(default_factory=dict)
+    memory: dict[str, Any] = field(default_factory=dict)
+    mean: WeightedMean = field(default_factory=WeightedMean)
+
+    def sent_down(self) -> dict[str, Tensor]:
+        """Return the global values that a client is sent: without the buffers unless they are averaged."""
+        if self.buffer_policy == "average":
+            return self.state
+        return {name: value for name, value in self.state.items() if name not in self.initial_buffers}
+
+    def sent_up(self, model: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return those of a client's ``model`` values that it sends: without the buffers where they stay local."""
+        if self.buffer_policy != "local":
+            return dict(model)
+        return {name: value for name, value in model.items() if name not in self.initial_buffers}

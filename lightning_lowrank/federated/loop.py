@@ -1,0 +1,736 @@
+"""`FederatedLoop`: turns ``trainer.fit`` into a federated experiment, one epoch a round.
+
+It is an ordinary Lightning callback. The module that the user passes to the trainer is every client in turn: at a
+client's first batch it takes that client's weights, at its last they are collected, and between rounds it is the
+global model, so that validation, checkpoints, loggers and every other callback see what they always see.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from rich.console import Console
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_lowrank.federated._lightning import (
+    AccumulationPerClient,
+    TrainLoaderSource,
+    forget_batches,
+    stops_now,
+)
+from lightning_lowrank.federated.algorithm import Algorithm, install
+from lightning_lowrank.federated.checks import check_callbacks, check_optimizers
+from lightning_lowrank.federated.client import BufferPolicy, Client, Server, WeightedMean, trained_tensors
+from lightning_lowrank.federated.partition import IID, ClientIndices, Partition, find_labels
+from lightning_lowrank.federated.payload import Ledger, dense_payload
+from lightning_lowrank.federated.rounds import (
+    RoundLoader,
+    RoundPlan,
+    RoundPlanner,
+    StepRandomness,
+    batches_of,
+    check_loader,
+    shuffles,
+)
+from lightning_lowrank.federated.schedulers import SchedulersPerClient
+
+
+class FederatedLoop(Callback):
+    r"""Train the trainer's module as a federated experiment; one epoch is one round.
+
+    Nothing else changes: module, datamodule, optimizers, loggers and other callbacks stay as they are. In each round
+    some clients are drawn; each starts from what the server sends it and trains on its own part of the training set
+    with the module's own ``training_step`` and optimizers; the server folds the results into the global model, which is
+    what validation, checkpoints and, after ``fit``, the module itself hold.
+
+    Put it before every callback that reads weights, and after `LowRank`. Each round logs ``comm/up_bytes``,
+    ``comm/down_bytes``, their totals and ``comm/ratio`` (see `Ledger`), ``federated/clients``, ``federated/failed``,
+    ``federated/samples`` and ``federated/client_steps`` (batches trained by clients, in all).
+
+    What Lightning's own settings mean here:
+
+    - ``limit_train_batches`` and ``overfit_batches`` count per client and round; ``val_check_interval`` and
+      ``max_steps`` count the round's batches. A validation inside a round sees the last global model. A round cut
+      short by ``max_steps``, ``max_time`` or early stopping is aggregated from what has been trained by then.
+      ``fast_dev_run=n`` gives ``n`` clients a batch each.
+    - ``accumulate_grad_batches`` groups batches within a client; a client's last, incomplete group is stepped as
+      Lightning steps an epoch's last (its loss divided by the full group's size).
+    - Epoch-wise learning rate schedulers step per round. Step-wise ones step within each client, from where the round
+      began; the next round goes on from the client with the most steps.
+
+    Args:
+        algorithm: The federated method.
+        clients: Number of clients. May be left out where the partition knows it (`ByKey`, `FromIndices`).
+        clients_per_round: Clients drawn in each round: a count, or a share of all clients in (0, 1] as a float.
+            ``None``: all of them. Clients without samples are never drawn.
+        partition: How the training set is divided; `IID` by default.
+        local_epochs: Passes of a client over its own samples in a round.
+        local_steps: Number of batches of a client in a round, instead of ``local_epochs``.
+        weighting: A client's weight in the mean: its number of ``"samples"``, ``"uniform"``, or a function of the
+            `Client`.
+        buffers: Persistent buffers such as BatchNorm's statistics. ``"average"``: sent, trained and averaged like
+            weights (integer ones rounded). ``"local"``: each client keeps its own, nothing is sent, and the global
+            model keeps those it began with. ``"reset"``: every client starts each round from the initial ones, and
+            only the results are sent and averaged.
+        optimizer_state: ``"reset"``: momentum and the like start anew with each client and round. ``"keep"``: each
+            client takes its own up again when it is next drawn.
+        client_dropout: Chance in [0, 1) that a drawn client fails: it is sent the model and never answers. At least
+            one client of a round always answers.
+        sampling_weights: Relative chance of each client to be drawn; uniform by default.
+        participants: Ids of the clients of each round, given instead of drawn.
+        availability: For each client the chance that it is there in a round, or a function of client id and round.
+        labels: Function from the training dataset to its labels, for partitions by label. By default they are found
+            from ``targets``, ``labels`` or ``tensors``, or in one pass over the dataset.
+        seed: Seed of partition, sampling, data order and clients' randomness. ``None``: the seed given to Lightning's
+            ``seed_everything``, or 0.
+        summary: Print the partition's table when the fit begins.
+
+    Raises:
+        MisconfigurationException: If an argument is out of range, the training loader cannot be divided among clients,
+            a trained parameter is in no optimizer, or another callback would read a client's weights as the
+            global model's.
+
+    Example:
+        >>> from lightning_lowrank import Dirichlet, FedAvg, FederatedLoop
+        >>> loop = FederatedLoop(
+        ...     FedAvg(), clients=100, clients_per_round=10, partition=Dirichlet(0.3, min_samples=10), local_epochs=3
+        ... )
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        clients: int | None = None,
+        clients_per_round: int | float | None = None,
+        partition: Partition | None = None,
+        local_epochs: int = 1,
+        local_steps: int | None = None,
+        weighting: Literal["samples", "uniform"] | Callable[[Client], float] = "samples",
+        buffers: BufferPolicy = "average",
+        optimizer_state: Literal["reset", "keep"] = "reset",
+        client_dropout: float = 0.0,
+        sampling_weights: list[float] | None = None,
+        participants: list[list[int]] | None = None,
+        availability: list[float] | Callable[[int, int], bool] | None = None,
+        labels: Callable[[Dataset], Sequence[Any]] | None = None,
+        seed: int | None = None,
+        summary: bool = True,
+    ) -> None:
+        self.algorithm = algorithm
+        self.partition = IID() if partition is None else partition
+        self.number_of_clients = clients
+        self.clients_per_round = clients_per_round
+        self.local_epochs = local_epochs
+        self.local_steps = local_steps
+        self.weighting = weighting
+        self.buffers = buffers
+        self.optimizer_state = optimizer_state
+        self.client_dropout = client_dropout
+        self.sampling_weights = sampling_weights
+        self.participants = participants
+        self.availability = availability
+        self.labels = labels
+        self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
+        self.summary = summary
+        self._check_arguments()
+
+        self.clients: list[Client] = []
+        self.indices: ClientIndices | None = None
+        self.ledger = Ledger(0)
+
+        self._running = False
+        self._restorers: list[Callable[[], None]] = []
+        self._randomness = StepRandomness()
+        self._forget()
+
+    def _forget(self) -> None:
+        self.plan: RoundPlan | None = None
+        self._planner: RoundPlanner
+        self._loader: RoundLoader | None = None
+        self._loader_epoch = 0
+        self._server: Server | None = None
+        self._schedulers: SchedulersPerClient
+        self._restored: dict[str, Any] | None = None
+        self._live: dict[str, Tensor] = {}
+        self._hidden: dict[str, Tensor] | None = None
+        self._round = -1
+        self._position = 0
+        self._slot = 0
+        self._round_open = False
+        self._client_open = False
+        self._group_begins = True
+        self._group_ends = True
+        self._client_steps = 0
+
+    @property
+    def state_key(self) -> str:
+        """Name of this callback's state in checkpoints."""
+        return "FederatedLoop"
+
+    @property
+    def server(self) -> Server:
+        """The server of this fit.
+
+        Raises:
+            RuntimeError: If no fit has begun.
+        """
+        if self._server is None:
+            raise RuntimeError("FederatedLoop has no server before a fit has begun.")
+        return self._server
+
+    def _check_arguments(self) -> None:
+        def check(holds: bool, message: str) -> None:
+            if not holds:
+                raise MisconfigurationException(message)
+
+        check(
+            isinstance(self.algorithm, Algorithm),
+            f"algorithm must be an Algorithm such as FedAvg(), got {self.algorithm!r}",
+        )
+        check(
+            isinstance(self.partition, Partition),
+            f"partition must be a Partition such as IID() or Dirichlet(0.3), got {self.partition!r}",
+        )
+        check(
+            self.number_of_clients is None or self.number_of_clients >= 1,
+            f"clients must be 1 or more, got {self.number_of_clients}",
+        )
+        share = self.clients_per_round
+        if isinstance(share, float):
+            check(
+                0 < share <= 1,
+                f"clients_per_round as a share must be in (0, 1], got {share}; give a count as an int",
+            )
+        elif share is not None:
+            check(share >= 1, f"clients_per_round must be 1 or more, got {share}")
+            check(
+                self.number_of_clients is None or share <= self.number_of_clients,
+                f"clients_per_round={share} is more than clients={self.number_of_clients}",
+            )
+        check(self.local_epochs >= 1, f"local_epochs must be 1 or more, got {self.local_epochs}")
+        check(
+            self.local_steps is None or self.local_steps >= 1,
+            f"local_steps must be 1 or more, or None for local_epochs, got {self.local_steps}",
+        )
+        check(
+            self.local_steps is None or self.local_epochs == 1,
+            f"give local_epochs={self.local_epochs} or local_steps={self.local_steps}, not both",
+        )
+        check(
+            callable(self.weighting) or self.weighting in ("samples", "uniform"),
+            f"weighting must be 'samples', 'uniform' or a function of the client, got {self.weighting!r}",
+        )
+        check(
+            self.buffers in ("average", "local", "reset"),
+            f"buffers must be 'average', 'local' or 'reset', got {self.buffers!r}",
+        )
+        check(
+            self.optimizer_state in ("reset", "keep"),
+            f"optimizer_state must be 'reset' or 'keep', got {self.optimizer_state!r}",
+        )
+        check(0 <= self.client_dropout < 1, f"client_dropout must be in [0, 1), got {self.client_dropout}")
+        if self.sampling_weights is not None:
+            check(
+                all(math.isfinite(weight) and weight >= 0 for weight in self.sampling_weights),
+                f"sampling_weights must be finite and not negative, got {self.sampling_weights}",
+            )
+        if isinstance(self.availability, Sequence):
+            check(
+                all(0 <= chance <= 1 for chance in self.availability),
+                f"availability must be chances in [0, 1], got {self.availability}",
+            )
+        if self.participants is not None:
+            drawing = {
+                "clients_per_round": self.clients_per_round,
+                "sampling_weights": self.sampling_weights,
+                "availability": self.availability,
+            }
+            given = [name for name, value in drawing.items() if value is not None]
+            check(not given, f"participants names every round's clients, so leave out {', '.join(given)}")
+            for number, ids in enumerate(self.participants):
+                check(len(ids) > 0, f"participants[{number}] is empty: every round needs at least one client")
+                check(len(set(ids)) == len(ids), f"participants[{number}] names a client twice: {ids}")
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Take the training loader's place."""
+        if stage != "fit":
+            return
+        if trainer.world_size > 1:
+            raise MisconfigurationException(
+                f"FederatedLoop runs its clients on one device, and the trainer has {trainer.world_size} processes:"
+                " set devices=1."
+            )
+        check_callbacks(self, trainer, pl_module)
+        self._restore_trainer()
+        source = TrainLoaderSource(trainer)
+        if not source.is_defined():
+            raise MisconfigurationException(
+                "there is no training loader to divide among clients: define train_dataloader() on the module or the"
+                " datamodule, or pass one to trainer.fit(model, train_dataloaders)."
+            )
+        going_on = trainer.current_epoch > 0 and self._server is not None and self._server.module is pl_module
+        if not going_on:
+            self._forget()
+        self._running = True
+
+        settings: Any = trainer
+        every_n_epochs, limit = settings.reload_dataloaders_every_n_epochs, trainer.limit_train_batches
+        prepare = functools.partial(self._prepare, trainer, source, every_n_epochs, limit)
+        self._prepared = prepare
+        source.replace(_Rounds(prepare))
+        # A round's length differs from round to round, and Lightning reads it only when it reloads the loader.
+        settings.reload_dataloaders_every_n_epochs = 1
+        if limit != 0:
+            settings.limit_train_batches = 1.0
+
+        def restore_trainer() -> None:
+            source.restore()
+            settings.reload_dataloaders_every_n_epochs, settings.limit_train_batches = every_n_epochs, limit
+
+        accumulation = AccumulationPerClient(trainer, lambda: self._group_begins, lambda: self._group_ends)
+        # A plain function: torch marks the hook, and a deepcopy of the module must not copy this callback.
+        state_dict_hook = pl_module.register_state_dict_post_hook(lambda *state: self._show_global_state(*state))
+        self._restorers = [restore_trainer, accumulation.restore, state_dict_hook.remove]
+        for owner in (settings.datamodule, pl_module):
+            if owner is not None and is_overridden("val_dataloader", owner):
+                self._restorers.append(_memoise_validation_loaders(owner, trainer, every_n_epochs))
+
+    def _restore_trainer(self) -> None:
+        while self._restorers:
+            self._restorers.pop()()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Give the trainer back as it was."""
+        self._restore_trainer()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Leave the last global model in the module, and the trainer as it was."""
+        self._running = False
+        self._randomness.close()
+        if self._round_open and self._hidden is None:
+            self._hide_client()
+        self._restore_trainer()
+
+    def _prepare(self, trainer: Any, source: TrainLoaderSource, every_n_epochs: int, limit: int | float) -> RoundLoader:
+        """Return the round loader, dividing the training set when that has not been done."""
+        renew = every_n_epochs and trainer.current_epoch - self._loader_epoch >= every_n_epochs
+        if self._loader is not None and not renew:
+            return self._loader
+        loader = check_loader(source.user_loader())
+        if self._loader is None:
+            self._divide(loader.dataset)
+        assert self.indices is not None
+        size = len(loader.dataset)  # type: ignore[arg-type]
+        if size != self.indices.size:
+            raise MisconfigurationException(
+                f"the training set had {self.indices.size} samples when it was divided among the clients and has {size}"
+                " now: keep its length, or set reload_dataloaders_every_n_epochs=0."
+            )
+        self._planner = self._make_planner(trainer, loader, limit)
+        self._loader_epoch = trainer.current_epoch
+        self._loader = RoundLoader(
+            loader,
+            self.indices,
+            seed=self.seed,
+            plan=lambda: self._plan_round(trainer.current_epoch),
+            position=lambda: self._position,
+            randomness=self._randomness,
+            shuffle=shuffles(loader) and not trainer.overfit_batches,
+        )
+        return self._loader
+
+    def _divide(self, dataset: Dataset) -> None:
+        labels = find_labels(dataset, self.labels) if self.partition.needs_labels else None
+        self.indices = self.partition.split(dataset, self.number_of_clients, self.seed, labels)
+        memories = {} if self._restored is None else self._restored["clients"]
+        self.clients = [
+            Client(client, samples, memories.get(client, {}))
+            for client, samples in enumerate(self.indices.sizes.tolist())
+        ]
+        if self._restored is not None and self._restored["partition"] != self.indices.digest():
+            raise MisconfigurationException(
+                f"the checkpoint's run divided the training set into {self._restored['number_of_clients']} clients in"
+                f" another way than this one with its {len(self.clients)}: resume with the same partition, clients and"
+                " seed."
+            )
+        if self.summary:
+            Console().print(self.indices.summary(labels))
+
+    def _make_planner(self, trainer: Any, loader: DataLoader, limit: int | float) -> RoundPlanner:
+        count = len(self.clients)
+        for name, values in (
+            ("sampling_weights", self.sampling_weights),
+            ("availability", self.availability),
+        ):
+            if isinstance(values, Sequence) and len(values) != count:
+                raise MisconfigurationException(f"{name} has {len(values)} entries for {count} clients")
+        unknown = {client for ids in self.participants or () for client in ids if not 0 <= client < count}
+        if unknown:
+            raise MisconfigurationException(
+                f"participants names {sorted(unknown)}, and clients go from 0 to {count - 1}"
+            )
+        share = self.clients_per_round
+        if share is None:
+            per_round = count
+        elif isinstance(share, float):
+            per_round = max(1, round(share * count))
+        elif share <= count:
+            per_round = share
+        else:
+            raise MisconfigurationException(f"clients_per_round={share} is more than the partition's {count} clients")
+
+        truncate = int(trainer.fast_dev_run) or None
+        batches = []
+        for client in self.clients:
+            once = batches_of(client.samples, loader)
+            wanted = (self.local_steps or self.local_epochs * once) if once else 0
+            if truncate is None and wanted:
+                wanted = min(wanted, limit) if isinstance(limit, int) else max(1, int(wanted * limit))
+            batches.append(wanted)
+        idle = [client.id for client in self.clients if client.samples and not batches[client.id]]
+        if idle:
+            rank_zero_warn(
+                f"{len(idle)} clients hold fewer samples than batch_size={loader.batch_size} and drop_last=True leaves"
+                f" them nothing to train on, so they are never drawn: {idle[:10]}{' ...' if len(idle) > 10 else ''}"
+            )
+        asked_idle = {client for ids in self.participants or () for client in ids if not batches[client]}
+        if asked_idle:
+            raise MisconfigurationException(
+                f"participants names clients that have nothing to train on: {sorted(asked_idle)}"
+            )
+        return RoundPlanner(
+            seed=self.seed,
+            batches=tuple(batches),
+            per_round=per_round,
+            sampling_weights=self.sampling_weights,
+            participants=self.participants,
+            availability=self.availability,
+            failure_probability=self.client_dropout,
+            truncate=truncate,
+        )
+
+    def _current_plan(self) -> RoundPlan:
+        assert self.plan is not None, "Lightning asks for the loader's length, which makes the plan, before any batch"
+        return self.plan
+
+    def _plan_round(self, number: int) -> RoundPlan:
+        # Lightning asks for the length once more when the fit is over, and there is no next round to plan then.
+        if self.plan is None or (self.plan.round != number and self._running):
+            self.plan = self._planner.plan(number)
+            if self._round != number:
+                self._round, self._position, self._slot = number, 0, 0
+        return self.plan
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Check the optimizers, divide the training set, and let the algorithm look at the module."""
+        check_optimizers(trainer, pl_module)
+        self._prepared()
+        if self._server is None:
+            self._server = Server(pl_module, self.seed, self.buffers)
+            self.ledger = Ledger(dense_payload(pl_module).nbytes)
+        if self._restored is not None:
+            self.ledger.load_state_dict(self._restored["ledger"])
+        self._schedulers = SchedulersPerClient(trainer)
+        self.algorithm.setup(self._server)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Go on where the checkpoint was taken."""
+        if self._restored is None:
+            return
+        state, self._restored = self._restored, None
+        on_device = functools.partial(move_data_to_device, device=pl_module.device)
+        server = state["server"]
+        self.server.round = server["round"]
+        self.server.state = on_device(server["state"])
+        self.server.initial_buffers = on_device(server["initial_buffers"])
+        self.server.memory = on_device(server["memory"])
+        self.server.mean.load_state_dict(server["mean"], pl_module.device)
+        for client in self.clients:
+            client.memory = on_device(client.memory)
+        self._schedulers.load_state_dict(state["schedulers"])
+        self._find_live_tensors()
+        if self._round_open:
+            self._adopt_live_values()
+            install(state["client_values"], self._live)
+        elif self._position:
+            forget_batches(trainer)
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """At a client's first batch, make the module that client."""
+        plan = self._current_plan()
+        if not self._round_open:
+            self._begin_round(plan)
+        step = self._position - (plan.ends[self._slot] - plan.batches[self._slot])
+        if step == 0:
+            self._begin_client(trainer, self.clients[plan.clients[self._slot]])
+        group = trainer.accumulate_grad_batches
+        self._group_begins = step % group == 0
+        self._group_ends = (step + 1) % group == 0 or step + 1 == plan.batches[self._slot]
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """At a client's last batch, collect it; at the round's last, aggregate."""
+        self._randomness.close()
+        plan = self._current_plan()
+        self._position += 1
+        self._client_steps += 1
+        if self._position == plan.ends[self._slot]:
+            self._end_client(trainer)
+            self._slot += 1
+        if self._position == plan.total:
+            self._aggregate(trainer)
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Show the global model: the new one if the round is over, the last one inside a round."""
+        if not self._round_open or trainer.sanity_checking:
+            return
+        self._randomness.close()
+        if stops_now(trainer):
+            self._aggregate(trainer)
+        else:
+            self._hide_client()
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Go on with the client that was interrupted."""
+        if self._hidden is not None:
+            install(self._hidden, self._live)
+            self._hidden = None
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Aggregate a round that was cut short, and log the round's figures."""
+        self._randomness.close()
+        self._aggregate(trainer)
+        plan = self._current_plan()
+        figures = {
+            **self.ledger.metrics(),
+            "federated/clients": len(plan.clients),
+            "federated/failed": len(plan.failed),
+            "federated/samples": sum(self.clients[client].samples for client in plan.clients),
+            "federated/client_steps": self._client_steps,
+        }
+        # Lightning keeps logged values in the tensor's own type, and float32 would round bytes from 16 MiB on.
+        pl_module.log_dict({name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()})
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Plan no further round."""
+        self._running = False
+
+    def _begin_round(self, plan: RoundPlan) -> None:
+        self.server.round = plan.round
+        self._find_live_tensors()
+        self._adopt_live_values()
+        self._round_open = True
+        self.ledger.begin_round()
+        self._schedulers.begin_round()
+        self.algorithm.begin_round(self.server)
+        for client in plan.failed:
+            self.ledger.down(self.algorithm.broadcast(self.server, self.clients[client]).nbytes)
+        if self.algorithm.every_client_listens:
+            idle = sum(map(bool, self._planner.batches)) - len(plan.clients) - len(plan.failed)
+            broadcast = self.algorithm.broadcast(self.server, self.clients[plan.clients[0]])
+            self.ledger.idle(idle * broadcast.nbytes)
+
+    def _find_live_tensors(self) -> None:
+        self._live = trained_tensors(self.server.module)
+        if not self.server.initial_buffers:
+            self.server.initial_buffers = {
+                name: tensor.clone() for name, tensor in self._live.items() if not tensor.requires_grad
+            }
+
+    def _adopt_live_values(self) -> None:
+        """Take into the server's state what the module holds between rounds, whoever put it there."""
+        shown = self.algorithm.global_state(self.server)
+        for name, tensor in self._live.items():
+            if name not in shown or not torch.equal(shown[name], tensor):
+                self.server.state[name] = tensor.detach().clone()
+
+    def _begin_client(self, trainer: pl.Trainer, client: Client) -> None:
+        payload = self.algorithm.broadcast(self.server, client)
+        self.ledger.down(payload.nbytes)
+        self.algorithm.begin(self.server, client, payload, self._live)
+        if self.buffers == "reset":
+            install(self.server.initial_buffers, self._live)
+        elif self.buffers == "local":
+            install(client.memory.get("buffers", self.server.initial_buffers), self._live)
+        for number, optimizer in enumerate(trainer.optimizers):
+            kept = client.memory.get("optimizers", {}).get(number, {})
+            parameters = _parameters_of(optimizer)
+            optimizer.state = defaultdict(dict, {parameters[index]: state for index, state in kept.items()})
+        self._schedulers.begin_client()
+        self._client_open = True
+
+    def _end_client(self, trainer: pl.Trainer) -> None:
+        plan = self._current_plan()
+        client = self.clients[plan.clients[self._slot]]
+        payload = self.algorithm.end(self.server, client, self._live)
+        self.ledger.up(payload.nbytes)
+        self.algorithm.receive(self.server, client, payload, self._weight(client))
+        if self.buffers == "local":
+            client.memory["buffers"] = {name: self._live[name].clone() for name in self.server.initial_buffers}
+        if self.optimizer_state == "keep":
+            client.memory["optimizers"] = {
+                number: {
+                    index: optimizer.state[parameter]
+                    for index, parameter in enumerate(_parameters_of(optimizer))
+                    if parameter in optimizer.state
+                }
+                for number, optimizer in enumerate(trainer.optimizers)
+            }
+        self._schedulers.end_client(plan.batches[self._slot])
+        self._client_open = False
+
+    def _weight(self, client: Client) -> float:
+        if self.weighting == "samples":
+            return client.samples
+        if self.weighting == "uniform":
+            return 1.0
+        assert callable(self.weighting)
+        weight = self.weighting(client)
+        if not (math.isfinite(weight) and weight > 0):
+            raise MisconfigurationException(
+                f"weighting gave {weight} for client {client.id}: a weight must be finite and more than 0."
+            )
+        return float(weight)
+
+    def _aggregate(self, trainer: pl.Trainer) -> None:
+        if not self._round_open:
+            return
+        if self._client_open:
+            self._end_client(trainer)
+        self.algorithm.aggregate(self.server)
+        self.server.mean = WeightedMean()
+        self._show_global()
+        self._schedulers.end_round()
+        self._round_open = False
+
+    def _hide_client(self) -> None:
+        self._hidden = {name: tensor.detach().clone() for name, tensor in self._live.items()}
+        self._show_global()
+
+    def _show_global(self) -> None:
+        state = self.algorithm.global_state(self.server)
+        install({name: state[name] for name in self._live}, self._live)
+
+    def _show_global_state(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+        """Put the global model into a state dict that is taken inside a round (a hook of `torch.nn.Module`)."""
+        if self._round_open and module is self.server.module:
+            for name, value in self.algorithm.global_state(self.server).items():
+                if prefix + name in state_dict:
+                    state_dict[prefix + name] = value
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that a resumed run needs, as tensors and plain Python."""
+        if self._server is None or self.indices is None:
+            return {}
+        server = self.server
+        shown = self.algorithm.global_state(server)
+        interrupted = self._live if self._hidden is None else self._hidden
+        return {
+            "algorithm": type(self.algorithm).__name__,
+            "seed": self.seed,
+            "number_of_clients": len(self.clients),
+            "partition": self.indices.digest(),
+            "round": self._round,
+            "position": self._position,
+            "slot": self._slot,
+            "round_open": self._round_open,
+            "client_open": self._client_open,
+            "client_steps": self._client_steps,
+            "group_ends": self._group_ends,
+            "client_values": {name: value.detach().clone() for name, value in interrupted.items()}
+            if self._round_open
+            else {},
+            "server": {
+                "round": server.round,
+                "state": {name: value for name, value in server.state.items() if shown.get(name) is not value},
+                "initial_buffers": server.initial_buffers,
+                "memory": server.memory,
+                "mean": server.mean.state_dict(),
+            },
+            "clients": {client.id: client.memory for client in self.clients if client.memory},
+            "ledger": self.ledger.state_dict(),
+            "schedulers": self._schedulers.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take `state_dict`'s result, to be installed when the fit begins."""
+        if not state_dict:
+            return
+        for name, mine in (("algorithm", type(self.algorithm).__name__), ("seed", self.seed)):
+            if state_dict[name] != mine:
+                raise MisconfigurationException(
+                    f"the checkpoint's run had {name}={state_dict[name]!r} and this one has {mine!r}: resume with the"
+                    " same."
+                )
+        self._restored = state_dict
+        self._round = state_dict["round"]
+        self._position = state_dict["position"]
+        self._slot = state_dict["slot"]
+        self._round_open = state_dict["round_open"]
+        self._client_open = state_dict["client_open"]
+        self._client_steps = state_dict["client_steps"]
+        self._group_ends = state_dict["group_ends"]
+
+
+class _Rounds:
+    """Stands in the trainer for the training loader, which can't be asked for before the fit begins."""
+
+    def __init__(self, loader: Callable[[], RoundLoader]) -> None:
+        self._loader = loader
+
+    def __len__(self) -> int:
+        return len(self._loader())
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._loader())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tell Lightning that this loader can resume; the position is part of `FederatedLoop`'s own state."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take nothing: see `state_dict`."""
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _memoise_validation_loaders(
+    owner: pl.LightningModule | pl.LightningDataModule, trainer: pl.Trainer, every_n_epochs: int
+) -> Callable[[], None]:
+    """Keep validation loaders, which Lightning would now rebuild with the training loader every epoch."""
+    original = owner.val_dataloader
+    made: dict[str, Any] = {}
+
+    def val_dataloader() -> Any:
+        if not made or (every_n_epochs and trainer.current_epoch - made["epoch"] >= every_n_epochs):
+            made.update(loaders=original(), epoch=trainer.current_epoch)
+        return made["loaders"]
+
+    previous = vars(owner).get("val_dataloader")
+    owner.val_dataloader = val_dataloader  # type: ignore[method-assign]
+
+    def restore() -> None:
+        if previous is None:
+            del owner.val_dataloader
+        else:
+            owner.val_dataloader = previous  # type: ignore[method-assign]
+
+    return restore

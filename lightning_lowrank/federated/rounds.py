@@ -1,0 +1,358 @@
+"""Which clients a round trains, in which order their batches come, and the loader that delivers them.
+
+`FederatedLoop` asks `RoundPlanner` for each round's plan and hands Lightning one `RoundLoader` in place of the user's
+training loader.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+
+from lightning_lowrank.federated.partition import ClientIndices
+from lightning_lowrank.seeding import derive_seed, generator
+
+
+@dataclass(frozen=True)
+class RoundPlan:
+    """One round: its clients in ascending id, and how many batches each of them trains on.
+
+    Args:
+        round: Number of the round, from 0.
+        clients: Ids of the clients that train, ascending.
+        batches: Number of batches of each.
+        failed: Ids of the clients that are sent the model and never answer.
+    """
+
+    round: int
+    clients: tuple[int, ...]
+    batches: tuple[int, ...]
+    failed: tuple[int, ...] = ()
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Number of batches of the round when each client has finished."""
+        return tuple(int(end) for end in np.cumsum(self.batches))
+
+    @property
+    def total(self) -> int:
+        """Number of batches of the round."""
+        return sum(self.batches)
+
+
+@dataclass(frozen=True)
+class RoundPlanner:
+    """Draws a round's clients and counts their batches; a pure function of the round.
+
+    Args:
+        seed: Seed of the experiment.
+        batches: Batches of each client of the partition in a round; a client with none is never drawn.
+        per_round: Clients to draw, a count.
+        sampling_weights: Relative chance of each client to be drawn; uniform by default.
+        participants: Clients of each round, given instead of drawn.
+        availability: Chance that each client is there in a round, or a function of client and round.
+        failure_probability: Chance that a drawn client never answers.
+        truncate: Largest number of batches in a round (Lightning's ``fast_dev_run``).
+    """
+
+    seed: int
+    batches: tuple[int, ...]
+    per_round: int
+    sampling_weights: Sequence[float] | None = None
+    participants: Sequence[Sequence[int]] | None = None
+    availability: Sequence[float] | Callable[[int, int], bool] | None = None
+    failure_probability: float = 0.0
+    truncate: int | None = None
+
+    def plan(self, round_number: int) -> RoundPlan:
+        """Return the plan of one round.
+
+        Raises:
+            MisconfigurationException: If ``participants`` has no entry for the round, or no client is available.
+        """
+        drawn = self._drawn(round_number)
+        answering, failed = self._answering(round_number, drawn)
+        batches = [self.batches[client] for client in answering]
+        if self.truncate is not None:
+            share = -(-self.truncate // len(answering))
+            left, kept = self.truncate, []
+            for count in batches:
+                kept.append(min(count, share, left))
+                left -= kept[-1]
+            answering = [client for client, count in zip(answering, kept, strict=True) if count]
+            batches = [count for count in kept if count]
+        return RoundPlan(round_number, tuple(answering), tuple(batches), tuple(failed))
+
+    def _drawn(self, round_number: int) -> list[int]:
+        if self.participants is not None:
+            if round_number >= len(self.participants):
+                raise MisconfigurationException(
+                    f"participants names the clients of {len(self.participants)} rounds, and round {round_number}"
+                    " (from 0) was asked for: give more, or lower max_epochs."
+                )
+            return sorted(self.participants[round_number])
+        eligible = [
+            client
+            for client, count in enumerate(self.batches)
+            if count and self._available(client, round_number) and self._weight(client)
+        ]
+        if not eligible:
+            raise MisconfigurationException(
+                f"no client is available in round {round_number}: raise `availability` or `sampling_weights`."
+            )
+        count = min(self.per_round, len(eligible))
+        weights = torch.tensor([self._weight(client) for client in eligible], dtype=torch.float64)
+        chosen = torch.multinomial(weights, count, generator=generator(self.seed, "sampling", round_number))
+        return sorted(eligible[index] for index in chosen.tolist())
+
+    def _weight(self, client: int) -> float:
+        return 1.0 if self.sampling_weights is None else float(self.sampling_weights[client])
+
+    def _available(self, client: int, round_number: int) -> bool:
+        if self.availability is None:
+            return True
+        if callable(self.availability):
+            return bool(self.availability(client, round_number))
+        return _chance(self.seed, "availability", round_number, client) < self.availability[client]
+
+    def _answering(self, round_number: int, drawn: list[int]) -> tuple[list[int], list[int]]:
+        if not self.failure_probability:
+            return drawn, []
+        luck = {client: _chance(self.seed, "failure", round_number, client) for client in drawn}
+        failed = [client for client in drawn if luck[client] < self.failure_probability]
+        if len(failed) == len(drawn):
+            failed.remove(max(drawn, key=luck.__getitem__))
+        return [client for client in drawn if client not in failed], failed
+
+
+def _chance(*parts: int | str) -> float:
+    return float(torch.rand((), generator=generator(*parts), dtype=torch.float64))
+
+
+class StepRandomness:
+    """Puts the process's random number generators at a named point for one step, and gives them back after it.
+
+    PyTorch's dropout and most augmentations draw from the global generators. Between `open` and `close` those (torch
+    on every device in use, ``random``, NumPy) are a function of (seed, round, client, step) alone.
+    """
+
+    def __init__(self) -> None:
+        self._saved: tuple[Any, Any, Tensor, list[Tensor]] | None = None
+
+    def open(self) -> None:
+        """Keep the generators' state, unless that has been done already."""
+        if self._saved is None:
+            cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+            self._saved = (random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda)
+
+    def close(self) -> None:
+        """Give the generators back as `open` found them; does nothing where it was not called."""
+        if self._saved is not None:
+            python_state, numpy_state, torch_state, cuda_states = self._saved
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
+            torch.set_rng_state(torch_state)
+            if cuda_states:
+                torch.cuda.set_rng_state_all(cuda_states)
+            self._saved = None
+
+
+def seed_process(seed: int) -> None:
+    """Seed torch's generators on the devices in use, ``random`` and NumPy's global one."""
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    # torch.manual_seed formats a stack trace for every device that is not in use, which costs more than a small step.
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
+
+
+class _Request(list[int]):
+    """The sample indices of one batch, with the seed of whatever is drawn while they are read."""
+
+    seed: int
+
+
+class _SeededBatches(Dataset):
+    """Reads and collates a whole batch at a time, its random draws seeded by the request.
+
+    Collating here rather than in the loader puts a random ``collate_fn`` under the same seed, and makes the result
+    independent of the number of workers.
+    """
+
+    def __init__(self, dataset: Dataset, collate: Callable[[list[Any]], Any]) -> None:
+        self.dataset = dataset
+        self.collate = collate
+
+    def __getitems__(self, request: _Request) -> Any:
+        seed_process(request.seed)
+        fetch = getattr(self.dataset, "__getitems__", None)
+        return self.collate(fetch(list(request)) if fetch else [self.dataset[index] for index in request])
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+class RoundLoader:
+    """The training loader of a federated experiment: a round's batches, one client after another.
+
+    It keeps the user's loader's batch size, collate function, workers, pinned memory and ``drop_last``. All it draws
+    comes from generators of (seed, round, client). Iterating starts at ``position()``, so that a resumed run goes on
+    where it was.
+
+    Args:
+        loader: The user's training loader, as `check_loader` lets it pass.
+        clients: Sample indices of each client.
+        seed: Seed of the experiment.
+        plan: Returns the current round's plan.
+        position: Returns the number of batches of the round that are done.
+        randomness: Opened before a batch is read, left open for the training step.
+        shuffle: Whether a client's samples are permuted, anew for each of its local epochs.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader,
+        clients: ClientIndices,
+        seed: int,
+        plan: Callable[[], RoundPlan],
+        position: Callable[[], int],
+        randomness: StepRandomness,
+        shuffle: bool,
+    ) -> None:
+        self.shuffle = shuffle
+        self.batch_size = cast(int, loader.batch_size)
+        self.drop_last = loader.drop_last
+        self._clients = clients
+        self._seed = seed
+        self._plan = plan
+        self._position = position
+        self._randomness = randomness
+        workers = loader.num_workers
+        self._loader = DataLoader(
+            _SeededBatches(loader.dataset, loader.collate_fn),
+            batch_sampler=cast(Any, _Requests(self)),
+            collate_fn=_as_it_is,
+            num_workers=workers,
+            pin_memory=loader.pin_memory,
+            timeout=loader.timeout,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context if workers else None,
+            prefetch_factor=loader.prefetch_factor if workers else None,
+            persistent_workers=loader.persistent_workers,
+            generator=torch.Generator(),
+        )
+
+    def __len__(self) -> int:
+        return self._plan().total
+
+    def __iter__(self) -> Iterator[Any]:
+        # Lightning calls iter() more often than it iterates: nothing may start before the first batch is asked for.
+        plan = self._plan()
+        position = self._position()
+        batches: Iterator[Any] | None = None
+        for slot, (client, end) in enumerate(zip(plan.clients, plan.ends, strict=True)):
+            begin = end - plan.batches[slot]
+            while position < end:
+                self._randomness.open()
+                if batches is None:
+                    batches = iter(self._loader)
+                batch = next(batches)
+                seed_process(derive_seed(self._seed, "training", plan.round, client, position - begin))
+                position += 1
+                yield batch
+
+    def requests(self) -> Iterator[_Request]:
+        """Yield the indices of the round's batches from the current position on."""
+        plan, position = self._plan(), self._position()
+        for slot, (client, end) in enumerate(zip(plan.clients, plan.ends, strict=True)):
+            begin = end - plan.batches[slot]
+            if position >= end:
+                continue
+            for step, indices in enumerate(self._client_batches(plan.round, client, plan.batches[slot])):
+                if begin + step >= position:
+                    request = _Request(indices)
+                    request.seed = derive_seed(self._seed, "data", plan.round, client, step)
+                    yield request
+
+    def _client_batches(self, round_number: int, client: int, count: int) -> Iterator[list[int]]:
+        indices = self._clients[client]
+        draws = generator(self._seed, "order", round_number, client)
+        while True:
+            order = indices[torch.randperm(len(indices), generator=draws)] if self.shuffle else indices
+            samples = order.tolist()
+            stop = len(samples) - self.batch_size + 1 if self.drop_last else len(samples)
+            for start in range(0, stop, self.batch_size):
+                yield samples[start : start + self.batch_size]
+                count -= 1
+                if not count:
+                    return
+
+
+class _Requests:
+    def __init__(self, loader: RoundLoader) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[_Request]:
+        return self._loader.requests()
+
+
+def shuffles(loader: DataLoader) -> bool:
+    """Return whether a plain training loader shuffles its samples."""
+    return isinstance(loader.sampler, RandomSampler)
+
+
+def check_loader(loader: Any) -> DataLoader:
+    """Return ``loader`` if rounds can be drawn from it.
+
+    Raises:
+        MisconfigurationException: If it is anything but a plain `torch.utils.data.DataLoader` over a map-style
+            dataset, in order or shuffled.
+    """
+    if not isinstance(loader, DataLoader):
+        raise MisconfigurationException(
+            f"the training loader is a {type(loader).__name__}: FederatedLoop divides the dataset of one"
+            " torch.utils.data.DataLoader among the clients; return that from train_dataloader()."
+        )
+    if isinstance(loader.dataset, IterableDataset):
+        raise MisconfigurationException(
+            f"the training dataset {type(loader.dataset).__name__} is an IterableDataset, which has no indices to"
+            " divide among clients: give a map-style dataset (with __getitem__ and __len__)."
+        )
+    if loader.batch_size is None:
+        raise MisconfigurationException(
+            "the training loader has a batch_sampler of its own or batch_size=None, so that its batches cannot be cut"
+            " client by client: give it batch_size and shuffle instead."
+        )
+    sampler = loader.sampler
+    plain = isinstance(sampler, SequentialSampler) or (
+        isinstance(sampler, RandomSampler)
+        and not sampler.replacement
+        and sampler.num_samples == len(sampler.data_source)
+    )
+    if not plain:
+        raise MisconfigurationException(
+            f"the training loader draws samples with {type(sampler).__name__}, which FederatedLoop cannot do client by"
+            " client: use shuffle=True or shuffle=False without a sampler."
+        )
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        raise MisconfigurationException(
+            f"{type(loader).__name__} iterates in its own way, which FederatedLoop would replace: put what it does into"
+            " the dataset or collate_fn of a plain torch.utils.data.DataLoader."
+        )
+    return loader
+
+
+def batches_of(samples: int, loader: DataLoader) -> int:
+    """Return how many batches one pass over ``samples`` samples gives."""
+    size = cast(int, loader.batch_size)
+    return samples // size if loader.drop_last else -(-samples // size)

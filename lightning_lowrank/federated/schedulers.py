@@ -1,0 +1,81 @@
+"""Learning rate schedulers that step within a client.
+
+`FederatedLoop` uses it so that a step-wise schedule runs for every client from where the round began, and not on
+from one client to the next.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+
+
+class SchedulersPerClient:
+    """Winds step-wise schedulers back at each client's start; the round ends where its longest client ended.
+
+    Schedulers that Lightning steps once an epoch are left alone. Under manual optimization, where the module steps
+    them when it likes, all are wound back.
+
+    Args:
+        trainer: The trainer, with its schedulers set up.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        manual = not trainer.lightning_module.automatic_optimization
+        configs = [config for config in trainer.lr_scheduler_configs if manual or config.interval == "step"]
+        self._schedulers = [config.scheduler for config in configs]
+        self._optimizers = trainer.optimizers if configs else []
+        self._start: dict[str, Any] = {}
+        self._furthest: dict[str, Any] = {}
+        self._most_steps = 0
+
+    def begin_round(self) -> None:
+        """Remember where the round began."""
+        self._start, self._furthest, self._most_steps = self._capture(), {}, 0
+
+    def begin_client(self) -> None:
+        """Wind back to where the round began."""
+        self._install(self._start)
+
+    def end_client(self, steps: int) -> None:
+        """Remember where the client with the most steps ended."""
+        if steps > self._most_steps:
+            self._furthest, self._most_steps = self._capture(), steps
+
+    def end_round(self) -> None:
+        """Go on from where the client with the most steps ended."""
+        self._install(self._furthest)
+
+    def _capture(self) -> dict[str, Any]:
+        return copy.deepcopy(
+            {
+                "schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
+                "groups": [
+                    [
+                        {key: value for key, value in group.items() if key != "params"}
+                        for group in optimizer.param_groups
+                    ]
+                    for optimizer in self._optimizers
+                ],
+            }
+        )
+
+    def _install(self, captured: Mapping[str, Any]) -> None:
+        captured = copy.deepcopy(captured)
+        for scheduler, state in zip(self._schedulers, captured.get("schedulers", ()), strict=False):
+            scheduler.load_state_dict(state)
+        for optimizer, groups in zip(self._optimizers, captured.get("groups", ()), strict=False):
+            for group, values in zip(optimizer.param_groups, groups, strict=True):
+                group.update(values)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a run resumed inside the round needs."""
+        return {"start": self._start, "furthest": self._furthest, "most_steps": self._most_steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict`'s result."""
+        self._start, self._furthest = state["start"], state["furthest"]
+        self._most_steps = state["most_steps"]

@@ -1,0 +1,139 @@
+"""A LightningModule for image classification that knows nothing of federated learning."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import LightningCLI, LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_lowrank.models.networks import Network
+
+
+class Classifier(LightningModule):
+    """Trains a network to classify, with cross-entropy.
+
+    Logged once per epoch: ``train_loss``; ``val_loss`` and ``val_acc``; ``test_loss`` and ``test_acc``.
+    Accuracies are the share of samples classified correctly.
+
+    A batch is ``(inputs, targets)`` with class indices as targets. ``predict`` also takes inputs alone.
+
+    Checkpoints hold ``num_classes`` and ``label_smoothing`` as hyperparameters, but neither the network's
+    description nor the optimizer's: ``Classifier.load_from_checkpoint(path, network=...)``.
+
+    Args:
+        network: Maps inputs ``(batch, ...)`` to logits ``(batch, num_classes)``.
+        num_classes: Number of classes. Default: the network's ``num_classes`` or ``out_features`` attribute,
+            or else the outputs of its last ``nn.Linear``.
+        optimizer: Makes the optimizer from the parameters that require a gradient. Default: SGD with a
+            learning rate of 0.1, without momentum and weight decay. A strategy that pickles the module
+            (``ddp_spawn``) needs ``functools.partial(torch.optim.SGD, lr=0.1)`` rather than a lambda, which
+            this default is.
+        scheduler: Makes the learning-rate scheduler from the optimizer; it steps once per epoch. Default:
+            none.
+        label_smoothing: Share of the training targets' weight that is spread over all classes, 0 to 1. The
+            validation and test losses are not smoothed.
+
+    Raises:
+        MisconfigurationException: If the number of classes is not given and not to be found, or an argument
+            is out of range.
+
+    Example:
+        >>> import torch
+        >>> from functools import partial
+        >>> from lightning_lowrank.models import MLP
+        >>> model = Classifier(MLP(64, hidden=(32,)), optimizer=partial(torch.optim.SGD, lr=0.03))
+        >>> model.num_classes, model.configure_optimizers().defaults["lr"]
+        (10, 0.03)
+        >>> model(torch.zeros(5, 1, 8, 8)).shape
+        torch.Size([5, 10])
+    """
+
+    def __init__(
+        self,
+        network: Network | nn.Module,
+        num_classes: int | None = None,
+        optimizer: OptimizerCallable = lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        scheduler: LRSchedulerCallable | None = None,
+        label_smoothing: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if not 0 <= label_smoothing <= 1:
+            raise MisconfigurationException(
+                f"label_smoothing must be a share from 0 (none) to 1, got {label_smoothing!r}"
+            )
+        if num_classes is None:
+            num_classes = _find_num_classes(network)
+        if num_classes < 2:
+            raise MisconfigurationException(
+                f"num_classes must be at least 2, the number of the network's logits, got {num_classes!r}"
+            )
+        self.save_hyperparameters(ignore=["network", "optimizer", "scheduler"])
+        self.network = network
+        self.num_classes = num_classes
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.label_smoothing = label_smoothing
+        # Cross-entropy has seen the same targets by then and refuses those out of range.
+        self.val_accuracy = MulticlassAccuracy(num_classes, average="micro", validate_args=False)
+        self.test_accuracy = MulticlassAccuracy(num_classes, average="micro", validate_args=False)
+        example_input_shape: tuple[int, ...] | None = getattr(network, "example_input_shape", None)
+        if example_input_shape is not None:
+            self.example_input_array = torch.zeros(1, *example_input_shape)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return the network's logits, ``(batch, num_classes)``."""
+        return self.network(inputs)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Return and log the batch's mean cross-entropy, smoothed by ``label_smoothing``."""
+        inputs, targets = batch
+        loss = F.cross_entropy(self(inputs), targets, label_smoothing=self.label_smoothing)
+        self.log("train_loss", loss, on_step=False, on_epoch=True, batch_size=len(targets))
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Log ``val_loss`` and ``val_acc``."""
+        self._evaluate("val", batch, self.val_accuracy)
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Log ``test_loss`` and ``test_acc``."""
+        self._evaluate("test", batch, self.test_accuracy)
+
+    def predict_step(self, batch: Tensor | tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        """Return ``probabilities``, ``(batch, num_classes)``, and the likeliest ``classes``, ``(batch,)``."""
+        inputs = batch if isinstance(batch, Tensor) else batch[0]
+        probabilities = self(inputs).softmax(dim=1)
+        return {"probabilities": probabilities, "classes": probabilities.argmax(dim=1)}
+
+    def configure_optimizers(self) -> Any:
+        """Make the optimizer, from the parameters that require a gradient, and the scheduler."""
+        parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        optimizer = self.optimizer(parameters)
+        scheduler = None if self.scheduler is None else self.scheduler(optimizer)
+        return LightningCLI.configure_optimizers(self, optimizer, scheduler)
+
+    def _evaluate(self, stage: str, batch: tuple[Tensor, Tensor], accuracy: MulticlassAccuracy) -> None:
+        inputs, targets = batch
+        logits = self(inputs)
+        loss = F.cross_entropy(logits, targets)
+        accuracy.update(logits, targets)
+        self.log(f"{stage}_loss", loss, batch_size=len(targets), prog_bar=True)
+        self.log(f"{stage}_acc", accuracy, batch_size=len(targets), prog_bar=True)
+
+
+def _find_num_classes(network: nn.Module) -> int:
+    for name in ("num_classes", "out_features"):
+        value = getattr(network, name, None)
+        if isinstance(value, int):
+            return value
+    linear = [module for module in network.modules() if isinstance(module, nn.Linear)]
+    if not linear:
+        raise MisconfigurationException(
+            f"num_classes is not given, and {type(network).__name__} has neither a num_classes or "
+            "out_features attribute nor an nn.Linear to take it from: pass the number of its logits"
+        )
+    return linear[-1].out_features

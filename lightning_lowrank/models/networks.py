@@ -1,0 +1,228 @@
+"""The networks of the reproduced papers.
+
+They are plain modules with dense weights; the callback ``LowRank`` is what makes a network low-rank.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Network(nn.Module):
+    """A classifier that knows its input's shape and its number of classes.
+
+    :class:`~lightning_lowrank.models.Classifier` takes any ``nn.Module``; this base class only saves its user
+    from stating the two numbers, and sets these networks' short names in a YAML file apart from modules of
+    the same name elsewhere (``torchvision.ops.MLP``).
+
+    Attributes:
+        example_input_shape: Shape of one input, without the batch dimension.
+        num_classes: Number of logits.
+    """
+
+    example_input_shape: tuple[int, ...]
+    num_classes: int
+
+
+class MLP(Network):
+    """Fully connected network with ReLU between its layers; images are flattened.
+
+    The hidden layers are ``hidden.0``, ``hidden.1``, …, the last layer is ``classifier``. Weights start as
+    PyTorch's ``nn.Linear`` does.
+
+    Args:
+        in_features: Values of one input. Default 784: an image of 28×28 pixels.
+        hidden: Width of each hidden layer. Empty: a linear classifier.
+        out_features: Number of classes.
+        bias: Whether the layers have biases.
+
+    Raises:
+        ValueError: If a width is not positive.
+
+    Example:
+        >>> import torch
+        >>> network = MLP(hidden=(200, 200))
+        >>> sum(parameter.numel() for parameter in network.parameters())
+        199210
+        >>> network(torch.zeros(5, 1, 28, 28)).shape
+        torch.Size([5, 10])
+    """
+
+    def __init__(
+        self,
+        in_features: int = 784,
+        hidden: Sequence[int] = (200,),
+        out_features: int = 10,
+        bias: bool = True,
+    ) -> None:
+        super().__init__()
+        widths = (in_features, *hidden, out_features)
+        if min(widths) < 1:
+            raise ValueError(
+                "in_features, hidden and out_features must be at least 1, "
+                f"got in_features={in_features}, hidden={list(hidden)}, out_features={out_features}"
+            )
+        self.example_input_shape = (in_features,)
+        self.num_classes = out_features
+        self.hidden = nn.ModuleList(nn.Linear(n_in, n_out, bias) for n_in, n_out in pairwise(widths[:-1]))
+        self.classifier = nn.Linear(widths[-2], out_features, bias)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map inputs ``(batch, ...)`` of ``in_features`` values each to logits ``(batch, out_features)``."""
+        features = inputs.flatten(1)
+        for layer in self.hidden:
+            features = F.relu(layer(features))
+        return self.classifier(features)
+
+
+class ConvBlock(nn.Module):
+    """A bias-free 3×3 convolution that keeps the size, batch normalisation, ReLU, and optionally max-pooling.
+
+    Args:
+        in_channels: Channels of the input.
+        out_channels: Channels of the output.
+        pool: Whether the output is max-pooled to half its height and width (rounded down).
+
+    Example:
+        >>> import torch
+        >>> ConvBlock(3, 16, pool=True)(torch.zeros(2, 3, 9, 9)).shape
+        torch.Size([2, 16, 4, 4])
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, pool: bool) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(in_channels, out_channels, kernel_size=3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(out_channels)
+        self.pool = nn.MaxPool2d(2) if pool else nn.Identity()
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Map images ``(batch, in_channels, height, width)`` to feature maps."""
+        return self.pool(F.relu(self.norm(self.conv(images))))
+
+
+class _BlockCNN(Network):
+    """Convolution blocks ``blocks.0``, ``blocks.1``, … and one bias-free linear layer ``classifier``."""
+
+    def __init__(
+        self,
+        channels: Sequence[int],
+        blocks_per_pool: int,
+        in_channels: int,
+        num_classes: int,
+        image_size: int,
+        init_std: float | None,
+    ) -> None:
+        super().__init__()
+        if in_channels < 1 or num_classes < 1:
+            raise ValueError(
+                "in_channels and num_classes must be at least 1, "
+                f"got in_channels={in_channels}, num_classes={num_classes}"
+            )
+        smallest_image = 2 ** (len(channels) // blocks_per_pool)
+        if image_size < smallest_image:
+            raise ValueError(
+                f"image_size must be at least {smallest_image} for the {len(channels) // blocks_per_pool} "
+                f"poolings of {type(self).__name__}, got {image_size}"
+            )
+        if init_std is not None and not init_std > 0:
+            raise ValueError(f"init_std must be positive, or None for PyTorch's default, got {init_std}")
+        self.example_input_shape = (in_channels, image_size, image_size)
+        self.num_classes = num_classes
+        self.blocks = nn.Sequential(
+            *(
+                ConvBlock(n_in, n_out, pool=index % blocks_per_pool == 0)
+                for index, (n_in, n_out) in enumerate(pairwise((in_channels, *channels)), start=1)
+            )
+        )
+        feature_size = image_size // smallest_image
+        self.classifier = nn.Linear(channels[-1] * feature_size**2, num_classes, bias=False)
+        if init_std is not None:
+            for module in self.modules():
+                if isinstance(module, (nn.Conv2d, nn.Linear)):
+                    nn.init.normal_(module.weight, std=init_std)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Map images ``(batch, in_channels, image_size, image_size)`` to logits ``(batch, num_classes)``."""
+        return self.classifier(self.blocks(images).flatten(1))
+
+
+class CNN4(_BlockCNN):
+    """FedMUD's network for Fashion-MNIST and SVHN: four convolutions and a linear layer.
+
+    Convolutions of 32, 64, 128 and 256 channels (3×3, padding 1, no bias), each followed by batch
+    normalisation, ReLU and max-pooling; a bias-free linear layer on what remains. 390,880 parameters for
+    1×28×28 images and ten classes. Layer names: ``blocks.0.conv``, ``blocks.0.norm``, …, ``classifier``.
+
+    Paper: "The Panaceas for Improving Low-Rank Decomposition in Communication-Efficient Federated Learning"
+    (FedMUD), section 5.1.
+
+    Args:
+        in_channels: Channels of an image.
+        num_classes: Number of classes.
+        image_size: Height and width of an image, in pixels; at least 16.
+        init_std: Standard deviation of the normal distribution from which convolution and linear weights
+            start. Default 0.01, as in the paper's experiments. ``None``: PyTorch's initialisation.
+
+    Raises:
+        ValueError: If the image is too small for four poolings, or an argument is not positive.
+
+    Example:
+        >>> import torch
+        >>> network = CNN4()
+        >>> sum(parameter.numel() for parameter in network.parameters())
+        390880
+        >>> network(torch.zeros(2, 1, 28, 28)).shape
+        torch.Size([2, 10])
+    """
+
+    def __init__(
+        self,
+        in_channels: int = 1,
+        num_classes: int = 10,
+        image_size: int = 28,
+        init_std: float | None = 0.01,
+    ) -> None:
+        super().__init__((32, 64, 128, 256), 1, in_channels, num_classes, image_size, init_std)
+
+
+class CNN8(_BlockCNN):
+    """FedMUD's network for CIFAR: convolutions in pairs and a linear layer.
+
+    The paper speaks of eight convolutions. The network its authors ran, and this one, has *ten*: 32, 32, 64,
+    64, 128, 128, 256, 256, 512 and 512 channels (3×3, padding 1, no bias), each followed by batch
+    normalisation and ReLU, with max-pooling after every pair; a bias-free linear layer on what remains.
+    4,719,328 parameters for 3×32×32 images and ten classes, 4,765,408 for a hundred. Layer names:
+    ``blocks.0.conv``, ``blocks.0.norm``, …, ``classifier``.
+
+    Paper: "The Panaceas for Improving Low-Rank Decomposition in Communication-Efficient Federated Learning"
+    (FedMUD), section 5.1.
+
+    Args:
+        in_channels: Channels of an image.
+        num_classes: Number of classes.
+        image_size: Height and width of an image, in pixels; at least 32.
+        init_std: Standard deviation of the normal distribution from which convolution and linear weights
+            start. Default 0.01, as in the paper's experiments. ``None``: PyTorch's initialisation.
+
+    Raises:
+        ValueError: If the image is too small for five poolings, or an argument is not positive.
+
+    Example:
+        >>> network = CNN8(num_classes=100)
+        >>> sum(parameter.numel() for parameter in network.parameters())
+        4765408
+        >>> sum(isinstance(module, nn.Conv2d) for module in network.modules())
+        10
+    """
+
+    def __init__(
+        self,
+        in_channels: int = 3,
+        num_classes: int = 10,
+        image_size: int = 32,
+        init_std: float | None = 0.01,
+    ) -> None:
+        channels = (32, 32, 64, 64, 128, 128, 256, 256, 512, 512)
+        super().__init__(channels, 2, in_channels, num_classes, image_size, init_std)

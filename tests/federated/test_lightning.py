@@ -1,0 +1,331 @@
+"""What each of Lightning's settings and callbacks means inside rounds; and canaries for its private corners."""
+
+import csv
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    Timer,
+    WeightAveraging,
+)
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from lightning_lowrank import FedAvg, FederatedLoop, FromIndices, LowRank, MatrixProduct
+from lightning_lowrank.seeding import generator
+from tests.helpers import Data, Module, assert_same, blobs, fit, network, plain_fedavg, trainer, weights
+
+UNEVEN = [list(range(5)), list(range(5, 47)), list(range(47, 69)), list(range(69, 103))]
+SIZES = [len(indices) for indices in UNEVEN]
+
+
+def loop(**arguments: Any) -> FederatedLoop:
+    return FederatedLoop(FedAvg(), **{"partition": FromIndices(UNEVEN), "summary": False, **arguments})
+
+
+def first_batches(counts: dict[int, int], round_number: int = 0, shuffle: bool = True) -> dict[int, list[Any]]:
+    found = {}
+    for client, count in counts.items():
+        indices = torch.tensor(UNEVEN[client])
+        order = torch.randperm(len(indices), generator=generator(0, "order", round_number, client))
+        found[client] = [blobs()[chunk] for chunk in (indices[order] if shuffle else indices).split(8)[:count]]
+    return found
+
+
+def reference(*rounds: dict[int, list[Any]]) -> dict[str, torch.Tensor]:
+    return plain_fedavg(network(), list(rounds), lambda p: torch.optim.SGD(p, lr=0.1), SIZES)
+
+
+class Seen(pl.Callback):
+    """Keeps the weights at the points where other callbacks read them."""
+
+    def __init__(self):
+        self.validated, self.ended = [], []
+
+    def on_validation_epoch_start(self, trainer, pl_module):
+        self.validated.append(weights(pl_module.net))
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.ended.append(weights(pl_module.net))
+
+
+@pytest.mark.parametrize(
+    ("limit", "counts"),
+    [(2, {0: 1, 1: 2, 2: 2, 3: 2}), (0.5, {0: 1, 1: 3, 2: 1, 3: 2}), (1.0, {0: 1, 1: 6, 2: 3, 3: 5})],
+)
+def test_limit_train_batches_counts_per_client(tmp_path, limit, counts):
+    module = Module()
+    fit(trainer(tmp_path, loop(), max_epochs=1, limit_train_batches=limit), module, Data())
+    assert_same(weights(module.net), reference(first_batches(counts)))
+
+
+def test_no_training_batches(tmp_path):
+    module = Module()
+    before = weights(module)
+    fit(trainer(tmp_path, loop(), limit_train_batches=0), module, Data())
+    assert_same(before, weights(module))
+
+
+def test_overfit_batches_takes_each_clients_first_in_order(tmp_path):
+    module = Module()
+    fit(trainer(tmp_path, loop(), max_epochs=1, overfit_batches=1), module, Data())
+    assert_same(weights(module.net), reference(first_batches({0: 1, 1: 1, 2: 1, 3: 1}, shuffle=False)))
+
+
+@pytest.mark.parametrize(("runs", "counts"), [(True, {0: 1}), (3, {0: 1, 1: 1, 2: 1}), (6, {0: 1, 1: 2, 2: 2, 3: 1})])
+def test_fast_dev_run(tmp_path, runs, counts):
+    module, seen = Module(), Seen()
+    fit(trainer(tmp_path, loop(), seen, fast_dev_run=runs), module, Data())
+    expected = reference(first_batches(counts))
+    assert_same(weights(module.net), expected)
+    assert_same(seen.validated[-1], expected)
+
+
+def test_max_steps_cuts_a_round_that_is_still_aggregated(tmp_path):
+    module, seen = Module(), Seen()
+    fit(trainer(tmp_path, loop(), seen, max_epochs=-1, max_steps=9), module, Data())
+    expected = reference(first_batches({0: 1, 1: 6, 2: 2}))
+    assert_same(weights(module.net), expected)
+    assert_same(seen.ended[-1], expected)
+
+
+def test_max_time(tmp_path):
+    module, seen = Module(), Seen()
+    run = trainer(tmp_path, loop(), seen, max_epochs=10_000, max_time={"seconds": 1})
+    fit(run, module, Data())
+    assert any(isinstance(callback, Timer) for callback in run.callbacks)
+    assert_same(seen.ended[-1], weights(module.net))
+
+
+def test_stopping_inside_a_round_validates_the_aggregate(tmp_path):
+    class Stop(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            trainer.should_stop = batch_idx == 2
+
+    module, seen = Module(), Seen()
+    fit(trainer(tmp_path, loop(), Stop(), seen, num_sanity_val_steps=0), module, Data())
+    expected = reference(first_batches({0: 1, 1: 2}))
+    assert_same(weights(module.net), expected)
+    assert_same(seen.validated[-1], expected)
+
+
+def test_a_module_that_skips_the_rest_of_the_epoch(tmp_path):
+    class Skipping(Module):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+            return -1 if batch_idx == 2 else None
+
+    module = Skipping()
+    fit(trainer(tmp_path, loop(), max_epochs=1), module, Data())
+    assert_same(weights(module.net), reference(first_batches({0: 1, 1: 1})))
+
+
+def test_early_stopping_and_best_checkpoint(tmp_path):
+    best = ModelCheckpoint(tmp_path, monitor="val_acc", mode="max")
+    by_bytes = EarlyStopping("comm/total_bytes", mode="min", patience=2)
+    run = trainer(tmp_path, loop(), best, by_bytes, max_epochs=20)
+    fit(run, Module(), Data())
+    assert run.current_epoch == 3
+    assert best.best_model_score == max(run.callback_metrics["val_acc"], best.best_model_score)
+
+
+def test_validation_inside_a_round_sees_the_last_global_model(tmp_path):
+    module, seen, plain = Module(), Seen(), Module()
+    before = weights(module.net)
+    run = trainer(tmp_path, loop(), seen, max_epochs=2, val_check_interval=0.25, num_sanity_val_steps=0)
+    fit(run, module, Data())
+    fit(trainer(tmp_path, loop(), max_epochs=2), plain, Data())
+    assert_same(weights(module), weights(plain))
+    assert len(seen.validated) == 2 * 5
+    for inside in seen.validated[:4]:
+        assert_same(inside, before)
+    for inside in seen.validated[5:9]:
+        assert_same(inside, seen.ended[0])
+
+
+def test_sanity_check(tmp_path):
+    module, plain = Module(), Module()
+    fit(trainer(tmp_path, loop(), num_sanity_val_steps=-1), module, Data())
+    fit(trainer(tmp_path, loop(), num_sanity_val_steps=0), plain, Data())
+    assert_same(weights(module), weights(plain))
+
+
+def test_barebones(tmp_path):
+    module, plain = Module(), Module()
+    fit(pl.Trainer(barebones=True, max_epochs=3, callbacks=[loop()], accelerator="cpu"), module, Data())
+    fit(trainer(tmp_path, loop()), plain, Data())
+    assert_same(weights(module), weights(plain))
+
+
+def test_bf16_mixed_and_true(tmp_path):
+    for precision, dtype in (("bf16-mixed", torch.float32), ("bf16-true", torch.bfloat16)):
+        module = Module()
+        before = weights(module)
+        run = trainer(tmp_path, loop(), precision=precision)
+        fit(run, module, Data())
+        assert module.net[0].weight.dtype == dtype
+        assert not torch.equal(before["net.0.weight"].to(dtype), module.net[0].weight)
+        assert run.callback_metrics["val_loss"].isfinite()
+
+
+def test_gradient_clipping_by_value(tmp_path):
+    clipped, free = Module(), Module()
+    fit(
+        trainer(tmp_path, loop(), gradient_clip_val=1e-3, gradient_clip_algorithm="value", max_epochs=1),
+        clipped,
+        Data(),
+    )
+    fit(trainer(tmp_path, loop(), max_epochs=1), free, Data())
+    start = weights(network())
+    # Six steps of 0.1 with every gradient entry at most 1e-3.
+    assert (weights(clipped.net)["0.weight"] - start["0.weight"]).abs().max() <= 6 * 0.1 * 1e-3 + 1e-6
+    assert (weights(free.net)["0.weight"] - start["0.weight"]).abs().max() > 6 * 0.1 * 1e-3
+
+
+def test_csv_logger_gets_every_rounds_figures(tmp_path):
+    counted = loop()
+    fit(trainer(tmp_path, counted, logger=CSVLogger(tmp_path, name="", version=0)), Module(), Data())
+    with open(tmp_path / "version_0" / "metrics.csv", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["comm/total_bytes"]]
+    size = counted.ledger.dense_bytes
+    assert [float(row["comm/total_bytes"]) for row in rows] == [8 * size, 16 * size, 24 * size]
+    assert [float(row["federated/clients"]) for row in rows] == [4, 4, 4]
+
+
+def test_large_byte_counts_are_logged_exactly(tmp_path):
+    counted = loop()
+    counted.ledger.total_up = 0
+
+    class Grow(pl.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if batch_idx == 0:
+                counted.ledger.total_up += 2**40 + 1
+
+    run = trainer(tmp_path, counted, Grow(), max_epochs=1)
+    fit(run, Module(), Data())
+    assert int(run.callback_metrics["comm/total_up_bytes"]) == 2**40 + 1 + 4 * counted.ledger.dense_bytes
+
+
+def test_tensorboard_logger(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    fit(trainer(tmp_path, loop(), logger=TensorBoardLogger(tmp_path, name="", version=0)), Module(), Data())
+    events = EventAccumulator(str(tmp_path / "version_0"))
+    events.Reload()
+    assert len(events.Scalars("comm/up_bytes")) == 3
+
+
+def test_learning_rate_monitor(tmp_path):
+    logger = CSVLogger(tmp_path, name="", version=0)
+    module = Module(scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+    run = trainer(tmp_path, loop(), LearningRateMonitor("epoch"), logger=logger)
+    fit(run, module, Data())
+    logger.save()
+    with open(tmp_path / "version_0" / "metrics.csv", newline="") as file:
+        rates = [float(row["lr-SGD"]) for row in csv.DictReader(file) if row["lr-SGD"]]
+    assert rates == [0.1, 0.05, 0.025]
+
+
+def test_one_cycle_scheduler_counts_the_rounds_batches(tmp_path):
+    class OneCycle(Module):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            self.total_steps = self.trainer.estimated_stepping_batches
+            scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=self.total_steps)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    module, plain = OneCycle(), Module()
+    fit(trainer(tmp_path, loop()), module, Data())
+    assert module.total_steps == 3 * 15
+    rates = module.lr_schedulers().state_dict()
+    # Each round goes on from its longest client, which has six batches.
+    assert rates["last_epoch"] == 3 * 6
+    assert plain is not module
+
+
+class RoundAveraging(WeightAveraging):
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        return epoch_idx is not None
+
+
+def test_weight_averaging_of_global_models(tmp_path):
+    module, seen = Module(), Seen()
+    averaging = RoundAveraging()
+    fit(trainer(tmp_path, loop(), seen, averaging), module, Data())
+    mean = {name: torch.stack([ended[name] for ended in seen.ended]).mean(0) for name in seen.ended[0]}
+    for name, value in weights(module.net).items():
+        torch.testing.assert_close(value, mean[name])
+
+
+def test_refuses_weight_averaging_of_clients(tmp_path):
+    with pytest.raises(MisconfigurationException, match="should_update"):
+        fit(trainer(tmp_path, loop(), WeightAveraging()), Module(), Data())
+
+
+def test_stochastic_weight_averaging(tmp_path):
+    module, seen = Module(), Seen()
+    averaging = StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=2)
+    fit(trainer(tmp_path, loop(), averaging, seen, max_epochs=4), module, Data())
+    # Lightning averages the model at the start of each epoch from the second on.
+    mean = {name: torch.stack([ended[name] for ended in seen.ended[:3]]).mean(0) for name in seen.ended[0]}
+    for name, value in weights(module.net).items():
+        torch.testing.assert_close(value, mean[name])
+
+
+def test_refuses_stochastic_weight_averaging_with_batch_norm(tmp_path):
+    with pytest.raises(MisconfigurationException, match="BatchNorm"):
+        fit(trainer(tmp_path, loop(), StochasticWeightAveraging(0.1)), Module(network(norm=nn.BatchNorm1d)), Data())
+
+
+@pytest.mark.parametrize("reader", [RoundAveraging(), StochasticWeightAveraging(0.1), Seen()])
+def test_refuses_readers_of_weights_before_the_loop(tmp_path, reader):
+    with pytest.raises(MisconfigurationException, match=f"{type(reader).__name__} comes before FederatedLoop"):
+        fit(trainer(tmp_path, reader, loop()), Module(), Data())
+
+
+def test_refuses_lowrank_after_the_loop(tmp_path):
+    with pytest.raises(MisconfigurationException, match="LowRank before FederatedLoop"):
+        fit(trainer(tmp_path, loop(), LowRank(MatrixProduct(), rank=1)), Module(), Data())
+
+
+def test_refuses_several_processes(tmp_path):
+    with pytest.raises(MisconfigurationException, match="devices=1"):
+        loop().setup(type("Trainer", (), {"world_size": 2}), Module(), "fit")
+
+
+def test_an_exception_leaves_the_last_global_model(tmp_path):
+    class Failing(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.current_epoch == 1 and batch_idx == 4:
+                raise RuntimeError("out of luck")
+            return super().training_step(batch, batch_idx)
+
+    module, seen = Failing(), Seen()
+    run = trainer(tmp_path, loop(), seen, limit_train_batches=3)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        fit(run, module, Data())
+    assert_same(weights(module.net), seen.ended[0])
+    assert run.limit_train_batches == 3
+    assert not module._state_dict_hooks
+
+
+def test_private_corners_of_lightning():
+    epoch_loop = pl.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu").fit_loop.epoch_loop
+    assert callable(epoch_loop._accumulated_batches_reached)
+    assert callable(epoch_loop.automatic_optimization._make_zero_grad_fn)
+    assert epoch_loop.automatic_optimization._skip_backward is False
+    assert callable(epoch_loop.automatic_optimization._on_before_zero_grad)
+    assert callable(epoch_loop.automatic_optimization._optimizer_zero_grad)
+    assert epoch_loop.restarted_on_train_batch_end is False
+    assert epoch_loop.batch_progress.current.completed == 0
+    fit_loop = epoch_loop.trainer.fit_loop
+    assert fit_loop._can_stop_early is True
+    assert fit_loop._data_source.instance is None
+    assert callable(fit_loop._data_source.dataloader)
+    assert callable(fit_loop._data_source.is_defined)

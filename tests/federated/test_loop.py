@@ -1,0 +1,478 @@
+"""Rounds against a FedAvg written without this package, bit for bit, and what Lightning's settings mean in them."""
+
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+
+from lightning_lowrank import IID, Client, Dirichlet, FedAvg, FederatedLoop, FromIndices
+from lightning_lowrank.seeding import generator
+from tests.helpers import Data, Module, assert_same, blobs, fit, network, plain_fedavg, trainer, weights
+
+UNEVEN = [list(range(5)), list(range(5, 47)), list(range(47, 69)), list(range(69, 103))]
+PARTICIPANTS = [[0, 1, 3], [2], [3, 1]]
+
+
+def loop(**arguments: Any) -> FederatedLoop:
+    defaults = {"partition": FromIndices(UNEVEN), "participants": PARTICIPANTS, "summary": False}
+    return FederatedLoop(FedAvg(), **{**defaults, **arguments})
+
+
+def batches(
+    data: TensorDataset, client: int, round_number: int, epochs: int = 1, shuffle: bool = True, size: int = 8
+) -> list[tuple[Tensor, ...]]:
+    indices = torch.tensor(UNEVEN[client])
+    draws = generator(0, "order", round_number, client)
+    found = []
+    for _ in range(epochs):
+        order = indices[torch.randperm(len(indices), generator=draws)] if shuffle else indices
+        found += [data[chunk] for chunk in order.split(size)]
+    return found
+
+
+def rounds_of(**arguments: Any) -> list[dict[int, list[tuple[Tensor, ...]]]]:
+    data = blobs()
+    return [
+        {client: batches(data, client, number, **arguments) for client in ids}
+        for number, ids in enumerate(PARTICIPANTS)
+    ]
+
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True)
+STEP_LR = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
+SIZES = [len(indices) for indices in UNEVEN]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "module_arguments", "trainer_arguments", "reference"),
+    [
+        (SGD, {}, {}, {}),
+        (MOMENTUM, {}, {}, {}),
+        (partial(torch.optim.AdamW, lr=0.01), {}, {}, {}),
+        (SGD, {}, {"gradient_clip_val": 0.05}, {"clip": 0.05}),
+        (MOMENTUM, {"scheduler": STEP_LR}, {}, {"scheduler": STEP_LR}),
+        (SGD, {}, {"accumulate_grad_batches": 2}, {"accumulate": 2}),
+        (MOMENTUM, {}, {"accumulate_grad_batches": 4}, {"accumulate": 4}),
+        (
+            SGD,
+            {"scheduler": STEP_LR},
+            {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1},
+            {"accumulate": 3, "clip": 0.1, "scheduler": STEP_LR},
+        ),
+    ],
+)
+def test_equals_plain_fedavg(tmp_path, optimizer, module_arguments, trainer_arguments, reference):
+    module = Module(optimizer=optimizer, **module_arguments)
+    fit(trainer(tmp_path, loop(), **trainer_arguments), module, Data())
+    assert_same(weights(module.net), plain_fedavg(network(), rounds_of(), optimizer, SIZES, **reference))
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, partial(nn.GroupNorm, 4)])
+def test_norms_equal_plain_fedavg(tmp_path, norm):
+    module = Module(network(norm=norm))
+    fit(trainer(tmp_path, loop()), module, Data())
+    assert_same(weights(module.net), plain_fedavg(network(norm=norm), rounds_of(), SGD, SIZES))
+
+
+def test_local_epochs_without_shuffling(tmp_path):
+    module = Module()
+    fit(trainer(tmp_path, loop(local_epochs=2)), module, Data(shuffle=False))
+    assert_same(weights(module.net), plain_fedavg(network(), rounds_of(epochs=2, shuffle=False), SGD, SIZES))
+
+
+def test_local_steps_go_on_into_further_passes(tmp_path):
+    module = Module()
+    fit(trainer(tmp_path, loop(local_steps=7)), module, Data())
+    rounds = [{client: found[:7] for client, found in each.items()} for each in rounds_of(epochs=7)]
+    assert_same(weights(module.net), plain_fedavg(network(), rounds, SGD, SIZES))
+
+
+@pytest.mark.parametrize(
+    ("weighting", "sizes"),
+    [("uniform", [1, 1, 1, 1]), (lambda client: client.samples**0.5, [s**0.5 for s in SIZES])],
+)
+def test_weighting(tmp_path, weighting, sizes):
+    module = Module()
+    fit(trainer(tmp_path, loop(weighting=weighting)), module, Data())
+    assert_same(weights(module.net), plain_fedavg(network(), rounds_of(), SGD, sizes))
+
+
+class ManualModule(Module):
+    """Two optimizers with two parameter groups, stepped by hand in alternation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        return alternating_optimizers(self.net)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+
+
+def alternating_optimizers(net: nn.Module) -> list[torch.optim.Optimizer]:
+    first = torch.optim.SGD(
+        [{"params": net[0].parameters(), "lr": 0.2}, {"params": net[2].parameters()}], lr=0.05, momentum=0.9
+    )
+    return [first, torch.optim.Adam(net[4].parameters(), lr=0.01)]
+
+
+def test_manual_optimization_with_several_optimizers(tmp_path):
+    module = ManualModule()
+    fit(trainer(tmp_path, loop()), module, Data())
+
+    net = network()
+    optimizers = alternating_optimizers(net)
+    for clients in rounds_of():
+        start = weights(net)
+        sums = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in start.items()}
+        for client in sorted(clients):
+            net.load_state_dict(start)
+            for optimizer in optimizers:
+                optimizer.state.clear()
+            for inputs, targets in clients[client]:
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                    nn.functional.cross_entropy(net(inputs), targets).backward()
+                    optimizer.step()
+            for name, value in net.state_dict().items():
+                sums[name] += SIZES[client] * value.double()
+        total = sum(SIZES[client] for client in clients)
+        net.load_state_dict({name: (value / total).float() for name, value in sums.items()})
+    assert_same(weights(module.net), weights(net))
+
+
+def test_one_client_that_keeps_its_optimizer_is_plain_training(tmp_path):
+    plain, federated = (
+        Module(optimizer=MOMENTUM, scheduler=STEP_LR),
+        Module(optimizer=MOMENTUM, scheduler=STEP_LR),
+    )
+    fit(trainer(tmp_path, accumulate_grad_batches=2), plain, Data(shuffle=False))
+    one = FederatedLoop(
+        FedAvg(), clients=1, partition=FromIndices([list(range(103))]), optimizer_state="keep", summary=False
+    )
+    fit(trainer(tmp_path, one, accumulate_grad_batches=2), federated, Data(shuffle=False))
+    assert_same(weights(plain), weights(federated))
+
+
+def test_kept_optimizer_state_returns_to_its_client(tmp_path):
+    module = Module(optimizer=MOMENTUM)
+    kept = loop(optimizer_state="keep", participants=[[0, 1], [1], [0, 1]])
+    fit(trainer(tmp_path, kept), module, Data(shuffle=False))
+    data, net = blobs(), network()
+    optimizers = {client: MOMENTUM(net.parameters()) for client in (0, 1)}
+    for number, ids in enumerate([[0, 1], [1], [0, 1]]):
+        start = weights(net)
+        sums = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in start.items()}
+        for client in ids:
+            net.load_state_dict(start)
+            for inputs, targets in batches(data, client, number, shuffle=False):
+                optimizers[client].zero_grad()
+                nn.functional.cross_entropy(net(inputs), targets).backward()
+                optimizers[client].step()
+            for name, value in net.state_dict().items():
+                sums[name] += SIZES[client] * value.double()
+        total = sum(SIZES[client] for client in ids)
+        net.load_state_dict({name: (value / total).float() for name, value in sums.items()})
+    assert_same(weights(module.net), weights(net))
+
+
+def test_stepwise_schedulers_run_within_each_client(tmp_path):
+    seen: list[tuple[int, float]] = []
+
+    class Watch(pl.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            seen.append((trainer.current_epoch, trainer.optimizers[0].param_groups[0]["lr"]))
+
+    halving = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
+    module = Module(scheduler=halving, interval="step")
+    fit(trainer(tmp_path, loop(participants=[[0, 2], [0]]), Watch(), max_epochs=2), module, Data())
+    assert [rate for number, rate in seen if number == 0] == [0.1, 0.1, 0.05, 0.025]
+    assert [rate for number, rate in seen if number == 1] == [pytest.approx(0.1 / 8)]
+
+
+def test_every_source_of_the_loader_gives_the_same_run(tmp_path):
+    class WithLoader(Module):
+        def train_dataloader(self) -> DataLoader:
+            return Data().train_dataloader()
+
+    results = []
+    for module, data in ((Module(), Data()), (WithLoader(), None), (Module(), Data().train_dataloader())):
+        fit(trainer(tmp_path, loop()), module, *([] if data is None else [data]))
+        results.append(weights(module.net))
+    assert_same(results[0], results[1])
+    assert_same(results[0], results[2])
+
+
+def test_batch_size_collate_workers_and_drop_last_are_the_users(tmp_path):
+    seen = []
+
+    class Watching(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            seen.append((len(batch["targets"]), batch["marked"]))
+            return super().training_step((batch["inputs"], batch["targets"]), batch_idx)
+
+    def collate(items: list[Any]) -> dict[str, Any]:
+        inputs, targets = zip(*items, strict=True)
+        return {"inputs": torch.stack(inputs), "targets": torch.stack(targets), "marked": True}
+
+    ends = []
+    for workers in (0, 2):
+        module = Watching()
+        data = Data(batch_size=7, drop_last=True, collate_fn=collate, num_workers=workers)
+        fit(trainer(tmp_path, loop(participants=[[1, 2]]), max_epochs=1), module, data)
+        ends.append(weights(module))
+    assert seen == [(7, True)] * (42 // 7 + 22 // 7) * 2
+    assert_same(*ends)
+
+
+class Noisy(TensorDataset):
+    """Adds noise from torch's global generator to each sample, as augmentations do."""
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, targets = super().__getitem__(index)
+        return inputs + torch.randn(inputs.shape), targets
+
+
+def test_randomness_depends_on_round_client_and_step_alone(tmp_path):
+    data = Noisy(*blobs().tensors)
+    ends = []
+    for workers, disturbance in ((0, 0), (2, 5), (0, 9)):
+        torch.manual_seed(disturbance)
+        module = Module(network(dropout=0.5))
+        torch.manual_seed(disturbance)
+        before = torch.get_rng_state()
+        fit(
+            trainer(tmp_path, loop(), max_epochs=2, limit_val_batches=0),
+            module,
+            Data(data, num_workers=workers),
+        )
+        assert torch.equal(before, torch.get_rng_state())
+        ends.append(weights(module.net))
+    assert_same(ends[0], ends[1])
+    assert_same(ends[0], ends[2])
+
+
+def test_client_sampling(tmp_path):
+    drawn: dict[int, list[tuple[int, ...]]] = {}
+
+    class Watch(pl.Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            drawn.setdefault(seed, []).append(trainer.callbacks[0].plan.clients)
+
+    for seed in (0, 1):
+        sampling = FederatedLoop(FedAvg(), clients=10, clients_per_round=0.3, seed=seed, summary=False)
+        fit(trainer(tmp_path, sampling, Watch(), max_epochs=6), Module(), Data())
+    assert all(len(ids) == 3 and list(ids) == sorted(ids) for ids in drawn[0] + drawn[1])
+    assert len(set(drawn[0])) > 1
+    assert drawn[0] != drawn[1]
+
+
+def test_sampling_weights_and_availability(tmp_path):
+    sampling = FederatedLoop(
+        FedAvg(),
+        clients=6,
+        clients_per_round=2,
+        sampling_weights=[1, 1, 1, 1, 1, 0],
+        availability=lambda client, number: client % 2 == number % 2,
+        summary=False,
+    )
+    drawn = []
+
+    class Watch(pl.Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            drawn.append(sampling.plan.clients)
+
+    fit(trainer(tmp_path, sampling, Watch(), max_epochs=6), Module(), Data())
+    assert all(client % 2 == number % 2 and client != 5 for number, ids in enumerate(drawn) for client in ids)
+    assert all(len(ids) == 2 for ids in drawn)
+
+
+def test_failed_clients_receive_and_never_answer(tmp_path):
+    failing = FederatedLoop(FedAvg(), clients=8, client_dropout=0.5, summary=False)
+    counts = []
+
+    class Watch(pl.Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            plan, ledger = failing.plan, failing.ledger
+            counts.append(len(plan.failed))
+            assert len(plan.clients) + len(plan.failed) == 8
+            assert ledger.round_down == 8 * ledger.dense_bytes
+            assert ledger.round_up == len(plan.clients) * ledger.dense_bytes
+
+    fit(trainer(tmp_path, failing, Watch(), max_epochs=8), Module(), Data())
+    assert 8 < sum(counts) < 56
+    hopeless = FederatedLoop(FedAvg(), clients=3, client_dropout=0.999999, summary=False)
+    fit(trainer(tmp_path, hopeless, max_epochs=2), Module(), Data())
+    assert len(hopeless.plan.clients) == 1
+
+
+def test_buffers_stay_with_their_client(tmp_path):
+    local = loop(buffers="local", participants=[[0, 1], [0, 1]])
+    module = Module(network(norm=nn.BatchNorm1d))
+    fit(trainer(tmp_path, local, max_epochs=2), module, Data())
+    kept = [client.memory["buffers"]["net.1.running_mean"] for client in local.clients[:2]]
+    assert not torch.equal(*kept)
+    assert torch.equal(module.net[1].running_mean, torch.zeros(16))
+    assert local.clients[1].memory["buffers"]["net.1.num_batches_tracked"] == 2 * 6
+
+
+def test_buffers_reset_each_round(tmp_path):
+    module = Module(network(norm=nn.BatchNorm1d))
+    fit(trainer(tmp_path, loop(buffers="reset", participants=[[1], [1]]), max_epochs=2), module, Data())
+    assert module.net[1].num_batches_tracked == 6
+
+
+def test_empty_and_single_sample_clients(tmp_path):
+    partition = FromIndices([[], list(range(40)), [77], []])
+    few = FederatedLoop(FedAvg(), partition=partition, summary=False)
+    module = Module(network(norm=partial(nn.GroupNorm, 4)))
+    before = weights(module)
+    fit(trainer(tmp_path, few), module, Data())
+    assert few.plan.clients == (1, 2)
+    assert not torch.equal(before["net.0.weight"], module.net[0].weight)
+
+
+def test_dirichlet_clients_learn(tmp_path):
+    learning = FederatedLoop(
+        FedAvg(), clients=6, clients_per_round=3, partition=Dirichlet(0.3), local_epochs=2, summary=False
+    )
+    fitted = trainer(tmp_path, learning, max_epochs=12)
+    fit(fitted, Module(), Data())
+    assert fitted.callback_metrics["val_acc"] > 0.85
+
+
+def test_bytes_are_those_of_the_encoding(tmp_path):
+    import safetensors.torch
+
+    module = Module(network(norm=nn.BatchNorm1d))
+    counted = loop(participants=[[0, 1, 3], [2]])
+    fitted = trainer(tmp_path, counted, max_epochs=2)
+    fit(fitted, module, Data())
+    size = len(safetensors.torch.save(module.state_dict()))
+    assert counted.ledger.round_up == counted.ledger.round_down == size
+    assert counted.ledger.total_up == counted.ledger.total_down == 4 * size
+    assert fitted.callback_metrics["comm/total_bytes"] == 8 * size
+    assert fitted.callback_metrics["comm/ratio"] == 1
+    assert fitted.callback_metrics["federated/client_steps"] == 1 + 6 + 5 + 3
+
+
+def test_frozen_parameters_stay_and_are_not_sent(tmp_path):
+    module = Module()
+    module.net[0].requires_grad_(False)
+    before = weights(module.net[0])
+    fit(trainer(tmp_path, loop()), module, Data())
+    assert_same(before, weights(module.net[0]))
+
+
+def test_the_trainer_is_given_back(tmp_path):
+    data, module = Data(), Module()
+    fitted = trainer(tmp_path, loop(), limit_train_batches=2)
+    fit(fitted, module, data)
+    assert fitted.limit_train_batches == 2
+    assert fitted.reload_dataloaders_every_n_epochs == 0
+    assert "val_dataloader" not in vars(data)
+    assert fitted.fit_loop._data_source.instance is data
+    assert not module._state_dict_hooks
+    assert data.validation_loaders_made <= 2
+
+
+def test_a_second_fit_goes_on(tmp_path):
+    twice, once = Module(optimizer=MOMENTUM), Module(optimizer=MOMENTUM)
+    fitted = trainer(tmp_path, loop(optimizer_state="keep"), max_epochs=1)
+    fit(fitted, twice, Data())
+    fitted.fit_loop.max_epochs = 3
+    fit(fitted, twice, Data())
+    fit(trainer(tmp_path, loop(optimizer_state="keep")), once, Data())
+    assert_same(weights(twice), weights(once))
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from blobs()
+
+
+@pytest.mark.parametrize(
+    ("loader", "message"),
+    [
+        (lambda: DataLoader(Stream(), batch_size=4), "IterableDataset"),
+        (lambda: [DataLoader(blobs()), DataLoader(blobs())], "list"),
+        (lambda: DataLoader(blobs(), batch_size=None), "batch_size=None"),
+        (
+            lambda: DataLoader(blobs(), sampler=WeightedRandomSampler([1.0] * 103, 103)),
+            "WeightedRandomSampler",
+        ),
+    ],
+)
+def test_refuses_loaders_that_cannot_be_divided(tmp_path, loader, message):
+    with pytest.raises(MisconfigurationException, match=message):
+        fit(trainer(tmp_path, FederatedLoop(FedAvg(), clients=2)), Module(), loader())
+
+
+def test_refuses_no_loader(tmp_path):
+    with pytest.raises(MisconfigurationException, match="train_dataloader"):
+        fit(trainer(tmp_path, FederatedLoop(FedAvg(), clients=2)), Module())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"clients": 0}, "clients"),
+        ({"clients": 4, "clients_per_round": 5}, "clients_per_round=5"),
+        ({"clients": 4, "clients_per_round": 1.5}, "clients_per_round"),
+        ({"clients": 4, "clients_per_round": 0}, "clients_per_round"),
+        ({"clients": 4, "local_epochs": 0}, "local_epochs"),
+        ({"clients": 4, "local_epochs": 2, "local_steps": 3}, "not both"),
+        ({"clients": 4, "weighting": "size"}, "weighting"),
+        ({"clients": 4, "buffers": "keep"}, "buffers"),
+        ({"clients": 4, "optimizer_state": "average"}, "optimizer_state"),
+        ({"clients": 4, "client_dropout": 1.0}, "client_dropout"),
+        ({"clients": 4, "participants": [[0, 0]]}, "twice"),
+        ({"clients": 4, "participants": [[0]], "clients_per_round": 1}, "clients_per_round"),
+        ({"clients": 4, "partition": "iid"}, "partition"),
+    ],
+)
+def test_refuses_arguments(arguments, message):
+    with pytest.raises(MisconfigurationException, match=message):
+        FederatedLoop(FedAvg(), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"clients": 104}, "104"),
+        ({"clients": 4, "participants": [[4]]}, "participants"),
+        ({"clients": 4, "participants": [[0]]}, "round 1"),
+        ({"clients": 4, "sampling_weights": [1.0]}, "sampling_weights"),
+        ({"clients": 4, "weighting": lambda client: -1.0}, "weighting gave -1.0"),
+        ({"clients": 4, "availability": lambda client, number: False}, "available"),
+    ],
+)
+def test_refuses_what_does_not_fit_the_data(tmp_path, arguments, message):
+    with pytest.raises(MisconfigurationException, match=message):
+        fit(trainer(tmp_path, FederatedLoop(FedAvg(), **arguments)), Module(), Data())
+
+
+def test_refuses_a_parameter_in_no_optimizer(tmp_path):
+    class Forgetful(Module):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.net[0].parameters(), lr=0.1)
+
+    with pytest.raises(MisconfigurationException, match=r"net\.2\.weight"):
+        fit(trainer(tmp_path, FederatedLoop(FedAvg(), clients=2)), Forgetful(), Data())
+
+
+def test_client_is_known_to_weighting():
+    seen: list[Client] = []
+    FederatedLoop(FedAvg(), clients=2, partition=IID(), weighting=lambda client: seen.append(client) or 1.0)
+    assert not seen

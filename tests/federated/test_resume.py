@@ -1,0 +1,211 @@
+"""A run that was killed and resumed ends as the run that was not."""
+
+import os
+import signal
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from lightning_lowrank import (
+    BlockKronecker,
+    Dirichlet,
+    FedAvg,
+    FederatedLoop,
+    FedMUD,
+    LowRank,
+    MatrixProduct,
+    load_dense,
+    recover,
+)
+from tests.helpers import Data, Module, assert_same, fit, network, trainer, weights
+
+ROOT = Path(__file__).parents[2]
+
+
+class Figures(pl.Callback):
+    """Keeps what was logged after each round."""
+
+    def __init__(self):
+        self.rounds = {}
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.rounds[trainer.current_epoch] = dict(trainer.callback_metrics)
+
+
+def experiment(folder, low_rank, **arguments):
+    """One run with everything in it that a checkpoint has to carry."""
+    momentum = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+    decay = partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.9)
+    module = Module(network(norm=nn.BatchNorm1d, dropout=0.3), optimizer=momentum, scheduler=decay, interval="step")
+    callbacks = []
+    if low_rank:
+        callbacks.append(LowRank(MatrixProduct(), rank=2, decouple=True, summary=False))
+    loop = FederatedLoop(
+        FedMUD(reset_interval=2) if low_rank else FedAvg(),
+        clients=7,
+        clients_per_round=3,
+        partition=Dirichlet(0.5, min_samples=2),
+        buffers="average" if low_rank else "local",
+        optimizer_state="keep",
+        client_dropout=0.2,
+        summary=False,
+    )
+    figures = Figures()
+    checkpoints = ModelCheckpoint(folder, "{step}-{epoch}", save_top_k=-1, every_n_train_steps=1)
+    at_validation = ModelCheckpoint(folder, "validated-{step}-{epoch}", save_top_k=-1, save_on_train_epoch_end=False)
+    at_round_end = ModelCheckpoint(
+        folder, "ended-{step}-{epoch}", save_top_k=-1, save_on_train_epoch_end=True, mode="max"
+    )
+    kept = [checkpoints, at_validation, at_round_end] if arguments.pop("save", True) else []
+    run = trainer(folder, *callbacks, loop, figures, *kept, max_epochs=4, num_sanity_val_steps=2, **arguments)
+    return run, module, loop, figures
+
+
+@pytest.mark.parametrize(
+    ("low_rank", "arguments"), [(False, {"val_check_interval": 0.5}), (True, {"accumulate_grad_batches": 2})]
+)
+def test_resume_from_every_checkpoint(tmp_path, low_rank, arguments):
+    run, module, loop, figures = experiment(tmp_path, low_rank, **arguments)
+    fit(run, module, Data(drop_last=True, batch_size=4))
+    files = sorted(tmp_path.glob("*.ckpt"))
+    by_kind = [[file for file in files if file.name.startswith(kind)] for kind in ("step", "validated", "ended")]
+    assert len(by_kind[0]) > 12
+    assert len(by_kind[1]) >= 4
+    assert len(by_kind[2]) == 4
+    for file in by_kind[0][::3] + by_kind[1] + by_kind[2]:
+        resumed, again, loop_again, figures_again = experiment(tmp_path, low_rank, save=False, **arguments)
+        fit(resumed, again, Data(drop_last=True, batch_size=4), ckpt_path=file)
+        assert_same(weights(module), weights(again))
+        assert loop.ledger.state_dict() == loop_again.ledger.state_dict()
+        for client, twin in zip(loop.clients, loop_again.clients, strict=True):
+            assert client.memory.keys() == twin.memory.keys()
+        resumed_round = min(figures_again.rounds, default=0)
+        for number, logged in figures_again.rounds.items():
+            expected = figures.rounds[number]
+            # The resumed round's training mean is of its remaining batches; Lightning repeats no validation.
+            names = logged.keys() - {"train_loss"} if number == resumed_round else expected.keys()
+            for name in names:
+                assert torch.equal(logged[name], expected[name]), (file.name, number, name)
+
+
+def test_checkpoints_hold_the_global_model(tmp_path):
+    class Rounds(pl.Callback):
+        def __init__(self):
+            self.begun = {}
+
+        def on_train_epoch_start(self, trainer, pl_module):
+            self.begun[trainer.current_epoch] = weights(pl_module)
+
+    rounds = Rounds()
+    kept = ModelCheckpoint(tmp_path, "{step}-{epoch}", save_top_k=-1, every_n_train_steps=1, save_weights_only=True)
+    module = Module(network(norm=nn.BatchNorm1d))
+    loop = FederatedLoop(FedAvg(), clients=3, summary=False)
+    fit(trainer(tmp_path, loop, rounds, kept, max_epochs=2), module, Data(drop_last=True))
+    for file in tmp_path.glob("*epoch=1.ckpt"):
+        saved = torch.load(file, weights_only=True)
+        last = saved["loops"]["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"]
+        assert_same(saved["state_dict"], weights(module) if last else rounds.begun[1])
+
+
+SCRIPT = """
+import sys, os, signal
+sys.path.insert(0, {root!r})
+from pathlib import Path
+from tests.federated.test_resume import experiment
+from tests.helpers import Data, fit
+import lightning.pytorch as pl
+
+class Kill(pl.Callback):
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_step == {step}:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+run, module, loop, figures = experiment(Path({folder!r}), True)
+run.callbacks.insert(-3, Kill())
+fit(run, module, Data(drop_last=True, batch_size=4))
+"""
+
+
+def test_resume_after_sigkill(tmp_path):
+    run, module, loop, _ = experiment(tmp_path / "whole", True)
+    fit(run, module, Data(drop_last=True, batch_size=4))
+    folder = tmp_path / "killed"
+    killed = subprocess.run(
+        [sys.executable, "-c", SCRIPT.format(root=str(ROOT), folder=str(folder), step=17)],
+        capture_output=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=120,
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()[-2000:]
+    newest = max(folder.glob("step=*.ckpt"), key=lambda file: int(file.name.split("=")[1].split("-")[0]))
+    assert newest.name.startswith("step=16-")
+    resumed, again, loop_again, _ = experiment(folder, True, save=False)
+    fit(resumed, again, Data(drop_last=True, batch_size=4), ckpt_path=newest)
+    assert_same(weights(module), weights(again))
+    assert loop.ledger.state_dict() == loop_again.ledger.state_dict()
+
+
+def test_every_road_to_a_checkpoint(tmp_path):
+    def callbacks():
+        return [
+            LowRank(BlockKronecker(), rank=1, decouple=True, skip=["first"], summary=False),
+            FederatedLoop(FedMUD(), clients=4, summary=False),
+        ]
+
+    module = Module()
+    checkpoint = ModelCheckpoint(tmp_path, "last")
+    fit(trainer(tmp_path, *callbacks(), checkpoint), module, Data())
+    path = tmp_path / "last.ckpt"
+
+    checking = trainer(tmp_path, *callbacks())
+    fresh = Module()
+    metrics = checking.validate(fresh, Data(), ckpt_path=path, verbose=False)[0]
+    assert_same(weights(module), weights(fresh))
+
+    with pytest.raises(RuntimeError, match=r"net\.2\.factors"):
+        Module.load_from_checkpoint(path)
+
+    dense = load_dense(path, Module())
+    assert type(dense.net[2]) is nn.Linear
+    assert dense.net[2].weight.requires_grad
+    assert trainer(tmp_path).validate(dense, Data(), verbose=False)[0] == pytest.approx(metrics, rel=1e-5)
+    inputs = torch.randn(5, 6)
+    torch.testing.assert_close(dense.net(inputs), module.net(inputs))
+    torch.testing.assert_close(recover(module).net(inputs), dense.net(inputs))
+
+
+def test_load_dense_says_what_is_missing(tmp_path):
+    checkpoint = ModelCheckpoint(tmp_path, "weights", save_weights_only=True)
+    converted = LowRank(MatrixProduct(), rank=1, summary=False)
+    fit(
+        trainer(tmp_path, converted, FederatedLoop(FedAvg(), clients=2, summary=False), checkpoint),
+        Module(),
+        Data(),
+    )
+    with pytest.raises(MisconfigurationException, match="save_weights_only=True"):
+        load_dense(tmp_path / "weights.ckpt", Module())
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"algorithm": FedMUD()}, "algorithm='FedAvg'"),
+        ({"seed": 5}, "seed=0"),
+        ({"clients": 5}, "4 clients"),
+        ({"partition": Dirichlet(0.5)}, "another way"),
+    ],
+)
+def test_refuses_to_resume_another_experiment(tmp_path, other, message):
+    checkpoint = ModelCheckpoint(tmp_path, "last")
+    fit(trainer(tmp_path, FederatedLoop(FedAvg(), clients=4, summary=False), checkpoint), Module(), Data())
+    changed = FederatedLoop(**{"algorithm": FedAvg(), "clients": 4, "summary": False, **other})
+    with pytest.raises(MisconfigurationException, match=message):
+        fit(trainer(tmp_path, changed, max_epochs=5), Module(), Data(), ckpt_path=tmp_path / "last.ckpt")

@@ -1,0 +1,569 @@
+import copy
+import fnmatch
+import io
+import itertools
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_lowrank.layers import (
+    BlockKronecker,
+    LayerSpec,
+    LowRankConv2d,
+    LowRankLayer,
+    LowRankLinear,
+    MatrixProduct,
+    convert,
+    dense_state_dict,
+    low_rank_layers,
+    recover,
+)
+from lightning_lowrank.seeding import derive_seed
+
+PRODUCT, KRONECKER = MatrixProduct(layout="raw"), BlockKronecker()
+MODIFIERS = {"plain": {}, "decoupled": {"decouple": True}, "half-frozen": {"half_frozen": True}}
+
+
+def convolutional(channels, widths, pool_every, features, classes):
+    layers = []
+    for index, width in enumerate(widths):
+        layers += [nn.Conv2d(channels, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+        if (index + 1) % pool_every == 0:
+            layers.append(nn.MaxPool2d(2))
+        channels = width
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(features, classes, bias=False))
+
+
+def cnn4(channels=1, features=256):
+    return convolutional(channels, (32, 64, 128, 256), 1, features, 10)
+
+
+def ten_convolutions(classes):
+    return convolutional(3, (32, 32, 64, 64, 128, 128, 256, 256, 512, 512), 2, 512, classes)
+
+
+class Tower(nn.Module):
+    """A model with what conversion must cope with: nesting, biases, a norm, a shared layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(
+            nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)),
+            nn.Sequential(nn.Conv2d(8, 12, (3, 5), stride=2, groups=2, padding=1, bias=False), nn.ReLU()),
+        )
+        self.fc1 = nn.Linear(12, 16)
+        self.fc2 = nn.Linear(16, 16)
+        self.again = self.fc2
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x):
+        hidden = self.fc1(self.encoder(x).mean(dim=(2, 3)))
+        return self.head(self.again(torch.relu(self.fc2(hidden))))
+
+
+@pytest.fixture
+def tower():
+    torch.manual_seed(0)
+    return Tower().eval()
+
+
+@pytest.fixture
+def batch():
+    return torch.randn(2, 3, 8, 9, generator=torch.Generator().manual_seed(1))
+
+
+def scramble(model, seed=1):
+    source = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for _, layer in low_rank_layers(model):
+            for factor in layer.factors.values():
+                factor.copy_(0.3 * torch.randn(factor.shape, generator=source))
+
+
+def ranks(conversion):
+    return [layer.rank for layer in conversion.layers if layer.converted]
+
+
+def snapshot(model):
+    return {n: (id(p), p.requires_grad) for n, p in model.named_parameters()}
+
+
+# The figures of FedMUD
+
+
+@pytest.mark.parametrize("rule", ["largest", "authors"])
+def test_cnn4_product(rule):
+    conversion = convert(cnn4(), PRODUCT, budget=1 / 32, budget_rule=rule, skip=["first", "last"])
+    assert conversion.dense_parameters == 390_880
+    assert ranks(conversion) == [2, 3, 5]
+    assert conversion.trainable_parameters == 11_872
+    assert conversion.ratio == 11_872 / 390_880
+
+
+@pytest.mark.parametrize(
+    ("rule", "blocks", "trainable"),
+    [("authors", [(2, 10), (8, 10), (31, 10)], 12_008), ("largest", [(2, 10), (8, 10), (32, 10)], 12_208)],
+)
+def test_cnn4_kronecker(rule, blocks, trainable):
+    model = cnn4()
+    conversion = convert(model, KRONECKER, budget=1 / 32, budget_rule=rule, skip=["first", "last"], decouple=True)
+    assert [tuple(layer.factors["U"].shape[:2]) for _, layer in low_rank_layers(model)] == blocks
+    assert conversion.trainable_parameters == trainable
+
+
+@pytest.mark.parametrize(
+    ("factorization", "expected", "trainable"),
+    [(PRODUCT, [5, 9, 17], 12_544), (KRONECKER, [9, 34, 134], 12_481)],
+)
+def test_cnn4_half_frozen_by_the_authors_rule(factorization, expected, trainable):
+    model = cnn4()
+    conversion = convert(
+        model, factorization, budget=1 / 32, budget_rule="authors", skip=["first", "last"], half_frozen=True
+    )
+    assert ranks(conversion) == expected
+    assert conversion.trainable_parameters == trainable
+    if factorization is KRONECKER:
+        assert {layer.factors["V"].shape[1:] for _, layer in low_rank_layers(model)} == {(7, 7)}
+
+
+@pytest.mark.parametrize(
+    ("classes", "factorization", "dense", "expected", "trainable"),
+    [
+        (10, PRODUCT, 4_719_328, [2, 2, 3, 4, 6, 8, 12, 15, 23], 151_840),
+        (10, KRONECKER, 4_719_328, [2, 4, 7, 14, 28, 55, 110, 219, 438], 152_026),
+        (100, PRODUCT, 4_765_408, None, 149_536),
+        (100, KRONECKER, 4_765_408, None, 153_232),
+    ],
+)
+def test_ten_convolutions_by_the_authors_rule(classes, factorization, dense, expected, trainable):
+    model = ten_convolutions(classes)
+    conversion = convert(model, factorization, budget=1 / 32, budget_rule="authors", skip=["first", "last"])
+    assert conversion.dense_parameters == dense
+    assert conversion.trainable_parameters == trainable
+    if expected is not None:
+        assert ranks(conversion) == expected
+    if classes == 10 and factorization is KRONECKER:
+        assert {layer.factors["U"].shape[1] for _, layer in low_rank_layers(model)} == {9}
+
+
+@pytest.mark.parametrize("rule", ["largest", "authors"])
+def test_svhn_cannot_reach_a_32nd_and_the_error_names_the_floor(rule):
+    model = cnn4(channels=3, features=1024)
+    before = snapshot(model)
+    with pytest.raises(ValueError, match=r"12,064 \(3\.02%\).*14,080 \(3\.53%\)"):
+        convert(model, PRODUCT, budget=1 / 32, budget_rule=rule, skip=["first", "last"])
+    assert snapshot(model) == before
+    conversion = convert(model, PRODUCT, rank=1, skip=["first", "last"])
+    assert ranks(conversion) == [1, 1, 1]
+    assert conversion.trainable_parameters == 14_080
+    assert f"{conversion.ratio:.2%}" == "3.53%"
+
+
+# Budget, ratio, rank
+
+
+@pytest.mark.parametrize("factorization", [PRODUCT, KRONECKER, BlockKronecker(grid=True)], ids=str)
+@pytest.mark.parametrize("half_frozen", [False, True])
+@pytest.mark.parametrize("budget", [0.35, 0.5, 0.62, 0.8])
+def test_largest_budget_equals_an_exhaustive_search(factorization, half_frozen, budget):
+    sizes = [(20, 12), (15, 20), (15, 15), (3, 15)]
+    model = nn.Sequential(*(nn.Linear(columns, rows) for rows, columns in sizes), nn.LayerNorm(3))
+    dense = sum(p.numel() for p in model.parameters())
+    rest = sum(rows for rows, _ in sizes) + 6
+
+    def trained(shape, rank):
+        shapes = factorization.factor_shapes(shape, rank)
+        total = math.prod(shapes["V"]) + (0 if half_frozen else math.prod(shapes["U"]))
+        return min(total, math.prod(shape))
+
+    candidates = {
+        min(1.0, factorization.ratio_for_rank(shape, rank, half_frozen))
+        for shape in sizes
+        for rank in range(1, factorization.max_rank(shape, half_frozen) + 1)
+        if not getattr(factorization, "grid", False) or math.isqrt(rank) ** 2 == rank
+    }
+    fitting = []
+    for ratio in candidates:
+        chosen = [factorization.rank_for_ratio(shape, ratio, half_frozen) for shape in sizes]
+        if rest + sum(map(trained, sizes, chosen)) <= budget * dense:
+            fitting.append((ratio, chosen))
+    best = max(fitting)[1]
+    expected = rest + sum(map(trained, sizes, best))
+    conversion = convert(model, factorization, budget=budget, half_frozen=half_frozen)
+    assert conversion.trainable_parameters == expected
+    for layer, shape, rank in zip(conversion.layers, sizes, best, strict=True):
+        assert layer.rank == (rank if trained(shape, rank) < math.prod(shape) else None)
+
+
+def test_authors_rule_goes_down_in_steps_from_the_budget():
+    model = cnn4()
+    conversion = convert(model, KRONECKER, budget=1 / 32, budget_rule="authors", skip=["first", "last"])
+    sizes = [64 * 32 * 9, 128 * 64 * 9, 256 * 128 * 9]
+    fixed = 390_880 - sum(sizes)
+    for step in itertools.count():
+        ratio = 1 / 32 - 0.001 * step
+        blocks = [math.ceil(ratio**2 * size / 4) for size in sizes]
+        total = fixed + sum(2 * k * math.ceil((size / k) ** 0.25) ** 2 for k, size in zip(blocks, sizes, strict=True))
+        if total / 390_880 <= 1 / 32 + 0.001:
+            break
+    assert step > 0
+    assert ranks(conversion) == blocks
+
+
+def test_a_budget_counts_biases_and_frozen_parameters_as_they_are(tower):
+    for parameter in tower.head.parameters():
+        parameter.requires_grad_(False)
+    conversion = convert(tower, MatrixProduct(), budget=0.5, exclude=["head"])
+    now = sum(p.numel() for p in tower.parameters() if p.requires_grad)
+    assert conversion.trainable_parameters == now <= 0.5 * conversion.dense_parameters
+    assert {layer.name: layer.trainable for layer in conversion.layers}["head"] == 0
+
+
+def test_freeze_rest_leaves_only_factors(tower):
+    dense = sum(p.numel() for p in tower.parameters())
+    conversion = convert(tower, MatrixProduct(), budget=0.1, include=["fc1", "fc2"], freeze_rest=True)
+    trained = {name for name, p in tower.named_parameters() if p.requires_grad}
+    assert trained == {f"{layer}.factors.{name}" for layer in ("fc1", "fc2") for name in "UV"}
+    assert conversion.trainable_parameters == sum(layer.trainable for layer in conversion.layers) <= 0.1 * dense
+    assert conversion.trainable_parameters == sum(p.numel() for p in tower.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("factorization", [PRODUCT, KRONECKER])
+def test_ratio_is_per_layer(factorization):
+    conversion = convert(cnn4(), factorization, ratio=0.1, skip=["first", "last"])
+    for layer in conversion.layers[1:-1]:
+        assert layer.rank == factorization.rank_for_ratio(layer.shape, 0.1)
+        assert layer.trainable == factorization.trained_numbers(layer.shape, layer.rank)
+
+
+def test_patterns_give_ranks_and_the_first_match_counts(tower):
+    conversion = convert(tower, MatrixProduct(), rank={"encoder.1.*": 2, "fc2": 3, "fc*": 4})
+    by_name = {layer.name: layer for layer in conversion.layers}
+    assert {name: layer.rank for name, layer in by_name.items()} == {
+        "encoder.0.0": None,
+        "encoder.1.0": 2,
+        "fc1": 4,
+        "fc2": 3,
+        "head": None,
+    }
+    assert by_name["head"].reason == "no pattern of rank matches"
+    assert isinstance(tower.head, nn.Linear)
+    assert not isinstance(tower.head, LowRankLayer)
+
+
+def test_patterns_give_ratios():
+    conversion = convert(cnn4(), PRODUCT, ratio={"[48]": 0.1, "12": 0.02})
+    assert ranks(conversion) == [PRODUCT.rank_for_ratio(layer.shape, 0.1) for layer in conversion.layers[1:3]] + [6]
+
+
+def test_a_layer_that_would_not_shrink_is_left_alone(tower):
+    conversion = convert(tower, MatrixProduct(), rank=4)
+    head = conversion.layers[-1]
+    assert (head.name, head.converted, head.rank) == ("head", False, None)
+    assert head.reason == "rank 4 would train 84 numbers, not fewer than the weight has"
+    assert head.trainable == head.parameters == 80
+
+
+def test_half_frozen_counts_only_what_is_trained():
+    model = nn.Sequential(nn.Linear(16, 5, bias=False), nn.Linear(5, 16, bias=False))
+    conversion = convert(model, MatrixProduct(), rank=4, half_frozen=True)
+    assert [layer.converted for layer in conversion.layers] == [True, True]
+    assert conversion.trainable_parameters == 4 * 16 + 4 * 5
+
+
+# Which layers
+
+
+@pytest.mark.parametrize(
+    ("selection", "names"),
+    [
+        ({}, ["encoder.0.0", "encoder.1.0", "fc1", "fc2", "head"]),
+        ({"skip": ["first"]}, ["encoder.1.0", "fc1", "fc2", "head"]),
+        ({"skip": ["first", "last"]}, ["encoder.1.0", "fc1", "fc2"]),
+        ({"include": ["encoder"]}, ["encoder.0.0", "encoder.1.0"]),
+        ({"include": ["encoder"], "skip": ["first", "last"]}, ["encoder.1.0"]),
+        ({"include": ["encoder.1"]}, ["encoder.1.0"]),
+        ({"include": ["fc?"]}, ["fc1", "fc2"]),
+        ({"include": ["again"]}, ["fc2"]),
+        ({"include": ["*.0"]}, ["encoder.0.0", "encoder.1.0"]),
+        ({"exclude": ["encoder", "head"]}, ["fc1", "fc2"]),
+        ({"include": ["fc*", "head"], "exclude": ["fc2"]}, ["fc1", "head"]),
+    ],
+)
+def test_selection(tower, selection, names):
+    conversion = convert(tower, MatrixProduct(), rank=1, **selection)
+    assert [layer.name for layer in conversion.layers if layer.converted] == names
+    assert [spec.name for spec in conversion.specs] == names
+    assert [name for name, _ in low_rank_layers(tower)] == names
+    assert all(layer.reason for layer in conversion.layers if not layer.converted)
+    assert len(conversion.layers) == 5
+
+
+@pytest.mark.parametrize("argument", ["include", "exclude", "rank", "ratio"])
+def test_a_pattern_without_a_layer_is_refused_with_close_names(tower, argument):
+    values = {"fc_1": 1} if argument in ("rank", "ratio") else ["fc1", "fc_1"]
+    settings = {argument: values} if argument in ("rank", "ratio") else {argument: values, "rank": 1}
+    with pytest.raises(ValueError, match=rf"{argument} has 'fc_1', which matches no layer .* fc1"):
+        convert(tower, MatrixProduct(), **settings)
+    assert not list(low_rank_layers(tower))
+
+
+def test_tied_weights_subclasses_and_other_kinds_are_left_alone_with_a_reason():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(20, 16)
+            self.attention = nn.MultiheadAttention(16, 2)
+            self.conv = nn.Conv1d(16, 16, 3)
+            self.transposed = nn.ConvTranspose2d(16, 16, 3)
+            self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(16, 16))
+            self.free = nn.Linear(16, 16)
+            self.decoder = nn.Linear(16, 20)
+            self.decoder.weight = self.embedding.weight
+
+    model = Model()
+    conversion = convert(model, MatrixProduct(), rank=1, skip=[])
+    reasons = {layer.name: layer.reason for layer in conversion.layers}
+    assert reasons["decoder"] == "its weight is shared with embedding.weight"
+    assert model.decoder.weight is model.embedding.weight
+    for name, kind in {
+        "attention.out_proj": "NonDynamicallyQuantizableLinear",
+        "conv": "Conv1d",
+        "transposed": "ConvTranspose2d",
+        "normed": "ParametrizedLinear",
+    }.items():
+        assert reasons[name] == f"{kind} is not exactly nn.Linear or nn.Conv2d"
+    assert reasons["free"] == ""
+    assert [spec.name for spec in conversion.specs] == ["free"]
+
+
+def test_skip_counts_only_layers_that_can_be_converted():
+    shared = nn.Linear(8, 8)
+    tied = nn.Linear(8, 8)
+    tied.weight = shared.weight
+    model = nn.Sequential(shared, nn.Linear(8, 8), nn.Linear(8, 8), tied)
+    conversion = convert(model, MatrixProduct(), rank=1, skip=["first"])
+    assert [layer.name for layer in conversion.layers if layer.converted] == ["2"]
+
+
+def test_classes_and_seeds_of_converted_layers(tower):
+    fc1 = copy.deepcopy(tower.fc1)
+    convert(tower, MatrixProduct(), rank=2, seed=7)
+    assert type(tower.fc1) is LowRankLinear
+    assert type(tower.encoder[1][0]) is LowRankConv2d
+    alone = LowRankLinear.from_dense(fc1, MatrixProduct(), 2, seed=derive_seed(7, "fc1"))
+    assert torch.equal(tower.fc1.factors["U"], alone.factors["U"])
+
+
+# There and back
+
+
+@pytest.mark.parametrize("role", ["update", "weight"])
+@pytest.mark.parametrize("modifier", MODIFIERS)
+@pytest.mark.parametrize("factorization", [MatrixProduct(), BlockKronecker(), BlockKronecker(grid=True)], ids=str)
+def test_recovered_model_and_dense_state_dict_give_the_same_output(tower, batch, role, modifier, factorization):
+    plain, original = copy.deepcopy(tower), copy.deepcopy(tower)
+    conversion = convert(tower, factorization, ratio=0.3, role=role, **MODIFIERS[modifier])
+    if role == "update":
+        assert torch.equal(tower(batch), plain(batch))
+    scramble(tower)
+    expected = tower(batch)
+    assert not torch.allclose(expected, plain(batch))
+
+    file = io.BytesIO()
+    torch.save(tower.state_dict(), file)
+    file.seek(0)
+    specs = [LayerSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) for spec in conversion.specs]
+    assert specs == conversion.specs
+    dense = dense_state_dict(torch.load(file, weights_only=True), specs)
+    assert list(dense) == list(plain.state_dict())
+    assert not any(tensor.requires_grad for tensor in dense.values())
+    plain.load_state_dict(dense)
+    torch.testing.assert_close(plain(batch), expected)
+
+    assert recover(tower) is tower
+    assert repr(tower) == repr(original)
+    assert list(tower.state_dict()) == list(original.state_dict())
+    assert tower.again is tower.fc2
+    assert all(parameter.requires_grad for parameter in tower.parameters())
+    torch.testing.assert_close(tower(batch), expected)
+
+
+def test_state_dict_keys(tower):
+    convert(tower, MatrixProduct(), rank=1, decouple=True, include=["encoder.1", "fc1"])
+    tensors = {"frozen_weight", "factors.U", "factors.V", "fixed.U", "fixed.V"}
+    keys = set(tower.state_dict())
+    assert {key for key in keys if key.startswith("encoder.1")} == {f"encoder.1.0.{t}" for t in tensors}
+    assert {key for key in keys if key.startswith("fc1")} == {f"fc1.{t}" for t in {*tensors, "bias"}}
+
+
+def test_a_layer_under_two_names_is_one_layer(tower, batch):
+    conversion = convert(tower, MatrixProduct(), rank=2, include=["fc2"])
+    assert tower.again is tower.fc2
+    assert isinstance(tower.again, LowRankLinear)
+    assert conversion.specs[0].aliases == ("again",)
+    assert len(conversion.specs) == 1
+
+
+def test_dense_state_dict_names_what_is_missing(tower):
+    conversion = convert(tower, MatrixProduct(), rank=1)
+    state = tower.state_dict()
+    del state["fc1.factors.U"]
+    with pytest.raises(ValueError, match=r"lacks \['fc1\.factors\.U'\] of the low-rank layer 'fc1'"):
+        dense_state_dict(state, conversion.specs)
+
+
+def test_dense_state_dict_keeps_other_tensors(tower):
+    conversion = convert(tower, MatrixProduct(), rank=1, include=["fc1"])
+    state = tower.state_dict()
+    dense = dense_state_dict(state, conversion.specs)
+    assert dense["head.weight"] is state["head.weight"]
+    assert dense["encoder.0.1.running_var"] is state["encoder.0.1.running_var"]
+
+
+def test_converting_again_after_recovering(tower, batch):
+    convert(tower, MatrixProduct(), rank=2)
+    expected = tower(batch)
+    with pytest.raises(ValueError, match=r"low-rank layers already \(encoder\.0\.0, .*recover\(model\)"):
+        convert(tower, MatrixProduct(), rank=2)
+    convert(recover(tower), BlockKronecker(), rank=2)
+    assert torch.equal(tower(batch), expected)
+
+
+def test_recovering_a_dense_model_changes_nothing(tower):
+    before = snapshot(tower)
+    assert recover(tower) is tower
+    assert snapshot(tower) == before
+
+
+def test_a_converted_model_trains_its_factors_alone():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 20), nn.ReLU(), nn.Linear(20, 4))
+    convert(model, BlockKronecker(), ratio=0.4, decouple=True, freeze_rest=True)
+    frozen = {n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.3)
+    inputs, targets = torch.randn(64, 12), torch.randint(4, (64,))
+    losses = []
+    for _ in range(30):
+        loss = nn.functional.cross_entropy(model(inputs), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0]
+    assert all(torch.equal(dict(model.named_parameters())[name], value) for name, value in frozen.items())
+
+
+def test_decoupled_mean_of_recovered_models_is_the_recovered_mean(tower):
+    tower.double()
+    conversion = convert(tower, BlockKronecker(), ratio=0.3, decouple=True)
+    states = []
+    for seed in range(4):
+        scramble(tower, seed)
+        states.append({name: value.clone() for name, value in tower.state_dict().items()})
+    mean = {
+        name: torch.stack([s[name] for s in states]).mean(dim=0) if states[0][name].is_floating_point() else value
+        for name, value in states[0].items()
+    }
+    recovered = [dense_state_dict(state, conversion.specs) for state in states]
+    for name, value in dense_state_dict(mean, conversion.specs).items():
+        if value.is_floating_point():
+            torch.testing.assert_close(value, torch.stack([r[name] for r in recovered]).mean(dim=0))
+
+
+# The report
+
+
+def test_report_adds_up(tower):
+    conversion = convert(tower, MatrixProduct(), rank=2, exclude=["fc1"])
+    for layer in conversion.layers:
+        assert layer.parameters == math.prod(layer.shape)
+    assert [layer.kind for layer in conversion.layers] == ["Conv2d", "Conv2d", "Linear", "Linear", "Linear"]
+    biases = sum(p.numel() for n, p in tower.named_parameters() if fnmatch.fnmatch(n, "*bias"))
+    norm_scale = 8
+    assert conversion.trainable_parameters == sum(layer.trainable for layer in conversion.layers) + biases + norm_scale
+
+
+def test_printed_table_is_aligned(tower):
+    conversion = convert(tower, MatrixProduct(), rank=2, exclude=["fc1"])
+    header, *rows, total = str(conversion).splitlines()
+    assert len(rows) == 5
+    end = header.index("rank") + len("rank")
+    assert [row[:end].split()[-1] for row in rows if "in exclude" not in row] == ["2"] * 4
+    assert rows[2].endswith("192  in exclude")
+    assert total.startswith(f"{conversion.trainable_parameters:,} of {conversion.dense_parameters:,} parameters")
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "exactly one of rank, ratio and budget must be given, but none is"),
+        ({"rank": 1, "ratio": 0.5}, "rank and ratio are"),
+        ({"rank": 1, "ratio": 0.5, "budget": 0.5}, "rank and ratio and budget are"),
+        ({"rank": 0}, "rank must be an integer of at least 1, but is 0"),
+        ({"rank": 2.0}, "rank must be an integer"),
+        ({"rank": {"fc1": 0}}, "but is 0 for 'fc1'"),
+        ({"rank": 99}, "layer 'encoder.0.0': rank must be an integer from 1 to 9"),
+        ({"ratio": 0}, "ratio must be above 0 and at most 1, but is 0"),
+        ({"ratio": 1.01}, "ratio must be above 0 and at most 1"),
+        ({"ratio": {"fc1": -1}}, "for 'fc1'"),
+        ({"budget": 0}, "budget must be above 0"),
+        ({"budget": 1.5}, "budget must be above 0 and at most 1"),
+        ({"budget": math.nan}, "budget must be above 0"),
+        ({"budget": 0.001}, "budget=0.001 cannot be met"),
+        ({"budget": 0.5, "budget_rule": "best"}, "budget_rule must be"),
+        ({"rank": 1, "skip": ["middle"]}, "skip may hold"),
+        ({"rank": 1, "decouple": True, "half_frozen": True}, "exclude each other"),
+        ({"rank": 1, "role": "both"}, "role must be"),
+        ({"rank": 1, "init": "spectral"}, 'needs role="weight"'),
+        ({"rank": 1, "init_scale": -1}, "init_scale must be"),
+        ({"ratio": 1.0}, "no linear or 2-d convolution layer of the model can be converted"),
+        ({"rank": 1, "exclude": ["*"]}, "can be converted .*in exclude"),
+    ],
+)
+def test_wrong_arguments_are_refused_and_change_nothing(tower, settings, message):
+    before = snapshot(tower)
+    with pytest.raises(ValueError, match=message):
+        convert(tower, MatrixProduct(), **settings)
+    assert snapshot(tower) == before
+
+
+@pytest.mark.parametrize("settings", [{"include": "fc1"}, {"exclude": "fc1"}, {"skip": "first"}])
+def test_a_string_in_place_of_a_list_is_refused(tower, settings):
+    with pytest.raises(TypeError, match="must be a list of strings"):
+        convert(tower, MatrixProduct(), rank=1, **settings)
+
+
+def test_a_layer_itself_cannot_be_converted_or_recovered_in_place():
+    with pytest.raises(TypeError, match="wrap it"):
+        convert(nn.Linear(4, 4), MatrixProduct(), rank=1)
+    with pytest.raises(TypeError, match="to_dense"):
+        recover(LowRankLinear.from_dense(nn.Linear(4, 4), MatrixProduct(), 1))
+
+
+def test_models_without_such_layers_and_uninitialised_layers_are_refused():
+    with pytest.raises(ValueError, match="it has no such layers"):
+        convert(nn.Sequential(nn.ReLU()), MatrixProduct(), rank=1)
+    with pytest.raises(ValueError, match="layer '0' has no weight yet"):
+        convert(nn.Sequential(nn.LazyLinear(4)), MatrixProduct(), rank=1)
+
+
+def test_a_failure_while_building_layers_changes_nothing():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    nn.init.zeros_(model[1].weight)
+    before = snapshot(model)
+    with pytest.raises(ValueError, match="init_scale is 0"):
+        convert(model, MatrixProduct(), rank=1, role="weight", init="uniform")
+    assert snapshot(model) == before
+
+
+def test_a_spec_with_unknown_fields_is_refused(tower):
+    fields = convert(tower, MatrixProduct(), rank=1).specs[0].to_dict()
+    with pytest.raises(TypeError):
+        LayerSpec.from_dict({**fields, "extra": 1})

@@ -1,0 +1,484 @@
+import copy
+import io
+import math
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, grad, vmap
+
+from lightning_lowrank.layers import BlockKronecker, LowRankConv2d, LowRankLayer, LowRankLinear, MatrixProduct
+from lightning_lowrank.layers.modules import combine
+from lightning_lowrank.seeding import derive_seed
+
+DENSE = {
+    "linear": (lambda: nn.Linear(10, 8), (3, 10)),
+    "linear without bias": (lambda: nn.Linear(10, 8, bias=False), (3, 5, 10)),
+    "conv": (lambda: nn.Conv2d(6, 8, 3), (2, 6, 9, 8)),
+    "strided dilated": (lambda: nn.Conv2d(6, 8, 3, stride=2, padding=(2, 1), dilation=2), (2, 6, 9, 8)),
+    "groups, no bias": (lambda: nn.Conv2d(6, 8, 3, groups=2, bias=False), (2, 6, 9, 8)),
+    "circular, kernel 3×5": (
+        lambda: nn.Conv2d(6, 8, (3, 5), padding=(1, 2), padding_mode="circular"),
+        (2, 6, 9, 8),
+    ),
+    "same, even kernel, reflect": (
+        lambda: nn.Conv2d(6, 8, (2, 4), padding="same", padding_mode="reflect"),
+        (2, 6, 9, 8),
+    ),
+    "same, even kernel": (lambda: nn.Conv2d(6, 8, (4, 2), padding="same"), (2, 6, 9, 8)),
+}
+MODIFIERS = {"plain": {}, "decoupled": {"decouple": True}, "half-frozen": {"half_frozen": True}}
+
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+
+every_dense = pytest.mark.parametrize("dense", DENSE)
+every_role = pytest.mark.parametrize("role", ["update", "weight"])
+every_modifier = pytest.mark.parametrize("modifier", MODIFIERS)
+every_factorization = pytest.mark.parametrize(
+    "factorization",
+    [MatrixProduct(), MatrixProduct("raw"), BlockKronecker(), BlockKronecker(grid=True)],
+    ids=str,
+)
+
+
+def low_rank(module, factorization=None, rank=4, **settings):
+    kind = LowRankLinear if isinstance(module, nn.Linear) else LowRankConv2d
+    return kind.from_dense(module, factorization or MatrixProduct(), rank, **settings)
+
+
+def make(kind, seed=0):
+    torch.manual_seed(seed)
+    build, shape = DENSE[kind]
+    return build(), torch.randn(shape)
+
+
+def scramble(layer, seed=1):
+    """Give every factor a value, as training would, so that no term of the weight is zero."""
+    source = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for factor in layer.factors.values():
+            factor.copy_(torch.randn(factor.shape, generator=source))
+
+
+def weight_by_hand(layer):
+    shape = layer.weight_shape
+    trained, fixed = dict(layer.factors.items()), dict(layer.fixed.items())
+    if layer.decouple:
+        weight = layer.factorization.compose({"U": trained["U"], "V": fixed["V"]}, shape)
+        weight = weight + layer.factorization.compose({"U": fixed["U"], "V": trained["V"]}, shape)
+    elif layer.half_frozen:
+        weight = layer.factorization.compose({"U": fixed["U"], "V": trained["V"]}, shape)
+    else:
+        weight = layer.factorization.compose(trained, shape)
+    return weight + layer.frozen_weight if layer.role == "update" else weight
+
+
+@every_dense
+@every_role
+@every_modifier
+@every_factorization
+def test_forward_is_the_dense_layer_with_the_effective_weight(dense, role, modifier, factorization):
+    module, batch = make(dense)
+    reference = copy.deepcopy(module)
+    layer = low_rank(module, factorization, role=role, **MODIFIERS[modifier])
+    scramble(layer)
+    with torch.no_grad():
+        reference.weight.copy_(weight_by_hand(layer))
+    expected = reference(batch)
+    torch.testing.assert_close(layer(batch), expected)
+    back = layer.to_dense()
+    assert type(back) is type(reference)
+    assert repr(back) == repr(reference)
+    assert list(back.state_dict()) == list(reference.state_dict())
+    assert back.weight.requires_grad
+    torch.testing.assert_close(back(batch), expected)
+
+
+@every_dense
+@every_role
+@every_modifier
+def test_parameters_and_their_training(dense, role, modifier):
+    module, batch = make(dense)
+    weight, bias = module.weight, module.bias
+    layer = low_rank(module, role=role, **MODIFIERS[modifier])
+    names = {"factors.V"} | ({"factors.U"} if modifier != "half-frozen" else set())
+    names |= {"bias"} if bias is not None else set()
+    frozen = {"frozen_weight"} if role == "update" else set()
+    frozen |= {"decoupled": {"fixed.U", "fixed.V"}, "half-frozen": {"fixed.U"}}.get(modifier, set())
+    parameters = dict(layer.named_parameters())
+    assert {name for name, p in parameters.items() if p.requires_grad} == names
+    assert {name for name, p in parameters.items() if not p.requires_grad} == frozen
+    assert set(layer.state_dict()) == names | frozen
+    assert layer.bias is bias
+    if role == "update":
+        assert layer.frozen_weight is weight
+        assert weight.requires_grad is False
+    scramble(layer)
+    layer(batch).square().sum().backward()
+    assert {name for name, p in parameters.items() if p.grad is not None and p.grad.abs().sum() > 0} == names
+
+
+@every_dense
+@every_modifier
+@every_factorization
+def test_an_update_starts_at_zero(dense, modifier, factorization):
+    module, batch = make(dense)
+    expected = module(batch)
+    weight = module.weight.detach().clone()
+    layer = low_rank(module, factorization, **MODIFIERS[modifier])
+    assert torch.equal(layer.weight, weight)
+    assert torch.equal(layer(batch), expected)
+    zero = {"plain": {"V"}, "decoupled": {"U", "V"}, "half-frozen": {"V"}}[modifier]
+    assert {name for name, factor in layer.factors.items() if not factor.any()} == zero
+    assert all(factor.any() for factor in layer.fixed.values())
+
+
+@every_dense
+@every_modifier
+@every_factorization
+def test_a_weight_starts_at_the_nearest_one(dense, modifier, factorization):
+    module, _ = make(dense)
+    module.double()
+    rank = 1 if isinstance(factorization, MatrixProduct) else 4
+    nearest = factorization.compose(factorization.decompose(module.weight, rank), module.weight.shape)
+    layer = low_rank(module, factorization, rank, role="weight", **MODIFIERS[modifier])
+    torch.testing.assert_close(layer.weight, nearest)
+    assert all(factor.any() for factor in layer.factors.values())
+
+
+@every_modifier
+def test_uniform_weight_draws_everything(modifier):
+    module, _ = make("linear")
+    layer = low_rank(module, role="weight", init="uniform", init_scale=0.25, seed=3, **MODIFIERS[modifier])
+    assert layer.init_scale == 0.25
+    values = [*layer.factors.values(), *layer.fixed.values()]
+    assert len(values) == {"plain": 2, "decoupled": 4, "half-frozen": 2}[modifier]
+    for value in values:
+        assert 0.15 < value.abs().max() <= 0.25
+        assert value.min() < 0 < value.max()
+    flat = [value.flatten()[:32] for value in values]
+    assert all(not torch.equal(a, b) for i, a in enumerate(flat) for b in flat[:i])
+
+
+@every_modifier
+@every_factorization
+def test_default_scale_of_a_weight_keeps_the_standard_deviation(modifier, factorization):
+    module, _ = make("linear")
+    module = nn.Linear(300, 200)
+    std = module.weight.std().item()
+    layer = low_rank(module, factorization, 16, role="weight", init="uniform", **MODIFIERS[modifier])
+    assert layer.weight.std().item() == pytest.approx(std, rel=0.15)
+
+
+@every_modifier
+@pytest.mark.parametrize("factorization", [MatrixProduct(), BlockKronecker()], ids=str)
+def test_default_scale_makes_the_first_step_of_an_update_the_dense_step_in_expectation(modifier, factorization):
+    module, _ = make("linear")
+    shape = tuple(module.weight.shape)
+    layer = low_rank(module, factorization, **MODIFIERS[modifier])
+    source = torch.Generator().manual_seed(0)
+    gradient = torch.randn(shape, generator=source)
+    samples, rate = 40_000, 0.01
+
+    def draws(values, zero):
+        return {
+            name: (torch.rand(samples, *value.shape, generator=source) * 2 - 1) * layer.init_scale * (name not in zero)
+            for name, value in values.items()
+        }
+
+    trained = draws(layer.factors, {"V"} if modifier != "decoupled" else {"U", "V"})
+    fixed = draws(layer.fixed, set())
+
+    def change(trained, fixed):
+        def weight(factors):
+            return combine(factorization, shape, factors, fixed, layer.decouple)
+
+        slopes = grad(lambda factors: (gradient * weight(factors)).sum())(trained)
+        return weight({name: factor - rate * slopes[name] for name, factor in trained.items()})
+
+    mean = vmap(change)(trained, fixed).mean(dim=0)
+    assert (mean + rate * gradient).norm() < 0.08 * rate * gradient.norm()
+
+
+@every_role
+@every_modifier
+def test_reset_draws_in_place_from_the_seed(role, modifier):
+    module, _ = make("conv")
+    layer = low_rank(module, role=role, init="uniform", seed=5, **MODIFIERS[modifier])
+    first = copy.deepcopy(layer.state_dict())
+    objects = {name: id(p) for name, p in layer.named_parameters()}
+    scramble(layer)
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    layer.reset_factors(6)
+    assert torch.equal(torch.get_rng_state(), state)
+    drawn = [
+        name
+        for name, value in first.items()
+        if name.startswith(("factors", "fixed")) and not torch.equal(layer.state_dict()[name], value)
+    ]
+    assert drawn == [name for name, value in first.items() if name.startswith(("fac", "fix")) and value.any()]
+    layer.reset_factors(5)
+    for name, value in layer.state_dict().items():
+        assert torch.equal(value, first[name])
+    assert {name: id(p) for name, p in layer.named_parameters()} == objects
+
+
+def test_draws_follow_the_documented_streams_in_every_dtype():
+    draws = {}
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        layer = low_rank(nn.Linear(10, 8, dtype=dtype), decouple=True, init_scale=0.5, seed=11)
+        draws[dtype] = layer.fixed["U"]
+        assert layer.fixed["U"].dtype == dtype
+    source = torch.Generator().manual_seed(derive_seed(11, "fixed", "U"))
+    expected = torch.empty(8, 4).uniform_(-0.5, 0.5, generator=source)
+    for dtype, draw in draws.items():
+        assert torch.equal(draw, expected.to(dtype))
+
+
+@every_modifier
+def test_merge_adds_the_update_and_reset_starts_at_zero_again(modifier):
+    module, _ = make("conv")
+    layer = low_rank(module, **MODIFIERS[modifier])
+    scramble(layer)
+    weight, frozen = layer.weight.detach().clone(), layer.frozen_weight
+    before = frozen.clone()
+    factors = {name: factor.detach().clone() for name, factor in layer.factors.items()}
+    layer.merge()
+    assert layer.frozen_weight is frozen
+    torch.testing.assert_close(frozen.data, weight)
+    assert all(torch.equal(layer.factors[name], factor) for name, factor in factors.items())
+    layer.reset_factors(1)
+    assert torch.equal(layer.weight, frozen)
+    other = {name: 2 * factor for name, factor in factors.items()}
+    expected = frozen + layer.update(other)
+    layer.merge(other)
+    assert torch.equal(frozen, expected)
+    assert not torch.equal(frozen, before)
+
+
+@every_modifier
+def test_update_takes_values_for_the_trained_factors(modifier):
+    module, _ = make("linear")
+    layer = low_rank(module, **MODIFIERS[modifier])
+    other = copy.deepcopy(layer)
+    scramble(other)
+    torch.testing.assert_close(layer.update(dict(other.factors.items())), weight_by_hand(other) - other.frozen_weight)
+    with pytest.raises(ValueError, match=r"factors must have exactly the names .* has \['W'\]"):
+        layer.update({"W": torch.ones(1)})
+
+
+def test_merge_needs_a_frozen_weight():
+    with pytest.raises(ValueError, match='needs a layer of role="update"'):
+        low_rank(nn.Linear(10, 8), role="weight").merge()
+
+
+@every_role
+@every_modifier
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
+def test_copies_are_equal_and_independent(role, modifier, clone):
+    module, batch = make("conv")
+    layer = low_rank(module, role=role, **MODIFIERS[modifier])
+    scramble(layer)
+    other = clone(layer)
+    assert torch.equal(other(batch), layer(batch))
+    assert repr(other) == repr(layer)
+    assert {n: p.requires_grad for n, p in other.named_parameters()} == {
+        n: p.requires_grad for n, p in layer.named_parameters()
+    }
+    other.reset_factors(99)
+    assert not torch.equal(other.factors["V"], layer.factors["V"])
+
+
+@every_role
+@every_modifier
+def test_state_dict_survives_a_weights_only_load(role, modifier):
+    module, batch = make("conv")
+    layer = low_rank(module, role=role, **MODIFIERS[modifier])
+    scramble(layer)
+    file = io.BytesIO()
+    torch.save(layer.state_dict(), file)
+    file.seek(0)
+    other = low_rank(make("conv", seed=8)[0], role=role, seed=3, **MODIFIERS[modifier])
+    other.load_state_dict(torch.load(file, weights_only=True))
+    assert torch.equal(other(batch), layer(batch))
+
+
+@every_modifier
+def test_functional_call_under_vmap_equals_a_loop(modifier):
+    module, batch = make("conv")
+    layer = low_rank(module, **MODIFIERS[modifier])
+    clients = []
+    for seed in range(3):
+        scramble(layer, seed)
+        clients.append({f"factors.{n}": f.detach().clone() for n, f in layer.factors.items()})
+    stacked = {name: torch.stack([client[name] for client in clients]) for name in clients[0]}
+
+    def loss(factors):
+        return functional_call(layer, factors, (batch,)).square().mean()
+
+    mapped = vmap(grad(loss))(stacked)
+    for index, client in enumerate(clients):
+        leaves = {name: value.clone().requires_grad_() for name, value in client.items()}
+        loss(leaves).backward()
+        for name, leaf in leaves.items():
+            torch.testing.assert_close(mapped[name][index], leaf.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_dtype_device_and_mode_are_taken_over():
+    module = nn.Conv2d(6, 8, 3, dtype=torch.bfloat16).eval()
+    module.note = "kept"
+    layer = low_rank(module)
+    assert layer.training is False
+    assert layer.note == "kept" == layer.to_dense().note
+    assert {p.dtype for p in layer.parameters()} == {torch.bfloat16}
+    assert layer(torch.zeros(1, 6, 4, 4, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    assert {p.dtype for p in layer.double().parameters()} == {torch.float64}
+    assert layer.to_dense().training is False
+
+
+def test_conversion_leaves_the_global_random_state_alone():
+    module = nn.Linear(10, 8)
+    state = torch.get_rng_state()
+    low_rank(module).to_dense()
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_hooks_and_their_handles_keep_working():
+    module, batch = make("linear")
+    calls = []
+    handle = module.register_forward_hook(lambda hooked, args, output: calls.append(hooked))
+    layer = low_rank(module)
+    layer(batch)
+    assert calls == [layer]
+    layer.to_dense()(batch)
+    assert calls == [layer]
+    dense = layer.to_dense(hooks=True)
+    dense(batch)
+    assert calls == [layer, dense]
+    handle.remove()
+    layer(batch)
+    assert len(calls) == 2
+
+
+def test_a_pending_gradient_of_the_frozen_weight_is_dropped():
+    module, batch = make("linear")
+    module(batch).sum().backward()
+    assert low_rank(module).frozen_weight.grad is None
+
+
+def test_the_weight_cannot_be_assigned_or_reset_unnoticed():
+    layer = low_rank(nn.Linear(10, 8))
+    with pytest.raises(AttributeError):
+        layer.weight = torch.zeros(8, 10)
+    with pytest.raises(KeyError):
+        layer.weight = nn.Parameter(torch.zeros(8, 10))
+    with pytest.raises(NotImplementedError, match="reset_factors"):
+        layer.reset_parameters()
+
+
+def test_repr_says_what_is_low_rank():
+    layer = low_rank(nn.Linear(10, 8), BlockKronecker(), 2, decouple=True)
+    assert layer.extra_repr() == (
+        "in_features=10, out_features=8, bias=True, factorization=BlockKronecker(grid=False), rank=2, "
+        "role='update', decouple=True"
+    )
+
+
+def test_layers_are_of_their_dense_kind():
+    linear, convolution = low_rank(nn.Linear(10, 8)), low_rank(nn.Conv2d(6, 8, 3))
+    assert isinstance(linear, nn.Linear)
+    assert isinstance(convolution, nn.Conv2d)
+    assert isinstance(linear, LowRankLayer)
+    assert isinstance(convolution, LowRankLayer)
+    with pytest.raises(TypeError, match=r"use LowRankLinear\.from_dense"):
+        LowRankLinear(10, 8)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_transformer_fast_path_sees_the_effective_weight(norm_first, monkeypatch):
+    torch.manual_seed(0)
+    encoder = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True, norm_first=norm_first)
+    for name in ("linear1", "linear2"):
+        layer = low_rank(getattr(encoder, name), seed=1)
+        setattr(encoder, name, layer)
+        scramble(layer)
+    batch = torch.randn(3, 5, 16)
+    calls = []
+    fast = torch._transformer_encoder_layer_fwd
+    monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", lambda *a: calls.append(a) or fast(*a))
+    expected = encoder(batch)
+    assert not calls
+    with torch.no_grad():
+        actual = encoder.eval()(batch)
+    assert len(calls) == 1
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+# What is refused
+
+
+def test_both_modifiers_at_once_are_refused():
+    with pytest.raises(ValueError, match="decouple=True and half_frozen=True exclude each other"):
+        low_rank(nn.Linear(10, 8), decouple=True, half_frozen=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"init": "spectral"}, 'init="spectral" needs role="weight"'),
+        ({"init": "zeros"}, "init must be"),
+        ({"role": "delta"}, "role must be"),
+        ({"init_scale": 0}, "init_scale must be"),
+        ({"init_scale": math.nan}, "init_scale must be"),
+        ({"rank": 0}, "rank must be"),
+        ({"rank": 9}, "rank must be an integer from 1 to 8"),
+    ],
+)
+def test_settings_out_of_range_are_refused_and_change_nothing(settings, message):
+    module = nn.Linear(10, 8)
+    with pytest.raises(ValueError, match=message):
+        low_rank(module, **settings)
+    assert module.weight.requires_grad
+
+
+def test_half_frozen_may_have_a_rank_up_to_the_rows():
+    layer = low_rank(nn.Linear(3, 8), rank=8, half_frozen=True)
+    assert layer.factors["V"].shape == (3, 8)
+    with pytest.raises(ValueError, match="from 1 to 3"):
+        low_rank(nn.Linear(3, 8), rank=8, half_frozen=True, role="weight")
+
+
+def test_a_constant_weight_gives_no_scale():
+    module = nn.Linear(10, 8)
+    nn.init.zeros_(module.weight)
+    with pytest.raises(ValueError, match="init_scale is 0"):
+        low_rank(module, role="weight", init="uniform")
+    assert low_rank(module, role="weight", init="uniform", init_scale=1.0).weight.any()
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (nn.Conv2d(3, 4, 3), "Conv2d is not exactly nn.Linear"),
+        (nn.Bilinear(3, 4, 5), "Bilinear is not exactly"),
+        (nn.MultiheadAttention(4, 2).out_proj, "NonDynamicallyQuantizableLinear"),
+        (nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), "ParametrizedLinear"),
+        (nn.Linear(4, 4, dtype=torch.complex64), "complex64"),
+    ],
+)
+def test_other_modules_are_refused(module, reason):
+    with pytest.raises(TypeError, match=f"cannot become a LowRankLinear: .*{reason}"):
+        LowRankLinear.from_dense(module, MatrixProduct(), 1)
+
+
+def test_modules_with_more_than_a_weight_are_refused():
+    replaced = nn.Linear(4, 4)
+    replaced.forward = lambda x: x
+    with pytest.raises(TypeError, match="forward is replaced"):
+        low_rank(replaced, rank=1)
+    buffered = nn.Linear(4, 4)
+    buffered.register_buffer("mask", torch.ones(4, 4))
+    with pytest.raises(TypeError, match="other tensors"):
+        low_rank(buffered, rank=1)
