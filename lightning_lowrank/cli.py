@@ -16,6 +16,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, instantiate_class
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 
 import lightning_lowrank.data
@@ -94,6 +95,13 @@ def main(args: ArgsType = None) -> None:
     Args:
         args: Command line, without the program's name; ``sys.argv`` by default.
     """
+    try:
+        _dispatch(args)
+    except MisconfigurationException as error:
+        sys.exit(f"lightning-lowrank: {error}")
+
+
+def _dispatch(args: ArgsType) -> None:
     words = sys.argv[1:] if args is None else args
     if isinstance(words, list) and words[:1] == ["export"]:
         _export(words[1:])

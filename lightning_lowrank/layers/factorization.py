@@ -436,13 +436,7 @@ class BlockKronecker(Factorization):
             shape: The weight's shape.
             rank: The number of blocks K, at least 1.
         """
-        numbers = math.prod(shape)
-        size = max(1, math.ceil((numbers / rank) ** 0.25))
-        while size > 1 and rank * (size - 1) ** 4 >= numbers:
-            size -= 1
-        while rank * size**4 < numbers:
-            size += 1
-        return size
+        return math.isqrt(math.isqrt((math.prod(shape) - 1) // rank)) + 1
 
     @override
     def rank_for_ratio(self, shape: Sequence[int], ratio: float, half_frozen: bool = False) -> int:

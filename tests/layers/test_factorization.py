@@ -360,11 +360,10 @@ def test_kronecker_rank_is_not_raised_by_rounding_noise():
 
 def test_kronecker_block_size_is_the_smallest_that_covers_the_weight():
     kronecker = BlockKronecker()
-    for rank, size in itertools.product((1, 2, 3, 7, 100), range(1, 40)):
+    for rank, size in itertools.product((1, 2, 3, 7, 100), (*range(1, 40), 8193)):
         exact = rank * size**4
         assert kronecker.block_size((exact,), rank) == size
         assert kronecker.block_size((exact + 1,), rank) == size + 1
-    assert kronecker.block_size((3, 10**15, 7**3), 3) == math.ceil((10**15 * 7**3) ** 0.25)
 
 
 def test_kronecker_takes_a_vector():
