@@ -33,11 +33,12 @@ _RUN_LOGGER = {
 
 
 class _Trainer(pl.Trainer):
-    def inspect(self, model: pl.LightningModule, json: bool = False) -> None:
+    def inspect(self, model: pl.LightningModule, datamodule: Any = None, json: bool = False) -> None:
         """Tell what a run would cost and whether the module would work, without touching data.
 
         Args:
             model: The module.
+            datamodule: Not used; LightningCLI passes it to every subcommand.
             json: Print JSON instead of tables.
         """
         callbacks: list[pl.Callback] = vars(self)["callbacks"]
@@ -60,7 +61,14 @@ class LowRankCLI(LightningCLI):
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
         """Name the subcommands and the arguments that the command line does not set."""
-        return {**LightningCLI.subcommands(), "inspect": {"model"}}
+        return {**LightningCLI.subcommands(), "inspect": {"model", "datamodule", "json"}}
+
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        if subcommand == "inspect":
+            parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+            self._subcommand_method_arguments[subcommand].append("json")
+        return parser
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the two sections; a recipe may leave out either."""

@@ -10,12 +10,14 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
 from lightning_lowrank.callbacks.lowrank import LowRank
+from lightning_lowrank.federated.checks import notes
 from lightning_lowrank.federated.client import Client, Server, trained_tensors
 from lightning_lowrank.federated.loop import FederatedLoop
 from lightning_lowrank.federated.payload import Payload
@@ -40,7 +42,8 @@ def inspect_run(
         rank (None if not converted), parameters (of the dense weight), trainable, macs (multiply-adds of one sample's
         forward pass; None where no ``example_input_array`` tells the size) and, where it was left alone, the reason;
         ``traffic``: ``up`` and ``down`` for one client and round, each with ``numbers``, of which ``parameters`` and
-        ``buffers``, and ``bytes`` of the encoding; ``optimizer_state_bytes``; ``problems``: what would stop the run.
+        ``buffers``, and ``bytes`` of the encoding; ``optimizer_state_bytes``; ``problems``: what would stop the run;
+        ``notes``: what to know about the module in rounds.
 
     Example:
         >>> from lightning_lowrank import FedAvg, FederatedLoop, LowRank, MatrixProduct
@@ -73,6 +76,11 @@ def inspect_run(
             )
     optimizers, problems = _optimizers(module)
     problems += _untrained(module, optimizers)
+    try:
+        traffic = _traffic(module, loop)
+    except MisconfigurationException as error:
+        traffic = {}
+        problems.append(str(error))
     return {
         "parameters": {
             "dense": dense,
@@ -80,9 +88,10 @@ def inspect_run(
             "trainable": _trainable(module.parameters()),
         },
         "layers": layers,
-        "traffic": _traffic(module, loop),
+        "traffic": traffic,
         "optimizer_state_bytes": sum(map(_state_bytes, optimizers)),
         "problems": problems,
+        "notes": [] if loop is None else notes(module, loop.buffers),
     }
 
 
@@ -91,7 +100,6 @@ def render(figures: dict[str, Any], console: Console) -> None:
     table = Table("layer", "kind", "shape", title="layers")
     for column in ("rank", "weight", "trained", "multiply-adds"):
         table.add_column(column, justify="right")
-    table.add_column("left alone because")
     for layer in figures["layers"]:
         table.add_row(
             layer["name"],
@@ -101,9 +109,11 @@ def render(figures: dict[str, Any], console: Console) -> None:
             f"{layer['parameters']:,}",
             f"{layer['trainable']:,}",
             "" if layer["macs"] is None else f"{layer['macs']:,}",
-            layer["left_alone"] or "",
         )
     console.print(table)
+    for layer in figures["layers"]:
+        if layer["left_alone"]:
+            console.print(f"{layer['name']} is left alone: {layer['left_alone']}", highlight=False)
     numbers = figures["parameters"]
     share = numbers["trainable"] / numbers["dense"] if numbers["dense"] else 0.0
     console.print(
@@ -118,6 +128,8 @@ def render(figures: dict[str, Any], console: Console) -> None:
     console.print(f"optimizer state: {figures['optimizer_state_bytes']:,} bytes")
     for problem in figures["problems"]:
         console.print(f"[bold red]would not work:[/] {problem}")
+    for note in figures["notes"]:
+        console.print(f"note: {note}", highlight=False)
 
 
 def _trainable(parameters: Iterable[nn.Parameter]) -> int:

@@ -17,7 +17,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from rich.console import Console
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_lowrank.federated.checks import check_optimizers
 from lightning_lowrank.layers import (
@@ -129,6 +129,13 @@ class LowRank(Callback):
         """Convert the module, unless an earlier run has."""
         if is_overridden("configure_model", pl_module):
             pl_module.configure_model()
+        if is_overridden("setup", pl_module) and not any(
+            isinstance(layer, (nn.Linear, nn.Conv2d)) for layer in pl_module.modules()
+        ):
+            raise MisconfigurationException(
+                f"LowRank: {type(pl_module).__name__} has no linear or convolutional layer yet. Lightning calls a module's"
+                " setup() after its callbacks': make the layers in __init__() or configure_model()."
+            )
         conversion = self.convert(pl_module)
         if self.summary:
             self._print(conversion)

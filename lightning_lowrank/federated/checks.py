@@ -9,6 +9,8 @@ from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, Wei
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
+from lightning_lowrank.federated.client import BufferPolicy
+
 _READING_HOOKS = (
     "on_train_batch_end",
     "on_train_epoch_end",
@@ -76,6 +78,24 @@ def check_callbacks(loop: Callback, trainer: Any, module: nn.Module) -> None:
                 "StochasticWeightAveraging ends with a pass over the training set that recomputes BatchNorm statistics,"
                 " and a federated round has no such pass: leave it out, or use normalisation without statistics."
             )
+
+
+def notes(module: pl.LightningModule, buffers: BufferPolicy) -> list[str]:
+    """Return what a user should know of how this module will behave in rounds, one sentence each."""
+    found = []
+    statistics = [
+        name
+        for name, layer in module.named_modules()
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.track_running_stats
+    ]
+    if statistics and buffers == "local":
+        found.append(
+            f"buffers='local' keeps the statistics of {len(statistics)} BatchNorm layers with their clients: the global"
+            " model is validated with those it began with."
+        )
+    if not module.automatic_optimization:
+        found.append("manual optimization: every learning rate scheduler is wound back at each client's start.")
+    return found
 
 
 def _reads_weights(callback: Callback) -> bool:

@@ -32,7 +32,7 @@ from lightning_lowrank.federated._lightning import (
     stops_now,
 )
 from lightning_lowrank.federated.algorithm import Algorithm, install
-from lightning_lowrank.federated.checks import check_callbacks, check_optimizers
+from lightning_lowrank.federated.checks import check_callbacks, check_optimizers, notes
 from lightning_lowrank.federated.client import BufferPolicy, Client, Server, WeightedMean, trained_tensors
 from lightning_lowrank.federated.partition import IID, ClientIndices, Partition, find_labels
 from lightning_lowrank.federated.payload import Ledger, dense_payload
@@ -319,7 +319,7 @@ class FederatedLoop(Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Leave the last global model in the module, and the trainer as it was."""
         self._running = False
-        self._randomness.close()
+        self._randomness.release()
         if self._round_open and self._hidden is None:
             self._hide_client()
         self._restore_trainer()
@@ -437,6 +437,8 @@ class FederatedLoop(Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Check the optimizers, divide the training set, and let the algorithm look at the module."""
         check_optimizers(trainer, pl_module)
+        for note in notes(pl_module, self.buffers):
+            rank_zero_warn(note)
         self._prepared()
         if self._server is None:
             self._server = Server(pl_module, self.seed, self.buffers)
@@ -498,9 +500,9 @@ class FederatedLoop(Callback):
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Show the global model: the new one if the round is over, the last one inside a round."""
+        self._randomness.release()
         if not self._round_open or trainer.sanity_checking:
             return
-        self._randomness.close()
         if stops_now(trainer):
             self._aggregate(trainer)
         else:
@@ -514,7 +516,7 @@ class FederatedLoop(Callback):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Aggregate a round that was cut short, and log the round's figures."""
-        self._randomness.close()
+        self._randomness.release()
         self._aggregate(trainer)
         plan = self._current_plan()
         figures = {

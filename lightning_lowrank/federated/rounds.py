@@ -9,6 +9,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import Any, cast
 
 import numpy as np
@@ -37,10 +39,10 @@ class RoundPlan:
     batches: tuple[int, ...]
     failed: tuple[int, ...] = ()
 
-    @property
+    @cached_property
     def ends(self) -> tuple[int, ...]:
         """Number of batches of the round when each client has finished."""
-        return tuple(int(end) for end in np.cumsum(self.batches))
+        return tuple(accumulate(self.batches))
 
     @property
     def total(self) -> int:
@@ -138,31 +140,42 @@ def _chance(*parts: int | str) -> float:
 
 
 class StepRandomness:
-    """Puts the process's random number generators at a named point for one step, and gives them back after it.
+    """Puts the process's random number generators at a named point for each step, and gives them back.
 
     PyTorch's dropout and most augmentations draw from the global generators. Between `open` and `close` those (torch
-    on every device in use, ``random``, NumPy) are a function of (seed, round, client, step) alone.
+    on every device in use, ``random``, NumPy) are a function of (seed, round, client, step) alone. torch's are given
+    back after every step; reading NumPy's state costs as much as a small step, so ``random``'s and NumPy's are given
+    back when the round pauses or ends, by `release`.
     """
 
     def __init__(self) -> None:
-        self._saved: tuple[Any, Any, Tensor, list[Tensor]] | None = None
+        self._torch: tuple[Tensor, list[Tensor]] | None = None
+        self._others: tuple[Any, Any] | None = None
 
     def open(self) -> None:
         """Keep the generators' state, unless that has been done already."""
-        if self._saved is None:
+        if self._torch is None:
             cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-            self._saved = (random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda)
+            self._torch = torch.get_rng_state(), cuda
+        if self._others is None:
+            self._others = random.getstate(), np.random.get_state()
 
     def close(self) -> None:
-        """Give the generators back as `open` found them; does nothing where it was not called."""
-        if self._saved is not None:
-            python_state, numpy_state, torch_state, cuda_states = self._saved
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
-            torch.set_rng_state(torch_state)
-            if cuda_states:
-                torch.cuda.set_rng_state_all(cuda_states)
-            self._saved = None
+        """Give torch's generators back as `open` found them; does nothing where it was not called."""
+        if self._torch is not None:
+            cpu, cuda = self._torch
+            torch.set_rng_state(cpu)
+            if cuda:
+                torch.cuda.set_rng_state_all(cuda)
+            self._torch = None
+
+    def release(self) -> None:
+        """Give all generators back."""
+        self.close()
+        if self._others is not None:
+            random.setstate(self._others[0])
+            np.random.set_state(self._others[1])
+            self._others = None
 
 
 def seed_process(seed: int) -> None:
@@ -173,6 +186,10 @@ def seed_process(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(seed)
+
+
+def _step_seed(client_seed: int, step: int) -> int:
+    return (client_seed + step) & 0x7FFFFFFFFFFFFFFF
 
 
 class _Request(list[int]):
@@ -195,7 +212,7 @@ class _SeededBatches(Dataset):
     def __getitems__(self, request: _Request) -> Any:
         seed_process(request.seed)
         fetch = getattr(self.dataset, "__getitems__", None)
-        return self.collate(fetch(list(request)) if fetch else [self.dataset[index] for index in request])
+        return self.collate(fetch(request) if fetch else [self.dataset[index] for index in request])
 
 
 def _as_it_is(batch: Any) -> Any:
@@ -237,20 +254,24 @@ class RoundLoader:
         self._plan = plan
         self._position = position
         self._randomness = randomness
+        self._batches = _SeededBatches(loader.dataset, loader.collate_fn)
         workers = loader.num_workers
-        self._loader = DataLoader(
-            _SeededBatches(loader.dataset, loader.collate_fn),
-            batch_sampler=cast(Any, _Requests(self)),
-            collate_fn=_as_it_is,
-            num_workers=workers,
-            pin_memory=loader.pin_memory,
-            timeout=loader.timeout,
-            worker_init_fn=loader.worker_init_fn,
-            multiprocessing_context=loader.multiprocessing_context if workers else None,
-            prefetch_factor=loader.prefetch_factor if workers else None,
-            persistent_workers=loader.persistent_workers,
-            generator=torch.Generator(),
-        )
+        # Without workers, torch's loader would only add its own time to each batch.
+        self._loader: DataLoader | None = None
+        if workers or loader.pin_memory:
+            self._loader = DataLoader(
+                self._batches,
+                batch_sampler=cast(Any, _Requests(self)),
+                collate_fn=_as_it_is,
+                num_workers=workers,
+                pin_memory=loader.pin_memory,
+                timeout=loader.timeout,
+                worker_init_fn=loader.worker_init_fn,
+                multiprocessing_context=loader.multiprocessing_context if workers else None,
+                prefetch_factor=loader.prefetch_factor if workers else None,
+                persistent_workers=loader.persistent_workers,
+                generator=torch.Generator(),
+            )
 
     def __len__(self) -> int:
         return self._plan().total
@@ -260,15 +281,15 @@ class RoundLoader:
         plan = self._plan()
         position = self._position()
         batches: Iterator[Any] | None = None
-        for slot, (client, end) in enumerate(zip(plan.clients, plan.ends, strict=True)):
-            begin = end - plan.batches[slot]
-            while position < end:
+        for client, count, end in zip(plan.clients, plan.batches, plan.ends, strict=True):
+            seed = derive_seed(self._seed, "training", plan.round, client)
+            for step in range(max(0, count - (end - position)), count):
                 self._randomness.open()
                 if batches is None:
-                    batches = iter(self._loader)
+                    reader = self._batches.__getitems__
+                    batches = map(reader, self.requests()) if self._loader is None else iter(self._loader)
                 batch = next(batches)
-                seed_process(derive_seed(self._seed, "training", plan.round, client, position - begin))
-                position += 1
+                seed_process(_step_seed(seed, step))
                 yield batch
 
     def requests(self) -> Iterator[_Request]:
@@ -278,10 +299,11 @@ class RoundLoader:
             begin = end - plan.batches[slot]
             if position >= end:
                 continue
+            seed = derive_seed(self._seed, "data", plan.round, client)
             for step, indices in enumerate(self._client_batches(plan.round, client, plan.batches[slot])):
                 if begin + step >= position:
                     request = _Request(indices)
-                    request.seed = derive_seed(self._seed, "data", plan.round, client, step)
+                    request.seed = _step_seed(seed, step)
                     yield request
 
     def _client_batches(self, round_number: int, client: int, count: int) -> Iterator[list[int]]:

@@ -1,0 +1,169 @@
+"""LowRank as a callback: with and without federation, twice, on other people's modules."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from lightning_lowrank import BlockKronecker, FedAvg, FederatedLoop, FedMUD, LowRank, MatrixProduct, recover
+from lightning_lowrank.federated.payload import dense_payload
+from lightning_lowrank.layers import LowRankLinear, low_rank_layers
+from lightning_lowrank.models import CNN4, Classifier
+from tests.helpers import Data, Module, assert_same, fit, network, trainer, weights
+
+
+def test_trains_without_federation(tmp_path):
+    module = Module()
+    fitted = trainer(tmp_path, LowRank(MatrixProduct(), rank=2, role="weight", summary=False), max_epochs=20)
+    fit(fitted, module, Data())
+    assert type(module.net[0]) is LowRankLinear
+    assert fitted.callback_metrics["val_acc"] > 0.85
+
+
+def test_prints_its_table(tmp_path, capsys):
+    fit(trainer(tmp_path, LowRank(MatrixProduct(), rank=2, skip=["last"]), max_epochs=1), Module(), Data())
+    printed = capsys.readouterr().out
+    assert "net.0" in printed
+    assert "last layer" in printed
+    assert "parameters are trained" in printed
+
+
+def test_weights_that_are_not_converted_stay_trained_or_freeze(tmp_path):
+    for freeze in (False, True):
+        module = Module(network(norm=nn.BatchNorm1d))
+        before = weights(module)
+        low_rank = LowRank(MatrixProduct(), rank=2, skip=["last"], freeze_rest=freeze, summary=False)
+        fit(trainer(tmp_path, low_rank, max_epochs=1), module, Data())
+        after = weights(module)
+        for name in ("net.1.weight", "net.5.weight"):
+            assert torch.equal(before[name], after[name]) is freeze
+        assert torch.equal(before["net.0.weight"], after["net.0.frozen_weight"])
+        assert after["net.0.factors.V"].abs().sum() > 0
+
+
+def test_dense_traffic_is_that_of_the_module_before(tmp_path):
+    sizes = set()
+    for low_rank in (None, LowRank(MatrixProduct(), rank=1), LowRank(BlockKronecker(), rank=1, freeze_rest=True)):
+        module = Module(network(norm=nn.BatchNorm1d))
+        if low_rank is not None:
+            low_rank.convert(module)
+        sizes.add(dense_payload(module).nbytes)
+    assert len(sizes) == 1
+
+
+def test_the_same_callback_serves_a_second_run(tmp_path):
+    module = Module()
+    low_rank = LowRank(MatrixProduct(), rank=2, summary=False)
+    fit(trainer(tmp_path, low_rank, max_epochs=1), module, Data())
+    after = weights(module)
+    trainer(tmp_path, low_rank).test(module, Data(), verbose=False)
+    trainer(tmp_path, LowRank(MatrixProduct(), rank=2, summary=False)).validate(module, Data(), verbose=False)
+    assert_same(after, weights(module))
+    with pytest.raises(MisconfigurationException, match="already converted"):
+        trainer(tmp_path, LowRank(MatrixProduct(), rank=3, summary=False)).validate(module, Data(), verbose=False)
+    recover(module)
+    fit(trainer(tmp_path, LowRank(MatrixProduct(), rank=3, summary=False), max_epochs=1), module, Data())
+    assert module.net[0].rank == 3
+
+
+def test_layers_made_in_configure_model(tmp_path):
+    class Late(Module):
+        def __init__(self):
+            super().__init__()
+            self.net = None
+
+        def configure_model(self):
+            if self.net is None:
+                self.net = network()
+
+    module = Late()
+    low_rank = LowRank(MatrixProduct(), rank=2, summary=False)
+    fit(trainer(tmp_path, low_rank, FederatedLoop(FedMUD(), clients=3, summary=False)), module, Data())
+    assert len(dict(low_rank_layers(module))) == 3
+
+
+def test_layers_made_in_setup_are_refused(tmp_path):
+    class Later(Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Identity()
+
+        def setup(self, stage):
+            self.net = network()
+
+    with pytest.raises(MisconfigurationException, match="configure_model"):
+        fit(trainer(tmp_path, LowRank(MatrixProduct(), rank=2, summary=False)), Later(), Data())
+
+
+def test_factors_that_no_optimizer_holds_are_refused(tmp_path):
+    class Early(Module):
+        """Builds its optimizer before LowRank makes the factors, as LightningCLI's own optimizer section does."""
+
+        def __init__(self):
+            super().__init__()
+            self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+
+        def configure_optimizers(self):
+            return self.optimizer
+
+    with pytest.raises(MisconfigurationException, match=r"factors\.U"):
+        fit(trainer(tmp_path, LowRank(MatrixProduct(), rank=2, summary=False)), Early(), Data())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "rank"),
+        ({"rank": 1, "ratio": 0.5}, "rank"),
+        ({"ratio": 0.0}, "ratio"),
+        ({"ratio": 1.5}, "ratio"),
+        ({"budget": 1e-4}, "at least"),
+        ({"rank": 1, "include": ["encoder"]}, "encoder"),
+        ({"rank": 1, "exclude": ["nowhere"]}, "nowhere"),
+        ({"rank": 1, "decouple": True, "half_frozen": True}, "half_frozen"),
+    ],
+)
+def test_refusals_are_configuration_errors(tmp_path, arguments, message):
+    with pytest.raises(MisconfigurationException, match=message):
+        fit(trainer(tmp_path, LowRank(MatrixProduct(), **arguments, summary=False)), Module(), Data())
+
+
+def test_resume_refuses_other_layers(tmp_path):
+    checkpoint = pl.callbacks.ModelCheckpoint(tmp_path, "last")
+    fit(trainer(tmp_path, LowRank(MatrixProduct(), rank=2, summary=False), checkpoint), Module(), Data())
+    other = LowRank(MatrixProduct(), rank=2, decouple=True, summary=False)
+    with pytest.raises((MisconfigurationException, RuntimeError)):
+        fit(trainer(tmp_path, other, max_epochs=5), Module(), Data(), ckpt_path=tmp_path / "last.ckpt")
+
+
+def test_a_torchvision_network(tmp_path):
+    from torchvision.models import mobilenet_v3_small
+
+    images = torch.utils.data.TensorDataset(
+        torch.randn(24, 3, 32, 32, generator=torch.Generator().manual_seed(0)), torch.arange(24) % 3
+    )
+    module = Classifier(mobilenet_v3_small(num_classes=3), num_classes=3)
+    low_rank = LowRank(BlockKronecker(), budget=0.1, decouple=True, skip=["first", "last"], summary=False)
+    loop = FederatedLoop(FedMUD(), clients=3, summary=False)
+    fit(trainer(tmp_path, low_rank, loop, max_epochs=2, limit_val_batches=0), module, Data(images, batch_size=4))
+    assert low_rank.conversion.ratio <= 0.1
+    assert loop.ledger.metrics()["comm/ratio"] < 0.15
+    assert any(type(layer).__name__ == "LowRankConv2d" for _, layer in low_rank_layers(module))
+
+
+def test_cnn4_at_one_thirty_second():
+    module = Classifier(CNN4())
+    low_rank = LowRank(BlockKronecker(), budget=1 / 32, budget_rule="authors", decouple=True, skip=["first", "last"])
+    conversion = low_rank.convert(module)
+    assert (conversion.trainable_parameters, conversion.dense_parameters) == (12_008, 390_880)
+
+
+def test_one_client_with_low_rank_layers_is_plain_training(tmp_path):
+    ends = []
+    for extra in ([], [FederatedLoop(FedAvg(), clients=1, optimizer_state="keep", summary=False)]):
+        module = Module(optimizer=lambda p: torch.optim.Adam(p, lr=0.01))
+        low_rank = LowRank(MatrixProduct(), rank=2, decouple=True, summary=False)
+        fit(trainer(tmp_path, low_rank, *extra), module, Data(shuffle=False))
+        ends.append(weights(module))
+    assert_same(*ends)
