@@ -133,8 +133,8 @@ class LowRank(Callback):
             isinstance(layer, (nn.Linear, nn.Conv2d)) for layer in pl_module.modules()
         ):
             raise MisconfigurationException(
-                f"LowRank: {type(pl_module).__name__} has no linear or convolutional layer yet. Lightning calls a module's"
-                " setup() after its callbacks': make the layers in __init__() or configure_model()."
+                f"LowRank: {type(pl_module).__name__} has no linear or convolutional layer yet. Lightning calls"
+                " setup() of modules after that of callbacks: make the layers in __init__() or configure_model()."
             )
         conversion = self.convert(pl_module)
         if self.summary:

@@ -148,7 +148,6 @@ class FederatedLoop(Callback):
         self._check_arguments()
 
         self.clients: list[Client] = []
-        self.indices: ClientIndices | None = None
         self.ledger = Ledger(0)
 
         self._running = False
@@ -157,6 +156,7 @@ class FederatedLoop(Callback):
         self._forget()
 
     def _forget(self) -> None:
+        self.indices: ClientIndices | None = None
         self.plan: RoundPlan | None = None
         self._planner: RoundPlanner
         self._loader: RoundLoader | None = None
@@ -284,6 +284,7 @@ class FederatedLoop(Callback):
         going_on = trainer.current_epoch > 0 and self._server is not None and self._server.module is pl_module
         if not going_on:
             self._forget()
+        self._loader = None
         self._running = True
 
         settings: Any = trainer
@@ -320,7 +321,7 @@ class FederatedLoop(Callback):
         """Leave the last global model in the module, and the trainer as it was."""
         self._running = False
         self._randomness.release()
-        if self._round_open and self._hidden is None:
+        if self._round_open and self._live and self._hidden is None:
             self._hide_client()
         self._restore_trainer()
 
@@ -330,9 +331,8 @@ class FederatedLoop(Callback):
         if self._loader is not None and not renew:
             return self._loader
         loader = check_loader(source.user_loader())
-        if self._loader is None:
-            self._divide(loader.dataset)
-        assert self.indices is not None
+        if self.indices is None:
+            self.indices = self._divide(loader.dataset)
         size = len(loader.dataset)  # type: ignore[arg-type]
         if size != self.indices.size:
             raise MisconfigurationException(
@@ -352,22 +352,22 @@ class FederatedLoop(Callback):
         )
         return self._loader
 
-    def _divide(self, dataset: Dataset) -> None:
+    def _divide(self, dataset: Dataset) -> ClientIndices:
         labels = find_labels(dataset, self.labels) if self.partition.needs_labels else None
-        self.indices = self.partition.split(dataset, self.number_of_clients, self.seed, labels)
+        indices = self.partition.split(dataset, self.number_of_clients, self.seed, labels)
         memories = {} if self._restored is None else self._restored["clients"]
         self.clients = [
-            Client(client, samples, memories.get(client, {}))
-            for client, samples in enumerate(self.indices.sizes.tolist())
+            Client(client, samples, memories.get(client, {})) for client, samples in enumerate(indices.sizes.tolist())
         ]
-        if self._restored is not None and self._restored["partition"] != self.indices.digest():
+        if self._restored is not None and self._restored["partition"] != indices.digest():
             raise MisconfigurationException(
                 f"the checkpoint's run divided the training set into {self._restored['number_of_clients']} clients in"
                 f" another way than this one with its {len(self.clients)}: resume with the same partition, clients and"
                 " seed."
             )
         if self.summary:
-            Console().print(self.indices.summary(labels))
+            Console().print(indices.summary(labels))
+        return indices
 
     def _make_planner(self, trainer: Any, loader: DataLoader, limit: int | float) -> RoundPlanner:
         count = len(self.clients)
@@ -631,7 +631,7 @@ class FederatedLoop(Callback):
 
     def _show_global_state(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
         """Put the global model into a state dict that is taken inside a round (a hook of `torch.nn.Module`)."""
-        if self._round_open and module is self.server.module:
+        if self._round_open and self._server is not None and module is self._server.module:
             for name, value in self.algorithm.global_state(self.server).items():
                 if prefix + name in state_dict:
                     state_dict[prefix + name] = value

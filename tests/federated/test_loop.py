@@ -397,6 +397,30 @@ def test_a_second_fit_goes_on(tmp_path):
     assert_same(weights(twice), weights(once))
 
 
+def test_a_second_fit_of_other_data_is_noticed(tmp_path):
+    module, fitted = Module(), trainer(tmp_path, FederatedLoop(FedAvg(), clients=3, summary=False), max_epochs=1)
+    fit(fitted, module, Data())
+    fitted.fit_loop.max_epochs = 2
+    with pytest.raises(MisconfigurationException, match="103 samples"):
+        fit(fitted, module, Data(blobs(50)))
+
+
+def test_the_loader_is_renewed_when_the_user_asks_for_it(tmp_path):
+    class Counting(Data):
+        made = 0
+
+        def train_dataloader(self) -> DataLoader:
+            self.made += 1
+            return super().train_dataloader()
+
+    for every, made in ((0, 1), (2, 2)):
+        data = Counting()
+        run = trainer(tmp_path, loop(), reload_dataloaders_every_n_epochs=every)
+        fit(run, Module(), data)
+        assert data.made == made
+        assert run.reload_dataloaders_every_n_epochs == every
+
+
 class Stream(IterableDataset):
     def __iter__(self):
         yield from blobs()
