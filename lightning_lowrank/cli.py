@@ -15,13 +15,23 @@ from types import MethodType
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, instantiate_class
+import torch
+from lightning.pytorch.cli import (
+    ArgsType,
+    LightningArgumentParser,
+    LightningCLI,
+    SaveConfigCallback,
+    instantiate_class,
+)
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from rich.console import Console
 
 import lightning_lowrank.data
 import lightning_lowrank.models
 from lightning_lowrank.callbacks.lowrank import LowRank, dense_checkpoint
+from lightning_lowrank.federated.checks import check_callbacks
 from lightning_lowrank.federated.loop import FederatedLoop
 from lightning_lowrank.inspection import inspect_run, render
 from lightning_lowrank.report import report
@@ -45,10 +55,23 @@ class _Trainer(pl.Trainer):
         lowrank = next((callback for callback in callbacks if isinstance(callback, LowRank)), None)
         loop = next((callback for callback in callbacks if isinstance(callback, FederatedLoop)), None)
         figures = inspect_run(model, lowrank, loop)
+        if loop is not None:
+            try:
+                check_callbacks(loop, self, model)
+            except MisconfigurationException as error:
+                figures["problems"].append(str(error))
         if json:
             print(json_module.dumps(figures, indent=2))
         else:
             render(figures, Console())
+
+
+class _SaveRunConfig(SaveConfigCallback):
+    """Saves ``config.yaml`` into the run's folder; a run without a logger has none but the working directory."""
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if trainer.loggers:
+            super().setup(trainer, pl_module, stage)
 
 
 class LowRankCLI(LightningCLI):
@@ -87,7 +110,16 @@ class LowRankCLI(LightningCLI):
         optimizer_init = self._get(self.config_init, "optimizer")
         scheduler_init = self._get(self.config_init, "lr_scheduler")
         if not optimizer_init:
+            if scheduler_init:
+                raise MisconfigurationException(
+                    "lr_scheduler is given and optimizer is not: add an `optimizer:` section, or give the module's own"
+                    " scheduler among its init_args."
+                )
             return
+        if is_overridden("configure_optimizers", self.model):
+            rank_zero_warn(
+                f"the `optimizer:` section takes the place of {type(self.model).__name__}.configure_optimizers()."
+            )
 
         def build(module: pl.LightningModule) -> Any:
             optimizer = instantiate_class(module.parameters(), optimizer_init)
@@ -121,6 +153,7 @@ def _dispatch(args: ArgsType) -> None:
             trainer_defaults={"logger": _RUN_LOGGER},
             seed_everything_default=0,
             parser_kwargs={"prog": "lightning-lowrank", "epilog": "also: lightning-lowrank export, report"},
+            save_config_callback=_SaveRunConfig,
             save_config_kwargs={"overwrite": True},
             args=args,
         )
@@ -133,11 +166,25 @@ def _export(args: list[str]) -> None:
     )
     parser.add_argument("checkpoint", type=Path, help="a .ckpt file of a run, with or without LowRank")
     parser.add_argument("output", type=Path, help="the .safetensors file to write")
+    parser.add_argument(
+        "--prefix", default="", help="keep the names that begin so and cut this off: `network.` exports that attribute"
+    )
     options = parser.parse_args(args)
     import safetensors.torch
 
-    weights = dense_checkpoint(options.checkpoint)
-    safetensors.torch.save_file({name: value.contiguous() for name, value in weights.items()}, options.output)
+    if not options.checkpoint.is_file():
+        raise MisconfigurationException(f"{options.checkpoint} is not a checkpoint: there is no such file.")
+    found = dense_checkpoint(options.checkpoint)
+    # safetensors refuses tensors that share memory, as tied weights do.
+    weights = {
+        name.removeprefix(options.prefix): value.clone(memory_format=torch.contiguous_format)
+        for name, value in found.items()
+        if name.startswith(options.prefix)
+    }
+    if not weights:
+        raise MisconfigurationException(f"no tensor's name begins with --prefix {options.prefix!r}: {sorted(found)}")
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    safetensors.torch.save_file(weights, options.output)
     print(
         f"wrote {len(weights)} tensors, {sum(value.numel() for value in weights.values()):,} numbers: {options.output}"
     )

@@ -12,15 +12,20 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from lightning_lowrank.callbacks.lowrank import LowRank
 from lightning_lowrank.federated.checks import notes
 from lightning_lowrank.federated.client import Client, Server, trained_tensors
 from lightning_lowrank.federated.loop import FederatedLoop
 from lightning_lowrank.federated.payload import Payload
+from lightning_lowrank.layers import LowRankLayer
+
+_COUNTED = (nn.Linear, _ConvNd)
 
 
 def inspect_run(
@@ -37,13 +42,26 @@ def inspect_run(
         loop: The `FederatedLoop` of the run, if any.
 
     Returns:
-        ``parameters``: numbers of the ``dense`` module, of the ``model`` as it is stored after the conversion (frozen
-        weights included), and ``trainable``; ``layers``: for each linear and convolutional layer name, kind, shape,
-        rank (None if not converted), parameters (of the dense weight), trainable, macs (multiply-adds of one sample's
-        forward pass; None where no ``example_input_array`` tells the size) and, where it was left alone, the reason;
-        ``traffic``: ``up`` and ``down`` for one client and round, each with ``numbers``, of which ``parameters`` and
-        ``buffers``, and ``bytes`` of the encoding; ``optimizer_state_bytes``; ``problems``: what would stop the run;
-        ``notes``: what to know about the module in rounds.
+        A dictionary that JSON can hold:
+
+        - ``parameters``: numbers of the ``dense`` module, of the ``model`` as it is stored after the conversion (frozen
+          weights included), and ``trainable``.
+        - ``layers``: for each linear and convolutional layer ``name``, ``kind``, ``shape``, ``rank`` (None if not
+          converted), ``parameters`` (of the dense weight), ``trainable`` (in the weight's stead, without the bias),
+          ``macs`` and, where `LowRank` left it alone, the reason, ``left_alone``. MACs are the multiply-adds of one
+          sample's forward pass through the layer; composing a low-rank weight, once a batch, is not among them. They
+          are counted on the module's ``example_input_array``; without one a linear layer counts a single position, and
+          a convolution, or a layer that the example does not reach, has None.
+        - ``traffic``: ``up`` and ``down`` for one client in the first round, each with ``numbers``, of which
+          ``parameters`` and ``buffers``, and ``bytes`` of the encoding. Later rounds may add a seed or the like. Empty
+          without ``loop``.
+        - ``optimizer_state_bytes``: what the optimizers keep for the trained parameters; None where
+          ``configure_optimizers`` cannot run without a trainer.
+        - ``problems``: what would stop the run or leave something untrained.
+        - ``notes``: what to know about the module in rounds, and what could not be checked.
+
+    Raises:
+        MisconfigurationException: If ``lowrank`` cannot convert the module, as with a budget below its floor.
 
     Example:
         >>> from lightning_lowrank import FedAvg, FederatedLoop, LowRank, MatrixProduct
@@ -57,25 +75,27 @@ def inspect_run(
         module.configure_model()
     dense = sum(parameter.numel() for parameter in module.parameters())
     report = {} if lowrank is None else {layer.name: layer for layer in lowrank.convert(module).layers}
-    macs = _multiply_adds(module)
+    problems: list[str] = []
+    remarks = [] if loop is None else notes(module, loop.buffers)
+    macs = _multiply_adds(module, problems)
     layers = []
     for name, layer in module.named_modules():
-        if isinstance(layer, (nn.Linear, nn.Conv2d)):
+        if isinstance(layer, _COUNTED):
             found = report.get(name)
             layers.append(
                 {
                     "name": name,
-                    "kind": "Conv2d" if isinstance(layer, nn.Conv2d) else "Linear",
+                    "kind": found.kind if found else type(layer).__name__,
                     "shape": list(layer.weight.shape),
-                    "rank": found.rank if found else None,
+                    "rank": layer.rank if isinstance(layer, LowRankLayer) else None,
                     "parameters": layer.weight.numel(),
-                    "trainable": _trainable(layer.parameters()),
+                    "trainable": _trainable(value for part, value in layer.named_parameters() if part != "bias"),
                     "macs": macs.get(name),
                     "left_alone": found.reason if found and not found.converted else None,
                 }
             )
-    optimizers, problems = _optimizers(module)
-    problems += _untrained(module, optimizers)
+    optimizers = _optimizers(module, problems, remarks)
+    problems += _untrained(module, optimizers or [])
     try:
         traffic = _traffic(module, loop)
     except MisconfigurationException as error:
@@ -89,17 +109,24 @@ def inspect_run(
         },
         "layers": layers,
         "traffic": traffic,
-        "optimizer_state_bytes": sum(map(_state_bytes, optimizers)),
+        "optimizer_state_bytes": None if optimizers is None else sum(map(_state_bytes, optimizers)),
         "problems": problems,
-        "notes": [] if loop is None else notes(module, loop.buffers),
+        "notes": remarks,
     }
 
 
 def render(figures: dict[str, Any], console: Console) -> None:
     """Print `inspect_run`'s result as tables."""
-    table = Table("layer", "kind", "shape", title="layers")
-    for column in ("rank", "weight", "trained", "multiply-adds"):
-        table.add_column(column, justify="right")
+
+    def line(text: str, style: str | None = None) -> None:
+        console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("layer", overflow="fold")
+    for column in ("kind", "shape"):
+        table.add_column(column, no_wrap=True)
+    for column in ("rank", "weight", "trained", "MACs"):
+        table.add_column(column, justify="right", no_wrap=True)
     for layer in figures["layers"]:
         table.add_row(
             layer["name"],
@@ -113,51 +140,51 @@ def render(figures: dict[str, Any], console: Console) -> None:
     console.print(table)
     for layer in figures["layers"]:
         if layer["left_alone"]:
-            console.print(f"{layer['name']} is left alone: {layer['left_alone']}", highlight=False)
+            line(f"{layer['name']} is left alone: {layer['left_alone']}")
     numbers = figures["parameters"]
     share = numbers["trainable"] / numbers["dense"] if numbers["dense"] else 0.0
-    console.print(
+    line(
         f"parameters: {numbers['dense']:,} dense, {numbers['model']:,} stored, {numbers['trainable']:,} trained"
         f" ({share:.2%} of dense)"
     )
     for direction, way in figures["traffic"].items():
-        console.print(
+        line(
             f"{direction:>4}: {way['bytes']:,} bytes per client and round ({way['parameters']:,} parameters,"
             f" {way['buffers']:,} buffer entries)"
         )
-    console.print(f"optimizer state: {figures['optimizer_state_bytes']:,} bytes")
+    if figures["optimizer_state_bytes"] is not None:
+        line(f"optimizer state: {figures['optimizer_state_bytes']:,} bytes")
     for problem in figures["problems"]:
-        console.print(f"[bold red]would not work:[/] {problem}")
+        line(f"would not work: {problem}", style="bold red")
     for note in figures["notes"]:
-        console.print(f"note: {note}", highlight=False)
+        line(f"note: {note}")
 
 
 def _trainable(parameters: Iterable[nn.Parameter]) -> int:
     return sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
 
 
-def _multiply_adds(module: pl.LightningModule) -> dict[str, int]:
-    """Count by one forward pass of the example input; linear layers that it does not reach count one position."""
-    counts = {name: layer.weight.numel() for name, layer in module.named_modules() if isinstance(layer, nn.Linear)}
+def _multiply_adds(module: pl.LightningModule, problems: list[str]) -> dict[str, int]:
     example = module.example_input_array
     if example is None:
-        return counts
-    batch = example.shape[0] if isinstance(example, Tensor) else 1
-    seen: dict[str, int] = {}
+        return {name: layer.weight.numel() for name, layer in module.named_modules() if isinstance(layer, nn.Linear)}
+    counts: dict[str, int] = {}
+    samples = _batch_size(example)
 
     def count(name: str) -> Any:
-        def hook(layer: nn.Linear | nn.Conv2d, _: Any, output: Tensor) -> None:
-            per_output = layer.weight.numel() // layer.weight.shape[0]
-            seen[name] = seen.get(name, 0) + output.numel() * per_output // batch
+        def hook(layer: nn.Linear | _ConvNd, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            weight = layer.weight
+            positions = inputs[0] if isinstance(layer, _ConvTransposeNd) else output
+            counts[name] = counts.get(name, 0) + positions.numel() * (weight.numel() // len(weight)) // samples
 
         return hook
 
     handles = [
         layer.register_forward_hook(count(name))
         for name, layer in module.named_modules()
-        if isinstance(layer, (nn.Linear, nn.Conv2d))
+        if isinstance(layer, _COUNTED)
     ]
-    training = module.training
+    training = {part: part.training for part in module.modules()}
     module.eval()
     try:
         with torch.no_grad():
@@ -167,20 +194,39 @@ def _multiply_adds(module: pl.LightningModule) -> dict[str, int]:
                 module(*example)
             else:
                 module(example)
+    except Exception as error:
+        problems.append(f"the forward pass of example_input_array fails: {type(error).__name__}: {error}")
+        return {}
     finally:
-        module.train(training)
+        for part, mode in training.items():
+            part.training = mode
         for handle in handles:
             handle.remove()
-    return {**counts, **seen}
+    return counts
 
 
-def _optimizers(module: pl.LightningModule) -> tuple[list[torch.optim.Optimizer], list[str]]:
+def _batch_size(example: Any) -> int:
+    """Return the length of the first tensor in an example, which may be nested."""
+    if isinstance(example, Tensor):
+        return len(example) if example.ndim else 1
+    parts = example.values() if isinstance(example, dict) else example if isinstance(example, (list, tuple)) else ()
+    return next((_batch_size(part) for part in parts if isinstance(part, (Tensor, dict, list, tuple))), 1)
+
+
+def _optimizers(
+    module: pl.LightningModule, problems: list[str], remarks: list[str]
+) -> list[torch.optim.Optimizer] | None:
     try:
         configured = module.configure_optimizers()
     except Exception as error:
-        return [], [f"configure_optimizers() needs more than the module: {type(error).__name__}: {error}"]
+        remarks.append(
+            "configure_optimizers() does not run without a trainer and its data, so the optimizers were not looked at:"
+            f" {type(error).__name__}: {error}"
+        )
+        return None
     if configured is None:
-        return [], ["configure_optimizers() gives no optimizer"]
+        problems.append("configure_optimizers() gives no optimizer")
+        return []
     found: list[torch.optim.Optimizer] = []
 
     def walk(entry: Any) -> None:
@@ -193,7 +239,7 @@ def _optimizers(module: pl.LightningModule) -> tuple[list[torch.optim.Optimizer]
                 walk(part)
 
     walk(configured)
-    return found, []
+    return found
 
 
 def _untrained(module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> list[str]:

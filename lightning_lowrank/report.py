@@ -7,11 +7,12 @@ accuracy against rounds and against bytes.
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -23,11 +24,11 @@ class Run:
     """One run's logged figures by round.
 
     Args:
-        name: The folder, as far as it differs from the other runs'.
+        folder: Where it was read from.
         rounds: For each round (Lightning's epoch) the last value logged under each name.
     """
 
-    name: str
+    folder: Path
     rounds: dict[int, dict[str, float]]
 
     def series(self, metric: str) -> list[tuple[int, float]]:
@@ -40,7 +41,7 @@ class Run:
         return values[-1][1] if values else None
 
 
-def read_run(folder: Path, name: str) -> Run:
+def read_run(folder: Path) -> Run:
     """Read the ``metrics.csv`` of one run folder."""
     rounds: dict[int, dict[str, float]] = {}
     with open(folder / "metrics.csv", newline="") as file:
@@ -48,7 +49,7 @@ def read_run(folder: Path, name: str) -> Run:
             if row.get("epoch"):
                 figures = rounds.setdefault(int(float(row["epoch"])), {})
                 figures.update({key: float(value) for key, value in row.items() if value and key != "epoch"})
-    return Run(name, dict(sorted(rounds.items())))
+    return Run(folder, dict(sorted(rounds.items())))
 
 
 def find_runs(paths: Sequence[Path]) -> list[Run]:
@@ -59,17 +60,18 @@ def find_runs(paths: Sequence[Path]) -> list[Run]:
     """
     folders: list[Path] = []
     for path in paths:
-        found = sorted(file.parent for file in path.rglob("metrics.csv"))
+        found = sorted(file.parent for file in path.resolve().rglob("metrics.csv"))
         if not found:
             raise MisconfigurationException(
                 f"{path} holds no run: expected metrics.csv, which lightning.pytorch.loggers.CSVLogger writes."
             )
         folders += [folder for folder in found if folder not in folders]
-    return [read_run(folder, name) for folder, name in zip(folders, _short_names(folders), strict=True)]
+    return [read_run(folder) for folder in folders]
 
 
-def _short_names(folders: Sequence[Path]) -> list[str]:
-    parts = [folder.resolve().parts for folder in folders]
+def short_names(runs: Sequence[Run]) -> list[str]:
+    """Return runs' folders as far as they differ from one another."""
+    parts = [run.folder.parts for run in runs]
     if len(parts) == 1:
         return ["/".join(parts[0][-2:])]
     while all(len(part) > 1 for part in parts) and len({part[0] for part in parts}) == 1:
@@ -87,8 +89,12 @@ def report(
 ) -> list[Path]:
     """Print a table of runs, and write it and two plots into ``output``.
 
+    Bytes are those to and from clients that took part, in all rounds so far. Where a method's other clients had to
+    listen as well (see `Algorithm.every_client_listens`), what they heard stands in a column of its own.
+
     Args:
-        paths: Run folders, or folders that hold some.
+        paths: Run folders, or folders that hold some. Of several, those that did not log ``metric`` (such as a ``test``
+            run's beside the ``fit`` it belongs to) are left out, which is said.
         metric: Name of the logged metric to compare; by default the first of ``val_acc``, ``val_accuracy``,
             ``test_acc``, ``val_loss`` that a run has. A name with ``loss`` in it is better when lower.
         output: Folder for ``report.md``, ``rounds.png`` and ``bytes.png``; made if need be.
@@ -100,88 +106,105 @@ def report(
     Raises:
         MisconfigurationException: If a path holds no run, or no run logged ``metric``.
     """
-    runs = find_runs(paths)
-    known = sorted({name for run in runs for figures in run.rounds.values() for name in figures})
+    console = console or Console()
+    found = find_runs(paths)
+    known = sorted({name for run in found for figures in run.rounds.values() for name in figures})
     metric = metric or next((name for name in _METRICS if name in known), None)
     if metric is None or metric not in known:
         raise MisconfigurationException(
             f"no run logged {metric or 'a metric of ' + str(_METRICS)}; logged were: {known}"
         )
+    runs = [run for run in found if run.series(metric)]
+    names = short_names(runs)
 
-    header = [
-        "run",
-        "rounds",
-        f"best {metric}",
-        "at round",
-        f"last {metric}",
-        "MB up",
-        "MB down",
-        "of dense FedAvg",
-    ]
-    best_of = min if "loss" in metric else max
-    rows = []
-    for run in runs:
-        series = run.series(metric)
-        best = best_of(series, key=lambda point: point[1]) if series else None
-        up, down, ratio = (run.last(f"comm/{name}") for name in ("total_up_bytes", "total_down_bytes", "ratio"))
-        rows.append(
-            [
-                run.name,
-                str(max(run.rounds, default=-1) + 1),
-                "" if best is None else f"{best[1]:.4f}",
-                "" if best is None else str(best[0]),
-                "" if not series else f"{series[-1][1]:.4f}",
-                "" if up is None else f"{up / 1e6:.2f}",
-                "" if down is None else f"{down / 1e6:.2f}",
-                "" if ratio is None else f"{ratio:.4f}",
-            ]
-        )
-    table = Table(title="runs")
-    for number, column in enumerate(header):
-        table.add_column(column, justify="left" if number == 0 else "right")
+    header, rows = _rows(runs, names, metric)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    table.add_column(header[0], overflow="fold", min_width=min(40, max(map(len, names))))
+    for column in header[1:]:
+        table.add_column(column, justify="right", overflow="fold")
     for row in rows:
         table.add_row(*row)
-    (console or Console()).print(table)
+    console.print(table)
+    for run in found:
+        if run not in runs:
+            _print_line(console, f"{run.folder} is left out, for it logged no {metric}")
 
     output.mkdir(parents=True, exist_ok=True)
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     written = [output / "report.md"]
     written[0].write_text("".join(f"| {' | '.join(line)} |\n" for line in lines))
-    curves = {run.name: run.series(metric) for run in runs}
+    curves = {name: run.series(metric) for name, run in zip(names, runs, strict=True)}
     written.append(_plot(curves, "round", metric, output / "rounds.png"))
     by_bytes = {
-        run.name: [
-            (figures["comm/total_bytes"] / 1e6, figures[metric])
+        name: [
+            (figures["comm/total_bytes"], figures[metric])
             for figures in run.rounds.values()
             if metric in figures and "comm/total_bytes" in figures
         ]
-        for run in runs
+        for name, run in zip(names, runs, strict=True)
     }
     if any(by_bytes.values()):
-        written.append(_plot(by_bytes, "MB up and down", metric, output / "bytes.png", logarithmic=True))
-    (console or Console()).print(f"wrote {', '.join(str(path) for path in written)}")
+        written.append(_plot(by_bytes, "sent up and down", metric, output / "bytes.png", in_bytes=True))
+    _print_line(console, f"wrote {', '.join(str(path) for path in written)}")
     return written
 
 
+def _rows(runs: Sequence[Run], names: Sequence[str], metric: str) -> tuple[list[str], list[list[str]]]:
+    best_of = min if "loss" in metric else max
+    columns: dict[str, list[str]] = {"run": list(names)}
+    columns["rounds"] = [str(max(run.rounds) + 1) for run in runs]
+    best = [best_of(run.series(metric), key=lambda point: point[1]) for run in runs]
+    columns[f"best {metric}"] = [f"{value:.4f}" for _, value in best]
+    columns["at round"] = [str(number) for number, _ in best]
+    columns[f"last {metric}"] = [f"{run.series(metric)[-1][1]:.4f}" for run in runs]
+    for title, name, optional in (
+        ("MB up", "comm/total_up_bytes", False),
+        ("MB down", "comm/total_down_bytes", False),
+        ("MB idle", "comm/total_idle_down_bytes", True),
+    ):
+        totals = [run.last(name) for run in runs]
+        if not optional or any(totals):
+            columns[title] = ["" if total is None else f"{total / 1e6:.2f}" for total in totals]
+    ratios = [run.last("comm/ratio") for run in runs]
+    columns["of dense FedAvg"] = ["" if ratio is None else f"{ratio:.2%}" for ratio in ratios]
+    return list(columns), [list(row) for row in zip(*columns.values(), strict=True)]
+
+
+def _print_line(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
 def _plot(
-    curves: dict[str, list[tuple[int, float]]] | dict[str, list[tuple[float, float]]],
+    curves: Mapping[str, Sequence[tuple[float, float]]],
     x_label: str,
     y_label: str,
     path: Path,
-    logarithmic: bool = False,
+    in_bytes: bool = False,
 ) -> Path:
     from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
-    for name, points in curves.items():
+    styles = ("-", "--", ":", "-.")
+    for number, (name, points) in enumerate(curves.items()):
         if points:
-            axes.plot(*zip(*points, strict=True), marker=".", label=name)
-    if logarithmic:
+            # The ten colours come again with another line style.
+            style = styles[number // 10 % len(styles)]
+            marker = "o" if len(points) == 1 else None
+            axes.plot(*zip(*points, strict=True), style, marker=marker, linewidth=1.6, label=name)
+    if in_bytes:
         axes.set_xscale("log")
-    axes.set_xlabel(x_label)
-    axes.set_ylabel(y_label)
+        axes.xaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter(EngFormatter(unit="B", sep="\N{NO-BREAK SPACE}"))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel(x_label, fontsize=12)
+    axes.set_ylabel(y_label, fontsize=12)
+    axes.tick_params(labelsize=11)
     axes.grid(alpha=0.3)
-    axes.legend()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=11, frameon=False)
     figure.savefig(path, dpi=150)
     return path

@@ -12,7 +12,11 @@ CASES = {
     "bfloat16": {"weight": torch.randn(3, 4, generator=DRAWS).bfloat16()},
     "float64": {"weight": torch.randn(2, 2, generator=DRAWS).double()},
     "integers": {"seed": torch.tensor(2**62 + 1), "mask": torch.tensor([True, False])},
-    "mixed": {"b": torch.zeros(1, dtype=torch.int64), "a": torch.randn(7, generator=DRAWS).half(), "c": torch.zeros(0, 3)},
+    "mixed": {
+        "b": torch.zeros(1, dtype=torch.int64),
+        "a": torch.randn(7, generator=DRAWS).half(),
+        "c": torch.zeros(0, 3),
+    },
     "one number": {"weight": torch.tensor(1.5)},
     "nothing": {},
     "not contiguous": {"weight": torch.randn(3, 4, generator=DRAWS).T},

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
-from lightning_lowrank import IID, Client, Dirichlet, FedAvg, FederatedLoop, FromIndices
+from lightning_lowrank import Dirichlet, FedAvg, FederatedLoop, FromIndices
 from lightning_lowrank.seeding import generator
 from tests.helpers import Data, Module, assert_same, blobs, fit, network, plain_fedavg, trainer, weights
 
@@ -263,6 +263,39 @@ def test_randomness_depends_on_round_client_and_step_alone(tmp_path):
     assert_same(ends[0], ends[2])
 
 
+def test_the_global_generator_is_given_back_after_every_step(tmp_path):
+    before = torch.get_rng_state()
+    seen = []
+
+    class Watch(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            seen.append(torch.equal(before, torch.get_rng_state()))
+
+    module = Module(network(dropout=0.5))
+    before = torch.get_rng_state()
+    fit(trainer(tmp_path, loop(), Watch(), max_epochs=1, limit_val_batches=0), module, Data())
+    assert seen == [True] * 12
+
+
+def test_what_others_change_between_rounds_is_what_the_next_round_starts_from(tmp_path):
+    class Zero(pl.Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            with torch.no_grad():
+                pl_module.net[0].weight.zero_()
+
+    class Watch(FedAvg):
+        def broadcast(self, server, client):
+            payload = super().broadcast(server, client)
+            sent.append((server.round, payload.tensors["net.0.weight"].abs().sum().item()))
+            return payload
+
+    sent: list[tuple[int, float]] = []
+    watched = FederatedLoop(Watch(), clients=2, summary=False)
+    fit(trainer(tmp_path, watched, Zero(), max_epochs=2), Module(), Data())
+    assert all((total == 0) is (number == 1) for number, total in sent)
+    assert len(sent) == 4
+
+
 def test_client_sampling(tmp_path):
     drawn: dict[int, list[tuple[int, ...]]] = {}
 
@@ -494,9 +527,3 @@ def test_refuses_a_parameter_in_no_optimizer(tmp_path):
 
     with pytest.raises(MisconfigurationException, match=r"net\.2\.weight"):
         fit(trainer(tmp_path, FederatedLoop(FedAvg(), clients=2)), Forgetful(), Data())
-
-
-def test_client_is_known_to_weighting():
-    seen: list[Client] = []
-    FederatedLoop(FedAvg(), clients=2, partition=IID(), weighting=lambda client: seen.append(client) or 1.0)
-    assert not seen

@@ -11,7 +11,9 @@ from lightning_lowrank.federated.payload import dense_payload
 
 def arrivals(dtype, count=7):
     draws = torch.Generator().manual_seed(2)
-    return [torch.randn(50, generator=draws).to(dtype) for _ in range(count)], [3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.6][:count]
+    return [torch.randn(50, generator=draws).to(dtype) for _ in range(count)], [3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.6][
+        :count
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])

@@ -1,0 +1,49 @@
+"""The README's commands and code are the ones that run."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+
+
+def test_ci_runs_the_readmes_test_command():
+    commands = [line for block in blocks("bash") for line in block.splitlines() if line.endswith("pytest")]
+    assert len(commands) == 1
+    steps = commands[0].split(" && ")
+    script = (ROOT / ".ci" / "run").read_text().splitlines()
+    assert all(step in script for step in steps[2:])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_python_example_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    namespace: dict = {}
+    exec(blocks("python")[0], namespace)
+    accuracy = namespace["trainer"].callback_metrics["val_acc"]
+    assert accuracy > 0.7
+    assert namespace["trainer"].callback_metrics["comm/ratio"] < 1 / 8
+
+
+def test_the_yaml_example_runs(tmp_path, monkeypatch):
+    from lightning_lowrank.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    config = tmp_path / "example.yaml"
+    config.write_text(blocks("yaml")[0])
+    assert set(yaml.safe_load(config.read_text())) == {"federated", "lowrank", "model", "data", "trainer"}
+    main(["fit", "--config", str(config), "--trainer.fast_dev_run", "2"])
+
+
+def test_every_path_in_the_readme_exists():
+    paths = re.findall(r"(?:recipes|tests)/[\w/]+\.(?:yaml|py|md)", README)
+    assert paths
+    for path in paths:
+        assert (ROOT / path).exists(), path
