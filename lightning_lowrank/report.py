@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 _METRICS = ("val_acc", "val_accuracy", "test_acc", "val_loss")
+_LEGEND_INSIDE = 6
 
 
 @dataclass
@@ -118,19 +117,14 @@ def report(
     names = short_names(runs)
 
     header, rows = _rows(runs, names, metric)
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
-    table.add_column(header[0], overflow="fold", min_width=min(40, max(map(len, names))))
-    for column in header[1:]:
-        table.add_column(column, justify="right", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
+    for line in _text_table(header, rows):
+        _print_line(console, line)
     for run in found:
         if run not in runs:
             _print_line(console, f"{run.folder} is left out, for it logged no {metric}")
 
     output.mkdir(parents=True, exist_ok=True)
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    lines = [[title.replace("\n", " ") for title in header], ["---", *["---:"] * (len(header) - 1)], *rows]
     written = [output / "report.md"]
     written[0].write_text("".join(f"| {' | '.join(line)} |\n" for line in lines))
     curves = {name: run.series(metric) for name, run in zip(names, runs, strict=True)}
@@ -144,7 +138,7 @@ def report(
         for name, run in zip(names, runs, strict=True)
     }
     if any(by_bytes.values()):
-        written.append(_plot(by_bytes, "sent up and down", metric, output / "bytes.png", in_bytes=True))
+        written.append(_plot(by_bytes, "bytes sent up and down", metric, output / "bytes.png", in_bytes=True))
     _print_line(console, f"wrote {', '.join(str(path) for path in written)}")
     return written
 
@@ -154,20 +148,35 @@ def _rows(runs: Sequence[Run], names: Sequence[str], metric: str) -> tuple[list[
     columns: dict[str, list[str]] = {"run": list(names)}
     columns["rounds"] = [str(max(run.rounds) + 1) for run in runs]
     best = [best_of(run.series(metric), key=lambda point: point[1]) for run in runs]
-    columns[f"best {metric}"] = [f"{value:.4f}" for _, value in best]
-    columns["at round"] = [str(number) for number, _ in best]
-    columns[f"last {metric}"] = [f"{run.series(metric)[-1][1]:.4f}" for run in runs]
+    columns[f"best (round)\n{metric}"] = [f"{value:.4f} ({number})" for number, value in best]
+    columns[f"last\n{metric}"] = [f"{run.series(metric)[-1][1]:.4f}" for run in runs]
     for title, name, optional in (
-        ("MB up", "comm/total_up_bytes", False),
-        ("MB down", "comm/total_down_bytes", False),
-        ("MB idle", "comm/total_idle_down_bytes", True),
+        ("MB\nup", "comm/total_up_bytes", False),
+        ("MB\ndown", "comm/total_down_bytes", False),
+        ("MB\nidle", "comm/total_idle_down_bytes", True),
     ):
         totals = [run.last(name) for run in runs]
         if not optional or any(totals):
             columns[title] = ["" if total is None else f"{total / 1e6:.2f}" for total in totals]
     ratios = [run.last("comm/ratio") for run in runs]
-    columns["of dense FedAvg"] = ["" if ratio is None else f"{ratio:.2%}" for ratio in ratios]
+    columns["of dense\nFedAvg"] = ["" if ratio is None else f"{ratio:.2%}" for ratio in ratios]
     return list(columns), [list(row) for row in zip(*columns.values(), strict=True)]
+
+
+def _text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lay out a table as lines of text, which, unlike rich's tables, lose nothing in a narrow console."""
+    titles = [title.split("\n") for title in header]
+    height = max(map(len, titles))
+    head = list(zip(*([""] * (height - len(title)) + title for title in titles), strict=True))
+    widths = [max(map(len, column)) for column in zip(*head, *rows, strict=True)]
+
+    def aligned(cells: Sequence[str]) -> str:
+        return "  ".join(
+            cell.rjust(width) if number else cell.ljust(width)
+            for number, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        )
+
+    return [*map(aligned, head), "─" * (sum(widths) + 2 * (len(widths) - 1)), *map(aligned, rows)]
 
 
 def _print_line(console: Console, text: str) -> None:
@@ -195,7 +204,8 @@ def _plot(
             axes.plot(*zip(*points, strict=True), style, marker=marker, linewidth=1.6, label=name)
     if in_bytes:
         axes.set_xscale("log")
-        axes.xaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
+        spent = [x for points in curves.values() for x, _ in points]
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if max(spent) < 500 * min(spent) else (1,)))
         axes.xaxis.set_major_formatter(EngFormatter(unit="B", sep="\N{NO-BREAK SPACE}"))
         axes.xaxis.set_minor_formatter(NullFormatter())
     else:
@@ -205,6 +215,9 @@ def _plot(
     axes.tick_params(labelsize=11)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=11, frameon=False)
+    if len(curves) <= _LEGEND_INSIDE:
+        axes.legend(fontsize=11, frameon=False)
+    else:
+        figure.legend(fontsize=9, frameon=False, loc="outside right upper")
     figure.savefig(path, dpi=150)
     return path

@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    Callback,
+    LearningRateFinder,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
@@ -64,6 +70,11 @@ def check_callbacks(loop: Callback, trainer: Any, module: nn.Module) -> None:
     for callback in callbacks:
         if type(callback).__name__ == "LowRank" and callbacks.index(callback) > callbacks.index(loop):
             raise MisconfigurationException("put LowRank before FederatedLoop in `callbacks`.")
+        if isinstance(callback, (BatchSizeFinder, LearningRateFinder)):
+            raise MisconfigurationException(
+                f"{type(callback).__name__} makes trial fits, which would be rounds of the experiment: tune without"
+                " FederatedLoop first, and set what it finds."
+            )
         if isinstance(callback, WeightAveraging) and any(
             callback.should_update(step_idx=step) for step in range(_SAMPLED_STEPS)
         ):

@@ -572,8 +572,12 @@ def _select(
 
 
 def _check_rank(layer: _Layer, factorization: Factorization, half_frozen: bool) -> None:
-    """Refuse a rank this layer cannot have; leave the layer alone where the rank saves nothing."""
+    """Leave the layer alone where the rank saves nothing; refuse one that no such layer can have."""
     assert layer.rank is not None
+    largest = factorization.max_rank(layer.shape, half_frozen)
+    if layer.rank > largest:
+        layer.reason = f"rank {layer.rank} is more than the largest of such a weight, {largest}"
+        return
     try:
         factorization.check_rank(layer.shape, layer.rank, half_frozen)
     except ValueError as error:

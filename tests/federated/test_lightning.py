@@ -7,7 +7,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
     EarlyStopping,
+    LearningRateFinder,
     LearningRateMonitor,
     ModelCheckpoint,
     StochasticWeightAveraging,
@@ -287,6 +289,14 @@ def test_refuses_stochastic_weight_averaging_with_batch_norm(tmp_path):
 def test_refuses_readers_of_weights_before_the_loop(tmp_path, reader):
     with pytest.raises(MisconfigurationException, match=f"{type(reader).__name__} comes before FederatedLoop"):
         fit(trainer(tmp_path, reader, loop()), Module(), Data())
+
+
+@pytest.mark.parametrize("tuner", [BatchSizeFinder(), LearningRateFinder()])
+def test_refuses_trial_fits(tmp_path, tuner):
+    module = Module()
+    module.batch_size = 8
+    with pytest.raises(MisconfigurationException, match="trial fits"):
+        fit(trainer(tmp_path, loop(), tuner), module, Data())
 
 
 def test_refuses_lowrank_after_the_loop(tmp_path):
