@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json as json_module
+import os
 import sys
+import traceback
 from functools import partial, update_wrapper
 from pathlib import Path
 from types import MethodType
-from typing import Any
+from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 import torch
@@ -40,6 +42,16 @@ _RUN_LOGGER = {
     "class_path": "lightning.pytorch.loggers.CSVLogger",
     "init_args": {"save_dir": "runs", "name": None},
 }
+
+_PARSER_NOISE = (
+    "Does not validate against any",
+    "Subtypes:",
+    "Errors:",
+    "Expected a <class 'NoneType'>",
+    "Expected a path but",
+    "Given value",
+)
+_CHECKPOINT_NAMES = ("best", "last", "hpc")
 
 
 class _Trainer(pl.Trainer):
@@ -74,6 +86,17 @@ class _SaveRunConfig(SaveConfigCallback):
             super().setup(trainer, pl_module, stage)
 
 
+class _Parser(LightningArgumentParser):
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """End with one line, where jsonargparse prints every option and every type that was tried."""
+        if self.exit_on_error and "JSONARGPARSE_DEBUG" not in os.environ:
+            lines = (line.strip().removeprefix("- ") for line in message.splitlines())
+            said = " ".join(line for line in lines if line and not line.startswith(_PARSER_NOISE))
+            said = said.replace("Expected a dot import path string:", "no class is known as")
+            self.exit(2, f"lightning-lowrank: {said}\n")
+        super().error(message, ex)
+
+
 class LowRankCLI(LightningCLI):
     """LightningCLI with ``federated:`` and ``lowrank:`` sections and an ``inspect`` subcommand.
 
@@ -97,6 +120,27 @@ class LowRankCLI(LightningCLI):
         """Add the two sections; a recipe may leave out either."""
         parser.add_argument("--lowrank", type=LowRank | None, default=None, help="arguments of LowRank")
         parser.add_argument("--federated", type=FederatedLoop | None, default=None, help="arguments of FederatedLoop")
+
+    def before_instantiate_classes(self) -> None:
+        """Refuse a checkpoint that is not there before anything is built."""
+        path = self._get(self.config, "ckpt_path")
+        if path and path not in _CHECKPOINT_NAMES and "://" not in path and not Path(path).exists():
+            raise MisconfigurationException(f"ckpt_path={path!r} is not there.")
+
+    def instantiate_classes(self) -> None:
+        """Build model, data, callbacks and trainer; what our own classes refuse ends as their sentence."""
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            # jsonargparse wraps what a constructor raises once for every union of types around it.
+            cause: BaseException | None = error
+            while cause is not None:
+                *_, (frame, _line) = traceback.walk_tb(cause.__traceback__)
+                ours = frame.f_globals.get("__name__", "").startswith("lightning_lowrank.")
+                if ours and isinstance(cause, (ValueError, MisconfigurationException)):
+                    raise MisconfigurationException(str(cause)) from error
+                cause = cause.__cause__
+            raise
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """Put the two callbacks before all others, which may read weights."""
@@ -138,7 +182,7 @@ def main(args: ArgsType = None) -> None:
     try:
         _dispatch(args)
     except MisconfigurationException as error:
-        sys.exit(f"lightning-lowrank: {error}")
+        sys.exit(f"lightning-lowrank: {' '.join(str(error).splitlines())}")
 
 
 def _dispatch(args: ArgsType) -> None:
@@ -152,6 +196,7 @@ def _dispatch(args: ArgsType) -> None:
             trainer_class=_Trainer,
             trainer_defaults={"logger": _RUN_LOGGER},
             seed_everything_default=0,
+            parser_class=_Parser,
             parser_kwargs={"prog": "lightning-lowrank", "epilog": "also: lightning-lowrank export, report"},
             save_config_callback=_SaveRunConfig,
             save_config_kwargs={"overwrite": True},

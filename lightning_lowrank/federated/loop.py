@@ -96,7 +96,7 @@ class FederatedLoop(Callback):
             from ``targets``, ``labels`` or ``tensors``, or in one pass over the dataset.
         seed: Seed of partition, sampling, data order and clients' randomness. ``None``: the seed given to Lightning's
             ``seed_everything``, or 0.
-        summary: Print the partition's table when the fit begins.
+        summary: Print the partition's table when the fit begins, and a line with metrics and bytes when it ends.
 
     Raises:
         MisconfigurationException: If an argument is out of range, the training loader cannot be divided among clients,
@@ -530,8 +530,19 @@ class FederatedLoop(Callback):
         pl_module.log_dict({name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()})
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Plan no further round."""
+        """Plan no further round, and say in a line what the rounds came to."""
         self._running = False
+        if self.summary and trainer.is_global_zero:
+            validated = [
+                f"{name} {value:.4f}" for name, value in trainer.callback_metrics.items() if name.startswith("val")
+            ]
+            figures = self.ledger.metrics()
+            Console().print(
+                f"after {trainer.current_epoch} rounds: {', '.join([*validated, ''])}"
+                f"{figures['comm/total_up_bytes'] / 1e6:.2f} MB up, {figures['comm/total_down_bytes'] / 1e6:.2f} MB"
+                f" down, {figures['comm/ratio']:.2%} of dense FedAvg",
+                highlight=False,
+            )
 
     def _begin_round(self, plan: RoundPlan) -> None:
         self.server.round = plan.round

@@ -400,6 +400,18 @@ def test_bytes_are_those_of_the_encoding(tmp_path):
     assert fitted.callback_metrics["federated/client_steps"] == 1 + 6 + 5 + 3
 
 
+def test_says_what_the_rounds_came_to(tmp_path, capsys):
+    told = loop(summary=True)
+    fit(trainer(tmp_path, told), Module(), Data())
+    printed = capsys.readouterr().out
+    printed = " ".join(printed.split())
+    assert "4 clients, 103 of 103 samples" in printed
+    last = printed.split("after 3 rounds: ")[1]
+    megabytes = f"{6 * told.ledger.dense_bytes / 1e6:.2f} MB"
+    assert last.startswith("val_loss 0.")
+    assert last.endswith(f"{megabytes} up, {megabytes} down, 100.00% of dense FedAvg")
+
+
 def test_frozen_parameters_stay_and_are_not_sent(tmp_path):
     module = Module()
     module.net[0].requires_grad_(False)

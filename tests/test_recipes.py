@@ -1,0 +1,189 @@
+"""Every YAML file under ``recipes/`` runs, alone or on the bases it is an overlay of."""
+
+import re
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import Tensor
+
+from lightning_lowrank import FederatedLoop, cli
+from lightning_lowrank.data import CIFAR10, CIFAR100, SVHN, FashionMNIST, VisionDataModule
+from lightning_lowrank.layers import low_rank_layers
+from lightning_lowrank.report import read_run
+from tests.helpers import SHARED_DATA, needs_shared_data
+
+ROOT = Path(__file__).parents[1]
+RECIPES = ROOT / "recipes"
+
+DATA_SETS = ("fmnist", "svhn", "cifar10", "cifar100")
+VARIANTS = ("mud", "bkd", "aad", "bkd_aad", "frozen", "bkd_frozen")
+PARTITIONS = {"iid": DATA_SETS, "non_iid_2": ("fmnist", "svhn", "cifar10"), "non_iid_2_cifar100": ("cifar100",)}
+
+
+def combinations() -> list[tuple[str, ...]]:
+    found: list[tuple[str, ...]] = [("quickstart",), ("quickstart", "quickstart_dense")]
+    for base in DATA_SETS:
+        floor = ("svhn_floor",) if base == "svhn" else ()
+        overlays = [(), *((variant, *floor) for variant in VARIANTS)]
+        overlays += [(partition,) for partition, bases in PARTITIONS.items() if base in bases]
+        found += [tuple(f"fedmud/{name}" for name in (base, *overlay)) for overlay in overlays]
+    return found
+
+
+COMBINATIONS = combinations()
+
+
+@cache
+def made_up_images(classes: int, samples: int) -> tuple[Tensor, Tensor]:
+    draws = torch.Generator().manual_seed(classes)
+    images = torch.randint(256, (samples, 3, 32, 32), dtype=torch.uint8, generator=draws)
+    return images, torch.arange(samples) % classes
+
+
+@cache
+def real_fashion_mnist(train: bool) -> tuple[Tensor, Tensor]:
+    return FashionMNIST(str(SHARED_DATA), download=False).load_images(train)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch) -> Callable[..., cli.LowRankCLI]:
+    """Run a command in an empty folder; data sets that are not at hand give made-up images of their shape."""
+    made: list[cli.LowRankCLI] = []
+
+    class Recorded(cli.LowRankCLI):
+        def __init__(self, *arguments: Any, **keywords: Any) -> None:
+            made.append(self)
+            super().__init__(*arguments, **keywords)
+
+    def load_images(self: VisionDataModule, train: bool) -> tuple[Tensor, Tensor]:
+        return made_up_images(self.num_classes, 10_000 if train else 100)
+
+    for data_set in (SVHN, CIFAR10, CIFAR100):
+        monkeypatch.setattr(data_set, "prepare_data", lambda self: None)
+        monkeypatch.setattr(data_set, "load_images", load_images)
+    monkeypatch.setattr(cli, "LowRankCLI", Recorded)
+    monkeypatch.setattr(sys, "argv", ["lightning-lowrank"])
+    monkeypatch.chdir(tmp_path)
+
+    def execute(*words: object) -> cli.LowRankCLI:
+        made.clear()
+        cli.main([str(word) for word in words])
+        return made[0]
+
+    return execute
+
+
+def configs(names: tuple[str, ...]) -> list[str]:
+    return [word for name in names for word in ("--config", str(RECIPES / f"{name}.yaml"))]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(
+            names, id="+".join(names), marks=needs_shared_data("FashionMNIST") if "fedmud/fmnist" in names else ()
+        )
+        for names in COMBINATIONS
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_recipe_runs(run, names, monkeypatch):
+    if "fedmud/fmnist" in names:
+        images = {train: real_fashion_mnist(train) for train in (True, False)}
+        monkeypatch.setattr(FashionMNIST, "prepare_data", lambda self: None)
+        monkeypatch.setattr(FashionMNIST, "load_images", lambda self, train: images[train])
+    done = run("fit", *configs(names), "--trainer.fast_dev_run", "2", "--data.eval_batch_size", "100")
+    assert done.trainer.global_step == 2
+    assert set(done.trainer.callback_metrics) >= {"train_loss", "val_loss", "val_acc", "comm/ratio"}
+    for name in ("train_loss", "val_loss"):
+        assert torch.isfinite(done.trainer.callback_metrics[name])
+
+    loop = next(callback for callback in done.trainer.callbacks if isinstance(callback, FederatedLoop))
+    variant = next((name for name in names if name.removeprefix("fedmud/") in (*VARIANTS, "quickstart")), None)
+    dense = variant is None or "quickstart_dense" in names
+    layers = dict(low_rank_layers(done.model))
+    assert type(loop.algorithm).__name__ == ("FedAvg" if dense else "FedMUD")
+    assert bool(layers) is not dense
+    ratio = float(done.trainer.callback_metrics["comm/ratio"])
+    assert ratio == 1 if dense else ratio < 0.08
+    if variant is not None and variant.startswith("fedmud/"):
+        for layer in layers.values():
+            assert layer.decouple == variant.endswith("aad")
+            assert layer.half_frozen == variant.endswith("frozen")
+            assert type(layer.factorization).__name__ == ("BlockKronecker" if "bkd" in variant else "MatrixProduct")
+    partitions = {"iid": "IID", "non_iid_2": "LabelCount", "non_iid_2_cifar100": "LabelCount"}
+    expected = next(
+        (partitions[name.split("/")[-1]] for name in names if name.split("/")[-1] in partitions), "Dirichlet"
+    )
+    assert type(loop.partition).__name__ == expected
+
+
+def test_no_recipe_is_left_out():
+    run_here = {RECIPES / f"{name}.yaml" for names in COMBINATIONS for name in names}
+    assert run_here == set(RECIPES.rglob("*.yaml"))
+
+
+def test_overlays_only_name_what_a_base_has():
+    for file in RECIPES.rglob("*.yaml"):
+        content = yaml.safe_load(file.read_text())
+        is_base = {"seed_everything", "federated", "model", "data", "trainer"} <= set(content)
+        assert is_base == (not any(name in file.stem for name in (*VARIANTS, *PARTITIONS, "floor", "dense")))
+
+
+def test_variants_differ_from_one_another_in_what_they_are_named_for():
+    contents = [yaml.safe_load((RECIPES / "fedmud" / f"{name}.yaml").read_text()) for name in VARIANTS]
+    for content in contents:
+        assert set(content) == {"federated", "lowrank", "model"}
+        assert content["lowrank"].keys() == contents[0]["lowrank"].keys()
+    descriptions = {str(content["lowrank"]) for content in contents}
+    assert len(descriptions) == len(VARIANTS)
+
+
+def test_the_commands_in_comments_name_files_that_exist():
+    named = set()
+    for file in RECIPES.rglob("*.yaml"):
+        named |= set(re.findall(r"recipes/[\w/]+\.yaml", file.read_text()))
+    assert named
+    for path in named:
+        assert (ROOT / path).exists()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("rounds", "accuracy"), [pytest.param(16, 0.9, id="shortened"), pytest.param(None, 0.95, marks=pytest.mark.slow)]
+)
+def test_quickstart_is_accurate_at_a_fraction_of_the_traffic(run, rounds, accuracy):
+    recipe = configs(("quickstart",))
+    shorter = [] if rounds is None else ["--trainer.max_epochs", rounds]
+    fitted = run("fit", *recipe, *shorter, "--trainer.enable_progress_bar", "false")
+    rounds = fitted.trainer.max_epochs
+    logged = read_run(Path("runs/quickstart/version_0")).rounds
+    assert sorted(logged) == list(range(rounds))
+    assert logged[rounds - 1]["comm/ratio"] <= 1 / 8
+
+    checkpoints = Path("runs/quickstart/version_0/checkpoints")
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["best.ckpt", "last.ckpt"]
+    tested = run("test", *recipe, "--ckpt_path", checkpoints / "last.ckpt")
+    assert float(tested.trainer.callback_metrics["test_acc"]) > accuracy
+    epochs = {name: torch.load(checkpoints / f"{name}.ckpt", weights_only=True)["epoch"] for name in ("best", "last")}
+    assert epochs["last"] == rounds - 1
+    assert logged[epochs["best"]]["val_acc"] == max(figures["val_acc"] for figures in logged.values())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
+def test_the_dense_quickstart_is_no_better_and_moves_at_least_eight_times_as_much(run):
+    quiet = ("--trainer.enable_progress_bar", "false")
+    for names in (("quickstart",), ("quickstart", "quickstart_dense")):
+        run("fit", *configs(names), *quiet)
+    low, dense = (read_run(Path(f"runs/{name}/version_0")) for name in ("quickstart", "quickstart_dense"))
+    assert 8 * (low.last("comm/total_bytes") or 0) <= (dense.last("comm/total_bytes") or 0)
+    assert dense.last("comm/ratio") == 1
+    best = [max(accuracy for _, accuracy in found.series("val_acc")) for found in (low, dense)]
+    assert best[0] > best[1] - 0.02
