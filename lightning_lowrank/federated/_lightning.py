@@ -6,7 +6,8 @@ Everything else in the package uses public hooks. `tests/federated/test_lightnin
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -26,15 +27,13 @@ class TrainLoaderSource:
 
     def is_defined(self) -> bool:
         """Whether the user gave a training loader by any road."""
-        return self._original is not None and (not self._is_module() or self._source_is_defined())
+        with self._as_the_user_left_it():
+            return self._original is not None and self._source.is_defined()
 
     def user_loader(self) -> Any:
         """Return what the user's own source gives."""
-        replaced, self._source.instance = self._source.instance, self._original
-        try:
+        with self._as_the_user_left_it():
             return self._source.dataloader()
-        finally:
-            self._source.instance = replaced
 
     def replace(self, loader: Any) -> None:
         """Make the trainer take ``loader``."""
@@ -44,13 +43,11 @@ class TrainLoaderSource:
         """Put the user's source back."""
         self._source.instance = self._original
 
-    def _is_module(self) -> bool:
-        return isinstance(self._original, (pl.LightningModule, pl.LightningDataModule))
-
-    def _source_is_defined(self) -> bool:
+    @contextmanager
+    def _as_the_user_left_it(self) -> Iterator[None]:
         replaced, self._source.instance = self._source.instance, self._original
         try:
-            return self._source.is_defined()
+            yield
         finally:
             self._source.instance = replaced
 
