@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from lightning_lowrank.callbacks.lowrank import LowRank
-from lightning_lowrank.federated.checks import notes
+from lightning_lowrank.federated.checks import in_no_optimizer, notes
 from lightning_lowrank.federated.client import Client, Server, trained_tensors
 from lightning_lowrank.federated.loop import FederatedLoop
 from lightning_lowrank.federated.payload import Payload
@@ -95,7 +95,8 @@ def inspect_run(
                 }
             )
     optimizers = _optimizers(module, problems, remarks)
-    problems += _untrained(module, optimizers or [])
+    forgotten = in_no_optimizer(module, optimizers) if optimizers else []
+    problems += [f"{name} is trainable and in no optimizer" for name in forgotten]
     try:
         traffic = _traffic(module, loop)
     except MisconfigurationException as error:
@@ -240,15 +241,6 @@ def _optimizers(
 
     walk(configured)
     return found
-
-
-def _untrained(module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> list[str]:
-    held = {id(value) for optimizer in optimizers for group in optimizer.param_groups for value in group["params"]}
-    return [
-        f"{name} is trainable and in no optimizer"
-        for name, value in module.named_parameters()
-        if optimizers and value.requires_grad and id(value) not in held
-    ]
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:

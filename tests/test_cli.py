@@ -86,6 +86,8 @@ def run(tmp_path, monkeypatch) -> Run:
 
     monkeypatch.setattr(cli, "LowRankCLI", Recorded)
     monkeypatch.setattr(sys, "argv", ["lightning-lowrank"])
+    # seed_everything sets it for the whole process, where FederatedLoop in other tests would find it.
+    monkeypatch.setenv("PL_GLOBAL_SEED", "99")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path / "code")
     monkeypatch.delitem(sys.modules, "users_code", raising=False)
@@ -274,6 +276,8 @@ def test_a_run_without_a_logger_leaves_the_working_folders_config_alone(run):
 def test_seed_everything_is_the_federated_seed_unless_that_is_given(run):
     quick = ("fit", "--config", "base.yaml", "--trainer.fast_dev_run", "1")
     assert loop_of(run(*quick)).seed == 3
+    Path("unseeded.yaml").write_text(BASE.replace("seed_everything: 3", ""))
+    assert loop_of(run("fit", "--config", "unseeded.yaml", *quick[3:])).seed == 0
     assert loop_of(run(*quick, "--seed_everything", "11")).seed == 11
     assert loop_of(run(*quick, "--seed_everything", "11", "--federated.seed", "5")).seed == 5
 

@@ -32,6 +32,8 @@ def inspect(monkeypatch, tmp_path, capsys) -> Inspect:
     """Run ``lightning-lowrank inspect --json``, from a folder of its own."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["lightning-lowrank"])
+    # seed_everything sets it for the whole process, where FederatedLoop in other tests would find it.
+    monkeypatch.setenv("PL_GLOBAL_SEED", "99")
 
     def run(*arguments: object) -> dict[str, Any]:
         capsys.readouterr()

@@ -69,6 +69,8 @@ def run(tmp_path, monkeypatch) -> Callable[..., cli.LowRankCLI]:
         monkeypatch.setattr(data_set, "load_images", load_images)
     monkeypatch.setattr(cli, "LowRankCLI", Recorded)
     monkeypatch.setattr(sys, "argv", ["lightning-lowrank"])
+    # seed_everything sets it for the whole process, where FederatedLoop in other tests would find it.
+    monkeypatch.setenv("PL_GLOBAL_SEED", "99")
     monkeypatch.chdir(tmp_path)
 
     def execute(*words: object) -> cli.LowRankCLI:

@@ -20,6 +20,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from lightning_lowrank.federated.checks import check_optimizers
+from lightning_lowrank.federated.client import default_seed
 from lightning_lowrank.layers import (
     Conversion,
     Factorization,
@@ -35,7 +36,7 @@ class _Converted:
     """Kept on a converted module: a second trainer finds it, and the ledger reads what dense FedAvg would send."""
 
     conversion: Conversion
-    arguments: dict[str, Any]
+    form: dict[str, Any]
     dense_tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
@@ -68,7 +69,7 @@ class LowRank(Callback):
         budget_rule: ``"largest"``, or ``"authors"``: lower the ratio in steps of 0.001 until the model's share is at
             most ``budget + 0.001``, as FedMUD's authors do.
         freeze_rest: Freeze the parameters of all other layers.
-        seed: Seed of the factors' draws.
+        seed: Seed of the factors' draws. ``None``: the seed given to Lightning's ``seed_everything``, or 0.
         summary: Print the table of layers.
 
     Raises:
@@ -97,7 +98,7 @@ class LowRank(Callback):
         init_scale: float | None = None,
         budget_rule: Literal["largest", "authors"] = "largest",
         freeze_rest: bool = False,
-        seed: int = 0,
+        seed: int | None = None,
         summary: bool = True,
     ) -> None:
         self.factorization = factorization
@@ -115,7 +116,7 @@ class LowRank(Callback):
             "init_scale": init_scale,
             "budget_rule": budget_rule,
             "freeze_rest": freeze_rest,
-            "seed": seed,
+            "seed": default_seed() if seed is None else seed,
         }
         self.summary = summary
         self.conversion: Conversion | None = None
@@ -143,9 +144,10 @@ class LowRank(Callback):
     def convert(self, module: torch.nn.Module) -> Conversion:
         """Convert ``module`` in place and return what was done, layer by layer."""
         arguments = {"factorization": self.factorization, **self.arguments}
+        form = {name: value for name, value in arguments.items() if name != "seed"}
         if any(low_rank_layers(module)):
             done: _Converted | None = getattr(module, "lowrank_conversion", None)
-            if done is None or done.arguments != arguments:
+            if done is None or done.form != form:
                 raise MisconfigurationException(
                     "this module was already converted with other LowRank arguments: call"
                     " lightning_lowrank.recover(module) first, or start from a new module."
@@ -160,7 +162,7 @@ class LowRank(Callback):
                 conversion = convert(module, **arguments)
             except (ValueError, TypeError) as error:
                 raise MisconfigurationException(f"LowRank: {error}") from error
-            done = _Converted(conversion, arguments, dense_tensors)
+            done = _Converted(conversion, form, dense_tensors)
             module.lowrank_conversion = done  # type: ignore[assignment]
         self.conversion = done.conversion
         return done.conversion
@@ -168,7 +170,7 @@ class LowRank(Callback):
     @staticmethod
     @rank_zero_only
     def _print(conversion: Conversion) -> None:
-        Console().print(str(conversion), markup=False, highlight=False)
+        Console().print(str(conversion), markup=False, highlight=False, soft_wrap=True)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse factors that no optimizer would train."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,6 +15,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
+from torch.optim import Optimizer
 
 from lightning_lowrank.federated.client import BufferPolicy
 
@@ -28,20 +30,20 @@ _READING_HOOKS = (
 _SAMPLED_STEPS = 1000
 
 
+def in_no_optimizer(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[str]:
+    """Return the names of the trainable parameters that none of ``optimizers`` holds."""
+    held = {id(value) for optimizer in optimizers for group in optimizer.param_groups for value in group["params"]}
+    return [name for name, value in module.named_parameters() if value.requires_grad and id(value) not in held]
+
+
 def check_optimizers(trainer: pl.Trainer, module: nn.Module) -> None:
     """Refuse trainable parameters that no optimizer holds.
 
     Raises:
         MisconfigurationException: If there is one; it names the first few.
     """
-    held = {
-        id(parameter)
-        for optimizer in trainer.optimizers
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    }
-    forgotten = [name for name, value in module.named_parameters() if value.requires_grad and id(value) not in held]
-    if forgotten and trainer.optimizers:
+    forgotten = in_no_optimizer(module, trainer.optimizers) if trainer.optimizers else []
+    if forgotten:
         raise MisconfigurationException(
             f"{len(forgotten)} trainable parameters are in no optimizer and would never be trained:"
             f" {', '.join(forgotten[:8])}{' ...' if len(forgotten) > 8 else ''}. Build the optimizer in"

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -13,6 +14,11 @@ import torch
 from torch import Tensor, nn
 
 BufferPolicy = Literal["average", "local", "reset"]
+
+
+def default_seed() -> int:
+    """Return the seed given to Lightning's ``seed_everything``, or 0."""
+    return int(os.environ.get("PL_GLOBAL_SEED", 0))
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
@@ -33,7 +32,7 @@ from lightning_lowrank.federated._lightning import (
 )
 from lightning_lowrank.federated.algorithm import Algorithm, install
 from lightning_lowrank.federated.checks import check_callbacks, check_optimizers, notes
-from lightning_lowrank.federated.client import BufferPolicy, Client, Server, WeightedMean, trained_tensors
+from lightning_lowrank.federated.client import BufferPolicy, Client, Server, WeightedMean, default_seed, trained_tensors
 from lightning_lowrank.federated.partition import IID, ClientIndices, Partition, find_labels
 from lightning_lowrank.federated.payload import Ledger, dense_payload
 from lightning_lowrank.federated.rounds import (
@@ -143,7 +142,7 @@ class FederatedLoop(Callback):
         self.participants = participants
         self.availability = availability
         self.labels = labels
-        self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
+        self.seed = default_seed() if seed is None else seed
         self.summary = summary
         self._check_arguments()
 
@@ -542,6 +541,7 @@ class FederatedLoop(Callback):
                 f"{figures['comm/total_up_bytes'] / 1e6:.2f} MB up, {figures['comm/total_down_bytes'] / 1e6:.2f} MB"
                 f" down, {figures['comm/ratio']:.2%} of dense FedAvg",
                 highlight=False,
+                soft_wrap=True,
             )
 
     def _begin_round(self, plan: RoundPlan) -> None:

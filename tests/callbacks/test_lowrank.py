@@ -167,3 +167,14 @@ def test_one_client_with_low_rank_layers_is_plain_training(tmp_path):
         fit(trainer(tmp_path, low_rank, *extra), module, Data(shuffle=False))
         ends.append(weights(module))
     assert_same(*ends)
+
+
+def test_seed_everything_seeds_the_factors():
+    draws = {}
+    for seed in (1, 2, 1):
+        pl.seed_everything(seed, verbose=False)
+        module = Module()
+        LowRank(MatrixProduct(), rank=2).convert(module)
+        again = draws.setdefault(seed, module.net[0].factors["U"].detach().clone())
+        assert torch.equal(again, module.net[0].factors["U"])
+    assert not torch.equal(draws[1], draws[2])
