@@ -48,8 +48,6 @@ class FedMUD(Algorithm):
         ... ]
     """
 
-    every_client_listens = True
-
     def __init__(self, reset_interval: int = 1) -> None:
         if reset_interval < 1:
             raise MisconfigurationException(f"reset_interval must be 1 or more, got {reset_interval}")
@@ -72,6 +70,10 @@ class FedMUD(Algorithm):
     def broadcast(self, server: Server, client: Client) -> Payload:
         """Return the trained values; after a reset, the factors as they were averaged, and the seed of the new ones."""
         return Payload({**server.sent_down(), **server.memory.get("reset", {})})
+
+    def every_client_listens(self, server: Server) -> bool:
+        """After a reset, every side folds the change into its frozen weights."""
+        return "reset" in server.memory
 
     def begin(self, server: Server, client: Client, payload: Payload, model: Mapping[str, Tensor]) -> None:
         """Install the received values, and the redrawn factors where a reset came before this round."""

@@ -23,13 +23,7 @@ class Algorithm:
 
     A client's live values come as ``model``: the module's trained parameters and persistent buffers by name, which
     `begin` writes in place. Frozen parameters (``requires_grad=False``) are the same on every side and never sent.
-
-    Attributes:
-        every_client_listens: Whether clients that sit a round out must hear its broadcast too, because it changes
-            what every side holds. The ledger enters those bytes under ``comm/idle_down_bytes``.
     """
-
-    every_client_listens: bool = False
 
     def setup(self, server: Server) -> None:
         """Check that the module suits the method, and draw what it needs. Called once, before the first round.
@@ -44,6 +38,13 @@ class Algorithm:
     def broadcast(self, server: Server, client: Client) -> Payload:
         """Return what ``client`` is sent."""
         return Payload(server.sent_down())
+
+    def every_client_listens(self, server: Server) -> bool:
+        """Return whether clients that sit this round out must hear its broadcast all the same.
+
+        They must where it changes what every side holds. The ledger enters those bytes as ``comm/idle_down_bytes``.
+        """
+        return False
 
     def begin(self, server: Server, client: Client, payload: Payload, model: Mapping[str, Tensor]) -> None:
         """Install what ``client`` received into its live ``model``, in place."""

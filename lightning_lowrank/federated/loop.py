@@ -554,7 +554,7 @@ class FederatedLoop(Callback):
         self.algorithm.begin_round(self.server)
         for client in plan.failed:
             self.ledger.down(self.algorithm.broadcast(self.server, self.clients[client]).nbytes)
-        if self.algorithm.every_client_listens:
+        if self.algorithm.every_client_listens(self.server):
             idle = sum(map(bool, self._planner.batches)) - len(plan.clients) - len(plan.failed)
             broadcast = self.algorithm.broadcast(self.server, self.clients[plan.clients[0]])
             self.ledger.idle(idle * broadcast.nbytes)

@@ -151,10 +151,17 @@ def test_the_broadcast_after_a_reset_lets_a_client_follow(tmp_path):
             torch.testing.assert_close(effective(state, prefix, product, True, False), after[f"{prefix}.frozen_weight"])
 
 
-def test_idle_clients_listen(tmp_path):
-    loop = FederatedLoop(FedMUD(), clients=10, clients_per_round=2, summary=False)
-    fit(trainer(tmp_path, LowRank(MatrixProduct(), rank=2, summary=False), loop), Module(), Data())
-    assert loop.ledger.round_idle == 4 * loop.ledger.round_down
+def test_idle_clients_hear_what_follows_a_reset(tmp_path):
+    heard = []
+
+    class Watch(pl.Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            heard.append(loop.ledger.round_idle / loop.ledger.round_down)
+
+    loop = FederatedLoop(FedMUD(reset_interval=2), clients=10, clients_per_round=2, summary=False)
+    low_rank = LowRank(MatrixProduct(), rank=2, summary=False)
+    fit(trainer(tmp_path, low_rank, loop, Watch(), max_epochs=5), Module(), Data())
+    assert heard == [0, 0, 4, 0, 4]
 
 
 def test_refuses_what_it_cannot_train(tmp_path):
