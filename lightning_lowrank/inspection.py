@@ -262,8 +262,7 @@ def _traffic(module: pl.LightningModule, loop: FederatedLoop | None) -> dict[str
         return {}
     server = Server(module, loop.seed, loop.buffers)
     model = trained_tensors(module)
-    server.state = {name: value.detach().clone() for name, value in model.items()}
-    server.initial_buffers = {name: value for name, value in server.state.items() if not model[name].requires_grad}
+    server.adopt(model, shown={})
     loop.algorithm.setup(server)
     client = Client(0, 1)
     return {

@@ -7,10 +7,16 @@ is derived from it, in any order and on any machine, without touching the global
 from __future__ import annotations
 
 import hashlib
+import os
 
 import torch
 
-__all__ = ["derive_seed", "generator"]
+__all__ = ["default_seed", "derive_seed", "generator"]
+
+
+def default_seed() -> int:
+    """Return the seed given to Lightning's ``seed_everything``, or 0."""
+    return int(os.environ.get("PL_GLOBAL_SEED", 0))
 
 
 def derive_seed(*parts: int | str) -> int:

@@ -20,7 +20,6 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from lightning_lowrank.federated.checks import check_optimizers
-from lightning_lowrank.federated.client import default_seed
 from lightning_lowrank.layers import (
     Conversion,
     Factorization,
@@ -29,6 +28,7 @@ from lightning_lowrank.layers import (
     dense_state_dict,
     low_rank_layers,
 )
+from lightning_lowrank.seeding import default_seed
 
 
 @dataclass

@@ -112,8 +112,6 @@ def notes(module: pl.LightningModule, buffers: BufferPolicy) -> list[str]:
 
 
 def _reads_weights(callback: Callback) -> bool:
-    if type(callback).__name__ == "LowRank":
-        return False
     if type(callback).__module__.startswith(("lightning.pytorch.", "pytorch_lightning.")):
         return isinstance(callback, (WeightAveraging, StochasticWeightAveraging))
     return any(getattr(type(callback), hook) is not getattr(Callback, hook) for hook in _READING_HOOKS)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -14,11 +13,6 @@ import torch
 from torch import Tensor, nn
 
 BufferPolicy = Literal["average", "local", "reset"]
-
-
-def default_seed() -> int:
-    """Return the seed given to Lightning's ``seed_everything``, or 0."""
-    return int(os.environ.get("PL_GLOBAL_SEED", 0))
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
@@ -147,6 +141,19 @@ class Server:
     initial_buffers: dict[str, Tensor] = field(default_factory=dict)
     memory: dict[str, Any] = field(default_factory=dict)
     mean: WeightedMean = field(default_factory=WeightedMean)
+
+    def adopt(self, model: Mapping[str, Tensor], shown: Mapping[str, Tensor]) -> None:
+        """Take into ``state`` what the live module holds between rounds, whoever put it there.
+
+        Args:
+            model: The live trained parameters and persistent buffers, by name.
+            shown: What the algorithm last put into the module; where the module holds just that, ``state`` stays.
+        """
+        if not self.initial_buffers:
+            self.initial_buffers = {name: value.clone() for name, value in model.items() if not value.requires_grad}
+        for name, value in model.items():
+            if name not in shown or not torch.equal(shown[name], value):
+                self.state[name] = value.detach().clone()
 
     def sent_down(self) -> dict[str, Tensor]:
         """Return the global values that a client is sent: without the buffers unless they are averaged."""

@@ -32,7 +32,7 @@ from lightning_lowrank.federated._lightning import (
 )
 from lightning_lowrank.federated.algorithm import Algorithm, install
 from lightning_lowrank.federated.checks import check_callbacks, check_optimizers, notes
-from lightning_lowrank.federated.client import BufferPolicy, Client, Server, WeightedMean, default_seed, trained_tensors
+from lightning_lowrank.federated.client import BufferPolicy, Client, Server, WeightedMean, trained_tensors
 from lightning_lowrank.federated.partition import IID, ClientIndices, Partition, find_labels
 from lightning_lowrank.federated.payload import Ledger, dense_payload
 from lightning_lowrank.federated.rounds import (
@@ -45,6 +45,7 @@ from lightning_lowrank.federated.rounds import (
     shuffles,
 )
 from lightning_lowrank.federated.schedulers import SchedulersPerClient
+from lightning_lowrank.seeding import default_seed
 
 
 class FederatedLoop(Callback):
@@ -462,7 +463,6 @@ class FederatedLoop(Callback):
         for client in self.clients:
             client.memory = on_device(client.memory)
         self._schedulers.load_state_dict(state["schedulers"])
-        self._find_live_tensors()
         if self._round_open:
             self._adopt_live_values()
             install(state["client_values"], self._live)
@@ -546,7 +546,6 @@ class FederatedLoop(Callback):
 
     def _begin_round(self, plan: RoundPlan) -> None:
         self.server.round = plan.round
-        self._find_live_tensors()
         self._adopt_live_values()
         self._round_open = True
         self.ledger.begin_round()
@@ -559,19 +558,9 @@ class FederatedLoop(Callback):
             broadcast = self.algorithm.broadcast(self.server, self.clients[plan.clients[0]])
             self.ledger.idle(idle * broadcast.nbytes)
 
-    def _find_live_tensors(self) -> None:
-        self._live = trained_tensors(self.server.module)
-        if not self.server.initial_buffers:
-            self.server.initial_buffers = {
-                name: tensor.clone() for name, tensor in self._live.items() if not tensor.requires_grad
-            }
-
     def _adopt_live_values(self) -> None:
-        """Take into the server's state what the module holds between rounds, whoever put it there."""
-        shown = self.algorithm.global_state(self.server)
-        for name, tensor in self._live.items():
-            if name not in shown or not torch.equal(shown[name], tensor):
-                self.server.state[name] = tensor.detach().clone()
+        self._live = trained_tensors(self.server.module)
+        self.server.adopt(self._live, shown=self.algorithm.global_state(self.server))
 
     def _begin_client(self, trainer: pl.Trainer, client: Client) -> None:
         payload = self.algorithm.broadcast(self.server, client)

@@ -279,11 +279,10 @@ class RoundLoader:
     def __iter__(self) -> Iterator[Any]:
         # Lightning calls iter() more often than it iterates: nothing may start before the first batch is asked for.
         plan = self._plan()
-        position = self._position()
         batches: Iterator[Any] | None = None
-        for client, count, end in zip(plan.clients, plan.batches, plan.ends, strict=True):
+        for client, steps in self._remaining(plan):
             seed = derive_seed(self._seed, "training", plan.round, client)
-            for step in range(max(0, count - (end - position)), count):
+            for step in steps:
                 self._randomness.open()
                 if batches is None:
                     reader = self._batches.__getitems__
@@ -294,17 +293,23 @@ class RoundLoader:
 
     def requests(self) -> Iterator[_Request]:
         """Yield the indices of the round's batches from the current position on."""
-        plan, position = self._plan(), self._position()
-        for slot, (client, end) in enumerate(zip(plan.clients, plan.ends, strict=True)):
-            begin = end - plan.batches[slot]
-            if position >= end:
-                continue
+        plan = self._plan()
+        for client, steps in self._remaining(plan):
             seed = derive_seed(self._seed, "data", plan.round, client)
-            for step, indices in enumerate(self._client_batches(plan.round, client, plan.batches[slot])):
-                if begin + step >= position:
+            for step, indices in enumerate(self._client_batches(plan.round, client, steps.stop)):
+                if step in steps:
                     request = _Request(indices)
                     request.seed = _step_seed(seed, step)
                     yield request
+
+    def _remaining(self, plan: RoundPlan) -> list[tuple[int, range]]:
+        """Return the clients that are not done, with the steps that each has left."""
+        position = self._position()
+        return [
+            (client, range(max(0, position - (end - count)), count))
+            for client, count, end in zip(plan.clients, plan.batches, plan.ends, strict=True)
+            if position < end
+        ]
 
     def _client_batches(self, round_number: int, client: int, count: int) -> Iterator[list[int]]:
         indices = self._clients[client]
