@@ -44,12 +44,16 @@ def test_arrivals_are_read_at_once():
     assert torch.equal(mean.result()["w"], torch.full((2,), 0.5))
 
 
-def test_integers_and_booleans_round():
+@pytest.mark.parametrize(
+    ("counts", "flags", "expected"),
+    [((1, 2, 4), (True, True, False), (2, True)), ((1, 2, 5), (True, False, False), (3, False))],
+)
+def test_integers_and_booleans_round(counts, flags, expected):
     mean = WeightedMean()
-    for count, flag in ((1, True), (2, True), (4, False)):
+    for count, flag in zip(counts, flags, strict=True):
         mean.add({"count": torch.tensor(count), "flag": torch.tensor(flag)}, 1)
     result = mean.result()
-    assert (result["count"], result["flag"]) == (torch.tensor(2), torch.tensor(True))
+    assert (result["count"], result["flag"]) == tuple(torch.tensor(value) for value in expected)
 
 
 def test_mean_goes_on_from_its_state(tmp_path):
