@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_lowrank.federated.algorithm import Algorithm, install
 from lightning_lowrank.federated.client import Client, Server
 from lightning_lowrank.federated.payload import Payload
-from lightning_lowrank.layers import LowRankLayer
+from lightning_lowrank.layers import LowRankLayer, low_rank_layers
 from lightning_lowrank.seeding import derive_seed
 
 
@@ -57,9 +57,7 @@ class FedMUD(Algorithm):
     def setup(self, server: Server) -> None:
         """Find the low-rank layers whose factors are a change to a frozen weight."""
         self._layers = {
-            name: layer
-            for name, layer in server.module.named_modules()
-            if isinstance(layer, LowRankLayer) and layer.role == "update"
+            name: layer for name, layer in low_rank_layers(server.module, tied=False) if layer.role == "update"
         }
         if not self._layers:
             raise MisconfigurationException(
@@ -92,7 +90,7 @@ class FedMUD(Algorithm):
         reset = {"seed": torch.tensor(seed)}
         for name, layer in self._layers.items():
             averaged = {factor: server.state[f"{name}.factors.{factor}"] for factor in layer.factors}
-            layer.merge(averaged)
+            layer.fold(averaged)
             layer.reset_factors(derive_seed(seed, name))
             for factor, value in averaged.items():
                 reset[f"{name}.factors.{factor}"] = value

@@ -14,37 +14,49 @@ from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeVar
 
+import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
-from lightning_lowrank.layers.factorization import Factorization, factorization_from_dict
+from lightning_lowrank.layers.factorization import (
+    Factorization,
+    HalfFrozen,
+    MatrixProduct,
+    factorization_from_dict,
+)
 from lightning_lowrank.layers.modules import (
+    Compute,
     Init,
-    LowRankConv2d,
     LowRankLayer,
     LowRankLinear,
+    LowRankMultiheadAttention,
     Role,
     check_settings,
     combine,
-    why_not_low_rank,
+    low_rank_class,
+    update_scale,
 )
 from lightning_lowrank.seeding import derive_seed
 
 __all__ = [
+    "Allocation",
     "BudgetRule",
+    "BudgetUnit",
     "Conversion",
     "LayerReport",
     "LayerSpec",
     "convert",
     "dense_state_dict",
     "low_rank_layers",
+    "merge",
     "recover",
+    "unmerge",
 ]
 
+Allocation = Literal["uniform", "singular_values"]
 BudgetRule = Literal["largest", "authors"]
+BudgetUnit = Literal["share", "parameters", "bytes"]
 
-_LOW_RANK: dict[type[nn.Module], type[LowRankLayer]] = {nn.Linear: LowRankLinear, nn.Conv2d: LowRankConv2d}
 _AUTHORS_STEP = 0.001
 
 _Number = TypeVar("_Number", int, float)
@@ -52,7 +64,7 @@ _Number = TypeVar("_Number", int, float)
 
 @dataclass(frozen=True)
 class LayerReport:
-    """What a conversion did with one linear or convolution layer.
+    """What a conversion did with one layer that has a weight.
 
     Attributes:
         name: The layer's name in the model.
@@ -63,7 +75,9 @@ class LayerReport:
         trainable: Numbers that are trained in the weight's stead (the weight's own, or 0 where it is frozen,
             if the layer was left alone). The bias counts in neither.
         converted: Whether the layer is low-rank now.
-        reason: Why the layer was left alone, else empty.
+        reason: Why the layer was left alone, or whose factors it shares; else empty.
+        error: The relative error ‖W − f‖ / ‖W‖ (Frobenius norms) of a weight that started from the dense one's
+            decomposition, else ``None``.
     """
 
     name: str
@@ -74,6 +88,7 @@ class LayerReport:
     trainable: int
     converted: bool
     reason: str = ""
+    error: float | None = None
 
 
 @dataclass(frozen=True)
@@ -87,8 +102,11 @@ class LayerSpec:
         rank: The factors' rank.
         role: ``"update"`` or ``"weight"``.
         decouple: Whether the layer is decoupled.
-        half_frozen: Whether only ``V`` is trained.
+        half_frozen: Which factor is frozen; ``True`` means ``"U"``.
         aliases: Further names of the same layer, where a model holds it more than once.
+        scale: What an update is multiplied by.
+        suffix: What follows the layer's name in the dense weight's: ``".weight"``, or ``"_weight"`` for the
+            projections of ``nn.MultiheadAttention``.
     """
 
     name: str
@@ -97,8 +115,10 @@ class LayerSpec:
     rank: int
     role: Role
     decouple: bool
-    half_frozen: bool
+    half_frozen: HalfFrozen
     aliases: tuple[str, ...] = ()
+    scale: float = 1.0
+    suffix: str = ".weight"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields in plain Python (lists for tuples), for a checkpoint or JSON."""
@@ -123,7 +143,7 @@ class Conversion:
     """The outcome of :func:`convert`; printing it gives a table.
 
     Attributes:
-        layers: A report for each linear and convolution layer of the model, in registration order.
+        layers: A report for each layer of the model that has a weight, in registration order.
         specs: What is needed to compose each converted layer's dense weight, in the same order.
         dense_parameters: Numbers in all parameters of the model before conversion.
         trainable_parameters: Numbers in all trainable parameters of the model after it.
@@ -140,27 +160,23 @@ class Conversion:
         return self.trainable_parameters / self.dense_parameters
 
     def __str__(self) -> str:
-        header = ("layer", "kind", "shape", "rank", "parameters", "trainable", "")
-        rows = [
-            (
-                layer.name,
-                layer.kind,
-                "×".join(map(str, layer.shape)),
-                "" if layer.rank is None else str(layer.rank),
-                f"{layer.parameters:,}",
-                f"{layer.trainable:,}",
-                layer.reason,
-            )
-            for layer in self.layers
-        ]
-        widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
-        lines = [
-            "  ".join(
-                text.rjust(width) if column in (3, 4, 5) else text.ljust(width)
-                for column, (text, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in (header, *rows)
-        ]
+        columns: dict[str, list[str]] = {
+            "layer": [layer.name for layer in self.layers],
+            "kind": [layer.kind for layer in self.layers],
+            "shape": ["×".join(map(str, layer.shape)) for layer in self.layers],
+            "rank": ["" if layer.rank is None else str(layer.rank) for layer in self.layers],
+            "parameters": [f"{layer.parameters:,}" for layer in self.layers],
+            "trainable": [f"{layer.trainable:,}" for layer in self.layers],
+        }
+        if any(layer.error is not None for layer in self.layers):
+            columns["error"] = ["" if layer.error is None else f"{layer.error:.4f}" for layer in self.layers]
+        columns[""] = [layer.reason for layer in self.layers]
+        left = ("layer", "kind", "shape", "")
+        padded = []
+        for header, cells in columns.items():
+            width = max(map(len, (header, *cells)))
+            padded.append([f"{cell:{'<' if header in left else '>'}{width}}" for cell in (header, *cells)])
+        lines = ["  ".join(row).rstrip() for row in zip(*padded, strict=True)]
         lines.append(
             f"{self.trainable_parameters:,} of {self.dense_parameters:,} parameters are trained "
             f"({self.ratio:.2%}), other parameters of the model included."
@@ -173,26 +189,36 @@ def convert(
     factorization: Factorization,
     *,
     rank: int | Mapping[str, int] | None = None,
+    rank_ratio: float | Mapping[str, float] | None = None,
     ratio: float | Mapping[str, float] | None = None,
     budget: float | None = None,
+    budget_unit: BudgetUnit = "share",
     budget_rule: BudgetRule = "largest",
+    allocation: Allocation = "uniform",
     role: Role = "update",
     decouple: bool = False,
-    half_frozen: bool = False,
+    half_frozen: HalfFrozen = False,
     init: Init = "auto",
     init_scale: float | None = None,
+    alpha: float | None = None,
+    rank_stabilized: bool = False,
+    dropout: float = 0.0,
+    compute: Compute = "auto",
     include: Sequence[str] | None = None,
     exclude: Sequence[str] | None = None,
     skip: Sequence[Literal["first", "last"]] = (),
+    allow_larger: bool = False,
     freeze_rest: bool = False,
     seed: int = 0,
 ) -> Conversion:
-    """Replace a model's linear and 2-d convolution layers by low-rank ones, in place.
+    """Replace a model's layers by low-rank ones, in place.
 
-    A layer can be converted if it is exactly an ``nn.Linear`` or ``nn.Conv2d`` (torch's own subclasses have
-    a use for their weight that this would break) with a floating-point weight of its own. The others, and
-    layers whose trained factors would not be fewer numbers than the weight, are left alone, and the report
-    says why.
+    A layer can be converted if it is exactly an ``nn.Linear``, ``nn.Conv1d`` to ``3d``, ``nn.ConvTranspose1d``
+    to ``3d``, ``nn.Embedding`` or transformers' ``Conv1D`` with a plain floating-point weight; so can the
+    projections of an ``nn.MultiheadAttention``, each under its weight's name without ``_weight``
+    (``attention.in_proj``). Subclasses have a use for their weight that this could break. Layers that share
+    one weight share the factors afterwards; they are converted all or none. The others, and layers whose
+    trained factors would not be fewer numbers than the weight, are left alone, and the report says why.
 
     Patterns are matched case-sensitively with the wildcards of :mod:`fnmatch` against a layer's whole name
     and every run of its parts between dots: ``"encoder"`` and ``"encoder.0"`` mean all layers in these
@@ -202,24 +228,39 @@ def convert(
         model: The model. Nothing in it is changed if an error is raised.
         factorization: How factors stand for a weight.
         rank: The rank of every layer, or a mapping from patterns to ranks, of which the first that matches
-            counts and layers that none matches are left alone. Give exactly one of ``rank``, ``ratio`` and
-            ``budget``.
+            counts and layers that none matches are left alone. Give exactly one of ``rank``, ``rank_ratio``,
+            ``ratio`` and ``budget``.
+        rank_ratio: Rank over output channels, γ in (0, 1]: the rank is γ·channels, rounded to the nearest
+            integer and at least 1 (FedHM, Yao et al. 2021); for every layer, or by pattern as ``rank``.
         ratio: Trained factors over the weight's numbers, in (0, 1]; for every layer, or by pattern as
             ``rank``.
-        budget: All trainable parameters over all parameters of the dense model, in (0, 1]. Biases, norms and
-            layers that are left alone count as well as factors.
+        budget: All trainable parameters over all parameters of the dense model, in (0, 1], or what else
+            ``budget_unit`` says. Biases, norms and layers that are left alone count as well as factors.
+        budget_unit: ``"share"`` (default) of the dense model's parameters, or a number of trainable
+            ``"parameters"``, or their size in ``"bytes"``.
         budget_rule: How ``budget`` becomes one ratio for all layers. ``"largest"`` (default): the largest
             whose total fits the budget. ``"authors"``: as in FedMUD's released code, start at the budget and
             go down in steps of 0.001 until the model's ratio is at most the budget + 0.001.
+        allocation: How ``budget`` is divided. ``"uniform"`` (default): one ratio for all layers.
+            ``"singular_values"`` (matrix product only): one rank after another goes to the layer where the
+            next singular value explains most of its weight per parameter, until the budget is used up:
+            its square, as a share of the layer's sum of squares.
         role: ``"update"`` (default) trains a change to a frozen weight, ``"weight"`` the weight itself.
         decouple: Train ``f(U, Ṽ) + f(Ũ, V)`` (AAD, Eq. 8 of FedMUD). Off by default.
-        half_frozen: Train ``V`` only; the same ratio then affords a higher rank. Off by default.
+        half_frozen: Freeze the factor ``"U"`` (or ``True``) or ``"V"``; the same ratio then affords a higher
+            rank. Off by default.
         init: How the factors start; see :meth:`LowRankLayer.from_dense`.
         init_scale: The ``a`` of uniform draws U(−a, a). By default chosen for each layer.
+        alpha: LoRA's α, which multiplies updates by α / rank; see :meth:`LowRankLayer.from_dense`.
+        rank_stabilized: Multiply by α / √rank instead. Off by default.
+        dropout: Probability with which numbers of a layer's input are left out of its update in training.
+        compute: ``"dense"``, ``"contracted"`` or, whichever needs fewer multiply-adds, ``"auto"`` (default).
         include: Patterns of the layers to convert. All by default.
         exclude: Patterns of layers to leave alone. None by default.
         skip: ``"first"`` and ``"last"`` leave the first and the last of the layers that can be converted,
             in registration order, alone. Empty by default.
+        allow_larger: Whether to convert layers whose factors are no fewer numbers than their weight. Off by
+            default.
         freeze_rest: Whether to freeze every parameter but the factors, biases too. Off by default.
         seed: Seed of the factors' draws; each layer's is derived from it and its name.
 
@@ -227,7 +268,7 @@ def convert(
         What became of each layer, with the model's totals.
 
     Raises:
-        TypeError: If ``model`` is itself a linear or convolution layer, or an argument of a wrong kind.
+        TypeError: If ``model`` is itself a layer to convert, or an argument of a wrong kind.
         ValueError: If an argument is out of range, a pattern matches no layer, the model has low-rank or
             uninitialised layers, the budget is below what the smallest ranks need, or there is nothing to
             convert.
@@ -242,53 +283,59 @@ def convert(
         2      Linear  4×32                128        128  last layer that can be converted (skip)
         964 of 1,732 parameters are trained (55.66%), other parameters of the model included.
     """
-    _check_arguments(rank, ratio, budget, budget_rule, include, exclude, skip)
-    check_settings(role, decouple, half_frozen, init, init_scale)
+    sizes = {"rank": rank, "rank_ratio": rank_ratio, "ratio": ratio, "budget": budget}
+    _check_size(sizes, budget_unit, budget_rule, allocation, factorization)
+    _check_patterns_given(include, exclude, skip)
+    settings: dict[str, Any] = {
+        "role": role,
+        "decouple": decouple,
+        "half_frozen": half_frozen,
+        "init": init,
+        "init_scale": init_scale,
+        "alpha": alpha,
+        "rank_stabilized": rank_stabilized,
+        "dropout": dropout,
+        "compute": compute,
+    }
+    check_settings(**settings)
     layers = _survey(model)
     convertible = [layer for layer in layers if not layer.reason]
-    for argument, patterns in (("include", include), ("exclude", exclude), ("rank", rank), ("ratio", ratio)):
+    for argument, patterns in {"include": include, "exclude": exclude, **sizes}.items():
         if isinstance(patterns, (Mapping, Sequence)):
             _check_patterns(argument, patterns, convertible)
     _select(convertible, include, exclude, skip)
-    selected = [layer for layer in convertible if not layer.reason]
+    _keep_ties(layers)
+    selected = [layer for layer in convertible if not layer.reason and layer.tied_to is None]
 
     dense_parameters = sum(parameter.numel() for parameter in model.parameters())
-    if rank is not None:
-        for layer in selected:
+    for layer in selected:
+        if rank is not None:
             layer.rank = layer.first_match("rank", rank)
-    elif ratio is not None:
-        for layer in selected:
+        elif rank_ratio is not None:
+            share = layer.first_match("rank_ratio", rank_ratio)
+            layer.rank = None if share is None else max(round(share * layer.output_channels), 1)
+        elif ratio is not None:
             share = layer.first_match("ratio", ratio)
             layer.rank = None if share is None else factorization.rank_for_ratio(layer.shape, share, half_frozen)
-    elif budget is not None and selected:
-        weights = {layer.module.weight for layer in selected}
-        rest = sum(p.numel() for p in model.parameters() if p.requires_grad and p not in weights)
-        shares = _Shares(factorization, half_frozen, 0 if freeze_rest else rest, dense_parameters)
-        common = shares.ratio_for_budget([layer.shape for layer in selected], budget, budget_rule)
-        for layer in selected:
-            layer.rank = shares.rank(layer.shape, common)
+    if budget is not None and selected:
+        shares = _Shares.of(model, selected, factorization, half_frozen, freeze_rest, budget, budget_unit)
+        if allocation == "singular_values":
+            shares.allocate(selected)
+        else:
+            common = shares.common_ratio(budget_rule)
+            for layer in selected:
+                layer.rank = shares.rank(layer.shape, common)
     for layer in selected:
         if layer.rank is not None:
-            _check_rank(layer, factorization, half_frozen)
-    chosen_layers = [layer for layer in selected if not layer.reason]
-    if not chosen_layers:
+            _check_rank(layer, factorization, decouple, half_frozen, allow_larger)
+    _keep_ties(layers)
+    chosen = [layer for layer in layers if not layer.reason]
+    if not chosen:
         reasons = "; ".join(f"{layer.name}: {layer.reason}" for layer in layers) or "it has no such layers"
-        raise ValueError(f"no linear or 2-d convolution layer of the model can be converted ({reasons}).")
-    replacements: dict[nn.Module, nn.Module] = {}
-    for layer in chosen_layers:
-        assert layer.rank is not None
-        replacements[layer.module] = _LOW_RANK[type(layer.module)].from_dense(
-            layer.module,
-            factorization,
-            layer.rank,
-            role=role,
-            decouple=decouple,
-            half_frozen=half_frozen,
-            init=init,
-            init_scale=init_scale,
-            seed=derive_seed(seed, layer.name),
-        )
-    _replace(model, replacements)
+        raise ValueError(f"no layer of the model can be converted ({reasons}).")
+    if dropout or compute == "contracted":
+        _refuse_for_attention(chosen, dropout)
+    _make_low_rank(model, chosen, factorization, settings, seed)
     if freeze_rest:
         factors = {factor for _, low_rank in low_rank_layers(model) for factor in low_rank.factors.parameters()}
         for parameter in model.parameters():
@@ -301,25 +348,57 @@ def convert(
                 layer.name,
                 layer.shape,
                 factorization.to_dict(),
-                layer.rank,
+                layer.chosen_rank,
                 role,
                 decouple,
                 half_frozen,
                 layer.aliases,
+                update_scale(layer.chosen_rank, alpha, rank_stabilized),
+                layer.suffix,
             )
-            for layer in chosen_layers
-            if layer.rank is not None
+            for layer in chosen
         ],
         dense_parameters=dense_parameters,
         trainable_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
     )
 
 
-def low_rank_layers(model: nn.Module) -> Iterator[tuple[str, LowRankLayer]]:
+def _make_low_rank(
+    model: nn.Module, chosen: Sequence[_Layer], factorization: Factorization, settings: dict[str, Any], seed: int
+) -> None:
+    """Build the chosen layers and put them into the model; on an error, leave the model as it was."""
+    trained = [(layer.weight, layer.weight.requires_grad) for layer in chosen]
+    built: dict[str, LowRankLayer] = {}
+    try:
+        for layer in chosen:
+            built[layer.name] = layer.build(factorization, settings, derive_seed(seed, layer.name), built)
+    except ValueError as error:
+        for weight, requires_grad in trained:
+            weight.requires_grad_(requires_grad)
+        raise ValueError(f"layer {layer.name!r}: {error}") from None
+    _replace(model, {layer.module: built[layer.name] for layer in chosen if not layer.projection})
+    attentions: dict[nn.Module, dict[str, LowRankLinear]] = {}
+    for layer in chosen:
+        if layer.projection:
+            projection = built[layer.name]
+            assert isinstance(projection, LowRankLinear)
+            attentions.setdefault(layer.module, {})[layer.projection] = projection
+    _replace(
+        model,
+        {
+            attention: LowRankMultiheadAttention.from_dense(attention, projections)
+            for attention, projections in attentions.items()
+            if isinstance(attention, nn.MultiheadAttention)
+        },
+    )
+
+
+def low_rank_layers(model: nn.Module, tied: bool = True) -> Iterator[tuple[str, LowRankLayer]]:
     """Yield the name and module of each low-rank layer, once each, in registration order.
 
     Args:
         model: A converted model, or one that holds one.
+        tied: Whether to yield layers that share the factors of an earlier one as well. On by default.
 
     Example:
         >>> from lightning_lowrank.layers import MatrixProduct, convert, low_rank_layers
@@ -328,9 +407,49 @@ def low_rank_layers(model: nn.Module) -> Iterator[tuple[str, LowRankLayer]]:
         >>> [name for name, _ in low_rank_layers(model)]
         ['0', '2']
     """
+    seen: set[nn.Module] = set()
     for name, module in model.named_modules():
-        if isinstance(module, LowRankLayer):
+        if isinstance(module, LowRankLayer) and (tied or module.factors not in seen):
+            seen.add(module.factors)
             yield name, module
+
+
+def merge(model: nn.Module) -> nn.Module:
+    """Compose every low-rank layer's weight once and keep it, so that inference costs what the dense model does.
+
+    Factors, frozen weights and the state dict stay as they are; :func:`unmerge`, ``model.train()`` and loading
+    a state dict undo it, bit for bit.
+
+    Args:
+        model: A converted model.
+
+    Returns:
+        The model.
+
+    Example:
+        >>> from lightning_lowrank.layers import MatrixProduct, convert, merge
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU()).eval()
+        >>> _ = convert(model, MatrixProduct(), rank=1)
+        >>> merge(model)[0].merged_weight.shape
+        torch.Size([8, 8])
+    """
+    for _, layer in low_rank_layers(model):
+        layer.merge()
+    return model
+
+
+def unmerge(model: nn.Module) -> nn.Module:
+    """Undo :func:`merge`.
+
+    Args:
+        model: A converted model.
+
+    Returns:
+        The model.
+    """
+    for _, layer in low_rank_layers(model):
+        layer.unmerge()
+    return model
 
 
 def recover(model: nn.Module) -> nn.Module:
@@ -358,11 +477,20 @@ def recover(model: nn.Module) -> nn.Module:
           (1): ReLU()
         )
     """
-    if isinstance(model, LowRankLayer):
+    if isinstance(model, (LowRankLayer, LowRankMultiheadAttention)):
         raise TypeError(
             f"model is itself a {type(model).__name__}, which cannot be replaced in place; use model.to_dense()."
         )
-    _replace(model, {layer: layer.to_dense(hooks=True) for _, layer in low_rank_layers(model)})
+    attentions = [module for module in model.modules() if isinstance(module, LowRankMultiheadAttention)]
+    projections = {attention._modules.get(name) for attention in attentions for name in attention.PROJECTIONS}
+    _replace(model, {attention: attention.to_dense() for attention in attentions})
+    dense: dict[nn.Module, nn.Module] = {}
+    tied: dict[nn.Module, nn.Module] = {}
+    for _, layer in low_rank_layers(model):
+        if layer not in projections:
+            dense[layer] = layer.to_dense(hooks=True)
+            dense[layer].weight = tied.setdefault(layer.factors, dense[layer]).weight
+    _replace(model, dense)
     return model
 
 
@@ -387,7 +515,7 @@ def dense_state_dict(state_dict: Mapping[str, Tensor], specs: Sequence[LayerSpec
         >>> list(dense_state_dict(model.state_dict(), conversion.specs))
         ['0.weight', '0.bias']
     """
-    weights: dict[str, Tensor] = {}
+    weights: dict[str, tuple[str, Tensor]] = {}
     absorbed: dict[str, str] = {}
     for spec in specs:
         for name in (spec.name, *spec.aliases):
@@ -398,13 +526,13 @@ def dense_state_dict(state_dict: Mapping[str, Tensor], specs: Sequence[LayerSpec
                     f"state_dict lacks {missing} of the low-rank layer {name!r}; it must be the state dict "
                     "of the module whose conversion gave the specs."
                 )
-            weights[name] = _dense_weight(spec, name, state_dict)
+            weights[name] = (f"{name}{spec.suffix}", _dense_weight(spec, name, state_dict))
             absorbed.update(dict.fromkeys(keys, name))
     dense: dict[str, Tensor] = {}
     for key, value in state_dict.items():
         layer = absorbed.get(key, key.removesuffix(".bias"))
         if layer in weights:
-            dense.setdefault(f"{layer}.weight", weights[layer])
+            dense.setdefault(*weights[layer])
         if key not in absorbed:
             dense[key] = value
     return dense
@@ -412,20 +540,46 @@ def dense_state_dict(state_dict: Mapping[str, Tensor], specs: Sequence[LayerSpec
 
 @dataclass
 class _Layer:
-    """A linear or convolution layer while :func:`convert` decides what becomes of it."""
+    """A weight of the model while :func:`convert` decides what becomes of it.
+
+    ``projection`` is the weight's name without ``_weight`` where it is one of several of an attention.
+    """
 
     name: str
     aliases: tuple[str, ...]
     module: nn.Module
-    kind: str
-    shape: tuple[int, ...]
-    trainable: bool
+    projection: str
+    weight: nn.Parameter
+    shared_with: list[str]
     reason: str = ""
     rank: int | None = None
+    tied_to: _Layer | None = None
+    error: float | None = None
+
+    def __post_init__(self) -> None:
+        self.kind = type(self.module).__name__
+        self.shape = tuple(self.weight.shape)
+        self.trainable = self.weight.requires_grad
 
     @property
     def numbers(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def suffix(self) -> str:
+        return "_weight" if self.projection else ".weight"
+
+    @property
+    def output_channels(self) -> int:
+        kind = None if self.projection else low_rank_class(self.module)
+        first_is_input = kind is not None and kind.first_is_input
+        return self.shape[1] * getattr(self.module, "groups", 1) if first_is_input else self.shape[0]
+
+    @property
+    def chosen_rank(self) -> int:
+        rank = self.rank if self.tied_to is None else self.tied_to.rank
+        assert rank is not None
+        return rank
 
     def matches(self, pattern: str) -> bool:
         return any(_matches(pattern, name) for name in (self.name, *self.aliases))
@@ -438,22 +592,59 @@ class _Layer:
         self.reason = f"no pattern of {argument} matches"
         return None
 
-    def report(self, factorization: Factorization, half_frozen: bool, freeze_rest: bool) -> LayerReport:
+    def build(
+        self, factorization: Factorization, settings: dict[str, Any], seed: int, built: Mapping[str, LowRankLayer]
+    ) -> LowRankLayer:
+        """Make the low-rank layer, with the factors of the one it is tied to where there is one."""
+        module, kind = self.module, low_rank_class(self.module)
+        if self.projection:
+            module, kind = _as_linear(self.weight, self.module.training), LowRankLinear
+            settings = {**settings, "compute": "dense"}
+        assert kind is not None
+        if self.tied_to is not None:
+            settings = {**settings, "init": "uniform"}
+        layer = kind.from_dense(module, factorization, self.chosen_rank, seed=seed, **settings)
+        if self.tied_to is not None:
+            first = built[self.tied_to.name]
+            layer.factors, layer.fixed = first.factors, first.fixed
+            layer.init_scale, layer.zero_factors = first.init_scale, first.zero_factors
+        elif settings["role"] == "weight" and settings["init"] in ("auto", "spectral"):
+            with torch.no_grad():
+                difference = (layer.weight - self.weight).norm() / self.weight.norm()
+            self.error = difference.item()
+        return layer
+
+    def report(self, factorization: Factorization, half_frozen: HalfFrozen, freeze_rest: bool) -> LayerReport:
         converted = not self.reason
-        if converted and self.rank is not None:
-            trainable = factorization.trained_numbers(self.shape, self.rank, half_frozen)
-        else:
+        if not converted:
             trainable = self.numbers if self.trainable and not freeze_rest else 0
+        elif self.tied_to is not None:
+            trainable = 0
+        else:
+            trainable = factorization.trained_numbers(self.shape, self.chosen_rank, half_frozen)
+        shares = f"shares the factors of {self.tied_to.name}" if converted and self.tied_to is not None else ""
         return LayerReport(
             name=self.name,
             kind=self.kind,
             shape=self.shape,
-            rank=self.rank if converted else None,
+            rank=self.chosen_rank if converted else None,
             parameters=self.numbers,
             trainable=trainable,
             converted=converted,
-            reason=self.reason,
+            reason=self.reason or shares,
+            error=self.error,
         )
+
+
+def _as_linear(weight: nn.Parameter, training: bool) -> nn.Linear:
+    """Dress a weight of an attention as the linear layer it stands for, without drawing another one."""
+    linear = nn.Linear.__new__(nn.Linear)
+    nn.Module.__init__(linear)
+    linear.out_features, linear.in_features = weight.shape
+    linear.register_parameter("weight", weight)
+    linear.register_parameter("bias", None)
+    linear.training = training
+    return linear
 
 
 def _matches(pattern: str, name: str) -> bool:
@@ -465,29 +656,55 @@ def _matches(pattern: str, name: str) -> bool:
     )
 
 
-def _check_arguments(
-    rank: int | Mapping[str, int] | None,
-    ratio: float | Mapping[str, float] | None,
-    budget: float | None,
+def _check_size(
+    sizes: Mapping[str, Any],
+    budget_unit: str,
     budget_rule: str,
-    include: Sequence[str] | None,
-    exclude: Sequence[str] | None,
-    skip: Sequence[str],
+    allocation: str,
+    factorization: Factorization,
 ) -> None:
-    given = [name for name, value in (("rank", rank), ("ratio", ratio), ("budget", budget)) if value is not None]
+    given = [name for name, value in sizes.items() if value is not None]
     if len(given) != 1:
         raise ValueError(
-            f"exactly one of rank, ratio and budget must be given, but {' and '.join(given) or 'none'} "
+            f"exactly one of rank, rank_ratio, ratio and budget must be given, but {' and '.join(given) or 'none'} "
             f"{'are' if len(given) > 1 else 'is'}."
         )
-    for pattern, value in _by_pattern(rank).items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"rank must be an integer of at least 1, but is {value!r}{_of(pattern)}.")
-    for pattern, share in (*_by_pattern(ratio).items(), *(_by_pattern(budget).items())):
-        if not 0 < share <= 1:
-            raise ValueError(f"{given[0]} must be above 0 and at most 1, but is {share!r}{_of(pattern)}.")
-    if budget_rule not in ("largest", "authors"):
-        raise ValueError(f'budget_rule must be "largest" or "authors", but is {budget_rule!r}.')
+    (name,) = given
+    for setting, value, allowed in (
+        ("budget_unit", budget_unit, ("share", "parameters", "bytes")),
+        ("budget_rule", budget_rule, ("largest", "authors")),
+        ("allocation", allocation, ("uniform", "singular_values")),
+    ):
+        if value not in allowed:
+            *others, last = (f'"{choice}"' for choice in allowed)
+            raise ValueError(f"{setting} must be {', '.join(others)} or {last}, but is {value!r}.")
+    if name != "budget" and (budget_unit, allocation) != ("share", "uniform"):
+        raise ValueError(
+            f"budget_unit={budget_unit!r} and allocation={allocation!r} divide a budget, but {name} is given in its "
+            "stead; give budget, or leave them out."
+        )
+    if allocation == "singular_values" and not isinstance(factorization, MatrixProduct):
+        raise ValueError(
+            f'allocation="singular_values" needs a MatrixProduct, whose rank is a number of singular values, but '
+            f"factorization is {factorization!r}."
+        )
+    if budget_rule == "authors" and (budget_unit, allocation) != ("share", "uniform"):
+        raise ValueError(
+            'budget_rule="authors" lowers one ratio for all layers: it needs budget_unit="share" and '
+            'allocation="uniform".'
+        )
+    for pattern, value in _by_pattern(sizes[name]).items():
+        if name == "rank":
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"rank must be an integer of at least 1, but is {value!r}{_of(pattern)}.")
+        elif name == "budget" and budget_unit != "share":
+            if not value >= 1:
+                raise ValueError(f"budget must be at least 1 in {budget_unit}, but is {value!r}.")
+        elif not 0 < value <= 1:
+            raise ValueError(f"{name} must be above 0 and at most 1, but is {value!r}{_of(pattern)}.")
+
+
+def _check_patterns_given(include: Sequence[str] | None, exclude: Sequence[str] | None, skip: Sequence[str]) -> None:
     for name, values in (("include", include), ("exclude", exclude), ("skip", skip)):
         if isinstance(values, str):
             raise TypeError(f"{name} must be a list of strings, such as [{values!r}], but is {values!r}.")
@@ -507,39 +724,67 @@ def _of(pattern: str) -> str:
 
 
 def _survey(model: nn.Module) -> list[_Layer]:
-    """List the linear and convolution layers, with what by their nature keeps them from being converted."""
-    if isinstance(model, (nn.Linear, _ConvNd)):
+    """List the layers that have a weight, with what by their nature keeps them from being converted."""
+    if low_rank_class(model) is not None or isinstance(model, nn.MultiheadAttention):
         raise TypeError(
             f"model is itself a {type(model).__name__}, which cannot be replaced in place; wrap it, for "
-            "example in nn.Sequential, or use LowRankLinear.from_dense or LowRankConv2d.from_dense."
+            "example in nn.Sequential."
         )
     converted = [name for name, _ in low_rank_layers(model)]
     if converted:
         raise ValueError(f"model has low-rank layers already ({', '.join(converted)}); call recover(model) first.")
-    names: dict[nn.Module, list[str]] = {}
+    names: dict[tuple[nn.Module, str], list[str]] = {}
     holders: dict[int, list[str]] = {}
     for module_name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, (nn.Linear, _ConvNd)):
-            names.setdefault(module, []).append(module_name)
+        if isinstance(module, nn.MultiheadAttention):
+            for projection in LowRankMultiheadAttention.PROJECTIONS:
+                if module._parameters.get(f"{projection}_weight") is not None:
+                    names.setdefault((module, projection), []).append(f"{module_name}.{projection}")
+        if low_rank_class(module) is not None:
+            names.setdefault((module, ""), []).append(module_name)
     for module_name, module in model.named_modules():
         for parameter_name, parameter in module._parameters.items():
             holders.setdefault(id(parameter), []).append(f"{module_name}.{parameter_name}".lstrip("."))
     layers = []
-    for module, (name, *aliases) in names.items():
-        weight = module.weight
-        assert isinstance(weight, Tensor)
-        if is_lazy(weight):
+    for (module, projection), (name, *aliases) in names.items():
+        suffix = "_weight" if projection else ".weight"
+        weight = module._parameters.get(f"{projection}_weight".lstrip("_"))
+        if weight is not None and is_lazy(weight):
             raise ValueError(
                 f"layer {name!r} has no weight yet ({type(module).__name__}); run the model once on a batch "
                 "before converting it."
             )
-        reason = why_not_low_rank(module, *_LOW_RANK)
-        others = [other for other in holders.get(id(weight), []) if other != f"{name}.weight"]
-        if not reason and others:
-            reason = f"its weight is shared with {', '.join(others)}"
-        kind = type(module).__name__
-        layers.append(_Layer(name, tuple(aliases), module, kind, tuple(weight.shape), weight.requires_grad, reason))
+        reason = _why_not(module, projection)
+        if weight is None:
+            reason = reason or "its weight is computed from other tensors"
+            weight = nn.Parameter(torch.as_tensor(module.weight).detach(), requires_grad=False)
+        others = [other for other in holders.get(id(weight), []) if other != f"{name}{suffix}"]
+        layers.append(_Layer(name, tuple(aliases), module, projection, weight, others, reason))
+    by_weight = {f"{layer.name}{layer.suffix}": layer for layer in layers}
+    for layer in layers:
+        if not all(other in by_weight for other in layer.shared_with):
+            layer.reason = layer.reason or f"its weight is shared with {', '.join(layer.shared_with)}"
+        first = next(other for other in layers if other.weight is layer.weight)
+        layer.tied_to = None if first is layer else first
+    _keep_ties(layers)
     return layers
+
+
+def _keep_ties(layers: Sequence[_Layer]) -> None:
+    """Leave layers alone that share a weight with one that is left alone."""
+    for layer in layers:
+        for other in layers:
+            if other.weight is layer.weight and other.reason and not layer.reason:
+                layer.reason = f"its weight is shared with {other.name}, which is left alone"
+
+
+def _why_not(module: nn.Module, projection: str) -> str:
+    if not projection:
+        kind = low_rank_class(module)
+        return "" if kind is None else kind.why_not(module)
+    if type(module) is not nn.MultiheadAttention:
+        return f"{type(module).__name__} is not exactly nn.MultiheadAttention"
+    return "its forward is replaced on the instance" if "forward" in vars(module) else ""
 
 
 def _check_patterns(argument: str, patterns: Iterable[str], convertible: list[_Layer]) -> None:
@@ -571,95 +816,174 @@ def _select(
             layer.reason = "in exclude"
 
 
-def _check_rank(layer: _Layer, factorization: Factorization, half_frozen: bool) -> None:
+def _check_rank(
+    layer: _Layer, factorization: Factorization, decouple: bool, half_frozen: HalfFrozen, allow_larger: bool
+) -> None:
     """Leave the layer alone where the rank saves nothing; refuse one that no such layer can have."""
     assert layer.rank is not None
-    largest = factorization.max_rank(layer.shape, half_frozen)
-    if layer.rank > largest:
-        layer.reason = f"rank {layer.rank} is more than the largest of such a weight, {largest}"
-        return
     try:
+        largest = factorization.max_rank(layer.shape, half_frozen)
+        if layer.rank > largest:
+            layer.reason = f"rank {layer.rank} is more than the largest of such a weight, {largest}"
+            return
         factorization.check_rank(layer.shape, layer.rank, half_frozen)
+        factorization.fixed_factors(layer.shape, decouple, half_frozen)
+        trained = factorization.trained_numbers(layer.shape, layer.rank, half_frozen)
     except ValueError as error:
-        raise ValueError(f"layer {layer.name!r}: {error} Exclude it or give it a rank of its own.") from None
-    trained = factorization.trained_numbers(layer.shape, layer.rank, half_frozen)
-    if trained >= layer.numbers:
+        raise ValueError(f"layer {layer.name!r}: {error} Exclude it or give it settings of its own.") from None
+    if trained >= layer.numbers and not allow_larger:
         layer.reason = f"rank {layer.rank} would train {trained:,} numbers, not fewer than the weight has"
+
+
+def _refuse_for_attention(chosen: Sequence[_Layer], dropout: float) -> None:
+    """Refuse what needs a layer to be called, for an attention reads its layers' weights."""
+    read = [layer.name for layer in chosen if layer.projection or layer.kind == "NonDynamicallyQuantizableLinear"]
+    if read:
+        setting = f"dropout={dropout}" if dropout else 'compute="contracted"'
+        raise ValueError(
+            f"{setting} has no effect on {', '.join(read)}: nn.MultiheadAttention reads their weights and does not "
+            "call them. Exclude them, or leave the setting out."
+        )
 
 
 @dataclass(frozen=True)
 class _Shares:
-    """The arithmetic of a budget: what a model trains if each weight of some shapes has a common ratio."""
+    """The arithmetic of a budget over the layers to convert.
+
+    A layer counts by shape and cost: 1 for each number or, in bytes, the size of one. ``rest`` is what is
+    trained outside these layers, ``dense`` the dense model, ``allowed`` the budget, all in that unit.
+    """
 
     factorization: Factorization
-    half_frozen: bool
+    half_frozen: HalfFrozen
+    counts: Mapping[tuple[tuple[int, ...], int], int]
     rest: int
     dense: int
+    budget: float
+    unit: str
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        layers: Sequence[_Layer],
+        factorization: Factorization,
+        half_frozen: HalfFrozen,
+        freeze_rest: bool,
+        budget: float,
+        unit: str,
+    ) -> _Shares:
+        """Count a model."""
+
+        def cost(tensor: Tensor) -> int:
+            return tensor.element_size() if unit == "bytes" else 1
+
+        weights = {layer.weight for layer in layers}
+        rest = sum(p.numel() * cost(p) for p in model.parameters() if p.requires_grad and p not in weights)
+        dense = sum(p.numel() * cost(p) for p in model.parameters())
+        counts = Counter((layer.shape, cost(layer.weight)) for layer in layers)
+        return cls(factorization, half_frozen, counts, 0 if freeze_rest else rest, dense, budget, unit)
+
+    def allowed(self, tolerated: float = 0.0) -> float:
+        """Return the budget in the unit; its tolerance only absorbs rounding of a product: totals are integers."""
+        return (self.budget + tolerated) * self.dense + 1e-6 if self.unit == "share" else self.budget
 
     def rank(self, shape: tuple[int, ...], ratio: float) -> int:
         """Return the rank for a ratio, where a ratio of 0 or less means the smallest."""
         return self.factorization.rank_for_ratio(shape, ratio, self.half_frozen) if ratio > 0 else 1
 
-    def total(self, ranks: Mapping[tuple[int, ...], int], counts: Mapping[tuple[int, ...], int]) -> int:
-        """Add up all trainables; a weight whose factors would be larger stays dense."""
-        trained = (
-            count * min(math.prod(shape), self.factorization.trained_numbers(shape, ranks[shape], self.half_frozen))
-            for shape, count in counts.items()
+    def trained(self, shape: tuple[int, ...], rank: int) -> int:
+        """Return the numbers that stand for a weight, which stays dense where its factors would be larger."""
+        return min(math.prod(shape), self.factorization.trained_numbers(shape, rank, self.half_frozen))
+
+    def total(self, ranks: Mapping[tuple[int, ...], int]) -> int:
+        """Add up all that is trained."""
+        return self.rest + sum(
+            count * cost * self.trained(shape, ranks[shape]) for (shape, cost), count in self.counts.items()
         )
-        return self.rest + sum(trained)
 
-    def ratio_for_budget(self, shapes: Sequence[tuple[int, ...]], budget: float, rule: str) -> float:
+    def ranks(self, ratio: float) -> dict[tuple[int, ...], int]:
+        """Return each shape's rank for a ratio."""
+        return {shape: self.rank(shape, ratio) for shape, _ in self.counts}
+
+    def common_ratio(self, rule: str) -> float:
         """Return the common ratio by one of the two rules, or 0 where only the smallest ranks fit."""
-        counts = Counter(shapes)
-        # The tolerance only absorbs rounding of the product: a total is an integer.
-        allowed = (budget if rule == "largest" else budget + _AUTHORS_STEP) * self.dense + 1e-6
-        floor = self.total(dict.fromkeys(counts, 1), counts)
-        ratio: float | None = None
-        if rule == "largest":
-            ratio = self._largest(counts, allowed)
-        elif floor <= allowed:
-            ratio = self._authors(counts, budget, allowed)
-        if ratio is None:
-            needed = math.ceil(floor / self.dense * 1e4) / 1e4
-            raise ValueError(
-                f"budget={budget:.6g} cannot be met: it allows {int(allowed):,} of the dense model's "
-                f"{self.dense:,} parameters, but {self.rest:,} ({self.rest / self.dense:.2%}) are trained "
-                f"outside the {len(shapes)} layers to convert, and with rank 1 in each of those it is "
-                f"{floor:,} ({floor / self.dense:.2%}). Use a budget of at least {needed}, convert more "
-                "layers, or set freeze_rest=True."
-            )
-        return ratio
+        allowed = self.allowed(_AUTHORS_STEP if rule == "authors" else 0.0)
+        self._check_floor(allowed)
+        return self._authors(allowed) if rule == "authors" else self._largest(allowed)
 
-    def _largest(self, counts: Mapping[tuple[int, ...], int], allowed: float) -> float | None:
+    def _check_floor(self, allowed: float) -> None:
+        floor = self.total(self.ranks(0))
+        if floor <= allowed:
+            return
+        needed = math.ceil(floor / self.dense * 1e4) / 1e4 if self.unit == "share" else f"{floor:,}"
+        unit = "bytes" if self.unit == "bytes" else "parameters"
+        raise ValueError(
+            f"budget={self.budget:.6g} cannot be met: it allows {int(allowed):,} of the dense model's "
+            f"{self.dense:,} {unit}, but {self.rest:,} ({self.rest / self.dense:.2%}) are trained "
+            f"outside the {sum(self.counts.values())} layers to convert, and with rank 1 in each of those it is "
+            f"{floor:,} ({floor / self.dense:.2%}). Use a budget of at least {needed}, convert more "
+            "layers, or set freeze_rest=True."
+        )
+
+    def allocate(self, layers: Sequence[_Layer]) -> None:
+        """Give each layer a rank: singular values in the order of what they explain per cost, while they fit."""
+        assert isinstance(self.factorization, MatrixProduct)
+        allowed = self.allowed()
+        self._check_floor(allowed)
+        total = self.total(self.ranks(0))
+        steps: list[tuple[float, int, int]] = []
+        costs = []
+        for index, layer in enumerate(layers):
+            layer.rank = 1
+            size = layer.weight.element_size() if self.unit == "bytes" else 1
+            each = self.factorization.trained_numbers(layer.shape, 1, self.half_frozen)
+            costs.append(each * size)
+            matrix = self.factorization.as_matrix(layer.weight.detach().float())
+            energy = torch.linalg.svdvals(matrix).square()
+            gains = (energy / energy.sum().clamp_min(torch.finfo(energy.dtype).tiny) / costs[-1]).tolist()
+            largest = min(len(gains), (layer.numbers - 1) // each)
+            steps.extend((-gains[rank - 1], index, rank) for rank in range(2, largest + 1))
+        full: set[int] = set()
+        for _, index, rank in sorted(steps):
+            if index not in full and total + costs[index] <= allowed:
+                layers[index].rank = rank
+                total += costs[index]
+            else:
+                full.add(index)
+
+    def _largest(self, allowed: float) -> float:
         """Go down from the bound, from one ratio at which some rank changes to the next, until it fits.
 
         The total need not fall with the ratio (block sizes are rounded up), so the first that fits from above
-        is the largest. No ratio above the bound fits, for factors are rounded up.
+        is the largest. No ratio above the bound fits: one rank more than a ratio gives holds at least its share.
         """
-        numbers = sum(count * math.prod(shape) for shape, count in counts.items())
-        ratio = min(1.0, (allowed - self.rest) / numbers)
-        if ratio <= 0:
-            return None
-        ranks = {shape: self.rank(shape, ratio) for shape in counts}
-        while self.total(ranks, counts) > allowed:
+        numbers = sum(count * cost * math.prod(shape) for (shape, cost), count in self.counts.items())
+        one_more = sum(
+            count * cost * self.factorization.trained_numbers(shape, 1, self.half_frozen)
+            for (shape, cost), count in self.counts.items()
+        )
+        ratio = min(1.0, (allowed - self.rest + one_more) / numbers)
+        ranks = self.ranks(ratio)
+        while self.total(ranks) > allowed:
             steps = []
             for shape, rank in ranks.items():
                 lower = self.factorization.lower_rank(shape, rank)
                 if lower is not None:
                     steps.append(self.factorization.ratio_for_rank(shape, lower, self.half_frozen))
             if not steps:
-                return None
+                return 0.0
             ratio = max(steps)
-            ranks = {shape: self.rank(shape, ratio) for shape in counts}
+            ranks = self.ranks(ratio)
         return ratio
 
-    def _authors(self, counts: Mapping[tuple[int, ...], int], budget: float, allowed: float) -> float:
+    def _authors(self, allowed: float) -> float:
         """Go down from the budget in the authors' steps; below 0 every rank is 1, which fits."""
         step = 0
-        ratio = budget
-        while ratio > 0 and self.total({s: self.rank(s, ratio) for s in counts}, counts) > allowed:
+        ratio = self.budget
+        while ratio > 0 and self.total(self.ranks(ratio)) > allowed:
             step += 1
-            ratio = budget - step * _AUTHORS_STEP
+            ratio = self.budget - step * _AUTHORS_STEP
         return ratio
 
 
@@ -674,8 +998,9 @@ def _replace(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> N
 def _tensor_keys(spec: LayerSpec, name: str) -> list[str]:
     factorization = factorization_from_dict(spec.factorization)
     keys = [f"{name}.frozen_weight"] if spec.role == "update" else []
-    keys += [f"{name}.factors.{factor}" for factor in factorization.trained_factors(spec.half_frozen)]
-    return keys + [f"{name}.fixed.{factor}" for factor in factorization.fixed_factors(spec.decouple, spec.half_frozen)]
+    keys += [f"{name}.factors.{factor}" for factor in factorization.trained_factors(spec.shape, spec.half_frozen)]
+    fixed = factorization.fixed_factors(spec.shape, spec.decouple, spec.half_frozen)
+    return keys + [f"{name}.fixed.{factor}" for factor in fixed]
 
 
 def _dense_weight(spec: LayerSpec, name: str, state_dict: Mapping[str, Tensor]) -> Tensor:
@@ -684,4 +1009,5 @@ def _dense_weight(spec: LayerSpec, name: str, state_dict: Mapping[str, Tensor]) 
     fixed = {key.removeprefix("fixed."): t for key, t in tensors.items() if key.startswith("fixed.")}
     factorization = factorization_from_dict(spec.factorization)
     change = combine(factorization, spec.shape, factors, fixed, spec.decouple)
+    change = change if spec.scale == 1 else change * spec.scale
     return tensors["frozen_weight"] + change if spec.role == "update" else change

@@ -1,4 +1,4 @@
-"""Linear and convolution layers whose weight is a few small tensors.
+"""Layers whose weight is a few small tensors.
 
 A low-rank layer is a point of a grid. Its *role* says what the factors are: ``"weight"``, they are the
 weight, or ``"update"``, they are a change to a frozen weight. Two modifiers say what is trained, with f a
@@ -12,64 +12,108 @@ half-frozen  f(Ũ, V)                    V
 decoupled    f(U, Ṽ) + f(Ũ, V)          U, V (Ũ, Ṽ are fixed)
 ===========  =========================  ====================
 
-In FedMUD (Li et al., ICML 2025) role ``"update"`` is Eq. 3, and decoupling is AAD, Eq. 8.
+In FedMUD (Li et al., ICML 2025) role ``"update"`` is Eq. 3, and decoupling is AAD, Eq. 8. LoRA (Hu et al.,
+2022) is role ``"update"`` with a matrix product, ``init="lora"`` and ``alpha``; FFA-LoRA freezes the factor on
+the input's side besides.
+
+Each layer computes in one of two ways, equal to rounding: the *dense* way composes the weight and calls
+torch's function with it; the *contracted* way applies one factor after another to the input and never builds
+the weight. ``compute="auto"`` counts the multiply-adds of both for the input at hand and takes the fewer.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import ClassVar, Literal, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from lightning_lowrank.layers.factorization import Factorization
+from lightning_lowrank.layers.factorization import Factorization, HalfFrozen, Stage
 from lightning_lowrank.seeding import generator
 
-__all__ = ["Init", "LowRankConv2d", "LowRankLayer", "LowRankLinear", "Role"]
+__all__ = [
+    "Compute",
+    "Init",
+    "LowRankConv1d",
+    "LowRankConv2d",
+    "LowRankConv3d",
+    "LowRankConvTranspose1d",
+    "LowRankConvTranspose2d",
+    "LowRankConvTranspose3d",
+    "LowRankEmbedding",
+    "LowRankLayer",
+    "LowRankLinear",
+    "LowRankMultiheadAttention",
+    "Role",
+]
 
 Role = Literal["update", "weight"]
-Init = Literal["auto", "uniform", "spectral"]
+Init = Literal["auto", "uniform", "lora", "spectral"]
+Compute = Literal["auto", "dense", "contracted"]
 
 _Layer = TypeVar("_Layer", bound="LowRankLayer")
 
 
-def check_settings(role: str, decouple: bool, half_frozen: bool, init: str, init_scale: float | None) -> None:
+def check_settings(
+    role: str = "update",
+    decouple: bool = False,
+    half_frozen: HalfFrozen = False,
+    init: str = "auto",
+    init_scale: float | None = None,
+    alpha: float | None = None,
+    rank_stabilized: bool = False,
+    dropout: float = 0.0,
+    compute: str = "auto",
+) -> None:
     """Refuse settings that no low-rank layer can have; the arguments are those of ``from_dense``."""
-    if role not in ("update", "weight"):
-        raise ValueError(f'role must be "update" or "weight", but is {role!r}.')
+    for name, value, allowed in (
+        ("role", role, ("update", "weight")),
+        ("half_frozen", half_frozen, (False, True, "U", "V")),
+        ("init", init, ("auto", "uniform", "lora", "spectral")),
+        ("compute", compute, ("auto", "dense", "contracted")),
+    ):
+        if value not in allowed:
+            *others, last = (f'"{choice}"' if isinstance(choice, str) else str(choice) for choice in allowed)
+            raise ValueError(f"{name} must be {', '.join(others)} or {last}, but is {value!r}.")
     if decouple and half_frozen:
         raise ValueError(
-            "decouple=True and half_frozen=True exclude each other: decoupling trains both factors, "
+            f"decouple=True and half_frozen={half_frozen!r} exclude each other: decoupling trains both factors, "
             "half-freezing one. Set one of them to False."
         )
-    if init not in ("auto", "uniform", "spectral"):
-        raise ValueError(f'init must be "auto", "uniform" or "spectral", but is {init!r}.')
     if role == "update" and init == "spectral":
         raise ValueError(
             'init="spectral" needs role="weight": an update starts at zero, so there is no weight to '
             'decompose. Use init="auto".'
         )
+    if init == "lora" and (role == "weight" or decouple):
+        raise ValueError(
+            'init="lora" is for role="update" without decouple: it starts one factor at zero and the other at '
+            'random. Use init="auto".'
+        )
     if init_scale is not None and not (init_scale > 0 and math.isfinite(init_scale)):
         raise ValueError(f"init_scale must be a finite number above 0 or None, but is {init_scale!r}.")
+    if alpha is not None and not (alpha > 0 and math.isfinite(alpha)):
+        raise ValueError(f"alpha must be a finite number above 0 or None, but is {alpha!r}.")
+    if rank_stabilized and alpha is None:
+        raise ValueError("rank_stabilized=True divides alpha by √rank, but alpha is None; give alpha.")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout must be at least 0 and below 1, but is {dropout!r}.")
+    if role == "weight" and (alpha is not None or dropout):
+        raise ValueError(
+            f'alpha={alpha!r} and dropout={dropout!r} act on the change to a frozen weight, and role is "weight"; '
+            'leave them out or use role="update".'
+        )
 
 
-def why_not_low_rank(module: nn.Module, *dense_classes: type[nn.Module]) -> str:
-    """Say what keeps a module from being converted, for which it must be exactly of one of these classes.
-
-    Returns:
-        The reason, or an empty string where there is none.
-    """
-    if type(module) not in dense_classes:
-        return f"{type(module).__name__} is not exactly {' or '.join(f'nn.{c.__name__}' for c in dense_classes)}"
-    if "forward" in vars(module):
-        return "its forward is replaced on the instance"
-    if set(module._parameters) != {"weight", "bias"} or module._buffers or module._modules:
-        return "it holds other tensors than weight and bias (weight normalisation, for example)"
-    if not module.get_parameter("weight").is_floating_point():
-        return f"its weight is of type {module.get_parameter('weight').dtype}"
-    return ""
+def update_scale(rank: int, alpha: float | None, rank_stabilized: bool) -> float:
+    """Return what an update is multiplied by: 1, α / rank or, rank-stabilised, α / √rank."""
+    if alpha is None:
+        return 1.0
+    return alpha / math.sqrt(rank) if rank_stabilized else alpha / rank
 
 
 def combine(
@@ -80,24 +124,35 @@ def combine(
     decouple: bool,
 ) -> Tensor:
     """Compose trained and fixed factors into a dense tensor, as the table in this module's docstring says."""
+    first, *others = terms(factors, fixed, decouple)
+    composed = factorization.compose(first, shape)
+    for term in others:
+        composed = composed + factorization.compose(term, shape)
+    return composed
+
+
+def terms(factors: Mapping[str, Tensor], fixed: Mapping[str, Tensor], decouple: bool) -> list[dict[str, Tensor]]:
+    """Return the complete sets of factors whose composed weights add up: one, or two where decoupled."""
     if decouple:
-        return factorization.compose({"U": factors["U"], "V": fixed["V"]}, shape) + factorization.compose(
-            {"U": fixed["U"], "V": factors["V"]}, shape
-        )
-    return factorization.compose({**fixed, **factors}, shape)
+        return [{"U": factors["U"], "V": fixed["V"]}, {"U": fixed["U"], "V": factors["V"]}]
+    return [{**fixed, **factors}]
 
 
 class LowRankLayer(nn.Module):
     """What low-rank layers of every kind share; built from a dense layer with :meth:`from_dense`.
 
-    ``weight`` is a property that composes the dense weight each time it is read, so the inherited
-    ``forward`` and everything in torch that reads a layer's weight see the effective one. Changing the
-    tensor it returns changes nothing: the layer's numbers are in these parameters.
+    ``weight`` is a property that composes the dense weight each time it is read, so everything in torch that
+    reads a layer's weight sees the effective one. Changing the tensor it returns changes nothing: the layer's
+    numbers are in these parameters.
 
     - ``frozen_weight``: the weight before the update, never trained (role ``"update"`` only).
     - ``factors``: the trained factors, by name.
-    - ``fixed``: the factors that are never trained: ``U`` where half is frozen, both where decoupled.
+    - ``fixed``: the factors that are never trained: the frozen one where half is, both where decoupled.
     - ``bias``: the dense layer's own.
+
+    ``U`` stands with the first dimension of the dense layer's weight and ``V`` with the second. In a linear
+    layer and a convolution these are output and input; a transposed convolution, an embedding and
+    transformers' ``Conv1D`` hold their weight the other way around.
 
     Attributes:
         factorization: How the factors stand for the weight.
@@ -105,29 +160,58 @@ class LowRankLayer(nn.Module):
         rank: The factors' rank.
         role: ``"update"`` or ``"weight"``.
         decouple: Whether the layer is decoupled (AAD).
-        half_frozen: Whether only ``V`` is trained.
+        half_frozen: Which factor is frozen; ``True`` means ``"U"``.
         init_scale: The ``a`` of the uniform draws U(−a, a) of :meth:`reset_factors`.
+        zero_factors: The factors that :meth:`reset_factors` sets to zero.
+        scale: What the update is multiplied by.
+        dropout: Probability with which an input number is left out of the update in training.
+        compute: ``"auto"``, ``"dense"`` or ``"contracted"``.
     """
 
-    _dense_class: ClassVar[type[nn.Module]]
+    dense_classes: ClassVar[tuple[type[nn.Module], ...]]
+    first_is_input: ClassVar[bool] = False
 
     factors: nn.ParameterDict
     fixed: nn.ParameterDict
     bias: nn.Parameter | None
     frozen_weight: nn.Parameter
+    merged_weight: Tensor | None
 
+    dense_class: type[nn.Module]
     factorization: Factorization
     weight_shape: tuple[int, ...]
     rank: int
     role: Role
     decouple: bool
-    half_frozen: bool
+    half_frozen: HalfFrozen
     init_scale: float
+    zero_factors: tuple[str, ...]
+    scale: float
+    dropout: float
+    compute: Compute
 
     def __init__(self, *arguments: object, **keywords: object) -> None:
         raise TypeError(
             f"{type(self).__name__} is built from a dense layer: use {type(self).__name__}.from_dense(...)."
         )
+
+    @classmethod
+    def why_not(cls, module: nn.Module) -> str:
+        """Say what keeps a module from becoming a layer of this class, or return an empty string.
+
+        Args:
+            module: Any module.
+        """
+        if type(module) not in cls.dense_classes:
+            names = " or ".join(f"nn.{kind.__name__}" for kind in cls.dense_classes[:1])
+            return f"{type(module).__name__} is not exactly {names}"
+        if "forward" in vars(module):
+            return "its forward is replaced on the instance"
+        if set(module._parameters) - {"bias"} != {"weight"} or module._buffers or module._modules:
+            return "it holds other tensors than weight and bias (weight normalisation, for example)"
+        if not module.get_parameter("weight").is_floating_point():
+            return f"its weight is of type {module.get_parameter('weight').dtype}"
+        return ""
 
     @classmethod
     def from_dense(
@@ -138,9 +222,13 @@ class LowRankLayer(nn.Module):
         *,
         role: Role = "update",
         decouple: bool = False,
-        half_frozen: bool = False,
+        half_frozen: HalfFrozen = False,
         init: Init = "auto",
         init_scale: float | None = None,
+        alpha: float | None = None,
+        rank_stabilized: bool = False,
+        dropout: float = 0.0,
+        compute: Compute = "auto",
         seed: int = 0,
     ) -> _Layer:
         """Build the low-rank layer that takes a dense layer's place.
@@ -150,32 +238,41 @@ class LowRankLayer(nn.Module):
         Parameter and freezes it, so the dense layer should not be used further.
 
         Args:
-            module: An ``nn.Linear`` or ``nn.Conv2d``, as the class asks; not a subclass of it.
+            module: A layer of the kind that the class is for; not a subclass of it.
             factorization: How the factors stand for the weight.
             rank: The rank.
             role: ``"update"`` (default) freezes the weight and adds the factors' product to it;
                 ``"weight"`` puts the product in the weight's place.
             decouple: Train ``f(U, Ṽ) + f(Ũ, V)`` (AAD) in place of ``f(U, V)``. Off by default.
-            half_frozen: Train ``V`` only. Off by default.
+            half_frozen: Which factor stays as it is drawn: ``"U"`` or ``True``, or ``"V"``. None by default.
             init: How the factors start. ``"uniform"``: draws from U(−a, a). In role ``"update"`` what would
-                make the update differ from zero is zero instead: ``V``, and with ``decouple`` both trained
-                factors. ``"spectral"`` (role ``"weight"`` only): from the weight, by
-                :meth:`Factorization.decompose`; with ``decouple`` the fixed factors are the spectral ones
-                and the trained ones half of them, which makes the same weight. ``"auto"`` (default):
+                make the update differ from zero is zero instead: the trained factor where half is frozen, both
+                with ``decouple``, else the factorization's own choice, ``V``. ``"lora"`` (role ``"update"``,
+                two factors): the factor on the input's side as torch draws a linear layer's weight, U(−a, a)
+                with a = 1/√(its rows), the other zero. ``"spectral"`` (role ``"weight"`` only): from the
+                weight, by :meth:`Factorization.decompose`; with ``decouple`` the fixed factors are the spectral
+                ones and the trained ones half of them, which makes the same weight. ``"auto"`` (default):
                 ``"uniform"`` in role ``"update"``, ``"spectral"`` in role ``"weight"``.
             init_scale: The ``a`` of the uniform draws. By default, in role ``"update"``, the one for which
                 the first step of SGD changes the weight, in expectation over the draws, as it would the
                 dense layer's; in role ``"weight"`` the one that gives the composed weight the standard
                 deviation of the dense one. (With ``decouple`` two terms add up: both are the factorization's
                 defaults with that taken into account.)
+            alpha: LoRA's α: the update is multiplied by α / rank. ``None`` (default) leaves it as it is.
+            rank_stabilized: Multiply by α / √rank in place of α / rank (rsLoRA, Kalajdzievski 2023). Off by
+                default.
+            dropout: Probability with which numbers of the input are left out of the update, and of nothing
+                else, in training. 0 by default.
+            compute: ``"dense"`` composes the weight for each batch, ``"contracted"`` applies the factors to
+                the input one after another, ``"auto"`` (default) takes what needs fewer multiply-adds.
             seed: Seed of the uniform draws.
 
         Raises:
             TypeError: If ``module`` is of another class, or its weight is not a plain floating-point
                 Parameter.
-            ValueError: If the weight cannot have this rank, a setting has an unknown value, both modifiers
-                are on, ``init="spectral"`` in role ``"update"``, or the dense weight is constant and is to
-                set the scale of uniform draws.
+            ValueError: If the weight cannot have this rank, a setting has an unknown value or does not go
+                with another one, ``compute="contracted"`` where the factorization has no such form, or the
+                dense weight is constant and is to set the scale of uniform draws.
 
         Example:
             >>> from lightning_lowrank.layers import LowRankLinear, MatrixProduct
@@ -186,32 +283,53 @@ class LowRankLayer(nn.Module):
             >>> sorted(name for name, p in layer.named_parameters() if p.requires_grad)
             ['bias', 'factors.U', 'factors.V']
         """
-        reason = why_not_low_rank(module, cls._dense_class)
+        reason = cls.why_not(module)
         if reason:
             raise TypeError(f"module cannot become a {cls.__name__}: {reason}.")
-        check_settings(role, decouple, half_frozen, init, init_scale)
+        check_settings(role, decouple, half_frozen, init, init_scale, alpha, rank_stabilized, dropout, compute)
         weight = module.weight
         assert isinstance(weight, nn.Parameter)
         shape = tuple(weight.shape)
         factorization.check_rank(shape, rank, half_frozen)
+        shapes = factorization.factor_shapes(shape, rank)
+        trained = factorization.trained_factors(shape, half_frozen)
+        fixed = factorization.fixed_factors(shape, decouple, half_frozen)
+        if init == "lora" and not factorization.bilinear(shape):
+            raise ValueError(f'init="lora" needs two factors, and {factorization!r} has {", ".join(shapes)}.')
 
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
         _take_over_attributes(layer, module, hooks=True)
+        layer.dense_class = type(module)
         layer.factorization = factorization
         layer.weight_shape = shape
         layer.rank = rank
         layer.role = role
         layer.decouple = decouple
         layer.half_frozen = half_frozen
-        layer.init_scale = layer._default_init_scale(weight) if init_scale is None else float(init_scale)
+        layer.scale = update_scale(rank, alpha, rank_stabilized)
+        layer.dropout = dropout
+        layer.compute = compute
+        if compute == "contracted" and not layer._can_contract():
+            raise ValueError(
+                f'compute="contracted" is not possible: {factorization!r} has no contracted form for a '
+                f'{layer.dense_class.__name__} with a weight of shape {shape}. Use compute="auto".'
+            )
+        layer.zero_factors = layer._choose_zero_factors(init, trained)
+        if init_scale is not None:
+            layer.init_scale = float(init_scale)
+        elif init == "lora":
+            layer.init_scale = 1 / math.sqrt(
+                next(rows for name, (rows, *_) in shapes.items() if name not in layer.zero_factors)
+            )
+        else:
+            layer.init_scale = layer._default_init_scale(weight)
 
-        shapes = factorization.factor_shapes(shape, rank)
-        trained = factorization.trained_factors(half_frozen)
-        fixed = factorization.fixed_factors(decouple, half_frozen)
         if role == "update":
             layer.register_parameter("frozen_weight", weight)
-        layer.register_parameter("bias", module.bias)  # type: ignore[arg-type]
+        if "bias" in module._parameters:
+            layer.register_parameter("bias", module._parameters["bias"])
+        layer.register_buffer("merged_weight", None, persistent=False)
         layer.factors = nn.ParameterDict({name: nn.Parameter(weight.new_zeros(shapes[name])) for name in trained})
         layer.fixed = nn.ParameterDict(
             {name: nn.Parameter(weight.new_zeros(shapes[name]), requires_grad=False) for name in fixed}
@@ -225,11 +343,20 @@ class LowRankLayer(nn.Module):
             weight.grad = None
         return layer
 
+    def _choose_zero_factors(self, init: Init, trained: tuple[str, ...]) -> tuple[str, ...]:
+        if self.role == "weight":
+            return ()
+        if self.decouple or self.half_frozen:
+            return trained
+        if init == "lora":
+            return ("V",) if self.first_is_input else ("U",)
+        return (self.factorization.zero_factor(self.weight_shape),)
+
     def _default_init_scale(self, weight: Tensor) -> float:
-        terms = 2 if self.decouple else 1
+        count = 2 if self.decouple else 1
         if self.role == "update":
-            return self.factorization.default_init_scale(self.weight_shape, self.rank) / math.sqrt(terms)
-        std = weight.detach().double().std(correction=0).item() / math.sqrt(terms)
+            return self.factorization.default_init_scale(self.weight_shape, self.rank) / math.sqrt(count)
+        std = weight.detach().double().std(correction=0).item() / math.sqrt(count)
         return self.factorization.init_scale_for_std(self.weight_shape, self.rank, std)
 
     @torch.no_grad()
@@ -242,7 +369,9 @@ class LowRankLayer(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The effective dense weight, composed anew."""
+        """The effective dense weight, composed anew unless the layer is merged."""
+        if self.merged_weight is not None:
+            return self.merged_weight
         if self.role == "update":
             return self.frozen_weight + self.update()
         return self.update()
@@ -264,11 +393,11 @@ class LowRankLayer(nn.Module):
                 f"factors must have exactly the names of the trained factors, {sorted(self.factors)}, "
                 f"but has {sorted(factors)}."
             )
-        fixed = dict(self.fixed.items())
-        return combine(self.factorization, self.weight_shape, factors, fixed, self.decouple)
+        composed = combine(self.factorization, self.weight_shape, factors, dict(self.fixed.items()), self.decouple)
+        return composed if self.scale == 1 else composed * self.scale
 
     @torch.no_grad()
-    def merge(self, factors: Mapping[str, Tensor] | None = None) -> None:
+    def fold(self, factors: Mapping[str, Tensor] | None = None) -> None:
         """Add the update to the frozen weight, in place; the factors stay as they are.
 
         Follow it with :meth:`reset_factors` to start the next update at zero.
@@ -282,14 +411,43 @@ class LowRankLayer(nn.Module):
         """
         if self.role != "update":
             raise ValueError(
-                'merge needs a layer of role="update", which has a frozen weight to add to; this one has '
+                'fold needs a layer of role="update", which has a frozen weight to add to; this one has '
                 f"role={self.role!r}."
             )
         self.frozen_weight.add_(self.update(factors))
 
     @torch.no_grad()
+    def merge(self) -> None:
+        """Compose the weight once and keep it, so that the layer costs what the dense one does.
+
+        The factors and the frozen weight stay as they are, so :meth:`unmerge` restores the layer bit for bit
+        and state dicts are the same as before. A merged layer does not train: ``train()`` and loading a state
+        dict unmerge it.
+        """
+        self.unmerge()
+        self.merged_weight = self.weight.detach().clone()
+
+    def unmerge(self) -> None:
+        """Compose the weight anew at each use again."""
+        self.merged_weight = None
+
+    def train(self: _Layer, mode: bool = True) -> _Layer:
+        """Set the training mode; training unmerges the layer.
+
+        Args:
+            mode: Whether to train.
+        """
+        if mode:
+            self.unmerge()
+        return super().train(mode)
+
+    def _load_from_state_dict(self, *arguments: Any, **keywords: Any) -> None:
+        self.unmerge()
+        super()._load_from_state_dict(*arguments, **keywords)
+
+    @torch.no_grad()
     def reset_factors(self, seed: int) -> None:
-        """Draw the factors anew, trained and fixed, in place, as ``init="uniform"`` does.
+        """Draw the factors anew, trained and fixed, in place, as ``init="uniform"`` and ``"lora"`` do.
 
         Each factor has a generator of its own, derived from the seed, and is drawn on the CPU in single
         precision: the same seed gives the same factors on every device.
@@ -308,15 +466,12 @@ class LowRankLayer(nn.Module):
             )
         for table, values in (("factors", self.factors), ("fixed", self.fixed)):
             for name, factor in values.items():
-                if table == "factors" and self._starts_at_zero(name):
+                if table == "factors" and name in self.zero_factors:
                     factor.zero_()
                 else:
                     draw = torch.empty(factor.shape, dtype=torch.float32)
                     draw.uniform_(-self.init_scale, self.init_scale, generator=generator(seed, table, name))
                     factor.copy_(draw)
-
-    def _starts_at_zero(self, name: str) -> bool:
-        return self.role == "update" and (self.decouple or name == "V")
 
     def reset_parameters(self) -> None:
         """Refuse: torch's hook for global re-initialisation would change nothing here.
@@ -338,19 +493,114 @@ class LowRankLayer(nn.Module):
             hooks: Whether the dense layer takes over this layer's hooks, as it should if it takes its place.
                 Off by default.
         """
-        dense = self._dense_class.__new__(self._dense_class)
+        dense = self.dense_class.__new__(self.dense_class)
         nn.Module.__init__(dense)
         _take_over_attributes(dense, self, hooks)
         dense.register_parameter("weight", nn.Parameter(self.weight.detach().clone()))
-        dense.register_parameter("bias", self.bias)
+        if "bias" in self._parameters:
+            dense.register_parameter("bias", self._parameters["bias"])
         return dense
+
+    def forward(self, input: Tensor, *geometry: Any) -> Tensor:
+        """Compute what the dense layer with the effective weight would.
+
+        Args:
+            input: As for the dense layer.
+            *geometry: Further arguments of the dense layer's forward (``output_size`` of a transposed
+                convolution).
+        """
+        bias = self._parameters.get("bias")
+        if self.merged_weight is not None:
+            return self._apply_dense(input, self.merged_weight, bias, *geometry)
+        contracts = self.contracts(input, *geometry)
+        dropout = self.dropout if self.training else 0.0
+        if not contracts and not dropout:
+            return self._apply_dense(input, self.weight, bias, *geometry)
+        dropped = F.dropout(input, dropout) if dropout else input
+        if not contracts:
+            change = self._apply_dense(dropped, self.update(), None, *geometry)
+            return self._apply_dense(input, self.frozen_weight, bias, *geometry) + change
+        first, *others = terms(self.factors, self.fixed, self.decouple)
+        change = self._apply_factors(dropped, first, bias if self.role == "weight" else None, *geometry)
+        for term in others:
+            change = change + self._apply_factors(dropped, term, None, *geometry)
+        if self.role == "weight":
+            return change
+        return torch.add(self._apply_dense(input, self.frozen_weight, bias, *geometry), change, alpha=self.scale)
+
+    def contracts(self, input: Tensor, *geometry: Any) -> bool:
+        """Say whether the layer computes the contracted way for this input.
+
+        With ``compute="auto"`` the multiply-adds of the forward pass are compared and, where gradients are
+        recorded, those of the backward pass besides: a gradient of the composed weight, which the contracted
+        way does not need, costs as much as the layer itself.
+
+        Args:
+            input: An input of the layer.
+            *geometry: Further arguments of ``forward``.
+        """
+        if self.compute != "auto":
+            return self.compute == "contracted"
+        if not self._can_contract():
+            return False
+        product, first, rest = self._multiply_adds(input, *geometry)
+        composing = self.factorization.compose_multiply_adds(self.weight_shape, self.rank)
+        base = product if self.role == "update" else 0
+        sets = 2 if self.decouple else 1
+        if not torch.is_grad_enabled():
+            return sets * (first + rest) + base < product + sets * composing
+        through_input = int(input.requires_grad)
+        dense = (2 + through_input) * product + sets * 3 * composing
+        contracted = sets * ((2 + through_input) * first + 3 * rest) + (1 + through_input) * base
+        return contracted < dense
+
+    def multiply_adds(self, input: Tensor, *geometry: Any) -> int:
+        """Return the multiply-adds of the forward pass for this input, the way the layer computes it.
+
+        Composing the weight, which happens once a batch, is not among them.
+
+        Args:
+            input: An input of the layer.
+            *geometry: Further arguments of ``forward``.
+        """
+        product, first, rest = self._multiply_adds(input, *geometry)
+        if self.merged_weight is not None or not self.contracts(input, *geometry):
+            return product
+        return (first + rest) * (2 if self.decouple else 1) + (product if self.role == "update" else 0)
+
+    def _can_contract(self) -> bool:
+        raise NotImplementedError
+
+    def _multiply_adds(self, input: Tensor, *geometry: Any) -> tuple[int, int, int]:
+        """Count multiply-adds: of the dense product, and of one set of factors' first product and the others.
+
+        The first is the one whose input may need no gradient. Both are 0 without a contracted form.
+        """
+        raise NotImplementedError
+
+    def _apply_dense(self, input: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
+        raise NotImplementedError
+
+    def _apply_factors(
+        self, input: Tensor, factors: Mapping[str, Tensor], bias: Tensor | None, *geometry: Any
+    ) -> Tensor:
+        raise NotImplementedError
 
     def extra_repr(self) -> str:
         """Describe the dense layer, then what is low-rank about it."""
         parts = [super().extra_repr(), f"factorization={self.factorization}", f"rank={self.rank}"]
         parts.append(f"role={self.role!r}")
-        parts.extend(f"{name}=True" for name in ("decouple", "half_frozen") if getattr(self, name))
-        return ", ".join(parts)
+        if self.decouple:
+            parts.append("decouple=True")
+        if self.half_frozen:
+            parts.append(f"half_frozen={self.half_frozen!r}")
+        if self.scale != 1:
+            parts.append(f"scale={self.scale:.6g}")
+        if self.dropout:
+            parts.append(f"dropout={self.dropout}")
+        if self.compute != "auto":
+            parts.append(f"compute={self.compute!r}")
+        return ", ".join(part for part in parts if part)
 
 
 def _take_over_attributes(target: nn.Module, source: nn.Module, hooks: bool) -> None:
@@ -361,13 +611,38 @@ def _take_over_attributes(target: nn.Module, source: nn.Module, hooks: bool) -> 
     that users hold still remove their hooks. What ``Module.compile`` left is bound to the source.
     """
     tables = set(vars(nn.Module())) - {"training"}
-    left = {"_parameters", "_buffers", "_modules", "_compiled_call_impl", *LowRankLayer.__annotations__}
+    left = {"_parameters", "_buffers", "_non_persistent_buffers_set", "_modules", "_compiled_call_impl"}
+    if isinstance(source, LowRankLayer):
+        left |= LowRankLayer.__annotations__.keys()
     for name, value in vars(source).items():
         if name not in left and (hooks or name not in tables):
             object.__setattr__(target, name, value)
 
 
-class LowRankLinear(LowRankLayer, nn.Linear):  # type: ignore[misc, override]
+class _LowRankProjection(LowRankLayer):
+    """What layers share that multiply the last dimension by a matrix."""
+
+    def _can_contract(self) -> bool:
+        return self.factorization.multiply_adds(self.weight_shape, self.rank) is not None
+
+    def _multiply_adds(self, input: Tensor, *geometry: Any) -> tuple[int, int, int]:
+        positions = math.prod(input.shape[:-1])
+        each = self.factorization.multiply_adds(self.weight_shape, self.rank) or 0
+        stages = self.factorization.stage_shapes(self.weight_shape, self.rank)
+        first = math.prod(stages[-1 if self.first_is_input else 0].kernel) if stages else 0
+        return positions * math.prod(self.weight_shape), positions * first, positions * (each - first)
+
+    def _apply_dense(self, input: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
+        return F.linear(input, weight.mT if self.first_is_input else weight, bias)
+
+    def _apply_factors(
+        self, input: Tensor, factors: Mapping[str, Tensor], bias: Tensor | None, *geometry: Any
+    ) -> Tensor:
+        output = self.factorization.multiply(input, factors, self.weight_shape, transposed=self.first_is_input)
+        return output if bias is None else output + bias.to(output.dtype)
+
+
+class LowRankLinear(_LowRankProjection, nn.Linear):  # type: ignore[misc, override]
     """An ``nn.Linear`` whose weight is composed from factors; see :class:`LowRankLayer`.
 
     Example:
@@ -376,17 +651,490 @@ class LowRankLinear(LowRankLayer, nn.Linear):  # type: ignore[misc, override]
         torch.Size([4, 6])
     """
 
-    _dense_class = nn.Linear
+    dense_classes = (nn.Linear, NonDynamicallyQuantizableLinear)
 
 
-class LowRankConv2d(LowRankLayer, nn.Conv2d):  # type: ignore[misc, override]
+class LowRankEmbedding(LowRankLayer, nn.Embedding):  # type: ignore[misc, override]
+    """An ``nn.Embedding`` whose table is composed from factors; see :class:`LowRankLayer`.
+
+    The contracted way looks up rows of ``U`` and multiplies only these. ``U`` stands with the rows.
+
+    Example:
+        >>> from lightning_lowrank.layers import LowRankEmbedding, MatrixProduct
+        >>> table = LowRankEmbedding.from_dense(nn.Embedding(1000, 16), MatrixProduct(), rank=4)
+        >>> table(torch.tensor([[1, 2, 999]])).shape
+        torch.Size([1, 3, 16])
+    """
+
+    dense_classes = (nn.Embedding,)
+    first_is_input = True
+
+    @classmethod
+    def why_not(cls, module: nn.Module) -> str:
+        """Say what keeps a module from becoming a layer of this class, or return an empty string.
+
+        Args:
+            module: Any module.
+        """
+        reason = super().why_not(module)
+        if reason:
+            return reason
+        assert isinstance(module, nn.Embedding)
+        if module.max_norm is not None:
+            return "max_norm changes its weight in the forward pass"
+        if module.sparse or module.scale_grad_by_freq:
+            return "its gradient is of a special kind (sparse or scale_grad_by_freq)"
+        return ""
+
+    def _can_contract(self) -> bool:
+        return self.factorization.stage_shapes(self.weight_shape, self.rank) is not None
+
+    def _multiply_adds(self, input: Tensor, *geometry: Any) -> tuple[int, int, int]:
+        stages = self.factorization.stage_shapes(self.weight_shape, self.rank) or ()
+        return 0, 0, input.numel() * sum(math.prod(stage.kernel) for stage in stages[:-1])
+
+    def _apply_dense(self, input: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
+        # Autocast composes in half precision, and torch's embedding gives its table's own.
+        return F.embedding(input, weight, self.padding_idx).to(self._dtype)
+
+    def _apply_factors(
+        self, input: Tensor, factors: Mapping[str, Tensor], bias: Tensor | None, *geometry: Any
+    ) -> Tensor:
+        *others, rows = self.factorization.stages(factors, self.weight_shape)
+        output = F.embedding(input, rows)
+        for kernel in reversed(others):
+            output = output @ kernel
+        if self.padding_idx is not None:
+            output = torch.where((input == self.padding_idx).unsqueeze(-1), output.detach(), output)
+        return output.to(self._dtype)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return next(iter(self.factors.values())).dtype
+
+
+class _LowRankConvolution(LowRankLayer):
+    """What convolutions share: the stages of a chain, each with the geometry of the dimensions it owns.
+
+    A kernel dimension belongs to the stage whose kernel extends in it, or to the first stage where none
+    does. Padding, stride and dilation of a dimension act at its stage: what the others do along other
+    dimensions does not interfere. Groups share all stages but the one that stands with the output channels,
+    so the channels' groups become part of the batch there.
+    """
+
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    padding: tuple[int, ...] | str
+    padding_mode: str
+    output_padding: tuple[int, ...]
+    groups: int
+    kernel_size: tuple[int, ...]
+    _reversed_padding_repeated_twice: list[int]
+
+    def _stage_shapes(self) -> tuple[Stage, ...]:
+        return self.factorization.stage_shapes(self.weight_shape, self.rank) or ()
+
+    def _can_contract(self) -> bool:
+        return bool(self._stage_shapes())
+
+    def _owners(self, stages: Sequence[Stage]) -> list[int]:
+        """Return, for each kernel dimension, the position of the stage it belongs to."""
+        return [
+            next((index for index, stage in enumerate(stages) if stage.kernel[2 + dimension] > 1), 0)
+            for dimension in range(len(self.kernel_size))
+        ]
+
+    def _batched(self, input: Tensor) -> Tensor:
+        return input if input.dim() == len(self.kernel_size) + 2 else input.unsqueeze(0)
+
+    def _split_groups(self, input: Tensor) -> Tensor:
+        if self.groups == 1:
+            return input
+        batch, channels, *size = input.shape
+        return input.reshape(batch * self.groups, channels // self.groups, *size)
+
+    def _join_groups(self, input: Tensor) -> Tensor:
+        if self.groups == 1:
+            return input
+        batch, channels, *size = input.shape
+        return input.reshape(batch // self.groups, channels * self.groups, *size)
+
+    def _count(
+        self, input: Tensor, before: Sequence[int], after: Sequence[int], positions: int
+    ) -> tuple[int, int, int]:
+        """Count as ``_multiply_adds`` does, from the sizes before and after each dimension's own stage.
+
+        A stage has its multiply-adds at each position of the side where its dimensions have been convolved, or
+        have not been transposed yet.
+        """
+        batch = 1 if input.dim() == len(self.kernel_size) + 1 else input.shape[0]
+        stages = self._stage_shapes()
+        owners = self._owners(stages)
+        counts = []
+        for index, stage in enumerate(stages):
+            own_side = before if self.first_is_input else after
+            other_side = after if self.first_is_input else before
+            sizes = [
+                own_side[position] if owner <= index else other_side[position] for position, owner in enumerate(owners)
+            ]
+            copies = 1 if index == len(stages) - 1 else self.groups
+            counts.append(batch * copies * math.prod(stage.kernel) * math.prod(sizes))
+        first = counts[-1 if self.first_is_input else 0] if counts else 0
+        return batch * math.prod(self.weight_shape) * positions, first, sum(counts) - first
+
+    def _run(
+        self,
+        function: Any,
+        input: Tensor,
+        kernel: Tensor,
+        index: int,
+        owners: Sequence[int],
+        bias: Tensor | None,
+        groups: int,
+        padding: Sequence[int],
+        output_padding: Sequence[int] | None = None,
+    ) -> Tensor:
+        def mine(values: Sequence[int], otherwise: int) -> list[int]:
+            return [value if owner == index else otherwise for value, owner in zip(values, owners, strict=True)]
+
+        settings = {"stride": mine(self.stride, 1), "padding": mine(padding, 0), "dilation": mine(self.dilation, 1)}
+        if output_padding is not None:
+            settings["output_padding"] = mine(output_padding, 0)
+        return function(input, kernel, bias, groups=groups, **settings)
+
+
+class _LowRankConv(_LowRankConvolution):
+    function: ClassVar[Any]
+
+    def _left_to_stages(self) -> Sequence[int] | None:
+        """Return the padding of each dimension that its stage applies, ``None`` where a stage cannot."""
+        if self.padding_mode != "zeros":
+            return None
+        if not isinstance(self.padding, str):
+            return self.padding
+        pads = self._reversed_padding_repeated_twice
+        return pads[::-2] if pads[::2] == pads[1::2] else None
+
+    def _multiply_adds(self, input: Tensor, *geometry: Any) -> tuple[int, int, int]:
+        dimensions = len(self.kernel_size)
+        left = self._left_to_stages()
+        pads = self._reversed_padding_repeated_twice
+        both = [pads[index] + pads[index + 1] for index in range(2 * dimensions - 2, -1, -2)] if left is None else None
+        before, after = [], []
+        for position, size in enumerate(input.shape[-dimensions:]):
+            padded = size + (both[position] if both is not None else 0)
+            before.append(padded)
+            padded += 2 * left[position] if left is not None else 0
+            reach = self.dilation[position] * (self.kernel_size[position] - 1)
+            after.append((padded - reach - 1) // self.stride[position] + 1)
+        return self._count(input, before, after, math.prod(after))
+
+    def _apply_dense(self, input: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
+        return self._conv_forward(input, weight, bias)  # type: ignore[operator]
+
+    def _apply_factors(
+        self, input: Tensor, factors: Mapping[str, Tensor], bias: Tensor | None, *geometry: Any
+    ) -> Tensor:
+        stages = self._stage_shapes()
+        owners = self._owners(stages)
+        output = self._batched(input)
+        padding = self._left_to_stages()
+        if padding is None:
+            mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
+            output = F.pad(output, self._reversed_padding_repeated_twice, mode=mode)
+            padding = (0,) * len(self.kernel_size)
+        last = len(stages) - 1
+        for index, (stage, kernel) in enumerate(
+            zip(stages, self.factorization.stages(factors, self.weight_shape), strict=True)
+        ):
+            if index == 0:
+                output = self._split_groups(output)
+            if index == last:
+                output = self._join_groups(output)
+            groups = self.groups if index == last else stage.groups
+            last_bias = bias if index == last else None
+            output = self._run(type(self).function, output, kernel, index, owners, last_bias, groups, padding)
+        return output if input.dim() == output.dim() else output.squeeze(0)
+
+
+class _LowRankConvTranspose(_LowRankConvolution):
+    """A transposed convolution is the adjoint of the convolution with the same weight: stages run backwards."""
+
+    first_is_input = True
+    function: ClassVar[Any]
+
+    def _crop(self, input: Tensor, output_size: list[int] | None) -> list[int]:
+        return self._output_padding(  # type: ignore[operator]
+            input,
+            output_size,
+            self.stride,
+            self.padding,
+            self.kernel_size,
+            len(self.kernel_size),
+            self.dilation,
+        )
+
+    def _multiply_adds(self, input: Tensor, *geometry: Any) -> tuple[int, int, int]:
+        dimensions = len(self.kernel_size)
+        (output_padding,) = geometry or (self.output_padding,)
+        assert not isinstance(self.padding, str)
+        before = list(input.shape[-dimensions:])
+        after = [
+            (size - 1) * self.stride[index]
+            - 2 * self.padding[index]
+            + self.dilation[index] * (self.kernel_size[index] - 1)
+            + output_padding[index]
+            + 1
+            for index, size in enumerate(before)
+        ]
+        return self._count(input, before, after, math.prod(before))
+
+    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        """Compute what the dense layer with the effective weight would.
+
+        Args:
+            input: As for the dense layer.
+            output_size: As for the dense layer.
+        """
+        return super().forward(input, self._crop(input, output_size))
+
+    def _apply_dense(self, input: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
+        (output_padding,) = geometry
+        return type(self).function(
+            input, weight, bias, self.stride, self.padding, output_padding, self.groups, self.dilation
+        )
+
+    def _apply_factors(
+        self, input: Tensor, factors: Mapping[str, Tensor], bias: Tensor | None, *geometry: Any
+    ) -> Tensor:
+        (output_padding,) = geometry
+        stages = self._stage_shapes()
+        owners = self._owners(stages)
+        kernels = self.factorization.stages(factors, self.weight_shape)
+        assert not isinstance(self.padding, str)
+        output = self._batched(input)
+        last = len(stages) - 1
+        for index in range(last, -1, -1):
+            groups = self.groups if index == last else stages[index].groups
+            last_bias = bias if index == 0 and self.groups == 1 else None
+            output = self._run(
+                type(self).function,
+                output,
+                kernels[index],
+                index,
+                owners,
+                last_bias,
+                groups,
+                self.padding,
+                output_padding,
+            )
+            if index == last:
+                output = self._split_groups(output)
+        output = self._join_groups(output)
+        if bias is not None and self.groups > 1:
+            output = output + bias.to(output.dtype).view(-1, *(1 for _ in self.kernel_size))
+        return output if input.dim() == output.dim() else output.squeeze(0)
+
+
+class LowRankConv1d(_LowRankConv, nn.Conv1d):  # type: ignore[misc, override]
+    """An ``nn.Conv1d`` whose weight is composed from factors; see :class:`LowRankLayer`.
+
+    Example:
+        >>> from lightning_lowrank.layers import LowRankConv1d, MatrixProduct
+        >>> layer = LowRankConv1d.from_dense(nn.Conv1d(8, 16, 3, padding=1), MatrixProduct(), rank=4)
+        >>> layer(torch.zeros(1, 8, 5)).shape
+        torch.Size([1, 16, 5])
+    """
+
+    dense_classes = (nn.Conv1d,)
+    function = staticmethod(F.conv1d)
+
+
+class LowRankConv2d(_LowRankConv, nn.Conv2d):  # type: ignore[misc, override]
     """An ``nn.Conv2d`` whose weight is composed from factors; see :class:`LowRankLayer`.
 
     Example:
-        >>> from lightning_lowrank.layers import BlockKronecker, LowRankConv2d
-        >>> layer = LowRankConv2d.from_dense(nn.Conv2d(8, 16, 3, padding="same"), BlockKronecker(), rank=4)
+        >>> from lightning_lowrank.layers import LowRankConv2d, MatrixProduct
+        >>> layer = LowRankConv2d.from_dense(nn.Conv2d(8, 16, 3, padding=1), MatrixProduct(), rank=4)
         >>> layer(torch.zeros(1, 8, 5, 5)).shape
         torch.Size([1, 16, 5, 5])
     """
 
-    _dense_class = nn.Conv2d
+    dense_classes = (nn.Conv2d,)
+    function = staticmethod(F.conv2d)
+
+
+class LowRankConv3d(_LowRankConv, nn.Conv3d):  # type: ignore[misc, override]
+    """An ``nn.Conv3d`` whose weight is composed from factors; see :class:`LowRankLayer`.
+
+    Example:
+        >>> from lightning_lowrank.layers import LowRankConv3d, MatrixProduct
+        >>> layer = LowRankConv3d.from_dense(nn.Conv3d(8, 16, 3, padding=1), MatrixProduct(), rank=4)
+        >>> layer(torch.zeros(1, 8, 5, 5, 5)).shape
+        torch.Size([1, 16, 5, 5, 5])
+    """
+
+    dense_classes = (nn.Conv3d,)
+    function = staticmethod(F.conv3d)
+
+
+class LowRankConvTranspose1d(_LowRankConvTranspose, nn.ConvTranspose1d):  # type: ignore[misc, override]
+    """An ``nn.ConvTranspose1d`` whose weight is composed from factors; see :class:`LowRankLayer`.
+
+    Example:
+        >>> from lightning_lowrank.layers import LowRankConvTranspose1d, MatrixProduct
+        >>> layer = LowRankConvTranspose1d.from_dense(nn.ConvTranspose1d(8, 16, 3, padding=1), MatrixProduct(), rank=4)
+        >>> layer(torch.zeros(1, 8, 5)).shape
+        torch.Size([1, 16, 5])
+    """
+
+    dense_classes = (nn.ConvTranspose1d,)
+    function = staticmethod(F.conv_transpose1d)
+
+
+class LowRankConvTranspose2d(_LowRankConvTranspose, nn.ConvTranspose2d):  # type: ignore[misc, override]
+    """An ``nn.ConvTranspose2d`` whose weight is composed from factors; see :class:`LowRankLayer`.
+
+    Example:
+        >>> from lightning_lowrank.layers import LowRankConvTranspose2d, MatrixProduct
+        >>> layer = LowRankConvTranspose2d.from_dense(nn.ConvTranspose2d(8, 16, 3, padding=1), MatrixProduct(), rank=4)
+        >>> layer(torch.zeros(1, 8, 5, 5)).shape
+        torch.Size([1, 16, 5, 5])
+    """
+
+    dense_classes = (nn.ConvTranspose2d,)
+    function = staticmethod(F.conv_transpose2d)
+
+
+class LowRankConvTranspose3d(_LowRankConvTranspose, nn.ConvTranspose3d):  # type: ignore[misc, override]
+    """An ``nn.ConvTranspose3d`` whose weight is composed from factors; see :class:`LowRankLayer`.
+
+    Example:
+        >>> from lightning_lowrank.layers import LowRankConvTranspose3d, MatrixProduct
+        >>> layer = LowRankConvTranspose3d.from_dense(nn.ConvTranspose3d(8, 16, 3, padding=1), MatrixProduct(), rank=4)
+        >>> layer(torch.zeros(1, 8, 5, 5, 5)).shape
+        torch.Size([1, 16, 5, 5, 5])
+    """
+
+    dense_classes = (nn.ConvTranspose3d,)
+    function = staticmethod(F.conv_transpose3d)
+
+
+class LowRankMultiheadAttention(nn.MultiheadAttention):
+    """An ``nn.MultiheadAttention`` whose input projections are low-rank, as :func:`convert` makes it.
+
+    The projections are children named after the weights they stand for: ``in_proj`` for ``in_proj_weight``,
+    or ``q_proj``, ``k_proj`` and ``v_proj`` where keys and values have widths of their own. Torch's attention
+    reads weights, so these children compose theirs (``compute="dense"``) and are not called.
+    """
+
+    PROJECTIONS: ClassVar[tuple[str, ...]] = ("in_proj", "q_proj", "k_proj", "v_proj")
+
+    def __init__(self, *arguments: object, **keywords: object) -> None:
+        raise TypeError("LowRankMultiheadAttention is built from a dense one: use its from_dense, or convert(...).")
+
+    @classmethod
+    def from_dense(
+        cls, module: nn.MultiheadAttention, projections: Mapping[str, LowRankLinear]
+    ) -> LowRankMultiheadAttention:
+        """Put low-rank projections in the place of weights.
+
+        Args:
+            module: The dense attention, which should not be used further: its parameters and children are
+                taken over.
+            projections: The layers by name: ``"in_proj"``, ``"q_proj"``, ``"k_proj"`` or ``"v_proj"``.
+
+        Raises:
+            ValueError: If the attention has no such weight.
+        """
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        _take_over_attributes(layer, module, hooks=True)
+        # register_parameter refuses names that a property of the class has.
+        layer._parameters.update(
+            {
+                name: value
+                for name, value in module._parameters.items()
+                if name.removesuffix("_weight") not in projections
+            }
+        )
+        for name, child in module._modules.items():
+            layer.add_module(name, child)
+        for name, projection in projections.items():
+            if module._parameters.get(f"{name}_weight") is None:
+                raise ValueError(f"projections has {name!r}, but the attention has no parameter {name}_weight.")
+            layer.add_module(name, projection)
+        return layer
+
+    def to_dense(self) -> nn.MultiheadAttention:
+        """Return the plain attention with the effective weights, new trainable Parameters."""
+        dense = nn.MultiheadAttention.__new__(nn.MultiheadAttention)
+        nn.Module.__init__(dense)
+        _take_over_attributes(dense, self, hooks=True)
+        for name in self.PROJECTIONS:
+            weight = self._parameters.get(f"{name}_weight")
+            if name in self._modules:
+                weight = nn.Parameter(self._weight(f"{name}_weight").detach().clone())
+            dense.register_parameter(f"{name}_weight", weight)
+        for name, parameter in self._parameters.items():
+            if name not in dense._parameters:
+                dense.register_parameter(name, parameter)
+        for name, child in self._modules.items():
+            if name not in self.PROJECTIONS:
+                dense.add_module(name, child)
+        return dense
+
+    def _weight(self, name: str) -> Any:
+        projection = self._modules.get(name.removesuffix("_weight"))
+        return self._parameters.get(name) if projection is None else projection.weight
+
+    @property
+    def in_proj_weight(self) -> Any:
+        """The packed projection of queries, keys and values, or ``None``."""
+        return self._weight("in_proj_weight")
+
+    @property
+    def q_proj_weight(self) -> Any:
+        """The projection of queries where the projections are not packed, else ``None``."""
+        return self._weight("q_proj_weight")
+
+    @property
+    def k_proj_weight(self) -> Any:
+        """The projection of keys where the projections are not packed, else ``None``."""
+        return self._weight("k_proj_weight")
+
+    @property
+    def v_proj_weight(self) -> Any:
+        """The projection of values where the projections are not packed, else ``None``."""
+        return self._weight("v_proj_weight")
+
+
+_CLASSES: tuple[type[LowRankLayer], ...] = (
+    LowRankLinear,
+    LowRankConv1d,
+    LowRankConv2d,
+    LowRankConv3d,
+    LowRankConvTranspose1d,
+    LowRankConvTranspose2d,
+    LowRankConvTranspose3d,
+    LowRankEmbedding,
+)
+
+
+def low_rank_class(module: nn.Module) -> type[LowRankLayer] | None:
+    """Return the low-rank class for a layer or a subclass of one, or ``None`` for any other module.
+
+    A subclass may still not be convertible: :meth:`LowRankLayer.why_not` says so.
+
+    Args:
+        module: Any module.
+    """
+    kind = type(module)
+    if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils":
+        from lightning_lowrank.layers.transformers import LowRankConv1D
+
+        return LowRankConv1D
+    for candidate in _CLASSES:
+        if isinstance(module, candidate.dense_classes):
+            return candidate
+    return None

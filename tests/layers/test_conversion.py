@@ -4,13 +4,16 @@ import io
 import itertools
 import json
 import math
+import pickle
 
 import pytest
 import torch
 from torch import nn
 
 from lightning_lowrank.layers import (
+    CP,
     BlockKronecker,
+    Hadamard,
     LayerSpec,
     LowRankConv2d,
     LowRankLayer,
@@ -21,6 +24,7 @@ from lightning_lowrank.layers import (
     low_rank_layers,
     recover,
 )
+from lightning_lowrank import models
 from lightning_lowrank.seeding import derive_seed
 
 PRODUCT, KRONECKER = MatrixProduct(layout="raw"), BlockKronecker()
@@ -274,6 +278,142 @@ def test_half_frozen_counts_only_what_is_trained():
     assert conversion.trainable_parameters == 4 * 16 + 4 * 5
 
 
+def test_a_rank_ratio_is_of_the_output_channels():
+    model = nn.ModuleDict(
+        {
+            "conv": nn.Conv2d(8, 20, 3),
+            "transposed": nn.ConvTranspose2d(12, 10, 3, groups=2),
+            "embedding": nn.Embedding(50, 12),
+            "linear": nn.Linear(40, 30),
+            "small": nn.Linear(9, 3),
+        }
+    )
+    conversion = convert(model, MatrixProduct(), rank_ratio={"linear": 0.1, "*": 0.25})
+    assert [layer.rank for layer in conversion.layers] == [5, 2, 3, 3, 1]
+
+
+@pytest.mark.parametrize("unit", ["parameters", "bytes"])
+@pytest.mark.parametrize("allocation", ["uniform", "singular_values"])
+def test_a_budget_in_parameters_or_bytes_is_met_and_used_up(unit, allocation):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 30).double(), nn.Linear(30, 20))
+
+    def size():
+        return sum(
+            p.numel() * (p.element_size() if unit == "bytes" else 1) for p in model.parameters() if p.requires_grad
+        )
+
+    budget = size() // 3
+    convert(model, MatrixProduct(), budget=budget, budget_unit=unit, allocation=allocation, role="weight")
+    largest_step = 60 * 8 + 70 * 4 + 50 * 4 if unit == "bytes" else 60 + 70 + 50
+    assert budget - largest_step < size() <= budget
+
+
+@pytest.mark.parametrize("budget", [0.25, 0.5, 0.8])
+def test_singular_values_are_allocated_as_an_exhaustive_search_would(budget):
+    """Equal layer sizes make the best choice a matter of the largest singular values alone."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(12, 12, bias=False) for _ in range(3)))
+    with torch.no_grad():
+        for decay, layer in zip((0.3, 0.7, 1.0), model, strict=True):
+            left, _, right = torch.linalg.svd(layer.weight)
+            layer.weight.copy_(left @ torch.diag(decay ** torch.arange(12.0)) @ right)
+    spectra = [torch.linalg.svdvals(layer.weight.detach()).square() for layer in model]
+    affordable = int(budget * 3 * 144) // 24
+
+    def explained(ranks):
+        return sum(float(s[:rank].sum() / s.sum()) for s, rank in zip(spectra, ranks, strict=True))
+
+    choices = [c for c in itertools.product(range(1, 6), repeat=3) if sum(c) <= affordable]
+    best = max(choices, key=explained)
+    conversion = convert(model, MatrixProduct(), budget=budget, allocation="singular_values", role="weight")
+    assert explained([layer.rank for layer in conversion.layers]) == pytest.approx(explained(best), abs=1e-6)
+    assert conversion.ratio <= budget
+
+
+def test_allocation_by_singular_values_loses_less_than_one_ratio_for_all():
+    torch.manual_seed(0)
+    errors = {}
+    for allocation in ("uniform", "singular_values"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.Conv2d(16, 32, 3), nn.Flatten(), nn.Linear(64, 48))
+        with torch.no_grad():
+            model[1].weight.mul_(torch.rand(32, 1, 1, 1) ** 6)
+        conversion = convert(model, MatrixProduct(), budget=0.5, allocation=allocation, role="weight")
+        errors[allocation] = sum(layer.error**2 for layer in conversion.layers if layer.converted)
+    assert errors["singular_values"] < errors["uniform"]
+
+
+def test_allocation_needs_a_matrix_product(tower):
+    with pytest.raises(ValueError, match="needs a MatrixProduct"):
+        convert(tower, CP(), budget=0.5, allocation="singular_values")
+
+
+def test_errors_of_spectral_weights_are_those_of_the_truncation():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 16), nn.Linear(16, 16), nn.Linear(16, 3))
+    weights = [layer.weight.detach().clone() for layer in model]
+    conversion = convert(model, MatrixProduct(), rank=5, role="weight")
+    for layer, weight in zip(conversion.layers[:2], weights, strict=False):
+        values = torch.linalg.svdvals(weight)
+        assert layer.error == pytest.approx(float(values[5:].norm() / values.norm()), rel=1e-4)
+    assert conversion.layers[2].error is None
+    header, first, *_ = str(conversion).splitlines()
+    assert header.split() == ["layer", "kind", "shape", "rank", "parameters", "trainable", "error"]
+    assert f"{conversion.layers[0].error:.4f}" in first
+    recover(model)
+    assert all(layer.error is None for layer in convert(model, MatrixProduct(), rank=5).layers)
+
+
+def test_layers_may_be_converted_although_they_grow(tower):
+    conversion = convert(tower, MatrixProduct(), rank=4, allow_larger=True)
+    head = conversion.layers[-1]
+    assert (head.name, head.converted, head.trainable, head.parameters) == ("head", True, 84, 80)
+
+
+# The figures of the other papers
+
+
+def test_the_lora_mlp_of_the_aggregation_paper():
+    """Section 002: every layer LoRA with ranks 160, 100 and 10, W₀ frozen, biases trained."""
+    model = nn.Sequential(nn.Linear(784, 200), nn.ReLU(), nn.Linear(200, 200), nn.ReLU(), nn.Linear(200, 10))
+    conversion = convert(
+        model, MatrixProduct(), rank={"0": 160, "2": 100, "4": 10}, init="lora", alpha=1, allow_larger=True
+    )
+    assert conversion.trainable_parameters == 199_950
+
+
+RESNET_DENSE = {
+    "ResNet18": ["layer1.0", "downsample", "fc"],
+    "ResNet34": ["layer1", "layer2", "downsample", "fc"],
+}
+
+
+@pytest.mark.parametrize(
+    ("network", "classes", "counts"),
+    [
+        ("ResNet18", 10, (11_173_962, 4_157_514, 2_209_866, 1_236_042)),
+        ("ResNet34", 100, (21_328_292, 8_401_316, 4_985_252, 3_277_220)),
+        ("ResNet34", 200, (21_379_592, 8_452_616, 5_036_552, 3_328_520)),
+    ],
+)
+def test_the_hybrid_resnets_of_fedhm(network, classes, counts):
+    dense, *reduced = counts
+    for rank_ratio, count in zip((1 / 2, 1 / 4, 1 / 8), reduced, strict=True):
+        model = getattr(models, network)(num_classes=classes)
+        conversion = convert(
+            model,
+            MatrixProduct(),
+            rank_ratio=rank_ratio,
+            exclude=RESNET_DENSE[network],
+            skip=["first"],
+            role="weight",
+            init="uniform",
+        )
+        assert conversion.dense_parameters == dense
+        assert sum(p.numel() for p in model.parameters()) == conversion.trainable_parameters == count
+
+
 # Which layers
 
 
@@ -311,42 +451,241 @@ def test_a_pattern_without_a_layer_is_refused_with_close_names(tower, argument):
     assert not list(low_rank_layers(tower))
 
 
-def test_tied_weights_subclasses_and_other_kinds_are_left_alone_with_a_reason():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embedding = nn.Embedding(20, 16)
-            self.attention = nn.MultiheadAttention(16, 2)
-            self.conv = nn.Conv1d(16, 16, 3)
-            self.transposed = nn.ConvTranspose2d(16, 16, 3)
-            self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(16, 16))
-            self.free = nn.Linear(16, 16)
-            self.decoder = nn.Linear(16, 20)
-            self.decoder.weight = self.embedding.weight
+class Odds(nn.Module):
+    """Layers of many kinds, one that cannot be converted, and a weight that is no layer's."""
 
-    model = Model()
-    conversion = convert(model, MatrixProduct(), rank=1, skip=[])
-    reasons = {layer.name: layer.reason for layer in conversion.layers}
-    assert reasons["decoder"] == "its weight is shared with embedding.weight"
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv1d(16, 16, 3)
+        self.transposed = nn.ConvTranspose2d(16, 16, 3)
+        self.volume = nn.Conv3d(16, 16, 3)
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(16, 16))
+        self.clipped = nn.Embedding(20, 16, max_norm=1.0)
+        self.sparse = nn.Embedding(20, 16, sparse=True)
+        self.free = nn.Linear(16, 16)
+        self.borrowed = nn.Linear(16, 16)
+        self.template = self.borrowed.weight
+
+
+def test_what_cannot_be_converted_is_left_alone_with_a_reason():
+    conversion = convert(Odds(), MatrixProduct(), rank=1)
+    assert {layer.name: layer.reason for layer in conversion.layers} == {
+        "conv": "",
+        "transposed": "",
+        "volume": "",
+        "normed": "ParametrizedLinear is not exactly nn.Linear",
+        "clipped": "max_norm changes its weight in the forward pass",
+        "sparse": "its gradient is of a special kind (sparse or scale_grad_by_freq)",
+        "free": "",
+        "borrowed": "its weight is shared with template",
+    }
+    assert [spec.name for spec in conversion.specs] == ["conv", "transposed", "volume", "free"]
+
+
+# Shared weights
+
+
+class LanguageModel(nn.Module):
+    """Predicts the next token with the embedding's own weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(30, 16, padding_idx=0)
+        self.hidden = nn.Linear(16, 16)
+        self.decoder = nn.Linear(16, 30, bias=False)
+        self.decoder.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        return self.decoder(torch.relu(self.hidden(self.embedding(tokens))))
+
+
+@pytest.mark.parametrize("role", ["update", "weight"])
+@pytest.mark.parametrize("modifier", MODIFIERS)
+def test_a_tie_holds_through_conversion_training_and_recovery(role, modifier):
+    torch.manual_seed(0)
+    model = LanguageModel()
+    original = copy.deepcopy(model)
+    tokens, targets = torch.randint(30, (6, 5)), torch.randint(30, (6, 5))
+    conversion = convert(model, MatrixProduct(), rank=4, role=role, **MODIFIERS[modifier])
+    assert [layer.reason for layer in conversion.layers] == ["", "", "shares the factors of embedding"]
+    assert conversion.trainable_parameters == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert conversion.layers[0].trainable == 4 * (16 if modifier == "half-frozen" else 30 + 16)
+    assert conversion.layers[2].trainable == 0
+    assert [name for name, _ in low_rank_layers(model)] == ["embedding", "hidden", "decoder"]
+    assert [name for name, _ in low_rank_layers(model, tied=False)] == ["embedding", "hidden"]
+    if role == "update":
+        assert torch.equal(model(tokens), original(tokens))
+    model = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    before = model.embedding.weight.detach().clone()
+    for _ in range(2):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).backward()
+        optimizer.step()
+    assert not torch.allclose(model.embedding.weight, before)
+    assert torch.equal(model.embedding.weight, model.decoder.weight)
+    expected = model(tokens)
+
+    fresh = LanguageModel()
+    fresh.load_state_dict(dense_state_dict(model.state_dict(), conversion.specs))
+    torch.testing.assert_close(fresh(tokens), expected)
+    recover(model)
+    assert model.embedding.weight is model.decoder.weight
+    assert isinstance(model.embedding.weight, nn.Parameter)
+    assert list(model.state_dict()) == list(original.state_dict())
+    torch.testing.assert_close(model(tokens), expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "left", "reason"),
+    [
+        ({"exclude": ["decoder"], "rank": 2}, "embedding", "shared with decoder, which is left alone"),
+        ({"include": ["decoder", "hidden"], "rank": 2}, "decoder", "shared with embedding, which is left alone"),
+        ({"rank": {"hidden": 2}}, "decoder", "shared with embedding, which is left alone"),
+    ],
+)
+def test_layers_that_share_a_weight_are_converted_all_or_none(settings, left, reason):
+    model = LanguageModel()
+    conversion = convert(model, MatrixProduct(), **settings)
+    assert [spec.name for spec in conversion.specs] == ["hidden"]
+    assert reason in {layer.name: layer.reason for layer in conversion.layers}[left]
     assert model.decoder.weight is model.embedding.weight
-    for name, kind in {
-        "attention.out_proj": "NonDynamicallyQuantizableLinear",
-        "conv": "Conv1d",
-        "transposed": "ConvTranspose2d",
-        "normed": "ParametrizedLinear",
-    }.items():
-        assert reasons[name] == f"{kind} is not exactly nn.Linear or nn.Conv2d"
-    assert reasons["free"] == ""
-    assert [spec.name for spec in conversion.specs] == ["free"]
+
+
+def test_a_budget_counts_shared_factors_once():
+    conversion = convert(LanguageModel(), MatrixProduct(), budget=0.6)
+    assert conversion.dense_parameters == 30 * 16 + 16 * 16 + 16
+    assert conversion.layers[0].converted
+    larger = [16 + rank * (30 + 16) + other * 32 for rank in range(1, 11) for other in range(1, 8)]
+    assert conversion.trainable_parameters in larger
+    assert 0.5 < conversion.ratio <= 0.6
+
+
+# Attention
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"batch_first": True, "bias": False},
+        {"kdim": 12, "vdim": 10},
+        {"add_bias_kv": True, "add_zero_attn": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("role", ["update", "weight"])
+@pytest.mark.parametrize("factorization", [MatrixProduct(), BlockKronecker(), CP(), Hadamard()], ids=str)
+def test_attention_projections(settings, role, factorization):
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"attention": nn.MultiheadAttention(16, 2, **settings)}).double().eval()
+    original = copy.deepcopy(model)
+    width = {"key": settings.get("kdim", 16), "value": settings.get("vdim", 16)}
+    query, key, value = (torch.randn(5, 3, width.get(name, 16)).double() for name in ("query", "key", "value"))
+    length = 3 if settings.get("batch_first") else 5
+    mask = torch.ones(length, length, dtype=torch.bool).triu(1)
+    conversion = convert(model, factorization, ratio=0.4, role=role)
+    packed = "kdim" not in settings
+    names = ["in_proj"] if packed else ["q_proj", "k_proj", "v_proj"]
+    assert [layer.name for layer in conversion.layers] == [f"attention.{name}" for name in (*names, "out_proj")]
+    attention = model["attention"]
+    assert isinstance(attention, nn.MultiheadAttention)
+    assert attention.in_proj_weight is None or packed
+    if role == "update":
+        assert torch.equal(
+            attention(query, key, value, attn_mask=mask)[0],
+            original["attention"](query, key, value, attn_mask=mask)[0],
+        )
+    scramble(model)
+    output, weights = attention(query, key, value, attn_mask=mask)
+    output.sum().backward()
+    for _, layer in low_rank_layers(model):
+        assert all(factor.grad.isfinite().all() for factor in layer.factors.values())
+        assert any(factor.grad.any() for factor in layer.factors.values())
+    dense = dense_state_dict(model.state_dict(), conversion.specs)
+    assert set(dense) == set(original.state_dict())
+    original.load_state_dict(dense)
+    expected = original["attention"](query, key, value, attn_mask=mask)
+    torch.testing.assert_close(output, expected[0])
+    torch.testing.assert_close(weights, expected[1])
+    recover(model)
+    assert type(model["attention"]) is nn.MultiheadAttention
+    assert list(model.state_dict()) == list(original.state_dict())
+    assert repr(model) == repr(original)
+    assert all(p.requires_grad for p in model.parameters())
+    torch.testing.assert_close(model["attention"](query, key, value, attn_mask=mask)[0], expected[0])
+
+
+def test_some_projections_of_an_attention_and_its_copies():
+    torch.manual_seed(0)
+    attention = nn.MultiheadAttention(16, 2, kdim=12, batch_first=True).eval()
+    model = nn.ModuleList([attention, attention])
+    inputs = torch.randn(2, 4, 16), torch.randn(2, 4, 12), torch.randn(2, 4, 16)
+    weight = attention.k_proj_weight
+    convert(model, MatrixProduct(), rank=2, include=["q_proj", "out_proj"])
+    assert model[0] is model[1]
+    assert model[0].k_proj_weight is weight
+    assert weight.requires_grad
+    scramble(model)
+    expected = model[0](*inputs)[0]
+    for clone in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert clone[0] is clone[1]
+        assert torch.equal(clone[0](*inputs)[0], expected)
+    recover(model)
+    assert model[0] is model[1]
+    torch.testing.assert_close(model[0](*inputs)[0], expected)
+    with pytest.raises(TypeError, match="to_dense"):
+        convert(model, MatrixProduct(), rank=2)
+        recover(model[0])
+
+
+@pytest.mark.parametrize("settings", [{"dropout": 0.1}, {"compute": "contracted"}])
+def test_what_needs_a_layer_to_be_called_is_refused_for_attention(settings):
+    model = nn.TransformerEncoderLayer(16, 2, 32)
+    before = snapshot(model)
+    with pytest.raises(ValueError, match=r"no effect on self_attn\.in_proj, self_attn\.out_proj"):
+        convert(model, MatrixProduct(), rank=2, **settings)
+    assert snapshot(model) == before
+    convert(model, MatrixProduct(), rank=2, exclude=["self_attn"], **settings)
+
+
+def test_transformers_own_linear_layer():
+    pytest.importorskip("transformers")
+    from transformers.pytorch_utils import Conv1D
+
+    from lightning_lowrank.layers.transformers import LowRankConv1D
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Conv1D(12, 9), nn.Linear(12, 12)).double()
+    original, batch = copy.deepcopy(model), torch.randn(4, 9).double()
+    conversion = convert(model, MatrixProduct(), rank=3, init="lora", alpha=6)
+    assert type(model[0]) is LowRankConv1D
+    assert isinstance(model[0], Conv1D)
+    assert conversion.layers[0].shape == (9, 12)
+    assert model[0].factors["U"].any()
+    assert not model[0].factors["V"].any()
+    assert torch.equal(model(batch), original(batch))
+    scramble(model)
+    outputs = []
+    for compute in ("dense", "contracted"):
+        model[0].compute = compute
+        outputs.append(model(batch))
+    torch.testing.assert_close(*outputs)
+    assert torch.equal(pickle.loads(pickle.dumps(model))(batch), outputs[1])
+    original.load_state_dict(dense_state_dict(model.state_dict(), conversion.specs))
+    torch.testing.assert_close(original(batch), outputs[0])
+    recover(model)
+    assert type(model[0]) is Conv1D
+    torch.testing.assert_close(model(batch), outputs[0])
 
 
 def test_skip_counts_only_layers_that_can_be_converted():
     shared = nn.Linear(8, 8)
     tied = nn.Linear(8, 8)
     tied.weight = shared.weight
-    model = nn.Sequential(shared, nn.Linear(8, 8), nn.Linear(8, 8), tied)
+    model = nn.Sequential(nn.Linear(8, 8, dtype=torch.complex64), nn.Linear(8, 8), shared, tied)
     conversion = convert(model, MatrixProduct(), rank=1, skip=["first"])
-    assert [layer.name for layer in conversion.layers if layer.converted] == ["2"]
+    assert [layer.name for layer in conversion.layers if layer.converted] == ["2", "3"]
 
 
 def test_classes_and_seeds_of_converted_layers(tower):
@@ -503,7 +842,7 @@ def test_printed_table_is_aligned(tower):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({}, "exactly one of rank, ratio and budget must be given, but none is"),
+        ({}, "exactly one of rank, rank_ratio, ratio and budget must be given, but none is"),
         ({"rank": 1, "ratio": 0.5}, "rank and ratio are"),
         ({"rank": 1, "ratio": 0.5, "budget": 0.5}, "rank and ratio and budget are"),
         ({"rank": 0}, "rank must be an integer of at least 1, but is 0"),
@@ -518,12 +857,29 @@ def test_printed_table_is_aligned(tower):
         ({"budget": math.nan}, "budget must be above 0"),
         ({"budget": 0.001}, "budget=0.001 cannot be met"),
         ({"budget": 0.5, "budget_rule": "best"}, "budget_rule must be"),
+        ({"budget": 0.5, "budget_unit": "bits"}, "budget_unit must be"),
+        ({"budget": 0.5, "budget_unit": "bytes"}, "budget must be at least 1 in bytes, but is 0.5"),
+        ({"budget": 10, "budget_unit": "parameters"}, "budget=10 cannot be met: it allows 10 of .* parameters"),
+        ({"budget": 10, "budget_unit": "bytes"}, "budget=10 cannot be met: it allows 10 of .* bytes"),
+        ({"budget": 0.5, "allocation": "greedy"}, "allocation must be"),
+        ({"budget": 0.5, "budget_rule": "authors", "allocation": "singular_values"}, "authors.* needs budget_unit"),
+        ({"rank": 1, "allocation": "singular_values"}, "divide a budget, but rank is given"),
+        ({"rank_ratio": 0}, "rank_ratio must be above 0 and at most 1, but is 0"),
+        ({"rank": 1, "alpha": 0}, "alpha must be"),
+        ({"rank": 1, "alpha": 1, "role": "weight"}, 'role is "weight"'),
+        ({"rank": 1, "dropout": 1.0}, "dropout must be"),
+        ({"rank": 1, "dropout": 0.1, "role": "weight"}, 'role is "weight"'),
+        ({"rank": 1, "rank_stabilized": True}, "alpha is None"),
+        ({"rank": 1, "init": "lora", "role": "weight"}, 'init="lora" is for'),
+        ({"rank": 1, "init": "lora", "decouple": True}, 'init="lora" is for'),
+        ({"rank": 1, "half_frozen": "W"}, "half_frozen must be"),
+        ({"rank": 1, "compute": "fast"}, "compute must be"),
         ({"rank": 1, "skip": ["middle"]}, "skip may hold"),
         ({"rank": 1, "decouple": True, "half_frozen": True}, "exclude each other"),
         ({"rank": 1, "role": "both"}, "role must be"),
         ({"rank": 1, "init": "spectral"}, 'needs role="weight"'),
         ({"rank": 1, "init_scale": -1}, "init_scale must be"),
-        ({"ratio": 1.0}, "no linear or 2-d convolution layer of the model can be converted"),
+        ({"ratio": 1.0}, "no layer of the model can be converted"),
         ({"rank": 1, "exclude": ["*"]}, "can be converted .*in exclude"),
     ],
 )

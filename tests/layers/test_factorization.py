@@ -8,27 +8,45 @@ import pickle
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.func import grad, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lowrank.layers import (
+    CP,
     BlockKronecker,
     Factorization,
+    Hadamard,
     MatrixProduct,
+    Stage,
     factorization_from_dict,
     registered_factorizations,
 )
 
 VARIANTS = {
-    "MatrixProduct": [{"layout": "permuted"}, {"layout": "raw"}],
+    "MatrixProduct": [{"layout": "permuted"}, {"layout": "channel"}, {"layout": "raw"}],
     "BlockKronecker": [{"grid": False}, {"grid": True}],
 }
 FACTORIZATIONS = [
-    pytest.param(kind(**arguments), id=f"{name}-{'-'.join(map(str, arguments.values()))}")
+    pytest.param(kind(**arguments), id="-".join(map(str, (name, *arguments.values()))))
     for name, kind in registered_factorizations().items()
     for arguments in VARIANTS.get(name, [{}])
 ]
-SHAPES = [(6, 4), (5, 7), (4, 3, 3, 3), (4, 3, 2, 3), (6, 1, 3, 3), (4, 3, 5), (3, 2, 2, 3, 2)]
+SHAPES = [
+    (6, 4),
+    (5, 7),
+    (6, 1),
+    (4, 3, 3, 3),
+    (4, 3, 2, 3),
+    (6, 1, 3, 3),
+    (5, 3, 1, 1),
+    (4, 3, 1, 3),
+    (4, 3, 5),
+    (2, 3, 7),
+    (3, 2, 2, 3, 2),
+]
+HALF_FROZEN = [False, True, "U", "V"]
 
 every_factorization = pytest.mark.parametrize("factorization", FACTORIZATIONS)
 every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -36,10 +54,18 @@ every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
 def composed_by_hand(factorization, factors, shape):
     """The dense weight, derived number by number from the definitions."""
+    if isinstance(factorization, CP):
+        factors = list(factors.values())
+        weight = factors[0].new_zeros(shape)
+        for index in np.ndindex(*shape):
+            weight[index] = torch.stack([f[i] for f, i in zip(factors, index, strict=True)]).prod(dim=0).sum()
+        return weight
+    if isinstance(factorization, Hadamard):
+        return tucker_by_hand(factors, "1", shape) * tucker_by_hand(factors, "2", shape)
     left, right = factors["U"], factors["V"]
     if isinstance(factorization, MatrixProduct):
         weight = left.new_zeros(shape)
-        row_modes = (len(shape) - 1) // 2
+        row_modes = 0 if factorization.layout == "channel" else (len(shape) - 1) // 2
         row_shape, column_shape = (shape[0], *shape[2 : 2 + row_modes]), (shape[1], *shape[2 + row_modes :])
         for flat, index in enumerate(np.ndindex(*shape)):
             if factorization.layout == "raw":
@@ -60,6 +86,17 @@ def composed_by_hand(factorization, factors, shape):
     return flat[: math.prod(shape)].reshape(shape)
 
 
+def tucker_by_hand(factors, number, shape):
+    left, right = factors[f"U{number}"], factors[f"V{number}"]
+    weight = left.new_zeros(shape)
+    for index in np.ndindex(*shape):
+        core = torch.eye(left.shape[1], dtype=left.dtype)
+        if len(shape) > 2:
+            core = factors[f"T{number}"][(..., *index[2:])]
+        weight[index] = left[index[0]] @ core @ right[index[1]]
+    return weight
+
+
 def random_factors(factorization, shape, rank, seed=0, dtype=torch.float64):
     source = torch.Generator().manual_seed(seed)
     shapes = factorization.factor_shapes(shape, rank)
@@ -77,13 +114,17 @@ def valid_ranks(factorization, shape, half_frozen=False):
     return ranks
 
 
+def modifiable(factorization, shape, half_frozen):
+    return not half_frozen or factorization.bilinear(shape)
+
+
 @every_factorization
 @every_shape
 @pytest.mark.parametrize("ratio", [0.2, 0.9])
 def test_compose_equals_the_definition(factorization, shape, ratio):
     rank = factorization.rank_for_ratio(shape, ratio)
     factors = random_factors(factorization, shape, rank)
-    assert tuple(factors) == ("U", "V") == factorization.trained_factors()
+    assert tuple(factors) == factorization.factor_names(shape) == factorization.trained_factors(shape)
     weight = factorization.compose(factors, shape)
     assert weight.is_contiguous()
     torch.testing.assert_close(weight, composed_by_hand(factorization, factors, shape))
@@ -94,7 +135,7 @@ def test_compose_equals_the_definition(factorization, shape, ratio):
 def test_compose_is_linear_in_each_factor(factorization, shape):
     rank = factorization.rank_for_ratio(shape, 0.5)
     first, second = (random_factors(factorization, shape, rank, seed) for seed in (1, 2))
-    for name in ("U", "V"):
+    for name in factorization.factor_names(shape):
         mixed = {**first, name: 2 * first[name] - 3 * second[name]}
         expected = 2 * factorization.compose(first, shape) - 3 * factorization.compose(
             {**first, name: second[name]}, shape
@@ -104,8 +145,10 @@ def test_compose_is_linear_in_each_factor(factorization, shape):
 
 @every_factorization
 @every_shape
-@pytest.mark.parametrize("half_frozen", [False, True])
+@pytest.mark.parametrize("half_frozen", HALF_FROZEN)
 def test_ratio_for_rank_is_the_largest_ratio_of_that_rank(factorization, shape, half_frozen):
+    if not modifiable(factorization, shape, half_frozen):
+        return
     ranks = valid_ranks(factorization, shape, half_frozen)
     assert ranks[0] == 1
     assert ranks[-1] == factorization.max_rank(shape, half_frozen)
@@ -123,25 +166,33 @@ def test_ratio_for_rank_is_the_largest_ratio_of_that_rank(factorization, shape, 
 
 @every_factorization
 @every_shape
-@pytest.mark.parametrize("half_frozen", [False, True])
-def test_factors_hold_at_least_the_share_asked_for(factorization, shape, half_frozen):
-    for ratio in np.linspace(0.001, 1, 200):
+@pytest.mark.parametrize("half_frozen", HALF_FROZEN)
+def test_factors_and_one_more_of_rank_1_hold_the_share_asked_for(factorization, shape, half_frozen):
+    if not modifiable(factorization, shape, half_frozen):
+        return
+    names = factorization.trained_factors(shape, half_frozen)
+
+    def numbers(rank):
+        shapes = factorization.factor_shapes(shape, rank)
+        return sum(math.prod(shapes[name]) for name in names)
+
+    for ratio in np.linspace(0.001, 1, 100):
         rank = factorization.rank_for_ratio(shape, ratio, half_frozen)
-        trained = sum(
-            math.prod(factorization.factor_shapes(shape, rank)[name])
-            for name in factorization.trained_factors(half_frozen)
-        )
-        assert trained == factorization.trained_numbers(shape, rank, half_frozen)
-        assert trained >= ratio * math.prod(shape) - 1e-9
+        assert numbers(rank) == factorization.trained_numbers(shape, rank, half_frozen)
+        assert numbers(rank) + numbers(1) >= ratio * math.prod(shape) - 1e-9
+        if not isinstance(factorization, CP):
+            assert numbers(rank) >= ratio * math.prod(shape) - 1e-9
 
 
 @every_factorization
 @every_shape
 def test_decompose_has_the_factors_shapes_and_is_exact_at_the_highest_rank(factorization, shape):
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    for rank in valid_ranks(factorization, shape):
+    ranks = valid_ranks(factorization, shape)
+    for rank in sorted({*ranks[:2], *ranks[:: len(ranks) // 3 + 1], *ranks[-2:]}):
         factors = factorization.decompose(weight, rank)
         assert {name: tuple(f.shape) for name, f in factors.items()} == factorization.factor_shapes(shape, rank)
+        assert all(factor.is_contiguous() for factor in factors.values())
         assert (factorization.compose(factors, shape) - weight).norm() < weight.norm()
     assert rank == factorization.max_rank(shape)
     torch.testing.assert_close(factorization.compose(factors, shape), weight)
@@ -161,6 +212,8 @@ def test_decompose_gets_closer_with_the_ratio(factorization, shape):
 @every_factorization
 def test_decompose_splits_the_singular_values_evenly(factorization):
     weight = torch.randn(16, 8, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    if not factorization.bilinear(weight.shape):
+        return
     factors = factorization.decompose(weight, 4)
     norms = {name: factor.norm(dim=0 if factor.dim() == 2 else (1, 2)) for name, factor in factors.items()}
     torch.testing.assert_close(norms["U"], norms["V"])
@@ -174,10 +227,18 @@ def test_dtype_and_precision_of_decompose(factorization, dtype):
     weight = factorization.compose(factors, shape)
     assert weight.dtype == dtype
     exact = factorization.decompose(weight.double(), 4)
-    for name, factor in factorization.decompose(weight.requires_grad_(), 4).items():
-        assert factor.dtype == dtype
-        assert not factor.requires_grad
-        torch.testing.assert_close(factor.abs().double(), exact[name].abs(), rtol=0, atol=8 * torch.finfo(dtype).eps)
+    factors = factorization.decompose(weight.requires_grad_(), 4)
+    assert all(factor.dtype == dtype and not factor.requires_grad for factor in factors.values())
+    if factorization.bilinear(shape):
+        for name, factor in factors.items():
+            tolerance = 8 * torch.finfo(dtype).eps
+            torch.testing.assert_close(factor.abs().double(), exact[name].abs(), rtol=0, atol=tolerance)
+    else:
+        errors = [
+            (factorization.compose({name: f.double() for name, f in found.items()}, shape) - weight).norm().item()
+            for found in (factors, exact)
+        ]
+        assert errors[0] < errors[1] + (0.01 + 8 * torch.finfo(dtype).eps) * weight.norm().item()
 
 
 @every_factorization
@@ -190,7 +251,7 @@ def test_vmap_of_grad_equals_a_loop(factorization, shape):
     def loss(factors):
         return (factorization.compose(factors, shape) - target).pow(3).sum()
 
-    stacked = {name: torch.stack([client[name] for client in clients]) for name in ("U", "V")}
+    stacked = {name: torch.stack([client[name] for client in clients]) for name in clients[0]}
     mapped = vmap(grad(loss))(stacked)
     for index, client in enumerate(clients):
         leaves = {name: factor.clone().requires_grad_() for name, factor in client.items()}
@@ -202,22 +263,26 @@ def test_vmap_of_grad_equals_a_loop(factorization, shape):
 @every_factorization
 @pytest.mark.parametrize("shape", [(6, 4), (4, 2, 3, 3)], ids=str)
 def test_default_init_scale_makes_the_first_step_the_dense_one_in_expectation(factorization, shape):
-    samples, rate, rank = 20_000, 0.1, 4
+    samples, rate, rank = 40_000, 0.1, 4
     scale = factorization.default_init_scale(shape, rank)
     source = torch.Generator().manual_seed(0)
     shapes = factorization.factor_shapes(shape, rank)
-    fixed = (torch.rand(samples, *shapes["U"], generator=source) * 2 - 1) * scale
+    zero = factorization.zero_factor(shape)
+    drawn = {
+        name: (torch.rand(samples, *s, generator=source) * 2 - 1) * scale for name, s in shapes.items() if name != zero
+    }
     gradient = torch.randn(shape, generator=source)
+    start = torch.zeros(shapes[zero])
 
-    def change(left):
-        def loss(right):
-            return (gradient * factorization.compose({"U": left, "V": right}, shape)).sum()
+    def change(others):
+        def loss(factor):
+            return (gradient * factorization.compose({**others, zero: factor}, shape)).sum()
 
-        start = torch.zeros(shapes["V"])
-        return factorization.compose({"U": left, "V": start - rate * grad(loss)(start)}, shape)
+        return factorization.compose({**others, zero: start - rate * grad(loss)(start)}, shape)
 
-    mean = vmap(change)(fixed).mean(dim=0)
+    mean = vmap(change, chunk_size=8000)(drawn).mean(dim=0)
     assert (mean + rate * gradient).norm() < 0.06 * rate * gradient.norm()
+    assert not factorization.compose({**{name: f[0] for name, f in drawn.items()}, zero: start}, shape).any()
 
 
 @every_factorization
@@ -259,11 +324,241 @@ def test_ratios_out_of_range_are_refused(factorization, ratio):
 
 
 @every_factorization
-def test_names_of_trained_and_fixed_factors(factorization):
-    assert factorization.trained_factors(half_frozen=True) == ("V",)
-    assert factorization.fixed_factors() == ()
-    assert factorization.fixed_factors(decouple=True) == ("U", "V")
-    assert factorization.fixed_factors(half_frozen=True) == ("U",)
+@every_shape
+def test_names_of_trained_and_fixed_factors(factorization, shape):
+    assert factorization.fixed_factors(shape) == ()
+    if factorization.bilinear(shape):
+        assert factorization.fixed_factors(shape, decouple=True) == ("U", "V")
+        for half_frozen, trained, fixed in ((True, "V", "U"), ("U", "V", "U"), ("V", "U", "V")):
+            assert factorization.trained_factors(shape, half_frozen) == (trained,)
+            assert factorization.fixed_factors(shape, half_frozen=half_frozen) == (fixed,)
+        return
+    assert factorization.factor_names(shape) != ("U", "V")
+    for half_frozen in (True, "U", "V"):
+        for ask in (
+            lambda: factorization.trained_factors(shape, half_frozen),  # noqa: B023
+            lambda: factorization.fixed_factors(shape, half_frozen=half_frozen),  # noqa: B023
+            lambda: factorization.rank_for_ratio(shape, 0.5, half_frozen),  # noqa: B023
+            lambda: factorization.ratio_for_rank(shape, 1, half_frozen),  # noqa: B023
+            lambda: factorization.max_rank(shape, half_frozen),  # noqa: B023
+            lambda: factorization.check_rank(shape, 1, half_frozen),  # noqa: B023
+            lambda: factorization.trained_numbers(shape, 1, half_frozen),  # noqa: B023
+        ):
+            with pytest.raises(ValueError, match=r"a weight of shape \(.*\) \w+ factors .*half_frozen needs two"):
+                ask()
+    with pytest.raises(ValueError, match="decouple needs two"):
+        factorization.fixed_factors(shape, decouple=True)
+
+
+@pytest.mark.parametrize("half_frozen", ["u", 1, None, "both"])
+@every_factorization
+def test_unknown_values_of_half_frozen_are_refused(factorization, half_frozen):
+    for ask in (factorization.trained_factors, factorization.max_rank):
+        if ask == factorization.max_rank and isinstance(factorization, BlockKronecker):
+            continue
+        with pytest.raises(ValueError, match=rf'half_frozen must be False, True, "U" or "V", but is {half_frozen!r}'):
+            ask((6, 4), half_frozen)
+    with pytest.raises(ValueError, match="half_frozen must be"):
+        factorization.rank_for_ratio((6, 4), 0.5, half_frozen)
+
+
+# Applying a weight factor by factor
+
+
+CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+
+
+def ranks_to_apply(factorization, shape):
+    return [rank for rank in valid_ranks(factorization, shape) if rank in (1, 2, 3, 4, 6)]
+
+
+@every_factorization
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if len(shape) > 2], ids=str)
+def test_stages_equal_the_convolution_with_the_composed_weight(factorization, shape):
+    modes = len(shape) - 2
+    convolution = CONVOLUTIONS[modes]
+    settings = {"stride": [2, 1, 3][:modes], "padding": [1, 2, 0][:modes], "dilation": [1, 2, 1][:modes]}
+    neutral = {"stride": 1, "padding": 0, "dilation": 1}
+    image = torch.randn(2, shape[1], *[9, 8, 7][:modes], dtype=torch.float64)
+    for rank in ranks_to_apply(factorization, shape):
+        factors = random_factors(factorization, shape, rank)
+        stages = factorization.stage_shapes(shape, rank)
+        if stages is None:
+            with pytest.raises(ValueError, match="has no chain of convolutions for a weight of shape"):
+                factorization.stages(factors, shape)
+            continue
+        kernels = factorization.stages(factors, shape)
+        assert [Stage(tuple(kernel.shape), stage.groups) for kernel, stage in zip(kernels, stages, strict=True)] == [
+            *stages
+        ]
+        owners = []
+        for mode in range(modes):
+            larger = [position for position, kernel in enumerate(kernels) if kernel.shape[2 + mode] > 1]
+            assert len(larger) == (shape[2 + mode] > 1)
+            owners.append(larger[0] if larger else 0)
+        output = image
+        for position, (kernel, stage) in enumerate(zip(kernels, stages, strict=True)):
+            own = {
+                name: [value if owners[mode] == position else neutral[name] for mode, value in enumerate(values)]
+                for name, values in settings.items()
+            }
+            output = convolution(output, kernel, groups=stage.groups, **own)
+        expected = convolution(image, factorization.compose(factors, shape), **settings)
+        torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-10)
+
+
+@every_factorization
+def test_which_forms_are_chains_of_convolutions(factorization):
+    shape = (4, 3, 3, 3)
+    raw = factorization == MatrixProduct("raw")
+    assert (factorization.stage_shapes(shape, 2) is None) == (raw or isinstance(factorization, BlockKronecker))
+    assert (factorization.multiply_adds(shape, 2) is None) == (raw or isinstance(factorization, BlockKronecker))
+    for like_permuted in ((4, 3), (4, 3, 1, 1), (4, 1, 3, 3), (4, 3, 1, 3)):
+        assert (factorization.stage_shapes(like_permuted, 2) is None) == isinstance(factorization, BlockKronecker)
+
+
+@every_factorization
+@every_shape
+def test_stages_can_be_mapped_and_differentiated(factorization, shape):
+    if factorization.stage_shapes(shape, 2) is None:
+        return
+    clients = [random_factors(factorization, shape, 2, seed) for seed in range(3)]
+    stacked = {name: torch.stack([client[name] for client in clients]) for name in clients[0]}
+
+    def loss(factors):
+        return sum((kernel + 1).pow(3).sum() for kernel in factorization.stages(factors, shape))
+
+    mapped = vmap(grad(loss))(stacked)
+    for index, client in enumerate(clients):
+        for name, gradient in grad(loss)(client).items():
+            torch.testing.assert_close(mapped[name][index], gradient)
+
+
+MATRICES = [(6, 4), (5, 7), (6, 1), (1, 5), (12, 9), (10, 9), (20, 4), (8, 8), (6, 8), (3, 8)]
+
+
+@every_factorization
+@pytest.mark.parametrize("shape", MATRICES, ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_multiply_equals_the_composed_weight_and_so_do_its_gradients(factorization, shape, transposed):
+    for rank in ranks_to_apply(factorization, shape):
+        factors = random_factors(factorization, shape, rank)
+        for batch in ((), (3,), (2, 0), (2, 3)):
+            input = torch.randn(*batch, shape[0 if transposed else 1], dtype=torch.float64)
+            if factorization.multiply_adds(shape, rank) is None:
+                with pytest.raises(ValueError, match=r"only where the weight is a matrix as wide as its blocks, \d+"):
+                    factorization.multiply(input, factors, shape, transposed)
+                continue
+
+            def multiplied(input, factors):
+                return factorization.multiply(input, factors, shape, transposed)
+
+            def dense(input, factors):
+                weight = factorization.compose(factors, shape)
+                return input @ (weight if transposed else weight.mT)
+
+            torch.testing.assert_close(multiplied(input, factors), dense(input, factors))
+            gradients = [
+                grad(lambda input, factors, f=f: f(input, factors).pow(3).sum(), argnums=(0, 1))(input, factors)
+                for f in (multiplied, dense)
+            ]
+            torch.testing.assert_close(*gradients)
+
+
+@every_factorization
+def test_multiply_can_be_mapped_over_factors(factorization):
+    shape, rank = (10, 9), 2
+    if factorization == BlockKronecker(grid=True):
+        shape, rank = (6, 8), 4
+    clients = [random_factors(factorization, shape, rank, seed) for seed in range(3)]
+    stacked = {name: torch.stack([client[name] for client in clients]) for name in clients[0]}
+    input = torch.randn(3, 2, shape[1], dtype=torch.float64)
+
+    def loss(input, factors):
+        return factorization.multiply(input, factors, shape).pow(3).sum()
+
+    mapped = vmap(grad(loss, argnums=1))(input, stacked)
+    for index, client in enumerate(clients):
+        for name, gradient in grad(loss, argnums=1)(input[index], client).items():
+            torch.testing.assert_close(mapped[name][index], gradient)
+
+
+@every_factorization
+def test_multiply_refuses_other_than_matrices(factorization):
+    factors = random_factors(factorization, (4, 3, 1, 1), 1)
+    with pytest.raises(ValueError, match=r"\(4, 3, 1, 1\)"):
+        factorization.multiply(torch.zeros(2, 3, dtype=torch.float64), factors, (4, 3, 1, 1))
+
+
+class CountedProducts(TorchDispatchMode):
+    """Counts multiplications: those of matrix products, and number by number."""
+
+    def __init__(self):
+        super().__init__()
+        self.in_matrices = self.single = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name in ("mm", "bmm", "addmm", "mv", "dot"):
+            self.in_matrices += output.numel() * args[-2 if name != "addmm" else 1].shape[-1]
+        elif name == "mul":
+            self.single += output.numel()
+        return output
+
+
+@every_factorization
+@every_shape
+def test_multiply_adds_are_those_that_are_done(factorization, shape):
+    for rank in ranks_to_apply(factorization, shape):
+        factors = random_factors(factorization, shape, rank)
+        with CountedProducts() as counted:
+            factorization.compose(factors, shape)
+        assert counted.in_matrices + counted.single == factorization.compose_multiply_adds(shape, rank)
+        count = factorization.multiply_adds(shape, rank)
+        if count is None:
+            continue
+        if len(shape) > 2:
+            assert count == sum(kernel.numel() for kernel in factorization.stages(factors, shape))
+            continue
+        with CountedProducts() as counted:
+            factorization.multiply(torch.ones(5, shape[1], dtype=torch.float64), factors, shape)
+        assert counted.in_matrices == 5 * count
+
+
+@every_factorization
+@every_shape
+@pytest.mark.parametrize("ratio", [0.2, 0.9])
+def test_inner_is_the_inner_product_of_the_composed_weights(factorization, shape, ratio):
+    rank = factorization.rank_for_ratio(shape, ratio)
+    left, right = (random_factors(factorization, shape, rank, seed) for seed in (1, 2))
+
+    def dense(left, right):
+        return (composed_by_hand(factorization, left, shape) * composed_by_hand(factorization, right, shape)).sum()
+
+    for one, other in ((left, right), (left, left)):
+        value = factorization.inner(one, other, shape)
+        assert value.shape == ()
+        torch.testing.assert_close(value, dense(one, other))
+
+    def composed(left, right):
+        return (factorization.compose(left, shape) * factorization.compose(right, shape)).sum()
+
+    gradients = [
+        grad(f, argnums=(0, 1))(left, right)
+        for f in (lambda one, other: factorization.inner(one, other, shape), composed)
+    ]
+    torch.testing.assert_close(*gradients)
+
+
+@every_factorization
+@every_shape
+def test_inner_can_be_mapped(factorization, shape):
+    clients = [random_factors(factorization, shape, 1, seed) for seed in range(3)]
+    stacked = {name: torch.stack([client[name] for client in clients]) for name in clients[0]}
+    mapped = vmap(lambda factors: factorization.inner(factors, clients[0], shape))(stacked)
+    expected = [factorization.inner(client, clients[0], shape) for client in clients]
+    torch.testing.assert_close(mapped, torch.stack(expected))
 
 
 def test_variants_differ_and_compare_by_arguments():
@@ -296,7 +591,9 @@ def test_unknown_descriptions_are_refused():
 # Matrix product
 
 
-@pytest.mark.parametrize(("ratio", "half_frozen", "rank"), [(0.07, False, 7), (0.07, True, 14), (0.0701, False, 8)])
+@pytest.mark.parametrize(
+    ("ratio", "half_frozen", "rank"), [(0.07, False, 7), (0.07, True, 14), (0.07, "V", 14), (0.0701, False, 8)]
+)
 def test_product_rank_is_not_raised_by_rounding_noise(ratio, half_frozen, rank):
     assert 0.07 * 200 * 200 / 400 > 7
     assert MatrixProduct().rank_for_ratio((200, 200), ratio, half_frozen) == rank
@@ -306,11 +603,37 @@ def test_product_matrix_of_a_convolution():
     assert MatrixProduct().matrix_shape((8, 3, 5, 7)) == (40, 21)
     assert MatrixProduct().matrix_shape((8, 3, 5)) == (40, 3)
     assert MatrixProduct().matrix_shape((8, 3, 2, 5, 7)) == (80, 21)
-    with pytest.raises(ValueError, match="at least two dimensions"):
-        MatrixProduct().matrix_shape((8,))
+    assert MatrixProduct("channel").matrix_shape((8, 3, 5, 7)) == (8, 105)
+    assert MatrixProduct("raw").matrix_shape((8, 3, 5, 7)) == (40, 21)
 
 
-@pytest.mark.parametrize("layout", ["permuted", "raw"])
+@pytest.mark.parametrize("factorization", [MatrixProduct(), CP(), Hadamard()], ids=str)
+def test_vectors_are_refused(factorization):
+    for ask in (
+        lambda: factorization.rank_for_ratio((8,), 0.5),
+        lambda: factorization.factor_shapes((8,), 1),
+        lambda: factorization.stage_shapes((8,), 1),
+        lambda: factorization.max_rank((8,)),
+    ):
+        with pytest.raises(ValueError, match="at least two dimensions"):
+            ask()
+
+
+def test_product_with_one_factor_frozen_spends_the_share_on_the_other():
+    product, shape = MatrixProduct(), (8, 3, 5, 7)
+    assert product.rank_for_ratio(shape, 0.1, "U") == math.ceil(0.1 * 40)
+    assert product.rank_for_ratio(shape, 0.1, "V") == math.ceil(0.1 * 21)
+    assert (product.max_rank(shape, "U"), product.max_rank(shape, "V"), product.max_rank(shape)) == (40, 21, 21)
+
+
+def test_factor_numbers_of_the_lora_mlp():
+    shapes, ranks = [(200, 784), (200, 200), (10, 200)], (160, 100, 10)
+    numbers = [MatrixProduct().trained_numbers(s, r) for s, r in zip(shapes, ranks, strict=True)]
+    assert numbers == [157_440, 40_000, 2_100]
+    assert sum(numbers) + 200 + 200 + 10 == 199_950
+
+
+@pytest.mark.parametrize("layout", ["permuted", "channel", "raw"])
 @every_shape
 def test_product_matrix_and_weight_are_inverse(layout, shape):
     product = MatrixProduct(layout)
@@ -343,7 +666,7 @@ def test_permuted_product_is_a_wide_then_a_tall_convolution(kernel, padding):
 
 
 def test_unknown_layout_is_refused():
-    with pytest.raises(ValueError, match=r'layout must be "permuted" or "raw", but is \'mixed\''):
+    with pytest.raises(ValueError, match=r'layout must be "permuted", "channel" or "raw", but is \'mixed\''):
         MatrixProduct("mixed")
 
 
@@ -398,12 +721,124 @@ def test_grid_needs_a_perfect_square():
     BlockKronecker(grid=False).check_rank((6, 4), 5)
 
 
+def test_kronecker_multiplies_in_blocks_where_the_weight_is_as_wide_as_they_are():
+    kronecker, grid = BlockKronecker(), BlockKronecker(grid=True)
+    assert kronecker.multiply_adds((1024, 1024), 1) == 2 * 32**3
+    assert kronecker.multiply_adds((20, 4), 6) == 5 * 2 * 2**3
+    assert kronecker.multiply_adds((1024, 1000), 1) is None
+    assert grid.multiply_adds((8, 8), 4) == 4 * 2 * 2**3
+    assert grid.multiply_adds((3, 8), 4) == 2 * 2 * 2**3
+    assert kronecker.multiply_adds((8, 8), 4) is None
+
+
+# CP
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks"),
+    [
+        ((100, 784), (59, 44)),
+        ((10, 100), (6, 5)),
+        ((32, 3, 3, 3), (14, 11)),
+        ((64, 32, 3, 3), (120, 90)),
+        ((128, 64, 3, 3), (248, 186)),
+        ((256, 128, 3, 3), (504, 378)),
+        ((256, 256, 3, 3), (759, 569)),
+        ((256, 256), (85, 64)),
+        ((10, 256), (6, 5)),
+    ],
+    ids=str,
+)
+def test_cp_ranks_of_tdpfed_table_1(shape, ranks):
+    assert tuple(CP().rank_for_ratio(shape, 1 / compression) for compression in (1.5, 2)) == ranks
+    assert tuple(CP().rank_for_ratio(shape[::-1], 1 / compression) for compression in (1.5, 2)) == ranks
+
+
+def test_cp_rank_of_a_half_goes_down_and_rounding_noise_does_not_raise_it():
+    assert CP().rank_for_ratio((200, 200), 0.075) == 7
+    assert CP().rank_for_ratio((200, 200), 0.075 * (1 + 1e-15)) == 7
+    assert CP().rank_for_ratio((200, 200), 0.075 * (1 + 1e-9)) == 8
+    assert CP().rank_for_ratio((200, 200), 1e-6) == 1
+    assert CP().rank_for_ratio((200, 100), 0.1, "U") == 20
+    assert CP().rank_for_ratio((200, 100), 0.1, "V") == 10
+
+
+def test_cp_of_a_linear_weight_is_the_matrix_product():
+    weight = torch.randn(9, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    ours, theirs = CP().decompose(weight, 3), MatrixProduct().decompose(weight, 3)
+    torch.testing.assert_close(CP().compose(ours, (9, 5)), MatrixProduct().compose(theirs, (9, 5)))
+    assert CP().bilinear((9, 5))
+    assert not CP().bilinear((9, 5, 1))
+
+
+def test_cp_decompose_finds_a_weight_of_low_rank_and_beats_its_start():
+    shape = (12, 10, 3, 3)
+    weight = composed_by_hand(CP(), random_factors(CP(), shape, 3), shape)
+    factors = CP().decompose(weight, 4)
+    assert (CP().compose(factors, shape) - weight).norm() < 0.02 * weight.norm()
+    norms = torch.stack([factor.norm(dim=0) for factor in factors.values()])
+    torch.testing.assert_close(norms, norms[:1].expand_as(norms))
+    again = CP().decompose(weight, 4)
+    assert all(torch.equal(again[name], factor) for name, factor in factors.items())
+    noise = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    slices = torch.linalg.svdvals(noise.permute(2, 3, 0, 1)).flatten().sort(descending=True).values
+    error = (CP().compose(CP().decompose(noise, 20), shape) - noise).norm()
+    assert error < 0.95 * slices[20:].norm()
+
+
+def test_a_weight_of_zeros_is_decomposed():
+    for factorization in (CP(), Hadamard(), MatrixProduct(), BlockKronecker()):
+        for shape in ((6, 4), (4, 3, 3, 3)):
+            factors = factorization.decompose(torch.zeros(shape), 2)
+            assert all(factor.isfinite().all() for factor in factors.values())
+            torch.testing.assert_close(factorization.compose(factors, shape), torch.zeros(shape))
+
+
+# Hadamard
+
+
+def test_hadamard_reaches_the_square_of_its_rank():
+    weight = Hadamard().compose(random_factors(Hadamard(), (20, 18), 3), (20, 18))
+    assert torch.linalg.matrix_rank(weight) == 9
+
+
+@pytest.mark.parametrize("shape", [(20, 18), (16, 8, 3, 3)], ids=str)
+def test_hadamard_rank_is_the_smallest_that_holds_the_share(shape):
+    hadamard = Hadamard()
+    positions = math.prod(shape[2:]) if len(shape) > 2 else 0
+    for rank in range(1, hadamard.max_rank(shape) + 1):
+        numbers = 2 * rank * (shape[0] + shape[1]) + 2 * rank**2 * positions
+        assert hadamard.trained_numbers(shape, rank) == numbers
+        assert hadamard.rank_for_ratio(shape, numbers / math.prod(shape)) == rank
+        assert hadamard.rank_for_ratio(shape, (numbers - 1) / math.prod(shape)) == rank
+
+
+def test_hadamard_decompose_is_better_than_the_singular_value_decomposition():
+    weight = torch.randn(24, 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    values = torch.linalg.svdvals(weight)
+    for rank in (1, 2, 5):
+        error = (Hadamard().compose(Hadamard().decompose(weight, rank), weight.shape) - weight).norm()
+        assert error < (1 + 1e-9 if rank == 1 else 0.97) * values[rank:].norm()
+
+
+def test_hadamard_decompose_is_never_worse_than_its_start():
+    left, right = random_factors(MatrixProduct(), (12, 9), 2).values()
+    weight = left @ right.mT
+    torch.testing.assert_close(Hadamard().compose(Hadamard().decompose(weight, 2), (12, 9)), weight)
+    with torch.no_grad():
+        again = Hadamard().decompose(weight, 2)
+    first = Hadamard().decompose(weight, 2)
+    assert all(torch.equal(again[name], factor) for name, factor in first.items())
+
+
 # Decoupling (AAD), Eq. 8 and 9 of FedMUD
 
 
 @every_factorization
 @pytest.mark.parametrize("shape", [(6, 4), (4, 3, 3, 3)], ids=str)
 def test_decoupled_mean_of_recovered_is_recovered_of_means_and_plain_is_not(factorization, shape):
+    if not factorization.bilinear(shape):
+        return
     rank = factorization.rank_for_ratio(shape, 0.5)
     fixed = random_factors(factorization, shape, rank, seed=100)
     clients = [random_factors(factorization, shape, rank, seed) for seed in range(5)]

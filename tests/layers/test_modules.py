@@ -1,5 +1,6 @@
 import copy
 import io
+import itertools
 import math
 import pickle
 
@@ -7,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 from torch.func import functional_call, grad, vmap
+from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_lowrank.layers import BlockKronecker, LowRankConv2d, LowRankLayer, LowRankLinear, MatrixProduct
-from lightning_lowrank.layers.modules import combine
+from lightning_lowrank.layers import CP, BlockKronecker, Hadamard, LowRankLayer, LowRankLinear, MatrixProduct
+from lightning_lowrank.layers.modules import combine, low_rank_class
 from lightning_lowrank.seeding import derive_seed
 
 DENSE = {
@@ -28,6 +30,55 @@ DENSE = {
     ),
     "same, even kernel": (lambda: nn.Conv2d(6, 8, (4, 2), padding="same"), (2, 6, 9, 8)),
 }
+GEOMETRIES = {
+    **DENSE,
+    "square linear": (lambda: nn.Linear(9, 9), (2, 9)),
+    "one position": (lambda: nn.Linear(6, 10), (6,)),
+    "no sample": (lambda: nn.Conv2d(4, 6, 3, groups=2), (0, 4, 7, 7)),
+    "conv 1d": (lambda: nn.Conv1d(6, 8, 5, stride=3, padding=2, dilation=2), (2, 6, 17)),
+    "conv 1d, groups, circular": (
+        lambda: nn.Conv1d(6, 8, 3, groups=2, padding=2, padding_mode="circular", bias=False),
+        (2, 6, 9),
+    ),
+    "conv 1d, unbatched": (lambda: nn.Conv1d(6, 8, 3, padding="same", dilation=2), (6, 9)),
+    "conv 1×1, strided": (lambda: nn.Conv2d(6, 8, 1, stride=(2, 3), padding=1), (2, 6, 9, 8)),
+    "conv 1×3, replicate": (
+        lambda: nn.Conv2d(6, 8, (1, 3), stride=(2, 1), padding=(1, 2), padding_mode="replicate"),
+        (2, 6, 9, 8),
+    ),
+    "conv 5×1, valid": (lambda: nn.Conv2d(6, 8, (5, 1), padding="valid", dilation=(2, 1)), (2, 6, 12, 5)),
+    "depthwise": (lambda: nn.Conv2d(6, 12, 3, groups=6, padding=1, stride=2), (2, 6, 9, 8)),
+    "groups, unbatched": (lambda: nn.Conv2d(6, 9, (3, 2), groups=3, padding=(0, 1)), (6, 9, 8)),
+    "groups, reflect, strided": (
+        lambda: nn.Conv2d(4, 6, 3, groups=2, stride=(1, 2), padding=(2, 1), padding_mode="reflect"),
+        (2, 4, 9, 8),
+    ),
+    "conv 3d": (
+        lambda: nn.Conv3d(4, 6, (3, 2, 3), stride=(1, 2, 1), padding=(1, 0, 2), dilation=(1, 1, 2)),
+        (2, 4, 5, 6, 7),
+    ),
+    "conv 3d, groups": (lambda: nn.Conv3d(4, 6, 3, groups=2, padding="same", bias=False), (1, 4, 4, 5, 4)),
+    "transposed 1d": (lambda: nn.ConvTranspose1d(6, 8, 4, stride=2, padding=1, output_padding=1), (2, 6, 7)),
+    "transposed": (
+        lambda: nn.ConvTranspose2d(6, 8, (3, 4), stride=(2, 3), padding=(1, 0), output_padding=(1, 2), dilation=(1, 2)),
+        (2, 6, 5, 4),
+    ),
+    "transposed, groups": (lambda: nn.ConvTranspose2d(6, 8, 3, groups=2, stride=2), (2, 6, 5, 4)),
+    "transposed, groups, unbatched": (lambda: nn.ConvTranspose2d(6, 9, 3, groups=3, padding=1, bias=False), (6, 5, 4)),
+    "transposed 1×1": (lambda: nn.ConvTranspose2d(6, 8, 1, stride=2, output_padding=1), (2, 6, 5, 4)),
+    "transposed 3d": (lambda: nn.ConvTranspose3d(4, 6, (2, 3, 1), stride=(2, 1, 2)), (2, 4, 3, 4, 3)),
+    "embedding": (lambda: nn.Embedding(12, 9), (3, 4)),
+    "embedding with padding": (lambda: nn.Embedding(12, 9, padding_idx=2), (5,)),
+}
+FACTORIZATIONS = [
+    MatrixProduct(),
+    MatrixProduct("raw"),
+    MatrixProduct("channel"),
+    BlockKronecker(),
+    BlockKronecker(grid=True),
+    CP(),
+    Hadamard(),
+]
 MODIFIERS = {"plain": {}, "decoupled": {"decouple": True}, "half-frozen": {"half_frozen": True}}
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
@@ -43,14 +94,14 @@ every_factorization = pytest.mark.parametrize(
 
 
 def low_rank(module, factorization=None, rank=4, **settings):
-    kind = LowRankLinear if isinstance(module, nn.Linear) else LowRankConv2d
-    return kind.from_dense(module, factorization or MatrixProduct(), rank, **settings)
+    return low_rank_class(module).from_dense(module, factorization or MatrixProduct(), rank, **settings)
 
 
 def make(kind, seed=0):
     torch.manual_seed(seed)
-    build, shape = DENSE[kind]
-    return build(), torch.randn(shape)
+    build, shape = GEOMETRIES[kind]
+    module = build()
+    return module, torch.randint(12, shape) if isinstance(module, nn.Embedding) else torch.randn(shape)
 
 
 def scramble(layer, seed=1):
@@ -67,32 +118,275 @@ def weight_by_hand(layer):
     if layer.decouple:
         weight = layer.factorization.compose({"U": trained["U"], "V": fixed["V"]}, shape)
         weight = weight + layer.factorization.compose({"U": fixed["U"], "V": trained["V"]}, shape)
-    elif layer.half_frozen:
-        weight = layer.factorization.compose({"U": fixed["U"], "V": trained["V"]}, shape)
     else:
-        weight = layer.factorization.compose(trained, shape)
-    return weight + layer.frozen_weight if layer.role == "update" else weight
+        weight = layer.factorization.compose({**fixed, **trained}, shape)
+    return weight * layer.scale + layer.frozen_weight if layer.role == "update" else weight
 
 
-@every_dense
+def can_contract(layer):
+    layer.compute = "contracted"
+    try:
+        return layer._can_contract()
+    finally:
+        layer.compute = "auto"
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize("factorization", FACTORIZATIONS, ids=str)
+def test_both_ways_equal_the_dense_layer_with_the_recovered_weight(geometry, factorization):
+    """Output, input gradient and factor gradients, in both roles, with every modifier, to 1e-10 in float64."""
+    module, batch = make(geometry)
+    module.double()
+    if batch.is_floating_point():
+        batch = batch.double().requires_grad_()
+    shape = tuple(module.weight.shape)
+    rank = factorization.rank_for_ratio(shape, 0.45)
+    modifiers = MODIFIERS.values() if factorization.bilinear(shape) else [{}]
+    contracted = 0
+    for role, modifier in itertools.product(["update", "weight"], modifiers):
+        settings = {"alpha": 3.0} if role == "update" else {"init": "uniform"}
+        layer = low_rank(copy.deepcopy(module), factorization, rank, role=role, **settings, **modifier)
+        scramble(layer)
+        inputs = [*layer.factors.values(), *((batch,) if batch.is_floating_point() else ())]
+        reference = copy.deepcopy(module)
+        expected = functional_call(reference, {"weight": weight_by_hand(layer)}, (batch,))
+        weights = torch.cos(torch.arange(expected.numel()).reshape(expected.shape))
+        slopes = torch.autograd.grad((expected * weights).sum(), inputs)
+        for compute in ("dense", "contracted") if can_contract(layer) else ("dense",):
+            layer.compute = compute
+            output = layer(batch)
+            torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-10)
+            contracted += compute == "contracted"
+            for actual, slope in zip(torch.autograd.grad((output * weights).sum(), inputs), slopes, strict=True):
+                torch.testing.assert_close(actual, slope, rtol=1e-10, atol=1e-10)
+        back = layer.to_dense()
+        assert type(back) is type(reference)
+        assert repr(back) == repr(reference)
+        assert list(back.state_dict()) == list(reference.state_dict())
+        assert back.weight.requires_grad
+        torch.testing.assert_close(back(batch), expected, rtol=1e-10, atol=1e-10)
+    assert contracted == (2 * len(modifiers) if can_contract(layer) else 0)
+    assert can_contract(layer) or isinstance(factorization, BlockKronecker) or factorization == MatrixProduct("raw")
+
+
+@pytest.mark.parametrize("padding_idx", [None, 2])
+def test_embedding_gradients_spare_the_padding(padding_idx):
+    module = nn.Embedding(12, 9, padding_idx=padding_idx).double()
+    layer = low_rank(module, role="weight", init="uniform", init_scale=1.0)
+    batch = torch.tensor([[2, 3], [2, 7]])
+    slopes = {}
+    for compute in ("dense", "contracted"):
+        layer.compute = compute
+        slopes[compute] = torch.autograd.grad(layer(batch).square().sum(), list(layer.factors.values()))
+    for dense, contracted in zip(slopes["dense"], slopes["contracted"], strict=True):
+        torch.testing.assert_close(dense, contracted)
+    assert bool(slopes["contracted"][0][2].any()) is (padding_idx is None)
+
+
+@pytest.mark.parametrize("size", [(11, 9), [2, 8, 10, 8]])
+@pytest.mark.parametrize("compute", ["dense", "contracted"])
+def test_transposed_convolutions_take_an_output_size(size, compute):
+    module = nn.ConvTranspose2d(6, 8, 3, stride=2, padding=1)
+    batch = torch.randn(2, 6, 5, 4)
+    size = [10, 8] if size == [2, 8, 10, 8] else [9, 8]
+    expected = module(batch, output_size=size)
+    layer = low_rank(module, compute=compute)
+    assert torch.equal(layer(batch, output_size=size), expected)
+    assert list(layer(batch, output_size=size).shape[2:]) == size
+
+
+# Which of the two ways
+
+
+def multiply_adds_of(function):
+    """Count the multiply-adds of the products that torch really runs."""
+    with FlopCounterMode(display=False) as counter:
+        function()
+    return counter.get_total_flops() // 2
+
+
+@pytest.mark.parametrize("geometry", [name for name in GEOMETRIES if "embedding" not in name and name != "no sample"])
+@pytest.mark.parametrize("factorization", [MatrixProduct(), MatrixProduct("channel"), CP()], ids=str)
+@pytest.mark.parametrize("compute", ["dense", "contracted"])
+def test_multiply_adds_are_what_torch_counts(geometry, factorization, compute):
+    module, batch = make(geometry)
+    rank = factorization.rank_for_ratio(tuple(module.weight.shape), 0.4)
+    for role in ("update", "weight"):
+        layer = low_rank(copy.deepcopy(module), factorization, rank, role=role, compute=compute, init="uniform")
+        if compute == "dense":
+            layer.merge()
+        with torch.no_grad():
+            assert layer.multiply_adds(batch) == multiply_adds_of(lambda layer=layer: layer(batch))
+
+
+@pytest.mark.parametrize("role", ["update", "weight"])
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("through_input", [False, True])
+def test_auto_takes_the_way_that_torch_counts_fewer_for(role, recorded, through_input):
+    """Forward and backward are run both ways at many batch sizes; ``auto`` must be the cheaper each time."""
+    module = nn.Linear(48, 40)
+    layer = low_rank(module, rank=16, role=role, init="uniform", init_scale=1.0)
+    chosen = []
+    for positions in (1, 2, 4, 8, 16, 24, 32, 48, 64, 128, 512):
+        batch = torch.randn(positions, 48, requires_grad=through_input and recorded)
+        costs = {}
+        for compute in ("dense", "contracted"):
+            layer.compute = compute
+            with torch.set_grad_enabled(recorded):
+                costs[compute] = multiply_adds_of(
+                    lambda: layer(batch).square().sum().backward() if recorded else layer(batch)  # noqa: B023
+                )
+        layer.compute = "auto"
+        with torch.set_grad_enabled(recorded):
+            assert layer.contracts(batch) is (costs["contracted"] < costs["dense"])
+        chosen.append(layer.contracts(batch))
+    assert chosen[0]
+    if role == "update" and not recorded:
+        assert not chosen[-1]
+
+
+def test_contraction_that_does_not_exist_is_refused():
+    with pytest.raises(ValueError, match=r'compute="contracted" is not possible: BlockKronecker.* for a Conv2d'):
+        low_rank(nn.Conv2d(6, 8, 3), BlockKronecker(), compute="contracted")
+
+
+# LoRA
+
+
+@pytest.mark.parametrize(
+    ("dense", "random", "rows"),
+    [("linear", "V", 10), ("conv", "V", 18), ("transposed", "U", 18), ("embedding", "U", 12)],
+)
+def test_lora_starts_with_the_input_side_at_random(dense, random, rows):
+    module, batch = make(dense)
+    expected = module(batch)
+    layer = low_rank(module, init="lora", alpha=8.0, seed=2)
+    zero = "U" if random == "V" else "V"
+    assert not layer.factors[zero].any()
+    assert layer.factors[random].shape[0] == rows
+    bound = 1 / math.sqrt(rows)
+    assert 0.7 * bound < layer.factors[random].abs().max() <= bound
+    assert torch.equal(layer(batch), expected)
+    first = layer.factors[random].detach().clone()
+    scramble(layer)
+    layer.reset_factors(2)
+    assert torch.equal(layer.factors[random], first)
+    assert not layer.factors[zero].any()
+
+
+@pytest.mark.parametrize(("stabilized", "scale"), [(False, 8 / 4), (True, 8 / 2)])
+@pytest.mark.parametrize("compute", ["dense", "contracted"])
+def test_alpha_scales_the_update(stabilized, scale, compute):
+    module, batch = make("conv")
+    layer = low_rank(module, MatrixProduct("channel"), alpha=8.0, rank_stabilized=stabilized, compute=compute)
+    scramble(layer)
+    down, up = layer.factors["V"].mT.reshape(4, 6, 3, 3), layer.factors["U"].reshape(8, 4, 1, 1)
+    expected = nn.functional.conv2d(batch, layer.frozen_weight, layer.bias)
+    expected = expected + scale * nn.functional.conv2d(nn.functional.conv2d(batch, down), up)
+    torch.testing.assert_close(layer(batch), expected, rtol=1e-4, atol=1e-4)
+    assert layer.scale == scale
+    before = layer.frozen_weight.clone()
+    layer.fold()
+    torch.testing.assert_close(layer.frozen_weight - before, layer.update(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("compute", ["dense", "contracted"])
+def test_dropout_acts_on_the_update_alone_and_in_training_alone(compute):
+    module, _ = make("linear")
+    layer = low_rank(module, dropout=0.5, compute=compute)
+    scramble(layer)
+    batch = torch.randn(4, 10)
+    torch.manual_seed(7)
+    output = layer(batch)
+    torch.manual_seed(7)
+    dropped = nn.functional.dropout(batch, 0.5)
+    expected = nn.functional.linear(batch, layer.frozen_weight, layer.bias)
+    torch.testing.assert_close(output, expected + dropped @ layer.update().mT)
+    layer.eval()
+    torch.testing.assert_close(layer(batch), nn.functional.linear(batch, layer.weight, layer.bias))
+
+
+@pytest.mark.parametrize("dense", ["linear", "conv", "transposed"])
+@pytest.mark.parametrize("frozen", ["U", "V", True])
+@pytest.mark.parametrize("init", ["auto", "lora"])
+def test_either_factor_may_be_frozen(dense, frozen, init):
+    module, batch = make(dense)
+    expected = module(batch)
+    layer = low_rank(module, half_frozen=frozen, init=init)
+    fixed = "U" if frozen is True else frozen
+    (trained,) = {"U", "V"} - {fixed}
+    assert list(layer.factors) == [trained]
+    assert list(layer.fixed) == [fixed]
+    assert layer.fixed[fixed].any()
+    assert torch.equal(layer(batch), expected)
+    layer(batch).square().sum().backward()
+    assert layer.factors[trained].grad.any()
+
+
+# Merging
+
+
 @every_role
 @every_modifier
-@every_factorization
-def test_forward_is_the_dense_layer_with_the_effective_weight(dense, role, modifier, factorization):
+@pytest.mark.parametrize("dense", ["linear", "conv", "transposed", "embedding"])
+def test_merging_composes_once_and_is_undone_bit_for_bit(role, modifier, dense):
     module, batch = make(dense)
-    reference = copy.deepcopy(module)
-    layer = low_rank(module, factorization, role=role, **MODIFIERS[modifier])
+    layer = low_rank(module, role=role, **MODIFIERS[modifier]).eval()
     scramble(layer)
-    with torch.no_grad():
-        reference.weight.copy_(weight_by_hand(layer))
-    expected = reference(batch)
-    torch.testing.assert_close(layer(batch), expected)
-    back = layer.to_dense()
-    assert type(back) is type(reference)
-    assert repr(back) == repr(reference)
-    assert list(back.state_dict()) == list(reference.state_dict())
-    assert back.weight.requires_grad
-    torch.testing.assert_close(back(batch), expected)
+    before, state = layer(batch), copy.deepcopy(layer.state_dict())
+    weight = layer.weight.detach()
+    layer.merge()
+    torch.testing.assert_close(layer(batch), before)
+    assert torch.equal(layer.weight, weight)
+    assert layer.weight.data_ptr() == layer.weight.data_ptr()
+    assert torch.equal(pickle.loads(pickle.dumps(layer))(batch), layer(batch))
+    assert list(layer.state_dict()) == list(state)
+    assert all(torch.equal(layer.state_dict()[name], value) for name, value in state.items())
+    assert {p.dtype for p in copy.deepcopy(layer).double().buffers()} == {torch.float64}
+    for undo in (layer.unmerge, layer.train, lambda: layer.load_state_dict(state)):
+        layer.merge()
+        assert layer.merged_weight is not None
+        undo()
+        assert layer.merged_weight is None
+        assert torch.equal(layer.eval()(batch), before)
+
+
+# Compilation, precision
+
+
+@every_role
+@pytest.mark.parametrize("dense", ["linear", "strided dilated", "groups, no bias", "transposed, groups", "embedding"])
+@pytest.mark.parametrize("factorization", [MatrixProduct(), BlockKronecker(), CP(), Hadamard()], ids=str)
+def test_compiles_as_one_graph(role, dense, factorization):
+    torch._dynamo.reset()
+    module, batch = make(dense)
+    layer = low_rank(module, factorization, 2, role=role, init="uniform")
+    scramble(layer)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    output = compiled(batch)
+    torch.testing.assert_close(output, layer(batch))
+    output.square().sum().backward()
+    assert all(factor.grad is not None for factor in layer.factors.values())
+
+
+@every_role
+@pytest.mark.parametrize("compute", ["dense", "contracted"])
+@pytest.mark.parametrize("dense", ["linear", "conv", "transposed", "embedding"])
+@pytest.mark.parametrize("factorization", [MatrixProduct("channel"), CP(), Hadamard()], ids=str)
+def test_autocast_and_half_precision_stay_close_to_the_dense_layer(role, compute, dense, factorization):
+    module, batch = make(dense)
+    layer = low_rank(module, factorization, 2, role=role, compute=compute, init="uniform")
+    reference = layer.to_dense()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = layer(batch)
+        expected = reference(batch)
+    assert output.dtype == expected.dtype
+    torch.testing.assert_close(output.float(), reference(batch), rtol=0.05, atol=0.05)
+    output.float().sum().backward()
+    half = copy.deepcopy(layer).bfloat16()
+    inputs = batch.bfloat16() if batch.is_floating_point() else batch
+    assert half(inputs).dtype == torch.bfloat16
+    torch.testing.assert_close(half(inputs).float(), reference(batch), rtol=0.05, atol=0.05)
 
 
 @every_dense
@@ -119,14 +413,15 @@ def test_parameters_and_their_training(dense, role, modifier):
     assert {name for name, p in parameters.items() if p.grad is not None and p.grad.abs().sum() > 0} == names
 
 
-@every_dense
+@pytest.mark.parametrize("dense", GEOMETRIES)
 @every_modifier
 @every_factorization
 def test_an_update_starts_at_zero(dense, modifier, factorization):
     module, batch = make(dense)
     expected = module(batch)
     weight = module.weight.detach().clone()
-    layer = low_rank(module, factorization, **MODIFIERS[modifier])
+    rank = min(4, factorization.max_rank(weight.shape))
+    layer = low_rank(module, factorization, rank, **MODIFIERS[modifier])
     assert torch.equal(layer.weight, weight)
     assert torch.equal(layer(batch), expected)
     zero = {"plain": {"V"}, "decoupled": {"U", "V"}, "half-frozen": {"V"}}[modifier]
@@ -238,14 +533,14 @@ def test_draws_follow_the_documented_streams_in_every_dtype():
 
 
 @every_modifier
-def test_merge_adds_the_update_and_reset_starts_at_zero_again(modifier):
+def test_fold_adds_the_update_and_reset_starts_at_zero_again(modifier):
     module, _ = make("conv")
     layer = low_rank(module, **MODIFIERS[modifier])
     scramble(layer)
     weight, frozen = layer.weight.detach().clone(), layer.frozen_weight
     before = frozen.clone()
     factors = {name: factor.detach().clone() for name, factor in layer.factors.items()}
-    layer.merge()
+    layer.fold()
     assert layer.frozen_weight is frozen
     torch.testing.assert_close(frozen.data, weight)
     assert all(torch.equal(layer.factors[name], factor) for name, factor in factors.items())
@@ -253,7 +548,7 @@ def test_merge_adds_the_update_and_reset_starts_at_zero_again(modifier):
     assert torch.equal(layer.weight, frozen)
     other = {name: 2 * factor for name, factor in factors.items()}
     expected = frozen + layer.update(other)
-    layer.merge(other)
+    layer.fold(other)
     assert torch.equal(frozen, expected)
     assert not torch.equal(frozen, before)
 
@@ -269,9 +564,9 @@ def test_update_takes_values_for_the_trained_factors(modifier):
         layer.update({"W": torch.ones(1)})
 
 
-def test_merge_needs_a_frozen_weight():
+def test_fold_needs_a_frozen_weight():
     with pytest.raises(ValueError, match='needs a layer of role="update"'):
-        low_rank(nn.Linear(10, 8), role="weight").merge()
+        low_rank(nn.Linear(10, 8), role="weight").fold()
 
 
 @every_role
@@ -463,7 +758,6 @@ def test_a_constant_weight_gives_no_scale():
     [
         (nn.Conv2d(3, 4, 3), "Conv2d is not exactly nn.Linear"),
         (nn.Bilinear(3, 4, 5), "Bilinear is not exactly"),
-        (nn.MultiheadAttention(4, 2).out_proj, "NonDynamicallyQuantizableLinear"),
         (nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), "ParametrizedLinear"),
         (nn.Linear(4, 4, dtype=torch.complex64), "complex64"),
     ],

@@ -1,0 +1,108 @@
+"""Frobenius decay: weight decay for the product of factors, without building the product.
+
+Decaying ``U`` and ``V`` on their own is not what decaying the weight ``U Vᵀ`` is. These functions decay what
+the factors stand for (Khodak et al., 2021; FedHM, Yao et al. 2021), as a term of the loss or directly in
+the gradients. ``‖U Vᵀ‖²`` comes from Gram matrices, ``Σ (UᵀU)∘(VᵀV)``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from lightning_lowrank.layers.conversion import low_rank_layers
+from lightning_lowrank.layers.modules import LowRankLayer, terms
+
+__all__ = ["add_frobenius_decay", "frobenius_norm_squared", "frobenius_penalty"]
+
+
+def frobenius_norm_squared(layer: LowRankLayer) -> Tensor:
+    """Return the squared Frobenius norm of what a layer's factors compose, its update or its weight.
+
+    Args:
+        layer: A low-rank layer; in role ``"update"`` the frozen weight does not count.
+
+    Returns:
+        A scalar through which gradients flow to the factors.
+
+    Example:
+        >>> from lightning_lowrank.layers import LowRankLinear, MatrixProduct, frobenius_norm_squared
+        >>> layer = LowRankLinear.from_dense(nn.Linear(6, 4), MatrixProduct(), rank=2, role="weight")
+        >>> torch.allclose(frobenius_norm_squared(layer), layer.weight.square().sum())
+        True
+    """
+    parts = terms(layer.factors, layer.fixed, layer.decouple)
+    inner, shape = layer.factorization.inner, layer.weight_shape
+    total = inner(parts[0], parts[0], shape)
+    if layer.decouple:
+        total = total + 2 * inner(parts[0], parts[1], shape) + inner(parts[1], parts[1], shape)
+    return total * layer.scale**2
+
+
+def frobenius_penalty(model: nn.Module, weight_decay: float) -> Tensor:
+    """Return λ/2 · Σ ‖f‖², over the low-rank layers of a model, to be added to the loss.
+
+    Args:
+        model: A converted model. Layers that share their factors count once.
+        weight_decay: λ, at least 0.
+
+    Returns:
+        A scalar.
+
+    Raises:
+        ValueError: If ``weight_decay`` is negative or not finite, or the model has no low-rank layers.
+
+    Example:
+        >>> from lightning_lowrank.layers import MatrixProduct, convert, frobenius_penalty
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+        >>> _ = convert(model, MatrixProduct(), rank=2, role="weight")
+        >>> (torch.zeros(()) + frobenius_penalty(model, weight_decay=1e-4)).backward()
+    """
+    if not (weight_decay >= 0 and math.isfinite(weight_decay)):
+        raise ValueError(f"weight_decay must be a finite number of at least 0, but is {weight_decay!r}.")
+    norms = [frobenius_norm_squared(layer) for _, layer in low_rank_layers(model, tied=False)]
+    if not norms:
+        raise ValueError("model has no low-rank layers, whose products could decay; convert it first.")
+    return weight_decay / 2 * torch.stack([norm.to(norms[0].device) for norm in norms]).sum()
+
+
+@torch.no_grad()
+def add_frobenius_decay(
+    model: nn.Module, weight_decay: float, parameters: Iterable[nn.Parameter] | None = None
+) -> None:
+    """Add the gradients of :func:`frobenius_penalty` to those of the factors, as weight decay does.
+
+    Call it between ``backward`` and the optimizer's step. Factors without a gradient get one.
+
+    Args:
+        model: A converted model.
+        weight_decay: λ, at least 0.
+        parameters: Add to the gradients of these alone, such as one optimizer's. By default to all trainable
+            factors'.
+
+    Raises:
+        ValueError: If ``weight_decay`` is negative or not finite, or the model has no low-rank layers.
+
+    Example:
+        >>> from lightning_lowrank.layers import MatrixProduct, add_frobenius_decay, convert
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+        >>> _ = convert(model, MatrixProduct(), rank=2, role="weight")
+        >>> model(torch.ones(1, 8)).sum().backward()
+        >>> add_frobenius_decay(model, weight_decay=1e-4)
+    """
+    with torch.enable_grad():
+        penalty = frobenius_penalty(model, weight_decay)
+    among = None if parameters is None else set(parameters)
+    factors = [
+        factor
+        for _, layer in low_rank_layers(model, tied=False)
+        for factor in layer.factors.values()
+        if factor.requires_grad and (among is None or factor in among)
+    ]
+    if not factors:
+        return
+    for factor, gradient in zip(factors, torch.autograd.grad(penalty, factors), strict=True):
+        factor.grad = gradient if factor.grad is None else factor.grad.add_(gradient)

@@ -1,0 +1,480 @@
+r"""How a few small tensors stand for one weight.
+
+A :class:`Factorization` holds no tensors, only the choice of a form. It answers, for a weight of a given
+shape: which factors a rank asks for, which rank a share of trainable numbers allows, what dense weight the
+factors make (`compose`), which factors come nearest to a given weight (`decompose`), and how to apply the
+weight to an input without building it (`multiply`, `stages`).
+
+A weight's shape is (dim0, dim1, \*kernel), as it is stored: output then input channels for linear layers and
+convolutions, the other way round for transposed convolutions. The forms do not care: ``U`` always stands with
+dim0 and ``V`` with dim1.
+
+The two modifiers of a low-rank layer need a form that is *bilinear*: two factors ``U`` and ``V``, and a weight
+``f(U, V)`` that is linear in each. A *half-frozen* layer trains one of them, and a *decoupled* layer trains
+``f(U, Ṽ) + f(Ũ, V)`` with fixed ``Ũ`` and ``Ṽ``. Both are linear in what is trained, so that the mean of the
+clients' factors stands for the mean of their weights.
+
+"FedMUD" throughout is Li et al., The Panaceas for Improving Low-Rank Decomposition in
+Communication-Efficient Federated Learning, ICML 2025.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = [
+    "Factorization",
+    "HalfFrozen",
+    "Stage",
+    "factorization_from_dict",
+    "registered_factorizations",
+]
+
+HalfFrozen = bool | Literal["U", "V"]
+"""Which of the factors ``U`` and ``V`` is drawn and never trained; ``True`` means ``"U"``."""
+
+_COUNTS = {1: "one factor", 2: "two factors", 3: "three factors", 4: "four factors", 5: "five factors"}
+
+
+class Stage(NamedTuple):
+    r"""One convolution (or matrix product) of the chain that applies a weight factor by factor.
+
+    Attributes:
+        kernel: The kernel's shape, (output channels, input channels per group, \*kernel size).
+        groups: The number of groups the channels are split into.
+    """
+
+    kernel: tuple[int, ...]
+    groups: int
+
+
+def frozen_factor(half_frozen: HalfFrozen) -> Literal["U", "V"] | None:
+    """Return the name of the factor that ``half_frozen`` freezes, ``None`` where it freezes none.
+
+    Args:
+        half_frozen: The setting, ``True`` meaning ``"U"``.
+
+    Raises:
+        ValueError: If it has another value.
+    """
+    if isinstance(half_frozen, bool):
+        return "U" if half_frozen else None
+    if half_frozen not in ("U", "V"):
+        raise ValueError(f'half_frozen must be False, True, "U" or "V", but is {half_frozen!r}.')
+    return half_frozen
+
+
+def ceil(value: float) -> int:
+    """Round up, but not past an integer that only rounding noise separates from the value."""
+    nearest = round(value)
+    return nearest if math.isclose(value, nearest, rel_tol=1e-12) else math.ceil(value)
+
+
+def check_ratio(ratio: float) -> None:
+    """Refuse a share of trained numbers that is not a finite number above 0."""
+    if not (ratio > 0 and math.isfinite(ratio)):
+        raise ValueError(f"ratio must be a finite number above 0, but is {ratio!r}.")
+
+
+def working_precision(weight: Tensor) -> Tensor:
+    """Return the weight's values in single precision at least, detached."""
+    return weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
+
+
+class Factorization(ABC):
+    """A few factors, mostly ``U`` and ``V``, that stand for one weight.
+
+    A subclass is a plain class whose ``__init__`` takes simple arguments and keeps each one under its own
+    name; it is then registered by being defined, compares and prints by its arguments, and can be written
+    to a checkpoint with :meth:`to_dict`.
+
+    A subclass keeps one promise that the search for a budget relies on: the numbers trained at
+    ``rank_for_ratio(shape, ratio)``, together with those of one more factorization of rank 1
+    (``trained_numbers(shape, 1)``), are at least ``ratio`` times the weight's numbers.
+    """
+
+    @abstractmethod
+    def rank_for_ratio(self, shape: Sequence[int], ratio: float, half_frozen: HalfFrozen = False) -> int:
+        """Return the rank at which the trained factors are about a share ``ratio`` of the weight.
+
+        Args:
+            shape: The weight's shape.
+            ratio: Trained numbers over the weight's numbers, above 0.
+            half_frozen: Which factor is frozen, if any, which affords a higher rank for the same share.
+
+        Returns:
+            A rank between 1 and :meth:`max_rank`.
+
+        Raises:
+            ValueError: If ``ratio`` is not positive, or asks for more than :meth:`max_rank`, or a factor is
+                to be frozen where the form is not bilinear.
+        """
+
+    @abstractmethod
+    def ratio_for_rank(self, shape: Sequence[int], rank: int, half_frozen: HalfFrozen = False) -> float:
+        """Return the largest ratio for which :meth:`rank_for_ratio` gives ``rank`` (to rounding).
+
+        Args:
+            shape: The weight's shape.
+            rank: A rank that :meth:`check_rank` accepts.
+            half_frozen: Which factor is frozen, if any.
+
+        Raises:
+            ValueError: If the weight cannot have this rank, or a factor is to be frozen where the form is
+                not bilinear.
+        """
+
+    @abstractmethod
+    def max_rank(self, shape: Sequence[int], half_frozen: HalfFrozen = False) -> int:
+        """Return the rank at which the factors can express every weight.
+
+        Args:
+            shape: The weight's shape.
+            half_frozen: Which factor is frozen, if any.
+        """
+
+    @abstractmethod
+    def factor_shapes(self, shape: Sequence[int], rank: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the factors by name, in the form's own order.
+
+        Args:
+            shape: The weight's shape.
+            rank: The rank, at least 1.
+        """
+
+    @abstractmethod
+    def compose(self, factors: Mapping[str, Tensor], shape: Sequence[int]) -> Tensor:
+        """Return the dense weight that the factors stand for.
+
+        It is made of tensor operations only, so that it can be differentiated and mapped over a leading
+        dimension with :func:`torch.func.vmap`.
+
+        Args:
+            factors: All factors by name, shaped as :meth:`factor_shapes` says.
+            shape: The weight's shape.
+
+        Returns:
+            A tensor of shape ``shape`` with the factors' dtype and device.
+        """
+
+    @abstractmethod
+    def compose_multiply_adds(self, shape: Sequence[int], rank: int) -> int:
+        """Return how many multiplications (with or without an addition) :meth:`compose` takes.
+
+        Args:
+            shape: The weight's shape.
+            rank: The rank.
+        """
+
+    @abstractmethod
+    def decompose(self, weight: Tensor, rank: int) -> dict[str, Tensor]:
+        """Return factors whose dense weight is near to ``weight`` (spectral initialisation).
+
+        Computed in single precision at least and returned in the weight's dtype. The same weight gives the
+        same factors.
+
+        Args:
+            weight: The weight, of any layout and device.
+            rank: A rank that :meth:`check_rank` accepts.
+
+        Raises:
+            ValueError: If the weight cannot have this rank.
+        """
+
+    @abstractmethod
+    def default_init_scale(self, shape: Sequence[int], rank: int) -> float:
+        """Return the ``a`` of U(−a, a) for which a factored update starts off like a dense one.
+
+        With every factor drawn from U(−a, a) but :meth:`zero_factor`, which is zero, the first step of
+        gradient descent on that factor changes the composed weight, in expectation over the draws, by what
+        the same step on the dense weight would.
+
+        Args:
+            shape: The weight's shape.
+            rank: The rank.
+        """
+
+    @abstractmethod
+    def init_scale_for_std(self, shape: Sequence[int], rank: int, std: float) -> float:
+        """Return the ``a`` for which the weight of factors U(−a, a) has standard deviation ``std``.
+
+        Args:
+            shape: The weight's shape.
+            rank: The rank.
+            std: The standard deviation of the dense weight's numbers.
+        """
+
+    def factor_names(self, shape: Sequence[int]) -> tuple[str, ...]:
+        """Return the names of the factors, in the order of :meth:`factor_shapes`.
+
+        Args:
+            shape: The weight's shape.
+        """
+        return tuple(self.factor_shapes(shape, 1))
+
+    def zero_factor(self, shape: Sequence[int]) -> str:
+        """Return the name of the factor that is zero where an update starts.
+
+        Args:
+            shape: The weight's shape.
+        """
+        return "V"
+
+    def bilinear(self, shape: Sequence[int]) -> bool:
+        """Say whether the factors are exactly ``U`` and ``V``, and the weight is linear in each of them.
+
+        Args:
+            shape: The weight's shape.
+        """
+        return self.factor_names(shape) == ("U", "V")
+
+    def trained_factors(self, shape: Sequence[int], half_frozen: HalfFrozen = False) -> tuple[str, ...]:
+        """Return the names of the trained factors: all, or the one that is not frozen.
+
+        Args:
+            shape: The weight's shape.
+            half_frozen: Which factor is frozen, if any.
+
+        Raises:
+            ValueError: If a factor is to be frozen where the form is not bilinear.
+        """
+        frozen = frozen_factor(half_frozen)
+        if frozen is not None:
+            self._check_bilinear(shape, "half_frozen")
+        return tuple(name for name in self.factor_names(shape) if name != frozen)
+
+    def fixed_factors(
+        self, shape: Sequence[int], decouple: bool = False, half_frozen: HalfFrozen = False
+    ) -> tuple[str, ...]:
+        """Return the names of the factors that are never trained: none, both (decoupled) or the frozen one.
+
+        Args:
+            shape: The weight's shape.
+            decouple: Whether a fixed pair stands beside the trained one.
+            half_frozen: Which factor is frozen, if any.
+
+        Raises:
+            ValueError: If either modifier is on where the form is not bilinear.
+        """
+        frozen = frozen_factor(half_frozen)
+        if frozen is not None:
+            self._check_bilinear(shape, "half_frozen")
+        if decouple:
+            self._check_bilinear(shape, "decouple")
+            return ("U", "V")
+        return () if frozen is None else (frozen,)
+
+    def _check_bilinear(self, shape: Sequence[int], argument: str) -> None:
+        if not self.bilinear(shape):
+            names = self.factor_names(shape)
+            raise ValueError(
+                f"{self!r} gives a weight of shape {tuple(shape)} {_COUNTS.get(len(names), f'{len(names)} factors')} "
+                f"({', '.join(names)}); {argument} needs two, U and V. Use MatrixProduct() or BlockKronecker()."
+            )
+
+    def trained_numbers(self, shape: Sequence[int], rank: int, half_frozen: HalfFrozen = False) -> int:
+        """Return how many numbers the trained factors hold.
+
+        Args:
+            shape: The weight's shape.
+            rank: The rank.
+            half_frozen: Which factor is frozen, if any.
+        """
+        shapes = self.factor_shapes(shape, rank)
+        return sum(math.prod(shapes[name]) for name in self.trained_factors(shape, half_frozen))
+
+    def lower_rank(self, shape: Sequence[int], rank: int) -> int | None:
+        """Return the next smaller rank this form can have, or ``None`` where ``rank`` is the smallest.
+
+        Args:
+            shape: The weight's shape.
+            rank: A rank that :meth:`check_rank` accepts.
+        """
+        return rank - 1 if rank > 1 else None
+
+    def check_rank(self, shape: Sequence[int], rank: int, half_frozen: HalfFrozen = False) -> None:
+        """Refuse a rank that a weight of this shape cannot have.
+
+        Args:
+            shape: The weight's shape.
+            rank: The rank to look at.
+            half_frozen: Which factor is frozen, if any.
+
+        Raises:
+            ValueError: If ``rank`` is not an integer from 1 to :meth:`max_rank`.
+        """
+        largest = self.max_rank(shape, half_frozen)
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= largest:
+            raise ValueError(
+                f"rank must be an integer from 1 to {largest} for {self!r} and a weight of shape "
+                f"{tuple(shape)}, but is {rank!r}."
+            )
+
+    def stage_shapes(self, shape: Sequence[int], rank: int) -> tuple[Stage, ...] | None:
+        """Describe the chain of convolutions that is the same as the one with the composed weight.
+
+        Applied one after another, the first to the input, they give what the convolution with the composed
+        weight gives. For a weight of two dimensions they are matrix products, with kernels (out, in). Each
+        kernel dimension is larger than 1 in at most one of the stages, which is the one that takes the
+        layer's stride, padding and dilation in that dimension.
+
+        Args:
+            shape: The weight's shape.
+            rank: The rank.
+
+        Returns:
+            The stages in the order of application, or ``None`` where this form has no such chain.
+        """
+        return None
+
+    def stages(self, factors: Mapping[str, Tensor], shape: Sequence[int]) -> list[Tensor]:
+        """Return the kernels that :meth:`stage_shapes` describes.
+
+        Like :meth:`compose` it can be differentiated and mapped with :func:`torch.func.vmap`.
+
+        Args:
+            factors: All factors by name.
+            shape: The weight's shape.
+
+        Raises:
+            ValueError: If this form has no such chain for the shape.
+        """
+        raise ValueError(f"{self!r} has no chain of convolutions for a weight of shape {tuple(shape)}; use compose.")
+
+    def multiply(
+        self, input: Tensor, factors: Mapping[str, Tensor], shape: Sequence[int], transposed: bool = False
+    ) -> Tensor:
+        """Multiply by the composed weight ``W`` of two dimensions without building it.
+
+        Args:
+            input: A tensor (…, dim1), or (…, dim0) if ``transposed``.
+            factors: All factors by name.
+            shape: The weight's shape, (dim0, dim1).
+            transposed: Whether to return ``input @ W``, (…, dim1), rather than ``input @ Wᵀ``, (…, dim0).
+                Off by default.
+
+        Raises:
+            ValueError: If the shape has not two dimensions, or :meth:`multiply_adds` is ``None`` for it.
+        """
+        if len(shape) != 2:
+            raise ValueError(f"multiply needs a weight of two dimensions, but its shape is {tuple(shape)}.")
+        matrices = self.stages(factors, shape)
+        for matrix in reversed(matrices) if transposed else matrices:
+            input = F.linear(input, matrix.mT if transposed else matrix)
+        return input
+
+    def multiply_adds(self, shape: Sequence[int], rank: int) -> int | None:
+        """Return how many multiply-adds :meth:`multiply` or :meth:`stages` take for each position.
+
+        For :meth:`stages` that is one position of each stage's output; what building the kernels takes is
+        left out.
+
+        Args:
+            shape: The weight's shape.
+            rank: The rank.
+
+        Returns:
+            The number, or ``None`` where this form has no way but to compose the dense weight.
+        """
+        stages = self.stage_shapes(shape, rank)
+        return None if stages is None else sum(math.prod(stage.kernel) for stage in stages)
+
+    def inner(self, left: Mapping[str, Tensor], right: Mapping[str, Tensor], shape: Sequence[int]) -> Tensor:
+        """Return the Frobenius inner product of two composed weights, ``⟨f(left), f(right)⟩``.
+
+        The forms of this package do it without building the weights where that is cheaper.
+
+        Args:
+            left: All factors of the one weight.
+            right: All factors of the other.
+            shape: The shape of both weights.
+
+        Returns:
+            A scalar tensor.
+        """
+        return (self.compose(left, shape) * self.compose(right, shape)).sum()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return ``{"name": …, "arguments": {…}}`` in plain Python, as :func:`factorization_from_dict` reads.
+
+        Example:
+            >>> from lightning_lowrank.layers import MatrixProduct
+            >>> MatrixProduct(layout="raw").to_dict()
+            {'name': 'MatrixProduct', 'arguments': {'layout': 'raw'}}
+        """
+        return {"name": type(self).__name__, "arguments": self._arguments()}
+
+    def _arguments(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
+
+    def _rank_within_max(self, shape: Sequence[int], rank: int, ratio: float, half_frozen: HalfFrozen) -> int:
+        largest = self.max_rank(shape, half_frozen)
+        if rank > largest:
+            raise ValueError(
+                f"ratio={ratio} asks for rank {rank}, but {self!r} gives a weight of shape {tuple(shape)} at "
+                f"most rank {largest}; use a ratio up to {self.ratio_for_rank(shape, largest, half_frozen)}."
+            )
+        return rank
+
+    def __repr__(self) -> str:
+        arguments = ", ".join(f"{name}={value!r}" for name, value in self._arguments().items())
+        return f"{type(self).__name__}({arguments})"
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Factorization):
+            return NotImplemented
+        return type(self) is type(other) and self._arguments() == other._arguments()
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+
+def registered_factorizations() -> dict[str, type[Factorization]]:
+    """Return every factorization that has been defined, by class name.
+
+    Example:
+        >>> sorted(registered_factorizations())[0]
+        'BlockKronecker'
+    """
+    found: dict[str, type[Factorization]] = {}
+    pending = Factorization.__subclasses__()
+    while pending:
+        kind = pending.pop(0)
+        pending.extend(kind.__subclasses__())
+        if not inspect.isabstract(kind):
+            found[kind.__name__] = kind
+    return found
+
+
+def factorization_from_dict(description: Mapping[str, Any]) -> Factorization:
+    """Build the factorization that :meth:`Factorization.to_dict` described.
+
+    Args:
+        description: ``{"name": class name, "arguments": keyword arguments}``.
+
+    Raises:
+        ValueError: If no factorization of that name is defined, or the description has other keys.
+
+    Example:
+        >>> factorization_from_dict({"name": "BlockKronecker", "arguments": {"grid": True}})
+        BlockKronecker(grid=True)
+    """
+    if set(description) != {"name", "arguments"}:
+        raise ValueError(
+            f'a factorization\'s description must have the keys "name" and "arguments", but has {sorted(description)}.'
+        )
+    registered = registered_factorizations()
+    if description["name"] not in registered:
+        raise ValueError(
+            f"no factorization is named {description['name']!r}; defined are "
+            f"{', '.join(sorted(registered))}. Import the module that defines it first."
+        )
+    return registered[description["name"]](**description["arguments"])

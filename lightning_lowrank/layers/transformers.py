@@ -1,0 +1,23 @@
+"""The low-rank form of transformers' own linear layer, ``Conv1D`` (GPT-2's).
+
+Imported by :func:`~lightning_lowrank.layers.modules.low_rank_class` only when a model holds such a layer, so
+that transformers need not be installed otherwise.
+"""
+
+from __future__ import annotations
+
+from transformers.pytorch_utils import Conv1D
+
+from lightning_lowrank.layers.modules import _LowRankProjection
+
+__all__ = ["LowRankConv1D"]
+
+
+class LowRankConv1D(_LowRankProjection, Conv1D):  # type: ignore[misc]
+    """A ``transformers.pytorch_utils.Conv1D`` whose weight (in × out) is composed from factors.
+
+    See :class:`~lightning_lowrank.layers.modules.LowRankLayer`; ``U`` stands with the input.
+    """
+
+    dense_classes = (Conv1D,)
+    first_is_input = True
