@@ -16,11 +16,23 @@ from lightning_lowrank.federated import (
     Payload,
     Server,
 )
-from lightning_lowrank.layers import BlockKronecker, Factorization, MatrixProduct, convert, recover
+from lightning_lowrank.layers import (
+    CP,
+    BlockKronecker,
+    Factorization,
+    Hadamard,
+    MatrixProduct,
+    convert,
+    merge,
+    recover,
+    unmerge,
+)
+from lightning_lowrank.optim import ProjectedAdamW, ProjectedSGD
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CP",
     "IID",
     "Algorithm",
     "BlockKronecker",
@@ -33,13 +45,18 @@ __all__ = [
     "FedMUD",
     "FederatedLoop",
     "FromIndices",
+    "Hadamard",
     "LabelCount",
     "LowRank",
     "MatrixProduct",
     "Partition",
     "Payload",
+    "ProjectedAdamW",
+    "ProjectedSGD",
     "Server",
     "convert",
     "load_dense",
+    "merge",
     "recover",
+    "unmerge",
 ]

@@ -25,7 +25,7 @@ from lightning_lowrank.federated.loop import FederatedLoop
 from lightning_lowrank.federated.payload import Payload
 from lightning_lowrank.layers import LowRankLayer
 
-_COUNTED = (nn.Linear, _ConvNd)
+_COUNTED = (nn.Linear, _ConvNd, nn.Embedding, LowRankLayer)
 
 
 def inspect_run(
@@ -46,12 +46,13 @@ def inspect_run(
 
         - ``parameters``: numbers of the ``dense`` module, of the ``model`` as it is stored after the conversion (frozen
           weights included), and ``trainable``.
-        - ``layers``: for each linear and convolutional layer ``name``, ``kind``, ``shape``, ``rank`` (None if not
-          converted), ``parameters`` (of the dense weight), ``trainable`` (in the weight's stead, without the bias),
+        - ``layers``: for each linear layer, convolution and embedding ``name``, ``kind``, ``shape``, ``rank`` (None if
+          not converted), ``parameters`` (of the dense weight), ``trainable`` (in the weight's stead, without the bias),
           ``macs`` and, where `LowRank` left it alone, the reason, ``left_alone``. MACs are the multiply-adds of one
-          sample's forward pass through the layer; composing a low-rank weight, once a batch, is not among them. They
-          are counted on the module's ``example_input_array``; without one a linear layer counts a single position, and
-          a convolution, or a layer that the example does not reach, has None.
+          sample's forward pass through the layer, the way a low-rank layer computes it without gradients; composing its
+          weight, once a batch, is not among them. They are counted on the module's ``example_input_array``; without one
+          a linear layer counts a single position, and other layers have None, as a layer has that the example does not
+          reach.
         - ``traffic``: ``up`` and ``down`` for one client in the first round, each with ``numbers``, of which
           ``parameters`` and ``buffers``, and ``bytes`` of the encoding. Later rounds may add a seed or the like. Empty
           without ``loop``.
@@ -168,15 +169,21 @@ def _trainable(parameters: Iterable[nn.Parameter]) -> int:
 def _multiply_adds(module: pl.LightningModule, problems: list[str]) -> dict[str, int]:
     example = module.example_input_array
     if example is None:
-        return {name: layer.weight.numel() for name, layer in module.named_modules() if isinstance(layer, nn.Linear)}
+        return {name: _of_one_position(layer) for name, layer in module.named_modules() if isinstance(layer, nn.Linear)}
     counts: dict[str, int] = {}
     samples = _batch_size(example)
 
     def count(name: str) -> Any:
-        def hook(layer: nn.Linear | _ConvNd, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            weight = layer.weight
-            positions = inputs[0] if isinstance(layer, _ConvTransposeNd) else output
-            counts[name] = counts.get(name, 0) + positions.numel() * (weight.numel() // len(weight)) // samples
+        def hook(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            if isinstance(layer, LowRankLayer):
+                made = layer.multiply_adds(inputs[0])
+            elif isinstance(layer, nn.Embedding):
+                made = 0
+            else:
+                weight = layer.get_parameter("weight")
+                positions = inputs[0] if isinstance(layer, _ConvTransposeNd) else output
+                made = positions.numel() * (weight.numel() // len(weight))
+            counts[name] = counts.get(name, 0) + made // samples
 
         return hook
 
@@ -204,6 +211,13 @@ def _multiply_adds(module: pl.LightningModule, problems: list[str]) -> dict[str,
         for handle in handles:
             handle.remove()
     return counts
+
+
+@torch.no_grad()
+def _of_one_position(layer: nn.Linear) -> int:
+    if isinstance(layer, LowRankLayer):
+        return layer.multiply_adds(torch.empty(1, layer.in_features, device="meta"))
+    return layer.weight.numel()
 
 
 def _batch_size(example: Any) -> int:

@@ -222,6 +222,18 @@ def test_a_top_level_optimizer_trains_the_factors(run):
     assert torch.equal(layer.frozen_weight, start.frozen_weight)
 
 
+@pytest.mark.parametrize("name", ["ProjectedSGD", "ProjectedAdamW"])
+def test_projected_optimizers_are_known_by_name_and_resume_bit_for_bit(run, name):
+    projected = (*BARE[:4], "users_code.Bare", "--optimizer", name, "--optimizer.lr", "0.02", "--optimizer.rank", "5")
+    projected += ("--optimizer.refresh_interval", "7", "--lowrank", "null", "--federated", "null")
+    whole = run("fit", *projected[1:], "--trainer.max_epochs", "3")
+    assert type(whole.trainer.optimizers[0]).__name__ == name
+    half = run("fit", *projected[1:], "--trainer.max_epochs", "2")
+    checkpoint = half.trainer.checkpoint_callback.best_model_path
+    resumed = run("fit", *projected[1:], "--trainer.max_epochs", "3", "--ckpt_path", checkpoint)
+    assert_same(weights(whole.model), weights(resumed.model))
+
+
 def test_a_top_level_scheduler_acts(run):
     done = run(*BARE, "--lr_scheduler", "StepLR", "--lr_scheduler.step_size", "1", "--lr_scheduler.gamma", "0.5")
     assert done.trainer.optimizers[0].param_groups[0]["lr"] == 0.2 * 0.5**2

@@ -186,6 +186,29 @@ def test_optimizer_state(inspect, lowrank):
     assert adam["optimizer_state_bytes"] == 8 * trainable + 4 * trained_tensors
 
 
+def test_projected_momentum_is_rank_over_in_of_dense_momentum(inspect):
+    """The biases' momentum is dense; the weights' are out × rank, also of convolutions."""
+    arguments = [
+        *recipe("quickstart", "quickstart_dense"),
+        "--optimizer",
+        "ProjectedSGD",
+        "--optimizer.momentum",
+        "0.9",
+    ]
+    figures = inspect(*arguments, "--optimizer.rank", "8")
+    shapes = [layer["shape"] for layer in figures["layers"]]
+    assert figures["optimizer_state_bytes"] == 4 * sum(rows * 8 + rows for rows, _ in shapes)
+    full = inspect(*arguments, "--optimizer.rank", "256")
+    assert full["optimizer_state_bytes"] == 4 * figures["parameters"]["trainable"]
+    figures = inspect(
+        *recipe("fedmud/fmnist"), "--lowrank", "null", "--optimizer", "ProjectedAdamW", "--optimizer.rank", "4"
+    )
+    (first, *others) = (layer["shape"] for layer in figures["layers"])
+    norms = 2 * 2 * (32 + 64 + 128 + 256) * 4 + 4 * 2 * 4
+    assert first == [32, 1, 3, 3]
+    assert figures["optimizer_state_bytes"] == norms + 4 * 5 + 2 * 4 * 4 * (32 + sum(rows for rows, *_ in others))
+
+
 def test_macs_of_cnn4_by_hand(inspect):
     layers = inspect(*recipe("fedmud/fmnist", "fedmud/bkd"))["layers"]
     assert [layer["kind"] for layer in layers] == ["Conv2d"] * 4 + ["Linear"]
@@ -355,10 +378,8 @@ def test_layers_left_alone_say_why(inspect):
     assert "first layer" in reasons["network.blocks.0.conv"]
     assert "last layer" in reasons["network.classifier"]
     assert [reasons[f"network.blocks.{number}.conv"] for number in (1, 2, 3)] == [None] * 3
-    line = next(
-        layer for layer in inspect_run(Mixed(), LowRank(MatrixProduct(), rank=1))["layers"] if layer["name"] == "line"
-    )
-    assert line["left_alone"]
+    mixed = inspect_run(Mixed(), LowRank(MatrixProduct(), rank=1))["layers"]
+    assert "not fewer than the weight has" in {layer["name"]: layer["left_alone"] for layer in mixed}["unused_image"]
 
 
 UNTOUCHABLE = """

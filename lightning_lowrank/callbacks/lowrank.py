@@ -6,6 +6,7 @@ without it; `load_dense` brings what was trained back into the module they had.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,15 +18,17 @@ from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from rich.console import Console
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_lowrank.federated.checks import check_optimizers
 from lightning_lowrank.layers import (
     Conversion,
     Factorization,
     LayerSpec,
+    add_frobenius_decay,
     convert,
     dense_state_dict,
+    low_rank_class,
     low_rank_layers,
 )
 from lightning_lowrank.seeding import default_seed
@@ -41,7 +44,10 @@ class _Converted:
 
 
 class LowRank(Callback):
-    r"""Replace a module's linear and convolutional layers by low-rank ones, in place, when a run begins.
+    r"""Replace a module's layers by low-rank ones, in place, when a run begins.
+
+    Linear layers, convolutions (transposed ones too), embeddings, the projections of ``nn.MultiheadAttention`` and
+    transformers' ``Conv1D`` can be converted; see `lightning_lowrank.layers.convert`.
 
     In role ``"update"`` the factors are a change to a frozen weight, :math:`W + f(U, V)`; in role ``"weight"`` they are
     the weight, :math:`f(U, V)`. Parameters of other layers stay trained. After ``fit`` the module keeps its low-rank
@@ -50,25 +56,40 @@ class LowRank(Callback):
     ``load_dense(path, MyModule(...))``.
 
     Args:
-        factorization: How a weight is factorised: `MatrixProduct` or `BlockKronecker`.
+        factorization: How a weight is factorised: `MatrixProduct`, `BlockKronecker`, `CP` or `Hadamard`.
         budget: Share of the whole model, in (0, 1]: all trained parameters after the conversion over all parameters
-            before. The layers get one common ratio, the largest that fits. Give one of ``budget``, ``ratio``, ``rank``.
+            before. The layers get one common ratio, the largest that fits. Give one of ``budget``, ``ratio``,
+            ``rank``, ``rank_ratio``.
         ratio: Share of each weight, in (0, 1], or a dictionary from name patterns to shares.
         rank: Rank of each weight (number of blocks for `BlockKronecker`), or a dictionary from name patterns to ranks.
+        rank_ratio: Rank as a share of each weight's output channels, or a dictionary from name patterns to shares.
+        budget_unit: ``"share"``, or ``budget`` is a number of ``"parameters"`` or ``"bytes"``.
+        allocation: ``"uniform"``: one ratio for all layers. ``"singular_values"``: ranks of a `MatrixProduct` go to
+            the layers whose weights need them most, under the same budget.
         role: ``"update"`` or ``"weight"``.
         decouple: Aggregation-aware decomposition, :math:`f(U, \tilde V) + f(\tilde U, V)` with fixed random
             :math:`\tilde U, \tilde V` (FedMUD, Eq. 8), which makes the mean of recovered weights the recovered mean.
-        half_frozen: Train :math:`V` alone, :math:`f(\tilde U, V)`, at the same number of trained parameters.
+        half_frozen: Train :math:`V` alone, :math:`f(\tilde U, V)`, at the same number of trained parameters;
+            ``"V"`` freezes :math:`V` instead.
+        alpha: LoRA's :math:`\alpha`: an update is multiplied by :math:`\alpha / \text{rank}`. ``None``: by 1.
+        rank_stabilized: Multiply by :math:`\alpha / \sqrt{\text{rank}}` instead.
+        dropout: Probability with which numbers of a layer's input are left out of its update in training.
+        compute: ``"auto"``: compose the weight or apply the factors one after another, whichever needs fewer
+            multiply-adds. ``"dense"`` or ``"contracted"``: always the one.
         skip: ``"first"`` and/or ``"last"``: leave the module's first or last convertible layer alone.
         include: Patterns of layer names to convert; all by default.
         exclude: Patterns of layer names to leave alone.
         init: ``"auto"``: an update starts at zero, a weight at the best approximation of the one it replaces
-            (``"spectral"``). ``"uniform"``: random factors.
+            (``"spectral"``). ``"uniform"``: random factors. ``"lora"``: an update whose factor on the input's side is
+            drawn as a linear layer's weight is, the other zero.
         init_scale: Bound :math:`a` of the uniform draws :math:`U(-a, a)`; by default one that makes the first step
             of an update as large as the dense step, in expectation.
         budget_rule: ``"largest"``, or ``"authors"``: lower the ratio in steps of 0.001 until the model's share is at
             most ``budget + 0.001``, as FedMUD's authors do.
+        allow_larger: Convert layers whose factors are no fewer numbers than their weight as well.
         freeze_rest: Freeze the parameters of all other layers.
+        frobenius_decay: :math:`\lambda` of :math:`\frac{\lambda}{2} \sum \lVert f \rVert_F^2` over the layers'
+            products, whose gradient is added before each optimizer step. Give the factors no weight decay besides.
         seed: Seed of the factors' draws. ``None``: the seed given to Lightning's ``seed_everything``, or 0.
         summary: Print the table of layers.
 
@@ -90,22 +111,39 @@ class LowRank(Callback):
         rank: int | dict[str, int] | None = None,
         role: Literal["update", "weight"] = "update",
         decouple: bool = False,
-        half_frozen: bool = False,
+        half_frozen: bool | Literal["U", "V"] = False,
         skip: list[Literal["first", "last"]] | None = None,
         include: list[str] | None = None,
         exclude: list[str] | None = None,
-        init: Literal["auto", "uniform", "spectral"] = "auto",
+        init: Literal["auto", "uniform", "lora", "spectral"] = "auto",
         init_scale: float | None = None,
         budget_rule: Literal["largest", "authors"] = "largest",
         freeze_rest: bool = False,
         seed: int | None = None,
         summary: bool = True,
+        rank_ratio: float | dict[str, float] | None = None,
+        budget_unit: Literal["share", "parameters", "bytes"] = "share",
+        allocation: Literal["uniform", "singular_values"] = "uniform",
+        alpha: float | None = None,
+        rank_stabilized: bool = False,
+        dropout: float = 0.0,
+        compute: Literal["auto", "dense", "contracted"] = "auto",
+        allow_larger: bool = False,
+        frobenius_decay: float = 0.0,
     ) -> None:
+        if not (frobenius_decay >= 0 and math.isfinite(frobenius_decay)):
+            raise MisconfigurationException(
+                f"frobenius_decay must be a finite number of at least 0, but is {frobenius_decay!r}."
+            )
+        self.frobenius_decay = frobenius_decay
         self.factorization = factorization
         self.arguments: dict[str, Any] = {
             "budget": budget,
             "ratio": ratio,
             "rank": rank,
+            "rank_ratio": rank_ratio,
+            "budget_unit": budget_unit,
+            "allocation": allocation,
             "role": role,
             "decouple": decouple,
             "half_frozen": half_frozen,
@@ -115,6 +153,11 @@ class LowRank(Callback):
             "init": init,
             "init_scale": init_scale,
             "budget_rule": budget_rule,
+            "alpha": alpha,
+            "rank_stabilized": rank_stabilized,
+            "dropout": dropout,
+            "compute": compute,
+            "allow_larger": allow_larger,
             "freeze_rest": freeze_rest,
             "seed": default_seed() if seed is None else seed,
         }
@@ -131,10 +174,10 @@ class LowRank(Callback):
         if is_overridden("configure_model", pl_module):
             pl_module.configure_model()
         if is_overridden("setup", pl_module) and not any(
-            isinstance(layer, (nn.Linear, nn.Conv2d)) for layer in pl_module.modules()
+            low_rank_class(layer) is not None for layer in pl_module.modules()
         ):
             raise MisconfigurationException(
-                f"LowRank: {type(pl_module).__name__} has no linear or convolutional layer yet. Lightning calls"
+                f"LowRank: {type(pl_module).__name__} has no layer to convert yet. Lightning calls"
                 " setup() of modules after that of callbacks: make the layers in __init__() or configure_model()."
             )
         conversion = self.convert(pl_module)
@@ -175,6 +218,14 @@ class LowRank(Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse factors that no optimizer would train."""
         check_optimizers(trainer, pl_module)
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Add the Frobenius decay to the gradients."""
+        if self.frobenius_decay:
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            add_frobenius_decay(pl_module, self.frobenius_decay, parameters)
 
     def state_dict(self) -> dict[str, Any]:
         """Return which layers were converted and how, from which `load_dense` recovers them."""

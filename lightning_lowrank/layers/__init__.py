@@ -1,18 +1,27 @@
 """What a low-rank weight is, the layers that have one, and converting a model to them and back."""
 
+from lightning_lowrank.layers.attention import LowRankMultiheadAttention
+from lightning_lowrank.layers.budget import BudgetRule, BudgetUnit
 from lightning_lowrank.layers.conversion import (
     Allocation,
-    BudgetRule,
-    BudgetUnit,
     Conversion,
     LayerReport,
     LayerSpec,
     convert,
     dense_state_dict,
+    low_rank_class,
     low_rank_layers,
     merge,
     recover,
     unmerge,
+)
+from lightning_lowrank.layers.convolution import (
+    LowRankConv1d,
+    LowRankConv2d,
+    LowRankConv3d,
+    LowRankConvTranspose1d,
+    LowRankConvTranspose2d,
+    LowRankConvTranspose3d,
 )
 from lightning_lowrank.layers.decay import add_frobenius_decay, frobenius_norm_squared, frobenius_penalty
 from lightning_lowrank.layers.factorization import (
@@ -29,16 +38,9 @@ from lightning_lowrank.layers.factorization import (
 from lightning_lowrank.layers.modules import (
     Compute,
     Init,
-    LowRankConv1d,
-    LowRankConv2d,
-    LowRankConv3d,
-    LowRankConvTranspose1d,
-    LowRankConvTranspose2d,
-    LowRankConvTranspose3d,
     LowRankEmbedding,
     LowRankLayer,
     LowRankLinear,
-    LowRankMultiheadAttention,
     Role,
 )
 
@@ -75,6 +77,7 @@ __all__ = [
     "factorization_from_dict",
     "frobenius_norm_squared",
     "frobenius_penalty",
+    "low_rank_class",
     "low_rank_layers",
     "merge",
     "recover",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
@@ -18,6 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from lightning_lowrank.layers.attention import LowRankMultiheadAttention
+from lightning_lowrank.layers.budget import Budget, BudgetRule, BudgetUnit
+from lightning_lowrank.layers.convolution import (
+    LowRankConv1d,
+    LowRankConv2d,
+    LowRankConv3d,
+    LowRankConvTranspose1d,
+    LowRankConvTranspose2d,
+    LowRankConvTranspose3d,
+)
 from lightning_lowrank.layers.factorization import (
     Factorization,
     HalfFrozen,
@@ -27,26 +36,24 @@ from lightning_lowrank.layers.factorization import (
 from lightning_lowrank.layers.modules import (
     Compute,
     Init,
+    LowRankEmbedding,
     LowRankLayer,
     LowRankLinear,
-    LowRankMultiheadAttention,
     Role,
     check_settings,
     combine,
-    low_rank_class,
     update_scale,
 )
 from lightning_lowrank.seeding import derive_seed
 
 __all__ = [
     "Allocation",
-    "BudgetRule",
-    "BudgetUnit",
     "Conversion",
     "LayerReport",
     "LayerSpec",
     "convert",
     "dense_state_dict",
+    "low_rank_class",
     "low_rank_layers",
     "merge",
     "recover",
@@ -54,12 +61,38 @@ __all__ = [
 ]
 
 Allocation = Literal["uniform", "singular_values"]
-BudgetRule = Literal["largest", "authors"]
-BudgetUnit = Literal["share", "parameters", "bytes"]
-
-_AUTHORS_STEP = 0.001
 
 _Number = TypeVar("_Number", int, float)
+
+_CLASSES: tuple[type[LowRankLayer], ...] = (
+    LowRankLinear,
+    LowRankConv1d,
+    LowRankConv2d,
+    LowRankConv3d,
+    LowRankConvTranspose1d,
+    LowRankConvTranspose2d,
+    LowRankConvTranspose3d,
+    LowRankEmbedding,
+)
+
+
+def low_rank_class(module: nn.Module) -> type[LowRankLayer] | None:
+    """Return the low-rank class for a layer or a subclass of one, or ``None`` for any other module.
+
+    A subclass may still not be convertible: :meth:`LowRankLayer.why_not` says so.
+
+    Args:
+        module: Any module.
+    """
+    kind = type(module)
+    if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils":
+        from lightning_lowrank.layers.transformers import LowRankConv1D
+
+        return LowRankConv1D
+    for candidate in _CLASSES:
+        if isinstance(module, candidate.dense_classes):
+            return candidate
+    return None
 
 
 @dataclass(frozen=True)
@@ -318,13 +351,12 @@ def convert(
             share = layer.first_match("ratio", ratio)
             layer.rank = None if share is None else factorization.rank_for_ratio(layer.shape, share, half_frozen)
     if budget is not None and selected:
-        shares = _Shares.of(model, selected, factorization, half_frozen, freeze_rest, budget, budget_unit)
-        if allocation == "singular_values":
-            shares.allocate(selected)
-        else:
-            common = shares.common_ratio(budget_rule)
-            for layer in selected:
-                layer.rank = shares.rank(layer.shape, common)
+        whole = Budget.of(
+            model, [layer.weight for layer in selected], factorization, half_frozen, freeze_rest, budget, budget_unit
+        )
+        ranks = whole.uniform(budget_rule) if allocation == "uniform" else whole.by_singular_values()
+        for layer, chosen_rank in zip(selected, ranks, strict=True):
+            layer.rank = chosen_rank
     for layer in selected:
         if layer.rank is not None:
             _check_rank(layer, factorization, decouple, half_frozen, allow_larger)
@@ -844,147 +876,6 @@ def _refuse_for_attention(chosen: Sequence[_Layer], dropout: float) -> None:
             f"{setting} has no effect on {', '.join(read)}: nn.MultiheadAttention reads their weights and does not "
             "call them. Exclude them, or leave the setting out."
         )
-
-
-@dataclass(frozen=True)
-class _Shares:
-    """The arithmetic of a budget over the layers to convert.
-
-    A layer counts by shape and cost: 1 for each number or, in bytes, the size of one. ``rest`` is what is
-    trained outside these layers, ``dense`` the dense model, ``allowed`` the budget, all in that unit.
-    """
-
-    factorization: Factorization
-    half_frozen: HalfFrozen
-    counts: Mapping[tuple[tuple[int, ...], int], int]
-    rest: int
-    dense: int
-    budget: float
-    unit: str
-
-    @classmethod
-    def of(
-        cls,
-        model: nn.Module,
-        layers: Sequence[_Layer],
-        factorization: Factorization,
-        half_frozen: HalfFrozen,
-        freeze_rest: bool,
-        budget: float,
-        unit: str,
-    ) -> _Shares:
-        """Count a model."""
-
-        def cost(tensor: Tensor) -> int:
-            return tensor.element_size() if unit == "bytes" else 1
-
-        weights = {layer.weight for layer in layers}
-        rest = sum(p.numel() * cost(p) for p in model.parameters() if p.requires_grad and p not in weights)
-        dense = sum(p.numel() * cost(p) for p in model.parameters())
-        counts = Counter((layer.shape, cost(layer.weight)) for layer in layers)
-        return cls(factorization, half_frozen, counts, 0 if freeze_rest else rest, dense, budget, unit)
-
-    def allowed(self, tolerated: float = 0.0) -> float:
-        """Return the budget in the unit; its tolerance only absorbs rounding of a product: totals are integers."""
-        return (self.budget + tolerated) * self.dense + 1e-6 if self.unit == "share" else self.budget
-
-    def rank(self, shape: tuple[int, ...], ratio: float) -> int:
-        """Return the rank for a ratio, where a ratio of 0 or less means the smallest."""
-        return self.factorization.rank_for_ratio(shape, ratio, self.half_frozen) if ratio > 0 else 1
-
-    def trained(self, shape: tuple[int, ...], rank: int) -> int:
-        """Return the numbers that stand for a weight, which stays dense where its factors would be larger."""
-        return min(math.prod(shape), self.factorization.trained_numbers(shape, rank, self.half_frozen))
-
-    def total(self, ranks: Mapping[tuple[int, ...], int]) -> int:
-        """Add up all that is trained."""
-        return self.rest + sum(
-            count * cost * self.trained(shape, ranks[shape]) for (shape, cost), count in self.counts.items()
-        )
-
-    def ranks(self, ratio: float) -> dict[tuple[int, ...], int]:
-        """Return each shape's rank for a ratio."""
-        return {shape: self.rank(shape, ratio) for shape, _ in self.counts}
-
-    def common_ratio(self, rule: str) -> float:
-        """Return the common ratio by one of the two rules, or 0 where only the smallest ranks fit."""
-        allowed = self.allowed(_AUTHORS_STEP if rule == "authors" else 0.0)
-        self._check_floor(allowed)
-        return self._authors(allowed) if rule == "authors" else self._largest(allowed)
-
-    def _check_floor(self, allowed: float) -> None:
-        floor = self.total(self.ranks(0))
-        if floor <= allowed:
-            return
-        needed = math.ceil(floor / self.dense * 1e4) / 1e4 if self.unit == "share" else f"{floor:,}"
-        unit = "bytes" if self.unit == "bytes" else "parameters"
-        raise ValueError(
-            f"budget={self.budget:.6g} cannot be met: it allows {int(allowed):,} of the dense model's "
-            f"{self.dense:,} {unit}, but {self.rest:,} ({self.rest / self.dense:.2%}) are trained "
-            f"outside the {sum(self.counts.values())} layers to convert, and with rank 1 in each of those it is "
-            f"{floor:,} ({floor / self.dense:.2%}). Use a budget of at least {needed}, convert more "
-            "layers, or set freeze_rest=True."
-        )
-
-    def allocate(self, layers: Sequence[_Layer]) -> None:
-        """Give each layer a rank: singular values in the order of what they explain per cost, while they fit."""
-        assert isinstance(self.factorization, MatrixProduct)
-        allowed = self.allowed()
-        self._check_floor(allowed)
-        total = self.total(self.ranks(0))
-        steps: list[tuple[float, int, int]] = []
-        costs = []
-        for index, layer in enumerate(layers):
-            layer.rank = 1
-            size = layer.weight.element_size() if self.unit == "bytes" else 1
-            each = self.factorization.trained_numbers(layer.shape, 1, self.half_frozen)
-            costs.append(each * size)
-            matrix = self.factorization.as_matrix(layer.weight.detach().float())
-            energy = torch.linalg.svdvals(matrix).square()
-            gains = (energy / energy.sum().clamp_min(torch.finfo(energy.dtype).tiny) / costs[-1]).tolist()
-            largest = min(len(gains), (layer.numbers - 1) // each)
-            steps.extend((-gains[rank - 1], index, rank) for rank in range(2, largest + 1))
-        full: set[int] = set()
-        for _, index, rank in sorted(steps):
-            if index not in full and total + costs[index] <= allowed:
-                layers[index].rank = rank
-                total += costs[index]
-            else:
-                full.add(index)
-
-    def _largest(self, allowed: float) -> float:
-        """Go down from the bound, from one ratio at which some rank changes to the next, until it fits.
-
-        The total need not fall with the ratio (block sizes are rounded up), so the first that fits from above
-        is the largest. No ratio above the bound fits: one rank more than a ratio gives holds at least its share.
-        """
-        numbers = sum(count * cost * math.prod(shape) for (shape, cost), count in self.counts.items())
-        one_more = sum(
-            count * cost * self.factorization.trained_numbers(shape, 1, self.half_frozen)
-            for (shape, cost), count in self.counts.items()
-        )
-        ratio = min(1.0, (allowed - self.rest + one_more) / numbers)
-        ranks = self.ranks(ratio)
-        while self.total(ranks) > allowed:
-            steps = []
-            for shape, rank in ranks.items():
-                lower = self.factorization.lower_rank(shape, rank)
-                if lower is not None:
-                    steps.append(self.factorization.ratio_for_rank(shape, lower, self.half_frozen))
-            if not steps:
-                return 0.0
-            ratio = max(steps)
-            ranks = self.ranks(ratio)
-        return ratio
-
-    def _authors(self, allowed: float) -> float:
-        """Go down from the budget in the authors' steps; below 0 every rank is 1, which fits."""
-        step = 0
-        ratio = self.budget
-        while ratio > 0 and self.total(self.ranks(ratio)) > allowed:
-            step += 1
-            ratio = self.budget - step * _AUTHORS_STEP
-        return ratio
 
 
 def _replace(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> None:

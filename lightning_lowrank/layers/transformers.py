@@ -1,6 +1,6 @@
 """The low-rank form of transformers' own linear layer, ``Conv1D`` (GPT-2's).
 
-Imported by :func:`~lightning_lowrank.layers.modules.low_rank_class` only when a model holds such a layer, so
+Imported by :func:`~lightning_lowrank.layers.low_rank_class` only when a model holds such a layer, so
 that transformers need not be installed otherwise.
 """
 
@@ -13,7 +13,7 @@ from lightning_lowrank.layers.modules import _LowRankProjection
 __all__ = ["LowRankConv1D"]
 
 
-class LowRankConv1D(_LowRankProjection, Conv1D):  # type: ignore[misc]
+class LowRankConv1D(_LowRankProjection, Conv1D):
     """A ``transformers.pytorch_utils.Conv1D`` whose weight (in × out) is composed from factors.
 
     See :class:`~lightning_lowrank.layers.modules.LowRankLayer`; ``U`` stands with the input.

@@ -6,7 +6,18 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_lowrank import BlockKronecker, FedAvg, FederatedLoop, FedMUD, LowRank, MatrixProduct, recover
+from lightning_lowrank import (
+    CP,
+    BlockKronecker,
+    FedAvg,
+    FederatedLoop,
+    FedMUD,
+    Hadamard,
+    LowRank,
+    MatrixProduct,
+    load_dense,
+    recover,
+)
 from lightning_lowrank.federated.payload import dense_payload
 from lightning_lowrank.layers import LowRankLinear, low_rank_layers
 from lightning_lowrank.models import CNN4, Classifier
@@ -178,3 +189,57 @@ def test_seed_everything_seeds_the_factors():
         again = draws.setdefault(seed, module.net[0].factors["U"].detach().clone())
         assert torch.equal(again, module.net[0].factors["U"])
     assert not torch.equal(draws[1], draws[2])
+
+
+@pytest.mark.parametrize(
+    ("factorization", "arguments"),
+    [
+        (MatrixProduct("channel"), {"rank": 2, "alpha": 4, "init": "lora", "dropout": 0.2, "rank_stabilized": True}),
+        (MatrixProduct(), {"rank": 2, "half_frozen": "V", "init": "lora", "compute": "contracted"}),
+        (MatrixProduct(), {"budget": 200, "budget_unit": "parameters", "allocation": "singular_values"}),
+        (MatrixProduct(), {"rank_ratio": 0.2, "role": "weight", "compute": "dense", "frobenius_decay": 1e-3}),
+        (CP(), {"ratio": 0.6, "role": "weight"}),
+        (Hadamard(), {"rank": 2, "allow_larger": True}),
+    ],
+    ids=str,
+)
+def test_every_setting_reaches_the_layers_and_learns_in_rounds(tmp_path, factorization, arguments):
+    module = Module()
+    low_rank = LowRank(factorization, **arguments, summary=False)
+    loop = FederatedLoop(FedAvg(), clients=3, local_epochs=3, summary=False)
+    checkpoint = pl.callbacks.ModelCheckpoint(tmp_path, "last")
+    fitted = trainer(tmp_path, low_rank, loop, checkpoint, max_epochs=10)
+    fit(fitted, module, Data())
+    assert fitted.callback_metrics["val_acc"] > 0.7
+    for _, layer in low_rank_layers(module):
+        assert layer.factorization == factorization
+        for name in ("dropout", "half_frozen", "compute", "role"):
+            assert getattr(layer, name) == arguments.get(name, getattr(layer, name))
+        assert layer.scale == (4 / 2**0.5 if "alpha" in arguments else 1)
+    dense = load_dense(tmp_path / "last.ckpt", Module())
+    batch = torch.randn(5, 6)
+    torch.testing.assert_close(dense.net(batch), module.eval().net(batch))
+
+
+def test_frobenius_decay_is_that_of_the_loss(tmp_path):
+    class Decayed(Module):
+        def loss(self, batch):
+            return super().loss(batch) + 0.05 * sum(
+                layer.weight.square().sum() / 2 for _, layer in low_rank_layers(self)
+            )
+
+    ends = []
+    for kind, decay in ((Module, 0.05), (Decayed, 0.0), (Module, 0.0)):
+        module = kind()
+        low_rank = LowRank(MatrixProduct(), rank=2, role="weight", frobenius_decay=decay, summary=False)
+        fit(trainer(tmp_path, low_rank, max_epochs=2, gradient_clip_val=0.5), module, Data(shuffle=False))
+        ends.append(weights(module))
+    for name in ends[0]:
+        torch.testing.assert_close(ends[0][name], ends[1][name])
+    assert not torch.allclose(ends[0]["net.0.factors.U"], ends[2]["net.0.factors.U"])
+
+
+@pytest.mark.parametrize("decay", [-0.1, float("nan")])
+def test_a_wrong_frobenius_decay_is_refused(decay):
+    with pytest.raises(MisconfigurationException, match="frobenius_decay must be"):
+        LowRank(MatrixProduct(), rank=1, frobenius_decay=decay)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_lowrank import models
 from lightning_lowrank.layers import (
     CP,
     BlockKronecker,
@@ -24,7 +25,6 @@ from lightning_lowrank.layers import (
     low_rank_layers,
     recover,
 )
-from lightning_lowrank import models
 from lightning_lowrank.seeding import derive_seed
 
 PRODUCT, KRONECKER = MatrixProduct(layout="raw"), BlockKronecker()
@@ -634,8 +634,8 @@ def test_some_projections_of_an_attention_and_its_copies():
     recover(model)
     assert model[0] is model[1]
     torch.testing.assert_close(model[0](*inputs)[0], expected)
+    convert(model, MatrixProduct(), rank=2)
     with pytest.raises(TypeError, match="to_dense"):
-        convert(model, MatrixProduct(), rank=2)
         recover(model[0])
 
 

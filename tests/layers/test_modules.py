@@ -10,8 +10,16 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_lowrank.layers import CP, BlockKronecker, Hadamard, LowRankLayer, LowRankLinear, MatrixProduct
-from lightning_lowrank.layers.modules import combine, low_rank_class
+from lightning_lowrank.layers import (
+    CP,
+    BlockKronecker,
+    Hadamard,
+    LowRankLayer,
+    LowRankLinear,
+    MatrixProduct,
+    low_rank_class,
+)
+from lightning_lowrank.layers.modules import combine
 from lightning_lowrank.seeding import derive_seed
 
 DENSE = {

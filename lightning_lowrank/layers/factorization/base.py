@@ -41,7 +41,7 @@ __all__ = [
 HalfFrozen = bool | Literal["U", "V"]
 """Which of the factors ``U`` and ``V`` is drawn and never trained; ``True`` means ``"U"``."""
 
-_COUNTS = {1: "one factor", 2: "two factors", 3: "three factors", 4: "four factors", 5: "five factors"}
+_COUNTS = {1: "one", 2: "two", 3: "three", 4: "four", 5: "five", 6: "six"}
 
 
 class Stage(NamedTuple):
@@ -276,7 +276,7 @@ class Factorization(ABC):
         if not self.bilinear(shape):
             names = self.factor_names(shape)
             raise ValueError(
-                f"{self!r} gives a weight of shape {tuple(shape)} {_COUNTS.get(len(names), f'{len(names)} factors')} "
+                f"{self!r} gives a weight of shape {tuple(shape)} {_COUNTS.get(len(names), len(names))} factors "
                 f"({', '.join(names)}); {argument} needs two, U and V. Use MatrixProduct() or BlockKronecker()."
             )
 

@@ -278,6 +278,7 @@ class BlockKronecker(Factorization):
             shape: The weight's shape.
             half_frozen: Which factor is frozen, if any; makes no difference here.
         """
+        frozen_factor(half_frozen)
         numbers = math.prod(shape)
         return (math.isqrt(numbers - 1) + 1) ** 2 if self.grid else numbers
 

@@ -115,11 +115,12 @@ class CP(Factorization):
     .. math:: W_{o i a b} = \sum_r U_{o r} V_{i r} K^0_{a r} K^1_{b r}
 
     As convolutions that is 1×1 (``V``), then one depthwise convolution for each kernel dimension (k×1, 1×k),
-    then 1×1 (``U``). From TDPFed (seed paper "Tensor decomposition based personalized federated learning",
-    Eqs. 21 and 22).
+    then 1×1 (``U``). That is the form of TDPFed (Wang et al., Tensor Decomposition based Personalized Federated
+    Learning, Eqs. 7 to 10).
 
     The rank for a ratio ρ is the integer nearest to ρN over the sum of the dimensions, N being the weight's
-    numbers (a half goes down), and at least 1, which is the paper's Table I.
+    numbers (a half goes down), and at least 1: the paper's Eqs. 21 and 22 solved for the rank, as in its
+    Table I. A linear weight can be half-frozen, for which only the trained factor's dimension counts.
 
     Example:
         >>> cp = CP()

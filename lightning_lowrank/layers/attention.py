@@ -1,0 +1,101 @@
+"""The low-rank form of torch's multi-head attention, which reads its projections' weights from parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from torch import nn
+
+from lightning_lowrank.layers.modules import LowRankLinear, take_over_attributes
+
+__all__ = ["LowRankMultiheadAttention"]
+
+
+class LowRankMultiheadAttention(nn.MultiheadAttention):
+    """An ``nn.MultiheadAttention`` whose input projections are low-rank, as :func:`convert` makes it.
+
+    The projections are children named after the weights they stand for: ``in_proj`` for ``in_proj_weight``,
+    or ``q_proj``, ``k_proj`` and ``v_proj`` where keys and values have widths of their own. Torch's attention
+    reads weights, so these children compose theirs (``compute="dense"``) and are not called.
+    """
+
+    PROJECTIONS: ClassVar[tuple[str, ...]] = ("in_proj", "q_proj", "k_proj", "v_proj")
+
+    def __init__(self, *arguments: object, **keywords: object) -> None:
+        raise TypeError("LowRankMultiheadAttention is built from a dense one: use its from_dense, or convert(...).")
+
+    @classmethod
+    def from_dense(
+        cls, module: nn.MultiheadAttention, projections: Mapping[str, LowRankLinear]
+    ) -> LowRankMultiheadAttention:
+        """Put low-rank projections in the place of weights.
+
+        Args:
+            module: The dense attention, which should not be used further: its parameters and children are
+                taken over.
+            projections: The layers by name: ``"in_proj"``, ``"q_proj"``, ``"k_proj"`` or ``"v_proj"``.
+
+        Raises:
+            ValueError: If the attention has no such weight.
+        """
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        take_over_attributes(layer, module, hooks=True)
+        # register_parameter refuses names that a property of the class has.
+        layer._parameters.update(
+            {
+                name: value
+                for name, value in module._parameters.items()
+                if name.removesuffix("_weight") not in projections
+            }
+        )
+        for name, child in module._modules.items():
+            layer.add_module(name, child)
+        for name, projection in projections.items():
+            if module._parameters.get(f"{name}_weight") is None:
+                raise ValueError(f"projections has {name!r}, but the attention has no parameter {name}_weight.")
+            layer.add_module(name, projection)
+        return layer
+
+    def to_dense(self) -> nn.MultiheadAttention:
+        """Return the plain attention with the effective weights, new trainable Parameters."""
+        dense = nn.MultiheadAttention.__new__(nn.MultiheadAttention)
+        nn.Module.__init__(dense)
+        take_over_attributes(dense, self, hooks=True)
+        for name in self.PROJECTIONS:
+            weight = self._parameters.get(f"{name}_weight")
+            if name in self._modules:
+                weight = nn.Parameter(self._weight(f"{name}_weight").detach().clone())
+            dense.register_parameter(f"{name}_weight", weight)
+        for name, parameter in self._parameters.items():
+            if name not in dense._parameters:
+                dense.register_parameter(name, parameter)
+        for name, child in self._modules.items():
+            if name not in self.PROJECTIONS:
+                dense.add_module(name, child)
+        return dense
+
+    def _weight(self, name: str) -> Any:
+        projection = self._modules.get(name.removesuffix("_weight"))
+        return self._parameters.get(name) if projection is None else projection.weight
+
+    @property
+    def in_proj_weight(self) -> Any:  # type: ignore[override]
+        """The packed projection of queries, keys and values, or ``None``."""
+        return self._weight("in_proj_weight")
+
+    @property
+    def q_proj_weight(self) -> Any:  # type: ignore[override]
+        """The projection of queries where the projections are not packed, else ``None``."""
+        return self._weight("q_proj_weight")
+
+    @property
+    def k_proj_weight(self) -> Any:  # type: ignore[override]
+        """The projection of keys where the projections are not packed, else ``None``."""
+        return self._weight("k_proj_weight")
+
+    @property
+    def v_proj_weight(self) -> Any:  # type: ignore[override]
+        """The projection of values where the projections are not packed, else ``None``."""
+        return self._weight("v_proj_weight")

@@ -1,0 +1,6 @@
+"""Optimizers whose moments live in a low-dimensional subspace of each weight matrix."""
+
+from lightning_lowrank.optim.groups import projected_parameter_groups
+from lightning_lowrank.optim.projected import ProjectedAdamW, ProjectedSGD
+
+__all__ = ["ProjectedAdamW", "ProjectedSGD", "projected_parameter_groups"]

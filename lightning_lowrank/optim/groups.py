@@ -1,0 +1,128 @@
+"""Choosing which of a model's parameters are projected."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
+
+from lightning_lowrank.optim.projected import ProjectedAdamW, ProjectedSGD, check_positive
+
+__all__ = ["projected_parameter_groups"]
+
+_NOT_PROJECTED = (nn.Embedding, nn.EmbeddingBag, _NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+
+def projected_parameter_groups(
+    model: nn.Module,
+    rank: int,
+    *,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] | None = None,
+    no_decay: bool = False,
+    **options: Any,
+) -> list[dict[str, Any]]:
+    """Sort a model's trainable parameters into a group to project and the rest.
+
+    Parameters of two or more dimensions are projected (weights of linear layers and of convolutions, also
+    transposed ones, as ``weight.flatten(1)``), but for those of embeddings and of torch's normalisation
+    layers. Frozen parameters are left out, shared ones stand once.
+
+    Patterns are matched case-sensitively with the wildcards of :mod:`fnmatch` against a parameter's whole
+    name and every run of its parts between dots: ``"encoder"`` means all of that module, ``"fc*"`` also
+    ``encoder.0.fc1.weight``.
+
+    Args:
+        model: The model.
+        rank: Rank of the projected group, at least 1.
+        include: Patterns of the parameters to project. All that can be, by default.
+        exclude: Patterns of parameters not to project. None by default.
+        no_decay: Whether to set ``weight_decay`` to 0 for the parameters with less than two dimensions, in a
+            group of their own. Off by default.
+        **options: Options of :class:`ProjectedSGD` or :class:`ProjectedAdamW` for the projected group.
+
+    Returns:
+        The projected group, then one of the other parameters with ``rank=None``, then that without weight
+        decay; groups without parameters are left out.
+
+    Raises:
+        TypeError: If an argument is of a wrong kind or no optimizer has such an option.
+        ValueError: If ``rank`` is out of range, a pattern matches nothing, a parameter is uninitialised, or
+            there is nothing to project.
+
+    Example:
+        >>> from lightning_lowrank.optim import ProjectedAdamW, projected_parameter_groups
+        >>> model = nn.Sequential(nn.Linear(64, 32), nn.LayerNorm(32), nn.Linear(32, 10))
+        >>> groups = projected_parameter_groups(model, rank=8, exclude=["2"], refresh_interval=50)
+        >>> [(len(group["params"]), group["rank"]) for group in groups]
+        [(1, 8), (5, None)]
+        >>> optimizer = ProjectedAdamW(groups, lr=0.01, rank=None)
+    """
+    check_positive("rank", rank, "a group with rank=None for no projection")
+    for argument, patterns in (("include", include), ("exclude", exclude)):
+        if isinstance(patterns, str):
+            raise TypeError(f"{argument} must be a list of strings, such as [{patterns!r}], but is {patterns!r}.")
+    known = sorted({name for kind in (ProjectedSGD, ProjectedAdamW) for name in inspect.signature(kind).parameters})
+    for option in options:
+        if option not in known or option == "params":
+            close = ", ".join(difflib.get_close_matches(option, known)) or ", ".join(known)
+            raise TypeError(f"{option!r} is no option of a projected optimizer's group; there is {close}.")
+
+    names: dict[Tensor, list[str]] = {}
+    unsuitable: set[Tensor] = set()
+    for module_name, module in model.named_modules(remove_duplicate=False):
+        for name, parameter in module.named_parameters(module_name, recurse=False, remove_duplicate=False):
+            if is_lazy(parameter):
+                raise ValueError(f"parameter {name!r} is uninitialised; run the model once on a batch before this.")
+            if parameter.requires_grad:
+                names.setdefault(parameter, []).append(name)
+            if parameter.ndim < 2 or isinstance(module, _NOT_PROJECTED):
+                unsuitable.add(parameter)
+    suitable = {parameter: own for parameter, own in names.items() if parameter not in unsuitable}
+    for argument, patterns in (("include", include), ("exclude", exclude)):
+        _check_patterns(argument, patterns or (), [name for own in suitable.values() for name in own])
+
+    def chosen(own: list[str]) -> bool:
+        return (include is None or _any_matches(include, own)) and not _any_matches(exclude or (), own)
+
+    projected = [parameter for parameter, own in suitable.items() if chosen(own)]
+    if not projected:
+        raise ValueError(
+            "no parameter is left to project: the model needs a trainable one of at least two dimensions outside "
+            "embeddings and normalisation layers that include and exclude leave."
+        )
+    rest = [parameter for parameter in names if parameter not in set(projected)]
+    undecayed = [parameter for parameter in rest if no_decay and parameter.ndim < 2]
+    decayed = [parameter for parameter in rest if not no_decay or parameter.ndim >= 2]
+    groups: list[dict[str, Any]] = [
+        {"params": projected, "rank": rank, **options},
+        {"params": decayed, "rank": None},
+        {"params": undecayed, "rank": None, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _any_matches(patterns: Iterable[str], names: Iterable[str]) -> bool:
+    runs: set[str] = set()
+    for name in names:
+        parts = name.split(".")
+        ends = range(1, len(parts) + 1)
+        runs.update(".".join(parts[start:stop]) for stop in ends for start in range(stop))
+    return any(fnmatchcase(run, pattern) for pattern in patterns for run in runs)
+
+
+def _check_patterns(argument: str, patterns: Iterable[str], names: Sequence[str]) -> None:
+    for pattern in patterns:
+        if not _any_matches([pattern], names):
+            parts = dict.fromkeys(part for name in names for part in (name, name.rpartition(".")[0], *name.split(".")))
+            close = difflib.get_close_matches(pattern, [part for part in parts if part], n=5, cutoff=0.5) or names[:5]
+            raise ValueError(
+                f"{argument} has {pattern!r}, which matches no parameter that can be projected; close to it "
+                f"{'is' if len(close) == 1 else 'are'} {', '.join(close) or 'none'}."
+            )

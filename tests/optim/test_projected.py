@@ -1,0 +1,967 @@
+"""The projected optimizers against the papers' formulas in plain torch, and against torch's own optimizers."""
+
+import copy
+import io
+import pickle
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.cli import LightningCLI
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_lowrank.optim import ProjectedAdamW, ProjectedSGD, projected_parameter_groups
+from lightning_lowrank.seeding import generator
+from tests.helpers import blobs
+
+MATRICES = [(6, 9), (9, 6), (2, 7), (4, 2, 3, 3), (5, 3, 3), (4, 2, 2, 2, 2)]
+RANK = 4
+
+every_optimizer = pytest.mark.parametrize("kind", [ProjectedSGD, ProjectedAdamW])
+every_subspace = pytest.mark.parametrize("subspace", ["random", "gradient"])
+every_choice_of_moments = pytest.mark.parametrize("moments", ["keep", "zero", "rotate"])
+
+
+def parameters(*shapes, dtype=torch.float64, seed=0):
+    draws = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(shape, generator=draws, dtype=torch.float64).to(dtype)) for shape in shapes]
+
+
+def set_gradients(params, step):
+    draws = torch.Generator().manual_seed(1000 + step)
+    for parameter in params:
+        gradient = torch.randn(parameter.shape, generator=draws, dtype=torch.float64) + 0.5
+        parameter.grad = gradient.to(parameter.dtype)
+
+
+def train(optimizer, params, steps):
+    for step in steps:
+        set_gradients(params, step)
+        optimizer.step()
+
+
+def optimizer_of(kind, params, **options):
+    defaults = {"momentum": 0.9} if kind is ProjectedSGD else {}
+    return kind(params, **{"lr": 0.05, "rank": RANK, "refresh_interval": 3, "seed": 5, **defaults, **options})
+
+
+def saved_and_loaded(state_dict):
+    buffer = io.BytesIO()
+    torch.save(state_dict, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+def assert_same(left, right):
+    torch.testing.assert_close(left, right, rtol=0, atol=0)
+
+
+def assert_unchanged(model, optimizer, before):
+    weights, state_dict = before
+    assert_same(model.state_dict(), weights)
+    assert_same(optimizer.state_dict()["state"], state_dict["state"])
+    assert optimizer.state_dict()["param_groups"] == state_dict["param_groups"]
+
+
+def state_bytes(optimizer):
+    tensors = [value for state in optimizer.state.values() for value in state.values()]
+    return sum(value.numel() * value.element_size() for value in tensors)
+
+
+# The formulas
+
+
+@every_choice_of_moments
+@every_subspace
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"dampening": 0.3, "weight_decay": 0.1},
+        {"nesterov": True, "weight_decay": 0.1, "maximize": True},
+        {"momentum": 0.0, "weight_decay": 0.1},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("foreach", [False, True])
+def test_sgd_is_momentum_of_projected_gradients(options, subspace, moments, foreach):
+    """Line 18 and 19 of FedSLoP's Algorithm 1, which hold the momentum at full size: v ← μv + ΠG, W ← W − ηv."""
+    params = parameters(*MATRICES)
+    groups = [{"params": params[:3]}, {"params": params[3:]}]
+    optimizer = optimizer_of(ProjectedSGD, groups, subspace=subspace, moments=moments, foreach=foreach, **options)
+    momentum, dampening = options.get("momentum", 0.9), options.get("dampening", 0.0)
+    expected = [p.detach().flatten(1).clone() for p in params]
+    velocities, bases = [None] * len(params), [None] * len(params)
+    for step in range(8):
+        train(optimizer, params, [step])
+        for i, parameter in enumerate(params):
+            basis = optimizer.projection(parameter)
+            assert (bases[i] is None or not torch.equal(basis, bases[i])) == (step % 3 == 0)
+            if step % 3 == 0 and velocities[i] is not None:
+                velocities[i] = {
+                    "keep": lambda v, old, new: v @ old @ new.T,
+                    "rotate": lambda v, old, new: v @ new @ new.T,
+                    "zero": lambda v, old, new: None,
+                }[moments](velocities[i], bases[i], basis)
+            sign = -1 if options.get("maximize") else 1
+            gradient = sign * parameter.grad.flatten(1) + options.get("weight_decay", 0) * expected[i]
+            gradient = gradient @ basis @ basis.T
+            first = velocities[i] is None
+            velocities[i] = gradient if first else momentum * velocities[i] + (1 - dampening) * gradient
+            direction = gradient + momentum * velocities[i] if options.get("nesterov") else velocities[i]
+            expected[i] = expected[i] - 0.05 * (direction if momentum else gradient)
+            bases[i] = basis
+            torch.testing.assert_close(parameter.detach().flatten(1), expected[i], rtol=1e-10, atol=1e-10)
+            if momentum:
+                torch.testing.assert_close(optimizer.state[parameter]["momentum_buffer"], velocities[i] @ basis)
+            else:
+                assert set(optimizer.state.get(parameter, {})) == ({"projection"} if subspace == "gradient" else set())
+    assert momentum or subspace == "gradient" or not optimizer.state
+
+
+@every_choice_of_moments
+@every_subspace
+@pytest.mark.parametrize("options", [{}, {"maximize": True, "weight_decay": 0.0, "betas": (0.5, 0.9)}], ids=str)
+@pytest.mark.parametrize("foreach", [False, True])
+def test_adamw_is_adam_of_the_coefficients(options, subspace, moments, foreach):
+    params = parameters(*MATRICES)
+    optimizer = optimizer_of(ProjectedAdamW, params, subspace=subspace, moments=moments, foreach=foreach, **options)
+    (beta1, beta2), decay = options.get("betas", (0.9, 0.999)), options.get("weight_decay", 0.01)
+    expected = [p.detach().flatten(1).clone() for p in params]
+    # The bias-corrected moments, and the number of gradients in them.
+    firsts, seconds, counts, bases = [0.0] * len(params), [0.0] * len(params), [0] * len(params), [None] * len(params)
+    for step in range(8):
+        train(optimizer, params, [step])
+        for i, parameter in enumerate(params):
+            basis = optimizer.projection(parameter)
+            if step in (3, 6) and moments == "zero":
+                counts[i] = 0
+            if step in (3, 6) and moments == "rotate":
+                rotation = bases[i].T @ basis
+                covariance = torch.diag_embed((seconds[i] - firsts[i] ** 2).clamp(min=0))
+                firsts[i] = firsts[i] @ rotation
+                variances = (rotation.T @ covariance @ rotation).diagonal(dim1=1, dim2=2)
+                seconds[i] = variances + firsts[i] ** 2
+            gradient = (-1 if options.get("maximize") else 1) * parameter.grad.flatten(1) @ basis
+            counts[i] += 1
+            weights = [(1 - beta) / (1 - beta ** counts[i]) for beta in (beta1, beta2)]
+            firsts[i] = (1 - weights[0]) * firsts[i] + weights[0] * gradient
+            seconds[i] = (1 - weights[1]) * seconds[i] + weights[1] * gradient**2
+            change = firsts[i] / (seconds[i].sqrt() + 1e-8) @ basis.T
+            expected[i] = (1 - 0.05 * decay) * expected[i] - 0.05 * change
+            bases[i] = basis
+            torch.testing.assert_close(parameter.detach().flatten(1), expected[i], rtol=1e-9, atol=1e-9)
+            assert optimizer.state[parameter]["step"] == counts[i]
+            assert optimizer.state[parameter]["exp_avg_sq"].shape == (len(parameter), RANK)
+
+
+def test_rotated_second_moment_is_that_of_independent_coefficients():
+    """The moments of many gradients with a known distribution, in the old subspace and then in the new one."""
+    (parameter,) = params = parameters((3, 6))
+    optimizer = optimizer_of(ProjectedAdamW, params, refresh_interval=None, betas=(0.0, 0.5), lr=0.0, rank=4)
+    train(optimizer, params, [0])
+    old = optimizer.projection(parameter)
+    draws = torch.Generator().manual_seed(3)
+    mean, deviation = torch.randn(3, 4, generator=draws).double(), torch.rand(3, 4, generator=draws).double()
+    samples = mean + deviation * torch.randn(200_000, 3, 4, generator=draws).double()
+    state = optimizer.state[parameter]
+    state["exp_avg"].copy_(mean)
+    state["exp_avg_sq"].copy_((mean**2 + deviation**2) / 2)
+    optimizer.refresh()
+    rotation = old.T @ optimizer.projection(parameter)
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    # The step has decayed the second moment by one half; its bias correction goes from 1/2 to 3/4.
+    second = state["exp_avg_sq"] / (1 - 0.5**2) * 3
+    torch.testing.assert_close(second, (samples @ rotation).square().mean(0), rtol=0.02, atol=0.01)
+
+
+def test_adamw_update_stays_bounded_where_gradients_grow():
+    """v̂ − m̂² is negative there; without care √v̂ could be 0 under a mean that is not."""
+    (parameter,) = params = parameters((40, 12))
+    optimizer = optimizer_of(ProjectedAdamW, params, refresh_interval=5, lr=1.0, weight_decay=0.0, rank=6)
+    for step in range(20):
+        before = parameter.detach().clone()
+        parameter.grad = torch.full_like(parameter, 10.0**step) * torch.sign(before)
+        optimizer.step()
+        assert ((parameter - before) @ optimizer.projection(parameter)).abs().max() < 7.3
+
+
+def test_gradient_subspace_is_that_of_the_leading_singular_vectors():
+    params = parameters((6, 9), (9, 6), (4, 2, 3, 3))
+    optimizer = optimizer_of(ProjectedSGD, params, subspace="gradient", rank=3)
+    train(optimizer, params, [0])
+    for parameter in params:
+        matrix, basis = parameter.grad.flatten(1), optimizer.projection(parameter)
+        _, vectors = torch.linalg.eigh(matrix.T @ matrix)
+        leading = vectors[:, -3:]
+        torch.testing.assert_close(basis @ basis.T, leading @ leading.T)
+        assert optimizer.state[parameter]["projection"] is basis
+
+
+@pytest.mark.parametrize("gradient", ["zero", "rank 1", "few rows"])
+def test_gradient_subspace_is_completed_where_the_gradient_has_too_few_directions(gradient):
+    (parameter,) = params = parameters((2 if gradient == "few rows" else 6, 9), dtype=torch.float32)
+    optimizer = optimizer_of(ProjectedSGD, params, subspace="gradient")
+    row = torch.arange(9.0)
+    parameter.grad = {
+        "zero": torch.zeros(6, 9),
+        "rank 1": torch.outer(torch.arange(6.0), row),
+        "few rows": torch.stack([row, row.flip(0)]),
+    }[gradient]
+    optimizer.step()
+    basis = optimizer.projection(parameter)
+    torch.testing.assert_close(basis.T @ basis, torch.eye(RANK), atol=1e-6, rtol=0)
+    torch.testing.assert_close(parameter.grad @ basis @ basis.T, parameter.grad, atol=1e-4, rtol=1e-5)
+    optimizer.refresh(seed=6)
+    optimizer.step()
+    other = optimizer.projection(parameter)
+    assert torch.linalg.matrix_norm(other.T @ basis, ord="nuc") < RANK - 0.1
+
+
+# No projection at all
+
+
+@pytest.mark.parametrize("foreach", [None, False, True])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (ProjectedSGD, {}),
+        (ProjectedSGD, {"momentum": 0.9}),
+        (ProjectedSGD, {"momentum": 0.9, "weight_decay": 0.1, "dampening": 0.5}),
+        (ProjectedSGD, {"momentum": 0.9, "weight_decay": 0.1, "nesterov": True, "maximize": True}),
+        (ProjectedAdamW, {}),
+        (ProjectedAdamW, {"weight_decay": 0.1, "betas": (0.5, 0.7), "eps": 1e-3, "maximize": True}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("rank", [18, 100, None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_full_rank_is_torch_bit_for_bit(kind, options, rank, foreach, dtype):
+    shapes = [*MATRICES, (5,), (), (3, 1)]
+    ours, theirs = parameters(*shapes, dtype=dtype), parameters(*shapes, dtype=dtype)
+    optimizer = kind(ours, lr=0.05, rank=rank, refresh_interval=2, moments="zero", foreach=foreach, **options)
+    reference = {ProjectedSGD: torch.optim.SGD, ProjectedAdamW: torch.optim.AdamW}[kind](
+        theirs, lr=0.05, foreach=foreach, **options
+    )
+    train(optimizer, ours, range(5))
+    train(reference, theirs, range(5))
+    assert_same(ours, theirs)
+    assert all(optimizer.projection(p) is None for p in ours)
+    assert optimizer.state_dict()["state"].keys() == reference.state_dict()["state"].keys()
+    for own, their in zip(optimizer.state.values(), reference.state.values(), strict=True):
+        assert own.keys() == their.keys()
+        assert_same(dict(own), dict(their))
+
+
+@every_optimizer
+def test_biases_and_groups_without_rank_are_dense_beside_a_projected_matrix(kind):
+    weight, bias, scale, other = params = parameters((6, 9), (6,), (), (6, 9))
+    references = [copy.deepcopy(p) for p in params]
+    groups = [{"params": [bias, weight, scale]}, {"params": [other], "rank": None, "lr": 0.2}]
+    optimizer = optimizer_of(kind, groups)
+    dense = {ProjectedSGD: torch.optim.SGD, ProjectedAdamW: torch.optim.AdamW}[kind]
+    options = {"momentum": 0.9} if kind is ProjectedSGD else {}
+    reference = dense([{"params": references[:3]}, {"params": references[3:], "lr": 0.2}], lr=0.05, **options)
+    train(optimizer, params, range(5))
+    train(reference, references, range(5))
+    for index in (1, 2, 3):
+        assert_same(params[index], references[index])
+    assert optimizer.projection(weight).shape == (9, RANK)
+    assert not torch.equal(weight, references[0])
+
+
+@every_optimizer
+def test_learning_rate_may_be_a_tensor(kind):
+    ours, theirs = parameters((6, 9), (6,)), parameters((6, 9), (6,))
+    train(optimizer_of(kind, ours, lr=torch.tensor(0.05, dtype=torch.float64)), ours, range(5))
+    train(optimizer_of(kind, theirs), theirs, range(5))
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+# Memory
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_state_takes_rank_over_columns_of_dense_momentum(dtype):
+    shapes = [(6, 16), (32, 16), (4, 4, 2, 2)]
+    ours, theirs = parameters(*shapes, dtype=dtype), parameters(*shapes, dtype=dtype)
+    optimizer, reference = optimizer_of(ProjectedSGD, ours), torch.optim.SGD(theirs, lr=0.05, momentum=0.9)
+    train(optimizer, ours, range(5))
+    train(reference, theirs, range(5))
+    assert state_bytes(optimizer) * 16 == state_bytes(reference) * RANK
+    adam = optimizer_of(ProjectedAdamW, ours)
+    train(adam, ours, range(5))
+    counters = 4 * len(shapes)
+    assert state_bytes(adam) - counters == 2 * state_bytes(optimizer)
+
+
+# Random subspaces
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-14), (torch.bfloat16, 2e-2)]
+)
+def test_random_projection_is_orthonormal(dtype, tolerance):
+    (parameter,) = params = parameters((3, 60), dtype=dtype)
+    basis = optimizer_of(ProjectedSGD, params, rank=20).projection(parameter)
+    assert basis.dtype == dtype
+    assert (basis.double().T @ basis.double() - torch.eye(20)).abs().max() < tolerance
+
+
+def test_random_projection_depends_on_seed_parameter_and_refresh_only():
+    params = parameters((3, 9), (3, 9), (7, 9))
+    optimizer = optimizer_of(ProjectedSGD, params)
+    first = [optimizer.projection(p) for p in params]
+    assert not torch.equal(first[0], first[1])
+    split = optimizer_of(ProjectedAdamW, [{"params": [p]} for p in params])
+    assert_same([split.projection(p) for p in params], first)
+    other = optimizer_of(ProjectedSGD, params, seed=6)
+    assert not torch.equal(other.projection(params[0]), first[0])
+    train(optimizer, params, range(3))
+    assert_same([optimizer.projection(p) for p in params], first)
+    train(optimizer, params, [3])
+    assert not any(torch.equal(optimizer.projection(p), old) for p, old in zip(params, first, strict=True))
+    optimizer.refresh(seed=6)
+    assert_same([optimizer.projection(p) for p in params], [other.projection(p) for p in params])
+    other.refresh()
+    optimizer.refresh()
+    assert_same([optimizer.projection(p) for p in params], [other.projection(p) for p in params])
+    optimizer.refresh(seed=5)
+    assert_same([optimizer.projection(p) for p in params], first)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_random_projection_is_the_orthonormalised_draw_of_its_named_stream(dtype):
+    """By Cholesky instead of Householder: the factor with a positive diagonal is unique."""
+    params = parameters((3, 9), (7, 12), dtype=dtype)
+    optimizer = optimizer_of(ProjectedSGD, params)
+    train(optimizer, params, range(4))
+    gaussian = torch.randn(12, RANK, generator=generator(5, "projection", 1, 1), dtype=dtype)
+    triangle = torch.linalg.cholesky(gaussian.T @ gaussian).T
+    torch.testing.assert_close(optimizer.projection(params[1]), gaussian @ triangle.inverse())
+
+
+def test_random_projection_is_uniform():
+    """Under the Haar measure each entry has mean 0 and variance 1 / in, and P Pᵀ has mean rank / in."""
+    (parameter,) = params = parameters((2, 4))
+    optimizer = optimizer_of(ProjectedSGD, params, rank=2)
+    draws = []
+    for seed in range(600):
+        optimizer.refresh(seed=seed)
+        draws.append(optimizer.projection(parameter))
+    bases = torch.stack(draws)
+    assert (bases.mean(0) / (0.5 / 600**0.5)).abs().max() < 4
+    projectors = (bases @ bases.transpose(1, 2)).mean(0)
+    assert (projectors - torch.eye(4) / 2).abs().max() < 0.06
+
+
+def test_global_generator_is_left_alone():
+    params = parameters((6, 9), (9, 3))
+    before = torch.get_rng_state()
+    for subspace in ("random", "gradient"):
+        train(optimizer_of(ProjectedSGD, params, subspace=subspace, rank=7), params, range(4))
+    assert_same(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.3}, {"nesterov": True}], ids=str)
+@every_subspace
+def test_change_between_refreshes_is_in_the_span(subspace, options):
+    """So the coefficients ΔW P are all that a client need send."""
+    params = parameters(*MATRICES, dtype=torch.float32)
+    optimizer = optimizer_of(ProjectedSGD, params, subspace=subspace, refresh_interval=None, moments="zero", **options)
+    for seed in (3, 4):
+        optimizer.refresh(seed)
+        before = [p.detach().clone() for p in params]
+        train(optimizer, params, range(6))
+        for parameter, old in zip(params, before, strict=True):
+            basis = optimizer.projection(parameter)
+            change = (parameter.detach() - old).flatten(1)
+            assert change.norm() > 0.1
+            torch.testing.assert_close(change @ basis @ basis.T, change, rtol=0, atol=2e-6)
+
+
+def test_decoupled_weight_decay_leaves_the_span():
+    (parameter,) = params = parameters((6, 9))
+    before = parameter.detach().clone()
+    optimizer = optimizer_of(ProjectedAdamW, params, weight_decay=0.5)
+    train(optimizer, params, [0])
+    basis = optimizer.projection(parameter)
+    outside = parameter.detach() - before - (parameter.detach() - before) @ basis @ basis.T
+    torch.testing.assert_close(outside, -0.05 * 0.5 * (before - before @ basis @ basis.T))
+
+
+# Refreshes
+
+
+def test_refreshes_come_by_steps_or_on_demand_only():
+    (parameter,) = params = parameters((6, 9))
+    optimizer = optimizer_of(ProjectedSGD, params, refresh_interval=None)
+    train(optimizer, params, range(250))
+    first = optimizer.projection(parameter)
+    optimizer.refresh()
+    assert not torch.equal(optimizer.projection(parameter), first)
+    default = ProjectedSGD(params, rank=RANK)
+    train(default, params, range(200))
+    first = default.projection(parameter)
+    train(default, params, [200])
+    assert not torch.equal(default.projection(parameter), first)
+
+
+@every_subspace
+def test_interval_counts_from_the_last_refresh(subspace):
+    (parameter,) = params = parameters((6, 9))
+    optimizer = optimizer_of(ProjectedSGD, params, subspace=subspace)
+    bases = []
+    for step in range(8):
+        if step == 2:
+            optimizer.refresh()
+        train(optimizer, params, [step])
+        bases.append(optimizer.projection(parameter).clone())
+    changes = [step for step in range(1, 8) if not torch.equal(bases[step], bases[step - 1])]
+    assert changes == [2, 5]
+
+
+@every_choice_of_moments
+@every_optimizer
+def test_asking_for_the_projection_changes_nothing(kind, moments):
+    ours, theirs = parameters(*MATRICES), parameters(*MATRICES)
+    asked, unasked = optimizer_of(kind, ours, moments=moments), optimizer_of(kind, theirs, moments=moments)
+    for step in range(6):
+        if step == 4:
+            asked.refresh(9)
+            unasked.refresh(9)
+        assert all(asked.projection(p) is not None for p in ours)
+        train(asked, ours, [step])
+        train(unasked, theirs, [step])
+    assert_same(ours, theirs)
+
+
+def test_same_seed_again_restarts_the_moments():
+    """As a round's second client does that gets the round's seed."""
+    (parameter,) = params = parameters((6, 9))
+    optimizer = optimizer_of(ProjectedSGD, params, moments="zero", refresh_interval=None)
+    optimizer.refresh(11)
+    train(optimizer, params, range(3))
+    start = parameter.detach().clone()
+    basis = optimizer.projection(parameter)
+    optimizer.refresh(11)
+    train(optimizer, params, [0])
+    assert_same(optimizer.projection(parameter), basis)
+    torch.testing.assert_close(parameter.detach(), start - 0.05 * parameter.grad @ basis @ basis.T)
+
+
+@every_optimizer
+def test_gradient_subspace_can_be_asked_for_after_the_step_that_makes_it(kind):
+    (parameter,) = params = parameters((6, 9))
+    optimizer = optimizer_of(kind, params, subspace="gradient")
+    with pytest.raises(RuntimeError, match="gradient of the next step"):
+        optimizer.projection(parameter)
+    train(optimizer, params, [0])
+    optimizer.refresh()
+    with pytest.raises(RuntimeError, match="gradient of the next step"):
+        optimizer.projection(parameter)
+
+
+@every_choice_of_moments
+@every_subspace
+@every_optimizer
+def test_parameters_without_gradients_stay_and_change_subspace_later(kind, subspace, moments):
+    """The momentum of one that misses refreshes goes straight from the last subspace it had to the present one."""
+    busy, idle = params = parameters((6, 9), (5, 8))
+    optimizer = optimizer_of(kind, params, subspace=subspace, moments=moments)
+    train(optimizer, params, range(2))
+    untouched, state = idle.detach().clone(), copy.deepcopy(dict(optimizer.state[idle]))
+    old = optimizer.projection(idle)
+    for step in range(2, 8):
+        set_gradients([busy], step)
+        idle.grad = None
+        optimizer.step()
+    assert_same(idle.detach(), untouched)
+    assert_same(dict(optimizer.state[idle]), state)
+    train(optimizer, params, [8])
+    new = optimizer.projection(idle)
+    assert not torch.equal(old, new)
+    name, weight, scale = ("momentum_buffer", 0.9, 1.0) if kind is ProjectedSGD else ("exp_avg", 0.9, 0.1)
+    carried = {"keep": state[name], "zero": 0 * state[name], "rotate": state[name] @ old.T @ new}[moments]
+    torch.testing.assert_close(optimizer.state[idle][name], weight * carried + scale * idle.grad @ new)
+
+
+# Saving, copying, clearing
+
+
+@every_choice_of_moments
+@every_subspace
+@every_optimizer
+@pytest.mark.parametrize("stop", [2, 3, 7])
+@pytest.mark.parametrize("refresh", [False, True])
+def test_resumed_training_goes_on_bit_for_bit(kind, subspace, moments, stop, refresh):
+    params = parameters(*MATRICES, (6,), dtype=torch.float32)
+    optimizer = optimizer_of(kind, params, subspace=subspace, moments=moments)
+    train(optimizer, params, range(stop))
+    if refresh:
+        optimizer.refresh(17)
+    resumed = [nn.Parameter(p.detach().clone()) for p in params]
+    fresh = optimizer_of(kind, resumed, subspace=subspace, moments=moments)
+    fresh.load_state_dict(saved_and_loaded(optimizer.state_dict()))
+    train(optimizer, params, range(stop, 12))
+    train(fresh, resumed, range(stop, 12))
+    assert_same(params, resumed)
+    names = {"projection"} if subspace == "gradient" else set()
+    names |= {"momentum_buffer"} if kind is ProjectedSGD else {"step", "exp_avg", "exp_avg_sq"}
+    for parameter, again in zip(params, resumed, strict=True):
+        assert_same(dict(optimizer.state[parameter]), dict(fresh.state[again]))
+        assert set(fresh.state[again]) == names - ({"projection"} if parameter.ndim < 2 else set())
+
+
+def test_saved_state_does_not_follow_the_optimizer():
+    params = parameters((6, 9))
+    optimizer = optimizer_of(ProjectedSGD, params)
+    train(optimizer, params, range(2))
+    groups = optimizer.state_dict()["param_groups"]
+    before = copy.deepcopy(groups)
+    train(optimizer, params, range(2, 8))
+    assert groups == before
+
+
+@every_subspace
+@every_optimizer
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_copies_go_on_alike(kind, subspace, duplicate):
+    params = parameters((6, 9), (6,))
+    optimizer = optimizer_of(kind, params, subspace=subspace)
+    train(optimizer, params, range(2))
+    copied, copied_params = duplicate((optimizer, params))
+    train(optimizer, params, range(2, 8))
+    train(copied, copied_params, range(2, 8))
+    assert_same(params, copied_params)
+
+
+@every_subspace
+@every_optimizer
+def test_clearing_the_state_starts_the_moments_anew_in_the_same_subspace(kind, subspace):
+    """A federated loop clears it for each client and leaves the parameter groups alone."""
+    (parameter,) = params = parameters((6, 9))
+    optimizer = optimizer_of(kind, params, subspace=subspace, refresh_interval=None)
+    train(optimizer, params, range(4))
+    basis, start = optimizer.projection(parameter), parameter.detach().clone()
+    optimizer.state.clear()
+    train(optimizer, params, [4])
+    if subspace == "random":
+        assert_same(optimizer.projection(parameter), basis)
+    else:
+        basis = optimizer.projection(parameter)
+    coefficients = parameter.grad @ basis
+    if kind is ProjectedSGD:
+        torch.testing.assert_close(parameter.detach(), start - 0.05 * coefficients @ basis.T)
+    else:
+        change = 0.05 * coefficients / (coefficients.abs() + 1e-8) @ basis.T
+        torch.testing.assert_close(parameter.detach(), (1 - 0.05 * 0.01) * start - change)
+
+
+def test_parameter_moved_to_another_dtype_gets_its_projection_there():
+    model = nn.Linear(9, 6)
+    optimizer = optimizer_of(ProjectedSGD, model.parameters())
+    assert optimizer.projection(model.weight).dtype == torch.float32
+    model.double()
+    assert optimizer.projection(model.weight).dtype == torch.float64
+
+
+def test_state_of_a_dense_optimizer_is_refused():
+    params = parameters((6, 9))
+    reference = torch.optim.AdamW(params)
+    train(reference, params, [0])
+    with pytest.raises(ValueError, match="without projections"):
+        optimizer_of(ProjectedAdamW, params).load_state_dict(reference.state_dict())
+
+
+# In the company of the rest of torch and Lightning
+
+
+@every_optimizer
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_keeps_its_state_in_the_dtype(kind, dtype):
+    ours, precise = parameters((6, 9), (4, 2, 3, 3), dtype=dtype), parameters((6, 9), (4, 2, 3, 3))
+    optimizer = optimizer_of(kind, ours, eps=1e-4) if kind is ProjectedAdamW else optimizer_of(kind, ours)
+    train(optimizer, ours, range(8))
+    for parameter in ours:
+        assert optimizer.projection(parameter).dtype == dtype
+        assert all(v.dtype == dtype for name, v in optimizer.state[parameter].items() if name != "step")
+    changes = [(p.detach().double() - q.detach()) for p, q in zip(ours, precise, strict=True)]
+    assert all(torch.isfinite(change).all() and change.norm() > 0.1 for change in changes)
+
+
+def test_channels_last_weights_are_trained():
+    model = nn.Conv2d(3, 4, 3)
+    last = copy.deepcopy(model).to(memory_format=torch.channels_last)
+    for layer in (model, last):
+        optimizer = optimizer_of(ProjectedAdamW, layer.parameters())
+        train(optimizer, list(layer.parameters()), range(4))
+    assert last.weight.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(last.weight, model.weight)
+
+
+@every_optimizer
+def test_step_inside_autocast_is_as_precise_as_outside(kind):
+    ours, theirs = parameters((6, 9), dtype=torch.float32), parameters((6, 9), dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        train(optimizer_of(kind, ours, weight_decay=0.1), ours, range(5))
+    train(optimizer_of(kind, theirs, weight_decay=0.1), theirs, range(5))
+    assert_same(ours, theirs)
+
+
+@every_optimizer
+def test_accumulated_gradients_are_those_of_the_whole_batch(kind):
+    inputs, targets = blobs(40).tensors
+    weights = []
+    for batches in (1, 4):
+        torch.manual_seed(0)
+        model = nn.Linear(6, 4)
+        optimizer = optimizer_of(kind, model.parameters(), rank=3)
+        for _ in range(5):
+            optimizer.zero_grad()
+            for x, y in zip(inputs.chunk(batches), targets.chunk(batches), strict=True):
+                (nn.functional.cross_entropy(model(x), y) / batches).backward()
+            optimizer.step()
+        weights.append(model.weight.detach())
+    torch.testing.assert_close(*weights, rtol=1e-4, atol=1e-5)
+
+
+def test_clipped_gradients_are_what_is_projected():
+    ours, theirs = parameters((6, 9)), parameters((6, 9))
+    clipped, scaled = optimizer_of(ProjectedSGD, ours), optimizer_of(ProjectedSGD, theirs)
+    for step in range(5):
+        set_gradients(ours, step)
+        set_gradients(theirs, step)
+        norm = nn.utils.clip_grad_norm_(ours, 0.5)
+        theirs[0].grad *= 0.5 / (norm + 1e-6)
+        clipped.step()
+        scaled.step()
+    torch.testing.assert_close(ours, theirs)
+
+
+@every_optimizer
+def test_grad_scaler_skips_a_step_with_infinite_gradients(kind):
+    model = nn.Linear(9, 6)
+    optimizer = optimizer_of(kind, model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(4):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(2, 9)).square().sum()).backward()
+        if step == 2:
+            model.weight.grad[0, 0] = float("inf")
+        before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        scaler.step(optimizer)
+        scaler.update()
+        if step == 2:
+            assert_unchanged(model, optimizer, before)
+    assert optimizer.param_groups[0]["steps_since_refresh"] == 3
+    assert scaler.get_scale() == 4.0
+
+
+@every_optimizer
+def test_closure_is_called_once_with_gradients_enabled(kind):
+    model = nn.Linear(9, 6)
+    optimizer = optimizer_of(kind, model.parameters())
+    losses = []
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 9)).square().sum()
+        loss.backward()
+        losses.append(loss)
+        return loss
+
+    with torch.no_grad():
+        assert optimizer.step(closure) is losses[0]
+    assert len(losses) == 1
+    assert optimizer.step(closure) < losses[0]
+
+
+@every_optimizer
+def test_schedulers_set_learning_rate_and_momentum(kind):
+    (parameter,) = params = parameters((6, 9))
+    optimizer = optimizer_of(kind, params, lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.0)
+    train(optimizer, params, [0])
+    scheduler.step()
+    before = parameter.detach().clone()
+    train(optimizer, params, [1])
+    assert_same(parameter.detach(), before)
+    cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer_of(kind, params), max_lr=0.1, total_steps=6)
+    values = set()
+    for step in range(5):
+        train(cycle.optimizer, params, [step])
+        cycle.step()
+        group = cycle.optimizer.param_groups[0]
+        values.add(group["momentum"] if kind is ProjectedSGD else group["betas"][0])
+    assert len(values) > 2
+
+
+class SmallModule(pl.LightningModule):
+    def __init__(self, width: int = 16):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, width), nn.ReLU(), nn.Linear(width, 4))
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def train_dataloader(self):
+        return DataLoader(blobs(64), batch_size=16)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("ProjectedAdamW", {"lr": 0.02, "rank": 3, "betas": [0.8, 0.99], "moments": "zero", "refresh_interval": None}),
+        ("ProjectedSGD", {"lr": 0.1, "momentum": 0.9, "rank": 3, "subspace": "gradient", "refresh_interval": 5}),
+    ],
+)
+def test_lightning_cli_builds_and_trains(name, arguments, tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train"])
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "max_epochs": 3}
+    cli = LightningCLI(
+        SmallModule,
+        run=False,
+        save_config_callback=None,
+        trainer_defaults={**quiet, "default_root_dir": tmp_path, "accelerator": "cpu", "enable_model_summary": False},
+        args={"optimizer": {"class_path": f"lightning_lowrank.optim.{name}", "init_args": arguments}},
+    )
+    inputs, targets = blobs(64).tensors
+    before = nn.functional.cross_entropy(cli.model.net(inputs), targets).item()
+    cli.trainer.fit(cli.model)
+    optimizer = cli.trainer.optimizers[0]
+    assert type(optimizer).__name__ == name
+    assert {key: optimizer.param_groups[0][key] for key in arguments} == {
+        key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()
+    }
+    weight = cli.model.net[0].weight
+    moment = optimizer.state[weight]["exp_avg" if name == "ProjectedAdamW" else "momentum_buffer"]
+    assert moment.shape == (16, 3)
+    assert nn.functional.cross_entropy(cli.model.net(inputs), targets).item() < 0.8 * before
+
+
+def test_lightning_resumes_from_its_checkpoint_bit_for_bit(tmp_path):
+    class Module(SmallModule):
+        def configure_optimizers(self):
+            return ProjectedAdamW(self.parameters(), lr=0.02, rank=3, refresh_interval=3)
+
+    def fit(epochs, checkpoint=None):
+        torch.manual_seed(0)
+        module = Module()
+        trainer = pl.Trainer(
+            max_epochs=epochs, logger=False, accelerator="cpu", default_root_dir=tmp_path, enable_progress_bar=False,
+            enable_model_summary=False, enable_checkpointing=False,
+        )  # fmt: skip
+        trainer.fit(module, ckpt_path=checkpoint, weights_only=True)
+        return trainer, module
+
+    _, whole = fit(4)
+    trainer, _ = fit(2)
+    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    _, resumed = fit(4, tmp_path / "half.ckpt")
+    assert_same(whole.state_dict(), resumed.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("kind", "dense", "options"),
+    [
+        (ProjectedSGD, torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
+        (ProjectedAdamW, torch.optim.AdamW, {"lr": 0.003}),
+    ],
+)
+@every_subspace
+def test_digits_are_learned_about_as_well_as_by_the_dense_optimizer(kind, dense, options, subspace):
+    data = load_digits()
+    inputs, targets = torch.tensor(data.data / 16, dtype=torch.float32), torch.tensor(data.target)
+
+    def accuracy(optimizer_for):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+        optimizer = optimizer_for(model)
+        for _ in range(16):
+            for batch in torch.randperm(len(inputs)).split(64):
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(inputs[batch]), targets[batch]).backward()
+                optimizer.step()
+        return (model(inputs).argmax(1) == targets).double().mean().item()
+
+    def projected(model):
+        halves = [{"params": [layer.weight], "rank": layer.in_features // 2} for layer in (model[0], model[2])]
+        biases = {"params": [model[0].bias, model[2].bias]}
+        return kind([*halves, biases], rank=None, refresh_interval=40, subspace=subspace, **options)
+
+    reached = accuracy(lambda model: dense(model.parameters(), **options))
+    assert reached > 0.95
+    assert accuracy(projected) > reached - 0.03
+
+
+# Wrong input
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"rank": 0}, ValueError, "rank must be at least 1, but is 0"),
+        ({"rank": 2.0}, TypeError, "rank must be an integer"),
+        ({"rank": True}, TypeError, "rank must be an integer"),
+        ({"refresh_interval": 0}, ValueError, "refresh_interval must be at least 1"),
+        ({"refresh_interval": "10"}, TypeError, "refresh_interval must be an integer"),
+        ({"subspace": "svd"}, ValueError, "subspace must be one of 'random', 'gradient', but is 'svd'"),
+        ({"moments": "reset"}, ValueError, "moments must be one of 'keep', 'zero', 'rotate'"),
+        ({"seed": None}, TypeError, "seed must be an integer"),
+        ({"lr": -0.1}, ValueError, "lr must be at least 0"),
+        ({"lr": float("nan")}, ValueError, "lr must be at least 0"),
+        ({"lr": "0.1"}, TypeError, "lr must be a number"),
+        ({"lr": torch.ones(2)}, ValueError, "lr must be a number or a tensor with one element"),
+        ({"weight_decay": -1}, ValueError, "weight_decay must be at least 0"),
+        ({"foreach": "yes"}, TypeError, "foreach must be True, False or None"),
+    ],
+    ids=str,
+)
+@every_optimizer
+def test_options_are_checked_in_the_constructor_and_in_groups(kind, options, error, message):
+    (parameter,) = parameters((6, 9))
+    with pytest.raises(error, match=message):
+        kind([parameter], **{"rank": RANK, **options})
+    optimizer = kind(parameters((6, 9)), rank=RANK)
+    with pytest.raises(error, match=message):
+        optimizer.add_param_group({"params": [parameter], **options})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "error", "message"),
+    [
+        (ProjectedSGD, {"momentum": -0.1}, ValueError, "momentum must be at least 0"),
+        (ProjectedSGD, {"nesterov": True}, ValueError, "nesterov needs a momentum above 0"),
+        (ProjectedSGD, {"nesterov": True, "momentum": 0.9, "dampening": 0.1}, ValueError, "dampening=0.1"),
+        (ProjectedAdamW, {"betas": (0.9, 1.0)}, ValueError, r"betas\[1\] must be at least 0 and below 1, but is 1.0"),
+        (ProjectedAdamW, {"betas": 0.9}, ValueError, "betas must be two numbers"),
+        (ProjectedAdamW, {"eps": -1e-8}, ValueError, "eps must be at least 0"),
+        (ProjectedAdamW, {"lr": torch.tensor(0.1), "foreach": True}, ValueError, "lr must be a number with foreach"),
+    ],
+    ids=str,
+)
+def test_options_of_one_optimizer_are_checked(kind, options, error, message):
+    with pytest.raises(error, match=message):
+        kind(parameters((6, 9)), rank=RANK, **options)
+
+
+@every_optimizer
+def test_complex_parameters_and_sparse_gradients_are_refused_before_any_change(kind):
+    embedding, linear = nn.Embedding(5, 6, sparse=True), nn.Linear(6, 3)
+    optimizer = optimizer_of(kind, [*linear.parameters(), *embedding.parameters()])
+    with pytest.raises(RuntimeError, match="does not support complex"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, 3, dtype=torch.complex64))]})
+    assert len(optimizer.param_groups) == 1
+    linear(embedding(torch.tensor([1, 2]))).sum().backward()
+    before = copy.deepcopy((linear.state_dict(), optimizer.state_dict()))
+    with pytest.raises(RuntimeError, match="does not support sparse gradients"):
+        optimizer.step()
+    assert_unchanged(linear, optimizer, before)
+
+
+def test_projection_of_a_stranger_and_a_seed_of_a_wrong_kind_are_refused():
+    optimizer = optimizer_of(ProjectedSGD, parameters((6, 9)))
+    with pytest.raises(ValueError, match="in no group of this ProjectedSGD"):
+        optimizer.projection(torch.ones(6, 9))
+    with pytest.raises(TypeError, match="seed must be an integer"):
+        optimizer.refresh(seed="round 3")
+
+
+# Groups from a model
+
+
+class Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.stem = nn.ConvTranspose1d(3, 4, 5)
+        self.encoder = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm((2, 8)), nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+        self.attention = nn.MultiheadAttention(8, 2)
+        self.head = nn.Linear(8, 11)
+        self.head.weight = self.embedding.weight
+        self.shared = nn.Linear(8, 8, bias=False)
+        self.shared.weight = self.encoder[0].weight
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.temperature = nn.Parameter(torch.ones(()))
+
+
+def names_of(model, groups):
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return [{names[p] for p in group["params"]} for group in groups]
+
+
+def test_groups_take_weights_of_linear_layers_and_convolutions():
+    model = Network()
+    groups = projected_parameter_groups(model, 3, moments="zero", lr=0.5)
+    projected, rest = names_of(model, groups)
+    assert projected == {
+        "stem.weight",
+        "encoder.0.weight",
+        "encoder.2.weight",
+        "attention.in_proj_weight",
+        "attention.out_proj.weight",
+    }
+    assert projected | rest == {name for name, p in model.named_parameters() if p.requires_grad}
+    assert sum(len(group["params"]) for group in groups) == len(projected | rest)
+    assert {**groups[0], "params": None} == {"params": None, "rank": 3, "moments": "zero", "lr": 0.5}
+    assert {**groups[1], "params": None} == {"params": None, "rank": None}
+    optimizer = ProjectedSGD(groups, lr=0.1, rank=None)
+    train(optimizer, [p for group in groups for p in group["params"]], range(2))
+    assert optimizer.projection(model.stem.weight).shape == (20, 3)
+    assert optimizer.projection(model.encoder[1].weight) is None
+
+
+@pytest.mark.parametrize(
+    ("patterns", "expected"),
+    [
+        ({"include": ["encoder"]}, {"encoder.0.weight", "encoder.2.weight"}),
+        ({"include": ["encoder.2"]}, {"encoder.2.weight"}),
+        ({"include": ["*proj*"]}, {"attention.in_proj_weight", "attention.out_proj.weight"}),
+        ({"include": ["shared"]}, {"encoder.0.weight"}),
+        ({"exclude": ["attention", "st?m.weight"]}, {"encoder.0.weight", "encoder.2.weight"}),
+        ({"include": ["encoder"], "exclude": ["0"]}, {"encoder.2.weight"}),
+    ],
+    ids=str,
+)
+def test_patterns_choose_what_is_projected(patterns, expected):
+    model = Network()
+    groups = projected_parameter_groups(model, 3, **patterns)
+    assert names_of(model, groups)[0] == expected
+    assert names_of(model, groups)[1] == {n for n, p in model.named_parameters() if p.requires_grad} - expected
+
+
+def test_no_decay_spares_parameters_of_one_dimension_only():
+    model = Network()
+    groups = projected_parameter_groups(model, 3, no_decay=True, weight_decay=0.2)
+    assert [group.get("weight_decay") for group in groups] == [0.2, None, 0.0]
+    _, decayed, undecayed = names_of(model, groups)
+    assert decayed == {"embedding.weight", "encoder.1.weight", "encoder.1.bias"}
+    assert {"temperature", "head.bias", "encoder.3.weight"} < undecayed
+    assert len(projected_parameter_groups(nn.Linear(4, 3, bias=False), 2, no_decay=True)) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"rank": 0}, ValueError, "rank must be at least 1"),
+        ({"include": ["encodr"]}, ValueError, "include has 'encodr'.*close to it.*encoder"),
+        ({"exclude": ["embedding"]}, ValueError, "exclude has 'embedding', which matches no parameter"),
+        ({"include": "encoder"}, TypeError, "include must be a list of strings"),
+        ({"refresh_intervall": 3}, TypeError, "'refresh_intervall' is no option.*refresh_interval"),
+        ({"exclude": ["*"]}, ValueError, "no parameter is left to project"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_for_groups_are_refused(arguments, error, message):
+    with pytest.raises(error, match=message):
+        projected_parameter_groups(Network(), **{"rank": 3, **arguments})
+
+
+def test_uninitialised_parameters_are_refused():
+    with pytest.raises(ValueError, match=r"'0\.weight' is uninitialised"):
+        projected_parameter_groups(nn.Sequential(nn.LazyLinear(3)), 2)
