@@ -222,10 +222,12 @@ def test_a_top_level_optimizer_trains_the_factors(run):
     assert torch.equal(layer.frozen_weight, start.frozen_weight)
 
 
+@pytest.mark.parametrize("kept", ["keep", "reset"])
 @pytest.mark.parametrize("name", ["ProjectedSGD", "ProjectedAdamW"])
-def test_projected_optimizers_are_known_by_name_and_resume_bit_for_bit(run, name):
+def test_projected_optimizers_are_known_by_name_and_resume_bit_for_bit(run, name, kept):
     projected = (*BARE[:4], "users_code.Bare", "--optimizer", name, "--optimizer.lr", "0.02", "--optimizer.rank", "5")
-    projected += ("--optimizer.refresh_interval", "7", "--lowrank", "null", "--federated", "null")
+    projected += ("--optimizer.refresh_interval", "7", "--lowrank", "null")
+    projected += ("--federated.algorithm", "FedAvg", "--federated.optimizer_state", kept)
     whole = run("fit", *projected[1:], "--trainer.max_epochs", "3")
     assert type(whole.trainer.optimizers[0]).__name__ == name
     half = run("fit", *projected[1:], "--trainer.max_epochs", "2")

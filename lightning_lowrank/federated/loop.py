@@ -574,6 +574,10 @@ class FederatedLoop(Callback):
             kept = client.memory.get("optimizers", {}).get(number, {})
             parameters = _parameters_of(optimizer)
             optimizer.state = defaultdict(dict, {parameters[index]: state for index, state in kept.items()})
+            subspaces = client.memory.get("subspaces", {}).get(number)
+            for position, group in enumerate(optimizer.param_groups):
+                if "subspaces" in group:
+                    group["subspaces"] = subspaces[position] if subspaces else (None,) * len(group["params"])
         self._schedulers.begin_client()
         self._client_open = True
 
@@ -594,6 +598,14 @@ class FederatedLoop(Callback):
                 }
                 for number, optimizer in enumerate(trainer.optimizers)
             }
+            # A projected optimizer's groups say in which subspaces the kept moments are.
+            projected = {
+                number: [group["subspaces"] for group in optimizer.param_groups]
+                for number, optimizer in enumerate(trainer.optimizers)
+                if "subspaces" in optimizer.param_groups[0]
+            }
+            if projected:
+                client.memory["subspaces"] = projected
         self._schedulers.end_client(plan.batches[self._slot])
         self._client_open = False
 
