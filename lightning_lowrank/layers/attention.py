@@ -59,14 +59,16 @@ class LowRankMultiheadAttention(nn.MultiheadAttention):
         return layer
 
     def to_dense(self) -> nn.MultiheadAttention:
-        """Return the plain attention with the effective weights, new trainable Parameters."""
+        """Return the plain attention with the effective weights, new Parameters, trainable if the dense ones were."""
         dense = nn.MultiheadAttention.__new__(nn.MultiheadAttention)
         nn.Module.__init__(dense)
         take_over_attributes(dense, self, hooks=True)
         for name in self.PROJECTIONS:
             weight = self._parameters.get(f"{name}_weight")
             if name in self._modules:
-                weight = nn.Parameter(self._weight(f"{name}_weight").detach().clone())
+                projection = self._modules[name]
+                assert isinstance(projection, LowRankLinear)
+                weight = projection.to_dense().get_parameter("weight")
             dense.register_parameter(f"{name}_weight", weight)
         for name, parameter in self._parameters.items():
             if name not in dense._parameters:

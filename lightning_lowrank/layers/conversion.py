@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import difflib
 import math
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeVar
@@ -250,8 +252,9 @@ def convert(
     to ``3d``, ``nn.Embedding`` or transformers' ``Conv1D`` with a plain floating-point weight; so can the
     projections of an ``nn.MultiheadAttention``, each under its weight's name without ``_weight``
     (``attention.in_proj``). Subclasses have a use for their weight that this could break. Layers that share
-    one weight share the factors afterwards; they are converted all or none. The others, and layers whose
-    trained factors would not be fewer numbers than the weight, are left alone, and the report says why.
+    one weight share the factors afterwards; they are converted all or none. The others, layers whose trained
+    factors would not be fewer numbers than the weight, and in role ``"weight"`` those whose weight is constant and
+    gives the factors no start, are left alone, and the report says why.
 
     Patterns are matched case-sensitively with the wildcards of :mod:`fnmatch` against a layer's whole name
     and every run of its parts between dots: ``"encoder"`` and ``"encoder.0"`` mean all layers in these
@@ -331,12 +334,14 @@ def convert(
         "compute": compute,
     }
     check_settings(**settings)
-    layers = _survey(model)
+    layers = _survey(model, factorization)
     convertible = [layer for layer in layers if not layer.reason]
     for argument, patterns in {"include": include, "exclude": exclude, **sizes}.items():
         if isinstance(patterns, (Mapping, Sequence)):
             _check_patterns(argument, patterns, convertible)
     _select(convertible, include, exclude, skip)
+    if role == "weight":
+        _leave_constant_weights(convertible, init, init_scale)
     _keep_ties(layers)
     selected = [layer for layer in convertible if not layer.reason and layer.tied_to is None]
 
@@ -349,7 +354,9 @@ def convert(
             layer.rank = None if share is None else max(round(share * layer.output_channels), 1)
         elif ratio is not None:
             share = layer.first_match("ratio", ratio)
-            layer.rank = None if share is None else factorization.rank_for_ratio(layer.shape, share, half_frozen)
+            if share is not None:
+                with _naming(layer):
+                    layer.rank = factorization.rank_for_ratio(layer.shape, share, half_frozen)
     if budget is not None and selected:
         whole = Budget.of(
             model, [layer.weight for layer in selected], factorization, half_frozen, freeze_rest, budget, budget_unit
@@ -487,8 +494,8 @@ def unmerge(model: nn.Module) -> nn.Module:
 def recover(model: nn.Module) -> nn.Module:
     """Replace every low-rank layer by the dense layer with the same weight, in place.
 
-    The dense weights are new, trainable parameters; biases and hooks are the layers' own. What
-    ``freeze_rest`` froze stays frozen.
+    The dense weights are new parameters, trainable where the weights were before the conversion; biases and
+    hooks are the layers' own. What else ``freeze_rest`` froze stays frozen.
 
     Args:
         model: A converted model. One without low-rank layers is returned as it is.
@@ -513,16 +520,22 @@ def recover(model: nn.Module) -> nn.Module:
         raise TypeError(
             f"model is itself a {type(model).__name__}, which cannot be replaced in place; use model.to_dense()."
         )
-    attentions = [module for module in model.modules() if isinstance(module, LowRankMultiheadAttention)]
-    projections = {attention._modules.get(name) for attention in attentions for name in attention.PROJECTIONS}
-    _replace(model, {attention: attention.to_dense() for attention in attentions})
-    dense: dict[nn.Module, nn.Module] = {}
-    tied: dict[nn.Module, nn.Module] = {}
+    tied: dict[nn.Module, nn.Parameter] = {}
+    attentions: dict[nn.Module, nn.Module] = {}
+    for module in model.modules():
+        if isinstance(module, LowRankMultiheadAttention):
+            attentions[module] = dense = module.to_dense()
+            for name in module.PROJECTIONS:
+                projection = module._modules.get(name)
+                if isinstance(projection, LowRankLayer):
+                    weight = dense.get_parameter(f"{name}_weight")
+                    setattr(dense, f"{name}_weight", tied.setdefault(projection.factors, weight))
+    _replace(model, attentions)
+    layers: dict[nn.Module, nn.Module] = {}
     for _, layer in low_rank_layers(model):
-        if layer not in projections:
-            dense[layer] = layer.to_dense(hooks=True)
-            dense[layer].weight = tied.setdefault(layer.factors, dense[layer]).weight
-    _replace(model, dense)
+        layers[layer] = plain = layer.to_dense(hooks=True)
+        plain.weight = tied.setdefault(layer.factors, plain.get_parameter("weight"))
+    _replace(model, layers)
     return model
 
 
@@ -560,7 +573,10 @@ def dense_state_dict(state_dict: Mapping[str, Tensor], specs: Sequence[LayerSpec
                 )
             weights[name] = (f"{name}{spec.suffix}", _dense_weight(spec, name, state_dict))
             absorbed.update(dict.fromkeys(keys, name))
-    dense: dict[str, Tensor] = {}
+    dense: OrderedDict[str, Tensor] = OrderedDict()
+    if hasattr(state_dict, "_metadata"):
+        # The versions of modules, without which some of torch's refuse to load.
+        dense._metadata = state_dict._metadata  # type: ignore[attr-defined]
     for key, value in state_dict.items():
         layer = absorbed.get(key, key.removesuffix(".bias"))
         if layer in weights:
@@ -755,7 +771,7 @@ def _of(pattern: str) -> str:
     return "" if pattern == "*" else f" for {pattern!r}"
 
 
-def _survey(model: nn.Module) -> list[_Layer]:
+def _survey(model: nn.Module, factorization: Factorization) -> list[_Layer]:
     """List the layers that have a weight, with what by their nature keeps them from being converted."""
     if low_rank_class(model) is not None or isinstance(model, nn.MultiheadAttention):
         raise TypeError(
@@ -786,7 +802,7 @@ def _survey(model: nn.Module) -> list[_Layer]:
                 f"layer {name!r} has no weight yet ({type(module).__name__}); run the model once on a batch "
                 "before converting it."
             )
-        reason = _why_not(module, projection)
+        reason = _why_not(module, projection, factorization)
         if weight is None:
             reason = reason or "its weight is computed from other tensors"
             weight = nn.Parameter(torch.as_tensor(module.weight).detach(), requires_grad=False)
@@ -810,10 +826,10 @@ def _keep_ties(layers: Sequence[_Layer]) -> None:
                 layer.reason = f"its weight is shared with {other.name}, which is left alone"
 
 
-def _why_not(module: nn.Module, projection: str) -> str:
+def _why_not(module: nn.Module, projection: str, factorization: Factorization) -> str:
     if not projection:
         kind = low_rank_class(module)
-        return "" if kind is None else kind.why_not(module)
+        return "" if kind is None else kind.why_not(module, factorization)
     if type(module) is not nn.MultiheadAttention:
         return f"{type(module).__name__} is not exactly nn.MultiheadAttention"
     return "its forward is replaced on the instance" if "forward" in vars(module) else ""
@@ -853,7 +869,7 @@ def _check_rank(
 ) -> None:
     """Leave the layer alone where the rank saves nothing; refuse one that no such layer can have."""
     assert layer.rank is not None
-    try:
+    with _naming(layer):
         largest = factorization.max_rank(layer.shape, half_frozen)
         if layer.rank > largest:
             layer.reason = f"rank {layer.rank} is more than the largest of such a weight, {largest}"
@@ -861,10 +877,27 @@ def _check_rank(
         factorization.check_rank(layer.shape, layer.rank, half_frozen)
         factorization.fixed_factors(layer.shape, decouple, half_frozen)
         trained = factorization.trained_numbers(layer.shape, layer.rank, half_frozen)
-    except ValueError as error:
-        raise ValueError(f"layer {layer.name!r}: {error} Exclude it or give it settings of its own.") from None
     if trained >= layer.numbers and not allow_larger:
         layer.reason = f"rank {layer.rank} would train {trained:,} numbers, not fewer than the weight has"
+
+
+@contextmanager
+def _naming(layer: _Layer) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"layer {layer.name!r}: {error} Exclude it or give it settings of its own.") from None
+
+
+def _leave_constant_weights(layers: Sequence[_Layer], init: str, init_scale: float | None) -> None:
+    """Leave weights alone that give factors no start: factors of zeros have gradients of zeros."""
+    for layer in layers:
+        if init in ("auto", "spectral") and not layer.reason and not layer.weight.any():
+            layer.reason = "its weight is zero, and factors that start there do not train"
+        if init == "uniform" and init_scale is None and not layer.reason:
+            lowest, highest = layer.weight.detach().aminmax()
+            if lowest == highest:
+                layer.reason = "its weight is constant, which gives the factors no scale (init_scale)"
 
 
 def _refuse_for_attention(chosen: Sequence[_Layer], dropout: float) -> None:

@@ -161,6 +161,7 @@ class LowRankLayer(nn.Module):
         scale: What the update is multiplied by.
         dropout: Probability with which an input number is left out of the update in training.
         compute: ``"auto"``, ``"dense"`` or ``"contracted"``.
+        trainable: Whether the dense layer's weight was trainable, as it is again in :meth:`to_dense`.
     """
 
     dense_classes: ClassVar[tuple[type[nn.Module], ...]]
@@ -184,6 +185,7 @@ class LowRankLayer(nn.Module):
     scale: float
     dropout: float
     compute: Compute
+    trainable: bool
 
     def __init__(self, *arguments: object, **keywords: object) -> None:
         raise TypeError(
@@ -191,11 +193,12 @@ class LowRankLayer(nn.Module):
         )
 
     @classmethod
-    def why_not(cls, module: nn.Module) -> str:
+    def why_not(cls, module: nn.Module, factorization: Factorization) -> str:
         """Say what keeps a module from becoming a layer of this class, or return an empty string.
 
         Args:
             module: Any module.
+            factorization: How factors are to stand for its weight.
         """
         if type(module) not in cls.dense_classes:
             names = " or ".join(f"nn.{kind.__name__}" for kind in cls.dense_classes[:1])
@@ -257,7 +260,8 @@ class LowRankLayer(nn.Module):
             rank_stabilized: Multiply by α / √rank in place of α / rank (rsLoRA, Kalajdzievski 2023). Off by
                 default.
             dropout: Probability with which numbers of the input are left out of the update, and of nothing
-                else, in training. 0 by default.
+                else, in training. 0 by default. It acts where the layer is called, not where a model reads
+                its weight, as torchvision's Swin does.
             compute: ``"dense"`` composes the weight for each batch, ``"contracted"`` applies the factors to
                 the input one after another, ``"auto"`` (default) takes what needs fewer multiply-adds.
             seed: Seed of the uniform draws.
@@ -278,7 +282,7 @@ class LowRankLayer(nn.Module):
             >>> sorted(name for name, p in layer.named_parameters() if p.requires_grad)
             ['bias', 'factors.U', 'factors.V']
         """
-        reason = cls.why_not(module)
+        reason = cls.why_not(module, factorization)
         if reason:
             raise TypeError(f"module cannot become a {cls.__name__}: {reason}.")
         check_settings(role, decouple, half_frozen, init, init_scale, alpha, rank_stabilized, dropout, compute)
@@ -305,6 +309,7 @@ class LowRankLayer(nn.Module):
         layer.scale = update_scale(rank, alpha, rank_stabilized)
         layer.dropout = dropout
         layer.compute = compute
+        layer.trainable = weight.requires_grad
         if compute == "contracted" and not layer._can_contract():
             raise ValueError(
                 f'compute="contracted" is not possible: {factorization!r} has no contracted form for a '
@@ -409,6 +414,7 @@ class LowRankLayer(nn.Module):
                 'fold needs a layer of role="update", which has a frozen weight to add to; this one has '
                 f"role={self.role!r}."
             )
+        self.unmerge()
         self.frozen_weight.add_(self.update(factors))
 
     @torch.no_grad()
@@ -416,8 +422,8 @@ class LowRankLayer(nn.Module):
         """Compose the weight once and keep it, so that the layer costs what the dense one does.
 
         The factors and the frozen weight stay as they are, so :meth:`unmerge` restores the layer bit for bit
-        and state dicts are the same as before. A merged layer does not train: ``train()`` and loading a state
-        dict unmerge it.
+        and state dicts are the same as before. A merged layer does not train: ``train()``, loading a state dict,
+        :meth:`fold` and :meth:`reset_factors` unmerge it.
         """
         self.unmerge()
         self.merged_weight = self.weight.detach().clone()
@@ -459,6 +465,7 @@ class LowRankLayer(nn.Module):
                 "init_scale is 0, for the dense weight it comes from is constant; give init_scale a value "
                 "above 0 to draw factors."
             )
+        self.unmerge()
         for table, values in (("factors", self.factors), ("fixed", self.fixed)):
             for name, factor in values.items():
                 if table == "factors" and name in self.zero_factors:
@@ -479,8 +486,9 @@ class LowRankLayer(nn.Module):
             "factors, or reset the parameters before conversion."
         )
 
+    @torch.no_grad()
     def to_dense(self, *, hooks: bool = False) -> nn.Module:
-        """Return the plain layer with the effective weight, a new trainable Parameter.
+        """Return the plain layer with the effective weight, a new Parameter, trainable if the dense one was.
 
         The bias is the same Parameter as this layer's.
 
@@ -491,7 +499,7 @@ class LowRankLayer(nn.Module):
         dense = self.dense_class.__new__(self.dense_class)
         nn.Module.__init__(dense)
         take_over_attributes(dense, self, hooks)
-        dense.register_parameter("weight", nn.Parameter(self.weight.detach().clone()))
+        dense.register_parameter("weight", nn.Parameter(self.weight.clone(), self.trainable))
         if "bias" in self._parameters:
             dense.register_parameter("bias", self._parameters["bias"])
         return dense
@@ -652,7 +660,8 @@ class LowRankLinear(_LowRankProjection, nn.Linear):  # type: ignore[misc, overri
 class LowRankEmbedding(LowRankLayer, nn.Embedding):  # type: ignore[override]
     """An ``nn.Embedding`` whose table is composed from factors; see :class:`LowRankLayer`.
 
-    The contracted way looks up rows of ``U`` and multiplies only these. ``U`` stands with the rows.
+    The contracted way looks up rows of ``U`` and multiplies only these. ``U`` stands with the rows. Its row for
+    ``padding_idx`` is zero and stays so: an update leaves the padding as it is, and a weight has zeros there.
 
     Example:
         >>> from lightning_lowrank.layers import LowRankEmbedding, MatrixProduct
@@ -665,13 +674,14 @@ class LowRankEmbedding(LowRankLayer, nn.Embedding):  # type: ignore[override]
     first_is_input = True
 
     @classmethod
-    def why_not(cls, module: nn.Module) -> str:
+    def why_not(cls, module: nn.Module, factorization: Factorization) -> str:
         """Say what keeps a module from becoming a layer of this class, or return an empty string.
 
         Args:
             module: Any module.
+            factorization: How factors are to stand for its weight.
         """
-        reason = super().why_not(module)
+        reason = super().why_not(module, factorization)
         if reason:
             return reason
         assert isinstance(module, nn.Embedding)
@@ -679,7 +689,30 @@ class LowRankEmbedding(LowRankLayer, nn.Embedding):  # type: ignore[override]
             return "max_norm changes its weight in the forward pass"
         if module.sparse or module.scale_grad_by_freq:
             return "its gradient is of a special kind (sparse or scale_grad_by_freq)"
+        if module.padding_idx is not None and factorization.stage_shapes(tuple(module.weight.shape), 1) is None:
+            return f"{factorization!r} has no factor with a row for padding_idx={module.padding_idx}"
         return ""
+
+    def _decompose(self, weight: Tensor) -> None:
+        super()._decompose(weight)
+        self._clear_padding()
+
+    def reset_factors(self, seed: int) -> None:
+        """Draw the factors anew, as every low-rank layer does; the padding's row of the product is zero.
+
+        Args:
+            seed: The seed.
+        """
+        super().reset_factors(seed)
+        self._clear_padding()
+
+    @torch.no_grad()
+    def _clear_padding(self) -> None:
+        """Zero the rows of ``U`` (or ``U1`` and ``U2``) that stand for the padding, which gradients never reach."""
+        if self.padding_idx is not None:
+            for name, factor in (*self.factors.items(), *self.fixed.items()):
+                if name.startswith("U"):
+                    factor[self.padding_idx] = 0
 
     def _can_contract(self) -> bool:
         return self.factorization.stage_shapes(self.weight_shape, self.rank) is not None

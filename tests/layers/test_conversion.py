@@ -911,12 +911,32 @@ def test_models_without_such_layers_and_uninitialised_layers_are_refused():
 
 
 def test_a_failure_while_building_layers_changes_nothing():
+    model = nn.Sequential(nn.Linear(9, 9), nn.Conv2d(8, 8, 3))
+    before = snapshot(model)
+    with pytest.raises(ValueError, match="layer '1': compute=\"contracted\" is not possible"):
+        convert(model, BlockKronecker(), rank=1, compute="contracted")
+    assert snapshot(model) == before
+
+
+@pytest.mark.parametrize("init", ["auto", "uniform"])
+def test_constant_weights_are_left_alone(init):
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     nn.init.zeros_(model[1].weight)
-    before = snapshot(model)
-    with pytest.raises(ValueError, match="init_scale is 0"):
-        convert(model, MatrixProduct(), rank=1, role="weight", init="uniform")
-    assert snapshot(model) == before
+    conversion = convert(model, MatrixProduct(), rank=1, role="weight", init=init)
+    assert [layer.converted for layer in conversion.layers] == [True, False]
+    assert conversion.layers[1].reason.startswith("its weight is")
+    recover(model)
+    scaled = convert(model, MatrixProduct(), rank=1, role="weight", init="uniform", init_scale=0.1)
+    assert scaled.layers[1].converted
+
+
+def test_recovered_weights_are_trainable_if_they_were():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[0].weight.requires_grad_(False)
+    recover_me = convert(model, MatrixProduct(), rank=1)
+    assert recover_me.trainable_parameters == 2 * 16 + 2 * 8
+    recover(model)
+    assert [layer.weight.requires_grad for layer in model] == [False, True]
 
 
 def test_a_spec_with_unknown_fields_is_refused(tower):

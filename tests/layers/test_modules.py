@@ -144,6 +144,10 @@ def can_contract(layer):
 def test_both_ways_equal_the_dense_layer_with_the_recovered_weight(geometry, factorization):
     """Output, input gradient and factor gradients, in both roles, with every modifier, to 1e-10 in float64."""
     module, batch = make(geometry)
+    if low_rank_class(module).why_not(module, factorization):
+        assert isinstance(factorization, BlockKronecker)
+        assert module.padding_idx is not None
+        return
     module.double()
     if batch.is_floating_point():
         batch = batch.double().requires_grad_()
@@ -421,7 +425,7 @@ def test_parameters_and_their_training(dense, role, modifier):
     assert {name for name, p in parameters.items() if p.grad is not None and p.grad.abs().sum() > 0} == names
 
 
-@pytest.mark.parametrize("dense", GEOMETRIES)
+@pytest.mark.parametrize("dense", [name for name in GEOMETRIES if "padding" not in name])
 @every_modifier
 @every_factorization
 def test_an_update_starts_at_zero(dense, modifier, factorization):

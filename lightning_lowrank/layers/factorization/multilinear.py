@@ -343,7 +343,8 @@ class Hadamard(Factorization):
         core = factors[f"T{number}"]
         rank = core.shape[0]
         half = (left @ core.reshape(rank, -1)).reshape(shape[0], rank, -1)
-        return (right @ half).reshape(tuple(shape))
+        # As a batch of products: matmul would fold it into one or not by what requires a gradient, and round otherwise.
+        return right.unsqueeze(0).expand(shape[0], -1, -1).bmm(half).reshape(tuple(shape))
 
     @override
     def compose_multiply_adds(self, shape: Sequence[int], rank: int) -> int:
