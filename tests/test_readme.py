@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from torch import nn
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -30,6 +31,32 @@ def test_the_python_example_runs(tmp_path, monkeypatch, capsys):
     accuracy = namespace["trainer"].callback_metrics["val_acc"]
     assert accuracy > 0.7
     assert namespace["trainer"].callback_metrics["comm/ratio"] < 1 / 8
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_layer_examples_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    _, resnet, fine_tune, optimizer = blocks("python")
+    namespace: dict = {}
+    exec(resnet, namespace)
+    printed = capsys.readouterr().out
+    table = next(block for block in README.split("```")[1::2] if "layer4.2.conv3" in block)
+    for line in table.strip().splitlines():
+        assert line == "…" or line in printed
+    exec(fine_tune, namespace)
+    printed = capsys.readouterr().out
+    trained, factorised, tuned = (namespace[name] for name in ("trained", "factorised", "tuned"))
+    assert trained > 0.97
+    assert factorised > 0.9
+    assert tuned > trained - 0.015
+    assert type(namespace["module"].network.classifier) is nn.Linear
+    exec(optimizer, namespace)
+    module = namespace["MyModule"](namespace["MLP"](in_features=64, hidden=[32], out_features=10))
+    trainer = namespace["L"].Trainer(fast_dev_run=2)
+    trainer.fit(module, namespace["data"])
+    state = trainer.optimizers[0].state
+    assert state[module.network.hidden[0].weight]["exp_avg"].shape == (32, 16)
+    assert state[module.network.classifier.weight]["exp_avg"].shape == (10, 32)
 
 
 def test_the_yaml_example_runs(tmp_path, monkeypatch):

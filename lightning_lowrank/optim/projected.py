@@ -570,6 +570,8 @@ class ProjectedAdamW(_ProjectedOptimizer):
             [],
             [state["step"] for state in states],
             foreach=group["foreach"],
+            # One pass over the coefficients. Dense parameters step as torch's AdamW does by default, bit for bit.
+            fused=targets is not parameters and group["foreach"] is None and all(target.is_cpu for target in targets),
             amsgrad=False,
             beta1=group["betas"][0],
             beta2=group["betas"][1],
