@@ -74,6 +74,9 @@ def collate_images(samples: Any) -> Any:
     return default_collate(samples)
 
 
+collate_images.deterministic = True  # type: ignore[attr-defined]
+
+
 class TensorImages(Dataset[tuple[Tensor, int]]):
     """Images and class indices in memory, normalised and optionally augmented when they are fetched.
 
@@ -142,6 +145,11 @@ class TensorImages(Dataset[tuple[Tensor, int]]):
         self.pixel_max = pixel_max
         self.crop_padding = crop_padding
         self.mirror = mirror
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether a sample is the same whenever it is fetched: without augmentation."""
+        return not self.crop_padding and not self.mirror
 
     def __len__(self) -> int:
         return len(self.images)

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -36,6 +35,7 @@ from lightning_lowrank.federated.client import BufferPolicy, Client, Server, Wei
 from lightning_lowrank.federated.partition import IID, ClientIndices, Partition, find_labels
 from lightning_lowrank.federated.payload import Ledger, dense_payload
 from lightning_lowrank.federated.rounds import (
+    Cohort,
     RoundLoader,
     RoundPlan,
     RoundPlanner,
@@ -45,6 +45,7 @@ from lightning_lowrank.federated.rounds import (
     shuffles,
 )
 from lightning_lowrank.federated.schedulers import SchedulersPerClient
+from lightning_lowrank.federated.vectorized import ClientStack, clients_that_fit, fresh_state, why_not_vectorized
 from lightning_lowrank.seeding import default_seed
 
 
@@ -96,6 +97,15 @@ class FederatedLoop(Callback):
             from ``targets``, ``labels`` or ``tensors``, or in one pass over the dataset.
         seed: Seed of partition, sampling, data order and clients' randomness. ``None``: the seed given to Lightning's
             ``seed_everything``, or 0.
+        execution: ``"sequential"`` (default): clients train one after another. ``"vectorized"``: a round's clients step
+            together, as one batch of models. The results are equal to rounding (but for dropout and augmentation in
+            ``training_step``, whose draws differ); a frozen weight is one product for all clients, so that low-rank
+            clients gain most. ``training_step`` is mapped with `torch.func.vmap`: it may not branch on a tensor's
+            value, call ``.item()`` or update a metric, and optimizers must act on each number alone.
+            ``global_step``, ``max_steps``, step-wise schedulers, ``val_check_interval`` and checkpoints every n steps
+            then count steps of a cohort; ``federated/client_steps`` counts clients' batches in both.
+        clients_together: Largest number of clients that step together. ``None``: as many as a quarter of the free
+            memory holds. The result does not depend on it, to rounding.
         summary: Print the partition's table when the fit begins, and a line with metrics and bytes when it ends.
 
     Raises:
@@ -128,6 +138,8 @@ class FederatedLoop(Callback):
         labels: Callable[[Dataset], Sequence[Any]] | None = None,
         seed: int | None = None,
         summary: bool = True,
+        execution: Literal["sequential", "vectorized"] = "sequential",
+        clients_together: int | None = None,
     ) -> None:
         self.algorithm = algorithm
         self.partition = IID() if partition is None else partition
@@ -145,6 +157,8 @@ class FederatedLoop(Callback):
         self.labels = labels
         self.seed = default_seed() if seed is None else seed
         self.summary = summary
+        self.execution = execution
+        self.clients_together = clients_together
         self._check_arguments()
 
         self.clients: list[Client] = []
@@ -165,6 +179,8 @@ class FederatedLoop(Callback):
         self._schedulers: SchedulersPerClient
         self._restored: dict[str, Any] | None = None
         self._live: dict[str, Tensor] = {}
+        self._stack: ClientStack | None = None
+        self._together = 1
         self._hidden: dict[str, Tensor] | None = None
         self._round = -1
         self._position = 0
@@ -240,6 +256,15 @@ class FederatedLoop(Callback):
         check(
             self.optimizer_state in ("reset", "keep"),
             f"optimizer_state must be 'reset' or 'keep', got {self.optimizer_state!r}",
+        )
+        check(
+            self.execution in ("sequential", "vectorized"),
+            f"execution must be 'sequential' or 'vectorized', got {self.execution!r}",
+        )
+        check(
+            self.clients_together is None or (self.clients_together >= 1 and self.execution == "vectorized"),
+            f"clients_together must be 1 or more and goes with execution='vectorized', got {self.clients_together} with"
+            f" execution={self.execution!r}",
         )
         check(0 <= self.client_dropout < 1, f"client_dropout must be in [0, 1), got {self.client_dropout}")
         if self.sampling_weights is not None:
@@ -321,7 +346,9 @@ class FederatedLoop(Callback):
         """Leave the last global model in the module, and the trainer as it was."""
         self._running = False
         self._randomness.release()
-        if self._round_open and self._live and self._hidden is None:
+        if self._stack is not None:
+            self._close_stack()
+        elif self._round_open and self._live and self._hidden is None:
             self._hide_client()
         self._restore_trainer()
 
@@ -349,6 +376,7 @@ class FederatedLoop(Callback):
             position=lambda: self._position,
             randomness=self._randomness,
             shuffle=shuffles(loader) and not trainer.overfit_batches,
+            together=self.execution == "vectorized",
         )
         return self._loader
 
@@ -371,6 +399,10 @@ class FederatedLoop(Callback):
 
     def _make_planner(self, trainer: Any, loader: DataLoader, limit: int | float) -> RoundPlanner:
         count = len(self.clients)
+        if self.execution == "vectorized" and self._together == 1:
+            fitting = clients_that_fit(trainer.lightning_module, trainer.strategy.root_device)
+            restored = None if self._restored is None else self._restored["together"]
+            self._together = self.clients_together or restored or fitting
         for name, values in (
             ("sampling_weights", self.sampling_weights),
             ("availability", self.availability),
@@ -420,6 +452,8 @@ class FederatedLoop(Callback):
             availability=self.availability,
             failure_probability=self.client_dropout,
             truncate=truncate,
+            together=self._together,
+            samples=[client.samples for client in self.clients],
         )
 
     def _current_plan(self) -> RoundPlan:
@@ -437,6 +471,12 @@ class FederatedLoop(Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Check the optimizers, divide the training set, and let the algorithm look at the module."""
         check_optimizers(trainer, pl_module)
+        if self.execution == "vectorized":
+            reason = why_not_vectorized(trainer, pl_module, self.optimizer_state)
+            if reason:
+                raise MisconfigurationException(
+                    f"execution='vectorized' is not possible: {reason}. Use execution='sequential'."
+                )
         for note in notes(pl_module, self.buffers):
             rank_zero_warn(note)
         self._prepared()
@@ -463,7 +503,13 @@ class FederatedLoop(Callback):
         for client in self.clients:
             client.memory = on_device(client.memory)
         self._schedulers.load_state_dict(state["schedulers"])
-        if self._round_open:
+        if self._round_open and self.execution == "vectorized":
+            self._adopt_live_values()
+            if self._client_open:
+                cohort = self._current_plan().cohorts[self._slot]
+                self._stack = ClientStack(trainer, pl_module, self._live, len(cohort.clients))
+                self._stack.resume(state["client_values"], cohort.active(max(0, self._step_in_cohort() - 1)))
+        elif self._round_open:
             self._adopt_live_values()
             install(state["client_values"], self._live)
         elif self._position:
@@ -476,12 +522,14 @@ class FederatedLoop(Callback):
         plan = self._current_plan()
         if not self._round_open:
             self._begin_round(plan)
-        step = self._position - (plan.ends[self._slot] - plan.batches[self._slot])
+        cohort, step = plan.cohorts[self._slot], self._step_in_cohort()
         if step == 0:
-            self._begin_client(trainer, self.clients[plan.clients[self._slot]])
+            self._begin_cohort(trainer, cohort)
+        if self._stack is not None:
+            self._stack.narrow(cohort.active(step))
         group = trainer.accumulate_grad_batches
         self._group_begins = step % group == 0
-        self._group_ends = (step + 1) % group == 0 or step + 1 == plan.batches[self._slot]
+        self._group_ends = (step + 1) % group == 0 or step + 1 == cohort.steps
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -489,10 +537,10 @@ class FederatedLoop(Callback):
         """At a client's last batch, collect it; at the round's last, aggregate."""
         self._randomness.close()
         plan = self._current_plan()
+        self._client_steps += plan.cohorts[self._slot].active(self._step_in_cohort())
         self._position += 1
-        self._client_steps += 1
         if self._position == plan.ends[self._slot]:
-            self._end_client(trainer)
+            self._end_cohort(trainer)
             self._slot += 1
         if self._position == plan.total:
             self._aggregate(trainer)
@@ -504,7 +552,7 @@ class FederatedLoop(Callback):
             return
         if stops_now(trainer):
             self._aggregate(trainer)
-        else:
+        elif self.execution == "sequential":
             self._hide_client()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -562,33 +610,69 @@ class FederatedLoop(Callback):
         self._live = trained_tensors(self.server.module)
         self.server.adopt(self._live, shown=self.algorithm.global_state(self.server))
 
-    def _begin_client(self, trainer: pl.Trainer, client: Client) -> None:
+    def _step_in_cohort(self) -> int:
+        plan = self._current_plan()
+        return self._position - (plan.ends[self._slot] - plan.cohorts[self._slot].steps)
+
+    def _begin_cohort(self, trainer: pl.Trainer, cohort: Cohort) -> None:
+        if self.execution == "vectorized":
+            self._stack = ClientStack(trainer, trainer.lightning_module, self._live, len(cohort.clients))
+            for place, number in enumerate(cohort.clients):
+                self._begin_client(self.clients[number], self._stack.client(place))
+        else:
+            client = self.clients[cohort.clients[0]]
+            self._begin_client(client, self._live)
+            self._begin_optimizers(trainer, client)
+        self._schedulers.begin_client()
+        self._client_open = True
+
+    def _begin_client(self, client: Client, model: Mapping[str, Tensor]) -> None:
         payload = self.algorithm.broadcast(self.server, client)
         self.ledger.down(payload.nbytes)
-        self.algorithm.begin(self.server, client, payload, self._live)
+        self.algorithm.begin(self.server, client, payload, model)
         if self.buffers == "reset":
-            install(self.server.initial_buffers, self._live)
+            install(self.server.initial_buffers, model)
         elif self.buffers == "local":
-            install(client.memory.get("buffers", self.server.initial_buffers), self._live)
+            install(client.memory.get("buffers", self.server.initial_buffers), model)
+
+    def _begin_optimizers(self, trainer: pl.Trainer, client: Client) -> None:
         for number, optimizer in enumerate(trainer.optimizers):
             kept = client.memory.get("optimizers", {}).get(number, {})
             parameters = _parameters_of(optimizer)
-            optimizer.state = defaultdict(dict, {parameters[index]: state for index, state in kept.items()})
+            optimizer.state = fresh_state(optimizer)
+            optimizer.state.update({parameters[index]: state for index, state in kept.items()})
             subspaces = client.memory.get("subspaces", {}).get(number)
             for position, group in enumerate(optimizer.param_groups):
                 if "subspaces" in group:
                     group["subspaces"] = subspaces[position] if subspaces else (None,) * len(group["params"])
-        self._schedulers.begin_client()
-        self._client_open = True
 
-    def _end_client(self, trainer: pl.Trainer) -> None:
-        plan = self._current_plan()
-        client = self.clients[plan.clients[self._slot]]
-        payload = self.algorithm.end(self.server, client, self._live)
+    def _end_cohort(self, trainer: pl.Trainer) -> None:
+        cohort = self._current_plan().cohorts[self._slot]
+        if self._stack is not None:
+            places = sorted(range(len(cohort.clients)), key=cohort.clients.__getitem__)
+            for place in places:
+                self._end_client(self.clients[cohort.clients[place]], self._stack.client(place))
+            self._close_stack()
+        else:
+            client = self.clients[cohort.clients[0]]
+            self._end_client(client, self._live)
+            self._end_optimizers(trainer, client)
+        self._schedulers.end_client(cohort.steps)
+        self._client_open = False
+
+    def _close_stack(self) -> None:
+        if self._stack is not None:
+            self._stack.close()
+            self._stack = None
+
+    def _end_client(self, client: Client, model: Mapping[str, Tensor]) -> None:
+        payload = self.algorithm.end(self.server, client, model)
         self.ledger.up(payload.nbytes)
         self.algorithm.receive(self.server, client, payload, self._weight(client))
         if self.buffers == "local":
-            client.memory["buffers"] = {name: self._live[name].clone() for name in self.server.initial_buffers}
+            client.memory["buffers"] = {name: model[name].clone() for name in self.server.initial_buffers}
+
+    def _end_optimizers(self, trainer: pl.Trainer, client: Client) -> None:
         if self.optimizer_state == "keep":
             client.memory["optimizers"] = {
                 number: {
@@ -606,8 +690,6 @@ class FederatedLoop(Callback):
             }
             if projected:
                 client.memory["subspaces"] = projected
-        self._schedulers.end_client(plan.batches[self._slot])
-        self._client_open = False
 
     def _weight(self, client: Client) -> float:
         if self.weighting == "samples":
@@ -626,7 +708,7 @@ class FederatedLoop(Callback):
         if not self._round_open:
             return
         if self._client_open:
-            self._end_client(trainer)
+            self._end_cohort(trainer)
         self.algorithm.aggregate(self.server)
         self.server.mean = WeightedMean()
         self._show_global()
@@ -655,7 +737,11 @@ class FederatedLoop(Callback):
         server = self.server
         shown = self.algorithm.global_state(server)
         interrupted = self._live if self._hidden is None else self._hidden
+        if self._stack is not None:
+            interrupted = self._stack.values
         return {
+            "execution": self.execution,
+            "together": self._together,
             "algorithm": type(self.algorithm).__name__,
             "seed": self.seed,
             "number_of_clients": len(self.clients),
@@ -686,7 +772,11 @@ class FederatedLoop(Callback):
         """Take `state_dict`'s result, to be installed when the fit begins."""
         if not state_dict:
             return
-        for name, mine in (("algorithm", type(self.algorithm).__name__), ("seed", self.seed)):
+        for name, mine in (
+            ("algorithm", type(self.algorithm).__name__),
+            ("seed", self.seed),
+            ("execution", self.execution),
+        ):
             if state_dict[name] != mine:
                 raise MisconfigurationException(
                     f"the checkpoint's run had {name}={state_dict[name]!r} and this one has {mine!r}: resume with the"

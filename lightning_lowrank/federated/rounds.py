@@ -16,38 +16,76 @@ from typing import Any, cast
 import numpy as np
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    default_collate,
+)
 
 from lightning_lowrank.federated.partition import ClientIndices
 from lightning_lowrank.seeding import derive_seed, generator
 
 
 @dataclass(frozen=True)
+class Cohort:
+    """Clients that step together; one alone where clients train one after another.
+
+    Args:
+        clients: Their ids, those with most batches first.
+        batches: Number of batches of each.
+    """
+
+    clients: tuple[int, ...]
+    batches: tuple[int, ...]
+
+    @property
+    def steps(self) -> int:
+        """Number of steps of the client with most."""
+        return self.batches[0]
+
+    def active(self, step: int) -> int:
+        """Return how many clients, from the first on, make a step of this number."""
+        return sum(count > step for count in self.batches)
+
+
+@dataclass(frozen=True)
 class RoundPlan:
-    """One round: its clients in ascending id, and how many batches each of them trains on.
+    """One round: its clients in ascending id, how many batches each trains on, and which of them step together.
 
     Args:
         round: Number of the round, from 0.
         clients: Ids of the clients that train, ascending.
         batches: Number of batches of each.
         failed: Ids of the clients that are sent the model and never answer.
+        cohorts: The same clients in the order in which they train.
     """
 
     round: int
     clients: tuple[int, ...]
     batches: tuple[int, ...]
     failed: tuple[int, ...] = ()
+    cohorts: tuple[Cohort, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.cohorts:
+            alone = (Cohort((client,), (count,)) for client, count in zip(self.clients, self.batches, strict=True))
+            object.__setattr__(self, "cohorts", tuple(alone))
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
-        """Number of batches of the round when each client has finished."""
-        return tuple(accumulate(self.batches))
+        """Number of steps of the round when each cohort has finished."""
+        return tuple(accumulate(cohort.steps for cohort in self.cohorts))
 
     @property
     def total(self) -> int:
-        """Number of batches of the round."""
-        return sum(self.batches)
+        """Number of steps of the round."""
+        return self.ends[-1]
 
 
 @dataclass(frozen=True)
@@ -63,6 +101,8 @@ class RoundPlanner:
         availability: Chance that each client is there in a round, or a function of client and round.
         failure_probability: Chance that a drawn client never answers.
         truncate: Largest number of batches in a round (Lightning's ``fast_dev_run``).
+        together: Largest number of clients that step together; 1 for one after another.
+        samples: Number of samples of each client, by which those that step together are sorted.
     """
 
     seed: int
@@ -73,6 +113,8 @@ class RoundPlanner:
     availability: Sequence[float] | Callable[[int, int], bool] | None = None
     failure_probability: float = 0.0
     truncate: int | None = None
+    together: int = 1
+    samples: Sequence[int] = ()
 
     def plan(self, round_number: int) -> RoundPlan:
         """Return the plan of one round.
@@ -91,7 +133,20 @@ class RoundPlanner:
                 left -= kept[-1]
             answering = [client for client, count in zip(answering, kept, strict=True) if count]
             batches = [count for count in kept if count]
-        return RoundPlan(round_number, tuple(answering), tuple(batches), tuple(failed))
+        return RoundPlan(
+            round_number, tuple(answering), tuple(batches), tuple(failed), self._cohorts(answering, batches)
+        )
+
+    def _cohorts(self, clients: Sequence[int], batches: Sequence[int]) -> tuple[Cohort, ...]:
+        """Put clients with about as many batches together, of which the longest come first."""
+        if self.together == 1:
+            return ()
+        pairs = sorted(zip(clients, batches, strict=True), key=lambda pair: (-pair[1], -self.samples[pair[0]], pair[0]))
+        ids, counts = (tuple(column) for column in zip(*pairs, strict=True))
+        return tuple(
+            Cohort(ids[start : start + self.together], counts[start : start + self.together])
+            for start in range(0, len(ids), self.together)
+        )
 
     def _drawn(self, round_number: int) -> list[int]:
         if self.participants is not None:
@@ -198,21 +253,56 @@ class _Request(list[int]):
     seed: int
 
 
+class _Requests(list[_Request]):
+    """The batches of clients that step together, in the order of their stack."""
+
+
 class _SeededBatches(Dataset):
     """Reads and collates a whole batch at a time, its random draws seeded by the request.
 
     Collating here rather than in the loader puts a random ``collate_fn`` under the same seed, and makes the result
     independent of the number of workers.
+
+    Where nothing is drawn (tensors in memory, or a dataset and collate function that say they are ``deterministic``),
+    the batches of all clients that step together are one gather.
     """
 
     def __init__(self, dataset: Dataset, collate: Callable[[list[Any]], Any]) -> None:
         self.dataset = dataset
         self.collate = collate
+        self._tensors = dataset.tensors if type(dataset) is TensorDataset and collate is default_collate else None
+        self._deterministic = self._tensors is not None or (
+            getattr(dataset, "deterministic", False)
+            and (collate is default_collate or getattr(collate, "deterministic", False))
+        )
 
-    def __getitems__(self, request: _Request) -> Any:
+    def __getitems__(self, request: _Request | _Requests) -> Any:
+        return self._together(request) if isinstance(request, _Requests) else self._read(request)
+
+    def _read(self, request: _Request) -> Any:
+        if self._tensors is not None:
+            rows = torch.tensor(request)
+            return [tensor.index_select(0, rows.to(tensor.device)) for tensor in self._tensors]
         seed_process(request.seed)
         fetch = getattr(self.dataset, "__getitems__", None)
         return self.collate(fetch(request) if fetch else [self.dataset[index] for index in request])
+
+    def _together(self, requests: _Requests) -> list[tuple[list[int], Any]]:
+        """Return, for each batch size, the clients' places in the stack and their batches, stacked."""
+        by_size: dict[int, list[int]] = {}
+        for place, request in enumerate(requests):
+            by_size.setdefault(len(request), []).append(place)
+        parts = []
+        for size, places in by_size.items():
+            if self._deterministic:
+                rows = _Request(index for place in places for index in requests[place])
+                rows.seed = requests[places[0]].seed
+                shape = (len(places), size)
+                batch = apply_to_collection(self._read(rows), Tensor, lambda t, shape=shape: t.unflatten(0, shape))
+            else:
+                batch = default_collate([self._read(requests[place]) for place in places])
+            parts.append((places, batch))
+        return parts
 
 
 def _as_it_is(batch: Any) -> Any:
@@ -234,6 +324,8 @@ class RoundLoader:
         position: Returns the number of batches of the round that are done.
         randomness: Opened before a batch is read, left open for the training step.
         shuffle: Whether a client's samples are permuted, anew for each of its local epochs.
+        together: Whether clients step together, so that a batch is that of a cohort: for each batch size the clients'
+            places in the cohort and their batches, stacked.
     """
 
     def __init__(
@@ -245,8 +337,10 @@ class RoundLoader:
         position: Callable[[], int],
         randomness: StepRandomness,
         shuffle: bool,
+        together: bool = False,
     ) -> None:
         self.shuffle = shuffle
+        self.together = together
         self.batch_size = cast(int, loader.batch_size)
         self.drop_last = loader.drop_last
         self._clients = clients
@@ -261,7 +355,7 @@ class RoundLoader:
         if workers or loader.pin_memory:
             self._loader = DataLoader(
                 self._batches,
-                batch_sampler=cast(Any, _Requests(self)),
+                batch_sampler=cast(Any, _RequestsOf(self)),
                 collate_fn=_as_it_is,
                 num_workers=workers,
                 pin_memory=loader.pin_memory,
@@ -280,8 +374,8 @@ class RoundLoader:
         # Lightning calls iter() more often than it iterates: nothing may start before the first batch is asked for.
         plan = self._plan()
         batches: Iterator[Any] | None = None
-        for client, steps in self._remaining(plan):
-            seed = derive_seed(self._seed, "training", plan.round, client)
+        for cohort, steps in self._remaining(plan):
+            seed = derive_seed(self._seed, "training", plan.round, cohort.clients[0])
             for step in steps:
                 self._randomness.open()
                 if batches is None:
@@ -291,23 +385,32 @@ class RoundLoader:
                 seed_process(_step_seed(seed, step))
                 yield batch
 
-    def requests(self) -> Iterator[_Request]:
+    def requests(self) -> Iterator[_Request | _Requests]:
         """Yield the indices of the round's batches from the current position on."""
         plan = self._plan()
-        for client, steps in self._remaining(plan):
-            seed = derive_seed(self._seed, "data", plan.round, client)
-            for step, indices in enumerate(self._client_batches(plan.round, client, steps.stop)):
+        for cohort, steps in self._remaining(plan):
+            streams = [
+                self._client_requests(plan.round, client, count)
+                for client, count in zip(cohort.clients, cohort.batches, strict=True)
+            ]
+            for step in range(cohort.steps):
+                requests = _Requests(next(stream) for stream in streams[: cohort.active(step)])
                 if step in steps:
-                    request = _Request(indices)
-                    request.seed = _step_seed(seed, step)
-                    yield request
+                    yield requests if self.together else requests[0]
 
-    def _remaining(self, plan: RoundPlan) -> list[tuple[int, range]]:
-        """Return the clients that are not done, with the steps that each has left."""
+    def _client_requests(self, round_number: int, client: int, count: int) -> Iterator[_Request]:
+        seed = derive_seed(self._seed, "data", round_number, client)
+        for step, indices in enumerate(self._client_batches(round_number, client, count)):
+            request = _Request(indices)
+            request.seed = _step_seed(seed, step)
+            yield request
+
+    def _remaining(self, plan: RoundPlan) -> list[tuple[Cohort, range]]:
+        """Return the cohorts that are not done, with the steps that each has left."""
         position = self._position()
         return [
-            (client, range(max(0, position - (end - count)), count))
-            for client, count, end in zip(plan.clients, plan.batches, plan.ends, strict=True)
+            (cohort, range(max(0, position - (end - cohort.steps)), cohort.steps))
+            for cohort, end in zip(plan.cohorts, plan.ends, strict=True)
             if position < end
         ]
 
@@ -325,11 +428,11 @@ class RoundLoader:
                     return
 
 
-class _Requests:
+class _RequestsOf:
     def __init__(self, loader: RoundLoader) -> None:
         self._loader = loader
 
-    def __iter__(self) -> Iterator[_Request]:
+    def __iter__(self) -> Iterator[_Request | _Requests]:
         return self._loader.requests()
 
 

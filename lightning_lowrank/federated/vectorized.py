@@ -1,0 +1,339 @@
+"""Clients that step together: their weights stacked, the user's own ``training_step`` mapped over them.
+
+`FederatedLoop` uses it for ``execution="vectorized"``. The trained values of a cohort's clients stand in stacks
+``[clients, …]``, which the optimizers hold in place of the module's own parameters; a step is
+``vmap(functional_call)`` over ``training_step``, followed by the user's elementwise optimizer on the stacks. What is
+frozen is not stacked, so that all clients share one product with it. The module itself keeps the global model.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+__all__ = ["ClientStack", "clients_that_fit", "fresh_state", "why_not_vectorized"]
+
+_ELEMENTWISE = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.RMSprop,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+)
+_HOOKS = (
+    "configure_gradient_clipping",
+    "transfer_batch_to_device",
+    "on_before_batch_transfer",
+    "on_after_batch_transfer",
+    "optimizer_step",
+    "optimizer_zero_grad",
+    "backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+)
+_SHARE_OF_MEMORY = 0.25
+_COPIES_OF_A_CLIENT = 6
+
+
+def why_not_vectorized(trainer: Any, module: pl.LightningModule, optimizer_state: str) -> str:
+    """Say what in a run's settings keeps its clients from stepping together, or return an empty string.
+
+    What ``training_step`` does is seen only when it is mapped: `ClientStack.training_step` refuses that by its cause.
+    """
+    if not module.automatic_optimization:
+        return "the module optimizes manually"
+    if optimizer_state == "keep":
+        return "optimizer_state='keep' gives every client moments of its own age"
+    if trainer.accumulate_grad_batches != 1:
+        return f"accumulate_grad_batches={trainer.accumulate_grad_batches} ends a group at each client's own last batch"
+    for optimizer in trainer.optimizers:
+        if type(optimizer) not in _ELEMENTWISE:
+            return f"the optimizer {type(optimizer).__name__} is not known to act on each number alone"
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        return "16-mixed precision scales the losses of all clients by one factor"
+    for hook in _HOOKS:
+        if is_overridden(hook, module):
+            return f"{type(module).__name__}.{hook}() expects one client's batch or gradients"
+    for callback in trainer.callbacks:
+        if getattr(callback, "frobenius_decay", 0):
+            return "LowRank's frobenius_decay is added to one client's gradients"
+    return ""
+
+
+def clients_that_fit(module: nn.Module, device: torch.device) -> int:
+    """Return how many clients may step together by the memory that is free now."""
+    each = sum(value.numel() * value.element_size() for value in module.parameters() if value.requires_grad)
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(1, int(_SHARE_OF_MEMORY * free / (_COPIES_OF_A_CLIENT * max(each, 1))))
+
+
+def fresh_state(optimizer: Optimizer) -> defaultdict[Tensor, Any]:
+    """Return the state in which an optimizer starts; Adagrad's is not empty."""
+    state: defaultdict[Tensor, Any] = defaultdict(dict)
+    if isinstance(optimizer, torch.optim.Adagrad):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                start = torch.full_like(parameter, group["initial_accumulator_value"], requires_grad=False)
+                state[parameter] = {"step": torch.tensor(0.0), "sum": start}
+    return state
+
+
+class _TrainingStep(nn.Module):
+    """Makes a module's training step what `functional_call` calls."""
+
+    def __init__(self, module: pl.LightningModule) -> None:
+        super().__init__()
+        self.module = module
+        self.run = module.training_step
+
+    def forward(self, *arguments: Any) -> Any:
+        return self.run(*arguments)
+
+
+class ClientStack:
+    """The values of clients that step together, and what of the trainer stands on them meanwhile.
+
+    Args:
+        trainer: The trainer, with its optimizers set up.
+        module: The user's module. Its ``training_step`` and gradient clipping are replaced on the instance until
+            `close`.
+        live: The module's trained parameters and persistent buffers by name.
+        count: Number of clients.
+    """
+
+    def __init__(self, trainer: Any, module: pl.LightningModule, live: Mapping[str, Tensor], count: int) -> None:
+        self._trainer = trainer
+        self._module = module
+        self._step = _TrainingStep(module)
+        self._active = count
+        self.values = {
+            name: value.detach().unsqueeze(0).expand(count, *value.shape).clone() for name, value in live.items()
+        }
+        self._leaves = {
+            name: self.values[name].detach().requires_grad_() for name, value in live.items() if value.requires_grad
+        }
+        leaf_of = {value: self._leaves[name] for name, value in live.items() if name in self._leaves}
+        self._parameters: list[tuple[dict[str, Any], list[Tensor]]] = []
+        for optimizer in trainer.optimizers:
+            loaded = optimizer.state
+            for group in optimizer.param_groups:
+                self._parameters.append((group, group["params"]))
+                group["params"] = [leaf_of.get(parameter, parameter) for parameter in group["params"]]
+            optimizer.state = fresh_state(optimizer)
+            self._loaded = {leaf_of[parameter]: state for parameter, state in loaded.items() if parameter in leaf_of}
+        vars(module)["training_step"] = self.training_step
+        vars(module)["configure_gradient_clipping"] = self._clip
+
+    def client(self, index: int) -> dict[str, Tensor]:
+        """Return one client's values by name, as views into the stacks."""
+        return {name: stack[index] for name, stack in self.values.items()}
+
+    def resume(self, values: Mapping[str, Tensor], active: int) -> None:
+        """Go on with values from a checkpoint, and with the optimizer states that the trainer has restored."""
+        with torch.no_grad():
+            for name, stack in self.values.items():
+                stack.copy_(values[name])
+        (optimizer,) = self._trainer.optimizers
+        optimizer.state.update(self._loaded)
+        self._narrow(active, of_state=False)
+
+    def narrow(self, active: int) -> None:
+        """Let the clients from ``active`` on leave the stack: they have made their last step."""
+        if active < self._active:
+            self._narrow(active, of_state=True)
+
+    def _narrow(self, active: int, of_state: bool) -> None:
+        for name, leaf in self._leaves.items():
+            leaf.grad = None
+            leaf.data = self.values[name][:active]
+        if of_state:
+            for optimizer in self._trainer.optimizers:
+                for leaf in self._leaves.values():
+                    state = optimizer.state.get(leaf, {})
+                    for key, value in state.items():
+                        if isinstance(value, Tensor) and value.ndim and len(value) == self._active:
+                            state[key] = value[:active]
+        self._active = active
+
+    def close(self) -> None:
+        """Give the optimizers their own parameters back, and the module its methods."""
+        for group, parameters in self._parameters:
+            group["params"] = parameters
+        for optimizer in self._trainer.optimizers:
+            optimizer.state = fresh_state(optimizer)
+        for name in ("training_step", "configure_gradient_clipping"):
+            vars(self._module).pop(name, None)
+
+    def training_step(self, parts: Sequence[tuple[list[int], Any]], batch_idx: int = 0) -> Tensor:
+        """Run the user's training step for all clients of a cohort's batch.
+
+        Args:
+            parts: For each batch size, the clients' places in the stack and their batches, stacked.
+            batch_idx: Passed on.
+
+        Returns:
+            The sum of the clients' losses, so that each client's gradient is its own.
+
+        Raises:
+            MisconfigurationException: If the step does something that cannot be mapped over clients; the cause is
+                named.
+        """
+        total: Tensor | None = None
+        logged: dict[str, list[tuple[Tensor, int]]] = {}
+        settings: dict[str, dict[str, Any]] = {}
+        for places, batch in parts:
+            losses, values = self._map(places, batch, batch_idx, settings)
+            total = losses.sum() if total is None else total + losses.sum()
+            size = _samples_of_each(batch)
+            for name, value in values.items():
+                logged.setdefault(name, []).append((value, size))
+        for name, entries in logged.items():
+            samples = sum(len(value) * size for value, size in entries)
+            mean = sum((value.sum() * size for value, size in entries), torch.zeros(())) / samples
+            self._module.log(name, mean, **{**settings[name], "batch_size": samples})
+        assert total is not None
+        return total
+
+    def _map(
+        self, places: list[int], batch: Any, batch_idx: int, settings: dict[str, dict[str, Any]]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        chosen = slice(places[0], places[-1] + 1)
+        contiguous = places == list(range(chosen.start, chosen.stop))
+        rows = None if contiguous else torch.tensor(places, device=self._module.device)
+
+        def select(tensor: Tensor) -> Tensor:
+            if rows is not None:
+                return tensor.index_select(0, rows)
+            return tensor if len(tensor) == len(places) else tensor[chosen]
+
+        named = {name: select(self._leaves.get(name, stack)) for name, stack in self.values.items()}
+        replaced = {f"module.{name}": value for name, value in named.items()}
+
+        def run(values: dict[str, Tensor], client_batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+            with self._captured(settings) as captured:
+                output = functional_call(self._step, values, self._arguments(client_batch, batch_idx))
+            loss = output["loss"] if isinstance(output, Mapping) else output
+            if not isinstance(loss, Tensor):
+                raise MisconfigurationException(
+                    f"execution='vectorized': training_step gave {output!r} in place of a loss, and clients that step"
+                    " together cannot leave a step out; use execution='sequential'."
+                )
+            return loss, captured
+
+        try:
+            losses, values = vmap(run, randomness="different")(replaced, batch)
+        except MisconfigurationException:
+            raise
+        except (RuntimeError, ValueError, NotImplementedError, TypeError) as error:
+            raise MisconfigurationException(
+                f"execution='vectorized' cannot map training_step over clients: {_cause(error)}. Use"
+                " execution='sequential', or 'auto', which falls back to it."
+            ) from error
+        if rows is not None:
+            for name in self.values.keys() - self._leaves.keys():
+                self.values[name].index_copy_(0, rows, named[name])
+        return losses, values
+
+    def _arguments(self, batch: Any, batch_idx: int) -> tuple[Any, ...]:
+        takes_index = self._step.run.__code__.co_argcount > 2 if hasattr(self._step.run, "__code__") else True
+        return (batch, batch_idx) if takes_index else (batch,)
+
+    @contextmanager
+    def _captured(self, settings: dict[str, dict[str, Any]]) -> Iterator[dict[str, Tensor]]:
+        """Collect what the step logs, for one client's values are not to be logged from inside the map."""
+        captured: dict[str, Tensor] = {}
+
+        def log(name: str, value: Any, *arguments: Any, **keywords: Any) -> None:
+            if isinstance(value, Metric):
+                raise MisconfigurationException(
+                    f"execution='vectorized': training_step logs the metric {type(value).__name__} as {name!r}, whose"
+                    " state is one for all clients; log its value, or use execution='sequential'."
+                )
+            captured[name] = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
+            names = ("prog_bar", "logger", "on_step", "on_epoch")
+            settings[name] = {**dict(zip(names, arguments, strict=False)), **keywords}
+
+        attributes = vars(self._module)
+        previous = attributes.get("log")
+        attributes["log"] = log
+        try:
+            yield captured
+        finally:
+            if previous is None:
+                del attributes["log"]
+            else:
+                attributes["log"] = previous
+
+    @torch.no_grad()
+    def _clip(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip each client's gradients as Lightning clips those of one."""
+        if not gradient_clip_val:
+            return
+        gradients = [leaf.grad for leaf in self._leaves.values() if leaf.grad is not None]
+        if str(gradient_clip_algorithm) in ("value", "GradClipAlgorithmType.VALUE"):
+            torch._foreach_clamp_min_(gradients, -gradient_clip_val)
+            torch._foreach_clamp_max_(gradients, gradient_clip_val)
+            return
+        norms = torch.stack([torch.linalg.vector_norm(gradient.flatten(1), dim=1) for gradient in gradients])
+        scale = (gradient_clip_val / (torch.linalg.vector_norm(norms, dim=0) + 1e-6)).clamp(max=1.0)
+        for gradient in gradients:
+            gradient.mul_(scale.view(-1, *(1 for _ in gradient.shape[1:])).to(gradient.dtype))
+
+
+def _samples_of_each(batch: Any) -> int:
+    """Return the number of samples of each client in a stacked batch."""
+    leaves: list[Tensor] = []
+
+    def find(part: Any) -> None:
+        if isinstance(part, Tensor):
+            leaves.append(part)
+        elif isinstance(part, Mapping):
+            for value in part.values():
+                find(value)
+        elif isinstance(part, (list, tuple)):
+            for value in part:
+                find(value)
+
+    find(batch)
+    return next((leaf.shape[1] for leaf in leaves if leaf.ndim > 1), 1)
+
+
+_CAUSES: tuple[tuple[str, str], ...] = (
+    (".item()", "it takes a number out of a tensor (.item(), float(), a comparison in an if)"),
+    ("data-dependent control flow", "it decides by a tensor's value (an if on a tensor)"),
+    ("in-place", "it changes a tensor in place that all clients share (a metric's state, a buffer)"),
+    ("inplace", "it changes a tensor in place that all clients share (a metric's state, a buffer)"),
+    ("vmap over", "an operation in it has no batched form"),
+)
+
+
+def _cause(error: Exception) -> str:
+    said = str(error).strip().split("\n")[0]
+    for sign, sentence in _CAUSES:
+        if sign in str(error):
+            return f"{sentence}; torch says: {said[:200]}"
+    return f"{type(error).__name__}: {said[:300]}"

@@ -1,0 +1,394 @@
+"""Clients that step together end where clients that train one after another do."""
+
+from functools import partial
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from lightning_lowrank import (
+    CP,
+    BlockKronecker,
+    FedAvg,
+    FederatedLoop,
+    FedMUD,
+    FromIndices,
+    Hadamard,
+    LowRank,
+    MatrixProduct,
+)
+from tests.helpers import Data, Module, blobs, fit, network, trainer, weights
+
+UNEVEN = [list(range(5)), list(range(5, 47)), list(range(47, 69)), list(range(69, 102)), [102]]
+FORMS = {
+    "dense": None,
+    "weight": partial(LowRank, MatrixProduct(), rank=2, role="weight", summary=False),
+    "update": partial(LowRank, MatrixProduct(), rank=2, summary=False),
+    "decoupled blocks": partial(LowRank, BlockKronecker(), ratio=0.4, decouple=True, skip=["last"], summary=False),
+    "CP": partial(LowRank, CP(), rank=2, role="weight", summary=False),
+    "Hadamard": partial(LowRank, Hadamard(), rank=2, allow_larger=True, summary=False),
+}
+OPTIMIZERS = {
+    "SGD": partial(torch.optim.SGD, lr=0.1),
+    "momentum": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=1e-3),
+    "Nesterov": partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
+    "Adam": partial(torch.optim.Adam, lr=0.01),
+    "AdamW": partial(torch.optim.AdamW, lr=0.01),
+    "RMSprop": partial(torch.optim.RMSprop, lr=0.003, momentum=0.5),
+    "Adagrad": partial(torch.optim.Adagrad, lr=0.05, initial_accumulator_value=0.1),
+    "Adadelta": torch.optim.Adadelta,
+    "Adamax": torch.optim.Adamax,
+    "NAdam": torch.optim.NAdam,
+    "RAdam": torch.optim.RAdam,
+}
+
+
+class Double(Data):
+    def __init__(self, **loader):
+        inputs, targets = blobs().tensors
+        super().__init__(TensorDataset(inputs.double(), targets), **loader)
+
+
+def run(
+    tmp_path,
+    execution,
+    form="dense",
+    algorithm=FedAvg,
+    data=None,
+    module=None,
+    callbacks=(),
+    ckpt_path=None,
+    dtype=torch.float64,
+    **arguments,
+):
+    settings = {"max_epochs": 4, **arguments.pop("trainer", {})}
+    low_rank = [] if FORMS[form] is None else [FORMS[form]()]
+    loop = FederatedLoop(
+        algorithm(), execution=execution, **{"partition": FromIndices(UNEVEN), "summary": False, **arguments}
+    )
+    module = (module or Module)().to(dtype)
+    if data is None:
+        data = Double() if dtype == torch.float64 else Data()
+    fitted = trainer(tmp_path, *low_rank, loop, *callbacks, limit_val_batches=0, **settings)
+    fit(fitted, module, data, ckpt_path=ckpt_path)
+    return module, loop, fitted
+
+
+def assert_close(first, second, tolerance=1e-10):
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        torch.testing.assert_close(value, second[name], rtol=tolerance, atol=tolerance)
+
+
+def both(tmp_path, tolerance=1e-10, **settings):
+    ends = [run(tmp_path, execution, **settings) for execution in ("sequential", "vectorized")]
+    assert_close(weights(ends[0][0]), weights(ends[1][0]), tolerance)
+    first, second = (loop.ledger.state_dict() for _, loop, _ in ends)
+    assert first == second
+    for figure in ("federated/client_steps", "federated/samples", "comm/ratio"):
+        assert ends[0][2].callback_metrics[figure] == ends[1][2].callback_metrics[figure]
+    return ends
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("algorithm", [FedAvg, FedMUD])
+def test_equals_sequential_for_every_form(tmp_path, form, algorithm):
+    if algorithm is FedMUD and form in ("dense", "weight", "CP"):
+        pytest.skip("FedMUD trains updates")
+    both(tmp_path, form=form, algorithm=algorithm, local_epochs=2)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("form", ["dense", "update"])
+def test_equals_sequential_with_every_optimizer(tmp_path, optimizer, form):
+    both(tmp_path, form=form, module=partial(Module, optimizer=OPTIMIZERS[optimizer]), local_epochs=2)
+
+
+def test_every_elementwise_optimizer_is_tested():
+    from lightning_lowrank.federated.vectorized import _ELEMENTWISE
+
+    tested = {type(make([nn.Parameter(torch.ones(1))])) for make in OPTIMIZERS.values()}
+    assert tested == set(_ELEMENTWISE)
+
+
+@pytest.mark.parametrize(
+    "clip", [{"gradient_clip_val": 0.3}, {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}]
+)
+def test_clips_each_client_on_its_own(tmp_path, clip):
+    ends = both(tmp_path, trainer=clip)
+    free, _, _ = run(tmp_path, "vectorized")
+    assert not torch.allclose(weights(ends[1][0])["net.0.weight"], weights(free)["net.0.weight"])
+
+
+@pytest.mark.parametrize("interval", ["epoch", "step"])
+def test_schedulers(tmp_path, interval):
+    decay = partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
+    both(tmp_path, module=partial(Module, scheduler=decay, interval=interval))
+
+
+def test_equals_sequential_in_single_precision_after_twenty_rounds(tmp_path):
+    momentum = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+    decay = partial(torch.optim.lr_scheduler.StepLR, step_size=5, gamma=0.8)
+    for form in ("dense", "update"):
+        both(
+            tmp_path,
+            tolerance=2e-5,
+            form=form,
+            dtype=torch.float32,
+            module=partial(Module, optimizer=momentum, scheduler=decay),
+            trainer={"max_epochs": 20, "gradient_clip_val": 1.0},
+        )
+
+
+@pytest.mark.parametrize("together", [1, 2, 3, 5, 100])
+def test_the_number_that_steps_together_does_not_matter(tmp_path, together):
+    expected, _, _ = run(tmp_path, "sequential")
+    module, _, fitted = run(tmp_path, "vectorized", clients_together=together)
+    assert_close(weights(expected), weights(module))
+    chunks = [sorted((6, 5, 3, 1, 1), reverse=True)[start::1][:together] for start in range(0, 5, together)]
+    assert fitted.global_step == 4 * sum(max(chunk) for chunk in chunks)
+
+
+@pytest.mark.parametrize("buffers", ["average", "local", "reset"])
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.LayerNorm])
+def test_buffers_and_norms(tmp_path, buffers, norm):
+    both(
+        tmp_path,
+        module=lambda: Module(network(norm=norm)),
+        data=Double(drop_last=True, batch_size=4),
+        buffers=buffers,
+        local_epochs=2,
+    )
+
+
+def test_sampling_weights_failures_and_local_steps(tmp_path):
+    both(tmp_path, clients_per_round=3, client_dropout=0.3, local_steps=3, weighting="uniform")
+
+
+def test_frozen_weights_are_not_stacked(tmp_path):
+    sizes = []
+
+    class Watching(Module):
+        def on_train_batch_end(self, *_):
+            (loop,) = (c for c in self.trainer.callbacks if isinstance(c, FederatedLoop))
+            sizes.append(set(loop._stack.values) if loop._stack else None)
+
+    run(tmp_path, "vectorized", "update", module=Watching)
+    assert sizes
+    assert not any("frozen_weight" in name for names in sizes if names for name in names)
+
+
+def test_other_datasets_and_workers(tmp_path):
+    class Listed(torch.utils.data.Dataset):
+        def __init__(self):
+            self.inputs, self.targets = Double().train.tensors
+
+        def __len__(self):
+            return len(self.targets)
+
+        def __getitem__(self, index):
+            return self.inputs[index] + 0.01 * torch.rand(()), self.targets[index]
+
+    for workers in (0, 2):
+        both(tmp_path, data=Data(Listed(), num_workers=workers), trainer={"max_epochs": 2})
+
+
+def test_logged_values_are_the_same_means(tmp_path):
+    losses = []
+    for execution in ("sequential", "vectorized"):
+        _, _, fitted = run(tmp_path, execution, trainer={"max_epochs": 2})
+        losses.append(fitted.callback_metrics["train_loss"])
+    torch.testing.assert_close(*losses)
+
+
+def test_dropout_differs_between_clients_and_repeats(tmp_path):
+    ends = [weights(run(tmp_path, "vectorized", module=lambda: Module(network(dropout=0.5)))[0]) for _ in range(2)]
+    assert_close(*ends, tolerance=0)
+    same = [list(range(20))] * 2
+    seen = []
+
+    class Watching(Module):
+        def on_train_batch_end(self, *_):
+            (loop,) = (c for c in self.trainer.callbacks if isinstance(c, FederatedLoop))
+            if loop._stack:
+                seen.append(loop._stack.values["net.0.weight"].clone())
+
+    data = Double(shuffle=False)
+    run(
+        tmp_path,
+        "vectorized",
+        module=lambda: Watching(network(dropout=0.5)),
+        data=data,
+        partition=FromIndices([same[0], list(range(20, 40))]),
+    )
+    assert not torch.equal(seen[0][0], seen[0][1])
+
+
+@pytest.mark.parametrize("form", ["dense", "update"])
+@pytest.mark.parametrize("together", [2, None])
+def test_resumes_exactly_from_every_step(tmp_path, form, together):
+    momentum = partial(torch.optim.AdamW, lr=0.01)
+    decay = partial(torch.optim.lr_scheduler.StepLR, step_size=3, gamma=0.7)
+    settings = {
+        "form": form,
+        "module": partial(Module, optimizer=momentum, scheduler=decay, interval="step"),
+        "clients_together": together,
+        "clients_per_round": 4,
+        "trainer": {"max_epochs": 3},
+    }
+    every = ModelCheckpoint(tmp_path / "every", "{step}", save_top_k=-1, every_n_train_steps=1)
+    whole, loop, fitted = run(tmp_path, "vectorized", callbacks=[every], **settings)
+    files = sorted((tmp_path / "every").glob("*.ckpt"))
+    assert len(files) == fitted.global_step
+    for file in files[:: 2 if together else 1]:
+        module, again, _ = run(tmp_path, "vectorized", ckpt_path=file, **settings)
+        assert_close(weights(whole), weights(module), tolerance=0)
+        assert again.ledger.state_dict() == loop.ledger.state_dict()
+
+
+def test_checkpoints_inside_a_round_hold_the_last_global_model(tmp_path):
+    class Start(Module):
+        def on_train_epoch_start(self):
+            self.start = weights(self)
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            if batch_idx < 3:
+                assert_close(weights(self), self.start, tolerance=0)
+
+    _, _, fitted = run(tmp_path, "vectorized", module=Start)
+    assert fitted.current_epoch == 4
+
+
+@pytest.mark.parametrize("limits", [{"limit_train_batches": 2}, {"max_steps": 9}, {"fast_dev_run": 3}])
+def test_rounds_that_are_cut_short(tmp_path, limits):
+    if "limit_train_batches" in limits:
+        both(tmp_path, trainer=limits)
+        return
+    module, loop, fitted = run(tmp_path, "vectorized", dtype=torch.float32, trainer=limits)
+    assert not loop._round_open
+    assert loop._stack is None
+    held = {id(value) for group in fitted.optimizers[0].param_groups for value in group["params"]}
+    assert held == {id(value) for value in module.parameters()}
+    assert "training_step" not in vars(module)
+
+
+def test_a_failing_step_leaves_the_module_as_it_was(tmp_path):
+    class Failing(Module):
+        def training_step(self, batch, batch_idx):
+            if self.global_step == 3:
+                raise KeyError("mine")
+            return super().training_step(batch, batch_idx)
+
+    module = Failing()
+    with pytest.raises(KeyError, match="mine"):
+        run(tmp_path, "vectorized", module=lambda: module)
+    assert "training_step" not in vars(module)
+    assert all(value.ndim <= 2 for value in module.state_dict().values())
+
+
+class Item(Module):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        return loss * (1 if loss.item() > 0 else 2)
+
+
+class Branch(Module):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        return loss if loss > 0 else 2 * loss
+
+
+class Nothing(Module):
+    def training_step(self, batch, batch_idx):
+        return None
+
+
+class Counting(Module):
+    def __init__(self):
+        super().__init__()
+        from torchmetrics.classification import MulticlassAccuracy
+
+        self.accuracy = MulticlassAccuracy(4)
+
+    def training_step(self, batch, batch_idx):
+        self.accuracy(self.net(batch[0]), batch[1])
+        self.log("train_acc", self.accuracy)
+        return self.loss(batch)
+
+
+@pytest.mark.parametrize(
+    ("module", "cause"),
+    [
+        (Item, "takes a number out of a tensor"),
+        (Branch, "by a tensor's value|takes a number"),
+        (Nothing, "in place of a loss"),
+        (Counting, "metric|in place|takes a number"),
+    ],
+)
+def test_what_cannot_be_mapped_is_refused_by_its_cause(tmp_path, module, cause):
+    with pytest.raises(MisconfigurationException, match=cause):
+        run(tmp_path, "vectorized", module=module)
+
+
+class Manual(Module):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Moves(Module):
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return batch
+
+
+@pytest.mark.parametrize(
+    ("settings", "cause"),
+    [
+        ({"module": Manual}, "optimizes manually"),
+        ({"module": Moves}, r"Moves\.on_after_batch_transfer"),
+        ({"optimizer_state": "keep"}, "optimizer_state='keep'"),
+        ({"trainer": {"accumulate_grad_batches": 2}}, "accumulate_grad_batches=2"),
+        ({"module": partial(Module, optimizer=torch.optim.LBFGS)}, "LBFGS"),
+    ],
+)
+def test_settings_that_rule_it_out_are_refused(tmp_path, settings, cause):
+    with pytest.raises(MisconfigurationException, match=f"is not possible: .*{cause}"):
+        run(tmp_path, "vectorized", **settings)
+
+
+def test_a_checkpoint_of_the_other_execution_is_refused(tmp_path):
+    last = ModelCheckpoint(tmp_path, "last", save_top_k=-1, every_n_epochs=1)
+    run(tmp_path, "sequential", callbacks=[last], trainer={"max_epochs": 1})
+    with pytest.raises(MisconfigurationException, match="execution"):
+        run(tmp_path, "vectorized", ckpt_path=next(tmp_path.glob("last*.ckpt")))
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"execution": "fast"}, {"clients_together": 2}, {"execution": "vectorized", "clients_together": 0}]
+)
+def test_wrong_arguments_are_refused(arguments):
+    with pytest.raises(MisconfigurationException, match=r"execution|clients_together"):
+        FederatedLoop(FedAvg(), clients=2, **arguments)
+
+
+def test_a_torchvision_network(tmp_path):
+    from torchvision.models import shufflenet_v2_x0_5
+
+    class Vision(Module):
+        def __init__(self):
+            torch.manual_seed(0)
+            super().__init__(shufflenet_v2_x0_5(num_classes=4), optimizer=partial(torch.optim.SGD, lr=0.01))
+
+    images = TensorDataset(torch.randn(24, 3, 32, 32).double(), torch.arange(24) % 4)
+    parts = FromIndices([list(range(start, start + 8)) for start in (0, 8, 16)])
+    both(
+        tmp_path,
+        module=Vision,
+        data=Data(images, batch_size=4),
+        partition=parts,
+        trainer={"max_epochs": 1},
+        tolerance=1e-8,
+    )
