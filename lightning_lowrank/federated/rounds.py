@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -247,14 +247,27 @@ def _step_seed(client_seed: int, step: int) -> int:
     return (client_seed + step) & 0x7FFFFFFFFFFFFFFF
 
 
-class _Request(list[int]):
-    """The sample indices of one batch, with the seed of whatever is drawn while they are read."""
+class _Request(NamedTuple):
+    """The sample indices of one batch, and the seed of whatever is drawn while they are read."""
 
+    indices: np.ndarray
     seed: int
 
 
 class _Requests(list[_Request]):
     """The batches of clients that step together, in the order of their stack."""
+
+
+class Places:
+    """Places of clients in their stack; not a collection, so that Lightning does not look into it for tensors.
+
+    Args:
+        numbers: The places, ascending.
+    """
+
+    def __init__(self, numbers: list[int]) -> None:
+        self.numbers = numbers
+        self.contiguous = numbers[-1] - numbers[0] + 1 == len(numbers)
 
 
 class _SeededBatches(Dataset):
@@ -281,28 +294,36 @@ class _SeededBatches(Dataset):
 
     def _read(self, request: _Request) -> Any:
         if self._tensors is not None:
-            rows = torch.tensor(request)
-            return [tensor.index_select(0, rows.to(tensor.device)) for tensor in self._tensors]
+            rows = torch.from_numpy(request.indices)
+            return [_gather(tensor, rows.to(tensor.device)) for tensor in self._tensors]
         seed_process(request.seed)
+        indices = request.indices.tolist()
         fetch = getattr(self.dataset, "__getitems__", None)
-        return self.collate(fetch(request) if fetch else [self.dataset[index] for index in request])
+        return self.collate(fetch(indices) if fetch else [self.dataset[index] for index in indices])
 
-    def _together(self, requests: _Requests) -> list[tuple[list[int], Any]]:
+    def _together(self, requests: _Requests) -> list[tuple[Places, Any]]:
         """Return, for each batch size, the clients' places in the stack and their batches, stacked."""
         by_size: dict[int, list[int]] = {}
         for place, request in enumerate(requests):
-            by_size.setdefault(len(request), []).append(place)
+            by_size.setdefault(len(request.indices), []).append(place)
         parts = []
         for size, places in by_size.items():
             if self._deterministic:
-                rows = _Request(index for place in places for index in requests[place])
-                rows.seed = requests[places[0]].seed
+                rows = np.concatenate([requests[place].indices for place in places])
+                whole = self._read(_Request(rows, requests[places[0]].seed))
                 shape = (len(places), size)
-                batch = apply_to_collection(self._read(rows), Tensor, lambda t, shape=shape: t.unflatten(0, shape))
+                batch = apply_to_collection(whole, Tensor, lambda t, shape=shape: t.unflatten(0, shape))
             else:
                 batch = default_collate([self._read(requests[place]) for place in places])
-            parts.append((places, batch))
+            parts.append((Places(places), batch))
         return parts
+
+
+def _gather(tensor: Tensor, rows: Tensor) -> Tensor:
+    """Select rows; as a lookup where that is possible, for torch's runs several times faster than its index_select."""
+    if tensor.ndim > 1 and tensor.is_floating_point() and not tensor.requires_grad:
+        return torch.nn.functional.embedding(rows, tensor.flatten(1)).unflatten(1, tensor.shape[1:])
+    return tensor.index_select(0, rows)
 
 
 def _as_it_is(batch: Any) -> Any:
@@ -401,9 +422,7 @@ class RoundLoader:
     def _client_requests(self, round_number: int, client: int, count: int) -> Iterator[_Request]:
         seed = derive_seed(self._seed, "data", round_number, client)
         for step, indices in enumerate(self._client_batches(round_number, client, count)):
-            request = _Request(indices)
-            request.seed = _step_seed(seed, step)
-            yield request
+            yield _Request(indices, _step_seed(seed, step))
 
     def _remaining(self, plan: RoundPlan) -> list[tuple[Cohort, range]]:
         """Return the cohorts that are not done, with the steps that each has left."""
@@ -414,12 +433,12 @@ class RoundLoader:
             if position < end
         ]
 
-    def _client_batches(self, round_number: int, client: int, count: int) -> Iterator[list[int]]:
+    def _client_batches(self, round_number: int, client: int, count: int) -> Iterator[np.ndarray]:
         indices = self._clients[client]
         draws = generator(self._seed, "order", round_number, client)
         while True:
             order = indices[torch.randperm(len(indices), generator=draws)] if self.shuffle else indices
-            samples = order.tolist()
+            samples = np.asarray(order)
             stop = len(samples) - self.batch_size + 1 if self.drop_last else len(samples)
             for start in range(0, stop, self.batch_size):
                 yield samples[start : start + self.batch_size]

@@ -16,12 +16,16 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.nn.functional as F
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 from torchmetrics import Metric
+
+from lightning_lowrank.federated.rounds import Places
 
 __all__ = ["ClientStack", "clients_that_fit", "fresh_state", "why_not_vectorized"]
 
@@ -95,6 +99,71 @@ def fresh_state(optimizer: Optimizer) -> defaultdict[Tensor, Any]:
                 start = torch.full_like(parameter, group["initial_accumulator_value"], requires_grad=False)
                 state[parameter] = {"step": torch.tensor(0.0), "sum": start}
     return state
+
+
+class _StackedLinear(torch.autograd.Function):
+    """Each client's inputs times its own weight, with gradients that lie in memory as the weights do.
+
+    As torch maps ``F.linear``, a weight's gradient comes out transposed, and turning it around costs as much as the
+    products of a small model.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(inputs, weights)
+        return torch.bmm(inputs, weights.mT)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        inputs, weights = ctx.saved_tensors
+        return (
+            torch.bmm(gradient, weights) if ctx.needs_input_grad[0] else None,
+            torch.bmm(gradient.mT, inputs) if ctx.needs_input_grad[1] else None,
+        )
+
+
+class _Linear(torch.autograd.Function):
+    """``input @ weight.T``, which maps to `_StackedLinear` where every client has a weight of its own."""
+
+    @staticmethod
+    def forward(inputs: Tensor, weight: Tensor) -> Tensor:
+        return torch.matmul(inputs, weight.mT)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        inputs, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.flatten(0, -2).mT @ inputs.flatten(0, -2)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, int | None], inputs: Tensor, weight: Tensor) -> tuple[Tensor, int]:
+        if in_dims[0] is not None:
+            inputs = inputs.movedim(in_dims[0], 0)
+        else:
+            inputs = inputs.unsqueeze(0).expand(info.batch_size, *inputs.shape)
+        if in_dims[1] is None:
+            return torch.matmul(inputs, weight.mT), 0
+        weight = weight.movedim(in_dims[1], 0)
+        rows = inputs.flatten(1, -2) if inputs.ndim > 2 else inputs.unsqueeze(1)
+        return _StackedLinear.apply(rows, weight).reshape(*inputs.shape[:-1], weight.shape[1]), 0
+
+
+class _StackedProducts(TorchFunctionMode):
+    """Computes ``F.linear`` by `_Linear` while a training step is mapped."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), keywords: dict[str, Any] | None = None
+    ) -> Any:
+        keywords = keywords or {}
+        if function is not F.linear or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            return function(*arguments, **keywords)
+        names = ("input", "weight", "bias")
+        given = {"bias": None, **dict(zip(names, arguments, strict=False)), **keywords}
+        output = _Linear.apply(given["input"], given["weight"])
+        return output if given["bias"] is None else output + given["bias"]
 
 
 class _TrainingStep(nn.Module):
@@ -183,7 +252,7 @@ class ClientStack:
         for name in ("training_step", "configure_gradient_clipping"):
             vars(self._module).pop(name, None)
 
-    def training_step(self, parts: Sequence[tuple[list[int], Any]], batch_idx: int = 0) -> Tensor:
+    def training_step(self, parts: Sequence[tuple[Places, Any]], batch_idx: int = 0) -> Tensor:
         """Run the user's training step for all clients of a cohort's batch.
 
         Args:
@@ -214,16 +283,16 @@ class ClientStack:
         return total
 
     def _map(
-        self, places: list[int], batch: Any, batch_idx: int, settings: dict[str, dict[str, Any]]
+        self, places: Places, batch: Any, batch_idx: int, settings: dict[str, dict[str, Any]]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        chosen = slice(places[0], places[-1] + 1)
-        contiguous = places == list(range(chosen.start, chosen.stop))
-        rows = None if contiguous else torch.tensor(places, device=self._module.device)
+        numbers = places.numbers
+        chosen = slice(numbers[0], numbers[-1] + 1)
+        rows = None if places.contiguous else torch.tensor(numbers, device=self._module.device)
 
         def select(tensor: Tensor) -> Tensor:
             if rows is not None:
                 return tensor.index_select(0, rows)
-            return tensor if len(tensor) == len(places) else tensor[chosen]
+            return tensor if len(tensor) == len(numbers) else tensor[chosen]
 
         named = {name: select(self._leaves.get(name, stack)) for name, stack in self.values.items()}
         replaced = {f"module.{name}": value for name, value in named.items()}
@@ -240,7 +309,8 @@ class ClientStack:
             return loss, captured
 
         try:
-            losses, values = vmap(run, randomness="different")(replaced, batch)
+            with _StackedProducts():
+                losses, values = vmap(run, randomness="different")(replaced, batch)
         except MisconfigurationException:
             raise
         except (RuntimeError, ValueError, NotImplementedError, TypeError) as error:
