@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
+from torch._C._functorch import is_batchedtensor
 from torch.func import functional_call, vmap
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
@@ -101,69 +102,29 @@ def fresh_state(optimizer: Optimizer) -> defaultdict[Tensor, Any]:
     return state
 
 
-class _StackedLinear(torch.autograd.Function):
-    """Each client's inputs times its own weight, with gradients that lie in memory as the weights do.
-
-    As torch maps ``F.linear``, a weight's gradient comes out transposed, and turning it around costs as much as the
-    products of a small model.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weights: Tensor) -> Tensor:
-        ctx.save_for_backward(inputs, weights)
-        return torch.bmm(inputs, weights.mT)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        inputs, weights = ctx.saved_tensors
-        return (
-            torch.bmm(gradient, weights) if ctx.needs_input_grad[0] else None,
-            torch.bmm(gradient.mT, inputs) if ctx.needs_input_grad[1] else None,
-        )
-
-
-class _Linear(torch.autograd.Function):
-    """``input @ weight.T``, which maps to `_StackedLinear` where every client has a weight of its own."""
-
-    @staticmethod
-    def forward(inputs: Tensor, weight: Tensor) -> Tensor:
-        return torch.matmul(inputs, weight.mT)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        inputs, weight = ctx.saved_tensors
-        return gradient @ weight, gradient.flatten(0, -2).mT @ inputs.flatten(0, -2)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, int | None], inputs: Tensor, weight: Tensor) -> tuple[Tensor, int]:
-        if in_dims[0] is not None:
-            inputs = inputs.movedim(in_dims[0], 0)
-        else:
-            inputs = inputs.unsqueeze(0).expand(info.batch_size, *inputs.shape)
-        if in_dims[1] is None:
-            return torch.matmul(inputs, weight.mT), 0
-        weight = weight.movedim(in_dims[1], 0)
-        rows = inputs.flatten(1, -2) if inputs.ndim > 2 else inputs.unsqueeze(1)
-        return _StackedLinear.apply(rows, weight).reshape(*inputs.shape[:-1], weight.shape[1]), 0
-
-
 class _StackedProducts(TorchFunctionMode):
-    """Computes ``F.linear`` by `_Linear` while a training step is mapped."""
+    """Turns ``F.linear`` around while a training step is mapped, for gradients that lie in memory as weights do.
+
+    As torch maps it, the gradient of a stack of weights comes out transposed, and copying that into place costs as
+    much as the products of a small model.
+    """
 
     def __torch_function__(
         self, function: Any, types: Any, arguments: tuple[Any, ...] = (), keywords: dict[str, Any] | None = None
     ) -> Any:
         keywords = keywords or {}
-        if function is not F.linear or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        if function is not F.linear:
             return function(*arguments, **keywords)
-        names = ("input", "weight", "bias")
-        given = {"bias": None, **dict(zip(names, arguments, strict=False)), **keywords}
-        output = _Linear.apply(given["input"], given["weight"])
-        return output if given["bias"] is None else output + given["bias"]
+        given = {"bias": None, **dict(zip(("input", "weight", "bias"), arguments, strict=False)), **keywords}
+        inputs, weight, bias = given["input"], given["weight"], given["bias"]
+        # A weight that all clients share is one product, which torch's own way makes of it.
+        if inputs.ndim < 2 or not is_batchedtensor(weight):
+            return function(*arguments, **keywords)
+        rows = inputs.reshape(-1, inputs.shape[-1]) if inputs.ndim > 2 else inputs
+        output = torch.matmul(weight, rows.mT).mT
+        if bias is not None:
+            output = output + bias.to(output.dtype)
+        return output.reshape(*inputs.shape[:-1], output.shape[-1]) if inputs.ndim > 2 else output
 
 
 class _TrainingStep(nn.Module):
