@@ -7,6 +7,7 @@ global model, so that validation, checkpoints, loggers and every other callback 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,7 +46,13 @@ from lightning_lowrank.federated.rounds import (
     shuffles,
 )
 from lightning_lowrank.federated.schedulers import SchedulersPerClient
-from lightning_lowrank.federated.vectorized import ClientStack, clients_that_fit, fresh_state, why_not_vectorized
+from lightning_lowrank.federated.vectorized import (
+    ClientStack,
+    clients_that_fit,
+    fresh_state,
+    try_both,
+    why_not_vectorized,
+)
 from lightning_lowrank.seeding import default_seed
 
 
@@ -103,7 +110,9 @@ class FederatedLoop(Callback):
             clients gain most. ``training_step`` is mapped with `torch.func.vmap`: it may not branch on a tensor's
             value, call ``.item()`` or update a metric, and optimizers must act on each number alone.
             ``global_step``, ``max_steps``, step-wise schedulers, ``val_check_interval`` and checkpoints every n steps
-            then count steps of a cohort; ``federated/client_steps`` counts clients' batches in both.
+            then count steps of a cohort; ``federated/client_steps`` counts clients' batches in both. ``"auto"``: a few
+            steps are tried both ways when the fit begins, the faster is taken, and a line says which and why; a resumed
+            run keeps the choice.
         clients_together: Largest number of clients that step together. ``None``: as many as a quarter of the free
             memory holds. The result does not depend on it, to rounding.
         summary: Print the partition's table when the fit begins, and a line with metrics and bytes when it ends.
@@ -138,7 +147,7 @@ class FederatedLoop(Callback):
         labels: Callable[[Dataset], Sequence[Any]] | None = None,
         seed: int | None = None,
         summary: bool = True,
-        execution: Literal["sequential", "vectorized"] = "sequential",
+        execution: Literal["sequential", "vectorized", "auto"] = "sequential",
         clients_together: int | None = None,
     ) -> None:
         self.algorithm = algorithm
@@ -180,6 +189,7 @@ class FederatedLoop(Callback):
         self._restored: dict[str, Any] | None = None
         self._live: dict[str, Tensor] = {}
         self._stack: ClientStack | None = None
+        self._vectorized = False
         self._together = 1
         self._hidden: dict[str, Tensor] | None = None
         self._round = -1
@@ -258,13 +268,13 @@ class FederatedLoop(Callback):
             f"optimizer_state must be 'reset' or 'keep', got {self.optimizer_state!r}",
         )
         check(
-            self.execution in ("sequential", "vectorized"),
-            f"execution must be 'sequential' or 'vectorized', got {self.execution!r}",
+            self.execution in ("sequential", "vectorized", "auto"),
+            f"execution must be 'sequential', 'vectorized' or 'auto', got {self.execution!r}",
         )
         check(
-            self.clients_together is None or (self.clients_together >= 1 and self.execution == "vectorized"),
-            f"clients_together must be 1 or more and goes with execution='vectorized', got {self.clients_together} with"
-            f" execution={self.execution!r}",
+            self.clients_together is None or (self.clients_together >= 1 and self.execution != "sequential"),
+            "clients_together must be 1 or more and goes with execution='vectorized' or 'auto', got"
+            f" {self.clients_together} with execution={self.execution!r}",
         )
         check(0 <= self.client_dropout < 1, f"client_dropout must be in [0, 1), got {self.client_dropout}")
         if self.sampling_weights is not None:
@@ -376,7 +386,7 @@ class FederatedLoop(Callback):
             position=lambda: self._position,
             randomness=self._randomness,
             shuffle=shuffles(loader) and not trainer.overfit_batches,
-            together=self.execution == "vectorized",
+            together=self._vectorized,
         )
         return self._loader
 
@@ -399,7 +409,7 @@ class FederatedLoop(Callback):
 
     def _make_planner(self, trainer: Any, loader: DataLoader, limit: int | float) -> RoundPlanner:
         count = len(self.clients)
-        if self.execution == "vectorized" and self._together == 1:
+        if self._vectorized and self._together == 1:
             fitting = clients_that_fit(trainer.lightning_module, trainer.strategy.root_device)
             restored = None if self._restored is None else self._restored["together"]
             self._together = self.clients_together or restored or fitting
@@ -471,14 +481,9 @@ class FederatedLoop(Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Check the optimizers, divide the training set, and let the algorithm look at the module."""
         check_optimizers(trainer, pl_module)
-        if self.execution == "vectorized":
-            reason = why_not_vectorized(trainer, pl_module, self.optimizer_state)
-            if reason:
-                raise MisconfigurationException(
-                    f"execution='vectorized' is not possible: {reason}. Use execution='sequential'."
-                )
         for note in notes(pl_module, self.buffers):
             rank_zero_warn(note)
+        self._choose_execution(trainer, pl_module)
         self._prepared()
         if self._server is None:
             self._server = Server(pl_module, self.seed, self.buffers)
@@ -487,6 +492,41 @@ class FederatedLoop(Callback):
             self.ledger.load_state_dict(self._restored["ledger"])
         self._schedulers = SchedulersPerClient(trainer)
         self.algorithm.setup(self._server)
+
+    def _choose_execution(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        reason = "" if self.execution == "sequential" else why_not_vectorized(trainer, module, self.optimizer_state)
+        if self.execution == "vectorized" and reason:
+            raise MisconfigurationException(
+                f"execution='vectorized' is not possible: {reason}. Use execution='sequential'."
+            )
+        if self.execution != "auto":
+            self._vectorized = self.execution == "vectorized"
+        elif self._restored is not None:
+            self._vectorized = self._restored["execution"] == "vectorized"
+        elif not self._vectorized:
+            self._prepared()
+            if not reason:
+                self._vectorized, reason = self._try_both(trainer, module)
+            if trainer.is_global_zero:
+                way = "clients step together" if self._vectorized else "clients train one after another"
+                Console().print(f"execution='auto': {way}; {reason}", highlight=False, soft_wrap=True)
+        if self._vectorized:
+            self._loader = None
+
+    def _try_both(self, trainer: Any, module: pl.LightningModule) -> tuple[bool, str]:
+        """Return whether clients are faster together, by some steps of the first round that leave no trace."""
+        together = self.clients_together or clients_that_fit(module, trainer.strategy.root_device)
+        plan = dataclasses.replace(self._planner, together=max(2, together)).plan(0)
+        assert self._loader is not None
+        self._randomness.open()
+        try:
+            seconds = try_both(trainer, module, plan.cohorts[0], self._loader)
+        except MisconfigurationException as error:
+            return False, str(error)
+        finally:
+            self._randomness.release()
+        milliseconds = [f"{1000 * value:.3g} ms" for value in seconds]
+        return seconds[1] < seconds[0], f"a client's step takes {milliseconds[0]} alone and {milliseconds[1]} together"
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Go on where the checkpoint was taken."""
@@ -503,7 +543,7 @@ class FederatedLoop(Callback):
         for client in self.clients:
             client.memory = on_device(client.memory)
         self._schedulers.load_state_dict(state["schedulers"])
-        if self._round_open and self.execution == "vectorized":
+        if self._round_open and self._vectorized:
             self._adopt_live_values()
             if self._client_open:
                 cohort = self._current_plan().cohorts[self._slot]
@@ -552,7 +592,7 @@ class FederatedLoop(Callback):
             return
         if stops_now(trainer):
             self._aggregate(trainer)
-        elif self.execution == "sequential":
+        elif not self._vectorized:
             self._hide_client()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -615,7 +655,7 @@ class FederatedLoop(Callback):
         return self._position - (plan.ends[self._slot] - plan.cohorts[self._slot].steps)
 
     def _begin_cohort(self, trainer: pl.Trainer, cohort: Cohort) -> None:
-        if self.execution == "vectorized":
+        if self._vectorized:
             self._stack = ClientStack(trainer, trainer.lightning_module, self._live, len(cohort.clients))
             for place, number in enumerate(cohort.clients):
                 self._begin_client(self.clients[number], self._stack.client(place))
@@ -740,7 +780,7 @@ class FederatedLoop(Callback):
         if self._stack is not None:
             interrupted = self._stack.values
         return {
-            "execution": self.execution,
+            "execution": "vectorized" if self._vectorized else "sequential",
             "together": self._together,
             "algorithm": type(self.algorithm).__name__,
             "seed": self.seed,
@@ -772,10 +812,11 @@ class FederatedLoop(Callback):
         """Take `state_dict`'s result, to be installed when the fit begins."""
         if not state_dict:
             return
+        execution = state_dict["execution"] if self.execution == "auto" else self.execution
         for name, mine in (
             ("algorithm", type(self.algorithm).__name__),
             ("seed", self.seed),
-            ("execution", self.execution),
+            ("execution", execution),
         ):
             if state_dict[name] != mine:
                 raise MisconfigurationException(

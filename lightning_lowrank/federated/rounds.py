@@ -289,6 +289,9 @@ class _SeededBatches(Dataset):
             and (collate is default_collate or getattr(collate, "deterministic", False))
         )
 
+    def __getitem__(self, request: _Request | _Requests) -> Any:
+        return self.__getitems__(request)
+
     def __getitems__(self, request: _Request | _Requests) -> Any:
         return self._together(request) if isinstance(request, _Requests) else self._read(request)
 
@@ -418,6 +421,27 @@ class RoundLoader:
                 requests = _Requests(next(stream) for stream in streams[: cohort.active(step)])
                 if step in steps:
                     yield requests if self.together else requests[0]
+
+    def read(self, cohort: Cohort, round_number: int, steps: int) -> tuple[list[Any], list[Any]]:
+        """Read the first batches of clients that step together, outside any round.
+
+        Args:
+            cohort: The clients.
+            round_number: The round whose batches they are.
+            steps: Number of steps to read; less where the clients have fewer.
+
+        Returns:
+            The cohort's batches step by step, and the first batch of each client on its own.
+        """
+        streams = [
+            self._client_requests(round_number, client, count)
+            for client, count in zip(cohort.clients, cohort.batches, strict=True)
+        ]
+        requests = [
+            _Requests(next(stream) for stream in streams[: cohort.active(step)])
+            for step in range(min(steps, cohort.steps))
+        ]
+        return [self._batches[each] for each in requests], [self._batches[each] for each in requests[0][:steps]]
 
     def _client_requests(self, round_number: int, client: int, count: int) -> Iterator[_Request]:
         seed = derive_seed(self._seed, "data", round_number, client)

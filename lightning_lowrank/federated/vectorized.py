@@ -9,10 +9,12 @@ frozen is not stacked, so that all clients share one product with it. The module
 from __future__ import annotations
 
 import os
+import statistics
+import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -26,9 +28,10 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torchmetrics import Metric
 
-from lightning_lowrank.federated.rounds import Places
+from lightning_lowrank.federated.client import trained_tensors
+from lightning_lowrank.federated.rounds import Cohort, Places, RoundLoader
 
-__all__ = ["ClientStack", "clients_that_fit", "fresh_state", "why_not_vectorized"]
+__all__ = ["ClientStack", "clients_that_fit", "fresh_state", "try_both", "why_not_vectorized"]
 
 _ELEMENTWISE = (
     torch.optim.SGD,
@@ -52,6 +55,7 @@ _HOOKS = (
     "on_after_backward",
     "on_before_optimizer_step",
 )
+_TRIED_STEPS = 5
 _SHARE_OF_MEMORY = 0.25
 _COPIES_OF_A_CLIENT = 6
 
@@ -192,16 +196,21 @@ class ClientStack:
             self._narrow(active, of_state=True)
 
     def _narrow(self, active: int, of_state: bool) -> None:
+        # New leaves, for a graph that the user still holds goes on with the old ones and their sizes.
+        renewed: dict[Tensor, Tensor] = {}
         for name, leaf in self._leaves.items():
-            leaf.grad = None
-            leaf.data = self.values[name][:active]
-        if of_state:
-            for optimizer in self._trainer.optimizers:
-                for leaf in self._leaves.values():
-                    state = optimizer.state.get(leaf, {})
-                    for key, value in state.items():
-                        if isinstance(value, Tensor) and value.ndim and len(value) == self._active:
-                            state[key] = value[:active]
+            self._leaves[name] = renewed[leaf] = self.values[name][:active].detach().requires_grad_()
+        for optimizer in self._trainer.optimizers:
+            for group in optimizer.param_groups:
+                group["params"] = [renewed.get(parameter, parameter) for parameter in group["params"]]
+            for old, new in renewed.items():
+                if old in optimizer.state:
+                    state = optimizer.state.pop(old)
+                    if of_state:
+                        for key, value in state.items():
+                            if isinstance(value, Tensor) and value.ndim and len(value) == self._active:
+                                state[key] = value[:active]
+                    optimizer.state[new] = state
         self._active = active
 
     def close(self) -> None:
@@ -333,6 +342,63 @@ class ClientStack:
         scale = (gradient_clip_val / (torch.linalg.vector_norm(norms, dim=0) + 1e-6)).clamp(max=1.0)
         for gradient in gradients:
             gradient.mul_(scale.view(-1, *(1 for _ in gradient.shape[1:])).to(gradient.dtype))
+
+
+def try_both(trainer: Any, module: pl.LightningModule, cohort: Cohort, loader: RoundLoader) -> tuple[float, float]:
+    """Time a client's step alone and in a cohort; values, optimizer states and logs are as they were afterwards.
+
+    Returns:
+        Seconds of a client's step: where clients train one after another, and where they step together.
+
+    Raises:
+        MisconfigurationException: If the training step cannot be mapped over clients.
+    """
+    together, alone = (
+        [trainer.strategy.batch_to_device(batch, dataloader_idx=0) for batch in batches]
+        for batches in loader.read(cohort, 0, _TRIED_STEPS)
+    )
+    live = trained_tensors(module)
+    kept = {name: value.detach().clone() for name, value in live.items()}
+    states = [(optimizer, optimizer.state) for optimizer in trainer.optimizers]
+    vars(module)["log"] = lambda *arguments, **keywords: None
+    try:
+        stack = ClientStack(trainer, module, live, len(cohort.clients))
+        try:
+            in_cohort = _seconds(trainer, module, together, lambda step: stack.narrow(cohort.active(step)))
+        finally:
+            stack.close()
+        one_by_one = _seconds(trainer, module, alone, lambda step: None)
+    finally:
+        del vars(module)["log"]
+        with torch.no_grad():
+            for name, value in kept.items():
+                live[name].copy_(value)
+        for optimizer, state in states:
+            optimizer.state = state
+            optimizer.zero_grad()
+    clients = [cohort.active(step) for step in range(len(in_cohort))]
+    return statistics.median(one_by_one), min(
+        seconds / count for seconds, count in zip(in_cohort, clients, strict=True)
+    )
+
+
+def _seconds(
+    trainer: Any, module: pl.LightningModule, batches: Sequence[Any], before: Callable[[int], None]
+) -> list[float]:
+    times = []
+    # The first batch is run twice, for whatever is set up at first use.
+    for index, batch in enumerate([batches[0], *batches]):
+        before(max(0, index - 1))
+        begin = time.perf_counter()
+        with trainer.precision_plugin.train_step_context():
+            output = module.training_step(batch, 0)
+        loss = cast(Tensor, output["loss"] if isinstance(output, Mapping) else output)
+        (optimizer,) = trainer.optimizers
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        times.append(time.perf_counter() - begin)
+    return times[1:]
 
 
 def _samples_of_each(batch: Any) -> int:

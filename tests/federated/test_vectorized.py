@@ -20,6 +20,8 @@ from lightning_lowrank import (
     LowRank,
     MatrixProduct,
 )
+from lightning_lowrank.federated import loop as loop_module
+from lightning_lowrank.federated.vectorized import _ELEMENTWISE, try_both
 from tests.helpers import Data, Module, blobs, fit, network, trainer, weights
 
 UNEVEN = [list(range(5)), list(range(5, 47)), list(range(47, 69)), list(range(69, 102)), [102]]
@@ -108,8 +110,6 @@ def test_equals_sequential_with_every_optimizer(tmp_path, optimizer, form):
 
 
 def test_every_elementwise_optimizer_is_tested():
-    from lightning_lowrank.federated.vectorized import _ELEMENTWISE
-
     tested = {type(make([nn.Parameter(torch.ones(1))])) for make in OPTIMIZERS.values()}
     assert tested == set(_ELEMENTWISE)
 
@@ -392,3 +392,61 @@ def test_a_torchvision_network(tmp_path):
         trainer={"max_epochs": 1},
         tolerance=1e-8,
     )
+
+
+def normed():
+    return Module(network(norm=nn.BatchNorm1d), optimizer=partial(torch.optim.Adam, lr=0.01))
+
+
+def test_auto_says_what_it_chose_and_leaves_no_trace(tmp_path, capsys, monkeypatch):
+    for faster, times in {"vectorized": (2.0, 1.0), "sequential": (1.0, 2.0)}.items():
+        tried = []
+
+        def trial(*arguments, tried=tried, times=times):
+            tried.extend(try_both(*arguments))
+            return times
+
+        monkeypatch.setattr(loop_module, "try_both", trial)
+        settings = {"module": normed, "data": Double(drop_last=True, batch_size=4)}
+        module, loop, _ = run(tmp_path, "auto", **settings)
+        assert len(tried) == 2
+        assert min(tried) > 0
+        printed = capsys.readouterr().out
+        assert ("step together" if faster == "vectorized" else "one after another") in printed
+        assert "ms alone and" in printed
+        assert loop._vectorized is (faster == "vectorized")
+        expected, _, _ = run(tmp_path, faster, **settings)
+        assert_close(weights(expected), weights(module), tolerance=0)
+
+
+def test_auto_falls_back_and_says_why(tmp_path, capsys):
+    fallen, loop, _ = run(tmp_path, "auto", module=Item)
+    assert "one after another" in (printed := capsys.readouterr().out)
+    assert "takes a number out of a tensor" in printed
+    assert not loop._vectorized
+    expected, _, _ = run(tmp_path, "sequential", module=Item)
+    assert_close(weights(expected), weights(fallen), tolerance=0)
+    run(tmp_path, "auto", optimizer_state="keep")
+    assert "optimizer_state='keep'" in capsys.readouterr().out
+
+
+def test_a_resumed_run_keeps_the_choice(tmp_path, monkeypatch):
+    monkeypatch.setattr(loop_module, "try_both", lambda *a: (2.0, 1.0))
+    every = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1)
+    whole, _, _ = run(tmp_path, "auto", callbacks=[every], trainer={"max_epochs": 2})
+    monkeypatch.setattr(loop_module, "try_both", lambda *a: pytest.fail("tried again"))
+    module, loop, _ = run(tmp_path, "auto", ckpt_path=tmp_path / "step=4.ckpt", trainer={"max_epochs": 2})
+    assert loop._vectorized
+    assert_close(weights(whole), weights(module), tolerance=0)
+
+
+def test_a_graph_that_the_user_holds_on_to_does_no_harm(tmp_path):
+    class Holding(Module):
+        def training_step(self, batch, batch_idx):
+            self.held = super().training_step(batch, batch_idx)
+            return self.held
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            self.graphs = [*getattr(self, "graphs", []), self.held]
+
+    both(tmp_path, module=Holding)
