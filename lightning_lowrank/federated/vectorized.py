@@ -8,12 +8,12 @@ frozen is not stacked, so that all clients share one product with it. The module
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch._C._functorch import is_batchedtensor
 from torch.func import functional_call, vmap
@@ -57,6 +58,7 @@ _HOOKS = (
 )
 _TRIED_STEPS = 5
 _SHARE_OF_MEMORY = 0.25
+_GUESSED_MEMORY = 4 * 2**30
 _COPIES_OF_A_CLIENT = 6
 
 
@@ -88,11 +90,17 @@ def why_not_vectorized(trainer: Any, module: pl.LightningModule, optimizer_state
 def clients_that_fit(module: nn.Module, device: torch.device) -> int:
     """Return how many clients may step together by the memory that is free now."""
     each = sum(value.numel() * value.element_size() for value in module.parameters() if value.requires_grad)
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-    else:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_memory()
     return max(1, int(_SHARE_OF_MEMORY * free / (_COPIES_OF_A_CLIENT * max(each, 1))))
+
+
+def _free_memory() -> int:
+    """Return the bytes of main memory that are free, or a modest guess where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1])
+    except (OSError, StopIteration):
+        return _GUESSED_MEMORY
 
 
 def fresh_state(optimizer: Optimizer) -> defaultdict[Tensor, Any]:
@@ -158,6 +166,7 @@ class ClientStack:
         self._trainer = trainer
         self._module = module
         self._step = _TrainingStep(module)
+        self._takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
         self._active = count
         self.values = {
             name: value.detach().unsqueeze(0).expand(count, *value.shape).clone() for name, value in live.items()
@@ -269,7 +278,8 @@ class ClientStack:
 
         def run(values: dict[str, Tensor], client_batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
             with self._captured(settings) as captured:
-                output = functional_call(self._step, values, self._arguments(client_batch, batch_idx))
+                arguments = (client_batch, batch_idx) if self._takes_index else (client_batch,)
+                output = functional_call(self._step, values, arguments)
             loss = output["loss"] if isinstance(output, Mapping) else output
             if not isinstance(loss, Tensor):
                 raise MisconfigurationException(
@@ -292,10 +302,6 @@ class ClientStack:
             for name in self.values.keys() - self._leaves.keys():
                 self.values[name].index_copy_(0, rows, named[name])
         return losses, values
-
-    def _arguments(self, batch: Any, batch_idx: int) -> tuple[Any, ...]:
-        takes_index = self._step.run.__code__.co_argcount > 2 if hasattr(self._step.run, "__code__") else True
-        return (batch, batch_idx) if takes_index else (batch,)
 
     @contextmanager
     def _captured(self, settings: dict[str, dict[str, Any]]) -> Iterator[dict[str, Tensor]]:

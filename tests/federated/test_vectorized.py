@@ -21,6 +21,7 @@ from lightning_lowrank import (
     MatrixProduct,
 )
 from lightning_lowrank.federated import loop as loop_module
+from lightning_lowrank.federated import vectorized
 from lightning_lowrank.federated.vectorized import _ELEMENTWISE, try_both
 from tests.helpers import Data, Module, blobs, fit, network, trainer, weights
 
@@ -450,3 +451,19 @@ def test_a_graph_that_the_user_holds_on_to_does_no_harm(tmp_path):
             self.graphs = [*getattr(self, "graphs", []), self.held]
 
     both(tmp_path, module=Holding)
+
+
+def test_a_training_step_without_an_index(tmp_path):
+    class Plain(Module):
+        def training_step(self, batch):
+            return self.loss(batch)
+
+    both(tmp_path, module=Plain)
+
+
+def test_as_many_clients_as_memory_holds(monkeypatch):
+    module = nn.Linear(100, 10)
+    each = 6 * 4 * 1010
+    for free, fitting in ((4 * each * 7, 7), (0, 1)):
+        monkeypatch.setattr(vectorized, "_free_memory", lambda free=free: free)
+        assert vectorized.clients_that_fit(module, torch.device("cpu")) == fitting

@@ -23,7 +23,8 @@ def read(setting: Setting, rounds: Rounds, batches: Callable[[], Iterable[Any]])
         if not number:
             rounds.begin()
         for batch in batches():
-            images += sum(tensor.numel() // 784 for tensor in tree_leaves(batch) if torch.is_floating_point(tensor))
+            leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+            images += sum(leaf.numel() // 784 for leaf in leaves if leaf.is_floating_point())
         rounds.end()
         assert images == setting.clients * setting.samples, images
 
