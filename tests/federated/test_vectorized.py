@@ -1,5 +1,6 @@
 """Clients that step together end where clients that train one after another do."""
 
+import itertools
 from functools import partial
 
 import pytest
@@ -22,7 +23,7 @@ from lightning_lowrank import (
 )
 from lightning_lowrank.federated import loop as loop_module
 from lightning_lowrank.federated import vectorized
-from lightning_lowrank.federated.vectorized import _ELEMENTWISE, try_both
+from lightning_lowrank.federated.vectorized import _ELEMENTWISE, fresh_state, try_both
 from tests.helpers import Data, Module, blobs, fit, network, trainer, weights
 
 UNEVEN = [list(range(5)), list(range(5, 47)), list(range(47, 69)), list(range(69, 102)), [102]]
@@ -467,3 +468,24 @@ def test_as_many_clients_as_memory_holds(monkeypatch):
     for free, fitting in ((4 * each * 7, 7), (0, 1)):
         monkeypatch.setattr(vectorized, "_free_memory", lambda free=free: free)
         assert vectorized.clients_that_fit(module, torch.device("cpu")) == fitting
+
+
+@pytest.mark.parametrize("buffers", ["average", "local"])
+def test_statistics_of_clients_whose_batches_are_of_one_size_but_not_neighbours(tmp_path, buffers):
+    ends = [0, 10, 32, 46, 76, 88]
+    parts = FromIndices([list(range(start, stop)) for start, stop in itertools.pairwise(ends)])
+    norm = lambda: Module(network(norm=nn.BatchNorm1d))  # noqa: E731
+    both(tmp_path, module=norm, partition=parts, local_epochs=2, buffers=buffers, data=Double(batch_size=8))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_fresh_state_is_that_of_a_new_optimizer(optimizer):
+    parameters = [nn.Parameter(torch.randn(3, 2)), nn.Parameter(torch.randn(4))]
+    new, used = (OPTIMIZERS[optimizer](parameters) for _ in range(2))
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    used.step()
+    fresh = fresh_state(used)
+    assert fresh.keys() == new.state.keys()
+    for parameter, state in new.state.items():
+        assert_close(state, fresh[parameter], tolerance=0)
