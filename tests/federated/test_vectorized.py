@@ -209,7 +209,6 @@ def test_logged_values_are_the_same_means(tmp_path):
 def test_dropout_differs_between_clients_and_repeats(tmp_path):
     ends = [weights(run(tmp_path, "vectorized", module=lambda: Module(network(dropout=0.5)))[0]) for _ in range(2)]
     assert_close(*ends, tolerance=0)
-    same = [list(range(20))] * 2
     seen = []
 
     class Watching(Module):
@@ -218,15 +217,18 @@ def test_dropout_differs_between_clients_and_repeats(tmp_path):
             if loop._stack:
                 seen.append(loop._stack.values["net.0.weight"].clone())
 
-    data = Double(shuffle=False)
-    run(
-        tmp_path,
-        "vectorized",
-        module=lambda: Watching(network(dropout=0.5)),
-        data=data,
-        partition=FromIndices([same[0], list(range(20, 40))]),
-    )
-    assert not torch.equal(seen[0][0], seen[0][1])
+    inputs, targets = Double().train.tensors
+    twice = TensorDataset(inputs[:20].repeat(2, 1), targets[:20].repeat(2))
+    for dropout in (0.5, 0.0):
+        seen.clear()
+        run(
+            tmp_path,
+            "vectorized",
+            module=lambda dropout=dropout: Watching(network(dropout=dropout)),
+            data=Data(twice, shuffle=False),
+            partition=FromIndices([list(range(20)), list(range(20, 40))]),
+        )
+        assert torch.equal(seen[0][0], seen[0][1]) is (dropout == 0)
 
 
 @pytest.mark.parametrize("form", ["dense", "update"])
@@ -274,7 +276,7 @@ def test_rounds_that_are_cut_short(tmp_path, limits):
     assert loop._stack is None
     held = {id(value) for group in fitted.optimizers[0].param_groups for value in group["params"]}
     assert held == {id(value) for value in module.parameters()}
-    assert "training_step" not in vars(module)
+    assert not {"training_step", "configure_gradient_clipping", "log"} & vars(module).keys()
 
 
 def test_a_failing_step_leaves_the_module_as_it_was(tmp_path):

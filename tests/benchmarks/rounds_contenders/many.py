@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.benchmarks.rounds_contenders.experiment import Rounds, Setting, contend
-from tests.benchmarks.rounds_contenders.with_lightning import Classifier, Report, execution, quiet, trainer
+from tests.benchmarks.rounds_contenders.with_lightning import Report, TimedModule, execution, quiet, trainer
 
 SAMPLES, FEATURES = 500_000, 16
 SAMPLES_PER_BATCH = 5
@@ -51,7 +51,7 @@ def run(setting: Setting, rounds: Rounds) -> dict[str, Any]:
     network = torch.nn.Sequential(torch.nn.Linear(FEATURES, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
     first_round = FirstRound()
     training = trainer(setting.rounds, loop, Report(rounds), first_round)
-    training.fit(Classifier(network, setting.learning_rate), DataLoader(dataset, SAMPLES_PER_BATCH, shuffle=True))
+    training.fit(TimedModule(network, setting.learning_rate), DataLoader(dataset, SAMPLES_PER_BATCH, shuffle=True))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "many.ckpt"
         began = time.perf_counter()

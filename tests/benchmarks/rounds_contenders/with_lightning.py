@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 from tests.benchmarks.rounds_contenders.experiment import Rounds, Setting, contend
 
 
-class Classifier(pl.LightningModule):
+class TimedModule(pl.LightningModule):
     def __init__(self, net: nn.Module, learning_rate: float) -> None:
         super().__init__()
         self.net = net
@@ -122,7 +122,7 @@ def run(setting: Setting, rounds: Rounds) -> dict[str, Any]:
     else:
         loader = DataLoader(TensorDataset(*tensors), batch_size=setting.batch_size)
         callbacks.append(federated_loop(setting, setting.contender))
-    module = Classifier(setting.network(), setting.learning_rate)
+    module = TimedModule(setting.network(), setting.learning_rate)
     trainer(setting.rounds, *callbacks, Report(rounds)).fit(module, loader)
     # A plain fit is another algorithm, which nobody expects to reach the same accuracy.
     return {} if setting.contender == "fit" else {"accuracy": setting.accuracy(module.net)}

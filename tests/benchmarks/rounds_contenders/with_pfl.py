@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tests.benchmarks.rounds_contenders.experiment import Rounds, Setting, contend
 
 
-class Classifier(nn.Module):
+class TimedModule(nn.Module):
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
         self.net = net
@@ -49,7 +49,7 @@ def run(setting: Setting, rounds: Rounds) -> dict[str, Any]:
     users = {client: [images[indices], classes[indices]] for client, indices in enumerate(setting.client_indices())}
     drawn = chain.from_iterable(setting.cohorts())
     data = FederatedDataset.from_slices(users, lambda: next(drawn))
-    network = Classifier(setting.module()["net"])
+    network = TimedModule(setting.module()["net"])
     model = PyTorchModel(network, torch.optim.SGD, torch.optim.SGD(network.parameters(), lr=1.0))
     FederatedAveraging().run(
         NNAlgorithmParams(
