@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
-from lightning_lowrank import Dirichlet, FedAvg, FederatedLoop, FromIndices
+from lightning_lowrank import Dirichlet, FedAvg, FederatedLoop, FromIndices, ProjectedSGD
 from lightning_lowrank.seeding import generator
 from tests.helpers import Data, Module, assert_same, blobs, fit, network, plain_fedavg, trainer, weights
 
@@ -539,3 +539,37 @@ def test_refuses_a_parameter_in_no_optimizer(tmp_path):
 
     with pytest.raises(MisconfigurationException, match=r"net\.2\.weight"):
         fit(trainer(tmp_path, FederatedLoop(FedAvg(), clients=2)), Forgetful(), Data())
+
+
+@pytest.mark.parametrize("kept", ["keep", "reset"])
+def test_a_client_takes_its_moments_up_in_the_subspaces_they_were_left_in(tmp_path, kept):
+    """The projected optimizer's counters go on over all clients, so another client's subspaces are newer ones."""
+    seen = []
+
+    class Recording(Module):
+        def subspaces(self):
+            return self.trainer.optimizers[0].param_groups[0]["subspaces"]
+
+        def on_train_batch_start(self, batch, batch_idx):
+            self.start = self.start if batch_idx else self.subspaces()
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            if batch_idx == 4:
+                seen.append((self.start, self.subspaces()))
+
+    module = Recording(
+        optimizer=lambda p: ProjectedSGD(p, lr=0.05, momentum=0.9, rank=3, refresh_interval=3, subspace="random")
+    )
+    rounds = FederatedLoop(
+        FedAvg(),
+        partition=FromIndices([list(range(40)), list(range(40, 80)), list(range(80, 103))]),
+        participants=[[0], [1], [0]],
+        optimizer_state=kept,
+        summary=False,
+    )
+    fit(trainer(tmp_path, rounds, max_epochs=3), module, Data())
+    (first, left), (second, other), (again, _) = seen
+    assert set(first) == set(second) == {None}
+    assert any(left)
+    assert left != other
+    assert again == (left if kept == "keep" else first)
