@@ -701,9 +701,9 @@ class FederatedLoop(Callback):
         self._client_open = False
 
     def _close_stack(self) -> None:
-        if self._stack is not None:
-            self._stack.close()
-            self._stack = None
+        assert self._stack is not None
+        self._stack.close()
+        self._stack = None
 
     def _end_client(self, client: Client, model: Mapping[str, Tensor]) -> None:
         payload = self.algorithm.end(self.server, client, model)

@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -263,10 +263,12 @@ class Places:
 
     Args:
         numbers: The places, ascending.
+        samples: Number of samples in the batch of each of these clients.
     """
 
-    def __init__(self, numbers: list[int]) -> None:
+    def __init__(self, numbers: list[int], samples: int) -> None:
         self.numbers = numbers
+        self.samples = samples
         self.contiguous = numbers[-1] - numbers[0] + 1 == len(numbers)
 
 
@@ -318,7 +320,7 @@ class _SeededBatches(Dataset):
                 batch = apply_to_collection(whole, Tensor, lambda t, shape=shape: t.unflatten(0, shape))
             else:
                 batch = default_collate([self._read(requests[place]) for place in places])
-            parts.append((Places(places), batch))
+            parts.append((Places(places, size), batch))
         return parts
 
 
@@ -413,14 +415,8 @@ class RoundLoader:
         """Yield the indices of the round's batches from the current position on."""
         plan = self._plan()
         for cohort, steps in self._remaining(plan):
-            streams = [
-                self._client_requests(plan.round, client, count)
-                for client, count in zip(cohort.clients, cohort.batches, strict=True)
-            ]
-            for step in range(cohort.steps):
-                requests = _Requests(next(stream) for stream in streams[: cohort.active(step)])
-                if step in steps:
-                    yield requests if self.together else requests[0]
+            for requests in islice(self._cohort_requests(plan.round, cohort), steps.start, None):
+                yield requests if self.together else requests[0]
 
     def read(self, cohort: Cohort, round_number: int, steps: int) -> tuple[list[Any], list[Any]]:
         """Read the first batches of clients that step together, outside any round.
@@ -433,15 +429,17 @@ class RoundLoader:
         Returns:
             The cohort's batches step by step, and the first batch of each client on its own.
         """
+        requests = list(islice(self._cohort_requests(round_number, cohort), steps))
+        return [self._batches[each] for each in requests], [self._batches[each] for each in requests[0][:steps]]
+
+    def _cohort_requests(self, round_number: int, cohort: Cohort) -> Iterator[_Requests]:
+        """Yield what the clients that are still active read, step by step."""
         streams = [
             self._client_requests(round_number, client, count)
             for client, count in zip(cohort.clients, cohort.batches, strict=True)
         ]
-        requests = [
-            _Requests(next(stream) for stream in streams[: cohort.active(step)])
-            for step in range(min(steps, cohort.steps))
-        ]
-        return [self._batches[each] for each in requests], [self._batches[each] for each in requests[0][:steps]]
+        for step in range(cohort.steps):
+            yield _Requests(next(stream) for stream in streams[: cohort.active(step)])
 
     def _client_requests(self, round_number: int, client: int, count: int) -> Iterator[_Request]:
         seed = derive_seed(self._seed, "data", round_number, client)

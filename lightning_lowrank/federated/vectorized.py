@@ -251,9 +251,8 @@ class ClientStack:
         for places, batch in parts:
             losses, values = self._map(places, batch, batch_idx, settings)
             total = losses.sum() if total is None else total + losses.sum()
-            size = _samples_of_each(batch)
             for name, value in values.items():
-                logged.setdefault(name, []).append((value, size))
+                logged.setdefault(name, []).append((value, places.samples))
         for name, entries in logged.items():
             samples = sum(len(value) * size for value, size in entries)
             mean = sum((value.sum() * size for value, size in entries), torch.zeros(())) / samples
@@ -405,24 +404,6 @@ def _seconds(
         optimizer.step()
         times.append(time.perf_counter() - begin)
     return times[1:]
-
-
-def _samples_of_each(batch: Any) -> int:
-    """Return the number of samples of each client in a stacked batch."""
-    leaves: list[Tensor] = []
-
-    def find(part: Any) -> None:
-        if isinstance(part, Tensor):
-            leaves.append(part)
-        elif isinstance(part, Mapping):
-            for value in part.values():
-                find(value)
-        elif isinstance(part, (list, tuple)):
-            for value in part:
-                find(value)
-
-    find(batch)
-    return next((leaf.shape[1] for leaf in leaves if leaf.ndim > 1), 1)
 
 
 _CAUSES: tuple[tuple[str, str], ...] = (

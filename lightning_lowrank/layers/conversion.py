@@ -6,13 +6,11 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -46,6 +44,7 @@ from lightning_lowrank.layers.modules import (
     combine,
     update_scale,
 )
+from lightning_lowrank.patterns import check_patterns, matches
 from lightning_lowrank.seeding import derive_seed
 
 __all__ = [
@@ -336,9 +335,10 @@ def convert(
     check_settings(**settings)
     layers = _survey(model, factorization)
     convertible = [layer for layer in layers if not layer.reason]
+    names = [name for layer in convertible for name in (layer.name, *layer.aliases)]
     for argument, patterns in {"include": include, "exclude": exclude, **sizes}.items():
         if isinstance(patterns, (Mapping, Sequence)):
-            _check_patterns(argument, patterns, convertible)
+            check_patterns(argument, patterns, names, "layer that can be converted")
     _select(convertible, include, exclude, skip)
     if role == "weight":
         _leave_constant_weights(convertible, init, init_scale)
@@ -630,7 +630,7 @@ class _Layer:
         return rank
 
     def matches(self, pattern: str) -> bool:
-        return any(_matches(pattern, name) for name in (self.name, *self.aliases))
+        return any(matches(pattern, name) for name in (self.name, *self.aliases))
 
     def first_match(self, argument: str, setting: _Number | Mapping[str, _Number]) -> _Number | None:
         """Look up this layer's value, giving it a reason to be left alone where no pattern matches."""
@@ -693,15 +693,6 @@ def _as_linear(weight: nn.Parameter, training: bool) -> nn.Linear:
     linear.register_parameter("bias", None)
     linear.training = training
     return linear
-
-
-def _matches(pattern: str, name: str) -> bool:
-    parts = name.split(".")
-    return any(
-        fnmatchcase(".".join(parts[start:stop]), pattern)
-        for start in range(len(parts))
-        for stop in range(start + 1, len(parts) + 1)
-    )
 
 
 def _check_size(
@@ -833,18 +824,6 @@ def _why_not(module: nn.Module, projection: str, factorization: Factorization) -
     if type(module) is not nn.MultiheadAttention:
         return f"{type(module).__name__} is not exactly nn.MultiheadAttention"
     return "its forward is replaced on the instance" if "forward" in vars(module) else ""
-
-
-def _check_patterns(argument: str, patterns: Iterable[str], convertible: list[_Layer]) -> None:
-    names = [name for layer in convertible for name in (layer.name, *layer.aliases)]
-    for pattern in patterns:
-        if not any(_matches(pattern, name) for name in names):
-            parts = dict.fromkeys(part for name in names for part in (name, *name.split(".")))
-            close = difflib.get_close_matches(pattern, list(parts), n=5, cutoff=0.5) or names[:5]
-            raise ValueError(
-                f"{argument} has {pattern!r}, which matches no layer that can be converted; close to it "
-                f"{'is' if len(close) == 1 else 'are'} {', '.join(close) or 'none'}."
-            )
 
 
 def _select(

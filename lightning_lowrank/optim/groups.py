@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterable, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,6 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from lightning_lowrank.optim.projected import ProjectedAdamW, ProjectedSGD, check_positive
+from lightning_lowrank.patterns import check_patterns, matches
 
 __all__ = ["projected_parameter_groups"]
 
@@ -86,10 +86,15 @@ def projected_parameter_groups(
                 unsuitable.add(parameter)
     suitable = {parameter: own for parameter, own in names.items() if parameter not in unsuitable}
     for argument, patterns in (("include", include), ("exclude", exclude)):
-        _check_patterns(argument, patterns or (), [name for own in suitable.values() for name in own])
+        suited = [name for own in suitable.values() for name in own]
+        modules = [name.rpartition(".")[0] for name in suited]
+        check_patterns(argument, patterns or (), suited, "parameter that can be projected", also=modules)
+
+    def means(patterns: Sequence[str], own: list[str]) -> bool:
+        return any(matches(pattern, name) for pattern in patterns for name in own)
 
     def chosen(own: list[str]) -> bool:
-        return (include is None or _any_matches(include, own)) and not _any_matches(exclude or (), own)
+        return (include is None or means(include, own)) and not means(exclude or (), own)
 
     projected = [parameter for parameter, own in suitable.items() if chosen(own)]
     if not projected:
@@ -106,23 +111,3 @@ def projected_parameter_groups(
         {"params": undecayed, "rank": None, "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
-
-
-def _any_matches(patterns: Iterable[str], names: Iterable[str]) -> bool:
-    runs: set[str] = set()
-    for name in names:
-        parts = name.split(".")
-        ends = range(1, len(parts) + 1)
-        runs.update(".".join(parts[start:stop]) for stop in ends for start in range(stop))
-    return any(fnmatchcase(run, pattern) for pattern in patterns for run in runs)
-
-
-def _check_patterns(argument: str, patterns: Iterable[str], names: Sequence[str]) -> None:
-    for pattern in patterns:
-        if not _any_matches([pattern], names):
-            parts = dict.fromkeys(part for name in names for part in (name, name.rpartition(".")[0], *name.split(".")))
-            close = difflib.get_close_matches(pattern, [part for part in parts if part], n=5, cutoff=0.5) or names[:5]
-            raise ValueError(
-                f"{argument} has {pattern!r}, which matches no parameter that can be projected; close to it "
-                f"{'is' if len(close) == 1 else 'are'} {', '.join(close) or 'none'}."
-            )

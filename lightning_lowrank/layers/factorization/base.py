@@ -119,20 +119,6 @@ class Factorization(ABC):
         """
 
     @abstractmethod
-    def ratio_for_rank(self, shape: Sequence[int], rank: int, half_frozen: HalfFrozen = False) -> float:
-        """Return the largest ratio for which :meth:`rank_for_ratio` gives ``rank`` (to rounding).
-
-        Args:
-            shape: The weight's shape.
-            rank: A rank that :meth:`check_rank` accepts.
-            half_frozen: Which factor is frozen, if any.
-
-        Raises:
-            ValueError: If the weight cannot have this rank, or a factor is to be frozen where the form is
-                not bilinear.
-        """
-
-    @abstractmethod
     def max_rank(self, shape: Sequence[int], half_frozen: HalfFrozen = False) -> int:
         """Return the rank at which the factors can express every weight.
 
@@ -211,6 +197,24 @@ class Factorization(ABC):
             rank: The rank.
             std: The standard deviation of the dense weight's numbers.
         """
+
+    def ratio_for_rank(self, shape: Sequence[int], rank: int, half_frozen: HalfFrozen = False) -> float:
+        """Return the largest ratio for which :meth:`rank_for_ratio` gives ``rank`` (to rounding).
+
+        By default the share that the trained factors hold, as it is where :meth:`rank_for_ratio` gives the
+        smallest rank that holds the ratio.
+
+        Args:
+            shape: The weight's shape.
+            rank: A rank that :meth:`check_rank` accepts.
+            half_frozen: Which factor is frozen, if any.
+
+        Raises:
+            ValueError: If the weight cannot have this rank, or a factor is to be frozen where the form is
+                not bilinear.
+        """
+        self.check_rank(shape, rank, half_frozen)
+        return self.trained_numbers(shape, rank, half_frozen) / math.prod(shape)
 
     def factor_names(self, shape: Sequence[int]) -> tuple[str, ...]:
         """Return the names of the factors, in the order of :meth:`factor_shapes`.

@@ -117,11 +117,6 @@ class MatrixProduct(Factorization):
         rank = max(1, ceil(ratio * rows * columns / sides[frozen_factor(half_frozen)]))
         return self._rank_within_max(shape, rank, ratio, half_frozen)
 
-    @override
-    def ratio_for_rank(self, shape: Sequence[int], rank: int, half_frozen: HalfFrozen = False) -> float:
-        self.check_rank(shape, rank, half_frozen)
-        return self.trained_numbers(shape, rank, half_frozen) / math.prod(shape)
-
     def max_rank(self, shape: Sequence[int], half_frozen: HalfFrozen = False) -> int:
         """Return the smaller side of the matrix, or the side of the frozen factor.
 

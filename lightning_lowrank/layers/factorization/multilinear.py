@@ -298,11 +298,6 @@ class Hadamard(Factorization):
         rank = max(1, ceil(2 * half / (linear + math.sqrt(linear**2 + 4 * square * half))))
         return self._rank_within_max(shape, rank, ratio, half_frozen)
 
-    @override
-    def ratio_for_rank(self, shape: Sequence[int], rank: int, half_frozen: HalfFrozen = False) -> float:
-        self.check_rank(shape, rank, half_frozen)
-        return self.trained_numbers(shape, rank, half_frozen) / math.prod(shape)
-
     def max_rank(self, shape: Sequence[int], half_frozen: HalfFrozen = False) -> int:
         """Return the rank at which one of the two weights can be any weight, the other being all ones.
 
