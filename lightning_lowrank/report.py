@@ -237,7 +237,8 @@ def report(
         each: Show runs that differ only in the seed one by one.
 
     Returns:
-        The files written. ``bytes.png`` is missing where no run logged ``comm/total_bytes``.
+        The files written. ``bytes.png`` is missing where no run logged ``comm/total_bytes``, and ``convergence.png``,
+        the constants of `ConvergenceMonitor`, where none logged these.
 
     Raises:
         MisconfigurationException: If a path holds no run, or no run logged ``metric``.
@@ -270,6 +271,8 @@ def report(
     by_bytes = {name: _curve(group, "comm/total_bytes", metric) for name, group in zip(names, groups, strict=True)}
     if any(by_bytes.values()):
         written.append(_plot(by_bytes, "bytes sent up and down", metric, output / "bytes.png", in_bytes=True))
+    if any(run.series("convergence/R") for run in runs):
+        written.append(_plot_convergence(groups, names, output / "convergence.png"))
     _print_line(console, f"wrote {', '.join(str(path) for path in written)}")
     return written
 
@@ -368,10 +371,39 @@ def _plot(
     in_bytes: bool = False,
 ) -> Path:
     from matplotlib.figure import Figure
-    from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
+    _draw(axes, curves, x_label, y_label, in_bytes)
+    if len(curves) <= _LEGEND_INSIDE:
+        axes.legend(fontsize=11, frameon=False)
+    else:
+        figure.legend(fontsize=9, frameon=False, loc="outside right upper")
+    figure.savefig(path, dpi=150)
+    return path
+
+
+def _plot_convergence(groups: Sequence[Sequence[Run]], names: Sequence[str], path: Path) -> Path:
+    """Draw the constants that `ConvergenceMonitor` logged, one beside the other."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(14, 4.5), layout="constrained")
+    for axes, constant in zip(figure.subplots(1, 3), ("R", "P", "Q"), strict=True):
+        metric = f"convergence/{constant}"
+        curves = {name: _curve(group, None, metric) for name, group in zip(names, groups, strict=True)}
+        _draw(axes, curves, "round", metric)
+        if any(point.y > 0 for points in curves.values() for point in points):
+            axes.set_yscale("log")
+        if constant == "R":
+            handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, fontsize=9, frameon=False, loc="outside right upper")
+    figure.savefig(path, dpi=150)
+    return path
+
+
+def _draw(axes: Any, curves: Mapping[str, Sequence[Point]], x_label: str, y_label: str, in_bytes: bool = False) -> None:
+    from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
+
     styles = ("-", "--", ":", "-.")
     for number, (name, points) in enumerate(curves.items()):
         if points:
@@ -397,9 +429,3 @@ def _plot(
     axes.tick_params(labelsize=11)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    if len(curves) <= _LEGEND_INSIDE:
-        axes.legend(fontsize=11, frameon=False)
-    else:
-        figure.legend(fontsize=9, frameon=False, loc="outside right upper")
-    figure.savefig(path, dpi=150)
-    return path

@@ -303,6 +303,20 @@ def test_personal_figures_have_columns_where_they_were_logged(tmp_path):
     assert [column for column in row if column.startswith("personal")] == ["personal worst10", "personal std"]
 
 
+def test_the_constants_of_convergence_are_drawn_where_they_were_logged(tmp_path):
+    constants = {"convergence/R": 3.0, "convergence/P": 2.0, "convergence/Q": 0.0}
+    write_run(tmp_path / "runs" / "products", rows_of([0.5, 0.6], 1, 1, **constants))
+    write_run(tmp_path / "runs" / "sums", rows_of([0.5, 0.6], 1, 1, **{**constants, "convergence/R": 30.0}))
+    make_report([tmp_path / "runs"], tmp_path / "both")
+    make_report([tmp_path / "runs" / "products"], tmp_path / "one")
+    both, one = picture(tmp_path / "both" / "convergence.png"), picture(tmp_path / "one" / "convergence.png")
+    assert both.shape != one.shape or not np.array_equal(both, one)
+    assert (one < 1).any()
+    write_run(tmp_path / "other", rows_of([0.5], 1, 1))
+    make_report([tmp_path / "other"], tmp_path / "none")
+    assert not (tmp_path / "none" / "convergence.png").exists()
+
+
 def test_personal_figures_of_several_seeds(tmp_path):
     for seed in (0, 1):
         more = {name: value + seed / 10 for name, value in PERSONAL.items()}

@@ -1,5 +1,6 @@
 """Aggregation-broadcast operators for LoRA: from the clients' factors to those that each client receives."""
 
+from lightning_lowrank.aggregation.adapters import Adapter, find_adapters
 from lightning_lowrank.aggregation.averaging import FFA, RBLA, FedSA, LoRAA2, ProductSum, RoLoRA, ZeroPadding
 from lightning_lowrank.aggregation.clustering import FedInc
 from lightning_lowrank.aggregation.convergence import ConvergenceConstants, convergence_constants
@@ -11,6 +12,7 @@ from lightning_lowrank.aggregation.svd import Method, Split, svd_of_mean
 __all__ = [
     "FFA",
     "RBLA",
+    "Adapter",
     "Broadcast",
     "CoLR",
     "ConvergenceConstants",
@@ -30,6 +32,7 @@ __all__ = [
     "SumProduct",
     "ZeroPadding",
     "convergence_constants",
+    "find_adapters",
     "inner_products",
     "normalised_weights",
     "registered_operators",

@@ -6,6 +6,7 @@ from lightning_lowrank.algorithms.fedavg import FedAvg
 from lightning_lowrank.algorithms.fedbat import FedBAT
 from lightning_lowrank.algorithms.fedbn import FedBN, FedPer
 from lightning_lowrank.algorithms.fedhm import FedHM
+from lightning_lowrank.algorithms.fedlora import FedLoRA
 from lightning_lowrank.algorithms.fedmud import FedMUD
 from lightning_lowrank.algorithms.fednova import FedNova
 from lightning_lowrank.algorithms.fedprox import FedProx
@@ -30,6 +31,7 @@ __all__ = [
     "FedBAT",
     "FedBN",
     "FedHM",
+    "FedLoRA",
     "FedMUD",
     "FedNova",
     "FedPer",

@@ -171,6 +171,8 @@ class LowRankLayer(nn.Module):
         half_frozen: Which factor is frozen; ``True`` means ``"U"``.
         init_scale: The ``a`` of the uniform draws U(−a, a) of :meth:`reset_factors`.
         zero_factors: The factors that :meth:`reset_factors` sets to zero.
+        alpha: LoRA's α, if there is one.
+        rank_stabilized: Whether α is divided by √rank.
         scale: What the update is multiplied by.
         dropout: Probability with which an input number is left out of the update in training.
         compute: ``"auto"``, ``"dense"`` or ``"contracted"``.
@@ -197,6 +199,8 @@ class LowRankLayer(nn.Module):
     half_frozen: HalfFrozen
     init_scale: float
     zero_factors: tuple[str, ...]
+    alpha: float | None
+    rank_stabilized: bool
     scale: float
     dropout: float
     compute: Compute
@@ -327,7 +331,8 @@ class LowRankLayer(nn.Module):
         layer.role = role
         layer.decouple = decouple
         layer.half_frozen = half_frozen
-        layer.scale = update_scale(rank, alpha, rank_stabilized)
+        layer.alpha, layer.rank_stabilized = alpha, rank_stabilized
+        layer.scale = layer.scale_at(rank)
         layer.dropout = dropout
         layer.compute = compute
         layer.active = "both"
@@ -397,6 +402,14 @@ class LowRankLayer(nn.Module):
         if self.role == "update":
             return self.frozen_weight + self.update()
         return self.update()
+
+    def scale_at(self, rank: int) -> float:
+        """Return what the update would be multiplied by if its factors had another rank.
+
+        Args:
+            rank: The rank.
+        """
+        return update_scale(rank, self.alpha, self.rank_stabilized)
 
     def update(self, factors: Mapping[str, Tensor] | None = None) -> Tensor:
         """Compose the factors into a dense tensor of the weight's shape, without the frozen weight.

@@ -14,7 +14,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_lowrank import BlockKronecker, Ensemble, FromIndices, LowRank, MatrixProduct, ProjectedSGD, algorithms
+from lightning_lowrank import (
+    BlockKronecker,
+    Ensemble,
+    FromIndices,
+    LowRank,
+    MatrixProduct,
+    ProjectedSGD,
+    aggregation,
+    algorithms,
+)
 from lightning_lowrank.federated import Algorithm
 from tests.helpers import network
 
@@ -25,8 +34,9 @@ LOW_RANK: dict[str, Callable[[], LowRank] | None] = {
     "decoupled blocks": partial(LowRank, BlockKronecker(), ratio=0.4, decouple=True, skip=["last"], summary=False),
     "half-frozen": partial(LowRank, MatrixProduct(), rank=2, half_frozen=True, summary=False),
 }
-# A form that one method asks for; the others need not say whether they work with it.
+# Forms that one method asks for; the others need not say whether they work with them.
 FORMS = tuple(LOW_RANK)
+LOW_RANK["lora"] = partial(LowRank, MatrixProduct(), rank=2, alpha=2, init="lora", summary=False)
 LOW_RANK["trained base"] = partial(LowRank, MatrixProduct(), rank_ratio=0.25, train_base=True, summary=False)
 PLAIN = partial(torch.optim.SGD, lr=0.1)
 MOMENTUM = partial(torch.optim.SGD, lr=0.03, momentum=0.7)
@@ -194,4 +204,57 @@ METHODS: dict[str, Method] = {
         not_so="its global model is made of factors",
         traffic=False,
     ),
+}
+
+
+def fedlora(operator: Callable[[], aggregation.Operator], **differences: Any) -> Method:
+    """Return the entry of `FedLoRA` with an operator."""
+    return Method(
+        **{
+            "make": lambda: algorithms.FedLoRA(operator()),
+            "forms": ("lora", "update"),
+            "refusal": "LoRA",
+            "traffic": False,
+            **differences,
+        }
+    )
+
+
+FROM_ZERO = {"forms": ("lora",), "refusal": "LoRA|nothing would ever change"}
+METHODS |= {
+    "FedLoRA-ProductSum": fedlora(aggregation.ProductSum, traffic=True),
+    "FedLoRA-RBLA": fedlora(
+        aggregation.RBLA,
+        make=lambda: algorithms.FedLoRA(aggregation.RBLA(), levels=(1.0, 0.5)),
+        plain=1e-5,
+        identical=None,
+        not_so="clients have different ranks",
+    ),
+    "FedLoRA-ZeroPadding": fedlora(aggregation.ZeroPadding, traffic=True),
+    "FedLoRA-SumProduct": fedlora(
+        aggregation.SumProduct,
+        make=lambda: algorithms.FedLoRA(aggregation.SumProduct(), levels=(1.0, 0.5)),
+        identical=None,
+        not_so="clients have different ranks",
+    ),
+    "FedLoRA-FLoRA": fedlora(
+        aggregation.FLoRA, plain=None, not_so="rounds begin with factors drawn by the server's seed"
+    ),
+    "FedLoRA-FFA": fedlora(aggregation.FFA, **FROM_ZERO, plain=None, not_so="A is not trained"),
+    "FedLoRA-RoLoRA": fedlora(
+        aggregation.RoLoRA, **FROM_ZERO, plain=None, not_so="A is not trained in the first round"
+    ),
+    "FedLoRA-FedSA": fedlora(aggregation.FedSA, plain=None, not_so="B stays with the client"),
+    "FedLoRA-FedEx": fedlora(aggregation.FedEx),
+    "FedLoRA-LoRAFair": fedlora(aggregation.LoRAFair),
+    "FedLoRA-CoLR": fedlora(aggregation.CoLR, plain=None, not_so="one factor is drawn", learns={"max_epochs": 20}),
+    "FedLoRA-LoRAA2": fedlora(
+        aggregation.LoRAA2,
+        **FROM_ZERO,
+        make=lambda: algorithms.FedLoRA(aggregation.LoRAA2(), upload_ranks=(3, 2)),
+        plain=None,
+        identical=None,
+        not_so="its clients upload some of the ranks",
+    ),
+    "FedLoRA-FedInc": fedlora(aggregation.FedInc),
 }

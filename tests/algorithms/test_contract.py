@@ -21,13 +21,18 @@ from lightning_lowrank.inspection import inspect_run
 from tests.algorithms.methods import FORMS, LOW_RANK, METHODS
 from tests.helpers import Data, Module, assert_same, blobs, fit, trainer, weights
 
-# Every day, FedAvg and FedMUD in all forms, and the others in the first that they work with.
+# Every day, FedAvg and FedMUD in all forms, and the others in the first that they work with; of FedLoRA's operators,
+# which have tests of their own, two.
+OFTEN = {"FedLoRA-SumProduct", "FedLoRA-FLoRA"}
 CASES = [
     pytest.param(
         name,
         form,
         id=f"{name}-{form}",
-        marks=() if name in ("FedAvg", "FedMUD") or form == METHODS[name].forms[0] else pytest.mark.slow,
+        marks=()
+        if name in ("FedAvg", "FedMUD")
+        or (form == METHODS[name].forms[0] and (name in OFTEN or not name.startswith("FedLoRA")))
+        else pytest.mark.slow,
     )
     for name, form in itertools.product(METHODS, LOW_RANK)
     if form in METHODS[name].forms

@@ -1,0 +1,261 @@
+"""A module's LoRA adapters as pairs of factors: what `FedLoRA` and the PEFT formats read and write.
+
+An adapter is a low-rank layer of this package or a layer that PEFT wrapped. Either way its factors are parameters of
+the module with names of their own; here they become `LowRankPair`s of one orientation, ``[outputs, inputs]``, and back.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lightning_lowrank.aggregation.pairs import LowRankPair, padded
+from lightning_lowrank.layers import LowRankLayer, MatrixProduct, low_rank_layers
+
+__all__ = ["Adapter", "find_adapters"]
+
+Name = Literal["B", "A"]
+
+
+class Adapter(ABC):
+    """One layer's LoRA factors in a module.
+
+    Args:
+        name: The layer's name in the module.
+        parameters: The names of the module's parameters that hold ``B`` and ``A``.
+        rank: Their rank.
+        shape: ``(m, n)``, outputs and inputs of the weight as a matrix.
+    """
+
+    def __init__(self, name: str, parameters: Mapping[Name, str], rank: int, shape: tuple[int, int]) -> None:
+        self.name = name
+        self.parameters = dict(parameters)
+        self.rank = rank
+        self.shape = shape
+
+    @property
+    @abstractmethod
+    def scaling(self) -> float:
+        """What the layer multiplies the product of its factors with; may be set."""
+
+    @scaling.setter
+    @abstractmethod
+    def scaling(self, value: float) -> None: ...
+
+    @abstractmethod
+    def scaling_at(self, rank: int) -> float:
+        """Return the scaling of an adapter of another rank with the same α."""
+
+    @abstractmethod
+    def matrix(self, name: Name, value: Tensor) -> Tensor:
+        """Return a factor as `LowRankPair` has it, a view of the parameter's value or part of it."""
+
+    @abstractmethod
+    def value(self, name: Name, matrix: Tensor) -> Tensor:
+        """Return what `matrix` was made from."""
+
+    @abstractmethod
+    def fold(self, change: LowRankPair) -> None:
+        """Add a change, of any rank, to the base weight."""
+
+    def slots(self, name: Name, value: Tensor, rank: int) -> Tensor:
+        """Return the first slots of a factor, ``rank`` of them, in the parameter's own orientation."""
+        if rank == self.rank:
+            return value
+        return self.value(name, self.matrix(name, value).narrow(1 if name == "B" else 0, 0, rank))
+
+    def pair(self, tensors: Mapping[str, Tensor], rank: int, scaling: float) -> LowRankPair:
+        """Return the pair of the first slots from tensors by the parameters' names."""
+        left, right = (self.matrix(name, tensors[self.parameters[name]]) for name in ("B", "A"))
+        return LowRankPair(left[:, :rank], right[:rank], scaling)
+
+    def tensors(self, pair: LowRankPair, scaling: float) -> dict[str, Tensor]:
+        """Return a pair's factors by the parameters' names, for a scaling, filled with zeros to the adapter's rank."""
+        left = pair.B if pair.scaling == scaling else (pair.B.double() * (pair.scaling / scaling)).to(pair.B.dtype)
+        return {
+            self.parameters["B"]: self.value("B", padded(left, self.rank, 1)).contiguous(),
+            self.parameters["A"]: self.value("A", padded(pair.A, self.rank, 0)).contiguous(),
+        }
+
+
+class _LayerAdapter(Adapter):
+    """A low-rank layer of this package."""
+
+    def __init__(self, name: str, layers: list[LowRankLayer]) -> None:
+        first = layers[0]
+        self._layers = layers
+        self._factors: dict[Name, str] = {"B": "V", "A": "U"} if first.first_is_input else {"B": "U", "A": "V"}
+        rows = {factor: len(value) for factor, value in first.factors.items()}
+        super().__init__(
+            name,
+            {which: f"{name}.factors.{factor}" for which, factor in self._factors.items()},
+            first.rank,
+            (rows[self._factors["B"]], rows[self._factors["A"]]),
+        )
+
+    @property
+    def scaling(self) -> float:
+        return self._layers[0].scale
+
+    @scaling.setter
+    def scaling(self, value: float) -> None:
+        for layer in self._layers:
+            layer.scale = value
+
+    def scaling_at(self, rank: int) -> float:
+        return self._layers[0].scale_at(rank)
+
+    def matrix(self, name: Name, value: Tensor) -> Tensor:
+        return value if name == "B" else value.T
+
+    def value(self, name: Name, matrix: Tensor) -> Tensor:
+        return matrix if name == "B" else matrix.T
+
+    @torch.no_grad()
+    def fold(self, change: LowRankPair) -> None:
+        layer = self._layers[0]
+        ratio = change.scaling / layer.scale
+        left = (change.B.double() * ratio).to(change.B.dtype) if ratio != 1 else change.B
+        layer.fold({self._factors["B"]: left, self._factors["A"]: change.A.T})
+
+
+class _PeftAdapter(Adapter):
+    """A layer that PEFT wrapped: ``lora_A`` and ``lora_B`` of a linear layer, convolution or embedding."""
+
+    def __init__(self, name: str, layer: Any, adapter: str) -> None:
+        self._layer, self._adapter = layer, adapter
+        self._embedding = adapter in layer.lora_embedding_A
+        prefix = "lora_embedding_" if self._embedding else "lora_"
+        suffix = adapter if self._embedding else f"{adapter}.weight"
+        factors = {which: getattr(layer, f"{prefix}{which}")[adapter] for which in ("B", "A")}
+        tensors = {which: value if self._embedding else value.weight for which, value in factors.items()}
+        self._shapes = {which: tuple(value.shape) for which, value in tensors.items()}
+        super().__init__(
+            name,
+            {"B": f"{name}.{prefix}B.{suffix}", "A": f"{name}.{prefix}A.{suffix}"},
+            layer.r[adapter],
+            (self._shapes["B"][0], tensors["A"][0].numel()),
+        )
+
+    @property
+    def scaling(self) -> float:
+        return self._layer.scaling[self._adapter]
+
+    @scaling.setter
+    def scaling(self, value: float) -> None:
+        self._layer.scaling[self._adapter] = value
+
+    def scaling_at(self, rank: int) -> float:
+        # PEFT keeps no record of how it came from α, but for rsLoRA.
+        stabilized = self._layer.use_rslora[self._adapter]
+        ratio = self.rank / rank
+        return self._full_scaling * (ratio**0.5 if stabilized else ratio)
+
+    @property
+    def _full_scaling(self) -> float:
+        alpha = self._layer.lora_alpha[self._adapter]
+        return alpha / (self.rank**0.5 if self._layer.use_rslora[self._adapter] else self.rank)
+
+    def matrix(self, name: Name, value: Tensor) -> Tensor:
+        return value.flatten(1)
+
+    def value(self, name: Name, matrix: Tensor) -> Tensor:
+        rows = matrix.shape[0]
+        return matrix.reshape(rows, -1, *self._shapes[name][2:]) if len(self._shapes[name]) > 2 else matrix
+
+    @torch.no_grad()
+    def fold(self, change: LowRankPair) -> None:
+        weight = self._layer.get_base_layer().weight
+        product = change.product().to(weight.dtype)
+        stored_by_input = self._embedding or getattr(self._layer, "fan_in_fan_out", False)
+        weight.add_((product.T if stored_by_input else product).reshape(weight.shape))
+
+
+def find_adapters(module: nn.Module, adapter: str | None = None) -> dict[str, Adapter]:
+    """Return a module's LoRA adapters by the names of their layers.
+
+    Args:
+        module: A module with low-rank layers of role ``"update"`` and a `MatrixProduct`, or one that holds a model that
+            PEFT wrapped with LoRA.
+        adapter: The name of PEFT's adapter. By default the active one.
+
+    Raises:
+        ValueError: If a layer's factors are no LoRA pair (another role or factorization, decoupled or half frozen
+            factors, a trained base; DoRA, a bias of its own, several active adapters, a quantised or grouped base), or
+            there is no adapter of that name.
+
+    Example:
+        >>> from lightning_lowrank.layers import MatrixProduct, convert
+        >>> model = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3))
+        >>> _ = convert(model, MatrixProduct(), rank=1, init="lora", allow_larger=True)
+        >>> {name: (found.shape, found.parameters["B"]) for name, found in find_adapters(model).items()}
+        {'0': ((4, 6), '0.factors.U'), '2': ((3, 4), '2.factors.U')}
+    """
+    found: dict[str, Adapter] = {}
+    for name, layer in low_rank_layers(module, tied=False):
+        reason = _why_no_pair(layer)
+        if reason:
+            raise ValueError(f"layer {name!r} holds no LoRA factors: {reason}.")
+        tied = [other for _, other in low_rank_layers(module) if other.factors is layer.factors]
+        found[name] = _LayerAdapter(name, tied)
+    wrapped = dict(_peft_layers(module))
+    if not wrapped:
+        if adapter is not None:
+            raise ValueError(f"adapter is {adapter!r}, and the module holds no model that PEFT wrapped.")
+        return found
+    for name, layer in wrapped.items():
+        existing = [*layer.lora_A, *layer.lora_embedding_A]
+        if adapter is not None and adapter not in existing:
+            raise ValueError(f"adapter is {adapter!r}, and layer {name!r} has {', '.join(map(repr, existing))}.")
+        chosen = layer.active_adapters if adapter is None else [adapter]
+        reason = _why_not_plain(layer, chosen)
+        if reason:
+            raise ValueError(f"PEFT's layer {name!r} cannot be aggregated: {reason}.")
+        found[name] = _PeftAdapter(name, layer, chosen[0])
+    return found
+
+
+def _why_no_pair(layer: LowRankLayer) -> str:
+    if layer.role != "update":
+        return f"its role is {layer.role!r}, and LoRA's is 'update'"
+    if not isinstance(layer.factorization, MatrixProduct):
+        return f"its factorization is {layer.factorization!r}, and LoRA's is MatrixProduct()"
+    if layer.decouple or layer.half_frozen:
+        return "its factors are decoupled or half frozen; leave decouple and half_frozen out"
+    if layer.frozen_weight.requires_grad:
+        return "its weight is trained as well; leave train_base out"
+    return ""
+
+
+def _peft_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    # A PEFT layer is told by its structure: PEFT itself need not be installed for modules without one.
+    for name, layer in module.named_modules():
+        if hasattr(layer, "lora_A") and hasattr(layer, "lora_embedding_A") and hasattr(layer, "get_base_layer"):
+            yield name, layer
+
+
+def _why_not_plain(layer: Any, chosen: list[str]) -> str:
+    if len(chosen) != 1:
+        return f"its active adapters are {chosen}; set one active, or name one"
+    (adapter,) = chosen
+    if adapter not in layer.lora_A and adapter not in layer.lora_embedding_A:
+        return f"it has no factors of the adapter {adapter!r}"
+    if getattr(layer, "use_dora", {}).get(adapter):
+        return "it uses DoRA, whose magnitudes are no factors"
+    if getattr(layer, "lora_bias", {}).get(adapter):
+        return "its adapter has a bias of its own"
+    if layer.merged:
+        return "its adapter is merged into the base weight; call unmerge_adapter()"
+    base = layer.get_base_layer()
+    weight = getattr(base, "weight", None)
+    if weight is None or not weight.is_floating_point():
+        return "its base weight is quantised or missing"
+    if getattr(base, "groups", 1) != 1:
+        return "it is a convolution with groups"
+    if isinstance(base, nn.MultiheadAttention):
+        return "it wraps nn.MultiheadAttention; use LowRank, which converts the projections one by one"
+    return ""

@@ -1,0 +1,117 @@
+"""`ConvergenceMonitor` logs what the theory of aggregation-broadcast operators says of a run while it goes on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_lowrank.aggregation import ConvergenceConstants, convergence_constants
+from lightning_lowrank.algorithms.fedlora import AggregatedRound, FedLoRA
+from lightning_lowrank.federated._lightning import log_figures
+from lightning_lowrank.federated.loop import FederatedLoop
+
+
+class ConvergenceMonitor(Callback):
+    r"""Log, in each round of `FedLoRA`, how far its operator is from the conditions under which it converges.
+
+    Chen et al. (ABO, Definitions 2 and 3) prove convergence where the distances from what clients receive to what they
+    trained stay within constants times the squared learning rate: the weak condition
+    :math:`\operatorname{mean}_i \lVert P Q - B_i A_i \rVert_F^2 \le R^2 \eta^2`, or the strong one,
+    :math:`\operatorname{mean}_i \lVert P - B_i \rVert_F^2 \le P^2 \eta^2` and
+    :math:`\operatorname{mean}_i \lVert Q - A_i \rVert_F^2 \le Q^2 \eta^2`. Logged are, by round:
+
+    - ``convergence/R``, ``convergence/P``, ``convergence/Q``: the smallest constants for which they hold;
+    - ``convergence/R_gap``, ``convergence/P_gap``, ``convergence/Q_gap``: how much of that is the operator's doing,
+      against the common factors for which each is smallest (the mean of products; the means of factors). Negative
+      where clients receive what is nearer to their own than anything common;
+    - ``convergence/aggregation_error``: :math:`\lVert E - \operatorname{mean}_i s B_i A_i \rVert_F` of the server's
+      effective update :math:`E`, and ``convergence/broadcast_error``: the same of what clients receive, as a root
+      mean square.
+
+    Clients are weighted as in the aggregation. Squares are summed over layers; with ``per_layer`` each layer's own
+    stand under ``convergence/R/<layer>`` and so on. :math:`\eta` is the learning rate of the optimizer that trains the
+    factors, the largest where groups differ. The cost is that of one pass over the factors, and the effective
+    updates are never built. ``lightning-lowrank report`` plots the constants.
+
+    Args:
+        per_layer: Log each layer's constants too.
+
+    Raises:
+        MisconfigurationException: If there is no `FederatedLoop` with `FedLoRA` in the trainer's callbacks.
+
+    Example:
+        >>> from lightning_lowrank import ConvergenceMonitor, FederatedLoop, FedLoRA, LowRank, MatrixProduct, ProductSum
+        >>> callbacks = [
+        ...     LowRank(MatrixProduct(), rank=8, init="lora"),
+        ...     FederatedLoop(FedLoRA(ProductSum()), clients=10),
+        ...     ConvergenceMonitor(),
+        ... ]
+    """
+
+    def __init__(self, per_layer: bool = True) -> None:
+        self.per_layer = per_layer
+        self._trainer: pl.Trainer | None = None
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Ask the algorithm to show its aggregations."""
+        self._trainer = trainer
+        algorithm = self._algorithm(trainer)
+        if self._observe not in algorithm.observers:
+            algorithm.observers.append(self._observe)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Ask for no more."""
+        if self._trainer is not None:
+            self._algorithm(trainer).observers.remove(self._observe)
+            self._trainer = None
+
+    @staticmethod
+    def _algorithm(trainer: pl.Trainer) -> FedLoRA:
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, FederatedLoop) and isinstance(callback.algorithm, FedLoRA):
+                return callback.algorithm
+        raise MisconfigurationException(
+            "ConvergenceMonitor measures FedLoRA's aggregations, and the trainer's callbacks have no"
+            " FederatedLoop(FedLoRA(...))."
+        )
+
+    def _observe(self, aggregated: AggregatedRound) -> None:
+        assert self._trainer is not None
+        found = {
+            layer: convergence_constants([pairs[layer] for pairs in aggregated.pairs], broadcast, aggregated.weights)
+            for layer, broadcast in aggregated.broadcasts.items()
+        }
+        rate = max(
+            group["lr"]
+            for optimizer in self._trainer.optimizers
+            for group in optimizer.param_groups
+            if any(parameter.requires_grad for parameter in group["params"])
+        )
+        logged = {f"convergence/{name}": value for name, value in _figures(list(found.values()), float(rate)).items()}
+        if self.per_layer:
+            for layer, constants in found.items():
+                own = _figures([constants], float(rate))
+                logged.update({f"convergence/{name}/{layer}": value for name, value in own.items()})
+        log_figures(self._trainer, logged)
+
+
+def _figures(layers: Sequence[ConvergenceConstants], rate: float) -> dict[str, float]:
+    """Return the figures of some layers together."""
+
+    def norm(name: str, minus: str | None = None) -> float:
+        total = sum(getattr(each, name) - (getattr(each, minus) if minus else 0) for each in layers)
+        return math.sqrt(max(total, 0.0))
+
+    figures = {}
+    for constant, name in (("R", "weak"), ("P", "strong_B"), ("Q", "strong_A")):
+        distance = norm(name)
+        # A constant times a learning rate that a schedule has brought to zero says nothing.
+        figures[constant] = distance / rate if rate else math.nan
+        figures[f"{constant}_gap"] = (distance - norm(name, f"{name}_gap")) / rate if rate else math.nan
+    for name in ("aggregation_error", "broadcast_error"):
+        figures[name] = math.sqrt(sum(getattr(each, name) ** 2 for each in layers))
+    return figures

@@ -1,0 +1,377 @@
+"""FedLoRA's rounds: what crosses the wire, and the effective weights against the operators' formulas with matrices."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from lightning_lowrank import (
+    FFA,
+    RBLA,
+    CoLR,
+    FedAvg,
+    FederatedLoop,
+    FedEx,
+    FedInc,
+    FedLoRA,
+    FedSA,
+    FLoRA,
+    FromIndices,
+    LoRAA2,
+    LowRank,
+    MatrixProduct,
+    ProductSum,
+    RoLoRA,
+    SumProduct,
+    ZeroPadding,
+)
+from lightning_lowrank.layers import low_rank_layers
+from tests.helpers import Data, Module, assert_same, blobs, fit, network, trainer, weights
+
+CLIENTS = [list(range(40)), list(range(40, 60)), list(range(60, 103))]
+SIZES = torch.tensor([len(indices) for indices in CLIENTS], dtype=torch.float64)
+DOUBLE = {"precision": "64-true", "limit_val_batches": 0}
+LORA = {"alpha": 4.0, "init": "lora", "summary": False, "allow_larger": True}
+
+
+class Wire(Callback):
+    """Records what crosses the wire by round and client, and the base weights and global state around each round."""
+
+    def __init__(self, loop):
+        self.down, self.up, self.effective = {}, {}, []
+        algorithm = loop.algorithm
+        broadcast, end = algorithm.broadcast, algorithm.end
+
+        def watched_broadcast(server, client):
+            payload = broadcast(server, client)
+            self.down[server.round, client.id] = {name: value.clone() for name, value in payload.tensors.items()}
+            return payload
+
+        def watched_end(server, client, model):
+            payload = end(server, client, model)
+            self.up[server.round, client.id] = {name: value.clone() for name, value in payload.tensors.items()}
+            return payload
+
+        algorithm.broadcast, algorithm.end = watched_broadcast, watched_end
+
+    def on_train_start(self, trainer, pl_module):
+        self.effective.append(effective(pl_module))
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.effective.append(effective(pl_module))
+
+
+def effective(module):
+    return {name: layer.weight.detach().double().clone() for name, layer in low_rank_layers(module)}
+
+
+def federate(tmp_path, algorithm, lowrank=None, rank=3, data=None, rounds=3, optimizer=None, **arguments):
+    double = torch.utils.data.TensorDataset(blobs().tensors[0].double(), blobs().tensors[1])
+    loop = FederatedLoop(algorithm, partition=FromIndices(CLIENTS), summary=False, **arguments)
+    wire = Wire(loop)
+    seen = []
+    if isinstance(algorithm, FedLoRA):
+        algorithm.observers.append(seen.append)
+    module = Module(network(), **({} if optimizer is None else {"optimizer": optimizer}))
+    low_rank = LowRank(MatrixProduct(), rank=rank, **{**LORA, **(lowrank or {})})
+    fit(trainer(tmp_path, low_rank, loop, wire, max_epochs=rounds, **DOUBLE), module, Data(double))
+    return module, loop, wire, seen
+
+
+def test_product_sum_is_federated_averaging_of_factors(tmp_path):
+    ours, loop, _, _ = federate(tmp_path, FedLoRA(ProductSum()))
+    plain, twin, _, _ = federate(tmp_path, FedAvg())
+    for name, value in weights(plain).items():
+        torch.testing.assert_close(weights(ours)[name], value, rtol=1e-12, atol=1e-12)
+    assert loop.ledger.state_dict() == twin.ledger.state_dict()
+
+
+@pytest.mark.parametrize("operator", [FLoRA, SumProduct, CoLR, FFA, RoLoRA])
+def test_global_update_is_the_mean_of_the_clients_updates(tmp_path, operator):
+    # At full rank SumProduct's truncation loses nothing.
+    rank = {"net.0": 6, "net.2": 16, "net.4": 4} if operator is SumProduct else 3
+    _, _, wire, seen = federate(tmp_path, FedLoRA(operator()), rank=rank)
+    assert len(seen) == 3
+    for before, after, aggregated in zip(wire.effective, wire.effective[1:], seen, strict=False):
+        for layer in before:
+            # Where pairs carry on, all that has been learned so far is in them.
+            base = before[layer] if operator().redraws else wire.effective[0][layer]
+            mean = mean_update(aggregated, layer)
+            torch.testing.assert_close(after[layer], base + mean, rtol=1e-9, atol=1e-9)
+            assert (after[layer] - before[layer]).abs().max() > 1e-6
+
+
+def mean_update(aggregated, layer):
+    pairs = [pairs[layer] for pairs in aggregated.pairs]
+    products = [pair.scaling * pair.B.double() @ pair.A.double() for pair in pairs]
+    return sum(size * product for size, product in zip(SIZES / SIZES.sum(), products, strict=True))
+
+
+def test_fed_ex_is_exact_though_its_base_moves(tmp_path):
+    module, _, wire, seen = federate(tmp_path, FedLoRA(FedEx()))
+    for name, layer in low_rank_layers(module):
+        change = seen[-1].broadcasts[name].change
+        base = layer.frozen_weight.detach() - change.scaling * change.B @ change.A
+        torch.testing.assert_close(wire.effective[-1][name], base + mean_update(seen[-1], name), rtol=1e-9, atol=1e-9)
+        assert (change.B @ change.A).abs().max() > 1e-9
+
+
+def test_only_what_moves_is_sent(tmp_path):
+    factors = {f"net.{layer}.factors.{name}" for layer in (0, 2, 4) for name in "UV"}
+    left, right = ({name for name in factors if name.endswith(letter)} for letter in "UV")
+    rest = {f"net.{layer}.bias" for layer in (0, 2, 4)}
+    changes = {f"net.{layer}.change.{name}" for layer in (0, 2, 4) for name in "BA"}
+    left_changes = {name for name in changes if name.endswith("B")}
+    expected = {
+        ProductSum: ([factors] * 3, [factors] * 3),
+        FFA: ([left] * 3, [left] * 3),
+        RoLoRA: ([left, left, right], [left, right, left]),
+        FedSA: ([right] * 3, [right] * 3),
+        FLoRA: ([set(), changes, changes], [factors] * 3),
+        FedEx: ([factors, factors | changes, factors | changes], [factors] * 3),
+        CoLR: ([set(), left_changes, left_changes], [left] * 3),
+    }
+    for operator, (down, up) in expected.items():
+        _, loop, wire, _ = federate(tmp_path, FedLoRA(operator()))
+        for number in range(3):
+            for client in range(3):
+                assert wire.down[number, client].keys() == down[number] | rest, (operator, number)
+                assert wire.up[number, client].keys() == up[number] | rest, (operator, number)
+        assert not loop.ledger.metrics().get("comm/total_idle_down_bytes")
+
+
+def test_clients_that_sat_out_get_what_they_missed(tmp_path):
+    rounds = [[0, 1], [0, 1], [0, 2], [1, 2], [0, 1]]
+    module, _, wire, _ = federate(tmp_path, FedLoRA(RoLoRA()), participants=rounds, rounds=5)
+    letters = {key: {name[-1] for name in sent if "factors" in name} for key, sent in wire.down.items()}
+    # U moves in rounds 0, 2, 4 and V in 1, 3; before its first change each side has V from the seed.
+    assert letters[0, 0] == {"U"}
+    assert letters[1, 0] == {"U"}
+    assert letters[2, 0] == {"V"}
+    assert letters[2, 2] == {"U", "V"}
+    assert letters[3, 1] == {"U", "V"}
+    assert letters[3, 2] == {"U"}
+    assert letters[4, 0] == {"U", "V"}
+    assert letters[4, 1] == {"V"}
+    everyone, _, _, _ = federate(tmp_path, FedLoRA(RoLoRA()), participants=rounds, rounds=5, execution="vectorized")
+    for name, value in weights(module).items():
+        torch.testing.assert_close(weights(everyone)[name], value, rtol=1e-9, atol=1e-9)
+
+
+def test_idle_clients_hear_of_a_changed_base(tmp_path):
+    _, loop, wire, _ = federate(tmp_path, FedLoRA(FLoRA()), participants=[[0, 1]] * 3)
+    _, alike, _, _ = federate(tmp_path, FedLoRA(SumProduct()), participants=[[0, 1]] * 3)
+    assert loop.ledger.metrics()["comm/total_idle_down_bytes"] > 0
+    assert not alike.ledger.metrics().get("comm/total_idle_down_bytes")
+    sent = wire.down[1, 0]
+    assert sent["net.0.change.B"].shape == (16, 6)
+    assert sent["net.0.change.A"].shape == (6, 6)
+
+
+@pytest.mark.parametrize("execution", ["sequential", "vectorized"])
+@pytest.mark.parametrize("operator", [RBLA, ZeroPadding, SumProduct, FLoRA, FedEx])
+def test_ranks_of_clients(tmp_path, operator, execution):
+    levels = (1.0, 0.5, 0.25)
+    _, loop, wire, seen = federate(
+        tmp_path, FedLoRA(operator(), levels=levels), rank=4, execution=execution, optimizer=small_steps
+    )
+    ranks = [4, 2, 1]
+    for client, rank in enumerate(ranks):
+        for number in range(3):
+            up = wire.up[number, client]
+            assert up["net.0.factors.U"].shape == (16, rank)
+            assert up["net.0.factors.V"].shape == (6, rank)
+            pair = seen[number].pairs[client]["net.0"]
+            assert (pair.rank, pair.scaling) == (rank, 4 / rank)
+    personal = loop.algorithm.personal_state(loop.server, loop.clients[2])
+    assert personal["net.0.factors.U"][:, 1:].abs().max() == 0
+    assert set(loop.algorithm.variants(loop.server)) == {"0.5", "0.25"}
+
+
+small_steps = partial(torch.optim.SGD, lr=0.01)
+
+
+def test_a_client_of_lower_rank_trains_as_if_it_were_alone_with_its_rank(tmp_path):
+    """Its scaling is α / r of its own rank, and slots beyond it do nothing."""
+    _, _, wire, _ = federate(
+        tmp_path, FedLoRA(ZeroPadding(), levels=(1.0, 0.5)), rank=4, participants=[[1]], rounds=1, optimizer=small_steps
+    )
+
+    class Start(Callback):
+        """Gives the smaller adapters the first slots of the larger ones."""
+
+        def on_fit_start(self, trainer, pl_module):
+            values = wire.down[0, 1]
+            with torch.no_grad():
+                for name, parameter in pl_module.named_parameters():
+                    if "factors" in name:
+                        parameter.copy_(values[name])
+
+    alone = Module(network(), optimizer=small_steps)
+    double = torch.utils.data.TensorDataset(blobs().tensors[0].double(), blobs().tensors[1])
+    low_rank = LowRank(MatrixProduct(), rank=2, **LORA)
+    loop = FederatedLoop(FedAvg(), partition=FromIndices(CLIENTS), summary=False, participants=[[1]])
+    fit(trainer(tmp_path, low_rank, Start(), loop, max_epochs=1, **DOUBLE), alone, Data(double))
+    for name, value in wire.up[0, 1].items():
+        torch.testing.assert_close(weights(alone)[name], value, rtol=1e-10, atol=1e-10)
+
+
+def test_fed_sa_keeps_b_on_its_clients(tmp_path):
+    module, loop, _, seen = federate(tmp_path, FedLoRA(FedSA()))
+    for name, layer in low_rank_layers(module):
+        assert layer.factors["U"].abs().max() == 0
+        for client, trained in enumerate(seen[-1].pairs):
+            state = loop.algorithm.personal_state(loop.server, loop.clients[client])
+            torch.testing.assert_close(state[f"{name}.factors.U"], trained[name].B, rtol=0, atol=0)
+            torch.testing.assert_close(state[f"{name}.factors.V"], layer.factors["V"].detach(), rtol=0, atol=0)
+    owned = [loop.clients[client].memory["personal"]["net.0.factors.U"] for client in range(3)]
+    assert not torch.equal(owned[0], owned[1])
+
+
+def test_kept_parameters_stay_with_their_clients(tmp_path):
+    module, loop, wire, _ = federate(tmp_path, FedLoRA(ProductSum(), keep=["4.bias"]))
+    assert all("net.4.bias" not in sent for sent in (*wire.down.values(), *wire.up.values()))
+    torch.testing.assert_close(weights(module)["net.4.bias"], Module(network()).net[4].bias.detach().double())
+    own = [loop.algorithm.personal_state(loop.server, client)["net.4.bias"] for client in loop.clients]
+    assert not torch.equal(own[0], own[1])
+
+
+def test_most_important_ranks_are_uploaded(tmp_path):
+    _, _, wire, seen = federate(tmp_path, FedLoRA(LoRAA2(), upload_ranks=[2, 5, 9]), rounds=2)
+    for number in range(2):
+        for client, budget in enumerate((2, 5, 9)):
+            up = wire.up[number, client]
+            slots = {name: value for name, value in up.items() if name.endswith("slots")}
+            assert sum(len(value) for value in slots.values()) == budget
+            letter = "UV"[number]
+            for layer, value in slots.items():
+                name = layer.removesuffix("slots") + f"factors.{letter}"
+                assert up[name].shape[1] == len(value)
+    # Slots that a client did not upload are those it received.
+    before = wire.down[1, 0]["net.2.factors.U"]
+    pair = seen[1].pairs[0]["net.2"]
+    assert torch.equal(pair.B, before)
+    whole, _, _, _ = federate(tmp_path, FedLoRA(LoRAA2(), upload_ranks=9), rounds=2)
+    alternating, _, _, _ = federate(tmp_path, FedLoRA(RoLoRA()), rounds=2)
+    for name, value in weights(alternating).items():
+        torch.testing.assert_close(weights(whole)[name], value, rtol=1e-12, atol=1e-12)
+
+
+def test_clusters_receive_their_own_means(tmp_path):
+    _, loop, wire, seen = federate(tmp_path, FedLoRA(FedInc(clusters=2)), rounds=2)
+    received = [wire.down[1, client]["net.0.factors.U"] for client in range(3)]
+    assert len({tuple(value.flatten().tolist()) for value in received}) == 2
+    for client in range(3):
+        torch.testing.assert_close(received[client], seen[0].broadcasts["net.0"].clients[client].B, rtol=0, atol=0)
+        state = loop.algorithm.personal_state(loop.server, loop.clients[client])
+        torch.testing.assert_close(state["net.0.factors.U"], seen[1].broadcasts["net.0"].clients[client].B)
+
+
+def test_what_was_learned_before_survives_a_first_draw(tmp_path):
+    """An adapter that is not zero goes into the base before factors are drawn."""
+
+    class Learned(Callback):
+        def on_fit_start(self, trainer, pl_module):
+            with torch.no_grad():
+                for _, layer in low_rank_layers(pl_module):
+                    layer.factors["U"].fill_(0.01)
+            self.before = effective(pl_module)
+
+    learned = Learned()
+    loop = FederatedLoop(FedLoRA(FLoRA()), partition=FromIndices(CLIENTS), summary=False)
+    module = Module(network(), optimizer=partial(torch.optim.SGD, lr=0.0))
+    low_rank = LowRank(MatrixProduct(), rank=2, **LORA)
+    fit(trainer(tmp_path, low_rank, learned, loop, max_epochs=2), module, Data())
+    for name, value in effective(module).items():
+        torch.testing.assert_close(value, learned.before[name], rtol=1e-6, atol=1e-6)
+
+
+def test_transposed_and_channel_layers(tmp_path):
+    """Convolutions and embeddings give pairs of outputs by inputs, whichever way they store them."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.embed = nn.Embedding(5, 8)
+            self.conv = nn.Conv1d(8, 6, 3, padding=1)
+            self.head = nn.Linear(6, 4)
+
+        def forward(self, inputs):
+            tokens = (inputs * 2).long().clamp(0, 4)
+            return self.head(self.conv(self.embed(tokens).movedim(1, 2)).relu().mean(-1))
+
+    for layout in ("permuted", "channel"):
+        module = Module(Net())
+        loop = FederatedLoop(FedLoRA(FLoRA()), partition=FromIndices(CLIENTS), summary=False)
+        wire = Wire(loop)
+        seen = []
+        loop.algorithm.observers.append(seen.append)
+        low_rank = LowRank(MatrixProduct(layout), rank=2, **LORA)
+        fit(trainer(tmp_path, low_rank, loop, wire, max_epochs=2), module, Data())
+        for name, layer in low_rank_layers(module):
+            for round_number in (0, 1):
+                changes = []
+                for pairs in seen[round_number].pairs:
+                    pair = pairs[name]
+                    factors = {"U": pair.B, "V": pair.A.T}
+                    if layer.first_is_input:
+                        factors = {"U": pair.A.T, "V": pair.B}
+                    changes.append(pair.scaling * layer.factorization.compose(factors, layer.weight_shape).double())
+                mean = sum(size * change for size, change in zip(SIZES / SIZES.sum(), changes, strict=True))
+                moved = wire.effective[round_number + 1][name] - wire.effective[round_number][name]
+                torch.testing.assert_close(moved, mean, rtol=1e-4, atol=1e-6)
+
+
+def test_refuses_what_diverged_and_leaves_the_server_as_it_was(tmp_path):
+    loop = FederatedLoop(FedLoRA(SumProduct()), partition=FromIndices(CLIENTS), summary=False)
+    module = Module(network(), optimizer=partial(torch.optim.SGD, lr=1e6))
+    states = []
+
+    class Keep(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if not states:
+                states.append(copy.deepcopy(dict(loop.server.state)))
+
+    low_rank = LowRank(MatrixProduct(), rank=2, **LORA)
+    with pytest.raises(ValueError, match=r"client 0 sent net\.\d\.factors\.[UV] with numbers that are not finite"):
+        fit(trainer(tmp_path, low_rank, loop, Keep(), max_epochs=3), module, Data())
+    assert_same(states[0], dict(loop.server.state))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"operator": "SumProduct"}, "operator must be"),
+        ({"operator": ProductSum(), "levels": (1.0, 0.5)}, "clients of one rank"),
+        ({"operator": RBLA(), "levels": (0.5,)}, "largest 1"),
+        ({"operator": RBLA(), "levels": (1.0, 1.5)}, "at most 1"),
+        ({"operator": ZeroPadding(0.9)}, "ZeroPadding"),
+        ({"operator": ProductSum(), "upload_ranks": 3}, "LoRAA2"),
+        ({"operator": LoRAA2(), "upload_ranks": [0]}, "at least 1"),
+        ({"operator": LoRAA2(), "upload_ranks": []}, "at least 1"),
+        ({"operator": ProductSum(), "keep": "head"}, "list of patterns"),
+    ],
+)
+def test_refuses_arguments(arguments, message):
+    with pytest.raises(MisconfigurationException, match=message):
+        FedLoRA(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "lowrank", "message"),
+    [
+        (FedLoRA(FFA()), {"init": "auto", "alpha": None}, "nothing would ever change"),
+        (FedLoRA(ProductSum(), keep=["nose"]), {}, "keep has 'nose'"),
+        (FedLoRA(ProductSum()), {"role": "weight", "init": "auto", "alpha": None}, "its role is 'weight'"),
+        (FedLoRA(ProductSum()), {"half_frozen": "V"}, "half frozen"),
+        (FedLoRA(ProductSum(), adapter="french"), {}, "adapter is 'french'"),
+    ],
+)
+def test_refuses_modules(tmp_path, algorithm, lowrank, message):
+    with pytest.raises(MisconfigurationException, match=message):
+        federate(tmp_path, algorithm, lowrank)
