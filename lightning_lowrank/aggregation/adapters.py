@@ -29,13 +29,18 @@ class Adapter(ABC):
         parameters: The names of the module's parameters that hold ``B`` and ``A``.
         rank: Their rank.
         shape: ``(m, n)``, outputs and inputs of the weight as a matrix.
+        unfoldable: Why a change of the base weight would not be the change of the layer alone that the adapter's
+            product is; empty where it would.
     """
 
-    def __init__(self, name: str, parameters: Mapping[Name, str], rank: int, shape: tuple[int, int]) -> None:
+    def __init__(
+        self, name: str, parameters: Mapping[Name, str], rank: int, shape: tuple[int, int], unfoldable: str = ""
+    ) -> None:
         self.name = name
         self.parameters = dict(parameters)
         self.rank = rank
         self.shape = shape
+        self.unfoldable = unfoldable
 
     @property
     @abstractmethod
@@ -58,9 +63,19 @@ class Adapter(ABC):
     def value(self, name: Name, matrix: Tensor) -> Tensor:
         """Return what `matrix` was made from."""
 
-    @abstractmethod
+    @torch.no_grad()
     def fold(self, change: LowRankPair) -> None:
-        """Add a change, of any rank, to the base weight."""
+        """Add a change, of any rank, to the base weight.
+
+        Raises:
+            ValueError: If the adapter is ``unfoldable``.
+        """
+        if self.unfoldable:
+            raise ValueError(f"layer {self.name!r} cannot take a change of its base weight: {self.unfoldable}.")
+        self._fold(change)
+
+    @abstractmethod
+    def _fold(self, change: LowRankPair) -> None: ...
 
     def slots(self, name: Name, value: Tensor, rank: int) -> Tensor:
         """Return the first slots of a factor, ``rank`` of them, in the parameter's own orientation."""
@@ -85,7 +100,7 @@ class Adapter(ABC):
 class _LayerAdapter(Adapter):
     """A low-rank layer of this package."""
 
-    def __init__(self, name: str, layers: list[LowRankLayer]) -> None:
+    def __init__(self, name: str, layers: list[LowRankLayer], unfoldable: str) -> None:
         first = layers[0]
         self._layers = layers
         self._factors: dict[Name, str] = {"B": "V", "A": "U"} if first.first_is_input else {"B": "U", "A": "V"}
@@ -95,6 +110,7 @@ class _LayerAdapter(Adapter):
             {which: f"{name}.factors.{factor}" for which, factor in self._factors.items()},
             first.rank,
             (rows[self._factors["B"]], rows[self._factors["A"]]),
+            unfoldable,
         )
 
     @property
@@ -115,8 +131,7 @@ class _LayerAdapter(Adapter):
     def value(self, name: Name, matrix: Tensor) -> Tensor:
         return matrix if name == "B" else matrix.T
 
-    @torch.no_grad()
-    def fold(self, change: LowRankPair) -> None:
+    def _fold(self, change: LowRankPair) -> None:
         layer = self._layers[0]
         ratio = change.scaling / layer.scale
         left = (change.B.double() * ratio).to(change.B.dtype) if ratio != 1 else change.B
@@ -126,7 +141,7 @@ class _LayerAdapter(Adapter):
 class _PeftAdapter(Adapter):
     """A layer that PEFT wrapped: ``lora_A`` and ``lora_B`` of a linear layer, convolution or embedding."""
 
-    def __init__(self, name: str, layer: Any, adapter: str) -> None:
+    def __init__(self, name: str, layer: Any, adapter: str, unfoldable: str) -> None:
         self._layer, self._adapter = layer, adapter
         self._embedding = adapter in layer.lora_embedding_A
         prefix = "lora_embedding_" if self._embedding else "lora_"
@@ -139,6 +154,7 @@ class _PeftAdapter(Adapter):
             {"B": f"{name}.{prefix}B.{suffix}", "A": f"{name}.{prefix}A.{suffix}"},
             layer.r[adapter],
             (self._shapes["B"][0], tensors["A"][0].numel()),
+            unfoldable,
         )
 
     @property
@@ -167,8 +183,7 @@ class _PeftAdapter(Adapter):
         rows = matrix.shape[0]
         return matrix.reshape(rows, -1, *self._shapes[name][2:]) if len(self._shapes[name]) > 2 else matrix
 
-    @torch.no_grad()
-    def fold(self, change: LowRankPair) -> None:
+    def _fold(self, change: LowRankPair) -> None:
         weight = self._layer.get_base_layer().weight
         product = change.product().to(weight.dtype)
         stored_by_input = self._embedding or getattr(self._layer, "fan_in_fan_out", False)
@@ -185,8 +200,8 @@ def find_adapters(module: nn.Module, adapter: str | None = None) -> dict[str, Ad
 
     Raises:
         ValueError: If a layer's factors are no LoRA pair (another role or factorization, decoupled or half frozen
-            factors, a trained base; DoRA, a bias of its own, several active adapters, a quantised or grouped base), or
-            there is no adapter of that name.
+            factors, a trained base; DoRA or another variant, a bias of its own, several active adapters, a quantised or
+            grouped base), or there is no adapter of that name.
 
     Example:
         >>> from lightning_lowrank.layers import MatrixProduct, convert
@@ -196,27 +211,57 @@ def find_adapters(module: nn.Module, adapter: str | None = None) -> dict[str, Ad
         {'0': ((4, 6), '0.factors.U'), '2': ((3, 4), '2.factors.U')}
     """
     found: dict[str, Adapter] = {}
+    holders: dict[Tensor, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        holders.setdefault(parameter, []).append(name)
     for name, layer in low_rank_layers(module, tied=False):
         reason = _why_no_pair(layer)
         if reason:
             raise ValueError(f"layer {name!r} holds no LoRA factors: {reason}.")
-        tied = [other for _, other in low_rank_layers(module) if other.factors is layer.factors]
-        found[name] = _LayerAdapter(name, tied)
-    wrapped = dict(_peft_layers(module))
-    if not wrapped:
-        if adapter is not None:
-            raise ValueError(f"adapter is {adapter!r}, and the module holds no model that PEFT wrapped.")
-        return found
-    for name, layer in wrapped.items():
-        existing = [*layer.lora_A, *layer.lora_embedding_A]
-        if adapter is not None and adapter not in existing:
-            raise ValueError(f"adapter is {adapter!r}, and layer {name!r} has {', '.join(map(repr, existing))}.")
-        chosen = layer.active_adapters if adapter is None else [adapter]
+        tied = {other: each for other, each in low_rank_layers(module) if each.factors is layer.factors}
+        others = [
+            other
+            for other in holders[layer.frozen_weight]
+            if not any(module.get_submodule(other.rpartition(".")[0]) is each for each in tied.values())
+        ]
+        found[name] = _LayerAdapter(name, list(tied.values()), _shared_with(others))
+    wrapped = {name: (layer, [*layer.lora_A, *layer.lora_embedding_A]) for name, layer in _peft_layers(module)}
+    names = dict.fromkeys(name for _, existing in wrapped.values() for name in existing)
+    if adapter is not None and adapter not in names:
+        has = f"PEFT's adapters {', '.join(map(repr, names))}" if names else "no model that PEFT wrapped"
+        raise ValueError(f"adapter is {adapter!r}, and the module holds {has}.")
+    for name, (layer, existing) in wrapped.items():
+        chosen = [one for one in (layer.active_adapters if adapter is None else [adapter]) if one in existing]
+        if not chosen:
+            # The layer is another adapter's.
+            continue
         reason = _why_not_plain(layer, chosen)
         if reason:
             raise ValueError(f"PEFT's layer {name!r} cannot be aggregated: {reason}.")
-        found[name] = _PeftAdapter(name, layer, chosen[0])
+        base = layer.get_base_layer()
+        others = [
+            other
+            for other in holders.get(base.weight, [])
+            if module.get_submodule(other.rpartition(".")[0]) is not base
+        ]
+        found[name] = _PeftAdapter(name, layer, chosen[0], _shared_with(others) or _other_geometry(base))
+    if wrapped and not wrapped.keys() & found.keys():
+        raise ValueError(f"none of PEFT's adapters is active: set one active, or name one of {', '.join(names)}.")
     return found
+
+
+def _shared_with(others: list[str]) -> str:
+    return f"it is shared with {', '.join(others)}" if others else ""
+
+
+def _other_geometry(base: nn.Module) -> str:
+    # PEFT gives its first convolution the kernel, stride and padding of the base layer, and nothing else.
+    settings: list[tuple[str, Any, bool]] = []
+    if isinstance(base, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+        settings.append(("dilation", base.dilation, set(base.dilation) == {1}))
+        settings.append(("padding_mode", base.padding_mode, base.padding_mode == "zeros"))
+    unlike = [f"{setting}={value!r}" for setting, value, plain in settings if not plain]
+    return f"its convolution has {unlike[0]}, and PEFT's adapter of it has not" if unlike else ""
 
 
 def _why_no_pair(layer: LowRankLayer) -> str:
@@ -239,23 +284,25 @@ def _peft_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _why_not_plain(layer: Any, chosen: list[str]) -> str:
-    if len(chosen) != 1:
+    if len(chosen) > 1:
         return f"its active adapters are {chosen}; set one active, or name one"
     (adapter,) = chosen
-    if adapter not in layer.lora_A and adapter not in layer.lora_embedding_A:
-        return f"it has no factors of the adapter {adapter!r}"
+    if hasattr(layer, "parameter_name"):
+        return "it adapts a parameter that is no layer's weight (target_parameters)"
     if getattr(layer, "use_dora", {}).get(adapter):
         return "it uses DoRA, whose magnitudes are no factors"
+    if getattr(layer, "lora_variant", {}).get(adapter):
+        return f"it is the variant {type(layer.lora_variant[adapter]).__name__} of LoRA"
     if getattr(layer, "lora_bias", {}).get(adapter):
         return "its adapter has a bias of its own"
     if layer.merged:
         return "its adapter is merged into the base weight; call unmerge_adapter()"
     base = layer.get_base_layer()
+    if isinstance(base, nn.MultiheadAttention):
+        return "it wraps nn.MultiheadAttention; use LowRank, which converts the projections one by one"
     weight = getattr(base, "weight", None)
     if weight is None or not weight.is_floating_point():
         return "its base weight is quantised or missing"
     if getattr(base, "groups", 1) != 1:
         return "it is a convolution with groups"
-    if isinstance(base, nn.MultiheadAttention):
-        return "it wraps nn.MultiheadAttention; use LowRank, which converts the projections one by one"
     return ""

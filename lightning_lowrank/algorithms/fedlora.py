@@ -167,6 +167,11 @@ class FedLoRA(Algorithm):
             raise MisconfigurationException(str(error)) from error
         self._kept = {name for name in others if any(matches(pattern, name) for pattern in self.keep)}
         for adapter in self._adapters.values():
+            if self.operator.changes_base and adapter.unfoldable:
+                raise MisconfigurationException(
+                    f"{self.operator!r} changes base weights, and layer {adapter.name!r} cannot take such a change:"
+                    f" {adapter.unfoldable}. Leave the layer out, or use an operator such as SumProduct()."
+                )
             for name in _NAMES:
                 alone = self.operator.trained(0) == {"B" if name == "A" else "A"}
                 if alone and not self.operator.redraws and not trained[adapter.parameters[name]].any():

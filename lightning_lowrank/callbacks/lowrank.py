@@ -21,6 +21,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from rich.console import Console
 from torch import Tensor
 
+from lightning_lowrank.callbacks.peft_format import Outline, outline, refuse_changed_base, write_adapter
 from lightning_lowrank.federated.checks import check_optimizers
 from lightning_lowrank.layers import (
     Conversion,
@@ -89,6 +90,8 @@ class LowRank(Callback):
             most ``budget + 0.001``, as FedMUD's authors do.
         allow_larger: Convert layers whose factors are no fewer numbers than their weight as well.
         freeze_rest: Freeze the parameters of all other layers.
+        keep_trained: Patterns of parameter names that ``freeze_rest`` spares: ``["classifier"]`` for the new head of a
+            pretrained model.
         frobenius_decay: :math:`\lambda` of :math:`\frac{\lambda}{2} \sum \lVert f \rVert_F^2` over the layers'
             products, whose gradient is added before each optimizer step. Give the factors no weight decay besides.
         train_base: Train the weight beside the update, in role ``"update"``: what `FedHM` needs, some of whose
@@ -134,6 +137,7 @@ class LowRank(Callback):
         allow_larger: bool = False,
         frobenius_decay: float = 0.0,
         train_base: bool = False,
+        keep_trained: list[str] | None = None,
     ) -> None:
         if not (frobenius_decay >= 0 and math.isfinite(frobenius_decay)):
             raise MisconfigurationException(
@@ -164,10 +168,12 @@ class LowRank(Callback):
             "allow_larger": allow_larger,
             "train_base": train_base,
             "freeze_rest": freeze_rest,
+            "keep_trained": keep_trained,
             "seed": default_seed() if seed is None else seed,
         }
         self.summary = summary
         self.conversion: Conversion | None = None
+        self._outline: Outline | None = None
 
     @property
     def state_key(self) -> str:
@@ -221,8 +227,9 @@ class LowRank(Callback):
         Console().print(str(conversion), markup=False, highlight=False, soft_wrap=True)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Refuse factors that no optimizer would train."""
+        """Refuse factors that no optimizer would train, and look at what the module trains beside them."""
         check_optimizers(trainer, pl_module)
+        self._outline = outline(pl_module)
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
@@ -238,12 +245,15 @@ class LowRank(Callback):
             add_frobenius_decay(module, self.frobenius_decay, stacks=stacks)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return which layers were converted and how, from which `load_dense` recovers them."""
-        return {"layers": [] if self.conversion is None else [spec.to_dict() for spec in self.conversion.specs]}
+        """Return how layers were converted, for `load_dense`, and what `adapter_checkpoint` must know of the module."""
+        return {
+            "layers": [] if self.conversion is None else [spec.to_dict() for spec in self.conversion.specs],
+            "outline": None if self._outline is None else self._outline.to_dict(),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Refuse a checkpoint whose layers were converted in another way."""
-        if state_dict != self.state_dict():
+        if state_dict["layers"] != self.state_dict()["layers"]:
             raise MisconfigurationException(
                 "the checkpoint's layers were converted with other LowRank arguments: use the same ones, or load the"
                 " dense module with lightning_lowrank.load_dense(path, module)."
@@ -261,17 +271,7 @@ def dense_checkpoint(path: str | Path, client: int | None = None) -> dict[str, T
         MisconfigurationException: If the checkpoint does not say how its layers were made, or ``client`` keeps no
             model of its own in it.
     """
-    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    if client is not None:
-        kept = checkpoint.get("callbacks", {}).get("FederatedLoop", {}).get("clients", {})
-        own = {number: {**memory.get("buffers", {}), **memory.get("personal", {})} for number, memory in kept.items()}
-        with_own = sorted(number for number, tensors in own.items() if tensors)
-        if client not in with_own:
-            raise MisconfigurationException(
-                f"client {client} keeps no model of its own in {path}: "
-                + (f"clients {with_own[:10]} do." if with_own else "its method keeps none on clients.")
-            )
-        checkpoint["state_dict"].update(own[client])
+    checkpoint = _read(path, client)
     layers = checkpoint.get("callbacks", {}).get("LowRank", {}).get("layers", [])
     if not layers and any(".factors." in name for name in checkpoint["state_dict"]):
         raise MisconfigurationException(
@@ -280,6 +280,67 @@ def dense_checkpoint(path: str | Path, client: int | None = None) -> dict[str, T
             " that, and call lightning_lowrank.recover(module)."
         )
     return dense_state_dict(checkpoint["state_dict"], [LayerSpec.from_dict(layer) for layer in layers])
+
+
+def adapter_checkpoint(
+    path: str | Path, folder: str | Path, client: int | None = None, prefix: str | None = None
+) -> Path:
+    """Write the low-rank layers of a checkpoint as a PEFT adapter folder; see `export_adapter`.
+
+    Args:
+        path: A checkpoint that a trainer with `LowRank` wrote.
+        folder: Where to write ``adapter_config.json`` and ``adapter_model.safetensors``; made if needed.
+        client: Id of a client whose own model is wanted, in place of the global one.
+        prefix: Name of the pretrained network in the LightningModule; by default the attribute that holds all low-rank
+            layers.
+
+    Returns:
+        The folder.
+
+    Raises:
+        MisconfigurationException: If the checkpoint does not say what its layers are, ``client`` keeps no model of its
+            own in it, or something trained cannot be expressed.
+    """
+    checkpoint = _read(path, client)
+    described = checkpoint.get("callbacks", {}).get("LowRank", {}).get("outline")
+    if described is None and any(".lora_" in name for name in checkpoint["state_dict"]):
+        raise MisconfigurationException(
+            f"{path} is of a module that PEFT wrapped: load its state dict into such a module, and call save_pretrained"
+            " of the model that PEFT wrapped."
+        )
+    if described is None:
+        raise MisconfigurationException(
+            f"{path} does not describe the layers of its module, as checkpoints of runs with LowRank do unless they"
+            " were saved with save_weights_only=True: convert a new module with LowRank(...).convert(module), load the"
+            " state dict into that, and call lightning_lowrank.export_adapter(module, folder)."
+        )
+    loop = checkpoint.get("callbacks", {}).get("FederatedLoop", {})
+    if loop:
+        refuse_changed_base(loop["algorithm"], loop["server"]["memory"])
+    return write_adapter(Outline.from_dict(described), checkpoint["state_dict"], folder, prefix)
+
+
+def _read(path: str | Path, client: int | None) -> dict[str, Any]:
+    """Return a checkpoint, with a client's own values in the place of the global ones where there is a client."""
+    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    if client is not None:
+        loop = checkpoint.get("callbacks", {}).get("FederatedLoop", {})
+        kept = loop.get("clients", {})
+        # Of FedLoRA's operators, some give each client a pair of its own, which the server keeps.
+        given = loop.get("server", {}).get("memory", {}).get("pairs", {})
+        own = {
+            number: {**memory.get("buffers", {}), **given.get(number, {}), **memory.get("personal", {})}
+            for number in kept.keys() | given.keys()
+            for memory in (kept.get(number, {}),)
+        }
+        with_own = sorted(number for number, tensors in own.items() if tensors)
+        if client not in with_own:
+            raise MisconfigurationException(
+                f"client {client} keeps no model of its own in {path}: "
+                + (f"clients {with_own[:10]} do." if with_own else "its method keeps none on clients.")
+            )
+        checkpoint["state_dict"].update(own[client])
+    return checkpoint
 
 
 def load_dense(path: str | Path, module: torch.nn.Module, client: int | None = None) -> torch.nn.Module:

@@ -1,5 +1,6 @@
-"""Image classification data, held in memory and handed out a whole batch at a time."""
+"""Data for image and text classification, held in memory."""
 
+from lightning_lowrank.data.text import PadTexts, TextClassification, TokenizedTexts
 from lightning_lowrank.data.vision import (
     CIFAR10,
     CIFAR100,
@@ -9,6 +10,7 @@ from lightning_lowrank.data.vision import (
     FashionMNIST,
     ImageBatch,
     TensorImages,
+    TinyImageNet,
     TorchvisionDataModule,
     VisionDataModule,
     collate_images,
@@ -22,7 +24,11 @@ __all__ = [
     "Digits",
     "FashionMNIST",
     "ImageBatch",
+    "PadTexts",
     "TensorImages",
+    "TextClassification",
+    "TinyImageNet",
+    "TokenizedTexts",
     "TorchvisionDataModule",
     "VisionDataModule",
     "collate_images",

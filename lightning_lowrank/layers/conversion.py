@@ -10,7 +10,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -243,6 +243,7 @@ def convert(
     skip: Sequence[Literal["first", "last"]] = (),
     allow_larger: bool = False,
     freeze_rest: bool = False,
+    keep_trained: Sequence[str] | None = None,
     train_base: bool = False,
     seed: int = 0,
 ) -> Conversion:
@@ -298,6 +299,9 @@ def convert(
         allow_larger: Whether to convert layers whose factors are no fewer numbers than their weight. Off by
             default.
         freeze_rest: Whether to freeze every parameter but the factors, biases too. Off by default.
+        keep_trained: Patterns of the parameters that ``freeze_rest`` spares, matched against their names as those of
+            layers are: ``["classifier"]`` for the new head of a pretrained model. None by default. The weight of a
+            layer that is converted is not spared; name the layer in ``exclude`` to train it whole.
         train_base: Train the weight beside the update, in role ``"update"``. Off by default.
         seed: Seed of the factors' draws; each layer's is derived from it and its name.
 
@@ -306,7 +310,7 @@ def convert(
 
     Raises:
         TypeError: If ``model`` is itself a layer to convert, or an argument of a wrong kind.
-        ValueError: If an argument is out of range, a pattern matches no layer, the model has low-rank or
+        ValueError: If an argument is out of range, a pattern matches nothing, the model has low-rank or
             uninitialised layers, the budget is below what the smallest ranks need, or there is nothing to
             convert.
 
@@ -322,7 +326,12 @@ def convert(
     """
     sizes = {"rank": rank, "rank_ratio": rank_ratio, "ratio": ratio, "budget": budget}
     _check_size(sizes, budget_unit, budget_rule, allocation, factorization)
-    _check_patterns_given(include, exclude, skip)
+    _check_patterns_given(include, exclude, skip, keep_trained)
+    if keep_trained and not freeze_rest:
+        raise ValueError(
+            f"keep_trained={list(keep_trained)!r} says what freeze_rest leaves trained: set freeze_rest=True, or leave"
+            " it out to train everything."
+        )
     settings: dict[str, Any] = {
         "role": role,
         "decouple": decouple,
@@ -349,6 +358,11 @@ def convert(
     selected = [layer for layer in convertible if not layer.reason and layer.tied_to is None]
 
     dense_parameters = sum(parameter.numel() for parameter in model.parameters())
+    spared = {
+        parameter
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if parameter.requires_grad and any(matches(pattern, name) for pattern in keep_trained or ())
+    }
     for layer in selected:
         if rank is not None:
             layer.rank = layer.first_match("rank", rank)
@@ -364,6 +378,9 @@ def convert(
         whole = Budget.of(
             model, [layer.weight for layer in selected], factorization, half_frozen, freeze_rest, budget, budget_unit
         )
+        outside = spared.difference(layer.weight for layer in selected)
+        spared_cost = sum(p.numel() * (p.element_size() if budget_unit == "bytes" else 1) for p in outside)
+        whole = replace(whole, rest=whole.rest + spared_cost)
         ranks = whole.uniform(budget_rule) if allocation == "uniform" else whole.by_singular_values()
         for layer, chosen_rank in zip(selected, ranks, strict=True):
             layer.rank = chosen_rank
@@ -377,14 +394,22 @@ def convert(
         raise ValueError(f"no layer of the model can be converted ({reasons}).")
     if dropout or compute == "contracted":
         _refuse_for_attention(chosen, dropout)
+    replaced = {layer.weight for layer in chosen}
+    if keep_trained:
+        named = model.named_parameters(remove_duplicate=False)
+        left = [name for name, p in named if p.requires_grad and p not in replaced]
+        check_patterns("keep_trained", keep_trained, left, "trained parameter that is not converted")
+        spared -= replaced
     _make_low_rank(model, chosen, factorization, settings, seed)
     if freeze_rest:
         factors = {factor for _, low_rank in low_rank_layers(model) for factor in low_rank.factors.parameters()}
         for parameter in model.parameters():
-            parameter.requires_grad_(parameter in factors)
+            parameter.requires_grad_(parameter in factors or parameter in spared)
 
     return Conversion(
-        layers=[layer.report(factorization, half_frozen, freeze_rest) for layer in layers],
+        layers=[
+            layer.report(factorization, half_frozen, freeze_rest and layer.weight not in spared) for layer in layers
+        ],
         specs=[
             LayerSpec(
                 layer.name,
@@ -665,10 +690,10 @@ class _Layer:
             self.error = difference.item()
         return layer
 
-    def report(self, factorization: Factorization, half_frozen: HalfFrozen, freeze_rest: bool) -> LayerReport:
+    def report(self, factorization: Factorization, half_frozen: HalfFrozen, frozen: bool) -> LayerReport:
         converted = not self.reason
         if not converted:
-            trainable = self.numbers if self.trainable and not freeze_rest else 0
+            trainable = self.numbers if self.trainable and not frozen else 0
         elif self.tied_to is not None:
             trainable = 0
         else:
@@ -746,8 +771,14 @@ def _check_size(
             raise ValueError(f"{name} must be above 0 and at most 1, but is {value!r}{_of(pattern)}.")
 
 
-def _check_patterns_given(include: Sequence[str] | None, exclude: Sequence[str] | None, skip: Sequence[str]) -> None:
-    for name, values in (("include", include), ("exclude", exclude), ("skip", skip)):
+def _check_patterns_given(
+    include: Sequence[str] | None,
+    exclude: Sequence[str] | None,
+    skip: Sequence[str],
+    keep_trained: Sequence[str] | None,
+) -> None:
+    given = {"include": include, "exclude": exclude, "skip": skip, "keep_trained": keep_trained}
+    for name, values in given.items():
         if isinstance(values, str):
             raise TypeError(f"{name} must be a list of strings, such as [{values!r}], but is {values!r}.")
     unknown = sorted(set(skip) - {"first", "last"})

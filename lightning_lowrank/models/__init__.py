@@ -1,7 +1,19 @@
-"""The papers' networks, and a LightningModule that trains any classifier."""
+"""The papers' networks, and LightningModules that train any classifier of images or texts."""
 
 from lightning_lowrank.models.classifier import Classifier
 from lightning_lowrank.models.networks import CNN4, CNN8, MLP, VGG8, ConvBlock, Network
 from lightning_lowrank.models.resnet import ResNet18, ResNet34
+from lightning_lowrank.models.text import TextClassifier
 
-__all__ = ["CNN4", "CNN8", "MLP", "VGG8", "Classifier", "ConvBlock", "Network", "ResNet18", "ResNet34"]
+__all__ = [
+    "CNN4",
+    "CNN8",
+    "MLP",
+    "VGG8",
+    "Classifier",
+    "ConvBlock",
+    "Network",
+    "ResNet18",
+    "ResNet34",
+    "TextClassifier",
+]

@@ -28,7 +28,10 @@ from lightning_lowrank import (
     RoLoRA,
     SumProduct,
     ZeroPadding,
+    load_dense,
 )
+from lightning_lowrank.aggregation import find_adapters
+from lightning_lowrank.algorithms import fedlora
 from lightning_lowrank.layers import low_rank_layers
 from tests.helpers import Data, Module, assert_same, blobs, fit, network, trainer, weights
 
@@ -269,6 +272,31 @@ def test_clusters_receive_their_own_means(tmp_path):
         torch.testing.assert_close(received[client], seen[0].broadcasts["net.0"].clients[client].B, rtol=0, atol=0)
         state = loop.algorithm.personal_state(loop.server, loop.clients[client])
         torch.testing.assert_close(state["net.0.factors.U"], seen[1].broadcasts["net.0"].clients[client].B)
+
+
+def test_a_clients_own_model_is_in_the_checkpoint(tmp_path):
+    loop = FederatedLoop(FedLoRA(FedInc(clusters=2)), partition=FromIndices(CLIENTS), summary=False)
+    module = Module(network())
+    fitted = trainer(tmp_path, LowRank(MatrixProduct(), rank=3, **LORA), loop, max_epochs=2)
+    fit(fitted, module, Data())
+    fitted.save_checkpoint(tmp_path / "last.ckpt")
+    for client in range(3):
+        module.load_state_dict({**weights(module), **loop.algorithm.personal_state(loop.server, loop.clients[client])})
+        dense = load_dense(tmp_path / "last.ckpt", Module(network()), client=client)
+        for name, layer in low_rank_layers(module):
+            torch.testing.assert_close(weights(dense)[f"{name}.weight"], layer.weight.detach())
+
+
+def test_refuses_operators_that_change_a_base_weight_that_cannot_take_it(tmp_path, monkeypatch):
+    def found(module, adapter):
+        adapters = find_adapters(module, adapter)
+        adapters["net.2"].unfoldable = "its weight is that of another module too"
+        return adapters
+
+    monkeypatch.setattr(fedlora, "find_adapters", found)
+    with pytest.raises(MisconfigurationException, match=r"'net\.2' cannot take such a change: its weight"):
+        federate(tmp_path, FedLoRA(FLoRA()), rounds=1)
+    federate(tmp_path, FedLoRA(SumProduct()), rounds=1)
 
 
 def test_what_was_learned_before_survives_a_first_draw(tmp_path):

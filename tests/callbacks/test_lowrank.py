@@ -53,6 +53,21 @@ def test_weights_that_are_not_converted_stay_trained_or_freeze(tmp_path):
         assert after["net.0.factors.V"].abs().sum() > 0
 
 
+def test_a_new_head_is_trained_beside_the_factors_of_a_frozen_rest(tmp_path):
+    module = Module(network(norm=nn.BatchNorm1d))
+    before = weights(module)
+    low_rank = LowRank(
+        MatrixProduct(), rank=2, skip=["last"], freeze_rest=True, keep_trained=["net.5"], seed=0, summary=False
+    )
+    fit(trainer(tmp_path, low_rank, FederatedLoop(FedAvg(), clients=3, summary=False), max_epochs=1), module, Data())
+    after = weights(module)
+    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    head = {"net.5.weight", "net.5.bias"}
+    assert trained == head | {f"net.{layer}.factors.{factor}" for layer in (0, 3) for factor in "UV"}
+    assert {name for name in before.keys() & trained if not torch.equal(before[name], after[name])} == head
+    assert torch.equal(before["net.1.weight"], after["net.1.weight"])
+
+
 def test_dense_traffic_is_that_of_the_module_before(tmp_path):
     sizes = set()
     for low_rank in (None, LowRank(MatrixProduct(), rank=1), LowRank(BlockKronecker(), rank=1, freeze_rest=True)):
@@ -132,6 +147,7 @@ def test_factors_that_no_optimizer_holds_are_refused(tmp_path):
         ({"budget": 1e-4}, "at least"),
         ({"rank": 1, "include": ["encoder"]}, "encoder"),
         ({"rank": 1, "exclude": ["nowhere"]}, "nowhere"),
+        ({"rank": 1, "keep_trained": ["net.4"]}, "freeze_rest"),
         ({"rank": 1, "decouple": True, "half_frozen": True}, "half_frozen"),
     ],
 )

@@ -1,4 +1,7 @@
+import hashlib
+import io
 import pickle
+import shutil
 from itertools import product
 from pathlib import Path
 from urllib.error import URLError
@@ -10,6 +13,7 @@ import torch
 import torch.nn.functional as F
 import torchvision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from PIL import Image
 from torch.utils.data import ConcatDataset, DataLoader, Subset
 from torchvision import transforms
 
@@ -22,8 +26,10 @@ from lightning_lowrank.data import (
     FashionMNIST,
     ImageBatch,
     TensorImages,
+    TinyImageNet,
     VisionDataModule,
     collate_images,
+    vision,
 )
 
 REAL_DATA = Path(__file__).parents[3] / "shared" / "data"
@@ -78,6 +84,43 @@ def write_svhn(root, images, targets):
         scipy.io.savemat(root / f"{split}_32x32.mat", {"X": pixels, "y": labels})
 
 
+def jpeg(pixels):
+    """The bytes of a JPEG file of ``(height, width[, channels])``, and the pixels that they decode to."""
+    content = io.BytesIO()
+    Image.fromarray(pixels).save(content, "jpeg", quality=90)
+    decoded = np.asarray(Image.open(content))
+    return content.getvalue(), (decoded[None].repeat(3, 0) if decoded.ndim == 2 else decoded.transpose(2, 0, 1))
+
+
+def write_tiny_imagenet(root, test_images=30):
+    """Write the archive's folder, of each class one image in colour and a grey one; return pixels and targets."""
+    generator = np.random.default_rng(5)
+    folder = root / "tiny-imagenet-200"
+    names = [f"n{number:08d}" for number in generator.permutation(10**6)[: TinyImageNet.num_classes]]
+    (folder / "val" / "images").mkdir(parents=True)
+    (folder / "wnids.txt").write_text("\n".join(names))
+    pixels, targets = {"train": [], "test": []}, {"train": [], "test": []}
+
+    def image(path, name, split, *channels):
+        content, decoded = jpeg(generator.integers(0, 256, (64, 64, *channels), dtype=np.uint8))
+        path.write_bytes(content)
+        pixels[split].append(decoded)
+        targets[split].append(sorted(names).index(name))
+
+    for name in sorted(names):
+        (folder / "train" / name / "images").mkdir(parents=True)
+        (folder / "train" / name / f"{name}_boxes.txt").write_text(f"{name}_0.JPEG\t0\t0\t63\t63\n")
+        image(folder / "train" / name / "images" / f"{name}_0.JPEG", name, "train", 3)
+        image(folder / "train" / name / "images" / f"{name}_1.JPEG", name, "train")
+    annotations = ""
+    for number in range(test_images):
+        name = names[-number % 7]
+        image(folder / "val" / "images" / f"val_{number}.JPEG", name, "test", 3)
+        annotations += f"val_{number}.JPEG\t{name}\t0\t32\t44\t62\n"
+    (folder / "val" / "val_annotations.txt").write_text(annotations)
+    return {split: np.stack(pixels[split]) for split in pixels}, targets
+
+
 @pytest.fixture
 def fake_root(tmp_path, monkeypatch):
     """Small files in torchvision's five on-disk formats, whose checksums are therefore not torchvision's."""
@@ -100,6 +143,9 @@ def fake_root(tmp_path, monkeypatch):
         elif datamodule_class is CIFAR100:
             meta = ("meta", "fine_label_names")
             write_cifar(tmp_path, "cifar-100-python", "fine_labels", meta, ["train"], "test", images, targets)
+        elif datamodule_class is TinyImageNet:
+            monkeypatch.setattr(TinyImageNet, "num_classes", 8)
+            write_tiny_imagenet(tmp_path)
         else:
             write_svhn(tmp_path, images, targets)
         for module in (torchvision.datasets.cifar, torchvision.datasets.svhn, torchvision.datasets.utils):
@@ -466,6 +512,8 @@ def test_torchvision_formats(datamodule_class, fake_root, no_network):
         (CIFAR10, None, 4, True),
         (CIFAR100, None, 4, True),
         (CIFAR10, False, 0, False),
+        (TinyImageNet, None, 4, True),
+        (TinyImageNet, False, 0, False),
         (FashionMNIST, None, 0, False),
         (FashionMNIST, True, 4, True),
         (MNIST, True, 4, False),
@@ -483,7 +531,7 @@ def test_augmentation_of_each_data_set(datamodule_class, augment, crop_padding, 
         assert (dataset.crop_padding, dataset.mirror) == (0, False)
 
 
-@pytest.mark.parametrize("datamodule_class", [MNIST, FashionMNIST, CIFAR10, CIFAR100, SVHN])
+@pytest.mark.parametrize("datamodule_class", [MNIST, FashionMNIST, CIFAR10, CIFAR100, SVHN, TinyImageNet])
 def test_missing_files_name_the_folder_and_the_remedy(datamodule_class, tmp_path, no_network):
     data = datamodule_class(root=str(tmp_path), download=False)
     data.prepare_data()
@@ -496,6 +544,166 @@ def test_missing_files_name_the_folder_and_the_remedy(datamodule_class, tmp_path
         datamodule_class(root=str(tmp_path)).prepare_data()
     assert no_network
     assert "network connection" in str(caught.value)
+
+
+@pytest.fixture
+def few_classes(monkeypatch):
+    monkeypatch.setattr(TinyImageNet, "num_classes", 8)
+
+
+def test_tiny_imagenet_is_decoded_once(few_classes, tmp_path, no_network):
+    images, targets = write_tiny_imagenet(tmp_path)
+    TinyImageNet(str(tmp_path)).prepare_data()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny-imagenet-200", "tiny-imagenet-200.safetensors"]
+    shutil.rmtree(tmp_path / "tiny-imagenet-200")
+    data = TinyImageNet(str(tmp_path), augment=False)
+    data.prepare_data()
+    data.setup()
+    assert not no_network
+    for dataset, split in ((data.train_set, "train"), (data.test_set, "test")):
+        assert torch.equal(dataset.images, torch.from_numpy(images[split]))
+        assert dataset.targets.tolist() == targets[split]
+    assert data.validation_set is data.test_set
+    image, target = data.train_set[9]
+    normalise = transforms.Normalize(data.mean, data.std)
+    assert torch.equal(image, normalise(transforms.functional.to_tensor(images["train"][9].transpose(1, 2, 0))))
+    assert target == 4
+
+
+def test_tiny_imagenet_is_decoded_in_setup_where_nobody_prepared(few_classes, tmp_path, no_network):
+    images, _ = write_tiny_imagenet(tmp_path)
+    data = TinyImageNet(str(tmp_path), download=False)
+    data.setup("validate")
+    assert torch.equal(data.validation_set.images, torch.from_numpy(images["test"]))
+    assert data.train_set is None
+    assert (tmp_path / "tiny-imagenet-200.safetensors").is_file()
+
+
+def test_tiny_imagenet_is_prepared_without_download_where_the_folder_is(few_classes, tmp_path, no_network):
+    write_tiny_imagenet(tmp_path)
+    TinyImageNet(str(tmp_path), download=False).prepare_data()
+    assert (tmp_path / "tiny-imagenet-200.safetensors").is_file()
+
+
+@pytest.fixture
+def tiny_imagenet_archive(few_classes, tmp_path, monkeypatch):
+    """The archive in a folder of its own, with the checksum that is looked for: as if it had been downloaded."""
+    made = tmp_path / "made"
+    images, _ = write_tiny_imagenet(made)
+    root = tmp_path / "root"
+    archive = Path(shutil.make_archive(str(root / "tiny-imagenet-200"), "zip", made, "tiny-imagenet-200"))
+    monkeypatch.setattr(TinyImageNet, "md5", hashlib.md5(archive.read_bytes()).hexdigest())
+    return root, images
+
+
+def test_tiny_imagenet_is_unpacked(tiny_imagenet_archive, no_network):
+    root, images = tiny_imagenet_archive
+    data = TinyImageNet(str(root), augment=False)
+    data.prepare_data()
+    data.setup()
+    assert not no_network
+    assert torch.equal(data.train_set.images, torch.from_numpy(images["train"]))
+    names = ["tiny-imagenet-200", "tiny-imagenet-200.safetensors", "tiny-imagenet-200.zip"]
+    assert sorted(path.name for path in root.iterdir()) == names
+
+
+def test_an_archive_with_another_checksum_is_not_unpacked(tiny_imagenet_archive, no_network, monkeypatch):
+    root, _ = tiny_imagenet_archive
+    monkeypatch.setattr(TinyImageNet, "md5", "0" * 32)
+    with pytest.raises(MisconfigurationException, match="no route to host"):
+        TinyImageNet(str(root)).prepare_data()
+    assert no_network[0][0] == "http://cs231n.stanford.edu/tiny-imagenet-200.zip"
+    assert [path.name for path in root.iterdir()] == ["tiny-imagenet-200.zip"]
+
+
+def test_an_unpacking_that_fails_leaves_nothing(tiny_imagenet_archive, monkeypatch):
+    def fail(archive, folder, *arguments):
+        write_tiny_imagenet(Path(folder))
+        raise OSError("no space left on device")
+
+    root, images = tiny_imagenet_archive
+    with monkeypatch.context() as patch:
+        patch.setattr(torchvision.datasets.utils, "extract_archive", fail)
+        with pytest.raises(MisconfigurationException, match="no space left"):
+            TinyImageNet(str(root)).prepare_data()
+    assert [path.name for path in root.iterdir()] == ["tiny-imagenet-200.zip"]
+    data = TinyImageNet(str(root))
+    data.prepare_data()
+    data.setup("test")
+    assert torch.equal(data.test_set.images, torch.from_numpy(images["test"]))
+
+
+def test_a_decoding_that_fails_leaves_nothing(few_classes, tmp_path, monkeypatch):
+    def fail(tensors, path):
+        path.write_bytes(b"half")
+        raise OSError("no space left on device")
+
+    write_tiny_imagenet(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(vision, "save_file", fail)
+        with pytest.raises(MisconfigurationException, match="no space left"):
+            TinyImageNet(str(tmp_path)).prepare_data()
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny-imagenet-200"]
+
+
+def test_missing_tiny_imagenet_says_where_to_get_it(tmp_path):
+    with pytest.raises(MisconfigurationException) as caught:
+        TinyImageNet(str(tmp_path), download=False).setup("fit")
+    assert "http://cs231n.stanford.edu/tiny-imagenet-200.zip" in str(caught.value)
+    assert f"unpacked in {tmp_path}." in str(caught.value)
+
+
+def class_folder(folder):
+    return min((folder / "train").iterdir()) / "images"
+
+
+def edit_annotations(folder, edit):
+    path = folder / "val" / "val_annotations.txt"
+    path.write_text(edit(path.read_text()))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda folder: (folder / "wnids.txt").unlink(), r"wnids\.txt"),
+        (lambda folder: (folder / "wnids.txt").write_text("n01\nn02\n"), r"wnids\.txt.* names 2 classes, and not 8"),
+        (lambda folder: shutil.rmtree(class_folder(folder)), r"train/n\d+/images holds no image"),
+        (lambda folder: (folder / "val" / "val_annotations.txt").unlink(), r"val_annotations\.txt"),
+        (lambda folder: edit_annotations(folder, lambda text: ""), r"val_annotations\.txt names no image"),
+        (
+            lambda folder: edit_annotations(folder, lambda text: text.replace("val_1.JPEG\tn", "val_1.JPEG\tm")),
+            r"val_annotations\.txt, line 2: .*val_1\.JPEG.tm",
+        ),
+        (lambda folder: edit_annotations(folder, lambda text: text + "\n"), "line 31"),
+        (lambda folder: (folder / "val" / "images" / "val_3.JPEG").unlink(), r"val_3\.JPEG"),
+        (lambda folder: (folder / "val" / "images" / "val_3.JPEG").write_bytes(b"text"), r"val_3\.JPEG"),
+        (
+            lambda folder: next(class_folder(folder).iterdir()).write_bytes(
+                next(class_folder(folder).iterdir()).read_bytes()[:-900]
+            ),
+            r"n\d+_\d\.JPEG: .*truncated",
+        ),
+        (
+            lambda folder: (folder / "val" / "images" / "val_3.JPEG").write_bytes(
+                jpeg(np.zeros((48, 60, 3), dtype=np.uint8))[0]
+            ),
+            r"val_3\.JPEG has 60×48 pixels, and not 64×64",
+        ),
+    ],
+)
+def test_incomplete_tiny_imagenet_is_refused(few_classes, spoil, message, tmp_path, no_network):
+    write_tiny_imagenet(tmp_path)
+    spoil(tmp_path / "tiny-imagenet-200")
+    with pytest.raises(MisconfigurationException, match=message):
+        TinyImageNet(str(tmp_path)).prepare_data()
+    assert not no_network
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny-imagenet-200"]
+
+
+def test_damaged_file_of_decoded_images_is_refused(tmp_path):
+    (tmp_path / "tiny-imagenet-200.safetensors").write_bytes(b"half")
+    with pytest.raises(MisconfigurationException, match=r"tiny-imagenet-200\.safetensors is damaged, delete it"):
+        TinyImageNet(str(tmp_path)).setup("test")
 
 
 @pytest.mark.parametrize("datamodule_class", [MNIST, FashionMNIST])

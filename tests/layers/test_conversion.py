@@ -235,6 +235,61 @@ def test_freeze_rest_leaves_only_factors(tower):
     assert conversion.trainable_parameters == sum(p.numel() for p in tower.parameters() if p.requires_grad)
 
 
+def test_keep_trained_spares_parameters_by_name(tower):
+    conversion = convert(
+        tower, PRODUCT, rank=2, include=["fc1", "fc2"], freeze_rest=True, keep_trained=["head", "0.0.bias", "again"]
+    )
+    factors = {f"{layer}.factors.{name}" for layer in ("fc1", "fc2") for name in "UV"}
+    trained = {name for name, p in tower.named_parameters() if p.requires_grad}
+    assert trained == factors | {"head.weight", "head.bias", "encoder.0.0.bias", "fc2.bias"}
+    assert conversion.trainable_parameters == sum(p.numel() for p in tower.parameters() if p.requires_grad)
+    by_name = {layer.name: layer.trainable for layer in conversion.layers}
+    assert (by_name["head"], by_name["encoder.0.0"], by_name["encoder.1.0"]) == (80, 0, 0)
+
+
+def test_keep_trained_leaves_frozen_what_was_frozen(tower):
+    tower.head.weight.requires_grad_(False)
+    conversion = convert(tower, PRODUCT, rank=2, include=["fc1"], freeze_rest=True, keep_trained=["head"])
+    assert (tower.head.weight.requires_grad, tower.head.bias.requires_grad) == (False, True)
+    assert conversion.layers[-1].trainable == 0
+
+
+@pytest.mark.parametrize("unit", ["share", "bytes"])
+def test_a_budget_counts_what_is_kept_trained(unit):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40), nn.Linear(40, 10).double())
+    # Whatever the head and its pattern take is not the factors' any more; the first layer's weight is theirs.
+    kept = (10 * 40 + 10) * (8 if unit == "bytes" else 1) + 40 * (4 if unit == "bytes" else 1)
+    allowed = kept + 5 * 2 * 80 * (4 if unit == "bytes" else 1) + 3
+    total = sum(p.numel() for p in model.parameters())
+    conversion = convert(
+        model,
+        PRODUCT,
+        budget=allowed / total if unit == "share" else allowed,
+        budget_unit=unit,
+        exclude=["2"],
+        freeze_rest=True,
+        keep_trained=["2", "0"],
+    )
+    assert ranks(conversion) == [5, 5]
+    assert conversion.trainable_parameters == 5 * 2 * 80 + 410 + 40
+
+
+def test_keep_trained_is_refused_where_it_does_nothing(tower):
+    before = snapshot(tower)
+    with pytest.raises(ValueError, match=r"keep_trained=\['head'\] .* set freeze_rest=True"):
+        convert(tower, PRODUCT, rank=2, keep_trained=["head"])
+    with pytest.raises(ValueError, match=r"keep_trained has 'haed', which matches no trained parameter .* head"):
+        convert(tower, PRODUCT, rank=2, freeze_rest=True, keep_trained=["haed"])
+    with pytest.raises(
+        ValueError, match=r"keep_trained has 'fc1\.weight', which matches no trained parameter that is not"
+    ):
+        convert(tower, PRODUCT, rank=2, freeze_rest=True, keep_trained=["fc1.weight"])
+    with pytest.raises(TypeError, match="keep_trained must be a list of strings"):
+        convert(tower, PRODUCT, rank=2, freeze_rest=True, keep_trained="head")
+    assert snapshot(tower) == before
+
+
 @pytest.mark.parametrize("factorization", [PRODUCT, KRONECKER])
 def test_ratio_is_per_layer(factorization):
     conversion = convert(cnn4(), factorization, ratio=0.1, skip=["first", "last"])

