@@ -2,6 +2,7 @@
 
 from lightning_lowrank.federated.algorithm import Algorithm
 from lightning_lowrank.federated.client import Client, Server
+from lightning_lowrank.federated.client_parallel import ClientParallelStrategy
 from lightning_lowrank.federated.loop import FederatedLoop
 from lightning_lowrank.federated.partition import (
     IID,
@@ -21,6 +22,7 @@ __all__ = [
     "ByKey",
     "Client",
     "ClientIndices",
+    "ClientParallelStrategy",
     "Dirichlet",
     "FederatedLoop",
     "FromIndices",

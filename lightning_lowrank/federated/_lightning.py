@@ -12,7 +12,27 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import ProgressBar, Timer
+from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
+from torch import nn
 from torch.optim import Optimizer
+from torchmetrics import Metric
+
+from lightning_lowrank.federated.client import Peers
+
+_SETTINGS = (
+    "fx",
+    "name",
+    "prog_bar",
+    "logger",
+    "on_step",
+    "on_epoch",
+    "enable_graph",
+    "add_dataloader_idx",
+    "dataloader_idx",
+    "metric_attribute",
+)
+_ONCE_AN_EPOCH = ("on_train_start", "on_train_epoch_start", "on_train_epoch_end")
 
 
 class TrainLoaderSource:
@@ -83,6 +103,149 @@ class AccumulationPerClient:
         """Give Lightning's own methods back."""
         del self._epoch_loop._accumulated_batches_reached
         del self._epoch_loop.automatic_optimization._make_zero_grad_fn
+
+
+class PaddedEpochs:
+    """Lets a process take part in a step of the epoch in which it trains nothing.
+
+    Processes that share an epoch make equally many steps, for Lightning and some of its callbacks have all of them meet
+    once a step. In a step without a batch no hook of the module, datamodule or the user's callbacks runs, nothing is
+    logged, and no step of an optimizer is counted.
+
+    Args:
+        trainer: The trainer.
+        without_batch: Whether the step that begins is one without a batch.
+        end_step: Called in place of all that happens in a step.
+    """
+
+    def __init__(self, trainer: Any, without_batch: Callable[[], bool], end_step: Callable[[], None]) -> None:
+        self._epoch_loop: Any = trainer.fit_loop.epoch_loop
+        advance = self._epoch_loop.advance
+
+        def advance_padded(data_fetcher: Any) -> None:
+            loop = self._epoch_loop
+            validates_first = loop.restarting and loop._should_check_val_fx(data_fetcher)
+            if validates_first or not without_batch():
+                advance(data_fetcher)
+                return
+            loop.val_loop.restarting = False
+            loop._broadcast_sigterm_tensor()
+            next(data_fetcher)
+            progress = loop.batch_progress
+            progress.is_last_batch = data_fetcher.done
+            progress.increment_ready()
+            progress.increment_started()
+            progress.increment_processed()
+            if loop._num_ready_batches_reached():
+                loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+            end_step()
+            for callback in trainer.callbacks:
+                if isinstance(callback, (ProgressBar, Timer)):
+                    callback.on_train_batch_end(trainer, trainer.lightning_module, None, None, loop.batch_idx)
+            progress.increment_completed()
+
+        self._epoch_loop.advance = advance_padded
+
+    def restore(self) -> None:
+        """Give Lightning's own method back."""
+        del self._epoch_loop.advance
+
+
+class StepCounts:
+    """What Lightning counts of a round's steps, to be brought to what one process would have counted.
+
+    Args:
+        trainer: The trainer, at the beginning of a round.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._optimizer_steps: int = trainer.global_step
+        self._logged_steps: int = trainer.fit_loop.epoch_loop._batches_that_stepped
+
+    def optimizer_steps(self) -> int:
+        """Return how many steps the optimizers have made in the round."""
+        return self._trainer.global_step - self._optimizer_steps
+
+    def set(self, optimizer_steps: int, logged_steps: int, between_steps: bool) -> None:
+        """Count so many steps in the round.
+
+        Args:
+            optimizer_steps: By which ``global_step`` has grown.
+            logged_steps: By which the number has grown that loggers see.
+            between_steps: Whether Lightning has already counted the last step for its loggers.
+        """
+        loop = self._trainer.fit_loop.epoch_loop
+        optimizer = loop.automatic_optimization.optim_progress.optimizer.step
+        automatic = self._trainer.lightning_module.automatic_optimization
+        counted = (optimizer if automatic else loop.manual_optimization.optim_step_progress).total
+        counted.ready = counted.completed = self._optimizer_steps + optimizer_steps
+        pending = not between_steps and not loop._should_accumulate()
+        loop._batches_that_stepped = self._logged_steps + logged_steps - pending
+
+
+def evaluate_everything(trainer: Any) -> None:
+    """Leave all samples of validation, test and prediction loaders to every process."""
+    trainer._accelerator_connector.use_distributed_sampler = False
+
+
+def stop_gathering(module: nn.Module) -> list[tuple[Metric, Any]]:
+    """Keep a module's metrics from gathering what other processes hold.
+
+    Returns:
+        The metrics with their ``distributed_available_fn``, to be put back.
+    """
+    metrics = [part for part in module.modules() if isinstance(part, Metric)]
+    found = [(metric, metric.distributed_available_fn) for metric in metrics]
+    for metric in metrics:
+        metric.distributed_available_fn = _never
+    return found
+
+
+def _never() -> bool:
+    return False
+
+
+def pool_training_results(trainer: Any, peers: Peers) -> None:
+    """Bring together, in every process, what all of them logged in the steps of an epoch, to be reduced over it."""
+    results = trainer.fit_loop.epoch_loop._results
+    mine = {
+        key: (
+            {**{name: getattr(item.meta, name) for name in _SETTINGS}, "reduce_fx": item.meta.reduce_fx.__name__},
+            (item.value.cpu(), int(getattr(item, "cumulated_batch_size", 0))) if item.is_tensor else None,
+        )
+        for key, item in results.items()
+        if item.meta.on_epoch and not item.has_reset and not item.meta.fx.startswith(_ONCE_AN_EPOCH)
+    }
+    gathered = peers.gather(mine)
+    settings = {key: settings for part in gathered for key, (settings, _) in part.items()}
+    pooled: set[Metric] = set()
+    for key, given in settings.items():
+        values = [part[key][1] for part in gathered if key in part]
+        if key not in results:
+            meta = _Metadata(**given)
+            meta.sync = _Sync()
+            results[key] = _ResultMetric(meta, values[0] is not None)
+        item = results[key]
+        item.has_reset, item._computed, item._update_count = False, None, 1
+        if values[0] is None:
+            item.value = trainer.lightning_module.get_submodule(given["metric_attribute"])
+            if item.value not in pooled:
+                pooled.add(item.value)
+                _pool_metric(item.value)
+            continue
+        numbers = torch.stack([value for value, _ in values]).to(trainer.strategy.root_device)
+        reduction = given["reduce_fx"]
+        item.value = getattr(numbers, f"a{reduction}")(0) if reduction in ("min", "max") else numbers.sum(0)
+        if reduction == "mean":
+            item.cumulated_batch_size = torch.tensor(sum(size for _, size in values), device=numbers.device)
+
+
+def _pool_metric(metric: Metric) -> None:
+    metric.sync()
+    # What is synchronised stays until the metric is reset, which also has it gather again when it computes.
+    metric._is_synced, metric._cache, metric._computed, metric._to_sync = False, None, None, False
+    metric._update_count = max(1, metric._update_count)
 
 
 def log_figures(trainer: pl.Trainer, figures: dict[str, float]) -> None:

@@ -51,6 +51,10 @@ class Algorithm:
     steps (each a `local_update`, with `before_step` in it), `end`, `receive`; then `aggregate`. Between rounds the
     module holds `global_state`.
 
+    What the server keeps changes in `begin_round`, `receive` and `aggregate` alone, but for what the round's first
+    client leaves there in its first step: several processes may train clients at the same time (see
+    `ClientParallelStrategy`), and every one then makes these calls.
+
     A client's live values come as ``model``: the module's trained parameters and persistent buffers by name, which
     `begin` writes in place. Frozen parameters (``requires_grad=False``) are the same on every side and never sent.
     What a client needs during its steps, `begin` puts into ``client.workspace``; what it keeps for later rounds goes
@@ -105,7 +109,10 @@ class Algorithm:
         return Payload(server.sent_up(model))
 
     def receive(self, server: Server, client: Client, payload: Payload, weight: float) -> None:
-        """Take in what ``client`` sent; ``weight`` is its share before normalisation."""
+        """Take in what ``client`` sent; ``weight`` is its share before normalisation.
+
+        Another process may have trained the client: its ``memory`` is there, its ``workspace`` is not.
+        """
         server.mean.add(payload.tensors, weight)
 
     def aggregate(self, server: Server) -> None:

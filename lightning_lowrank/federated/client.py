@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, Protocol, overload
 
 import torch
 from torch import Tensor, nn
@@ -155,6 +155,20 @@ def part_of(stacked: Mapping[str, Any], index: int | slice) -> Workspace:
     }
 
 
+class Peers(Protocol):
+    """The processes that share a round: see `ClientParallelStrategy`."""
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this process."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every process's ``value``."""
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Return the sum of every process's ``tensor``."""
+
+
 class WeightedMean:
     """Streaming weighted mean of named tensors, in float64 and cast once at the end.
 
@@ -209,6 +223,34 @@ class WeightedMean:
             name: (mean if self._dtypes[name].is_floating_point else mean.round()).to(self._dtypes[name])
             for name, mean in zip(self._sums, means, strict=True)
         }
+
+    def pool(self, peers: Peers) -> None:
+        """Make it, in every process, the mean of what arrived in all of them: one sum over all numbers.
+
+        Raises:
+            KeyError: If arrivals in different processes name different tensors.
+        """
+        layout = {name: value.shape for name, value in self._sums.items()}
+        parts = peers.gather((self.arrivals, self.weight, layout, self._dtypes))
+        (_, _, layout, dtypes), *others = [part for part in parts if part[0]]
+        for _, _, other, _ in others:
+            if other.keys() != layout.keys():
+                raise KeyError(
+                    f"arrivals name different tensors: {sorted(other.keys() ^ layout.keys())} are not in both"
+                )
+        self.arrivals = sum(arrivals for arrivals, _, _, _ in parts)
+        self.weight = sum(weight for _, weight, _, _ in parts)
+        # A single arrival is given back as it is.
+        mine = self._only if self.arrivals == 1 else self._sums
+        sizes = [shape.numel() for shape in layout.values()]
+        flat = torch.zeros(sum(sizes), dtype=torch.float64, device=peers.root_device)
+        if mine:
+            torch.cat([mine[name].double().flatten() for name in layout], out=flat)
+        values = [part.view(shape) for part, shape in zip(peers.sum(flat).split(sizes), layout.values(), strict=True)]
+        self._sums, self._dtypes, self._only = dict(zip(layout, values, strict=True)), dtypes, {}
+        if self.arrivals == 1:
+            self._only = {name: value.to(dtypes[name]) for name, value in self._sums.items()}
+            self._sums = {name: value * self.weight for name, value in self._sums.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs to go on."""

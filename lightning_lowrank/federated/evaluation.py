@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, Literal, cast
@@ -242,6 +242,7 @@ class ClientEvaluation:
         module: pl.LightningModule,
         stage: Literal["validate", "test"],
         states: Callable[[int], Mapping[str, Tensor]],
+        clients: Collection[int] | None = None,
     ) -> dict[str, dict[int, float]]:
         """Judge every client that has test samples, and leave the module and all generators as they were.
 
@@ -257,6 +258,7 @@ class ClientEvaluation:
             states: Gives a client's own values by the names of trained parameters and persistent buffers; asked in
                 ascending order of the clients. A name that is missing has the value that lies in the module. Where it
                 gives the very mapping that it gave for the client before, that is not installed again.
+            clients: Those that are judged, of `clients`; all by default.
 
         Returns:
             For each name that was logged, the value of each client by its number: the mean over the client's batches,
@@ -272,6 +274,8 @@ class ClientEvaluation:
         kept = {name: value.detach().clone() for name, value in live.items()}
         limit = trainer.limit_val_batches if stage == "validate" else trainer.limit_test_batches
         counts = self._count_batches(limit)
+        if clients is not None:
+            counts = {client: count for client, count in counts.items() if client in clients}
         results: dict[str, dict[int, float]] = {}
         installed: Mapping[str, Tensor] | None = None
         randomness = StepRandomness()

@@ -27,9 +27,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_lowrank.federated._lightning import (
     AccumulationPerClient,
+    PaddedEpochs,
+    StepCounts,
     TrainLoaderSource,
     forget_batches,
     log_figures,
+    pool_training_results,
     stops_now,
 )
 from lightning_lowrank.federated.algorithm import Algorithm, LocalStep, install
@@ -45,6 +48,7 @@ from lightning_lowrank.federated.client import (
     stack_workspaces,
     trained_tensors,
 )
+from lightning_lowrank.federated.client_parallel import ClientParallelStrategy, SharedRound, shared_by
 from lightning_lowrank.federated.evaluation import ClientEvaluation, figures, hold_out, matched_labels
 from lightning_lowrank.federated.optimizers import age
 from lightning_lowrank.federated.optimizers import begin as begin_optimizers
@@ -79,6 +83,9 @@ class FederatedLoop(Callback):
     some clients are drawn; each starts from what the server sends it and trains on its own part of the training set
     with the module's own ``training_step`` and optimizers; the server folds the results into the global model, which is
     what validation, checkpoints and, after ``fit``, the module itself hold.
+
+    With the trainer's ``strategy="client_parallel"`` and several devices, each trains other clients of the round: see
+    `ClientParallelStrategy`.
 
     Put it before every callback that reads weights, and after `LowRank`. Each round logs ``comm/up_bytes``,
     ``comm/down_bytes``, their totals and ``comm/ratio`` (see `Ledger`), ``federated/clients``, ``federated/failed``,
@@ -208,6 +215,7 @@ class FederatedLoop(Callback):
         self.clients = Clients(())
         self.ledger = Ledger(0)
 
+        self._processes: ClientParallelStrategy | None = None
         self._running = False
         self._restorers: list[Callable[[], None]] = []
         self._randomness = StepRandomness()
@@ -234,6 +242,7 @@ class FederatedLoop(Callback):
         self._stack: ClientStack | None = None
         self._vectorized = False
         self._together = 1
+        self._shared: SharedRound | None = None
         self._hidden: dict[str, Tensor] | None = None
         self._round = -1
         self._position = 0
@@ -243,6 +252,7 @@ class FederatedLoop(Callback):
         self._group_begins = True
         self._group_ends = True
         self._client_steps = 0
+        self._processes_before = 1
 
     @property
     def state_key(self) -> str:
@@ -355,11 +365,7 @@ class FederatedLoop(Callback):
         """Take the training loader's place."""
         if stage != "fit":
             return
-        if trainer.world_size > 1:
-            raise MisconfigurationException(
-                f"FederatedLoop runs its clients on one device, and the trainer has {trainer.world_size} processes:"
-                " set devices=1."
-            )
+        self._processes = shared_by(trainer)
         check_callbacks(self, trainer, pl_module)
         self._restore_trainer()
         source = TrainLoaderSource(trainer)
@@ -392,6 +398,9 @@ class FederatedLoop(Callback):
         # A plain function: torch marks the hook, and a deepcopy of the module must not copy this callback.
         state_dict_hook = pl_module.register_state_dict_post_hook(lambda *state: self._show_global_state(*state))
         self._restorers = [restore_trainer, accumulation.restore, state_dict_hook.remove]
+        if self._processes is not None:
+            end_step = functools.partial(self._end_step_without_batch, trainer)
+            self._restorers.append(PaddedEpochs(trainer, self._without_batch, end_step).restore)
         for owner in (settings.datamodule, pl_module):
             if owner is not None and is_overridden("val_dataloader", owner):
                 self._restorers.append(_memoise_validation_loaders(owner, trainer, every_n_epochs))
@@ -458,7 +467,7 @@ class FederatedLoop(Callback):
                 f" another way than this one with its {len(self.clients)}: resume with the same partition, clients and"
                 " seed."
             )
-        if self.summary:
+        if self.summary and (self._processes is None or self._processes.is_global_zero):
             Console().print(indices.summary(labels))
         return indices
 
@@ -467,6 +476,7 @@ class FederatedLoop(Callback):
         if self._vectorized and self._together == 1:
             fitting = clients_that_fit(trainer.lightning_module, trainer.strategy.root_device)
             restored = None if self._restored is None else self._restored["together"]
+            fitting = min([fitting] if self._processes is None else self._processes.gather(fitting))
             self._together = self.clients_together or restored or fitting
         for name, values in (
             ("sampling_weights", self.sampling_weights),
@@ -527,6 +537,8 @@ class FederatedLoop(Callback):
             together=self._together,
             samples=samples,
             kind=self._kind,
+            process=trainer.global_rank,
+            processes=trainer.world_size,
         )
 
     def _clients_with_settings(self) -> Sequence[int]:
@@ -603,6 +615,9 @@ class FederatedLoop(Callback):
             self.plan = self._planner.plan(number, restored)
             if self._round != number:
                 self._round, self._position, self._slot = number, 0, 0
+            elif self._position and not self._round_open and max(self._processes_before, self._planner.processes) > 1:
+                # The round is over, and other processes may have had other steps in it.
+                self._position, self._slot = self.plan.total, len(self.plan.cohorts)
         return self.plan
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -622,9 +637,32 @@ class FederatedLoop(Callback):
         self._prepared()
         if self._restored is not None:
             self.ledger.load_state_dict(self._restored["ledger"])
+        self._check_processes(trainer)
         self._server.clients = len(self.clients)
         self._schedulers = SchedulersPerClient(trainer)
         self.algorithm.setup(self._server)
+
+    def _check_processes(self, trainer: pl.Trainer) -> None:
+        """Refuse processes that would not do the same, and say when there are too many."""
+        if self._processes is None:
+            return
+        assert self.indices is not None
+        mine = {"seed": self.seed, "method": repr(type(self.algorithm)), "partition": self.indices.digest()}
+        for rank, theirs in enumerate(self._processes.gather(mine)):
+            for name, value in theirs.items():
+                if value != mine[name]:
+                    raise MisconfigurationException(
+                        f"the {name} of process {rank} is another than that of process {trainer.global_rank}: give all"
+                        " processes the same data and arguments, with a seed for whatever is drawn."
+                    )
+        idle = trainer.world_size - self._planner.per_round
+        if idle > 0 and trainer.is_global_zero:
+            Console().print(
+                f"client_parallel: {trainer.world_size} processes share rounds of {self._planner.per_round} clients, so"
+                f" that {idle} of them have nothing to train",
+                highlight=False,
+                soft_wrap=True,
+            )
 
     def _check_local_update(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if type(self.algorithm).local_update is Algorithm.local_update:
@@ -655,6 +693,8 @@ class FederatedLoop(Callback):
             self._prepared()
             if not reason:
                 self._vectorized, reason = self._try_both(trainer, module)
+            if self._processes is not None:
+                self._vectorized, reason = self._processes.broadcast((self._vectorized, reason))
             if trainer.is_global_zero:
                 way = "clients step together" if self._vectorized else "clients train one after another"
                 Console().print(f"execution='auto': {way}; {reason}", highlight=False, soft_wrap=True)
@@ -664,7 +704,7 @@ class FederatedLoop(Callback):
     def _try_both(self, trainer: Any, module: pl.LightningModule) -> tuple[bool, str]:
         """Return whether clients are faster together, by some steps of the first round that leave no trace."""
         together = self.clients_together or clients_that_fit(module, trainer.strategy.root_device)
-        plan = dataclasses.replace(self._planner, together=max(2, together)).plan(0)
+        plan = dataclasses.replace(self._planner, together=max(2, together), process=0, processes=1).plan(0)
         assert self._loader is not None
         self._randomness.open()
         try:
@@ -741,7 +781,7 @@ class FederatedLoop(Callback):
         """At a client's first batch, make the module that client."""
         plan = self._current_plan()
         if not self._round_open:
-            self._begin_round(plan)
+            self._begin_round(trainer, plan)
         cohort, step = plan.cohorts[self._slot], self._step_in_cohort()
         if step == 0:
             self._begin_cohort(trainer, cohort)
@@ -757,11 +797,35 @@ class FederatedLoop(Callback):
         """At a client's last batch, collect it; at the round's last, aggregate."""
         self._randomness.close()
         plan = self._current_plan()
-        self._client_steps += plan.cohorts[self._slot].active(self._step_in_cohort())
+        active = plan.cohorts[self._slot].active(self._step_in_cohort())
+        if self._shared is None:
+            self._client_steps += active
+        else:
+            self._shared.client_steps += active
+            self._shared.logged_steps += self._group_ends
+            if self._position == 0:
+                self._shared.end_first_step(plan.leader)
         self._position += 1
         if self._position == plan.ends[self._slot]:
             self._end_cohort(trainer)
             self._slot += 1
+        if self._position == plan.total:
+            self._aggregate(trainer)
+
+    def _without_batch(self) -> bool:
+        """Return whether this process has trained its part of the round, which others have not."""
+        plan = self._current_plan()
+        return plan.trained <= self._position < plan.total
+
+    def _end_step_without_batch(self, trainer: pl.Trainer) -> None:
+        """Do in a step without a batch what processes do together."""
+        plan = self._current_plan()
+        if not self._round_open:
+            self._begin_round(trainer, plan)
+        assert self._shared is not None
+        if self._position == 0:
+            self._shared.end_first_step(plan.leader)
+        self._position += 1
         if self._position == plan.total:
             self._aggregate(trainer)
 
@@ -806,7 +870,7 @@ class FederatedLoop(Callback):
             def personal(client: int) -> Mapping[str, Tensor]:
                 return self.algorithm.personal_state(self.server, self.clients[client])
 
-            for name, values in evaluation.run(trainer, module, stage, personal).items():
+            for name, values in self._run(evaluation, trainer, module, stage, personal).items():
                 logged.update(figures(values, name))
         variants = self.algorithm.variants(self.server)
         if variants:
@@ -814,11 +878,28 @@ class FederatedLoop(Callback):
             (one,) = loader if isinstance(loader, (list, tuple)) else (loader,)
             everything = [torch.arange(len(one.dataset))] * len(names)
             evaluation = self._evaluation(f"variants {stage}", loader, lambda: everything)
-            for name, values in evaluation.run(trainer, module, stage, states.__getitem__).items():
+            for name, values in self._run(evaluation, trainer, module, stage, states.__getitem__).items():
                 logged.update({f"{name}/{names[number]}": value for number, value in values.items()})
         if logged:
             log_figures(trainer, logged)
         self.clients.forget_idle()
+
+    def _run(
+        self,
+        evaluation: ClientEvaluation,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        stage: Literal["validate", "test"],
+        states: Callable[[int], Mapping[str, Tensor]],
+    ) -> dict[str, dict[int, float]]:
+        """Run an evaluation, of which each process that takes part in rounds does a share."""
+        processes = trainer.strategy
+        if not isinstance(processes, ClientParallelStrategy):
+            return evaluation.run(trainer, module, stage, states)
+        share = set(evaluation.clients[processes.global_rank :: processes.world_size])
+        parts = processes.gather(evaluation.run(trainer, module, stage, states, share))
+        names = {name: None for part in parts for name in part}
+        return {name: dict(sorted(entry for part in parts for entry in part.get(name, {}).items())) for name in names}
 
     def _evaluation(self, name: str, loader: Any, indices: Callable[[], list[Tensor]]) -> ClientEvaluation:
         """Return the evaluation that was made for this loader, or make one."""
@@ -837,7 +918,9 @@ class FederatedLoop(Callback):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Aggregate a round that was cut short, and log the round's figures."""
         self._randomness.release()
-        self._aggregate(trainer)
+        self._aggregate(trainer, between_steps=True)
+        if self._processes is not None:
+            pool_training_results(trainer, self._processes)
         plan = self._current_plan()
         logged = {
             **self.ledger.metrics(),
@@ -864,7 +947,7 @@ class FederatedLoop(Callback):
                 soft_wrap=True,
             )
 
-    def _begin_round(self, plan: RoundPlan) -> None:
+    def _begin_round(self, trainer: pl.Trainer, plan: RoundPlan) -> None:
         self.server.round = plan.round
         self._adopt_live_values()
         self._round_open = True
@@ -877,6 +960,9 @@ class FederatedLoop(Callback):
             idle = np.count_nonzero(self._planner.batches) - len(plan.clients) - len(plan.failed)
             broadcast = self.algorithm.broadcast(self.server, self.clients[plan.clients[0]])
             self.ledger.idle(int(idle) * broadcast.nbytes)
+        if self._processes is not None:
+            counts = StepCounts(trainer)
+            self._shared = SharedRound(self._processes, self.algorithm, self.server, self.ledger, counts)
 
     def _adopt_live_values(self) -> None:
         self._live = trained_tensors(self.server.module)
@@ -985,7 +1071,10 @@ class FederatedLoop(Callback):
     def _end_client(self, client: Client, model: Mapping[str, Tensor]) -> None:
         payload = self.algorithm.end(self.server, client, model)
         self.ledger.up(payload.nbytes)
-        self.algorithm.receive(self.server, client, payload.delivered(), self._weight(client))
+        receive = (
+            functools.partial(self.algorithm.receive, self.server) if self._shared is None else self._shared.collect
+        )
+        receive(client, payload.delivered(), self._weight(client))
         if self.buffers == "local":
             client.memory["buffers"] = {name: model[name].clone() for name in self.server.initial_buffers}
         client.workspace = {}
@@ -1003,11 +1092,15 @@ class FederatedLoop(Callback):
             )
         return float(weight)
 
-    def _aggregate(self, trainer: pl.Trainer) -> None:
+    def _aggregate(self, trainer: pl.Trainer, between_steps: bool = False) -> None:
         if not self._round_open:
             return
         if self._client_open:
             self._end_cohort(trainer)
+        if self._shared is not None:
+            self._shared.end(self.clients, self._schedulers, between_steps)
+            self._client_steps += self._shared.client_steps
+            self._shared = None
         self.algorithm.aggregate(self.server)
         self.server.mean = WeightedMean()
         self._show_global()
@@ -1037,6 +1130,11 @@ class FederatedLoop(Callback):
         """Return all that a resumed run needs, as tensors and plain Python."""
         if self._server is None or self.indices is None:
             return {}
+        if self._shared is not None:
+            raise MisconfigurationException(
+                "a checkpoint inside a round would hold the client of one process only: save between rounds, as"
+                " ModelCheckpoint does, or set devices=1."
+            )
         server = self.server
         shown = self.algorithm.global_state(server)
         interrupted = self._live if self._hidden is None else self._hidden
@@ -1050,6 +1148,7 @@ class FederatedLoop(Callback):
             "number_of_clients": len(self.clients),
             "partition": self.indices.digest(),
             "round": self._round,
+            "processes": 1 if self._processes is None else self._processes.world_size,
             "position": self._position,
             "slot": self._slot,
             "round_open": self._round_open,
@@ -1091,7 +1190,14 @@ class FederatedLoop(Callback):
                     f"the checkpoint's run had {name}={state_dict[name]!r} and this one has {mine!r}: resume with the"
                     " same."
                 )
+        processes = 1 if self._processes is None else self._processes.world_size
+        if state_dict["round_open"] and processes > 1:
+            raise MisconfigurationException(
+                f"the checkpoint was saved inside a round of a single process, and this run has {processes}: resume"
+                " from one that was saved between rounds, or set devices=1."
+            )
         self._restored = state_dict
+        self._processes_before = state_dict.get("processes", 1)
         self._round = state_dict["round"]
         self._position = state_dict["position"]
         self._slot = state_dict["slot"]

@@ -63,19 +63,19 @@ class RoundPlan:
         clients: Ids of the clients that train, ascending.
         batches: Number of batches of each.
         failed: Ids of the clients that are sent the model and never answer.
-        cohorts: The same clients in the order in which they train.
+        cohorts: The same clients in the order in which they train; where several processes share the round, those that
+            this one trains.
+        padding: Number of steps in which this process trains nothing, and waits for one that has more to train.
+        leader: The process that trains the first client of all.
     """
 
     round: int
     clients: tuple[int, ...]
     batches: tuple[int, ...]
-    failed: tuple[int, ...] = ()
-    cohorts: tuple[Cohort, ...] = ()
-
-    def __post_init__(self) -> None:
-        if not self.cohorts:
-            alone = (Cohort((client,), (count,)) for client, count in zip(self.clients, self.batches, strict=True))
-            object.__setattr__(self, "cohorts", tuple(alone))
+    failed: tuple[int, ...]
+    cohorts: tuple[Cohort, ...]
+    padding: int = 0
+    leader: int = 0
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
@@ -83,9 +83,37 @@ class RoundPlan:
         return tuple(accumulate(cohort.steps for cohort in self.cohorts))
 
     @property
+    def trained(self) -> int:
+        """Number of steps in which this process trains."""
+        return self.ends[-1] if self.ends else 0
+
+    @property
     def total(self) -> int:
         """Number of steps of the round."""
-        return self.ends[-1]
+        return self.trained + self.padding
+
+
+def divide(batches: Mapping[int, int], processes: int) -> list[list[int]]:
+    """Divide clients among processes so that these have about as many batches: the longest to the least loaded.
+
+    Args:
+        batches: Number of batches of each client, by its id.
+        processes: How many processes there are; those that are left over have no clients.
+
+    Returns:
+        For each process its clients, ascending.
+
+    Example:
+        >>> divide({0: 5, 3: 9, 4: 2, 7: 2}, processes=2)
+        [[3], [0, 4, 7]]
+    """
+    parts: list[list[int]] = [[] for _ in range(processes)]
+    load = [0] * processes
+    for client in sorted(batches, key=lambda client: (-batches[client], client)):
+        least = load.index(min(load))
+        parts[least].append(client)
+        load[least] += batches[client]
+    return [sorted(part) for part in parts]
 
 
 @dataclass(frozen=True)
@@ -104,6 +132,8 @@ class RoundPlanner:
         together: Largest number of clients that step together; 1 for one after another.
         samples: Number of samples of each client, by which those that step together are sorted.
         kind: Of a client and a round, what must be the same for those that step together; by default all may.
+        process: Number of this process, from 0, among those that share a round.
+        processes: How many those are.
     """
 
     seed: int
@@ -117,6 +147,8 @@ class RoundPlanner:
     together: int = 1
     samples: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     kind: Callable[[int, int], Any] | None = None
+    process: int = 0
+    processes: int = 1
 
     def plan(self, round_number: int, cohorts: Sequence[Sequence[int]] | None = None) -> RoundPlan:
         """Return the plan of one round.
@@ -141,19 +173,26 @@ class RoundPlanner:
             answering = [client for client, count in zip(answering, kept, strict=True) if count]
             batches = [count for count in kept if count]
         count = dict(zip(answering, batches, strict=True))
-        together = cohorts or self._together(round_number, count)
+        parts = []
+        for clients in divide(count, self.processes):
+            together = cohorts or self._together(round_number, {client: count[client] for client in clients})
+            parts.append([Cohort(tuple(ids), tuple(count[client] for client in ids)) for ids in together])
+        steps = [sum(cohort.steps for cohort in part) for part in parts]
+        first = [min(part[0].clients) if part else max(answering) + 1 for part in parts]
         return RoundPlan(
             round_number,
             tuple(answering),
             tuple(batches),
             tuple(failed),
-            tuple(Cohort(tuple(clients), tuple(count[client] for client in clients)) for clients in together),
+            tuple(parts[self.process]),
+            padding=max(steps) - steps[self.process],
+            leader=first.index(min(first)),
         )
 
     def _together(self, round_number: int, batches: Mapping[int, int]) -> list[list[int]]:
         """Put clients of a kind with about as many batches together, of which the longest come first."""
         if self.together == 1:
-            return []
+            return [[client] for client in sorted(batches)]
         kinds: dict[Any, list[int]] = {}
         for client in sorted(batches, key=lambda client: (-batches[client], -self.samples[client], client)):
             kinds.setdefault(None if self.kind is None else self.kind(client, round_number), []).append(client)
@@ -349,7 +388,7 @@ class RoundLoader:
 
     It keeps the user's loader's batch size, collate function, workers, pinned memory and ``drop_last``. All it draws
     comes from generators of (seed, round, client). Iterating starts at ``position()``, so that a resumed run goes on
-    where it was.
+    where it was. Where the plan has padding, that many ``None`` come at the end.
 
     Args:
         loader: The user's training loader, as `check_loader` lets it pass.
@@ -408,6 +447,7 @@ class RoundLoader:
     def __iter__(self) -> Iterator[Any]:
         # Lightning calls iter() more often than it iterates: nothing may start before the first batch is asked for.
         plan = self._plan()
+        padding = plan.total - max(self._position(), plan.trained)
         batches: Iterator[Any] | None = None
         for cohort, steps in self._remaining(plan):
             seed = derive_seed(self._seed, "training", plan.round, cohort.clients[0])
@@ -419,6 +459,8 @@ class RoundLoader:
                 batch = next(batches)
                 seed_process(_step_seed(seed, step))
                 yield batch
+        for _ in range(padding):
+            yield None
 
     def requests(self) -> Iterator[_Request | _Requests]:
         """Yield the indices of the round's batches from the current position on."""

@@ -7,12 +7,13 @@ from one client to the next.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
 
 _OF_ONE_CLIENT = ("params", "stacked", "subspaces")
+_COUNTS_OF_REFRESHES = ("refresh_number", "steps_since_refresh")
 
 
 class SchedulersPerClient:
@@ -32,6 +33,8 @@ class SchedulersPerClient:
         self._optimizers = [
             optimizer for optimizer in trainer.optimizers if configs or "refresh_number" in optimizer.param_groups[0]
         ]
+        # Without such a scheduler, the options of the groups are those of one that steps once an epoch.
+        self._options_change = bool(configs)
         self._start: dict[str, Any] = {}
         self._furthest: dict[str, Any] = {}
         self._most_steps = 0
@@ -49,6 +52,15 @@ class SchedulersPerClient:
         if steps > self._most_steps:
             self._furthest, self._most_steps = self._capture(), steps
 
+    @property
+    def end(self) -> tuple[int, dict[str, Any]]:
+        """Where the client with the most steps ended: their number, and the state."""
+        return self._most_steps, self._furthest
+
+    def pool(self, ends: Iterable[tuple[int, dict[str, Any]]]) -> None:
+        """Take over, of several processes' `end`, that of the client with the most steps."""
+        self._most_steps, self._furthest = max(ends, key=lambda end: end[0])
+
     def end_round(self) -> None:
         """Go on from where the client with the most steps ended."""
         self._install(self._furthest)
@@ -59,7 +71,11 @@ class SchedulersPerClient:
                 "schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
                 "groups": [
                     [
-                        {key: value for key, value in group.items() if key not in _OF_ONE_CLIENT}
+                        {
+                            key: value
+                            for key, value in group.items()
+                            if key in _COUNTS_OF_REFRESHES or (self._options_change and key not in _OF_ONE_CLIENT)
+                        }
                         for group in optimizer.param_groups
                     ]
                     for optimizer in self._optimizers

@@ -305,8 +305,9 @@ def test_refuses_lowrank_after_the_loop(tmp_path):
 
 
 def test_refuses_several_processes(tmp_path):
-    with pytest.raises(MisconfigurationException, match="devices=1"):
-        loop().setup(type("Trainer", (), {"world_size": 2}), Module(), "fit")
+    run = trainer(tmp_path, loop(), devices=2, strategy="ddp")
+    with pytest.raises(MisconfigurationException, match=r"DDPStrategy .* strategy='client_parallel'"):
+        loop().setup(run, Module(), "fit")
 
 
 def test_an_exception_leaves_the_last_global_model(tmp_path):
