@@ -2,7 +2,7 @@
 
 ``fit``, ``validate``, ``test`` and ``predict`` are Lightning's own; ``fit --seeds 0 1 2`` makes one run for each seed.
 ``inspect`` tells what a run would cost before any data is read; ``export`` and ``report`` read what runs left behind
-and need no model section.
+and need no model section; ``flower`` writes the project that runs a recipe across sites.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rich.console import Console
 
 import lightning_lowrank.data
 import lightning_lowrank.models
-from lightning_lowrank.callbacks.lowrank import LowRank, dense_checkpoint
+from lightning_lowrank.callbacks.lowrank import LowRank, adapter_checkpoint, dense_checkpoint
 from lightning_lowrank.federated.checks import check_callbacks
 from lightning_lowrank.federated.loop import FederatedLoop
 from lightning_lowrank.inspection import inspect_run, render
@@ -271,6 +271,17 @@ class LowRankCLI(LightningCLI):
         self.model.configure_optimizers = MethodType(update_wrapper(partial(build), build), self.model)
 
 
+CLI_SETTINGS: dict[str, Any] = {
+    "trainer_class": _Trainer,
+    "trainer_defaults": {"logger": _RUN_LOGGER},
+    "seed_everything_default": 0,
+    "parser_class": _Parser,
+    "parser_kwargs": {"prog": "lightning-lowrank", "epilog": "also: lightning-lowrank export, flower, report"},
+    "save_config_callback": _SaveRunConfig,
+    "save_config_kwargs": {"overwrite": True},
+}
+
+
 def main(args: ArgsType = None) -> None:
     """Run ``lightning-lowrank``.
 
@@ -289,6 +300,8 @@ def _dispatch(args: ArgsType) -> None:
         _export(words[1:])
     elif isinstance(words, list) and words[:1] == ["report"]:
         _report(words[1:])
+    elif isinstance(words, list) and words[:1] == ["flower"]:
+        _flower(words[1:])
     else:
         seeds = _run(args)
         for seed in seeds[1:]:
@@ -297,17 +310,7 @@ def _dispatch(args: ArgsType) -> None:
 
 def _run(args: ArgsType, seed: int | None = None) -> list[int]:
     """Make one run, and return the seeds of all that were asked for."""
-    done = LowRankCLI(
-        trainer_class=_Trainer,
-        trainer_defaults={"logger": _RUN_LOGGER},
-        seed_everything_default=0,
-        parser_class=_Parser,
-        parser_kwargs={"prog": "lightning-lowrank", "epilog": "also: lightning-lowrank export, report"},
-        save_config_callback=_SaveRunConfig,
-        save_config_kwargs={"overwrite": True},
-        args=args,
-        seed=seed,
-    )
+    done = LowRankCLI(**CLI_SETTINGS, args=args, seed=seed)
     if done.subcommand != "fit":
         return []
     for logger in done.trainer.loggers if done.seeds else []:
@@ -320,12 +323,21 @@ def _run(args: ArgsType, seed: int | None = None) -> list[int]:
 def _export(args: list[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="lightning-lowrank export",
-        description="Turn a checkpoint into dense weights that load into the unconverted module.",
+        description="Turn a checkpoint into dense weights that load into the unconverted module, or a PEFT adapter.",
     )
     parser.add_argument("checkpoint", type=Path, help="a .ckpt file of a run, with or without LowRank")
-    parser.add_argument("output", type=Path, help="the .safetensors file to write")
+    parser.add_argument("output", type=Path, help="the .safetensors file to write, or the adapter's folder")
     parser.add_argument(
-        "--prefix", default="", help="keep the names that begin so and cut this off: `network.` exports that attribute"
+        "--format",
+        choices=("safetensors", "peft"),
+        default="safetensors",
+        help="dense weights, or a folder that PEFT's PeftModel.from_pretrained loads",
+    )
+    parser.add_argument(
+        "--prefix",
+        default=None,
+        help="keep the names that begin so and cut this off: `network.` exports that attribute; for PEFT by default the"
+        " attribute that holds all low-rank layers",
     )
     parser.add_argument("--client", type=int, default=None, help="id of a client whose own model is exported")
     options = parser.parse_args(args)
@@ -333,15 +345,20 @@ def _export(args: list[str]) -> None:
 
     if not options.checkpoint.is_file():
         raise MisconfigurationException(f"{options.checkpoint} is not a checkpoint: there is no such file.")
+    if options.format == "peft":
+        adapter_checkpoint(options.checkpoint, options.output, options.client, options.prefix)
+        print(f"wrote {options.output}: PeftModel.from_pretrained(base_model, {str(options.output)!r}) loads it")
+        return
     found = dense_checkpoint(options.checkpoint, options.client)
+    prefix = options.prefix or ""
     # safetensors refuses tensors that share memory, as tied weights do.
     weights = {
-        name.removeprefix(options.prefix): value.clone(memory_format=torch.contiguous_format)
+        name.removeprefix(prefix): value.clone(memory_format=torch.contiguous_format)
         for name, value in found.items()
-        if name.startswith(options.prefix)
+        if name.startswith(prefix)
     }
     if not weights:
-        raise MisconfigurationException(f"no tensor's name begins with --prefix {options.prefix!r}: {sorted(found)}")
+        raise MisconfigurationException(f"no tensor's name begins with --prefix {prefix!r}: {sorted(found)}")
     options.output.parent.mkdir(parents=True, exist_ok=True)
     safetensors.torch.save_file(weights, options.output)
     print(
@@ -366,4 +383,22 @@ def _report(args: list[str]) -> None:
     report(options.runs, metric=options.metric, output=options.output, each=options.each, console=Console())
 
 
-__all__ = ["LowRankCLI", "lightning_lowrank", "main"]
+def _flower(args: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="lightning-lowrank flower",
+        description="Write the Flower project of a recipe: `flwr run OUTPUT` then runs it across sites.",
+    )
+    parser.add_argument(
+        "--config", type=Path, action="append", required=True, help="a recipe; a later one changes an earlier one"
+    )
+    parser.add_argument("output", type=Path, help="the folder to write")
+    options = parser.parse_args(args)
+    try:
+        from lightning_lowrank.flower import write_project
+    except ImportError as error:
+        raise MisconfigurationException(str(error)) from error
+    write_project(options.config, options.output)
+    print(f"wrote {options.output}: start it with `flwr run {options.output}`")
+
+
+__all__ = ["CLI_SETTINGS", "LowRankCLI", "lightning_lowrank", "main"]

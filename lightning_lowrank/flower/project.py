@@ -1,0 +1,78 @@
+"""The Flower project of a recipe: three small files that ``flwr run`` sends to the server and to every site."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_lowrank.flower.recipe import build
+
+_LONGEST_NAME = 32
+
+_PROJECT = """\
+# Written by `lightning-lowrank flower`. lightning_lowrank[flower], and what the recipe needs beside it, must be
+# installed where the server and the sites run. So started, they send nothing to anyone else, and fetch nothing:
+#   export FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1
+#   flower-superlink --disable-runtime-dependency-installation ...
+#   flower-supernode --node-config 'partition-id=0' ...        (on each site, partition-id from 0 to clients - 1)
+#   flwr run . <name of the SuperLink connection> --stream
+[project]
+name = "{name}"
+version = "0.1.0"
+description = "A federated run of lightning_lowrank"
+dependencies = ["lightning_lowrank[flower]"]
+
+[tool.flwr.app]
+publisher = "lightning-lowrank"
+
+[tool.flwr.app.components]
+serverapp = "flower_app:server"
+clientapp = "flower_app:client"
+
+[tool.flwr.app.config]
+start-timeout = 600.0      # seconds to wait for all sites at the start, and for one at all in a round
+round-timeout = 3600.0     # seconds to wait for the sites' answers in a round
+on-bad-payload = "skip"    # a site that sends something malformed: "skip" goes on without it, "stop" ends the run
+validate = true            # judge the global model on the server's own validation data, if the recipe has any
+"""
+
+_APP = '''\
+"""The recipe beside this file as a Flower app."""
+
+from pathlib import Path
+
+from lightning_lowrank.flower import client_app, server_app
+
+recipe = Path(__file__).parent / "recipe.yaml"
+server = server_app(recipe)
+client = client_app(recipe)
+'''
+
+
+def write_project(configs: Sequence[str | Path], output: str | Path) -> None:
+    """Write the project that runs a recipe across sites.
+
+    Everything that the recipe names is built once, so that what cannot work is refused here.
+
+    Args:
+        configs: YAML files as ``lightning-lowrank fit`` takes them, of which later ones change earlier ones.
+        output: The folder; its own name becomes the project's.
+
+    Raises:
+        MisconfigurationException: If the recipe cannot run across sites, or a file is not there.
+    """
+    missing = [str(config) for config in configs if not Path(config).is_file()]
+    if missing:
+        raise MisconfigurationException(f"{missing[0]} is not a recipe: there is no such file.")
+    output = Path(output)
+    recipe = build(configs)
+    output.mkdir(parents=True, exist_ok=True)
+    # Flower's names begin with a letter and hold letters, digits and hyphens.
+    name = re.sub(r"[^A-Za-z0-9]+", "-", output.resolve().name).strip("-")
+    name = name if name[:1].isalpha() else f"run-{name}".rstrip("-")
+    (output / "pyproject.toml").write_text(_PROJECT.format(name=name[:_LONGEST_NAME].rstrip("-")), encoding="utf-8")
+    (output / "flower_app.py").write_text(_APP, encoding="utf-8")
+    (output / "recipe.yaml").write_text(recipe.text, encoding="utf-8")

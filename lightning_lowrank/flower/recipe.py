@@ -1,0 +1,139 @@
+"""The objects that a recipe describes: the same YAML, read as ``lightning-lowrank fit`` reads it."""
+
+from __future__ import annotations
+
+import sys
+import typing
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_lowrank.cli import CLI_SETTINGS, LowRankCLI, _Parser
+from lightning_lowrank.federated.loop import FederatedLoop
+from lightning_lowrank.flower.replica import replica_of
+
+
+@dataclass
+class Recipe:
+    """What a recipe describes, built.
+
+    Args:
+        text: The whole recipe as YAML, defaults included.
+        module: The module.
+        datamodule: The datamodule, if the recipe has one.
+        trainer: The trainer; ``loop`` is among its callbacks.
+        loop: The recipe's ``federated`` section.
+    """
+
+    text: str
+    module: pl.LightningModule
+    datamodule: pl.LightningDataModule | None
+    trainer: Any
+    loop: FederatedLoop
+
+
+class _RaisingParser(_Parser):
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        # A process of Flower's that just ended would leave the server waiting for an answer.
+        raise MisconfigurationException((message or "").strip().removeprefix("lightning-lowrank: "))
+
+
+class _BuiltCLI(LowRankCLI):
+    def _run_subcommand(self, subcommand: str) -> None:
+        pass
+
+
+def build(configs: Sequence[str | Path], options: Sequence[str] = (), saves_config: bool = False) -> Recipe:
+    """Build what a recipe describes, and check that it can run across sites.
+
+    Args:
+        configs: YAML files, of which later ones change earlier ones.
+        options: Further words of the command line, such as ``--trainer.logger=false``.
+        saves_config: Whether a run with a logger saves its ``config.yaml``.
+
+    Raises:
+        MisconfigurationException: If the recipe cannot be built, or cannot run across sites; it says why.
+    """
+    _read_counts_as_counts()
+    settings = {**CLI_SETTINGS, "parser_class": _RaisingParser}
+    if not saves_config:
+        settings["save_config_callback"] = None
+    words = [word for config in configs for word in ("--config", str(config))]
+    with _without_own_words():
+        cli = _BuiltCLI(**settings, args=["fit", *words, *options])
+    trainer: Any = cli.trainer
+    loop = next((callback for callback in trainer.callbacks if isinstance(callback, FederatedLoop)), None)
+    if loop is None:
+        raise MisconfigurationException(
+            "the recipe has no `federated` section, so that there is nothing to run on sites: add one."
+        )
+    replica_of(loop.algorithm)
+    _check(cli, loop)
+    text = cli._parser("fit").dump(cli.config["fit"], skip_none=False)
+    return Recipe(text, cli.model, cli.datamodule, trainer, loop)
+
+
+def check_optimizers(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """Refuse optimizers and schedulers that count steps from one client to the next.
+
+    Raises:
+        MisconfigurationException: If there is one.
+    """
+    for optimizer in trainer.optimizers:
+        if "refresh_number" in optimizer.param_groups[0]:
+            raise MisconfigurationException(
+                f"{type(optimizer).__name__} counts its steps on from client to client, and sites know nothing of each"
+                " other's steps: use another optimizer."
+            )
+    for config in trainer.lr_scheduler_configs:
+        if config.interval == "step" or not module.automatic_optimization:
+            raise MisconfigurationException(
+                f"{type(config.scheduler).__name__} steps within clients, and sites know nothing of each other's steps:"
+                " use interval='epoch', which is once a round, and automatic optimization."
+            )
+
+
+@contextmanager
+def _without_own_words() -> Iterator[None]:
+    """Hide the process's command line, which Lightning would write to the log: Flower's task token is in it."""
+    words, sys.argv = sys.argv, sys.argv[:1]
+    try:
+        yield
+    finally:
+        sys.argv = words
+
+
+def _read_counts_as_counts() -> None:
+    """Let a recipe's ``limit_train_batches: 1`` be a count here too, and not the share 1.0.
+
+    For the caches of `typing`, ``int | float | None`` and ``float | int | None`` are one, and jsonargparse, which tries
+    types in order, is given whichever was made first. Where Flower was imported before Lightning, as in its processes,
+    that is the second.
+    """
+    hints = pl.Trainer.__init__.__annotations__
+    for name, hint in hints.items():
+        if set(typing.get_args(hint)) == {int, float, type(None)}:
+            hints[name] = int | float | None
+    for forget in getattr(typing, "_cleanups", ()):
+        forget()
+
+
+def _check(cli: LowRankCLI, loop: FederatedLoop) -> None:
+    trainer: Any = cli.trainer
+    refused = {
+        "federated.personal_test": (loop.personal_test is not None, "clients' own models stay on their sites"),
+        "federated.client_dropout": (loop.client_dropout > 0, "real sites fail by themselves"),
+        "trainer.fast_dev_run": (bool(trainer.fast_dev_run), "set trainer.max_epochs and trainer.limit_train_batches"),
+        "trainer.max_steps": (trainer.max_steps != -1, "rounds are counted by trainer.max_epochs"),
+        "trainer.devices": (trainer.world_size > 1, "each site trains its one client on one device"),
+        "ckpt_path": (bool(cli.config["fit"].get("ckpt_path")), "a run across sites starts from the recipe's model"),
+        "seeds": (len(cli.seeds) > 1, "give seed_everything, and start a run for each"),
+    }
+    for name, (wrong, advice) in refused.items():
+        if wrong:
+            raise MisconfigurationException(f"{name} has no meaning across sites: leave it out; {advice}.")

@@ -1,0 +1,498 @@
+"""The rounds, seen from the server: the recipe's `Algorithm` between the sites' messages.
+
+The server is a Lightning fit whose epochs train nothing: `RemoteRounds` stands in for `FederatedLoop`, and lets each
+epoch's round happen on the sites. Validation, checkpoints, loggers and early stopping are the recipe's own.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from flwr.app import Context, Message, RecordDict
+from flwr.common.constant import ErrorCode
+from flwr.serverapp import Grid, ServerApp
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_lowrank.compression import DecodingError
+from lightning_lowrank.federated._lightning import TrainLoaderSource, log_figures
+from lightning_lowrank.federated.algorithm import install
+from lightning_lowrank.federated.checks import check_callbacks, notes
+from lightning_lowrank.federated.checks import check_optimizers as check_all_are_trained
+from lightning_lowrank.federated.client import Client, Clients, Server, WeightedMean, trained_tensors
+from lightning_lowrank.federated.loop import FederatedLoop
+from lightning_lowrank.federated.payload import Ledger, Payload, dense_payload
+from lightning_lowrank.federated.rounds import RoundPlan, RoundPlanner
+from lightning_lowrank.flower.messages import (
+    JOIN,
+    LISTEN,
+    TRAIN,
+    check_upload,
+    difference,
+    field_of,
+    options_of,
+    pack,
+    signature,
+    unpack,
+)
+from lightning_lowrank.flower.recipe import build, check_optimizers
+
+OnBadPayload = Literal["skip", "stop"]
+
+# What a site's own code raised, it would raise again.
+_RAISED_BY_SITE = (ErrorCode.CLIENT_APP_RAISED_EXCEPTION, ErrorCode.LOAD_CLIENT_APP_EXCEPTION, ErrorCode.INVALID_FAB)
+
+
+@dataclass
+class _Connected:
+    """A site as the server knows it."""
+
+    node: int
+    heard: int
+    samples: int
+    batches: int
+
+
+@dataclass(frozen=True)
+class _Silence:
+    """Why there is no answer from a node, and whether one may come if it is asked again."""
+
+    reason: str
+    passing: bool
+
+
+@dataclass
+class _Outcome:
+    """What came of a round's messages, by client."""
+
+    arrivals: dict[int, Payload] = field(default_factory=dict)
+    failures: dict[int, str] = field(default_factory=dict)
+    passing: bool = False
+
+
+class RemoteRounds(Callback):
+    """Stands in for `FederatedLoop` on the server: a round's clients are sites.
+
+    Clients are drawn as `FederatedLoop` draws them, so that a run and its simulation have the same ones. A drawn site
+    that is not there, fails, or sends something malformed counts as failed; the round is made of those that answer. A
+    round that nobody answers is asked for again until ``start_timeout`` has passed. A site that comes back gets the
+    broadcasts that it has missed, where the method needs them.
+
+    Logged are the ``comm/...`` figures of `Ledger`, here lengths of what was sent, and ``federated/clients``,
+    ``federated/failed``, ``federated/samples`` and ``federated/client_steps``.
+
+    Args:
+        loop: The recipe's ``federated`` section.
+        recipe: The recipe's text, which the sites must have too.
+        grid: Flower's way to the sites.
+        start_timeout: Seconds to wait for all sites at the start, and for an answer at all in a round.
+        round_timeout: Seconds to wait for the sites' answers in a round.
+        on_bad_payload: What a malformed payload does: ``"skip"``: its site counts as failed; ``"stop"``: the run ends.
+        poll: Seconds between two looks for answers.
+
+    Raises:
+        MisconfigurationException: If sites are missing at the start, run something else, or claim the same client; if
+            nobody answers in a round.
+    """
+
+    def __init__(
+        self,
+        loop: FederatedLoop,
+        recipe: str,
+        grid: Grid,
+        start_timeout: float = 600.0,
+        round_timeout: float = 3600.0,
+        on_bad_payload: OnBadPayload = "skip",
+        poll: float = 0.5,
+    ) -> None:
+        if on_bad_payload not in ("skip", "stop"):
+            raise MisconfigurationException(f"on-bad-payload must be 'skip' or 'stop', got {on_bad_payload!r}")
+        for name, value in (("start-timeout", start_timeout), ("round-timeout", round_timeout)):
+            if not value > 0:
+                raise MisconfigurationException(f"{name} must be a number of seconds above 0, got {value!r}")
+        self.loop = loop
+        self.algorithm = loop.algorithm
+        self.recipe = recipe
+        self.grid = grid
+        self.start_timeout = start_timeout
+        self.round_timeout = round_timeout
+        self.on_bad_payload = on_bad_payload
+        self.poll = poll
+        self.ledger = Ledger(0)
+        self.clients = Clients(())
+        self.server: Server
+        self._planner: RoundPlanner
+        self._signature: dict[str, Any] = {}
+        self._connected: dict[int, _Connected] = {}
+        self._known_nodes: set[int] = set()
+        self._broadcasts: dict[int, bytes] = {}
+        self._figures: dict[str, float] = {}
+        self._client_steps = 0
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Take the training loader's place."""
+        if stage == "fit":
+            check_callbacks(self, trainer, pl_module)
+            settings: Any = trainer
+            TrainLoaderSource(settings).replace(_NoBatch())
+            settings.reload_dataloaders_every_n_epochs = 0
+            settings.limit_train_batches, settings.overfit_batches = 1.0, 0.0
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Wait for the sites, and let the algorithm look at the module."""
+        check_all_are_trained(trainer, pl_module)
+        check_optimizers(trainer, pl_module)
+        for note in notes(pl_module, self.loop.buffers):
+            rank_zero_warn(note)
+        self.server = Server(pl_module, self.loop.seed, self.loop.buffers, optimizers=trainer.optimizers)
+        self.ledger = Ledger(dense_payload(pl_module).nbytes)
+        self._signature = signature(pl_module, self.recipe)
+        self._meet_all()
+        samples = [self._connected[client].samples for client in range(len(self._connected))]
+        self.clients = Clients(samples)
+        self.server.clients = len(samples)
+        self._planner = self._make_planner()
+        self.algorithm.setup(self.server)
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Let the sites make a round, and fold in what they send."""
+        server, algorithm = self.server, self.algorithm
+        server.round = trainer.current_epoch
+        live = trained_tensors(server.module)
+        server.adopt(live, shown=algorithm.global_state(server))
+        self.ledger.begin_round()
+        algorithm.begin_round(server)
+        plan = self._planner.plan(server.round)
+        outcome = self._hear(plan, options_of(trainer.optimizers))
+        for client, payload in sorted(outcome.arrivals.items()):
+            party = self.clients[client]
+            algorithm.receive(server, party, payload, self.loop._weight(party))
+        algorithm.aggregate(server)
+        server.mean = WeightedMean()
+        self._show_global()
+        steps = sum(self._connected[client].batches for client in outcome.arrivals)
+        self._client_steps += steps
+        _count_steps(trainer, steps)
+        self._figures = {
+            "federated/clients": len(outcome.arrivals),
+            "federated/failed": len(outcome.failures),
+            "federated/samples": sum(self.clients[client].samples for client in outcome.arrivals),
+            "federated/client_steps": self._client_steps,
+        }
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Log the round's figures."""
+        log_figures(trainer, {**self.ledger.metrics(), **self._figures})
+
+    def _make_planner(self) -> RoundPlanner:
+        loop, count = self.loop, len(self._connected)
+        share = loop.clients_per_round
+        per_round = count if share is None else max(1, round(share * count)) if isinstance(share, float) else share
+        named = {client for ids in loop.participants or () for client in ids}
+        for name, wrong in (
+            ("clients_per_round", per_round > count),
+            ("participants", not named <= set(range(count))),
+            ("sampling_weights", loop.sampling_weights is not None and len(loop.sampling_weights) != count),
+            ("availability", isinstance(loop.availability, list) and len(loop.availability) != count),
+        ):
+            if wrong:
+                raise MisconfigurationException(
+                    f"federated.{name} is not for {count} clients, which the recipe has: {getattr(loop, name)}"
+                )
+        return RoundPlanner(
+            seed=loop.seed,
+            batches=np.array([self._connected[client].batches for client in range(count)]),
+            per_round=per_round,
+            sampling_weights=loop.sampling_weights,
+            participants=loop.participants,
+            availability=loop.availability,
+        )
+
+    def _show_global(self) -> None:
+        self.algorithm.configure(self.server, None)
+        live, state = trained_tensors(self.server.module), self.algorithm.global_state(self.server)
+        install({name: state[name] for name in live}, live)
+
+    def _meet_all(self) -> None:
+        """Wait until the site of every client has joined."""
+        deadline = time.monotonic() + self.start_timeout
+        count = self.loop.number_of_clients
+        while True:
+            joined, wrong = self._meet()
+            if wrong:
+                raise MisconfigurationException(f"a site cannot take part: {'; '.join(wrong)}.")
+            for fields in joined.values():
+                count = field_of(fields, "clients", int) if count is None else count
+            missing = [client for client in range(count or 1) if client not in self._connected]
+            if count is not None and not missing:
+                break
+            if time.monotonic() > deadline:
+                raise MisconfigurationException(
+                    f"the recipe has {count if count is not None else 'an unknown number of'} clients, and after"
+                    f" {self.start_timeout:g} s the sites of {len(self._connected)} have joined; missing are"
+                    f" {missing[:10]}{' ...' if len(missing) > 10 else ''}. Start one SuperNode for each with"
+                    " --node-config 'partition-id=...', or wait longer with start-timeout."
+                )
+            time.sleep(self.poll)
+        rank_zero_info(f"{count} sites have joined")
+
+    def _meet(self) -> tuple[dict[int, dict[str, Any]], list[str]]:
+        """Let the sites join that are new, and return them by client, and what is wrong with those that are refused."""
+        online = set(self.grid.get_node_ids())
+        for client, site in list(self._connected.items()):
+            if site.node not in online:
+                del self._connected[client]
+        unknown = sorted(online - self._known_nodes)
+        self._known_nodes = online
+        joined: dict[int, dict[str, Any]] = {}
+        wrong = []
+        for node, reply in self._exchange({node: (JOIN, pack({})) for node in unknown}).items():
+            if isinstance(reply, _Silence):
+                if reply.passing:
+                    self._known_nodes.discard(node)
+                else:
+                    wrong.append(f"node {node}: {reply.reason}")
+                continue
+            try:
+                fields, _ = unpack(reply)
+                reason = self._objection(fields)
+                if reason:
+                    raise DecodingError(f"client {fields.get('client')}: {reason}")
+                client, heard, samples, batches = (
+                    field_of(fields, name, int) for name in ("client", "heard", "samples", "batches")
+                )
+            except DecodingError as error:
+                wrong.append(f"node {node}, {error}")
+                continue
+            joined[client] = fields
+            self._connected[client] = _Connected(node, heard, samples, batches)
+        return joined, wrong
+
+    def _objection(self, fields: Mapping[str, Any]) -> str:
+        """Return why a site cannot take part; an empty string where it can."""
+        differs = difference(self._signature, fields)
+        if differs:
+            return differs
+        client, clients = field_of(fields, "client", int), field_of(fields, "clients", int)
+        begun = len(self.clients) > 0
+        expected = self.loop.number_of_clients or len(self.clients) or clients
+        if clients != expected or not 0 <= client < clients:
+            return f"it is client {client} of {clients}, and the recipe has {expected} clients, from 0"
+        # Later, a site that was restarted may be back before Flower knows that it had gone.
+        if client in self._connected and not begun:
+            return f"another site has joined as client {client}: each needs a partition-id of its own"
+        if field_of(fields, "samples", int) < 0 or field_of(fields, "batches", int) < 0:
+            return "it tells of negative numbers of samples"
+        if begun and fields["samples"] != self.clients[client].samples:
+            return f"it had {self.clients[client].samples} samples when the run began, and now has {fields['samples']}"
+        return ""
+
+    def _hear(self, plan: RoundPlan, options: str) -> _Outcome:
+        """Send the round's broadcasts, and return what came back; ask again while nobody answers."""
+        deadline = time.monotonic() + self.start_timeout
+        while True:
+            _, wrong = self._meet()
+            for reason in wrong:
+                rank_zero_warn(f"round {plan.round}: a site that came is left out: {reason}")
+            outcome = self._ask(plan, options)
+            for client, reason in sorted(outcome.failures.items()):
+                rank_zero_warn(f"round {plan.round} goes on without the site of client {client}: {reason}")
+            if outcome.arrivals:
+                return outcome
+            if not outcome.passing or time.monotonic() > deadline:
+                told = "; ".join(f"client {client}: {reason}" for client, reason in sorted(outcome.failures.items()))
+                raise MisconfigurationException(f"no site made round {plan.round}: {told}")
+            time.sleep(self.poll)
+
+    def _ask(self, plan: RoundPlan, options: str) -> _Outcome:
+        server, outcome = self.server, _Outcome()
+        requests: dict[int, tuple[str, RecordDict]] = {}
+        expected: dict[int, Payload] = {}
+        listens = self.algorithm.every_client_listens(server)
+        if listens:
+            self._broadcasts[plan.round] = _encoded(self.algorithm.broadcast(server, self.clients[plan.clients[0]]))
+        for client in plan.clients:
+            if client not in self._connected:
+                outcome.failures[client] = "it is not connected"
+                outcome.passing = True
+                continue
+            site = self._connected[client]
+            data = _encoded(self.algorithm.broadcast(server, self.clients[client]))
+            expected[client] = self._expected(self.clients[client])
+            missed = self._missed(site, before=plan.round)
+            payloads = {**missed, plan.round: data} if data else missed
+            requests[site.node] = TRAIN, pack({"round": plan.round, "options": options}, payloads)
+            self.ledger.down(len(data))
+            self.ledger.idle(sum(map(len, missed.values())))
+        for client, site in self._connected.items():
+            missed = self._missed(site, before=plan.round + 1)
+            if missed and client not in plan.clients and site.batches:
+                requests[site.node] = LISTEN, pack({}, missed)
+                self.ledger.idle(sum(map(len, missed.values())))
+        replies = self._exchange(requests)
+        for client, site in self._connected.items():
+            reply = replies.get(site.node)
+            try:
+                if isinstance(reply, Message) and client in expected:
+                    outcome.arrivals[client] = self._arrival(reply, plan.round, expected[client])
+                if isinstance(reply, Message):
+                    site.heard = plan.round
+            except DecodingError as error:
+                outcome.failures[client] = f"it sent a bad payload: {error}"
+                if self.on_bad_payload == "stop":
+                    raise MisconfigurationException(
+                        f"round {plan.round}: the site of client {client} failed: {outcome.failures[client]}"
+                    ) from error
+            if isinstance(reply, _Silence) and client in expected:
+                outcome.failures[client] = reply.reason
+                outcome.passing |= reply.passing
+        return outcome
+
+    def _arrival(self, reply: Message, number: int, expected: Payload) -> Payload:
+        fields, payloads = unpack(reply)
+        if field_of(fields, "round", int) != number or payloads.keys() - {number}:
+            raise DecodingError(f"it answers for another round: {fields.get('round')}.")
+        data = payloads.get(number, b"")
+        self.ledger.up(len(data))
+        return Payload(move_data_to_device(check_upload(data, expected), _device(self.server)), expected.codec)
+
+    def _missed(self, site: _Connected, before: int) -> dict[int, bytes]:
+        return {number: data for number, data in self._broadcasts.items() if site.heard < number < before}
+
+    def _expected(self, party: Client) -> Payload:
+        """Return a payload of the form that a client sends in this round, by sending it through a round of no steps."""
+        server, algorithm = self.server, self.algorithm
+        model = trained_tensors(server.module)
+        one = Client(party.id, party.samples, steps=1)
+        algorithm.configure(server, one)
+        try:
+            algorithm.begin(server, one, algorithm.broadcast(server, one).delivered(), model)
+            sent = algorithm.end(server, one, model)
+            return Payload({name: value.detach().clone() for name, value in sent.tensors.items()}, sent.codec)
+        finally:
+            self._show_global()
+
+    def _exchange(self, requests: Mapping[int, tuple[str, RecordDict]]) -> dict[int, Message | _Silence]:
+        """Send messages to nodes, and return each one's reply, or why there is none."""
+        if not requests:
+            return {}
+        messages = [
+            Message(content, dst_node_id=node, message_type=kind, ttl=self.round_timeout)
+            for node, (kind, content) in requests.items()
+        ]
+        sent = dict(zip(self.grid.push_messages(messages), requests, strict=True))
+        pending = {number: node for number, node in sent.items() if number}
+        replies: dict[int, Message | _Silence] = {
+            node: _Silence("Flower did not take its message", passing=True)
+            for node in requests
+            if node not in pending.values()
+        }
+        deadline = time.monotonic() + self.round_timeout
+        while pending:
+            late = time.monotonic() > deadline
+            online = set(self.grid.get_node_ids())
+            for reply in self.grid.pull_messages(list(pending)):
+                node = pending.pop(reply.metadata.reply_to_message_id)
+                # Flower itself answers for a node that has gone, with an error of its own.
+                replies[node] = (
+                    _Silence(reply.error.reason or "it failed", passing=reply.error.code not in _RAISED_BY_SITE)
+                    if reply.has_error()
+                    else reply
+                )
+            for number, node in list(pending.items()):
+                if late or node not in online:
+                    reason = f"it did not answer within {self.round_timeout:g} s" if late else "it has gone"
+                    replies[node] = _Silence(reason, passing=True)
+                    del pending[number]
+            if pending:
+                time.sleep(self.poll)
+        return replies
+
+
+class _NoBatch:
+    """Stands in the trainer for a training loader: one batch of nothing for each round."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Iterator[None]:
+        yield None
+
+
+def _count_steps(trainer: Any, steps: int) -> None:
+    """Let ``global_step`` count the clients' steps, as in a simulation: checkpoints are not saved where it stands."""
+    loop = trainer.fit_loop.epoch_loop
+    if trainer.lightning_module.automatic_optimization:
+        loop.automatic_optimization.optim_progress.optimizer.step.total.completed += steps
+    else:
+        loop.manual_optimization.optim_step_progress.total.completed += steps
+
+
+def _encoded(payload: Payload) -> bytes:
+    return payload.codec.encode(payload.tensors) if payload.tensors else b""
+
+
+def _device(server: Server) -> torch.device:
+    return next(iter(trained_tensors(server.module).values())).device
+
+
+def serve(recipe: str | Path, grid: Grid, validate: bool = True, **settings: Any) -> pl.Trainer:
+    """Run a recipe across the sites that a grid reaches.
+
+    Args:
+        recipe: The recipe's file, the same that the sites have.
+        grid: Flower's way to the sites.
+        validate: Whether to judge the global model on the recipe's validation data, as read here. Without, the server
+            reads no data.
+        **settings: Further arguments of `RemoteRounds`.
+
+    Returns:
+        The trainer, when all rounds are over; its module is the global model.
+
+    Raises:
+        MisconfigurationException: As `RemoteRounds` says.
+    """
+    built = build([recipe], () if validate else ("--trainer.limit_val_batches=0",), saves_config=True)
+    rounds = RemoteRounds(built.loop, Path(recipe).read_text(encoding="utf-8"), grid, **settings)
+    callbacks = built.trainer.callbacks
+    callbacks[callbacks.index(built.loop)] = rounds
+    with warnings.catch_warnings():
+        for told in ("train_dataloader yielded None", "Detected call of `lr_scheduler.step\\(\\)` before"):
+            warnings.filterwarnings("ignore", f".*{told}.*")
+        if validate:
+            built.trainer.fit(built.module, datamodule=built.datamodule)
+        else:
+            built.trainer.fit(built.module, train_dataloaders=_NoBatch())
+    return built.trainer
+
+
+def server_app(recipe: str | Path) -> ServerApp:
+    """Return the ``ServerApp`` of a recipe.
+
+    It reads ``start-timeout``, ``round-timeout``, ``on-bad-payload`` and ``validate`` from the run's configuration
+    (``flwr run --run-config 'round-timeout=60.0'``); see `RemoteRounds`.
+
+    Args:
+        recipe: The recipe's file.
+    """
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        known = ("start-timeout", "round-timeout", "on-bad-payload", "validate")
+        settings: dict[str, Any] = {
+            name.replace("-", "_"): context.run_config[name] for name in known if name in context.run_config
+        }
+        serve(recipe, grid, **settings)
+
+    return app

@@ -1,0 +1,145 @@
+"""A small recipe, its simulation, and its run across sites within this process."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import nn
+
+from lightning_lowrank.flower.client import client_app
+from lightning_lowrank.flower.recipe import build
+from lightning_lowrank.flower.server import serve
+from tests.flower.local_grid import LocalGrid
+
+BASE: dict[str, Any] = {
+    "seed_everything": 3,
+    "federated": {
+        "algorithm": "FedAvg",
+        "clients": 3,
+        "clients_per_round": 2,
+        "partition": {"class_path": "Dirichlet", "init_args": {"alpha": 0.5, "min_samples": 5}},
+        "local_epochs": 2,
+        "summary": False,
+    },
+    "model": {
+        "class_path": "Classifier",
+        "init_args": {
+            "network": {"class_path": "MLP", "init_args": {"in_features": 64, "hidden": [16, 16], "out_features": 10}},
+            "optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}},
+        },
+    },
+    "data": {"class_path": "Digits", "init_args": {"batch_size": 16, "limit_samples": 160}},
+    "trainer": {
+        "max_epochs": 4,
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+    },
+}
+MUD = {"factorization": "BlockKronecker", "rank": 2, "role": "update", "decouple": True, "summary": False}
+LORA = {
+    "factorization": "MatrixProduct",
+    "rank": 2,
+    "alpha": 4,
+    "role": "update",
+    "init": "lora",
+    "freeze_rest": True,
+    "summary": False,
+}
+
+NORMALISED = {"init_args": {"network": {"class_path": "tests.flower.helpers.Normalised"}}}
+
+
+class Normalised(nn.Sequential):
+    def __init__(self) -> None:
+        norm = nn.BatchNorm1d(16)
+        super().__init__(nn.Flatten(), nn.Linear(64, 16), norm, nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 10))
+
+
+def method(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"class_path": name, "init_args": arguments}
+
+
+def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Return a nested dictionary with some entries changed; one that names a class replaces the old one."""
+    whole = dict(base)
+    for key, value in changes.items():
+        old = whole.get(key)
+        replaces = not isinstance(value, dict) or not isinstance(old, dict) or "class_path" in value
+        whole[key] = value if replaces else merged(old, value)
+    return whole
+
+
+def write_recipe(folder: Path, changes: dict[str, Any], name: str = "recipe.yaml") -> Path:
+    path = folder / name
+    path.write_text(yaml.safe_dump(merged(BASE, changes)))
+    return path
+
+
+def simulate(recipe: Path) -> Any:
+    with _quiet():
+        built = build([recipe])
+        built.trainer.fit(built.module, datamodule=built.datamodule)
+    return built.trainer
+
+
+def run_on_sites(
+    recipe: Path,
+    folder: Path,
+    fresh: bool = False,
+    prepare: Callable[[LocalGrid], None] = lambda grid: None,
+    node_config: Callable[[int], dict[str, Any]] = lambda client: {},
+    clients: int = 3,
+    **settings: Any,
+) -> tuple[Any, LocalGrid]:
+    """Run a recipe across sites; ``fresh``: each message finds a process of its own, as with Flower."""
+    grid = LocalGrid()
+    apps = [client_app(recipe) for _ in range(clients)]
+    for client, app in enumerate(apps):
+        grid.start(app, partition_id=client, state_dir=str(folder / "state"), **node_config(client))
+    if fresh:
+        grid.before = lambda node, message: _restart(grid, node, recipe)
+    prepare(grid)
+    with _quiet():
+        trainer = serve(recipe, grid, **{"start_timeout": 1.0, "poll": 0.001, **settings})
+    return trainer, grid
+
+
+def _restart(grid: LocalGrid, node: int, recipe: Path) -> None:
+    if node in grid.nodes:
+        grid.nodes[node] = client_app(recipe), grid.nodes[node][1]
+
+
+class _quiet(warnings.catch_warnings):
+    def __enter__(self) -> Any:
+        logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+        entered = super().__enter__()
+        warnings.simplefilter("ignore")
+        return entered
+
+
+def assert_equal_runs(simulated: Any, served: Any, ledger: bool = True) -> None:
+    """Compare global models, metrics and, unless something was sent twice, the ledger."""
+    one, other = simulated.lightning_module.state_dict(), served.lightning_module.state_dict()
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(other[name], value, rtol=1e-6, atol=1e-7)
+    left_out = ("train",) if ledger else ("train", "comm/")
+    figures = {name for name in simulated.callback_metrics if not name.startswith(left_out)}
+    for name in figures:
+        torch.testing.assert_close(
+            served.callback_metrics[name].double(), simulated.callback_metrics[name].double(), rtol=1e-5, atol=1e-6
+        )
+    assert {
+        "federated/client_steps",
+        *(("val_acc", "comm/up_bytes", "comm/idle_down_bytes") if ledger else ()),
+    } <= figures

@@ -1,0 +1,271 @@
+"""Sites that send nonsense, fail, or are not what they should be; recipes that cannot run across sites."""
+
+import os
+import sys
+import warnings
+
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_lowrank import algorithms
+from lightning_lowrank.cli import main
+from lightning_lowrank.compression import DenseCodec
+from lightning_lowrank.flower.client import client_app
+from lightning_lowrank.flower.recipe import build
+from lightning_lowrank.flower.replica import replica_of
+from lightning_lowrank.flower.server import RemoteRounds, serve
+from tests.flower.helpers import LORA, MUD, assert_equal_runs, merged, method, run_on_sites, simulate, write_recipe
+from tests.flower.local_grid import LocalGrid
+
+FAST = {
+    "federated": {"clients_per_round": None, "local_epochs": 1},
+    "data": {"class_path": "Digits", "init_args": {"batch_size": 16, "limit_samples": 60}},
+    "trainer": {"max_epochs": 1, "limit_val_batches": 0},
+}
+
+
+def fast(folder, changes=None, name="recipe.yaml"):
+    return write_recipe(folder, merged(FAST, changes or {}), name)
+
+
+def spoil(data: bytes) -> dict[str, bytes]:
+    tensors = DenseCodec().decode(data)
+    first = next(iter(tensors))
+    return {
+        "cut": data[: len(data) // 2],
+        "noise": os.urandom(len(data)),
+        "too much": data + bytes(len(data) * 3 + 100_000),
+        "shape": DenseCodec().encode({**tensors, first: torch.zeros(3)}),
+        "not finite": DenseCodec().encode({**tensors, first: tensors[first] / 0}),
+        "absent": b"",
+    }
+
+
+KINDS = ["cut", "noise", "too much", "shape", "not finite", "absent"]
+
+
+def tamper_with(client_node, kinds):
+    """Spoil what one node sends, in each round in another way."""
+
+    def tamper(node, reply):
+        if node == client_node and reply.metadata.message_type == "train.round":
+            ((number, array),) = reply.content.array_records["payloads"].items()
+            data = spoil(array.data)[kinds[int(number) % len(kinds)]]
+            record = ArrayRecord({number: Array("uint8", (len(data),), array.stype, data)} if data else {})
+            reply.content["payloads"] = record
+        return reply
+
+    return tamper
+
+
+def test_bad_payloads_are_refused_and_the_rounds_go_on(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe = fast(tmp_path, {"trainer": {"max_epochs": len(KINDS)}})
+    told = []
+    monkeypatch.setattr("lightning_lowrank.flower.server.rank_zero_warn", told.append)
+
+    def prepare(grid):
+        grid.tamper = tamper_with(102, KINDS)
+
+    served, _ = run_on_sites(recipe, tmp_path, prepare=prepare)
+    assert served.callback_metrics["federated/clients"] == 2
+    assert served.callback_metrics["federated/failed"] == 1
+    refused = [line for line in told if "without the site of client 1: it sent a bad payload" in line]
+    for said, line in zip(
+        ("safetensors", "safetensors", "at most", "shape", "not finite", "safetensors"), refused, strict=True
+    ):
+        assert said in line
+    assert all(value.isfinite().all() for value in served.lightning_module.state_dict().values())
+
+
+def test_a_bad_payload_may_stop_the_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe = fast(tmp_path)
+
+    def prepare(grid):
+        grid.tamper = tamper_with(103, ["shape"])
+
+    with pytest.raises(MisconfigurationException, match="round 0: the site of client 2 failed: it sent a bad payload"):
+        run_on_sites(recipe, tmp_path, prepare=prepare, on_bad_payload="stop")
+
+
+def test_a_round_that_every_site_fails_ends_the_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe = fast(tmp_path)
+
+    def prepare(grid):
+        def tamper(node, reply):
+            return tamper_with(node, ["cut"])(node, reply)
+
+        grid.tamper = tamper
+
+    with pytest.raises(MisconfigurationException, match="no site made round 0: client 0: it sent a bad payload"):
+        run_on_sites(recipe, tmp_path, prepare=prepare)
+
+
+def test_a_site_that_does_not_answer_is_left_behind(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe = fast(tmp_path)
+
+    def prepare(grid):
+        grid.tamper = lambda node, reply: None if (node, reply.metadata.message_type) == (101, "train.round") else reply
+
+    served, _ = run_on_sites(recipe, tmp_path, prepare=prepare, round_timeout=0.2)
+    assert served.callback_metrics["federated/failed"] == 1
+
+
+def test_a_round_that_nobody_answers_is_asked_for_again(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe = fast(tmp_path, {"federated": {"algorithm": "SCAFFOLD"}, "trainer": {"max_epochs": 2}})
+
+    def prepare(grid):
+        lost = iter([101, 102, 103])
+
+        def tamper(node, reply):
+            return None if reply.metadata.message_type == "train.round" and next(lost, None) else reply
+
+        grid.tamper = tamper
+
+    served, grid = run_on_sites(recipe, tmp_path, prepare=prepare, round_timeout=0.2, start_timeout=300.0)
+    # The sites had made the round, and send the same again: what they keep of it is kept once.
+    assert_equal_runs(simulate(recipe), served, ledger=False)
+    assert served.callback_metrics["federated/clients"] == 3
+    assert [kind for _, kind in grid.sent].count("train.round") == 9
+
+
+def test_missing_sites_are_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(MisconfigurationException, match=r"has 3 clients, and after 0.1 s .* missing are \[2\]"):
+        run_on_sites(fast(tmp_path), tmp_path, clients=2, start_timeout=0.1)
+
+
+def test_sites_that_are_something_else_are_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe = fast(tmp_path)
+    other = fast(tmp_path, {"seed_everything": 4}, "other.yaml")
+    cases = [
+        ({"partition_id": 0}, other, "client 0: it runs another recipe"),
+        ({}, recipe, "does not say which client it is"),
+        ({"partition_id": 3}, recipe, "partition-id=3, and the recipe has 3 clients"),
+        ({"partition_id": 0, "num_partitions": 5}, recipe, "num-partitions=5 .* has 3 clients"),
+        ({"partition_id": 0, "data_root": "/nowhere"}, recipe, "root"),
+    ]
+    for config, theirs, said in cases:
+        grid = LocalGrid()
+        grid.start(client_app(theirs), **config)
+        with pytest.raises(MisconfigurationException, match=f"a site cannot take part: node 101.*{said}"):
+            serve(recipe, grid, start_timeout=0.1, poll=0.001)
+    grid = LocalGrid()
+    for _ in range(2):
+        grid.start(client_app(recipe), partition_id=1)
+    with pytest.raises(MisconfigurationException, match="another site has joined as client 1"):
+        serve(recipe, grid, start_timeout=0.1, poll=0.001)
+
+
+def test_settings_are_checked():
+    for settings in ({"on_bad_payload": "ignore"}, {"round_timeout": 0.0}, {"start_timeout": -1.0}):
+        with pytest.raises(MisconfigurationException, match=next(iter(settings)).replace("_", "-")):
+            RemoteRounds(None, "", LocalGrid(), **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"federated": {"algorithm": "FedBAT"}}, "FedBAT cannot run across sites"),
+        ({"federated": {"algorithm": "HeteroFL"}}, "HeteroFL cannot run across sites"),
+        (
+            {"federated": {"algorithm": method("FedLoRA", operator={"class_path": "FLoRA"})}, "lowrank": LORA},
+            "this FedLoRA cannot run across sites: FLoRA.* changes the base weight",
+        ),
+        (
+            {"federated": {"algorithm": method("FedLoRA", operator={"class_path": "RoLoRA"})}, "lowrank": LORA},
+            "depends on when a site last heard",
+        ),
+        ({"federated": {"personal_test": "matched_labels"}}, "personal_test has no meaning across sites"),
+        ({"federated": {"client_dropout": 0.5}}, "client_dropout has no meaning across sites"),
+        ({"federated": None}, "no `federated` section"),
+        ({"trainer": {"max_steps": 10}}, "max_steps has no meaning across sites"),
+        ({"trainer": {"fast_dev_run": True}}, "fast_dev_run has no meaning across sites"),
+        ({"seeds": [0, 1]}, "seeds has no meaning across sites"),
+    ],
+)
+def test_recipes_that_cannot_run_across_sites(tmp_path, changes, said):
+    with pytest.raises(MisconfigurationException, match=said):
+        build([fast(tmp_path, changes)])
+
+
+def test_every_method_runs_or_is_refused_by_name():
+    runs = {"FedAvg", "FedAvgM", "FedAdam", "FedYogi", "FedNova", "SCAFFOLD", "FedBN", "Ditto", "PFedMe", "FedMUD"}
+    for name in algorithms.__all__:
+        found = getattr(algorithms, name)
+        if name in runs:
+            replica_of(found())
+    with pytest.raises(MisconfigurationException, match="Mine cannot run across sites"):
+        replica_of(type("Mine", (algorithms.FedAvg,), {})())
+
+
+def test_schedules_that_count_steps_are_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    projected = {"model": {"init_args": {"optimizer": method("ProjectedSGD", lr=0.1, rank=2)}}}
+    with pytest.raises(MisconfigurationException, match="ProjectedSGD counts its steps on"):
+        run_on_sites(fast(tmp_path, projected), tmp_path)
+
+
+def test_a_count_stays_a_count(tmp_path):
+    """With Flower imported before Lightning, jsonargparse would read the counts as the shares 1.0."""
+    recipe = fast(tmp_path, {"federated": {"clients_per_round": 1}, "trainer": {"limit_train_batches": 1}})
+    built = build([recipe])
+    assert type(built.loop.clients_per_round) is int
+    assert type(built.trainer.limit_train_batches) is int
+
+
+def test_the_command_line_is_not_written_to_the_log(tmp_path, monkeypatch):
+    recipe = fast(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["flwr-clientapp", "--token", "secret"])
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        build([recipe])
+    assert not any("secret" in str(each.message) for each in told)
+    assert sys.argv[2] == "secret"
+
+
+def test_the_command_writes_a_project(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    base = fast(tmp_path, {"lowrank": MUD, "federated": {"algorithm": "FedMUD"}})
+    overlay = tmp_path / "overlay.yaml"
+    overlay.write_text("trainer: {max_epochs: 7}\n")
+    main(["flower", "--config", str(base), "--config", str(overlay), "my_run 2"])
+    folder = tmp_path / "my_run 2"
+    assert "flwr run" in capsys.readouterr().out
+    from flwr.cli.build import build_fab_from_disk
+    from flwr.cli.config_utils import load_and_validate
+
+    config, _ = load_and_validate(folder / "pyproject.toml")
+    assert config["project"]["name"] == "my-run-2"
+    assert build_fab_from_disk(folder)
+    built = build([folder / "recipe.yaml"])
+    assert built.trainer.max_epochs == 7
+    assert type(built.loop.algorithm) is algorithms.FedMUD
+    # The whole recipe, written out, is the same recipe.
+    assert built.text == (folder / "recipe.yaml").read_text()
+
+
+def test_the_command_refuses_before_it_writes(tmp_path):
+    with pytest.raises(SystemExit, match="no such file"):
+        main(["flower", "--config", str(tmp_path / "none.yaml"), str(tmp_path / "out")])
+    with pytest.raises(SystemExit, match="FedBAT cannot run across sites"):
+        main(["flower", "--config", str(fast(tmp_path, {"federated": {"algorithm": "FedBAT"}})), str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_flower_the_command_says_what_to_install(tmp_path, monkeypatch):
+    import importlib.util
+
+    found = importlib.util.find_spec
+    for name in [name for name in sys.modules if name.startswith("lightning_lowrank.flower")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "flwr" else found(name, *rest))
+    with pytest.raises(SystemExit, match=r"lightning_lowrank\[flower\]"):
+        main(["flower", "--config", str(fast(tmp_path)), str(tmp_path / "out")])

@@ -1,0 +1,206 @@
+"""What a site may send, and everything that it may not."""
+
+import json
+import random
+import tracemalloc
+
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.common.serde import message_from_proto, message_to_proto
+from flwr.supercore.task_identity import TaskIdentity
+
+from lightning_lowrank.compression import (
+    DecodingError,
+    DenseCodec,
+    HalfCodec,
+    MaskCodec,
+    RandomKCodec,
+    SignCodec,
+    SplitCodec,
+    TopKCodec,
+)
+from lightning_lowrank.federated import Payload
+from lightning_lowrank.flower.messages import (
+    check_upload,
+    difference,
+    field_of,
+    options_of,
+    pack,
+    signature,
+    take_options,
+    unpack,
+)
+from lightning_lowrank.models import MLP
+
+TENSORS = {
+    "weight": torch.randn(12, 7, generator=torch.Generator().manual_seed(1)),
+    "bias": torch.arange(5.0),
+    "count": torch.tensor(3),
+    "flag": torch.tensor([True, False]),
+}
+MASK = {"weight": torch.rand(12, 7, generator=torch.Generator().manual_seed(2)) < 0.5}
+CODECS = {
+    "dense": DenseCodec(),
+    "half": HalfCodec(),
+    "top share": TopKCodec(share=0.2),
+    "top count": TopKCodec(count=5),
+    "random": RandomKCodec(0.3, seed=7),
+    "sign": SignCodec(),
+    "mask": MaskCodec(MASK),
+    "mask known": MaskCodec(MASK, known=True),
+    "split": SplitCodec(["bias"], DenseCodec(), TopKCodec(share=0.2)),
+}
+every_codec = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+
+
+@pytest.fixture(autouse=True)
+def identity():
+    TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
+
+
+def sent(content: RecordDict) -> Message:
+    message = Message(content, dst_node_id=2, message_type="train.round")
+    return message_from_proto(message_to_proto(message))
+
+
+def test_a_message_arrives_as_it_was_packed():
+    fields = {"round": 3, "options": "[]", "frozen": [1.0, 2.5], "none": [], "flag": True}
+    assert unpack(sent(pack(fields, {3: b"\x00\xff", 12: b"x"}))) == (fields, {3: b"\x00\xff", 12: b"x"})
+    assert unpack(sent(pack({}))) == ({}, {})
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        RecordDict(),
+        RecordDict({"other": ConfigRecord({"round": 1})}),
+        RecordDict(
+            {"fields": ConfigRecord(), "payloads": ArrayRecord({"x": Array("uint8", (1,), "lightning_lowrank", b"a")})}
+        ),
+        RecordDict(
+            {"fields": ConfigRecord(), "payloads": ArrayRecord({"²": Array("uint8", (1,), "lightning_lowrank", b"a")})}
+        ),
+        RecordDict({"fields": ConfigRecord(), "payloads": ArrayRecord({"1": Array("uint8", (1,), "numpy", b"a")})}),
+    ],
+    ids=["empty", "no fields", "no round", "odd digit", "other encoding"],
+)
+def test_messages_of_another_form_are_refused(content):
+    with pytest.raises(DecodingError):
+        unpack(sent(content))
+
+
+def test_fields_have_a_type():
+    assert field_of({"round": 3}, "round", int) == 3
+    for fields in ({}, {"round": "3"}, {"round": True}, {"round": 3.0}):
+        with pytest.raises(DecodingError, match="round"):
+            field_of(fields, "round", int)
+
+
+@every_codec
+def test_what_the_method_would_send_is_taken(codec):
+    expected = Payload({name: torch.zeros_like(value) for name, value in TENSORS.items()}, codec)
+    taken = check_upload(codec.encode(TENSORS), expected)
+    assert list(taken) == list(TENSORS)
+    for name, value in codec.transmit(TENSORS).items():
+        assert torch.equal(taken[name], value)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "said"),
+    [
+        ({name: value for name, value in TENSORS.items() if name != "bias"}, "'bias' is missing"),
+        ({**TENSORS, "more": torch.zeros(2)}, "'more' came and is not expected"),
+        ({**TENSORS, "weight": torch.zeros(7, 12)}, r"'weight' came as torch.float32 of shape \(7, 12\)"),
+        ({**TENSORS, "bias": torch.zeros(5).double()}, "'bias' came as torch.float64"),
+        ({**TENSORS, "bias": torch.tensor([0.0, 1.0, float("nan"), 0.0, 0.0])}, "'bias' holds numbers that are not"),
+        ({**TENSORS, "weight": torch.full((12, 7), float("inf"))}, "'weight' holds numbers that are not finite"),
+        ({**TENSORS, "more": torch.zeros(50_000)}, "bytes came, and what is expected here has at most"),
+    ],
+)
+def test_other_tensors_are_refused_by_name(tensors, said):
+    with pytest.raises(DecodingError, match=said):
+        check_upload(DenseCodec().encode(tensors), Payload(TENSORS))
+
+
+def test_nothing_is_taken_where_nothing_is_sent():
+    assert check_upload(b"", Payload({})) == {}
+    with pytest.raises(DecodingError, match="sends nothing"):
+        check_upload(b"x", Payload({}))
+    with pytest.raises(DecodingError):
+        check_upload(b"", Payload(TENSORS))
+
+
+@every_codec
+def test_no_bytes_do_more_than_to_be_refused(codec):
+    """Random bytes, truncations and changed bits end as DecodingError, or as tensors of the right form."""
+    draws = random.Random(5)
+    expected, valid = Payload(TENSORS, codec), codec.encode(TENSORS)
+    attempts = [draws.randbytes(draws.randrange(200)) for _ in range(60)]
+    attempts += [valid[:length] for length in range(0, len(valid), 7)] + [valid + b"\x00", valid * 2]
+    for _ in range(250):
+        changed = bytearray(valid)
+        for _ in range(draws.choice([1, 1, 2, 8])):
+            changed[draws.randrange(len(changed))] ^= 1 << draws.randrange(8)
+        attempts.append(bytes(changed))
+    header = int.from_bytes(valid[:8], "little")
+    for _ in range(60):
+        changed = bytearray(valid)
+        changed[8 + draws.randrange(min(header, len(valid) - 8))] = draws.choice(b'0123456789"{}[],:-eE.')
+        attempts.append(bytes(changed))
+    refused = 0
+    tracemalloc.start()
+    try:
+        for data in attempts:
+            try:
+                taken = check_upload(data, expected)
+            except DecodingError:
+                refused += 1
+            else:
+                assert {name: (value.shape, value.dtype) for name, value in taken.items()} == {
+                    name: (value.shape, value.dtype) for name, value in TENSORS.items()
+                }
+        assert tracemalloc.get_traced_memory()[1] < 20e6
+    finally:
+        tracemalloc.stop()
+    assert refused > len(attempts) / 4
+
+
+def test_optimizers_take_over_the_rounds_options():
+    weight = torch.nn.Parameter(torch.zeros(2))
+    mine = torch.optim.AdamW([{"params": [weight], "lr": 0.3, "betas": (0.5, 0.6)}], weight_decay=0.25)
+    theirs = torch.optim.AdamW([weight], lr=1.0)
+    take_options([theirs], options_of([mine]))
+    group = theirs.param_groups[0]
+    assert (group["lr"], group["betas"], group["weight_decay"]) == (0.3, (0.5, 0.6), 0.25)
+    assert group["params"][0] is weight
+    assert json.loads(options_of([mine]))[0][0].get("params") is None
+
+
+@pytest.mark.parametrize("text", ["", "[]", "[[]]", '[[{"rate": 1}]]', '[[{"params": []}]]', "[[3]]", "7"])
+def test_options_of_other_optimizers_are_refused(text):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=1.0)
+    with pytest.raises(DecodingError):
+        take_options([optimizer], text)
+
+
+def test_signatures_tell_what_differs():
+    def network(width=8, scale=1.0):
+        torch.manual_seed(0)
+        made = MLP(in_features=4, hidden=[width], out_features=2)
+        for parameter in made.hidden.parameters():
+            parameter.requires_grad_(False)
+            parameter.data.mul_(scale)
+        return made
+
+    mine = signature(network(), "a: 1")
+    theirs = dict(unpack(sent(pack(signature(network(scale=1.0001), "a: 1"))))[0])
+    assert difference(mine, theirs) == ""
+    assert difference(mine, signature(network(), "a: 2")) == "it runs another recipe"
+    assert "names, types or shapes" in difference(mine, signature(network(width=9), "a: 1"))
+    assert "other values" in difference(mine, signature(network(scale=1.1), "a: 1"))
+    thawed = network()
+    thawed.requires_grad_(True)
+    assert "names, types or shapes" in difference(mine, signature(thawed, "a: 1"))
+    assert difference(mine, {"recipe": mine["recipe"], "layout": mine["layout"]}) == "it freezes other parameters"
+    assert difference(mine, {}) == "it runs another recipe"

@@ -1,0 +1,243 @@
+"""A run on loopback, over TLS, with Flower's own processes: slow, for every message starts a Python process."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import datetime
+import ipaddress
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from lightning_lowrank.flower import write_project
+from tests.flower.helpers import MUD, simulate, write_recipe
+
+pytestmark = pytest.mark.slow
+
+ROUNDS = 5
+LIMIT = 900.0
+BIN = Path(sys.executable).parent
+
+
+def certificates(folder: Path) -> dict[str, Path]:
+    """Make a certificate authority, and a certificate of this machine."""
+    now = datetime.datetime.now(datetime.timezone.utc)
+
+    def certificate(name, key, issuer, signer, authority):
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+        return (
+            x509.CertificateBuilder()
+            .subject_name(subject)
+            .issuer_name(issuer or subject)
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - datetime.timedelta(days=1))
+            .not_valid_after(now + datetime.timedelta(days=1))
+            .add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
+            .add_extension(
+                x509.SubjectAlternativeName(
+                    [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+                ),
+                critical=False,
+            )
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False)
+            .sign(signer, hashes.SHA256())
+        )
+
+    authority, own = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
+    root = certificate("test authority", authority, None, authority, True)
+    leaf = certificate("localhost", own, root.subject, authority, False)
+    paths = {name: folder / f"{name}.pem" for name in ("ca", "server", "key")}
+    paths["ca"].write_bytes(root.public_bytes(serialization.Encoding.PEM))
+    paths["server"].write_bytes(leaf.public_bytes(serialization.Encoding.PEM))
+    paths["key"].write_bytes(
+        own.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    )
+    return paths
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Network:
+    """A SuperLink and SuperNodes, each with all that it starts in a session of its own, to be ended with it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.pem = certificates(folder)
+        self.port = free_port()
+        self.home = folder / "flwr"
+        self.home.mkdir()
+        self.processes: list[subprocess.Popen] = []
+        (self.home / "config.toml").write_text(
+            "[superlink]\ndefault = 'test'\n[superlink.test]\n"
+            f"address = '127.0.0.1:{self.port}'\nroot-certificates = '{self.pem['ca']}'\n"
+        )
+        # A proxy that nobody serves: whatever would leave this machine fails at once, and is seen.
+        self.environment = {
+            **{name: value for name, value in os.environ.items() if "proxy" not in name.lower()},
+            "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
+            "FLWR_HOME": str(self.home),
+            "FLWR_TELEMETRY_ENABLED": "0",
+            "FLWR_DISABLE_UPDATE_CHECK": "1",
+            "HTTPS_PROXY": "http://127.0.0.1:9",
+            "HTTP_PROXY": "http://127.0.0.1:9",
+            "NO_PROXY": "127.0.0.1,localhost",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+
+    def start(self, name: str, *command: str) -> subprocess.Popen:
+        log = (self.folder / f"{name}.log").open("ab")
+        process = subprocess.Popen(
+            [str(BIN / command[0]), *command[1:]],
+            cwd=self.folder,
+            env=self.environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self.processes.append(process)
+        return process
+
+    def start_superlink(self) -> None:
+        self.start(
+            "superlink",
+            *("flower-superlink", "--disable-runtime-dependency-installation", "--port", str(self.port)),
+            *("--ssl-ca-certfile", str(self.pem["ca"]), "--ssl-certfile", str(self.pem["server"])),
+            *("--ssl-keyfile", str(self.pem["key"])),
+        )
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", self.port)) == 0:
+                    return
+            time.sleep(0.5)
+        raise AssertionError(self.told("superlink"))
+
+    def start_node(self, client: int) -> subprocess.Popen:
+        return self.start(
+            f"node{client}",
+            *("flower-supernode", "--superlink", f"127.0.0.1:{self.port}", "--root-certificates", str(self.pem["ca"])),
+            *("--port", str(free_port()), "--node-config", f"partition-id={client} num-partitions=3"),
+        )
+
+    @staticmethod
+    def kill(process: subprocess.Popen) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(30)
+
+    def close(self) -> None:
+        for process in reversed(self.processes):
+            self.kill(process)
+
+    def told(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text(errors="replace")[-6000:]
+
+
+@pytest.fixture
+def network(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made = Network(tmp_path)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def recipe(folder: Path, algorithm: str, rounds: int = ROUNDS, **federated) -> Path:
+    return write_recipe(
+        folder,
+        {
+            "federated": {"algorithm": algorithm, **federated},
+            "lowrank": MUD if algorithm == "FedMUD" else None,
+            "trainer": {
+                "max_epochs": rounds,
+                "enable_checkpointing": True,
+                "logger": {"class_path": "CSVLogger", "init_args": {"save_dir": "runs", "name": "sites"}},
+            },
+        },
+    )
+
+
+def wait_for(network: Network, done, limit: float = LIMIT) -> None:
+    deadline = time.monotonic() + limit
+    while not done():
+        logs = "\n".join(network.told(name) for name in ("superlink", "node0", "flwr"))
+        assert time.monotonic() < deadline, logs
+        assert "raised an exception" not in logs, logs
+        time.sleep(1)
+
+
+def rounds_made(folder: Path) -> list[dict[str, str]]:
+    files = list(folder.glob("runs/sites/*/metrics.csv"))
+    if not files:
+        return []
+    with files[0].open() as file:
+        return [row for row in csv.DictReader(file) if row.get("comm/up_bytes")]
+
+
+def final_state(folder: Path) -> dict[str, torch.Tensor]:
+    (checkpoint,) = folder.glob("runs/sites/version_0/checkpoints/*.ckpt")
+    return torch.load(checkpoint, weights_only=True)["state_dict"]
+
+
+@pytest.mark.parametrize("algorithm", ["FedAvg", "FedMUD"])
+def test_run_over_tls_is_the_simulation(network, tmp_path, algorithm):
+    written = recipe(tmp_path, algorithm)
+    write_project([written], tmp_path / "app")
+    network.start_superlink()
+    for client in range(3):
+        network.start_node(client)
+    run = network.start("flwr", "flwr", "run", str(tmp_path / "app"), "--stream")
+    wait_for(network, lambda: len(rounds_made(tmp_path)) == ROUNDS)
+    wait_for(network, lambda: list(tmp_path.glob("runs/sites/version_0/checkpoints/*.ckpt")), limit=60)
+    network.kill(run)
+    served = rounds_made(tmp_path)
+    state = final_state(tmp_path)
+    simulated = simulate(written)
+    for name, value in simulated.lightning_module.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
+    for name in (
+        "comm/total_up_bytes",
+        "comm/total_down_bytes",
+        "comm/total_idle_down_bytes",
+        "federated/client_steps",
+    ):
+        assert float(served[-1][name]) == float(simulated.callback_metrics[name])
+    assert all(float(row["federated/failed"]) == 0 for row in served)
+
+
+def test_goes_on_when_a_site_is_killed_and_comes_back(network, tmp_path):
+    written = recipe(tmp_path, "FedMUD", rounds=6, clients_per_round=3)
+    write_project([written], tmp_path / "app")
+    network.start_superlink()
+    nodes = [network.start_node(client) for client in range(3)]
+    network.start("flwr", "flwr", "run", str(tmp_path / "app"), "--stream")
+    wait_for(network, lambda: len(rounds_made(tmp_path)) == 2)
+    network.kill(nodes[1])
+    wait_for(network, lambda: any(float(row["federated/failed"]) == 1 for row in rounds_made(tmp_path)))
+    network.start_node(1)
+    wait_for(network, lambda: len(rounds_made(tmp_path)) == 6)
+    failed = [float(row["federated/failed"]) for row in rounds_made(tmp_path)]
+    assert sum(failed) >= 1
+    assert failed[-1] == 0
+    assert "goes on without the site of client 1" in network.told("flwr")
