@@ -36,7 +36,7 @@ def test_the_python_example_runs(tmp_path, monkeypatch, capsys):
 @pytest.mark.filterwarnings("ignore")
 def test_the_layer_examples_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    _, resnet, fine_tune, optimizer, _ = blocks("python")
+    _, resnet, fine_tune, optimizer, *_ = blocks("python")
     namespace: dict = {}
     exec(resnet, namespace)
     printed = capsys.readouterr().out
@@ -59,9 +59,42 @@ def test_the_layer_examples_run(tmp_path, monkeypatch, capsys):
     assert state[module.network.classifier.weight]["exp_avg"].shape == (10, 32)
 
 
-def test_the_operator_example_runs(capsys):
-    exec(blocks("python")[4], {})
+@pytest.mark.filterwarnings("ignore")
+def test_the_lora_examples_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    federated, operator, _ = blocks("python")[4:]
+    namespace: dict = {}
+    exec(federated, namespace)
+    figures = namespace["trainer"].callback_metrics
+    assert figures["convergence/R"] > 0
+    assert figures["comm/up_bytes"] > 0
+    capsys.readouterr()
+    exec(operator, {})
     assert capsys.readouterr().out == "torch.Size([768, 768]) 10\n"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_example_with_a_pretrained_network_runs(tmp_path, monkeypatch):
+    """On random weights and made-up images of the right shape, for a round of two batches."""
+    import lightning as L
+    import torch
+    import torchvision
+
+    from lightning_lowrank.data import CIFAR10
+
+    monkeypatch.chdir(tmp_path)
+    draws = torch.Generator().manual_seed(0)
+    images = torch.randint(256, (400, 3, 32, 32), dtype=torch.uint8, generator=draws)
+    monkeypatch.setattr(CIFAR10, "prepare_data", lambda self: None)
+    monkeypatch.setattr(CIFAR10, "load_images", lambda self, train: (images, torch.arange(400) % 10))
+    network, trainer = torchvision.models.resnet18, L.Trainer
+    monkeypatch.setattr(torchvision.models, "resnet18", lambda weights: network())
+    monkeypatch.setattr(L, "Trainer", lambda **arguments: trainer(**arguments, fast_dev_run=2))
+    namespace: dict = {}
+    exec(blocks("python")[6], namespace)
+    assert namespace["network"].fc.weight.requires_grad
+    assert not namespace["network"].conv1.frozen_weight.requires_grad
+    assert namespace["trainer"].callback_metrics["comm/ratio"] < 0.1
 
 
 def test_every_method_stands_in_the_table():
