@@ -13,22 +13,29 @@ import yaml
 from torch import Tensor
 
 from lightning_lowrank import FederatedLoop, cli
-from lightning_lowrank.data import CIFAR10, CIFAR100, MNIST, SVHN, FashionMNIST, VisionDataModule
+from lightning_lowrank.data import CIFAR10, CIFAR100, MNIST, SVHN, FashionMNIST, TinyImageNet, VisionDataModule
 from lightning_lowrank.layers import low_rank_layers
 from lightning_lowrank.report import read_run
+from tests import texts
 from tests.helpers import SHARED_DATA, needs_shared_data
 
 ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "recipes"
 
 DATA_SETS = ("fmnist", "svhn", "cifar10", "cifar100")
-FMNIST_BASELINES = ("fedlmt", "fedpara", "ef21p", "fedbat")
+BASELINES = {"fedlmt": True, "fedpara": True, "ef21p": False, "fedbat": False}
+"""FedMUD's baselines that run on all of its data sets, and whether they have a budget."""
+CEILINGS = {"fmnist": "central", "svhn": "central", "cifar10": "central_cifar", "cifar100": "central_cifar"}
+RESNET34 = ("_resnet34", "_resnet34_dynamic")
 OTHER_BASES: dict[tuple[str, str], Callable[[str], bool]] = {
     ("fedslop", "mnist"): lambda overlay: True,
     ("tdpfed", "mnist"): lambda overlay: not overlay.endswith("_cifar10"),
-    ("tdpfed", "cifar10"): lambda overlay: overlay.endswith("_cifar10"),
-    ("fedhm", "cifar10"): lambda overlay: "resnet34" not in overlay,
-    ("fedhm", "cifar100"): lambda overlay: "resnet34" in overlay,
+    ("tdpfed", "cifar10"): lambda overlay: overlay.endswith("_cifar10") or overlay == "local",
+    ("fedhm", "cifar10"): lambda overlay: not overlay.endswith((*RESNET34, "_cifar100", "_tiny_imagenet")),
+    ("fedhm", "cifar100"): lambda overlay: overlay.endswith((*RESNET34, "_cifar100", "central", "local")),
+    ("fedhm", "tiny_imagenet"): lambda overlay: overlay.endswith((*RESNET34, "_tiny_imagenet", "central", "local")),
+    ("finetuning", "sst2"): lambda overlay: True,
+    ("lora_aggregation", "mnist"): lambda overlay: True,
 }
 QUICK_OF_FEDHM = ("fedhm/fedhm", "fedhm/heterofl", "fedhm/split_mix")
 VARIANTS = ("mud", "bkd", "aad", "bkd_aad", "frozen", "bkd_frozen")
@@ -59,8 +66,10 @@ def combinations() -> list[tuple[str, ...]]:
         floor = ("svhn_floor",) if base == "svhn" else ()
         overlays = [(), *((variant, *floor) for variant in VARIANTS)]
         overlays += [(partition,) for partition, bases in PARTITIONS.items() if base in bases]
+        overlays += [(name, *floor) if budget else (name,) for name, budget in BASELINES.items()]
+        overlays += [(CEILINGS[base],), ("local",)]
         found += [tuple(f"fedmud/{name}" for name in (base, *overlay)) for overlay in overlays]
-    found += [("fedmud/fmnist", f"fedmud/{name}") for name in FMNIST_BASELINES]
+    found.append(("fedmud/fmnist", "fedmud/fedhm"))
     for (folder, base), chosen in OTHER_BASES.items():
         overlays = sorted(file.stem for file in (RECIPES / folder).glob("*.yaml") if not is_base(file))
         found.append((f"{folder}/{base}",))
@@ -72,9 +81,9 @@ COMBINATIONS = combinations()
 
 
 @cache
-def made_up_images(classes: int, samples: int) -> tuple[Tensor, Tensor]:
+def made_up_images(classes: int, shape: tuple[int, ...], samples: int) -> tuple[Tensor, Tensor]:
     draws = torch.Generator().manual_seed(classes)
-    images = torch.randint(256, (samples, 3, 32, 32), dtype=torch.uint8, generator=draws)
+    images = torch.randint(256, (samples, *shape), dtype=torch.uint8, generator=draws)
     return images, torch.arange(samples) % classes
 
 
@@ -94,10 +103,10 @@ def run(tmp_path, monkeypatch) -> Callable[..., cli.LowRankCLI]:
             super().__init__(*arguments, **keywords)
 
     def load_images(self: VisionDataModule, train: bool) -> tuple[Tensor, Tensor]:
-        images, classes = made_up_images(self.num_classes, 10_000 if train else 100)
-        return (images[:, :1, :28, :28], classes) if isinstance(self, MNIST) else (images, classes)
+        samples = 10_000 if train else 25 if isinstance(self, TinyImageNet) else 100
+        return made_up_images(self.num_classes, self.image_shape, samples)
 
-    for data_set in (MNIST, SVHN, CIFAR10, CIFAR100):
+    for data_set in (MNIST, SVHN, CIFAR10, CIFAR100, TinyImageNet):
         monkeypatch.setattr(data_set, "prepare_data", lambda self: None)
         monkeypatch.setattr(data_set, "load_images", load_images)
     monkeypatch.setattr(cli, "LowRankCLI", Recorded)
@@ -118,11 +127,24 @@ def configs(names: tuple[str, ...]) -> list[str]:
     return [word for name in names for word in ("--config", str(RECIPES / f"{name}.yaml"))]
 
 
-def marks(names: tuple[str, ...]) -> Any:
-    if "fedmud/fmnist" in names:
-        return needs_shared_data("FashionMNIST")
-    overlays = names[1:] if names[0].startswith("fedhm/") else ()
-    return [pytest.mark.slow] if any(name not in QUICK_OF_FEDHM for name in overlays) else ()
+def marks(names: tuple[str, ...]) -> list[pytest.MarkDecorator]:
+    base, *overlays = names
+    if base.startswith("fedhm/"):
+        slow = base == "fedhm/tiny_imagenet" or not set(overlays) <= set(QUICK_OF_FEDHM)
+    else:
+        on_other_data = base.startswith("fedmud/") and base != "fedmud/fmnist"
+        baseline = any(name.removeprefix("fedmud/") in BASELINES for name in overlays)
+        slow = "fedmud/local" in overlays or (on_other_data and baseline)
+    real = [needs_shared_data("FashionMNIST")] if base == "fedmud/fmnist" else []
+    return [*real, pytest.mark.slow] if slow else real
+
+
+def tiny_text_model() -> list[str]:
+    """Make sentences and a tiny transformer in the working folder, and return the options that name them."""
+    pytest.importorskip("transformers")
+    texts.save_files(Path("data/SST2"), train=800)
+    texts.save_tokenizer(texts.save_model(Path("tiny")))
+    return ["--model.init_args.model", "tiny", "--data.init_args.tokenizer", "tiny"]
 
 
 @pytest.mark.parametrize(
@@ -137,6 +159,8 @@ def test_recipe_runs(run, names, monkeypatch):
     quick = ["--data.eval_batch_size", "100"]
     if names[0].startswith("fedhm/"):
         quick += ["--data.batch_size", "4"]
+    if names[0].startswith("finetuning/"):
+        quick += tiny_text_model()
     done = run("fit", *configs(names), "--trainer.fast_dev_run", "2", *quick)
     assert done.trainer.global_step == 2
     assert set(done.trainer.callback_metrics) >= {"train_loss", "val_loss", "val_acc", "comm/ratio"}
@@ -150,10 +174,10 @@ def test_recipe_runs(run, names, monkeypatch):
     assert {type(layer.factorization).__name__ for layer in layers.values()} == ({factorization} - {None})
 
     ratio = float(done.trainer.callback_metrics["comm/ratio"])
-    if names == ("fedmud/fmnist", "fedmud/ef21p"):
+    if "fedmud/ef21p" in names:
         # A top-k's positions cost bytes beside the numbers.
         assert ratio < 0.05
-    elif factorization and not names[0].startswith("fedhm"):
+    elif factorization and names[0].startswith(("fedmud", "fedslop")):
         assert ratio < (0.15 if names[-1] == "fedslop/fedlora_m" else 0.08)
     variant = next((name for name in names if name.removeprefix("fedmud/") in VARIANTS), None)
     if variant is not None:
