@@ -37,7 +37,6 @@ OTHER_BASES: dict[tuple[str, str], Callable[[str], bool]] = {
     ("finetuning", "sst2"): lambda overlay: True,
     ("lora_aggregation", "mnist"): lambda overlay: True,
 }
-QUICK_OF_FEDHM = ("fedhm/fedhm", "fedhm/heterofl", "fedhm/split_mix")
 VARIANTS = ("mud", "bkd", "aad", "bkd_aad", "frozen", "bkd_frozen")
 PARTITIONS = {"iid": DATA_SETS, "non_iid_2": ("fmnist", "svhn", "cifar10"), "non_iid_2_cifar100": ("cifar100",)}
 
@@ -127,16 +126,41 @@ def configs(names: tuple[str, ...]) -> list[str]:
     return [word for name in names for word in ("--config", str(RECIPES / f"{name}.yaml"))]
 
 
+# Of each paper's recipes these run every day, on the smallest data set; the others are slow.
+EVERY_DAY = {
+    "quickstart",
+    "quickstart_dense",
+    "fedmud/bkd_aad",
+    "fedmud/fedhm",
+    "fedmud/fedlmt",
+    "fedmud/iid",
+    "fedslop/fedavg_m",
+    "fedslop/gradient_mask",
+    "fedslop/carried_momentum",
+    "tdpfed/afm",
+    "tdpfed/act",
+    "tdpfed/local",
+    "fedhm/fedhm",
+    "finetuning/sum_product",
+    "lora_aggregation/product_sum",
+    "lora_aggregation/mixed_ranks",
+    "lora_aggregation/lora_a2",
+}
+SMALLEST = {
+    "fedmud/fmnist",
+    "fedslop/mnist",
+    "tdpfed/mnist",
+    "fedhm/cifar10",
+    "finetuning/sst2",
+    "lora_aggregation/mnist",
+}
+
+
 def marks(names: tuple[str, ...]) -> list[pytest.MarkDecorator]:
     base, *overlays = names
-    if base.startswith("fedhm/"):
-        slow = base == "fedhm/tiny_imagenet" or not set(overlays) <= set(QUICK_OF_FEDHM)
-    else:
-        on_other_data = base.startswith("fedmud/") and base != "fedmud/fmnist"
-        baseline = any(name.removeprefix("fedmud/") in BASELINES for name in overlays)
-        slow = "fedmud/local" in overlays or (on_other_data and baseline)
+    quick = base in SMALLEST | EVERY_DAY and set(overlays) <= EVERY_DAY
     real = [needs_shared_data("FashionMNIST")] if base == "fedmud/fmnist" else []
-    return [*real, pytest.mark.slow] if slow else real
+    return real if quick else [*real, pytest.mark.slow]
 
 
 def tiny_text_model() -> list[str]:

@@ -21,22 +21,27 @@ from lightning_lowrank.inspection import inspect_run
 from tests.algorithms.methods import FORMS, LOW_RANK, METHODS
 from tests.helpers import Data, Module, assert_same, blobs, fit, trainer, weights
 
-# Every day, FedAvg and FedMUD in all forms, and the others in the first that they work with; of FedLoRA's operators,
-# which have tests of their own, two.
-OFTEN = {"FedLoRA-SumProduct", "FedLoRA-FLoRA"}
-CASES = [
-    pytest.param(
-        name,
-        form,
-        id=f"{name}-{form}",
-        marks=()
-        if name in ("FedAvg", "FedMUD")
-        or (form == METHODS[name].forms[0] and (name in OFTEN or not name.startswith("FedLoRA")))
-        else pytest.mark.slow,
-    )
-    for name, form in itertools.product(METHODS, LOW_RANK)
-    if form in METHODS[name].forms
-]
+# Every day, all that the contract asks of some methods in the first form that they work with, and of the others that
+# they learn, are plain training for one client, and count the bytes of the wire; CI runs the rest as well.
+OFTEN = {"FedAvg", "FedMUD", "FedHM", "FedSLoP", "TDPFed", "FedLoRA-SumProduct", "FedLoRA-FLoRA"}
+
+
+def cases(often: set[str]) -> list:
+    """Return all methods in all forms that they work with, slow but for the first form of some methods."""
+    return [
+        pytest.param(
+            name,
+            form,
+            id=f"{name}-{form}",
+            marks=() if name in often and form == METHODS[name].forms[0] else pytest.mark.slow,
+        )
+        for name, form in itertools.product(METHODS, LOW_RANK)
+        if form in METHODS[name].forms
+    ]
+
+
+CASES = cases(OFTEN)
+CASES_OF_ALL = cases(OFTEN | {name for name in METHODS if not name.startswith("FedLoRA")})
 UNEVEN = [list(range(5)), list(range(5, 47)), list(range(47, 69)), list(range(69, 102)), [102]]
 
 
@@ -56,7 +61,7 @@ def run(
     return module, loop, fitted
 
 
-@pytest.mark.parametrize(("name", "form"), CASES)
+@pytest.mark.parametrize(("name", "form"), CASES_OF_ALL)
 def test_learns(tmp_path, name, form):
     settings = {"local_epochs": 4, **METHODS[name].learns}
     epochs = settings.pop("max_epochs", 12)
@@ -69,7 +74,7 @@ def test_learns(tmp_path, name, form):
     assert (module.net(inputs).argmax(1) == targets).float().mean() > 0.7
 
 
-@pytest.mark.parametrize(("name", "form"), CASES)
+@pytest.mark.parametrize(("name", "form"), CASES_OF_ALL)
 def test_one_client_is_plain_training(tmp_path, name, form):
     method = METHODS[name]
     everything = [list(range(103))]
@@ -154,7 +159,7 @@ def test_clients_that_step_together_end_where_single_ones_do(tmp_path, name, for
     assert loop.ledger.state_dict() == twin.ledger.state_dict()
 
 
-@pytest.mark.parametrize(("name", "form"), CASES)
+@pytest.mark.parametrize(("name", "form"), CASES_OF_ALL)
 def test_ledger_counts_the_bytes_that_the_other_side_decodes(tmp_path, name, form):
     method = METHODS[name]
     crossed = {"down": 0, "up": 0}

@@ -121,10 +121,16 @@ def _restart(grid: LocalGrid, node: int, recipe: Path) -> None:
 
 class _quiet(warnings.catch_warnings):
     def __enter__(self) -> Any:
-        logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+        self.logger = logging.getLogger("lightning.pytorch")
+        self.level = self.logger.level
+        self.logger.setLevel(logging.ERROR)
         entered = super().__enter__()
         warnings.simplefilter("ignore")
         return entered
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self.logger.setLevel(self.level)
 
 
 def assert_equal_runs(simulated: Any, served: Any, ledger: bool = True) -> None:

@@ -80,6 +80,7 @@ def test_bad_payloads_are_refused_and_the_rounds_go_on(tmp_path, monkeypatch):
     assert all(value.isfinite().all() for value in served.lightning_module.state_dict().values())
 
 
+@pytest.mark.slow
 def test_a_bad_payload_may_stop_the_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = fast(tmp_path)
@@ -116,6 +117,7 @@ def test_a_site_that_does_not_answer_is_left_behind(tmp_path, monkeypatch):
     assert served.callback_metrics["federated/failed"] == 1
 
 
+@pytest.mark.slow
 def test_a_round_that_nobody_answers_is_asked_for_again(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = fast(tmp_path, {"federated": {"algorithm": "SCAFFOLD"}, "trainer": {"max_epochs": 2}})
@@ -135,12 +137,14 @@ def test_a_round_that_nobody_answers_is_asked_for_again(tmp_path, monkeypatch):
     assert [kind for _, kind in grid.sent].count("train.round") == 9
 
 
+@pytest.mark.slow
 def test_missing_sites_are_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(MisconfigurationException, match=r"has 3 clients, and after 0.1 s .* missing are \[2\]"):
         run_on_sites(fast(tmp_path), tmp_path, clients=2, start_timeout=0.1)
 
 
+@pytest.mark.slow
 def test_sites_that_are_something_else_are_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = fast(tmp_path)
