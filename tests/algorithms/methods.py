@@ -61,6 +61,7 @@ class Method:
         traffic: Whether its bytes are those of FedAvg in the same form.
         vectorizes: Whether its clients can step together.
         trains_global: Whether there is a global model that learns.
+        averages_buffers: Whether the global model has the clients' statistics; by default, if it learns.
         network: Makes the module's network.
         norm: Makes a layer of normalisation of its features that clients with one sample train with; ``None``: the
             method works with none such.
@@ -78,6 +79,7 @@ class Method:
     traffic: bool = True
     vectorizes: bool = True
     trains_global: bool = True
+    averages_buffers: bool | None = None
     network: Callable[..., nn.Module] = network
     norm: Callable[[int], nn.Module] | None = GROUPS
 
@@ -244,17 +246,18 @@ METHODS |= {
     "FedLoRA-RoLoRA": fedlora(
         aggregation.RoLoRA, **FROM_ZERO, plain=None, not_so="A is not trained in the first round"
     ),
-    "FedLoRA-FedSA": fedlora(aggregation.FedSA, plain=None, not_so="B stays with the client"),
+    "FedLoRA-FedSA": fedlora(
+        aggregation.FedSA,
+        plain=None,
+        not_so="B stays with the client",
+        trains_global=False,
+        averages_buffers=True,
+    ),
     "FedLoRA-FedEx": fedlora(aggregation.FedEx),
     "FedLoRA-LoRAFair": fedlora(aggregation.LoRAFair),
     "FedLoRA-CoLR": fedlora(aggregation.CoLR, plain=None, not_so="one factor is drawn", learns={"max_epochs": 20}),
     "FedLoRA-LoRAA2": fedlora(
-        aggregation.LoRAA2,
-        **FROM_ZERO,
-        make=lambda: algorithms.FedLoRA(aggregation.LoRAA2(), upload_ranks=(3, 2)),
-        plain=None,
-        identical=None,
-        not_so="its clients upload some of the ranks",
+        aggregation.LoRAA2, **FROM_ZERO, plain=None, not_so="A is not trained in the first round"
     ),
     "FedLoRA-FedInc": fedlora(aggregation.FedInc),
 }
