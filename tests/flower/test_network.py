@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from lightning_lowrank.flower import write_project
-from tests.flower.helpers import MUD, simulate, write_recipe
+from tests.flower.helpers import LORA, MUD, simulate, write_recipe
 
 pytestmark = pytest.mark.slow
 
@@ -163,12 +163,15 @@ def network(tmp_path, monkeypatch):
         made.close()
 
 
+ALGORITHMS = {"FedLoRA": {"class_path": "FedLoRA", "init_args": {"operator": "SumProduct"}}}
+
+
 def recipe(folder: Path, algorithm: str, rounds: int = ROUNDS, **federated) -> Path:
     return write_recipe(
         folder,
         {
-            "federated": {"algorithm": algorithm, **federated},
-            "lowrank": MUD if algorithm == "FedMUD" else None,
+            "federated": {"algorithm": ALGORITHMS.get(algorithm, algorithm), **federated},
+            "lowrank": {"FedMUD": MUD, "FedLoRA": LORA}.get(algorithm),
             "trainer": {
                 "max_epochs": rounds,
                 "enable_checkpointing": True,
@@ -200,7 +203,7 @@ def final_state(folder: Path) -> dict[str, torch.Tensor]:
     return torch.load(checkpoint, weights_only=True)["state_dict"]
 
 
-@pytest.mark.parametrize("algorithm", ["FedAvg", "FedMUD"])
+@pytest.mark.parametrize("algorithm", ["FedAvg", "FedMUD", "FedLoRA"])
 def test_run_over_tls_is_the_simulation(network, tmp_path, algorithm):
     written = recipe(tmp_path, algorithm)
     write_project([written], tmp_path / "app")
