@@ -86,10 +86,21 @@ class FedMUD(Algorithm):
         server.memory.pop("reset", None)
         if (server.round + 1) % self.reset_interval:
             return
-        seed = derive_seed(server.seed, "factors", server.round + 1)
-        reset = {"seed": torch.tensor(seed)}
+        seed = torch.tensor(derive_seed(server.seed, "factors", server.round + 1))
+        self.reset(server, {"seed": seed, **server.state})
+
+    @torch.no_grad()
+    def reset(self, server: Server, sent: Mapping[str, Tensor]) -> None:
+        """Fold the change into the frozen weights and draw the factors again: what every side does at a reset.
+
+        Args:
+            server: What this side holds of the server.
+            sent: The factors as they were averaged, by name, and ``seed``, from which the new ones are drawn.
+        """
+        seed = int(sent["seed"])
+        reset = {"seed": sent["seed"]}
         for name, layer in self._layers.items():
-            averaged = {factor: server.state[f"{name}.factors.{factor}"] for factor in layer.factors}
+            averaged = {factor: sent[f"{name}.factors.{factor}"] for factor in layer.factors}
             layer.fold(averaged)
             layer.reset_factors(derive_seed(seed, name))
             for factor, value in averaged.items():

@@ -142,3 +142,10 @@ def install(values: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> None:
     """Copy ``values`` into the live tensors of the same names."""
     if values:
         torch._foreach_copy_([model[name] for name in values], list(values.values()))
+
+
+def show_global(algorithm: Algorithm, server: Server, live: Mapping[str, Tensor]) -> None:
+    """Put the global model into the live tensors."""
+    algorithm.configure(server, None)
+    state = algorithm.global_state(server)
+    install({name: state[name] for name in live}, live)

@@ -313,6 +313,11 @@ class Server:
             if name not in shown or not torch.equal(shown[name], value):
                 self.state[name] = value.detach().clone()
 
+    @property
+    def device(self) -> torch.device:
+        """Where the module's parameters are."""
+        return next(self.module.parameters()).device
+
     def parameters(self, model: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return those of ``model``'s values that are trained parameters, without the buffers."""
         return {name: value for name, value in model.items() if name not in self.initial_buffers}

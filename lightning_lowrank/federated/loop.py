@@ -35,7 +35,7 @@ from lightning_lowrank.federated._lightning import (
     pool_training_results,
     stops_now,
 )
-from lightning_lowrank.federated.algorithm import Algorithm, LocalStep, install
+from lightning_lowrank.federated.algorithm import Algorithm, LocalStep, install, show_global
 from lightning_lowrank.federated.checks import check_callbacks, check_optimizers, notes
 from lightning_lowrank.federated.client import (
     BufferPolicy,
@@ -472,33 +472,12 @@ class FederatedLoop(Callback):
         return indices
 
     def _make_planner(self, trainer: Any, loader: DataLoader, limit: int | float) -> RoundPlanner:
-        count = len(self.clients)
+        per_round = self.clients_in_round(len(self.clients))
         if self._vectorized and self._together == 1:
             fitting = clients_that_fit(trainer.lightning_module, trainer.strategy.root_device)
             restored = None if self._restored is None else self._restored["together"]
             fitting = min([fitting] if self._processes is None else self._processes.gather(fitting))
             self._together = self.clients_together or restored or fitting
-        for name, values in (
-            ("sampling_weights", self.sampling_weights),
-            ("availability", self.availability),
-        ):
-            if isinstance(values, Sequence) and len(values) != count:
-                raise MisconfigurationException(f"{name} has {len(values)} entries for {count} clients")
-        unknown = {client for ids in self.participants or () for client in ids if not 0 <= client < count}
-        if unknown:
-            raise MisconfigurationException(
-                f"participants names {sorted(unknown)}, and clients go from 0 to {count - 1}"
-            )
-        share = self.clients_per_round
-        if share is None:
-            per_round = count
-        elif isinstance(share, float):
-            per_round = max(1, round(share * count))
-        elif share <= count:
-            per_round = share
-        else:
-            raise MisconfigurationException(f"clients_per_round={share} is more than the partition's {count} clients")
-
         assert self.indices is not None
         truncate = int(trainer.fast_dev_run) or None
         samples = self.indices.sizes.numpy()
@@ -540,6 +519,29 @@ class FederatedLoop(Callback):
             process=trainer.global_rank,
             processes=trainer.world_size,
         )
+
+    def clients_in_round(self, count: int) -> int:
+        """Return how many of so many clients a round draws.
+
+        Raises:
+            MisconfigurationException: If an argument names more clients than there are, or is a list of another length.
+        """
+        for name, values in (("sampling_weights", self.sampling_weights), ("availability", self.availability)):
+            if isinstance(values, Sequence) and len(values) != count:
+                raise MisconfigurationException(f"{name} has {len(values)} entries for {count} clients")
+        unknown = {client for ids in self.participants or () for client in ids if not 0 <= client < count}
+        if unknown:
+            raise MisconfigurationException(
+                f"participants names {sorted(unknown)}, and clients go from 0 to {count - 1}"
+            )
+        share = self.clients_per_round
+        if share is None:
+            return count
+        if isinstance(share, float):
+            return max(1, round(share * count))
+        if share > count:
+            raise MisconfigurationException(f"clients_per_round={share} is more than the partition's {count} clients")
+        return share
 
     def _clients_with_settings(self) -> Sequence[int]:
         if callable(self.client_settings):
@@ -1113,9 +1115,7 @@ class FederatedLoop(Callback):
         self._show_global()
 
     def _show_global(self) -> None:
-        self.algorithm.configure(self.server, None)
-        state = self.algorithm.global_state(self.server)
-        install({name: state[name] for name in self._live}, self._live)
+        show_global(self.algorithm, self.server, self._live)
         for buffer in self._private.values():
             buffer.fill_(True)
 

@@ -29,7 +29,7 @@ class Payload:
     Example:
         >>> import torch
         >>> payload = Payload({"weight": torch.zeros(2, 3)})
-        >>> payload.numbers, payload.nbytes == len(payload.codec.encode(payload.tensors))
+        >>> payload.numbers, payload.nbytes == len(payload.encode())
         (6, True)
     """
 
@@ -38,8 +38,12 @@ class Payload:
 
     @property
     def nbytes(self) -> int:
-        """Length in bytes of the real encoding; 0 where there is nothing to send."""
+        """Length in bytes of what `encode` returns."""
         return self.codec.nbytes(self.tensors) if self.tensors else 0
+
+    def encode(self) -> bytes:
+        """Return the encoding; nothing where there is nothing to send."""
+        return self.codec.encode(self.tensors) if self.tensors else b""
 
     def delivered(self) -> Payload:
         """Return the payload as the other side decodes it: what a codec leaves out or rounds is lost."""

@@ -226,7 +226,7 @@ class Site:
         self._signature = signature(server.module, self._text)
         kept = self._known["server"]
         if kept:
-            kept = move_data_to_device(kept, _device(server))
+            kept = move_data_to_device(kept, server.device)
             server.state, server.memory = kept["state"], kept["memory"]
             server.initial_buffers = kept["initial_buffers"]
             install({**server.state, **kept["frozen"]}, server.module.state_dict(keep_vars=True))
@@ -238,7 +238,7 @@ class Site:
         for number, data in sorted(round_.broadcasts.items()):
             server.round = number
             codec = self._replica.codec(plain, server, Client(self.client, 0))
-            tensors = move_data_to_device(codec.decode(data), _device(server))
+            tensors = move_data_to_device(codec.decode(data), server.device)
             if number > self._known["followed"]:
                 self._replica.follow(plain, server, tensors)
             if number == round_.number:
@@ -299,7 +299,7 @@ class _OnSite(Algorithm):
 
     def end(self, server: Server, client: Client, model: Mapping[str, Tensor]) -> Payload:
         payload = super().end(server, client, model)
-        self._site._round.upload = payload.codec.encode(payload.tensors) if payload.tensors else b""
+        self._site._round.upload = payload.encode()
         return payload
 
     def receive(self, server: Server, client: Client, payload: Payload, weight: float) -> None:
@@ -349,10 +349,6 @@ class _ConstantSchedules(Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         check_optimizers(trainer, pl_module)
         trainer.strategy.lr_scheduler_configs = []
-
-
-def _device(server: Server) -> torch.device:
-    return next(iter(trained_tensors(server.module).values())).device
 
 
 def _tensor(data: bytes) -> Tensor:

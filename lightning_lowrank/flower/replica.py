@@ -20,8 +20,6 @@ from lightning_lowrank import algorithms
 from lightning_lowrank.compression import Codec, DenseCodec
 from lightning_lowrank.federated.algorithm import Algorithm
 from lightning_lowrank.federated.client import Client, Server
-from lightning_lowrank.layers import low_rank_layers
-from lightning_lowrank.seeding import derive_seed
 
 Tensors = Mapping[str, Tensor]
 
@@ -104,24 +102,11 @@ def take_state(algorithm: Algorithm, server: Server, sent: Tensors) -> None:
             server.state[name] = value.clone()
 
 
-@torch.no_grad()
-def _fold_and_redraw(algorithm: algorithms.FedMUD, server: Server, sent: Tensors) -> None:
+def _take_state_and_reset(algorithm: algorithms.FedMUD, server: Server, sent: Tensors) -> None:
     take_state(algorithm, server, sent)
     server.memory.pop("reset", None)
-    if "seed" not in sent:
-        return
-    seed = int(sent["seed"])
-    reset = {"seed": sent["seed"]}
-    for name, layer in low_rank_layers(server.module, tied=False):
-        if layer.role != "update":
-            continue
-        averaged = {factor: sent[f"{name}.factors.{factor}"] for factor in layer.factors}
-        layer.fold(averaged)
-        layer.reset_factors(derive_seed(seed, name))
-        for factor, value in averaged.items():
-            reset[f"{name}.factors.{factor}"] = value
-            server.state[f"{name}.factors.{factor}"] = layer.factors[factor].detach().clone()
-    server.memory["reset"] = reset
+    if "seed" in sent:
+        algorithm.reset(server, sent)
 
 
 @torch.no_grad()
@@ -170,7 +155,7 @@ for _method in (
     algorithms.LocalTraining,
 ):
     register(_method, Replica(take_state))
-register(algorithms.FedMUD, Replica(_fold_and_redraw, lasting=True))
+register(algorithms.FedMUD, Replica(_take_state_and_reset, lasting=True))
 register(algorithms.EF21P, Replica(_add_difference, _top_of_difference, lasting=True))
 register(algorithms.RandomCoordinates, Replica(_remember_initial, _random_coordinates))
 register(algorithms.FedLoRA, Replica(take_state, objection=_of_fedlora))

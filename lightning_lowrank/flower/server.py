@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import numpy as np
-import torch
 from flwr.app import Context, Message, RecordDict
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid, ServerApp
@@ -26,7 +25,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank.compression import DecodingError
 from lightning_lowrank.federated._lightning import TrainLoaderSource, log_figures
-from lightning_lowrank.federated.algorithm import install
+from lightning_lowrank.federated.algorithm import show_global
 from lightning_lowrank.federated.checks import check_callbacks, notes
 from lightning_lowrank.federated.checks import check_optimizers as check_all_are_trained
 from lightning_lowrank.federated.client import Client, Clients, Server, WeightedMean, trained_tensors
@@ -196,32 +195,17 @@ class RemoteRounds(Callback):
 
     def _make_planner(self) -> RoundPlanner:
         loop, count = self.loop, len(self._connected)
-        share = loop.clients_per_round
-        per_round = count if share is None else max(1, round(share * count)) if isinstance(share, float) else share
-        named = {client for ids in loop.participants or () for client in ids}
-        for name, wrong in (
-            ("clients_per_round", per_round > count),
-            ("participants", not named <= set(range(count))),
-            ("sampling_weights", loop.sampling_weights is not None and len(loop.sampling_weights) != count),
-            ("availability", isinstance(loop.availability, list) and len(loop.availability) != count),
-        ):
-            if wrong:
-                raise MisconfigurationException(
-                    f"federated.{name} is not for {count} clients, which the recipe has: {getattr(loop, name)}"
-                )
         return RoundPlanner(
             seed=loop.seed,
             batches=np.array([self._connected[client].batches for client in range(count)]),
-            per_round=per_round,
+            per_round=loop.clients_in_round(count),
             sampling_weights=loop.sampling_weights,
             participants=loop.participants,
             availability=loop.availability,
         )
 
     def _show_global(self) -> None:
-        self.algorithm.configure(self.server, None)
-        live, state = trained_tensors(self.server.module), self.algorithm.global_state(self.server)
-        install({name: state[name] for name in live}, live)
+        show_global(self.algorithm, self.server, trained_tensors(self.server.module))
 
     def _meet_all(self) -> None:
         """Wait until the site of every client has joined."""
@@ -320,14 +304,14 @@ class RemoteRounds(Callback):
         expected: dict[int, Payload] = {}
         listens = self.algorithm.every_client_listens(server)
         if listens:
-            self._broadcasts[plan.round] = _encoded(self.algorithm.broadcast(server, self.clients[plan.clients[0]]))
+            self._broadcasts[plan.round] = self.algorithm.broadcast(server, self.clients[plan.clients[0]]).encode()
         for client in plan.clients:
             if client not in self._connected:
                 outcome.failures[client] = "it is not connected"
                 outcome.passing = True
                 continue
             site = self._connected[client]
-            data = _encoded(self.algorithm.broadcast(server, self.clients[client]))
+            data = self.algorithm.broadcast(server, self.clients[client]).encode()
             expected[client] = self._expected(self.clients[client])
             missed = self._missed(site, before=plan.round)
             payloads = {**missed, plan.round: data} if data else missed
@@ -364,7 +348,7 @@ class RemoteRounds(Callback):
             raise DecodingError(f"it answers for another round: {fields.get('round')}.")
         data = payloads.get(number, b"")
         self.ledger.up(len(data))
-        return Payload(move_data_to_device(check_upload(data, expected), _device(self.server)), expected.codec)
+        return Payload(move_data_to_device(check_upload(data, expected), self.server.device), expected.codec)
 
     def _missed(self, site: _Connected, before: int) -> dict[int, bytes]:
         return {number: data for number, data in self._broadcasts.items() if site.heard < number < before}
@@ -436,14 +420,6 @@ def _count_steps(trainer: Any, steps: int) -> None:
         loop.automatic_optimization.optim_progress.optimizer.step.total.completed += steps
     else:
         loop.manual_optimization.optim_step_progress.total.completed += steps
-
-
-def _encoded(payload: Payload) -> bytes:
-    return payload.codec.encode(payload.tensors) if payload.tensors else b""
-
-
-def _device(server: Server) -> torch.device:
-    return next(iter(trained_tensors(server.module).values())).device
 
 
 def serve(recipe: str | Path, grid: Grid, validate: bool = True, **settings: Any) -> pl.Trainer:
