@@ -13,8 +13,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_lowrank.aggregation.pairs import LowRankPair, padded
+from lightning_lowrank.aggregation.pairs import LowRankPair
 from lightning_lowrank.layers import LowRankLayer, MatrixProduct, low_rank_layers
+from lightning_lowrank.layers.modules import update_scale
 
 __all__ = ["Adapter", "find_adapters"]
 
@@ -90,11 +91,8 @@ class Adapter(ABC):
 
     def tensors(self, pair: LowRankPair, scaling: float) -> dict[str, Tensor]:
         """Return a pair's factors by the parameters' names, for a scaling, filled with zeros to the adapter's rank."""
-        left = pair.B if pair.scaling == scaling else (pair.B.double() * (pair.scaling / scaling)).to(pair.B.dtype)
-        return {
-            self.parameters["B"]: self.value("B", padded(left, self.rank, 1)).contiguous(),
-            self.parameters["A"]: self.value("A", padded(pair.A, self.rank, 0)).contiguous(),
-        }
+        full = pair.resized(self.rank, scaling)
+        return {self.parameters[name]: self.value(name, getattr(full, name)).contiguous() for name in ("B", "A")}
 
 
 class _LayerAdapter(Adapter):
@@ -133,9 +131,8 @@ class _LayerAdapter(Adapter):
 
     def _fold(self, change: LowRankPair) -> None:
         layer = self._layers[0]
-        ratio = change.scaling / layer.scale
-        left = (change.B.double() * ratio).to(change.B.dtype) if ratio != 1 else change.B
-        layer.fold({self._factors["B"]: left, self._factors["A"]: change.A.T})
+        change = change.resized(change.rank, layer.scale)
+        layer.fold({self._factors["B"]: change.B, self._factors["A"]: change.A.T})
 
 
 class _PeftAdapter(Adapter):
@@ -166,15 +163,8 @@ class _PeftAdapter(Adapter):
         self._layer.scaling[self._adapter] = value
 
     def scaling_at(self, rank: int) -> float:
-        # PEFT keeps no record of how it came from α, but for rsLoRA.
         stabilized = self._layer.use_rslora[self._adapter]
-        ratio = self.rank / rank
-        return self._full_scaling * (ratio**0.5 if stabilized else ratio)
-
-    @property
-    def _full_scaling(self) -> float:
-        alpha = self._layer.lora_alpha[self._adapter]
-        return alpha / (self.rank**0.5 if self._layer.use_rslora[self._adapter] else self.rank)
+        return update_scale(rank, self._layer.lora_alpha[self._adapter], stabilized)
 
     def matrix(self, name: Name, value: Tensor) -> Tensor:
         return value.flatten(1)
@@ -244,7 +234,9 @@ def find_adapters(module: nn.Module, adapter: str | None = None) -> dict[str, Ad
             for other in holders.get(base.weight, [])
             if module.get_submodule(other.rpartition(".")[0]) is not base
         ]
-        found[name] = _PeftAdapter(name, layer, chosen[0], _shared_with(others) or _other_geometry(base))
+        unlike = unlike_convolution(base)
+        geometry = f"its convolution has {unlike}, and PEFT's adapter of it has not" if unlike else ""
+        found[name] = _PeftAdapter(name, layer, chosen[0], _shared_with(others) or geometry)
     if wrapped and not wrapped.keys() & found.keys():
         raise ValueError(f"none of PEFT's adapters is active: set one active, or name one of {', '.join(names)}.")
     return found
@@ -254,14 +246,18 @@ def _shared_with(others: list[str]) -> str:
     return f"it is shared with {', '.join(others)}" if others else ""
 
 
-def _other_geometry(base: nn.Module) -> str:
-    # PEFT gives its first convolution the kernel, stride and padding of the base layer, and nothing else.
-    settings: list[tuple[str, Any, bool]] = []
-    if isinstance(base, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
-        settings.append(("dilation", base.dilation, set(base.dilation) == {1}))
-        settings.append(("padding_mode", base.padding_mode, base.padding_mode == "zeros"))
-    unlike = [f"{setting}={value!r}" for setting, value, plain in settings if not plain]
-    return f"its convolution has {unlike[0]}, and PEFT's adapter of it has not" if unlike else ""
+def unlike_convolution(layer: nn.Module) -> str:
+    """Return a convolution's setting that PEFT's adapter of it does not have; an empty string where there is none."""
+    if isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        # PEFT gives its first convolution the kernel, stride and padding of the base layer, and nothing else.
+        for setting, value, plain in (
+            ("groups", layer.groups, layer.groups == 1),
+            ("dilation", layer.dilation, set(layer.dilation) == {1}),
+            ("padding_mode", layer.padding_mode, layer.padding_mode == "zeros"),
+        ):
+            if not plain:
+                return f"{setting}={value!r}"
+    return ""
 
 
 def _why_no_pair(layer: LowRankLayer) -> str:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_lowrank.aggregation import Broadcast, LoRAA2, LowRankPair, Operator, ZeroPadding
 from lightning_lowrank.aggregation.adapters import Adapter, find_adapters
+from lightning_lowrank.aggregation.pairs import padded
 from lightning_lowrank.algorithms._capacity import Capacities, Capacity
 from lightning_lowrank.federated.algorithm import Algorithm, LocalStep, install
 from lightning_lowrank.federated.client import Client, Server
@@ -173,8 +174,8 @@ class FedLoRA(Algorithm):
                     f" {adapter.unfoldable}. Leave the layer out, or use an operator such as SumProduct()."
                 )
             for name in _NAMES:
-                alone = self.operator.trained(0) == {"B" if name == "A" else "A"}
-                if alone and not self.operator.redraws and not trained[adapter.parameters[name]].any():
+                still = name not in self.operator.trained(0) and not self.operator.redraws
+                if still and not trained[adapter.parameters[name]].any():
                     raise MisconfigurationException(
                         f"{self.operator!r} trains only one factor in the first round, and the other one of layer"
                         f" {adapter.name!r}, {name}, is zero, so that nothing would ever change: LowRank(init='lora')"
@@ -217,13 +218,12 @@ class FedLoRA(Algorithm):
     def broadcast(self, server: Server, client: Client) -> Payload:
         """Return what the client lacks of the global model: factors of its own rank, and the rest of the model."""
         level = self._capacities.level(server, client)
-        sent = {name: value for name, value in server.sent_down().items() if name not in self._factors}
-        sent = {name: value for name, value in sent.items() if name not in self._kept}
-        due = self._due(server, client)
-        own = self._global_values(server, client)
+        known = self._known_of(server, client.id)
+        down, due = server.sent_down(), self._due(server, client)
+        sent = {name: down[name] for name in down if name not in self._factors and name not in self._kept}
         for parameter, (adapter, name) in self._factors.items():
             if name in due:
-                sent[parameter] = adapter.slots(name, own[parameter], self._rank(adapter, level))
+                sent[parameter] = adapter.slots(name, known[parameter], self._rank(adapter, level))
         return Payload({**sent, **server.memory.get("change", {})})
 
     def every_client_listens(self, server: Server) -> bool:
@@ -377,8 +377,10 @@ class FedLoRA(Algorithm):
         versions = server.memory.get("versions") or self._first_versions()
         return {name for name in _NAMES if versions[name] > client.memory.get("heard", -1)}
 
-    def _global_values(self, server: Server, client: Client) -> Mapping[str, Tensor]:
-        return {**server.state, **server.memory.get("pairs", {}).get(client.id, {})}
+    @staticmethod
+    def _known_of(server: Server, client: int) -> dict[str, Tensor]:
+        """Return the global values, with the factors that the server holds for the client alone."""
+        return {**server.state, **server.memory.get("pairs", {}).get(client, {})}
 
     def _at_level(self, state: Mapping[str, Tensor], level: float) -> dict[str, Tensor]:
         cut = {
@@ -390,26 +392,20 @@ class FedLoRA(Algorithm):
     def _padded(self, adapter: Adapter, name: Name, value: Tensor, ratio: float = 1.0) -> Tensor:
         """Return a factor filled with zeros to the full rank; ``B`` times the ratio."""
         matrix = adapter.matrix(name, value)
-        missing = adapter.rank - matrix.shape[1 if name == "B" else 0]
-        if missing:
-            matrix = torch.nn.functional.pad(matrix, (0, missing) if name == "B" else (0, 0, 0, missing))
         if ratio != 1 and name == "B":
             matrix = matrix * ratio
-        return adapter.value(name, matrix)
+        return adapter.value(name, padded(matrix, adapter.rank, 1 if name == "B" else 0))
 
     def _pairs_of(
         self, server: Server, client: int, arrival: Mapping[str, Any], personal: Mapping[str, Tensor] | None = None
     ) -> dict[str, LowRankPair]:
         """Return one client's pairs as the server knows them; with what it keeps for itself, as they are."""
         pairs = {}
-        received = {**server.state, **server.memory.get("pairs", {}).get(client, {}), **(personal or {})}
+        received = {**self._known_of(server, client), **(personal or {})}
         for layer, adapter in self._adapters.items():
-            rank = self._rank(adapter, arrival["level"])
-            scaling = self._scaling(adapter, arrival["level"])
-            ratio = self._scalings[layer] / scaling
-            before = adapter.pair(received, rank, scaling)
-            factors = {"B": before.B * ratio if ratio != 1 else before.B, "A": before.A}
-            before = LowRankPair(factors["B"], factors["A"], scaling)
+            rank, scaling = self._rank(adapter, arrival["level"]), self._scaling(adapter, arrival["level"])
+            before = adapter.pair(received, adapter.rank, self._scalings[layer]).resized(rank, scaling)
+            factors = {"B": before.B, "A": before.A}
             slots = arrival["factors"].get(f"{layer}.slots")
             for name in _NAMES:
                 parameter = adapter.parameters[name]
@@ -419,7 +415,7 @@ class FedLoRA(Algorithm):
                 if slots is None:
                     factors[name] = matrix
                 else:
-                    factors[name] = factors[name].clone().index_copy_(1 if name == "B" else 0, slots.long(), matrix)
+                    factors[name].index_copy_(1 if name == "B" else 0, slots.long(), matrix)
             pairs[layer] = LowRankPair(factors["B"], factors["A"], scaling)
         return pairs
 

@@ -23,6 +23,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
+from lightning_lowrank.aggregation.adapters import unlike_convolution
 from lightning_lowrank.federated.client import persistent_buffers
 from lightning_lowrank.federated.loop import FederatedLoop
 from lightning_lowrank.layers import (
@@ -186,16 +187,8 @@ def _why_no_wrapper(layer: nn.Module, kind: str) -> str:
     """Say why PEFT's adapter of a layer would be none of its weight."""
     if kind not in _KINDS:
         return f"PEFT has no LoRA for {kind}"
-    if isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d):
-        # PEFT gives its first convolution the kernel, stride and padding of the base layer, and nothing else.
-        for setting, value, plain in (
-            ("groups", layer.groups, layer.groups == 1),
-            ("dilation", layer.dilation, set(layer.dilation) == {1}),
-            ("padding_mode", layer.padding_mode, layer.padding_mode == "zeros"),
-        ):
-            if not plain:
-                return f"it has {setting}={value!r}, which PEFT's adapters of convolutions leave out"
-    return ""
+    unlike = unlike_convolution(layer)
+    return f"it has {unlike}, which PEFT's adapters of convolutions leave out" if unlike else ""
 
 
 def changed_base(algorithm: str, memory: Mapping[str, Any]) -> bool:

@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
+
+from lightning_lowrank.data.splits import SplitsInMemory
 
 _HEADER_LABELS = ("label", "labels")
 
@@ -100,7 +101,7 @@ class PadTexts:
         }
 
 
-class TextClassification(LightningDataModule):
+class TextClassification(SplitsInMemory):
     """Sentences and their classes from three files, for a pretrained transformer; such as SST-2.
 
     A line of a file is a text, a tab, and its label, in UTF-8; how GLUE's SST-2 is stored, for instance, with a first
@@ -152,15 +153,9 @@ class TextClassification(LightningDataModule):
         labels: list[str] | None = None,
         header: bool = False,
     ) -> None:
-        super().__init__()
-        sizes = {"batch_size": batch_size, "eval_batch_size": eval_batch_size, "max_length": max_length}
-        for name, value in sizes.items():
-            if value < 1:
-                raise MisconfigurationException(f"{name} must be at least 1, got {value!r}")
-        if num_workers < 0:
-            raise MisconfigurationException(
-                f"num_workers must be 0 (load in the main process) or more, got {num_workers}"
-            )
+        super().__init__(batch_size, eval_batch_size, num_workers)
+        if max_length < 1:
+            raise MisconfigurationException(f"max_length must be at least 1, got {max_length!r}")
         if labels is not None and (len(labels) < 2 or len(set(labels)) < len(labels)):
             raise MisconfigurationException(
                 f"labels must be two or more different ones, or None for those of {train_file}, got {labels!r}"
@@ -169,15 +164,9 @@ class TextClassification(LightningDataModule):
         self.tokenizer = tokenizer
         self.files = {"fit": train_file, "validate": validation_file, "test": test_file}
         self.max_length = max_length
-        self.batch_size = batch_size
-        self.eval_batch_size = eval_batch_size
-        self.num_workers = num_workers
         self.labels = labels
         self.header = header
         self.classes: list[str] | None = None
-        self.train_set: TokenizedTexts | None = None
-        self.validation_set: TokenizedTexts | None = None
-        self.test_set: TokenizedTexts | None = None
         self._loaded: Any = None
 
     def setup(self, stage: str | None = None) -> None:
@@ -196,35 +185,9 @@ class TextClassification(LightningDataModule):
         self.validation_set = sets.get("validate", self.validation_set)
         self.test_set = sets.get("test", self.test_set)
 
-    def train_dataloader(self) -> DataLoader:
-        """Shuffled batches of the training texts; the last, smaller batch is kept."""
-        return self._loader(self.train_set, "fit", self.batch_size, shuffle=True)
-
-    def val_dataloader(self) -> DataLoader:
-        """Batches of the validation texts."""
-        return self._loader(self.validation_set, "validate", self.eval_batch_size)
-
-    def test_dataloader(self) -> DataLoader:
-        """Batches of the test texts."""
-        return self._loader(self.test_set, "test", self.eval_batch_size)
-
-    def predict_dataloader(self) -> DataLoader:
-        """Batches of the test texts."""
-        return self._loader(self.test_set, "predict", self.eval_batch_size)
-
-    def _loader(self, dataset: TokenizedTexts | None, stage: str, batch_size: int, shuffle: bool = False) -> DataLoader:
-        if dataset is None:
-            raise MisconfigurationException(
-                f"{type(self).__name__} has no data for this loader yet: call setup({stage!r}) first"
-            )
-        return DataLoader(
-            dataset,
-            batch_size=batch_size,
-            shuffle=shuffle,
-            num_workers=self.num_workers,
-            collate_fn=PadTexts(self._tokenizer().pad_token_id),
-            persistent_workers=self.num_workers > 0,
-        )
+    def collate(self) -> PadTexts:
+        """Return what pads texts with the tokenizer's own padding."""
+        return PadTexts(self._tokenizer().pad_token_id)
 
     def _path(self, name: str) -> Path:
         return Path(self.root) / name

@@ -11,7 +11,7 @@ stored compressed are decoded once, for all runs.
 
 import math
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, Literal
@@ -20,14 +20,15 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import torchvision.datasets
-from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from PIL import Image
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import Dataset, default_collate
+
+from lightning_lowrank.data.splits import SplitsInMemory
 
 
 class ImageBatch:
@@ -196,7 +197,7 @@ def _stratified_split(targets: Tensor, share: float, seed: int) -> tuple[Tensor,
     return (~held_out).nonzero().squeeze(1), held_out.nonzero().squeeze(1)
 
 
-class VisionDataModule(LightningDataModule):
+class VisionDataModule(SplitsInMemory):
     """Base class of the image datamodules: splits, loaders, normalisation and augmentation.
 
     The papers this package reproduces report the best round *on the test set*, so where a data set comes with
@@ -246,30 +247,17 @@ class VisionDataModule(LightningDataModule):
         limit_samples: int | None = None,
         seed: int = 0,
     ) -> None:
-        super().__init__()
-        for name, value in (("batch_size", batch_size), ("eval_batch_size", eval_batch_size)):
-            if value < 1:
-                raise MisconfigurationException(f"{name} must be at least 1, got {value!r}")
-        if num_workers < 0:
-            raise MisconfigurationException(
-                f"num_workers must be 0 (load in the main process) or more, got {num_workers}"
-            )
+        super().__init__(batch_size, eval_batch_size, num_workers)
         if limit_samples is not None and limit_samples < 1:
             raise MisconfigurationException(
                 f"limit_samples must be at least 1, or None for all images, got {limit_samples!r}"
             )
         if validation != "test":
             _check_share("validation", validation, "'test' (validate on the test set) or ")
-        self.batch_size = batch_size
-        self.eval_batch_size = eval_batch_size
-        self.num_workers = num_workers
         self.augment = augment
         self.validation = validation
         self.limit_samples = limit_samples
         self.seed = seed
-        self.train_set: TensorImages | None = None
-        self.validation_set: TensorImages | None = None
-        self.test_set: TensorImages | None = None
 
     def load_images(self, train: bool) -> tuple[Tensor, Tensor]:
         """Read one of the two official splits.
@@ -304,21 +292,9 @@ class VisionDataModule(LightningDataModule):
         if validates_on_test:
             self.validation_set = self.test_set
 
-    def train_dataloader(self) -> DataLoader:
-        """Shuffled batches of the training images; the last, smaller batch is kept."""
-        return self._loader(self.train_set, "fit", self.batch_size, shuffle=True)
-
-    def val_dataloader(self) -> DataLoader:
-        """Batches of the test images or of the held-out training images, as ``validation`` says."""
-        return self._loader(self.validation_set, "validate", self.eval_batch_size)
-
-    def test_dataloader(self) -> DataLoader:
-        """Batches of the test images."""
-        return self._loader(self.test_set, "test", self.eval_batch_size)
-
-    def predict_dataloader(self) -> DataLoader:
-        """Batches of the test images."""
-        return self._loader(self.test_set, "predict", self.eval_batch_size)
+    def collate(self) -> Callable[[Sequence[Any]], Any]:
+        """Return `collate_images`."""
+        return collate_images
 
     def _dataset(self, images: Tensor, targets: Tensor, augment: bool) -> TensorImages:
         if self.limit_samples is not None and self.limit_samples < len(images):
@@ -333,20 +309,6 @@ class VisionDataModule(LightningDataModule):
             self.pixel_max,
             crop_padding=self.crop_padding if augment else 0,
             mirror=self.mirror and augment,
-        )
-
-    def _loader(self, dataset: TensorImages | None, stage: str, batch_size: int, shuffle: bool = False) -> DataLoader:
-        if dataset is None:
-            raise MisconfigurationException(
-                f"{type(self).__name__} has no data for this loader yet: call setup({stage!r}) first"
-            )
-        return DataLoader(
-            dataset,
-            batch_size=batch_size,
-            shuffle=shuffle,
-            num_workers=self.num_workers,
-            collate_fn=collate_images,
-            persistent_workers=self.num_workers > 0,
         )
 
 
