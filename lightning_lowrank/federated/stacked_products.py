@@ -24,13 +24,15 @@ _CONVOLUTIONS = {F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}
 
 
 class StackedProducts(TorchFunctionMode):
-    """Turns linear layers, convolutions and batch normalisations around while a training step is mapped over clients.
+    """Computes some layers and losses in another way while a training step is mapped over clients.
 
     - ``F.linear`` with a weight of each client's own: as torch maps it, the gradient of the stack comes out transposed,
       and copying that into place costs as much as the products of a small model. Here it lies as the weights do.
     - ``F.conv1d``, ``F.conv2d`` and ``F.conv3d`` with a weight of each client's own, on the CPU: torch makes one
       grouped convolution of them, for which its library has no fast code. Here each client has a convolution of its
       own, with the channels last in memory; so are those of its output, which makes what follows faster as well.
+    - ``F.cross_entropy`` with class indices, averaged: torch takes it apart into gathers and masks in Python. Here it
+      is one call over all clients' samples.
     - ``F.batch_norm`` of images, on the CPU: torch normalises, scales and shifts in turn. Here each client has one
       call, with the channels last.
 
@@ -61,6 +63,8 @@ class StackedProducts(TorchFunctionMode):
             return _convolution(function, *arguments, **keywords)
         if function is F.batch_norm:
             return _batch_norm(*arguments, **keywords)
+        if function is F.cross_entropy:
+            return _cross_entropy(*arguments, **keywords)
         if function is Tensor.view:
             return _view(*arguments, **keywords)
         return function(*arguments, **keywords)
@@ -135,6 +139,34 @@ def _batch_norm(
     return _OverStacks.apply(
         _StackedBatchNorm.apply, input, weight, bias, running_mean, running_var, training, momentum, eps
     )
+
+
+def _cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    usual = weight is None and size_average is None and reduce is None and reduction == "mean" and not label_smoothing
+    if (
+        not usual
+        or not is_batchedtensor(input)
+        or current_level() != 1
+        or input.ndim != 2
+        or target.ndim != 1
+        or target.is_floating_point()
+    ):
+        return F.cross_entropy(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+    return _OverStacks.apply(_stacked_cross_entropy, input, target, ignore_index)
+
+
+def _stacked_cross_entropy(inputs: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
+    losses = F.cross_entropy(inputs.flatten(0, 1), targets.flatten(), ignore_index=ignore_index, reduction="none")
+    return losses.view(targets.shape).sum(1) / (targets != ignore_index).sum(1)
 
 
 def _view(tensor: Tensor, *arguments: Any, **keywords: Any) -> Tensor:

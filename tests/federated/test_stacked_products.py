@@ -303,6 +303,54 @@ def test_outside_a_map_nothing_changes():
     assert not names_in_graph(outputs) & ANOTHER_WAY
 
 
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {},
+        {"ignore_index": 2},
+        {"reduction": "sum"},
+        {"label_smoothing": 0.1},
+        {"weight": torch.tensor([1.0, 2.0, 0.5])},
+    ],
+    ids=lambda keywords: next(iter(keywords), "plain"),
+)
+@pytest.mark.parametrize("targets_shared", [False, True])
+def test_cross_entropy(keywords, targets_shared):
+    keywords = {name: value.double() if name == "weight" else value for name, value in keywords.items()}
+    targets = torch.tensor([[0, 2, 1, 2], [2, 2, 0, 1], [2, 1, 1, 0]])
+    expected_loss = partial(F.cross_entropy, **keywords)
+    logits = numbers(CLIENTS, 4, 3).requires_grad_()
+    with StackedProducts():
+        mapped = vmap(expected_loss, in_dims=(0, None if targets_shared else 0))
+        losses = mapped(logits, targets[0] if targets_shared else targets)
+    each = [expected_loss(logits[client], targets[0 if targets_shared else client]) for client in range(CLIENTS)]
+    torch.testing.assert_close(losses, torch.stack(each), rtol=1e-12, atol=1e-12)
+    (found,) = torch.autograd.grad(losses.sum(), logits)
+    (expected,) = torch.autograd.grad(sum(each), logits)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_cross_entropy_of_ignored_samples_alone_is_nan_for_their_client():
+    targets = torch.tensor([[0, -100], [-100, -100]])
+    with StackedProducts():
+        losses = vmap(F.cross_entropy)(torch.zeros(2, 2, 3), targets)
+    assert losses.isnan().tolist() == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("logits", "targets"),
+    [((4, 3, 2), (4, 2)), ((3,), ()), ((4, 3), (4, 3))],
+    ids=["of pixels", "of one sample", "of probabilities"],
+)
+def test_other_cross_entropies_are_torch_s(logits, targets):
+    values = numbers(CLIENTS, *logits)
+    wanted = values.softmax(-1) if logits == targets else torch.ones(CLIENTS, *targets, dtype=torch.long)
+    with StackedProducts():
+        losses = vmap(F.cross_entropy)(values, wanted)
+    each = [F.cross_entropy(own, target) for own, target in zip(values, wanted, strict=True)]
+    torch.testing.assert_close(losses, torch.stack(each))
+
+
 @pytest.mark.parametrize("weight_shared", [False, True])
 @pytest.mark.parametrize("shape", [(4,), (2, 4), (2, 3, 4)])
 def test_linear(shape, weight_shared):
