@@ -224,6 +224,7 @@ class VisionDataModule(SplitsInMemory):
             Default: all.
         seed: Seed of the hold-out and of ``limit_samples``. It is separate from ``seed_everything``, so that
             repeated runs with other seeds see the same split.
+        normalize: Bring the data set's pixels to mean 0 and standard deviation 1; otherwise they are in [0, 1].
 
     Raises:
         MisconfigurationException: If an argument is out of range, or a split comes out empty.
@@ -246,6 +247,7 @@ class VisionDataModule(SplitsInMemory):
         validation: Literal["test"] | float = "test",
         limit_samples: int | None = None,
         seed: int = 0,
+        normalize: bool = True,
     ) -> None:
         super().__init__(batch_size, eval_batch_size, num_workers)
         if limit_samples is not None and limit_samples < 1:
@@ -258,6 +260,7 @@ class VisionDataModule(SplitsInMemory):
         self.validation = validation
         self.limit_samples = limit_samples
         self.seed = seed
+        self.normalize = normalize
 
     def load_images(self, train: bool) -> tuple[Tensor, Tensor]:
         """Read one of the two official splits.
@@ -304,8 +307,8 @@ class VisionDataModule(SplitsInMemory):
         return TensorImages(
             images,
             targets,
-            self.mean,
-            self.std,
+            self.mean if self.normalize else [0.0] * len(self.mean),
+            self.std if self.normalize else [1.0] * len(self.std),
             self.pixel_max,
             crop_padding=self.crop_padding if augment else 0,
             mirror=self.mirror and augment,
@@ -332,6 +335,7 @@ class Digits(VisionDataModule):
         test_share: Share of all images that is held out for testing.
         limit_samples: Keep at most this many images of each split.
         seed: Seed of all three splits and of ``limit_samples``.
+        normalize: Bring pixels to mean 0 and standard deviation 1; otherwise they are in [0, 1].
 
     Raises:
         MisconfigurationException: If an argument is out of range, or a split comes out empty.
@@ -364,6 +368,7 @@ class Digits(VisionDataModule):
         test_share: float = 0.2,
         limit_samples: int | None = None,
         seed: int = 0,
+        normalize: bool = True,
     ) -> None:
         super().__init__(
             batch_size,
@@ -373,6 +378,7 @@ class Digits(VisionDataModule):
             validation,
             limit_samples=limit_samples,
             seed=seed,
+            normalize=normalize,
         )
         _check_share("test_share", test_share)
         self.test_share = test_share
@@ -400,7 +406,7 @@ class TorchvisionDataModule(VisionDataModule):
         root: Folder that holds the data, in torchvision's layout.
         download: Let torchvision download what is missing. Files that are there are used as they are.
         **kwargs: Arguments of :class:`VisionDataModule`: ``batch_size``, ``eval_batch_size``,
-            ``num_workers``, ``augment``, ``validation``, ``limit_samples``, ``seed``.
+            ``num_workers``, ``augment``, ``validation``, ``limit_samples``, ``seed``, ``normalize``.
 
     Raises:
         MisconfigurationException: If an argument is out of range, or the files can neither be found nor

@@ -373,6 +373,14 @@ def test_splits_depend_on_the_seed_and_nothing_else():
         assert not torch.equal(getattr(first, name).images, getattr(other, name).images)
 
 
+def test_without_normalisation_pixels_are_from_0_to_1():
+    data = Digits(normalize=False)
+    data.setup()
+    images = data.train_set.__getitems__(range(len(data.train_set))).images
+    assert images.min() == 0
+    assert images.max() == 1
+
+
 def test_loaders_of_digits():
     data = Digits(batch_size=50, eval_batch_size=100, augment=True)
     data.setup()
