@@ -330,6 +330,13 @@ def test_cross_entropy(keywords, targets_shared):
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
+def test_cross_entropy_of_half_precision_is_torch_s():
+    logits, targets = numbers(CLIENTS, 4, 3).bfloat16(), torch.zeros(CLIENTS, 4, dtype=torch.long)
+    expected = vmap(F.cross_entropy)(logits, targets)
+    with StackedProducts():
+        assert torch.equal(vmap(F.cross_entropy)(logits, targets), expected)
+
+
 def test_cross_entropy_of_ignored_samples_alone_is_nan_for_their_client():
     targets = torch.tensor([[0, -100], [-100, -100]])
     with StackedProducts():
