@@ -112,6 +112,7 @@ class TensorImages(Dataset[tuple[Tensor, int]]):
         ValueError: If shapes, types or ranges do not fit each other.
 
     Example:
+        >>> from torch.utils.data import DataLoader
         >>> pixels = torch.arange(256, dtype=torch.uint8).view(4, 1, 8, 8)
         >>> dataset = TensorImages(pixels, torch.tensor([0, 1, 0, 1]), mean=[0.5], std=[0.25])
         >>> image, target = dataset[3]

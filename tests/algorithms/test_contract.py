@@ -23,7 +23,7 @@ from tests.helpers import Data, Module, assert_same, blobs, fit, trainer, weight
 
 # Every day, all that the contract asks of some methods in the first form that they work with, and of the others that
 # they learn, are plain training for one client, and count the bytes of the wire; CI runs the rest as well.
-OFTEN = {"FedAvg", "FedMUD", "FedHM", "FedSLoP", "TDPFed", "FedLoRA-SumProduct", "FedLoRA-FLoRA"}
+OFTEN = {"FedAvg", "FedMUD", "FedHM", "FedSLoP", "FedLoRA-SumProduct"}
 
 
 def cases(often: set[str]) -> list:
