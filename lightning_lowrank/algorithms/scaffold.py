@@ -80,11 +80,10 @@ class SCAFFOLD(Algorithm):
         super().begin(server, client, Payload(received), model)
         parameters = server.parameters(received)
         own = client.memory.get("control", _zeros(parameters))
-        device = next(iter(parameters.values())).device
         client.workspace = {
             "received": parameters,
             "correction": {name: value - own[name] for name, value in control.items()},
-            "lr": torch.zeros(len(server.optimizers[0].param_groups), dtype=torch.float64, device=device),
+            "lr": torch.zeros(len(server.optimizers[0].param_groups), dtype=torch.float64, device=server.device),
         }
 
     @torch.no_grad()

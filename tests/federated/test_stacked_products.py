@@ -332,9 +332,20 @@ def test_cross_entropy(keywords, targets_shared):
 
 def test_cross_entropy_of_half_precision_is_torch_s():
     logits, targets = numbers(CLIENTS, 4, 3).bfloat16(), torch.zeros(CLIENTS, 4, dtype=torch.long)
-    expected = vmap(F.cross_entropy)(logits, targets)
-    with StackedProducts():
-        assert torch.equal(vmap(F.cross_entropy)(logits, targets), expected)
+    more, more_targets = 5 * numbers(CLIENTS, 64, 10).bfloat16(), torch.arange(CLIENTS * 64).view(CLIENTS, 64) % 10
+    for own, wanted in ((logits, targets), (more, more_targets)):
+        expected = vmap(F.cross_entropy)(own, wanted)
+        with StackedProducts():
+            assert torch.equal(vmap(F.cross_entropy)(own, wanted), expected)
+
+
+def test_cross_entropy_of_shapes_that_do_not_fit_is_refused_in_torch_s_words():
+    logits, targets = torch.zeros(CLIENTS, 5, 3, 2), torch.zeros(CLIENTS, 5, dtype=torch.long)
+    with pytest.raises((RuntimeError, ValueError)) as plain:
+        vmap(F.cross_entropy)(logits, targets)
+    with StackedProducts(), pytest.raises(type(plain.value)) as found:
+        vmap(F.cross_entropy)(logits, targets)
+    assert str(found.value) == str(plain.value)
 
 
 def test_cross_entropy_of_ignored_samples_alone_is_nan_for_their_client():
