@@ -171,6 +171,13 @@ def tiny_text_model() -> list[str]:
     return ["--model.init_args.model", "tiny", "--data.init_args.tokenizer", "tiny"]
 
 
+def static_batch_norm_from_the_start() -> list[str]:
+    """Write an overlay with what the recipes begin at a round that a test does not come to."""
+    static = {"class_path": "StaticBatchNorm", "init_args": {"from_round": 0}}
+    Path("static.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks": [static]}}))
+    return ["--config", "static.yaml"]
+
+
 @pytest.mark.parametrize(
     "names", [pytest.param(names, id="+".join(names), marks=marks(names)) for names in COMBINATIONS]
 )
@@ -183,6 +190,8 @@ def test_recipe_runs(run, names, monkeypatch):
     quick = ["--data.eval_batch_size", "100"]
     if names[0].startswith("fedhm/"):
         quick += ["--data.batch_size", "4"]
+        if names[-1] != "fedhm/local":
+            quick += static_batch_norm_from_the_start()
     if names[0].startswith("finetuning/"):
         quick += tiny_text_model()
     done = run("fit", *configs(names), "--trainer.fast_dev_run", "2", *quick)
@@ -208,6 +217,14 @@ def test_recipe_runs(run, names, monkeypatch):
         for layer in layers.values():
             assert layer.decouple == variant.endswith("aad")
             assert layer.half_frozen == variant.endswith("frozen")
+
+
+@pytest.mark.parametrize("base", [base for folder, base in OTHER_BASES if folder == "fedhm"])
+def test_batch_norm_is_static_from_the_first_milestone_on(base):
+    recipe = yaml.safe_load((RECIPES / "fedhm" / f"{base}.yaml").read_text())
+    static = [each for each in recipe["trainer"]["callbacks"] if each["class_path"] == "StaticBatchNorm"]
+    milestones = recipe["model"]["init_args"]["scheduler"]["init_args"]["milestones"]
+    assert [each["init_args"]["from_round"] for each in static] == milestones[:1]
 
 
 def test_no_recipe_is_left_out():
