@@ -298,7 +298,8 @@ def convert(
             in registration order, alone. Empty by default.
         allow_larger: Whether to convert layers whose factors are no fewer numbers than their weight. Off by
             default.
-        freeze_rest: Whether to freeze every parameter but the factors, biases too. Off by default.
+        freeze_rest: Whether to freeze every parameter but the factors (and, with ``train_base``, the weights that they
+            update), biases too. Off by default.
         keep_trained: Patterns of the parameters that ``freeze_rest`` spares, matched against their names as those of
             layers are: ``["classifier"]`` for the new head of a pretrained model. None by default. The weight of a
             layer that is converted is not spared; name the layer in ``exclude`` to train it whole.
@@ -402,13 +403,17 @@ def convert(
         spared -= replaced
     _make_low_rank(model, chosen, factorization, settings, seed)
     if freeze_rest:
-        factors = {factor for _, low_rank in low_rank_layers(model) for factor in low_rank.factors.parameters()}
+        for _, low_rank in low_rank_layers(model):
+            spared.update(low_rank.factors.parameters())
+            if train_base and low_rank.frozen_weight.requires_grad:
+                spared.add(low_rank.frozen_weight)
         for parameter in model.parameters():
-            parameter.requires_grad_(parameter in factors or parameter in spared)
+            parameter.requires_grad_(parameter in spared)
 
     return Conversion(
         layers=[
-            layer.report(factorization, half_frozen, freeze_rest and layer.weight not in spared) for layer in layers
+            layer.report(factorization, half_frozen, train_base, freeze_rest and layer.weight not in spared)
+            for layer in layers
         ],
         specs=[
             LayerSpec(
@@ -690,14 +695,17 @@ class _Layer:
             self.error = difference.item()
         return layer
 
-    def report(self, factorization: Factorization, half_frozen: HalfFrozen, frozen: bool) -> LayerReport:
+    def report(
+        self, factorization: Factorization, half_frozen: HalfFrozen, train_base: bool, frozen: bool
+    ) -> LayerReport:
         converted = not self.reason
         if not converted:
             trainable = self.numbers if self.trainable and not frozen else 0
         elif self.tied_to is not None:
             trainable = 0
         else:
-            trainable = factorization.trained_numbers(self.shape, self.chosen_rank, half_frozen)
+            factors = factorization.trained_numbers(self.shape, self.chosen_rank, half_frozen)
+            trainable = factors + (self.numbers if train_base and self.trainable else 0)
         shares = f"shares the factors of {self.tied_to.name}" if converted and self.tied_to is not None else ""
         return LayerReport(
             name=self.name,

@@ -226,6 +226,17 @@ def test_a_budget_counts_biases_and_frozen_parameters_as_they_are(tower):
     assert {layer.name: layer.trainable for layer in conversion.layers}["head"] == 0
 
 
+@pytest.mark.parametrize("frozen_before", [False, True])
+def test_freeze_rest_leaves_the_base_that_is_trained(frozen_before):
+    model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4))
+    model[0].weight.requires_grad_(not frozen_before)
+    conversion = convert(model, PRODUCT, rank=2, include=["0"], freeze_rest=True, train_base=True)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained == {"0.factors.U", "0.factors.V", *([] if frozen_before else ["0.frozen_weight"])}
+    count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    assert (conversion.layers[0].trainable, conversion.trainable_parameters) == (count, count)
+
+
 def test_freeze_rest_leaves_only_factors(tower):
     dense = sum(p.numel() for p in tower.parameters())
     conversion = convert(tower, MatrixProduct(), budget=0.1, include=["fc1", "fc2"], freeze_rest=True)
