@@ -21,7 +21,8 @@ The experiments (`--only`):
     update      an update of rank 4 on a frozen base, the same clients
     dense       the dense model, the same clients
     sequential  `FederatedLoop` to a plain `Trainer.fit` over the same batches, 10 of 100 clients
-    pfl         10 of 100 clients with 50 samples each; the vectorised model is that of `factors`, pfl's is dense
+    pfl         10 of 100 clients with 50 samples each; the vectorised model is that of `factors`, pfl's is dense; for
+                information also a plain `Trainer.fit`, whose step bounds what the sequential mode can reach
     flower      20 rounds, 10 of 100 clients with 600 samples each
     data        one epoch of MNIST in batches without training, to torchvision's dataset in a DataLoader
     many        100,000 clients: seconds, and the memory that they take beyond that of 100; a cohort of 1,000
@@ -442,11 +443,12 @@ def sequential(options: Options) -> list[Outcome]:
 def pfl(options: Options) -> list[Outcome]:
     shared = options.setting(clients=100, samples=50, cohort=10)
     peer, ours, low_rank = Contender("pfl"), Contender("sequential"), Contender("vectorized", "factors")
-    others = [Contender("bare"), Contender("vectorized"), Contender("bare", "factors")]
+    others = [Contender("fit"), Contender("vectorized"), Contender("bare"), Contender("bare", "factors")]
     outcome = in_turns("pfl", shared, [peer, ours, low_rank, *others], options.repetitions, {"": 50})
     outcome.ratio("pfl: sequential to pfl, both dense", 0.9, peer, ours)
     outcome.ratio("pfl: vectorised low-rank to pfl dense", 3.0, peer, low_rank)
     outcome.ratio("pfl: vectorised to pfl, both dense", None, peer, others[1])
+    outcome.ratio("pfl: plain Trainer.fit over the same batches, without rounds, to pfl", None, peer, others[0])
     return [outcome]
 
 
