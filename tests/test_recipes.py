@@ -37,6 +37,26 @@ OTHER_BASES: dict[tuple[str, str], Callable[[str], bool]] = {
     ("finetuning", "sst2"): lambda overlay: True,
     ("lora_aggregation", "mnist"): lambda overlay: True,
 }
+FEDMUD_SETTINGS = {
+    "mud": ("reset_interval_2", "reset_interval_4", "init_scale_0_1", "init_scale_1", "init_scale_10"),
+    "bkd_aad": ("compression_8", "compression_16"),
+    "fedlmt": ("compression_8", "compression_16"),
+}
+"""Overlays of FedMUD's figures, which come after a method's."""
+TDPFED_SETTINGS = {
+    ("mnist", "afm"): (
+        "regularization_8",
+        "regularization_10",
+        "personal_steps_8",
+        "factor_steps_12",
+        "factor_steps_22",
+    ),
+    ("cifar10", "afm_cifar10"): (
+        *("regularization_10", "regularization_18", "personal_steps_6", "factor_steps_10", "factor_steps_20"),
+    ),
+}
+"""Those of TDPFed's Table IV for one data set; these are for both:"""
+OF_BOTH = ("mixing_1_4", "mixing_1_8", "personal_steps_2")
 VARIANTS = ("mud", "bkd", "aad", "bkd_aad", "frozen", "bkd_frozen")
 PARTITIONS = {"iid": DATA_SETS, "non_iid_2": ("fmnist", "svhn", "cifar10"), "non_iid_2_cifar100": ("cifar100",)}
 
@@ -55,8 +75,9 @@ def last_said(names: tuple[str, ...], *path: str) -> Any:
         if content is None:
             found = None
         elif path[-1] in content:
-            found = content[path[-1]]
-    return found["class_path"] if isinstance(found, dict) else found
+            said = content[path[-1]]
+            found = said.get("class_path", found) if isinstance(said, dict) else said
+    return found
 
 
 def combinations() -> list[tuple[str, ...]]:
@@ -69,8 +90,19 @@ def combinations() -> list[tuple[str, ...]]:
         overlays += [(CEILINGS[base],), ("local",)]
         found += [tuple(f"fedmud/{name}" for name in (base, *overlay)) for overlay in overlays]
     found.append(("fedmud/fmnist", "fedmud/fedhm"))
+    for method, settings in FEDMUD_SETTINGS.items():
+        found += [("fedmud/fmnist", f"fedmud/{method}", f"fedmud/{setting}") for setting in settings]
+    for base in ("cifar10_resnet18", "tiny_imagenet_resnet18"):
+        chains = [(), ("bkd_aad",), ("fedlmt",)]
+        if base == "cifar10_resnet18":
+            chains += [("bkd_aad", "compression_16"), ("fedlmt", "compression_16")]
+        found += [tuple(f"fedmud/{name}" for name in (base, *chain)) for chain in chains]
+    for (base, method), settings in TDPFED_SETTINGS.items():
+        found += [tuple(f"tdpfed/{name}" for name in (base, method, setting)) for setting in (*settings, *OF_BOTH)]
+    alone = {setting for settings in TDPFED_SETTINGS.values() for setting in settings} | set(OF_BOTH)
     for (folder, base), chosen in OTHER_BASES.items():
-        overlays = sorted(file.stem for file in (RECIPES / folder).glob("*.yaml") if not is_base(file))
+        files = sorted((RECIPES / folder).glob("*.yaml"))
+        overlays = [file.stem for file in files if not is_base(file) and file.stem not in alone]
         found.append((f"{folder}/{base}",))
         found += [(f"{folder}/{base}", f"{folder}/{overlay}") for overlay in overlays if chosen(overlay)]
     return found
@@ -201,6 +233,10 @@ def test_recipe_runs(run, names, monkeypatch):
         assert torch.isfinite(done.trainer.callback_metrics[name])
     loop = next(callback for callback in done.trainer.callbacks if isinstance(callback, FederatedLoop))
     assert type(loop.algorithm).__name__ == last_said(names, "federated", "algorithm")
+    overlaid = yaml.safe_load((RECIPES / f"{names[-1]}.yaml").read_text()).get("federated", {}).get("algorithm", {})
+    if isinstance(overlaid, dict) and "class_path" not in overlaid:
+        settings = overlaid["init_args"]
+        assert {name: getattr(loop.algorithm, name) for name in settings} == settings
     assert type(loop.partition).__name__ == last_said(names, "federated", "partition")
     layers = dict(low_rank_layers(done.model))
     factorization = last_said(names, "lowrank", "factorization")
@@ -211,7 +247,7 @@ def test_recipe_runs(run, names, monkeypatch):
         # A top-k's positions cost bytes beside the numbers.
         assert ratio < 0.05
     elif factorization and names[0].startswith(("fedmud", "fedslop")):
-        assert ratio < (0.15 if names[-1] == "fedslop/fedlora_m" else 0.08)
+        assert ratio < (0.15 if names[-1] in ("fedslop/fedlora_m", "fedmud/compression_8") else 0.08)
     variant = next((name for name in names if name.removeprefix("fedmud/") in VARIANTS), None)
     if variant is not None:
         for layer in layers.values():
