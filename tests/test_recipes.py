@@ -235,7 +235,7 @@ def test_recipe_runs(run, names, monkeypatch):
     assert type(loop.algorithm).__name__ == last_said(names, "federated", "algorithm")
     overlaid = yaml.safe_load((RECIPES / f"{names[-1]}.yaml").read_text()).get("federated", {}).get("algorithm", {})
     if isinstance(overlaid, dict) and "class_path" not in overlaid:
-        settings = overlaid["init_args"]
+        settings = overlaid.get("init_args", {})
         assert {name: getattr(loop.algorithm, name) for name in settings} == settings
     assert type(loop.partition).__name__ == last_said(names, "federated", "partition")
     layers = dict(low_rank_layers(done.model))
