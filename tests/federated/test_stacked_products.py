@@ -330,13 +330,15 @@ def test_cross_entropy(keywords, targets_shared):
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_cross_entropy_of_half_precision_is_torch_s():
-    logits, targets = numbers(CLIENTS, 4, 3).bfloat16(), torch.zeros(CLIENTS, 4, dtype=torch.long)
-    more, more_targets = 5 * numbers(CLIENTS, 64, 10).bfloat16(), torch.arange(CLIENTS * 64).view(CLIENTS, 64) % 10
-    for own, wanted in ((logits, targets), (more, more_targets)):
-        expected = vmap(F.cross_entropy)(own, wanted)
-        with StackedProducts():
-            assert torch.equal(vmap(F.cross_entropy)(own, wanted), expected)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(4, 3), (32, 100), (7, 1000)])
+def test_cross_entropy_of_half_precision_is_torch_s(shape, dtype):
+    draws = torch.Generator().manual_seed(0)
+    logits = (5 * torch.randn(CLIENTS, *shape, generator=draws)).to(dtype)
+    targets = torch.randint(shape[1], (CLIENTS, shape[0]), generator=draws)
+    expected = vmap(F.cross_entropy)(logits, targets)
+    with StackedProducts():
+        assert torch.equal(vmap(F.cross_entropy)(logits, targets), expected)
 
 
 def test_cross_entropy_of_shapes_that_do_not_fit_is_refused_in_torch_s_words():
