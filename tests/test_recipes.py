@@ -12,7 +12,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from lightning_lowrank import FederatedLoop, cli
+from lightning_lowrank import FederatedLoop, LowRank, cli
 from lightning_lowrank.data import CIFAR10, CIFAR100, MNIST, SVHN, FashionMNIST, TinyImageNet, VisionDataModule
 from lightning_lowrank.layers import low_rank_layers
 from lightning_lowrank.report import read_run
@@ -43,20 +43,18 @@ FEDMUD_SETTINGS = {
     "fedlmt": ("compression_8", "compression_16"),
 }
 """Overlays of FedMUD's figures, which come after a method's."""
+OF_BOTH = ("mixing_1_4", "mixing_1_8", "personal_steps_2")
 TDPFED_SETTINGS = {
     ("mnist", "afm"): (
-        "regularization_8",
-        "regularization_10",
-        "personal_steps_8",
-        "factor_steps_12",
-        "factor_steps_22",
+        *OF_BOTH,
+        *("regularization_8", "regularization_10", "personal_steps_8", "factor_steps_12", "factor_steps_22"),
     ),
     ("cifar10", "afm_cifar10"): (
+        *OF_BOTH,
         *("regularization_10", "regularization_18", "personal_steps_6", "factor_steps_10", "factor_steps_20"),
     ),
 }
-"""Those of TDPFed's Table IV for one data set; these are for both:"""
-OF_BOTH = ("mixing_1_4", "mixing_1_8", "personal_steps_2")
+"""Overlays of TDPFed's Table IV, which come after a method's, by data set."""
 VARIANTS = ("mud", "bkd", "aad", "bkd_aad", "frozen", "bkd_frozen")
 PARTITIONS = {"iid": DATA_SETS, "non_iid_2": ("fmnist", "svhn", "cifar10"), "non_iid_2_cifar100": ("cifar100",)}
 
@@ -98,11 +96,11 @@ def combinations() -> list[tuple[str, ...]]:
             chains += [("bkd_aad", "compression_16"), ("fedlmt", "compression_16")]
         found += [tuple(f"fedmud/{name}" for name in (base, *chain)) for chain in chains]
     for (base, method), settings in TDPFED_SETTINGS.items():
-        found += [tuple(f"tdpfed/{name}" for name in (base, method, setting)) for setting in (*settings, *OF_BOTH)]
-    alone = {setting for settings in TDPFED_SETTINGS.values() for setting in settings} | set(OF_BOTH)
+        found += [tuple(f"tdpfed/{name}" for name in (base, method, setting)) for setting in settings]
+    placed = {setting for settings in TDPFED_SETTINGS.values() for setting in settings}
     for (folder, base), chosen in OTHER_BASES.items():
         files = sorted((RECIPES / folder).glob("*.yaml"))
-        overlays = [file.stem for file in files if not is_base(file) and file.stem not in alone]
+        overlays = [file.stem for file in files if not is_base(file) and file.stem not in placed]
         found.append((f"{folder}/{base}",))
         found += [(f"{folder}/{base}", f"{folder}/{overlay}") for overlay in overlays if chosen(overlay)]
     return found
@@ -233,10 +231,14 @@ def test_recipe_runs(run, names, monkeypatch):
         assert torch.isfinite(done.trainer.callback_metrics[name])
     loop = next(callback for callback in done.trainer.callbacks if isinstance(callback, FederatedLoop))
     assert type(loop.algorithm).__name__ == last_said(names, "federated", "algorithm")
-    overlaid = yaml.safe_load((RECIPES / f"{names[-1]}.yaml").read_text()).get("federated", {}).get("algorithm", {})
-    if isinstance(overlaid, dict) and "class_path" not in overlaid:
-        settings = overlaid.get("init_args", {})
+    overlay = yaml.safe_load((RECIPES / f"{names[-1]}.yaml").read_text())
+    algorithm = overlay.get("federated", {}).get("algorithm", {})
+    if isinstance(algorithm, dict) and "class_path" not in algorithm:
+        settings = algorithm.get("init_args", {})
         assert {name: getattr(loop.algorithm, name) for name in settings} == settings
+    if names[-1].startswith(("fedmud/init_scale", "fedmud/compression")):
+        low_rank = next(callback for callback in done.trainer.callbacks if isinstance(callback, LowRank))
+        assert {name: low_rank.arguments[name] for name in overlay["lowrank"]} == overlay["lowrank"]
     assert type(loop.partition).__name__ == last_said(names, "federated", "partition")
     layers = dict(low_rank_layers(done.model))
     factorization = last_said(names, "lowrank", "factorization")

@@ -166,11 +166,11 @@ class MatrixProduct(Factorization):
     @override
     def stages(self, factors: Mapping[str, Tensor], shape: Sequence[int]) -> list[Tensor]:
         left, right = factors["U"], factors["V"]
+        if len(shape) == 2:
+            return [right.mT, left]
         stages = self.stage_shapes(shape, left.shape[-1])
         if stages is None:
             return super().stages(factors, shape)
-        if len(shape) == 2:
-            return [right.mT, left]
         first, second = stages
         tall = left.reshape(shape[0], *shape[2 : self._input_position(shape) + 1], -1)
         return [right.mT.reshape(first.kernel), tall.movedim(-1, 1).reshape(second.kernel)]
