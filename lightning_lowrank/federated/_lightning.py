@@ -43,7 +43,9 @@ class TrainLoaderSource:
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
-        self._source = trainer.fit_loop._data_source
+        self._trainer: Any = trainer
+        self._loop: Any = trainer.fit_loop
+        self._source = self._loop._data_source
         self._original = self._source.instance
 
     def is_defined(self) -> bool:
@@ -57,12 +59,28 @@ class TrainLoaderSource:
             return self._source.dataloader()
 
     def replace(self, loader: Any) -> None:
-        """Make the trainer take ``loader``."""
+        """Make the trainer take ``loader``, and its length anew in each epoch."""
         self._source.instance = loader
+        setup_data = self._loop.setup_data
+
+        def setup_data_of_this_length() -> None:
+            # Lightning reads the length only when it loads the loader, which takes a good part of a small round.
+            if self._loop._combined_loader is None or len(loader) == self._loop.max_batches:
+                setup_data()
+                return
+            self._loop._combined_loader = None
+            last_validation = getattr(self._trainer, "_last_val_time", None)
+            setup_data()
+            # Loading also starts the clock of a val_check_interval that is a time.
+            if last_validation is not None:
+                self._trainer._last_val_time = last_validation
+
+        self._loop.setup_data = setup_data_of_this_length
 
     def restore(self) -> None:
         """Put the user's source back."""
         self._source.instance = self._original
+        del self._loop.setup_data
 
     @contextmanager
     def _as_the_user_left_it(self) -> Iterator[None]:

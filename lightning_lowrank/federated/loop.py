@@ -20,7 +20,6 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -385,14 +384,12 @@ class FederatedLoop(Callback):
         prepare = functools.partial(self._prepare, trainer, source, every_n_epochs, limit)
         self._prepared = prepare
         source.replace(_Rounds(prepare))
-        # A round's length differs from round to round, and Lightning reads it only when it reloads the loader.
-        settings.reload_dataloaders_every_n_epochs = 1
         if limit != 0:
             settings.limit_train_batches = 1.0
 
         def restore_trainer() -> None:
             source.restore()
-            settings.reload_dataloaders_every_n_epochs, settings.limit_train_batches = every_n_epochs, limit
+            settings.limit_train_batches = limit
 
         accumulation = AccumulationPerClient(trainer, lambda: self._group_begins, lambda: self._group_ends)
         # A plain function: torch marks the hook, and a deepcopy of the module must not copy this callback.
@@ -401,9 +398,6 @@ class FederatedLoop(Callback):
         if self._processes is not None:
             end_step = functools.partial(self._end_step_without_batch, trainer)
             self._restorers.append(PaddedEpochs(trainer, self._without_batch, end_step).restore)
-        for owner in (settings.datamodule, pl_module):
-            if owner is not None and is_overridden("val_dataloader", owner):
-                self._restorers.append(_memoise_validation_loaders(owner, trainer, every_n_epochs))
 
     def _restore_trainer(self) -> None:
         while self._restorers:
@@ -1226,27 +1220,3 @@ class _Rounds:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take nothing: see `state_dict`."""
-
-
-def _memoise_validation_loaders(
-    owner: pl.LightningModule | pl.LightningDataModule, trainer: pl.Trainer, every_n_epochs: int
-) -> Callable[[], None]:
-    """Keep validation loaders, which Lightning would now rebuild with the training loader every epoch."""
-    original = owner.val_dataloader
-    made: dict[str, Any] = {}
-
-    def val_dataloader() -> Any:
-        if not made or (every_n_epochs and trainer.current_epoch - made["epoch"] >= every_n_epochs):
-            made.update(loaders=original(), epoch=trainer.current_epoch)
-        return made["loaders"]
-
-    previous = vars(owner).get("val_dataloader")
-    owner.val_dataloader = val_dataloader  # type: ignore[method-assign]
-
-    def restore() -> None:
-        if previous is None:
-            del owner.val_dataloader
-        else:
-            owner.val_dataloader = previous  # type: ignore[method-assign]
-
-    return restore

@@ -1,6 +1,8 @@
 """What each of Lightning's settings and callbacks means inside rounds; and canaries for its private corners."""
 
 import csv
+import time
+from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
@@ -135,6 +137,24 @@ def test_early_stopping_and_best_checkpoint(tmp_path):
     fit(run, Module(), Data())
     assert run.current_epoch == 3
     assert best.best_model_score == max(run.callback_metrics["val_acc"], best.best_model_score)
+
+
+def test_the_clock_of_time_based_validation_goes_on_from_round_to_round(tmp_path, monkeypatch):
+    now = 0.0
+
+    class Slow(Module):
+        def training_step(self, *arguments):
+            nonlocal now
+            now += 1.0
+            return super().training_step(*arguments)
+
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    seen = Seen()
+    settings = {"val_check_interval": timedelta(seconds=5), "num_sanity_val_steps": 0, "max_epochs": 6}
+    rounds = [[2], [0]] * 3
+    fit(trainer(tmp_path, loop(participants=rounds), seen, **settings), Slow(), Data())
+    steps = sum(-(-SIZES[client] // 8) for (client,) in rounds)
+    assert len(seen.validated) == steps // 5 == 2
 
 
 def test_validation_inside_a_round_sees_the_last_global_model(tmp_path):
