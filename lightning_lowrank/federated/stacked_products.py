@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._C._functorch import current_level, is_batchedtensor
+from torch._C._functorch import _add_batch_dim, current_level, get_unwrapped, is_batchedtensor, maybe_get_bdim
 from torch.autograd import Function
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.overrides import TorchFunctionMode
@@ -72,13 +72,18 @@ class StackedProducts(TorchFunctionMode):
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     # A weight that all clients share is one product, which torch's own way makes of it.
-    if input.ndim < 2 or not is_batchedtensor(weight):
+    if input.ndim < 2 or not is_batchedtensor(weight) or current_level() != 1 or weight.ndim != 2:
         return F.linear(input, weight, bias)
-    rows = input.reshape(-1, input.shape[-1]) if input.ndim > 2 else input
-    output = torch.matmul(weight, rows.mT).mT
-    if bias is not None:
-        output = output + bias.to(output.dtype)
-    return output.reshape(*input.shape[:-1], output.shape[-1]) if input.ndim > 2 else output
+    weights = _stack_of(weight)
+    inputs = _stack_of(input) if is_batchedtensor(input) else input.expand(len(weights), *input.shape)
+    rows = (inputs.flatten(1, -2) if inputs.ndim > 3 else inputs).mT
+    if bias is None:
+        outputs = torch.bmm(weights, rows)
+    else:
+        biases = _stack_of(bias) if is_batchedtensor(bias) else bias
+        outputs = torch.baddbmm(biases.unsqueeze(-1), weights, rows)
+    outputs = outputs.mT
+    return _add_batch_dim(outputs.unflatten(1, inputs.shape[1:-1]) if inputs.ndim > 3 else outputs, 0, 1)
 
 
 def _convolution(
@@ -174,6 +179,12 @@ def _view(tensor: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
         if not is_batchedtensor(tensor) or tensor.is_contiguous():
             raise
         return tensor.contiguous().view(*arguments, **keywords)
+
+
+def _stack_of(tensor: Tensor) -> Tensor:
+    """Return the stack that a mapped tensor stands for, its clients first."""
+    stack, clients = get_unwrapped(tensor), maybe_get_bdim(tensor)
+    return stack if clients == 0 else stack.movedim(clients, 0)
 
 
 def _stacked_on_cpu(tensor: Tensor) -> bool:

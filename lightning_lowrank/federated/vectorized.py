@@ -2,7 +2,7 @@
 
 `FederatedLoop` uses it for ``execution="vectorized"``. The trained values of a cohort's clients stand in stacks
 ``[clients, …]``, which the optimizers hold in place of the module's own parameters; a step is
-``vmap(functional_call)`` over ``training_step``, followed by the user's elementwise optimizer on the stacks. What is
+``vmap`` over ``training_step``, followed by the user's elementwise optimizer on the stacks. What is
 frozen is not stacked, so that all clients share one product with it. The module itself keeps the global model.
 """
 
@@ -22,7 +22,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
+from torch.func import vmap
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
@@ -113,33 +113,23 @@ def _free_memory() -> int:
         return _GUESSED_MEMORY
 
 
-def _aliases(module: nn.Module) -> dict[str, str]:
-    """Return the further names of tensors that several modules hold, with the first name of each.
+def _homes(module: nn.Module, names: Mapping[Tensor, str]) -> list[tuple[dict[str, Any], str, str]]:
+    """Return where a module's parts keep the named tensors, a tensor that several parts hold once for each of them.
 
-    A module that is found by several names counts once: `functional_call`, which ties names by itself, puts a tensor
-    into it for each of them, and leaves the last but one there.
+    Args:
+        module: The module.
+        names: The tensors' names.
+
+    Returns:
+        The table that holds a tensor, its name there, and its name in ``names``.
     """
-    first: dict[Tensor, str] = {}
-    aliases = {}
-    for prefix, part in module.named_modules():
-        for name, tensor in (*part._parameters.items(), *part._buffers.items()):
-            if tensor is not None:
-                full = f"{prefix}.{name}" if prefix else name
-                if first.setdefault(tensor, full) != full:
-                    aliases[full] = first[tensor]
-    return aliases
-
-
-class _TrainingStep(nn.Module):
-    """Makes a module's training step what `functional_call` calls."""
-
-    def __init__(self, module: pl.LightningModule) -> None:
-        super().__init__()
-        self.module = module
-        self.run = module.training_step
-
-    def forward(self, *arguments: Any) -> Any:
-        return self.run(*arguments)
+    return [
+        (table, key, names[tensor])
+        for part in module.modules()
+        for table in (part._parameters, part._buffers)
+        for key, tensor in table.items()
+        if tensor is not None and tensor in names
+    ]
 
 
 class ClientStack:
@@ -164,12 +154,13 @@ class ClientStack:
     ) -> None:
         self._trainer = trainer
         self._module = module
-        self._step = _TrainingStep(module)
+        self._step = module.training_step
         self.device = module.device
         self._takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
         self.active = count
         self._private = dict(private or {})
-        self._aliases = _aliases(module)
+        replaced = {**live, **{name: module.get_buffer(name) for name in self._private}}
+        self._homes = _homes(module, {tensor: name for name, tensor in replaced.items()})
         self.values = {
             name: value.detach().unsqueeze(0).expand(count, *value.shape).clone() for name, value in live.items()
         }
@@ -280,15 +271,12 @@ class ClientStack:
 
         stacks = {**self.values, **self._private}
         named = {name: select(self.leaves.get(name, stack)) for name, stack in stacks.items()}
-        replaced = {f"module.{name}": value for name, value in named.items()}
-        for alias, name in self._aliases.items():
-            if name in named:
-                replaced[f"module.{alias}"] = named[name]
 
         def run(values: dict[str, Tensor], client_batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-            with self._captured(settings) as captured:
-                arguments = (client_batch, batch_idx) if self._takes_index else (client_batch,)
-                output = functional_call(self._step, values, arguments, tie_weights=False)
+            arguments = (client_batch, batch_idx) if self._takes_index else (client_batch,)
+            # Inside the map, for its own checks of its arguments would all pass through the mode.
+            with StackedProducts(), self._captured(settings) as captured, self._in_place(values):
+                output = self._step(*arguments)
             loss = output["loss"] if isinstance(output, Mapping) else output
             if not isinstance(loss, Tensor):
                 raise MisconfigurationException(
@@ -298,8 +286,7 @@ class ClientStack:
             return loss, captured
 
         try:
-            with StackedProducts():
-                losses, values = vmap(run, randomness="different")(replaced, batch)
+            losses, values = vmap(run, randomness="different")(named, batch)
         except MisconfigurationException:
             raise
         except (RuntimeError, ValueError, NotImplementedError, TypeError) as error:
@@ -311,6 +298,18 @@ class ClientStack:
             for name in self.values.keys() - self.leaves.keys():
                 self.values[name].index_copy_(0, rows, named[name])
         return losses, values
+
+    @contextmanager
+    def _in_place(self, values: Mapping[str, Tensor]) -> Iterator[None]:
+        """Let the module hold other tensors; `torch.func.functional_call` takes longer for that than small products."""
+        previous = [table[key] for table, key, _ in self._homes]
+        try:
+            for table, key, name in self._homes:
+                table[key] = values[name]
+            yield
+        finally:
+            for (table, key, _), tensor in zip(self._homes, previous, strict=True):
+                table[key] = tensor
 
     @contextmanager
     def _captured(self, settings: dict[str, dict[str, Any]]) -> Iterator[dict[str, Tensor]]:

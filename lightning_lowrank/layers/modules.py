@@ -49,6 +49,8 @@ Init = Literal["auto", "uniform", "lora", "spectral"]
 Compute = Literal["auto", "dense", "contracted"]
 Active = Literal["both", "base", "factors"]
 
+_REMEMBERED_CASES = 256
+
 _Layer = TypeVar("_Layer", bound="LowRankLayer")
 
 
@@ -206,6 +208,7 @@ class LowRankLayer(nn.Module):
     compute: Compute
     active: Active
     trainable: bool
+    _contracted: dict[tuple[Any, ...], bool]
 
     def __init__(self, *arguments: object, **keywords: object) -> None:
         raise TypeError(
@@ -337,6 +340,7 @@ class LowRankLayer(nn.Module):
         layer.compute = compute
         layer.active = "both"
         layer.trainable = weight.requires_grad
+        layer._contracted = {}
         if compute == "contracted" and not layer._can_contract():
             raise ValueError(
                 f'compute="contracted" is not possible: {factorization!r} has no contracted form for a '
@@ -588,15 +592,25 @@ class LowRankLayer(nn.Module):
         """
         if self.compute != "auto":
             return self.compute == "contracted"
+        # Counting takes as long as the products of a small layer.
+        recorded = torch.is_grad_enabled() and (2 if input.requires_grad else 1)
+        case = (input.shape, recorded, self.rank, self.active, repr(geometry))
+        if case not in self._contracted:
+            if len(self._contracted) == _REMEMBERED_CASES:
+                self._contracted.clear()
+            self._contracted[case] = self._takes_less_contracted(input, recorded, *geometry)
+        return self._contracted[case]
+
+    def _takes_less_contracted(self, input: Tensor, recorded: int, *geometry: Any) -> bool:
         if not self._can_contract():
             return False
         product, first, rest = self._multiply_adds(input, *geometry)
         composing = self.factorization.compose_multiply_adds(self.weight_shape, self.rank)
         base = product if self._adds_to_base else 0
         sets = 2 if self.decouple else 1
-        if not torch.is_grad_enabled():
+        if not recorded:
             return sets * (first + rest) + base < product + sets * composing
-        through_input = int(input.requires_grad)
+        through_input = recorded - 1
         dense = (2 + through_input) * product + sets * 3 * composing
         contracted = sets * ((2 + through_input) * first + 3 * rest) + (1 + through_input) * base
         return contracted < dense
@@ -685,8 +699,7 @@ class _LowRankProjection(LowRankLayer):
     def _apply_factors(
         self, input: Tensor, factors: Mapping[str, Tensor], bias: Tensor | None, *geometry: Any
     ) -> Tensor:
-        output = self.factorization.multiply(input, factors, self.weight_shape, transposed=self.first_is_input)
-        return output if bias is None else output + bias.to(output.dtype)
+        return self.factorization.multiply(input, factors, self.weight_shape, self.first_is_input, bias)
 
 
 class LowRankLinear(_LowRankProjection, nn.Linear):  # type: ignore[misc, override]

@@ -354,7 +354,12 @@ class Factorization(ABC):
         raise ValueError(f"{self!r} has no chain of convolutions for a weight of shape {tuple(shape)}; use compose.")
 
     def multiply(
-        self, input: Tensor, factors: Mapping[str, Tensor], shape: Sequence[int], transposed: bool = False
+        self,
+        input: Tensor,
+        factors: Mapping[str, Tensor],
+        shape: Sequence[int],
+        transposed: bool = False,
+        bias: Tensor | None = None,
     ) -> Tensor:
         """Multiply by the composed weight ``W`` of two dimensions without building it.
 
@@ -364,16 +369,19 @@ class Factorization(ABC):
             shape: The weight's shape, (dim0, dim1).
             transposed: Whether to return ``input @ W``, (…, dim1), rather than ``input @ Wᵀ``, (…, dim0).
                 Off by default.
+            bias: Added to the result. None by default.
 
         Raises:
             ValueError: If the shape has not two dimensions, or :meth:`multiply_adds` is ``None`` for it.
         """
         if len(shape) != 2:
             raise ValueError(f"multiply needs a weight of two dimensions, but its shape is {tuple(shape)}.")
-        matrices = self.stages(factors, shape)
-        for matrix in reversed(matrices) if transposed else matrices:
-            input = F.linear(input, matrix.mT if transposed else matrix)
-        return input
+        *others, last = self.stages(factors, shape)
+        if transposed:
+            *others, last = (matrix.mT for matrix in reversed((*others, last)))
+        for matrix in others:
+            input = F.linear(input, matrix)
+        return F.linear(input, last, bias)
 
     def multiply_adds(self, shape: Sequence[int], rank: int) -> int | None:
         """Return how many multiply-adds :meth:`multiply` or :meth:`stages` take for each position.

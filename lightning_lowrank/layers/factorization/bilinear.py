@@ -342,7 +342,12 @@ class BlockKronecker(Factorization):
         return None if rows is None else 2 * rows * self._sides(rank)[1] * size**3
 
     def multiply(
-        self, input: Tensor, factors: Mapping[str, Tensor], shape: Sequence[int], transposed: bool = False
+        self,
+        input: Tensor,
+        factors: Mapping[str, Tensor],
+        shape: Sequence[int],
+        transposed: bool = False,
+        bias: Tensor | None = None,
     ) -> Tensor:
         """Multiply by the composed weight block by block: ``(U ⊗ V) vec(X) = vec(U X Vᵀ)`` for row-major vec.
 
@@ -351,6 +356,7 @@ class BlockKronecker(Factorization):
             factors: All factors by name.
             shape: The weight's shape, (dim0, dim1).
             transposed: Whether to return ``input @ W`` rather than ``input @ Wᵀ``. Off by default.
+            bias: Added to the result. None by default.
 
         Raises:
             ValueError: If the weight is not of two dimensions and as wide as a block.
@@ -374,7 +380,8 @@ class BlockKronecker(Factorization):
         by_right = by_right.reshape(down, -1, across * size, size)
         by_both = left.transpose(1, 2).reshape(down, 1, size, across * size) @ by_right
         product = by_both.transpose(0, 1).reshape(*input.shape[:-1], down * size**2)
-        return product[..., : shape[1] if transposed else shape[0]]
+        product = product[..., : shape[1] if transposed else shape[0]]
+        return product if bias is None else product + bias.to(product.dtype)
 
     def inner(self, left: Mapping[str, Tensor], right: Mapping[str, Tensor], shape: Sequence[int]) -> Tensor:
         """Return the sum over the rows of the blocks of what each row contributes.
