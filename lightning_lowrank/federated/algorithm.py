@@ -137,6 +137,11 @@ class Algorithm:
         return {}
 
 
+def leaves_alone(algorithm: Algorithm, *methods: str) -> bool:
+    """Return whether an algorithm has these methods as federated averaging has them."""
+    return all(getattr(type(algorithm), name) is getattr(Algorithm, name) for name in methods)
+
+
 @torch.no_grad()
 def install(values: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> None:
     """Copy ``values`` into the live tensors of the same names."""

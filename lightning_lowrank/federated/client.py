@@ -169,6 +169,9 @@ class Peers(Protocol):
         """Return the sum of every process's ``tensor``."""
 
 
+_NUMBERS_AT_ONCE = 2**20
+
+
 class WeightedMean:
     """Streaming weighted mean of named tensors, in float64 and cast once at the end.
 
@@ -204,15 +207,50 @@ class WeightedMean:
             self._dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
             self._only = {name: value.clone() for name, value in zip(tensors, values, strict=True)}
         else:
-            if tensors.keys() != self._sums.keys():
-                raise KeyError(
-                    f"arrivals name different tensors: {sorted(tensors.keys() ^ self._sums.keys())} are not in both"
-                )
+            self._check_names(tensors)
             sums = [self._sums[name] for name in tensors]
             torch._foreach_add_(sums, [value.double() for value in values], alpha=weight)
             self._only = {}
         self.weight += weight
         self.arrivals += 1
+
+    def add_stacks(self, stacks: Mapping[str, Tensor], weights: Sequence[float]) -> None:
+        """Take in the tensors of several parties, stacked, as `add` takes in those of each.
+
+        Args:
+            stacks: The values, ``[parties, …]``; they are read here and now, not kept.
+            weights: The share of each party in the mean, zero or more.
+        """
+        first = next(iter(stacks.values()), None)
+        if first is None or len(weights) == 1:
+            for party, weight in enumerate(weights):
+                self.add({name: stack[party] for name, stack in stacks.items()}, weight)
+            return
+        shares = torch.tensor(weights, dtype=torch.float64, device=first.device)
+        sums = {}
+        for name, stack in stacks.items():
+            rows = stack.detach().reshape(len(weights), -1)
+            # A few parties at a time, for in float64 all of them could take more memory than the round itself.
+            at_once = max(1, _NUMBERS_AT_ONCE // max(1, rows.shape[1]))
+            total = shares[:at_once] @ rows[:at_once].double()
+            for start in range(at_once, len(weights), at_once):
+                chosen = slice(start, start + at_once)
+                total += shares[chosen] @ rows[chosen].double()
+            sums[name] = total.view(stack.shape[1:])
+        if self.arrivals == 0:
+            self._sums, self._dtypes = sums, {name: stack.dtype for name, stack in stacks.items()}
+        else:
+            self._check_names(sums)
+            torch._foreach_add_([self._sums[name] for name in sums], list(sums.values()))
+            self._only = {}
+        self.weight += sum(weights)
+        self.arrivals += len(weights)
+
+    def _check_names(self, tensors: Mapping[str, Tensor]) -> None:
+        if tensors.keys() != self._sums.keys():
+            raise KeyError(
+                f"arrivals name different tensors: {sorted(tensors.keys() ^ self._sums.keys())} are not in both"
+            )
 
     def result(self) -> dict[str, Tensor]:
         """Return the mean, in the tensors' own types."""

@@ -31,7 +31,7 @@ from torchmetrics import Metric
 
 from lightning_lowrank.compression import Codec
 from lightning_lowrank.federated._lightning import StepCounts, evaluate_everything, stop_gathering
-from lightning_lowrank.federated.algorithm import Algorithm
+from lightning_lowrank.federated.algorithm import Algorithm, leaves_alone
 from lightning_lowrank.federated.client import Client, Clients, Server
 from lightning_lowrank.federated.payload import Ledger, Payload
 from lightning_lowrank.federated.schedulers import SchedulersPerClient
@@ -330,7 +330,7 @@ class SharedRound:
         self._ledger = ledger
         self._entered = ledger.state_dict()
         self._counts = counts
-        self._streams = type(algorithm).receive is Algorithm.receive
+        self._streams = leaves_alone(algorithm, "receive")
         self._arrivals: list[tuple[Client, Payload, float]] = []
         self._memory = _snapshot(server.memory)
         self.client_steps = 0

@@ -34,7 +34,7 @@ from lightning_lowrank.federated._lightning import (
     pool_training_results,
     stops_now,
 )
-from lightning_lowrank.federated.algorithm import Algorithm, LocalStep, install, show_global
+from lightning_lowrank.federated.algorithm import Algorithm, LocalStep, install, leaves_alone, show_global
 from lightning_lowrank.federated.checks import check_callbacks, check_optimizers, notes
 from lightning_lowrank.federated.client import (
     BufferPolicy,
@@ -239,6 +239,7 @@ class FederatedLoop(Callback):
         self._held_out: list[Tensor] = []
         self._evaluations: dict[str, tuple[Any, ClientEvaluation]] = {}
         self._stack: ClientStack | None = None
+        self._acting: list[ActsOnStacks] = []
         self._vectorized = False
         self._together = 1
         self._shared: SharedRound | None = None
@@ -629,6 +630,7 @@ class FederatedLoop(Callback):
             self._server = Server(pl_module, self.seed, self.buffers)
             self.ledger = Ledger(dense_payload(pl_module).nbytes)
         self._server.optimizers = trainer.optimizers
+        self._acting = [callback for callback in cast(Any, trainer).callbacks if isinstance(callback, ActsOnStacks)]
         self._choose_execution(trainer, pl_module)
         self._prepared()
         if self._restored is not None:
@@ -661,7 +663,7 @@ class FederatedLoop(Callback):
             )
 
     def _check_local_update(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        if type(self.algorithm).local_update is Algorithm.local_update:
+        if leaves_alone(self.algorithm, "local_update"):
             return
         method = type(self.algorithm).__name__
         if not module.automatic_optimization:
@@ -749,7 +751,7 @@ class FederatedLoop(Callback):
 
     def _take_over_updates(self, module: pl.LightningModule) -> None:
         """Let the algorithm train on a batch in its own way, where it has one."""
-        if type(self.algorithm).local_update is Algorithm.local_update:
+        if leaves_alone(self.algorithm, "local_update"):
             return
         step = module.optimizer_step
 
@@ -765,10 +767,9 @@ class FederatedLoop(Callback):
     ) -> None:
         """Show the gradients to the algorithm."""
         if self._stack is not None:
-            for callback in cast(Any, trainer).callbacks:
-                if isinstance(callback, ActsOnStacks):
-                    callback.on_before_cohort_step(pl_module, self._stack.leaves)
-        if type(self.algorithm).before_step is not Algorithm.before_step:
+            for callback in self._acting:
+                callback.on_before_cohort_step(pl_module, self._stack.leaves)
+        if not leaves_alone(self.algorithm, "before_step"):
             self.algorithm.before_step(self.server, self._local_step())
 
     def on_train_batch_start(
@@ -782,7 +783,9 @@ class FederatedLoop(Callback):
         if step == 0:
             self._begin_cohort(trainer, cohort)
         if self._stack is not None:
-            self._narrow(trainer, cohort, cohort.active(step))
+            active = cohort.active(step)
+            self._keep_moments(trainer, cohort, self._stack, active)
+            self._stack.narrow(active)
         group = trainer.accumulate_grad_batches
         self._group_begins = step % group == 0
         self._group_ends = (step + 1) % group == 0 or step + 1 == cohort.steps
@@ -974,8 +977,7 @@ class FederatedLoop(Callback):
         self.algorithm.configure(self.server, clients[0])
         if self._vectorized:
             self._stack = self._make_stack(trainer, clients)
-            for place, client in enumerate(clients):
-                self._begin_client(client, self._stack.client(place))
+            self._begin_together(clients, self._stack)
             self._workspace = stack_workspaces([client.workspace for client in clients])
         else:
             self._begin_client(clients[0], self._live)
@@ -1009,13 +1011,11 @@ class FederatedLoop(Callback):
             client.steps, client.workspace = steps, {}
         return clients
 
-    def _narrow(self, trainer: pl.Trainer, cohort: Cohort, active: int) -> None:
-        """Let clients that have made their last step leave the stack."""
-        assert self._stack is not None
+    def _keep_moments(self, trainer: pl.Trainer, cohort: Cohort, stack: ClientStack, active: int) -> None:
+        """Keep the optimizers' states of clients from ``active`` on, which have made their last step."""
         if self.optimizer_state == "keep":
-            for place in range(active, self._stack.active):
+            for place in range(active, stack.active):
                 keep_optimizers(trainer.optimizers, self.clients[cohort.clients[place]].memory, place)
-        self._stack.narrow(active)
 
     def _local_step(self) -> LocalStep:
         """Return what the algorithm sees of the current step."""
@@ -1031,10 +1031,24 @@ class FederatedLoop(Callback):
         workspace = part_of(self._workspace, slice(active))
         return LocalStep(self._stack.leaves, buffers, workspace, number, steps, together=True)
 
+    def _begin_together(self, clients: Sequence[Client], stack: ClientStack) -> None:
+        if not leaves_alone(self.algorithm, "broadcast", "begin", "global_state"):
+            for place, client in enumerate(clients):
+                self._begin_client(client, stack.client(place))
+            return
+        # All are sent the global model, from whose values the stack was made.
+        self.ledger.down(self.algorithm.broadcast(self.server, clients[0]).nbytes, len(clients))
+        if self.buffers != "average":
+            for place, client in enumerate(clients):
+                self._begin_buffers(client, stack.client(place))
+
     def _begin_client(self, client: Client, model: Mapping[str, Tensor]) -> None:
         payload = self.algorithm.broadcast(self.server, client)
         self.ledger.down(payload.nbytes)
         self.algorithm.begin(self.server, client, payload.delivered(), model)
+        self._begin_buffers(client, model)
+
+    def _begin_buffers(self, client: Client, model: Mapping[str, Tensor]) -> None:
         if self.buffers == "reset":
             install(self.server.initial_buffers, model)
         elif self.buffers == "local":
@@ -1043,11 +1057,8 @@ class FederatedLoop(Callback):
     def _end_cohort(self, trainer: pl.Trainer) -> None:
         cohort = self._current_plan().cohorts[self._slot]
         if self._stack is not None:
-            self._narrow(trainer, cohort, 0)
-            for place in sorted(range(len(cohort.clients)), key=cohort.clients.__getitem__):
-                client = self.clients[cohort.clients[place]]
-                client.workspace = part_of(self._workspace, place)
-                self._end_client(client, self._stack.client(place))
+            self._keep_moments(trainer, cohort, self._stack, 0)
+            self._end_together([self.clients[number] for number in cohort.clients], self._stack)
             self._close_stack()
         else:
             client = self.clients[cohort.clients[0]]
@@ -1064,6 +1075,21 @@ class FederatedLoop(Callback):
         self._stack.close()
         self._stack = None
 
+    def _end_together(self, clients: Sequence[Client], stack: ClientStack) -> None:
+        if self._shared is not None or not leaves_alone(self.algorithm, "end", "receive"):
+            for place in sorted(range(len(clients)), key=lambda place: clients[place].id):
+                clients[place].workspace = part_of(self._workspace, place)
+                self._end_client(clients[place], stack.client(place))
+            return
+        payload = self.algorithm.end(self.server, clients[0], stack.client(0))
+        self.ledger.up(payload.nbytes, len(clients))
+        arrived = {name: stack.values[name] for name in payload.tensors}
+        self.server.mean.add_stacks(arrived, [self._weight(client) for client in clients])
+        for place, client in enumerate(clients):
+            if self.buffers == "local":
+                self._keep_buffers(client, stack.client(place))
+            client.workspace = {}
+
     def _end_client(self, client: Client, model: Mapping[str, Tensor]) -> None:
         payload = self.algorithm.end(self.server, client, model)
         self.ledger.up(payload.nbytes)
@@ -1072,8 +1098,11 @@ class FederatedLoop(Callback):
         )
         receive(client, payload.delivered(), self._weight(client))
         if self.buffers == "local":
-            client.memory["buffers"] = {name: model[name].clone() for name in self.server.initial_buffers}
+            self._keep_buffers(client, model)
         client.workspace = {}
+
+    def _keep_buffers(self, client: Client, model: Mapping[str, Tensor]) -> None:
+        client.memory["buffers"] = {name: model[name].clone() for name in self.server.initial_buffers}
 
     def _weight(self, client: Client) -> float:
         if self.weighting == "samples":

@@ -100,17 +100,17 @@ class Ledger:
         """Start the round's figures anew."""
         self.round_up = self.round_down = self.round_idle = 0
 
-    def down(self, nbytes: int) -> None:
-        """Enter what one taking-part client was sent."""
-        self.round_down += nbytes
-        self.total_down += nbytes
-        self.transfers += 1
+    def down(self, nbytes: int, clients: int = 1) -> None:
+        """Enter what each of so many taking-part clients was sent."""
+        self.round_down += nbytes * clients
+        self.total_down += nbytes * clients
+        self.transfers += clients
 
-    def up(self, nbytes: int) -> None:
-        """Enter what one client sent."""
-        self.round_up += nbytes
-        self.total_up += nbytes
-        self.transfers += 1
+    def up(self, nbytes: int, clients: int = 1) -> None:
+        """Enter what each of so many clients sent."""
+        self.round_up += nbytes * clients
+        self.total_up += nbytes * clients
+        self.transfers += clients
 
     def idle(self, nbytes: int) -> None:
         """Enter what clients that sat the round out had to hear all the same."""

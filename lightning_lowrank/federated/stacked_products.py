@@ -160,16 +160,17 @@ def _cross_entropy(
     if (
         not usual
         or not is_batchedtensor(input)
+        or not is_batchedtensor(target)
+        or current_level() != 1
         or input.dtype not in (torch.float32, torch.float64)
         or input.ndim != 2
         or target.ndim != 1
         or target.is_floating_point()
     ):
         return F.cross_entropy(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
-    kept = target != ignore_index
-    logarithms = input.mT.log_softmax(0)
-    losses = -logarithms.gather(0, target.where(kept, 0).unsqueeze(0)).squeeze(0)
-    return losses.where(kept, 0).sum() / kept.sum()
+    targets = _stack_of(target)
+    losses = F.cross_entropy(_stack_of(input).mT, targets, ignore_index=ignore_index, reduction="none")
+    return _add_batch_dim(losses.sum(1) / (targets != ignore_index).sum(1), 0, 1)
 
 
 def _view(tensor: Tensor, *arguments: Any, **keywords: Any) -> Tensor:

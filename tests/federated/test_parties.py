@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from lightning_lowrank.federated import Ledger, Payload
+from lightning_lowrank.federated import client as client_module
 from lightning_lowrank.federated.client import WeightedMean, persistent_buffers, trained_tensors
 from lightning_lowrank.federated.payload import dense_payload
 
@@ -130,3 +131,30 @@ def test_ledger_before_anything_crossed():
 def test_payload_counts_numbers_of_every_type():
     payload = Payload({"w": torch.zeros(3, 5), "seed": torch.tensor(7)})
     assert payload.numbers == 16
+
+
+@pytest.mark.parametrize("at_once", [2**20, 7])
+@pytest.mark.parametrize("parties", [1, 5])
+def test_stacks_arrive_as_their_parties_would(monkeypatch, at_once, parties):
+    monkeypatch.setattr(client_module, "_NUMBERS_AT_ONCE", at_once)
+    draws = torch.Generator().manual_seed(1)
+    stacks = {
+        "weight": torch.randn(parties, 3, 2, generator=draws),
+        "half": torch.randn(parties, 4, generator=draws).bfloat16(),
+        "batches": torch.randint(0, 9, (parties,), generator=draws),
+        "empty": torch.zeros(parties, 0),
+    }
+    weights = [1.0, 0.5, 3.0, 0.0, 2.0][:parties]
+    together, each = WeightedMean(), WeightedMean()
+    for _ in range(2):
+        together.add_stacks(stacks, weights)
+        for party, weight in enumerate(weights):
+            each.add({name: stack[party] for name, stack in stacks.items()}, weight)
+        assert (together.weight, together.arrivals) == (each.weight, each.arrivals)
+        found, expected = together.result(), each.result()
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value)
+            assert found[name].dtype == stacks[name].dtype
+    with pytest.raises(KeyError, match="different tensors"):
+        together.add_stacks({"weight": stacks["weight"]}, weights)
