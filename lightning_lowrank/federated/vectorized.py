@@ -132,6 +132,16 @@ def _homes(module: nn.Module, names: Mapping[Tensor, str]) -> list[tuple[dict[st
     ]
 
 
+def _refuse_gradient(gradient: Tensor) -> None:
+    """Stand at the module's own parameters, which hold the global model while clients step together."""
+    raise MisconfigurationException(
+        "execution='vectorized' cannot map training_step over clients: its loss depends on a parameter that the step"
+        " does not take from the module that holds it, but from a list or another object made before, where it is one"
+        " for all clients. Take it from the module (self.parameters(), self.layer.weight) in each step, or use"
+        " execution='sequential'."
+    )
+
+
 class ClientStack:
     """The values of clients that step together, and what of the trainer stands on them meanwhile.
 
@@ -178,6 +188,7 @@ class ClientStack:
                     group["stacked"] = True
             optimizer.state = fresh_state(optimizer)
             self._loaded = {leaf_of[parameter]: state for parameter, state in loaded.items() if parameter in leaf_of}
+        self._watched = [value.register_hook(_refuse_gradient) for value in live.values() if value.requires_grad]
         vars(module)["training_step"] = self.training_step
         vars(module)["configure_gradient_clipping"] = self._clip
 
@@ -225,6 +236,8 @@ class ClientStack:
                 group["stacked"] = False
         for optimizer in self._trainer.optimizers:
             optimizer.state = fresh_state(optimizer)
+        for watch in self._watched:
+            watch.remove()
         for name in ("training_step", "configure_gradient_clipping"):
             vars(self._module).pop(name, None)
 

@@ -104,7 +104,8 @@ def test_the_global_model_is_that_of_federated_averaging(tmp_path, execution):
     settings = {"norm": nn.BatchNorm1d, "optimizer": OPTIMIZERS["AdamW"]}
     ended, loop = federated(tmp_path, Ditto(3.0), execution, **settings)
     plain, twin = federated(tmp_path, FedAvg(), execution, **settings)
-    assert_same(ended, plain)
+    # Vectorised, plain averaging adds up a cohort as stacks, Ditto client by client: the same to rounding.
+    (assert_same if execution == "sequential" else assert_close)(ended, plain)
     assert loop.ledger.state_dict() == twin.ledger.state_dict()
 
 

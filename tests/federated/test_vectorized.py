@@ -514,9 +514,21 @@ class Counting(Module):
         return self.loss(batch)
 
 
+class Kept(Module):
+    """Takes a parameter from a list of its own, where clients that step together do not put theirs."""
+
+    def __init__(self):
+        super().__init__()
+        self.penalized = [next(self.net.parameters())]
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch) + self.penalized[0].square().sum()
+
+
 @pytest.mark.parametrize(
     ("module", "cause"),
     [
+        (Kept, r"Take it from the module \(self.parameters\(\)"),
         (Item, "takes a number out of a tensor"),
         (Branch, "by a tensor's value|takes a number"),
         (Nothing, "in place of a loss"),
@@ -676,12 +688,13 @@ def test_auto_says_what_it_chose_and_leaves_no_trace(tmp_path, capsys, monkeypat
         assert_close(weights(expected), weights(module), tolerance=0)
 
 
-def test_auto_falls_back_and_says_why(tmp_path, capsys):
-    fallen, loop, _ = run(tmp_path, "auto", module=Item)
+@pytest.mark.parametrize(("module", "cause"), [(Item, "takes a number out of a tensor"), (Kept, "Take it from the")])
+def test_auto_falls_back_and_says_why(tmp_path, capsys, module, cause):
+    fallen, loop, _ = run(tmp_path, "auto", module=module)
     assert "one after another" in (printed := capsys.readouterr().out)
-    assert "takes a number out of a tensor" in printed
+    assert cause in printed
     assert not loop._vectorized
-    expected, _, _ = run(tmp_path, "sequential", module=Item)
+    expected, _, _ = run(tmp_path, "sequential", module=module)
     assert_close(weights(expected), weights(fallen), tolerance=0)
     run(tmp_path, "auto", callbacks=[Reader()])
     assert "Reader.on_before_optimizer_step" in capsys.readouterr().out
