@@ -12,9 +12,16 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ProgressBar, Timer
+from lightning.pytorch.callbacks import Callback, ProgressBar, Timer
+from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
-from torch import nn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
@@ -32,6 +39,16 @@ _SETTINGS = (
     "dataloader_idx",
     "metric_attribute",
 )
+_STEP_HOOKS = (
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+)
+_UPDATES = ("backward", "optimizer_step", "optimizer_zero_grad")
+_TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _ONCE_AN_EPOCH = ("on_train_start", "on_train_epoch_start", "on_train_epoch_end")
 
 
@@ -121,6 +138,159 @@ class AccumulationPerClient:
         """Give Lightning's own methods back."""
         del self._epoch_loop._accumulated_batches_reached
         del self._epoch_loop.automatic_optimization._make_zero_grad_fn
+
+
+class DirectSteps:
+    """Makes an epoch's steps by calling only those who listen.
+
+    Lightning makes some thirty calls in a step, each looked up, named and timed, of which nearly all do nothing: longer
+    than a small model's step takes. Here, what is called, in which order, what is counted and what is logged are the
+    same. An epoch in which a part of the trainer or module acts in a way of its own is left to Lightning.
+
+    Args:
+        trainer: The trainer, with its strategy and callbacks set up.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._loop: Any = trainer.fit_loop.epoch_loop
+        self._advance_as_lightning = self._loop.advance
+        self._direct = False
+        self._callbacks: dict[str, list[Callable[..., Any]]] = {}
+        self._own: dict[str, Callable[..., Any]] = {}
+        self._takes_index = self._clips = False
+        self._loop.advance = self._advance
+
+    def restore(self) -> None:
+        """Give Lightning's own method back."""
+        del self._loop.advance
+
+    def _advance(self, data_fetcher: Any) -> None:
+        if self._loop.restarting or self._loop.batch_progress.current.ready == 0:
+            self._direct = self._is_usual(data_fetcher)
+            self._look_who_listens()
+        if self._direct and not self._loop.restarting:
+            self._step(data_fetcher)
+        else:
+            self._advance_as_lightning(data_fetcher)
+
+    def _is_usual(self, data_fetcher: Any) -> bool:
+        trainer, module = self._trainer, self._trainer.lightning_module
+        return bool(
+            module is trainer.strategy.model
+            and type(trainer.strategy) is SingleDeviceStrategy
+            and type(trainer.precision_plugin) is Precision
+            and type(trainer.profiler) is PassThroughProfiler
+            and type(data_fetcher) is _PrefetchDataFetcher
+            and module.automatic_optimization
+            and trainer.accumulate_grad_batches == 1
+            and not any(is_overridden(hook, module) for hook in (*_UPDATES, *_TRANSFERS))
+            and not any(is_overridden(hook, trainer.datamodule) for hook in _TRANSFERS if trainer.datamodule)
+        )
+
+    def _look_who_listens(self) -> None:
+        module = self._trainer.lightning_module
+
+        def listens(listener: Any, base: type, hook: str) -> bool:
+            return hook in vars(listener) or getattr(type(listener), hook) is not getattr(base, hook)
+
+        self._callbacks = {
+            hook: [getattr(each, hook) for each in self._trainer.callbacks if listens(each, Callback, hook)]
+            for hook in _STEP_HOOKS
+        }
+        self._own = {hook: getattr(module, hook) for hook in _STEP_HOOKS if listens(module, pl.LightningModule, hook)}
+        self._clips = is_overridden("configure_gradient_clipping", module) or bool(self._trainer.gradient_clip_val)
+        self._takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+
+    def _tell(self, hook: str, *arguments: Any) -> Any:
+        """Call those who listen to a hook, and return what the module answers."""
+        callbacks, own = self._callbacks[hook], self._own.get(hook)
+        if not callbacks and own is None:
+            return None
+        module = self._trainer.lightning_module
+        # By this `LightningModule.log` knows where it is called from.
+        vars(module)["_current_fx_name"], before = hook, module._current_fx_name
+        for callback in callbacks:
+            callback(self._trainer, module, *arguments)
+        answer = None if own is None else own(*arguments)
+        vars(module)["_current_fx_name"] = before
+        return answer
+
+    def _step(self, data_fetcher: Any) -> None:
+        loop, trainer = self._loop, self._trainer
+        module, progress, results = trainer.lightning_module, loop.batch_progress, loop._results
+        loop.val_loop.restarting = False
+        batch, _, _ = next(data_fetcher)
+        batch_idx = loop.batch_idx + 1
+        progress.is_last_batch = data_fetcher.done
+        batch = module.transfer_batch_to_device(batch, trainer.strategy.root_device, 0)
+        progress.increment_ready()
+        trainer._logger_connector.on_batch_start(batch)
+        output = None
+        ends_epoch = self._tell("on_train_batch_start", batch, batch_idx) == -1
+        if ends_epoch:
+            progress.increment_by(0, is_last_batch=True)
+        else:
+            progress.increment_started()
+            output = self._update(module, batch, batch_idx)
+        progress.increment_processed()
+        loop.update_lr_schedulers("step", update_plateau_schedulers=False)
+        if loop._num_ready_batches_reached():
+            loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+        if ends_epoch:
+            raise StopIteration
+        self._tell("on_train_batch_end", output, batch, batch_idx)
+        if results:
+            trainer._logger_connector.on_batch_end()
+        else:
+            results.batch = results.batch_size = None
+        progress.increment_completed()
+        if results:
+            trainer._logger_connector.update_train_step_metrics()
+
+    def _update(self, module: pl.LightningModule, batch: Any, batch_idx: int) -> dict[str, Any]:
+        trainer = self._trainer
+        (optimizer,) = trainer.optimizers
+        counts = self._loop.automatic_optimization.optim_progress.optimizer
+        arguments = (batch, batch_idx) if self._takes_index else (batch,)
+
+        def training_step() -> ClosureResult:
+            vars(module)["_current_fx_name"], before = "training_step", module._current_fx_name
+            output = module.training_step(*arguments)
+            vars(module)["_current_fx_name"] = before
+            return ClosureResult.from_training_step_output(output)
+
+        def zero_grad() -> None:
+            counts.zero_grad.increment_ready()
+            self._tell("on_before_zero_grad", optimizer)
+            counts.zero_grad.increment_started()
+            optimizer.zero_grad()
+            counts.zero_grad.increment_completed()
+
+        def backward(loss: Tensor) -> None:
+            self._tell("on_before_backward", loss)
+            loss.backward()
+            self._tell("on_after_backward")
+
+        closure = Closure(training_step, backward, zero_grad)
+
+        def gradients() -> Tensor | None:
+            loss = closure()
+            self._tell("on_before_optimizer_step", optimizer)
+            # Clients that step together bring their own clipping, at the first step of each cohort.
+            if self._clips or "configure_gradient_clipping" in vars(module):
+                module.configure_gradient_clipping(
+                    optimizer,
+                    gradient_clip_val=trainer.gradient_clip_val,
+                    gradient_clip_algorithm=trainer.gradient_clip_algorithm,
+                )
+            return loss
+
+        counts.step.increment_ready()
+        optimizer.step(closure=gradients)
+        counts.step.increment_completed()
+        result = closure.consume_result()
+        return {} if result.loss is None else result.asdict()
 
 
 class PaddedEpochs:

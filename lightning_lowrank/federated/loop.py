@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_lowrank.federated._lightning import (
     AccumulationPerClient,
+    DirectSteps,
     PaddedEpochs,
     StepCounts,
     TrainLoaderSource,
@@ -396,9 +397,12 @@ class FederatedLoop(Callback):
         # A plain function: torch marks the hook, and a deepcopy of the module must not copy this callback.
         state_dict_hook = pl_module.register_state_dict_post_hook(lambda *state: self._show_global_state(*state))
         self._restorers = [restore_trainer, accumulation.restore, state_dict_hook.remove]
-        if self._processes is not None:
+        if self._processes is None:
+            steps: DirectSteps | PaddedEpochs = DirectSteps(trainer)
+        else:
             end_step = functools.partial(self._end_step_without_batch, trainer)
-            self._restorers.append(PaddedEpochs(trainer, self._without_batch, end_step).restore)
+            steps = PaddedEpochs(trainer, self._without_batch, end_step)
+        self._restorers.append(steps.restore)
 
     def _restore_trainer(self) -> None:
         while self._restorers:
