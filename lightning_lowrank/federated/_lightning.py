@@ -145,7 +145,8 @@ class DirectSteps:
 
     Lightning makes some thirty calls in a step, each looked up, named and timed, of which nearly all do nothing: longer
     than a small model's step takes. Here, what is called, in which order, what is counted and what is logged are the
-    same. An epoch in which a part of the trainer or module acts in a way of its own is left to Lightning.
+    same. An epoch in which a part of the trainer or module acts in a way of its own is left to Lightning, and so is one
+    that goes on from a checkpoint.
 
     Args:
         trainer: The trainer, with its strategy and callbacks set up.
@@ -166,10 +167,10 @@ class DirectSteps:
         del self._loop.advance
 
     def _advance(self, data_fetcher: Any) -> None:
-        if self._loop.restarting or self._loop.batch_progress.current.ready == 0:
-            self._direct = self._is_usual(data_fetcher)
+        if self._loop.batch_progress.current.ready == 0:
+            self._direct = not self._loop.restarting and self._is_usual(data_fetcher)
             self._look_who_listens()
-        if self._direct and not self._loop.restarting:
+        if self._direct:
             self._step(data_fetcher)
         else:
             self._advance_as_lightning(data_fetcher)
@@ -177,8 +178,7 @@ class DirectSteps:
     def _is_usual(self, data_fetcher: Any) -> bool:
         trainer, module = self._trainer, self._trainer.lightning_module
         return bool(
-            module is trainer.strategy.model
-            and type(trainer.strategy) is SingleDeviceStrategy
+            type(trainer.strategy) is SingleDeviceStrategy
             and type(trainer.precision_plugin) is Precision
             and type(trainer.profiler) is PassThroughProfiler
             and type(data_fetcher) is _PrefetchDataFetcher
@@ -219,7 +219,6 @@ class DirectSteps:
     def _step(self, data_fetcher: Any) -> None:
         loop, trainer = self._loop, self._trainer
         module, progress, results = trainer.lightning_module, loop.batch_progress, loop._results
-        loop.val_loop.restarting = False
         batch, _, _ = next(data_fetcher)
         batch_idx = loop.batch_idx + 1
         progress.is_last_batch = data_fetcher.done
@@ -277,8 +276,7 @@ class DirectSteps:
         def gradients() -> Tensor | None:
             loss = closure()
             self._tell("on_before_optimizer_step", optimizer)
-            # Clients that step together bring their own clipping, at the first step of each cohort.
-            if self._clips or "configure_gradient_clipping" in vars(module):
+            if self._clips:
                 module.configure_gradient_clipping(
                     optimizer,
                     gradient_clip_val=trainer.gradient_clip_val,

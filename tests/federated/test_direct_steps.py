@@ -8,11 +8,12 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 
 from lightning_lowrank import FedAvg, FederatedLoop, FedProx, FromIndices
 from lightning_lowrank.federated._lightning import DirectSteps
-from tests.helpers import Data, Module, assert_same, fit, trainer, weights
+from tests.helpers import Data, Module, assert_same, blobs, fit, trainer, weights
 
 CLIENTS = [list(range(5)), list(range(5, 47)), list(range(47, 69)), list(range(69, 103))]
 HOOKS = (
@@ -42,6 +43,10 @@ class Listening(pl.Callback):
     def __init__(self, events: list[Any]) -> None:
         self.events = events
 
+    def on_train_epoch_end(self, trainer, pl_module):
+        results = trainer.fit_loop.epoch_loop._results
+        self.events.append(("held between rounds", seen(results.batch), results.batch_size))
+
 
 class ListeningToCohorts(pl.Callback):
     """Listens to what may be listened to where clients step together."""
@@ -67,7 +72,7 @@ def _listen(hook: str) -> None:
         counted = loop.batch_progress.state_dict(), loop.automatic_optimization.state_dict(), trainer.global_step
         self.events.append((hook, pl_module._current_fx_name, seen(arguments), counted))
         if hook in ("on_train_batch_start", "on_train_batch_end"):
-            pl_module.log(f"callback/{hook}", float(trainer.global_step))
+            pl_module.log(f"callback/{hook}", float(trainer.global_step), batch_size=8)
         return -1
 
     def of_module(self, *arguments):
@@ -189,6 +194,7 @@ def test_nobody_sees_a_difference(tmp_path, as_lightning, case):
     expected, reference, told, expected_rows = run(tmp_path / "lightning", **CASES[case])
     assert_same(weights(module), weights(expected))
     assert events == told
+    assert module._current_fx_name == expected._current_fx_name
     assert rows == expected_rows
     assert fitted.fit_loop.state_dict() == reference.fit_loop.state_dict()
     assert {name: value.item() for name, value in fitted.callback_metrics.items()} == {
@@ -203,13 +209,19 @@ def test_nobody_sees_a_difference(tmp_path, as_lightning, case):
         assert ours == theirs
 
 
-def test_a_round_is_resumed_from_each_of_its_steps(tmp_path):
+def test_a_round_is_resumed_from_each_of_its_steps(tmp_path, as_lightning):
     whole, fitted, _, _ = run(tmp_path / "whole")
-    for step in range(1, fitted.global_step, 4):
-        (file,) = (tmp_path / "whole").glob(f"step={step}.ckpt")
-        module, again, _, _ = run(tmp_path / str(step), ckpt_path=file)
+    # The fifteenth ends a round.
+    files = {step: next((tmp_path / "whole").glob(f"step={step}.ckpt")) for step in range(3, fitted.global_step, 3)}
+    resumed = {step: run(tmp_path / f"direct {step}", ckpt_path=file) for step, file in files.items()}
+    as_lightning()
+    for step, file in files.items():
+        module, again, events, _ = resumed[step]
+        expected, reference, told, _ = run(tmp_path / f"Lightning {step}", ckpt_path=file)
         assert_same(weights(module), weights(whole))
-        assert again.fit_loop.state_dict() == fitted.fit_loop.state_dict()
+        assert_same(weights(expected), weights(whole))
+        assert events == told
+        assert again.fit_loop.state_dict() == reference.fit_loop.state_dict()
 
 
 class OwnBackward(Quiet):
@@ -232,23 +244,48 @@ class OwnTransfer(Quiet):
         return [2 * batch[0], batch[1]]
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"module": OwnBackward},
-        {"module": OwnUpdate},
-        {"module": OwnZero},
-        {"module": OwnTransfer},
-        {"trainer": {"precision": "bf16-mixed"}},
-        {"trainer": {"precision": "64-true"}},
-        {"trainer": {"profiler": "simple"}},
-        {"trainer": {"accumulate_grad_batches": 2}},
-    ],
-    ids=str,
-)
-def test_ways_of_their_own_are_left_to_lightning(tmp_path, monkeypatch, settings):
+class ReadingItself(Quiet):
+    def training_step(self, dataloader_iter):
+        batch, batch_idx, _ = next(dataloader_iter)
+        return super().training_step(batch, batch_idx)
+
+
+class Manual(Quiet):
+    def __init__(self, events: list[Any]) -> None:
+        super().__init__(events)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+class OtherStrategy(SingleDeviceStrategy):
+    def backward(self, closure_loss, optimizer, *arguments, **keywords):
+        return super().backward(2 * closure_loss, optimizer, *arguments, **keywords)
+
+
+LEFT_TO_LIGHTNING: dict[str, dict[str, Any]] = {
+    "manual optimization": {"module": Manual},
+    "dataloader_iter": {"module": ReadingItself},
+    "backward": {"module": OwnBackward},
+    "optimizer_step": {"module": OwnUpdate},
+    "optimizer_zero_grad": {"module": OwnZero},
+    "on_after_batch_transfer": {"module": OwnTransfer},
+    "strategy": {"trainer": {"strategy": OtherStrategy("cpu")}},
+    "bf16-mixed": {"trainer": {"precision": "bf16-mixed"}},
+    "64-true": {"trainer": {"precision": "64-true"}},
+    "profiler": {"trainer": {"profiler": "simple"}},
+    "accumulated": {"trainer": {"accumulate_grad_batches": 2}},
+}
+
+
+@pytest.mark.parametrize("own", LEFT_TO_LIGHTNING)
+def test_ways_of_their_own_are_left_to_lightning(tmp_path, monkeypatch, own):
     monkeypatch.setattr(DirectSteps, "_step", lambda *arguments: pytest.fail("a direct step"))
-    _, fitted, _, _ = run(tmp_path, **settings)
+    _, fitted, _, _ = run(tmp_path, **LEFT_TO_LIGHTNING[own])
     assert fitted.global_step > 0
 
 
@@ -269,6 +306,45 @@ def test_usual_steps_are_direct_and_lightnings_own_after_the_fit(tmp_path, monke
     _, fitted, _, _ = run(tmp_path)
     assert len(steps) == fitted.global_step == 45
     assert "advance" not in vars(fitted.fit_loop.epoch_loop)
+
+
+def test_hooks_of_one_object_are_heard(tmp_path):
+    heard = []
+    module, callback = Module(), pl.Callback()
+    module.on_before_zero_grad = lambda optimizer: heard.append("module")
+    callback.on_train_batch_start = lambda *arguments: heard.append("callback")
+    loop = FederatedLoop(FedAvg(), partition=FromIndices(CLIENTS), summary=False)
+    fit(trainer(tmp_path, loop, callback, max_epochs=1), module, Data())
+    assert heard == 15 * ["callback", "module"]
+
+
+def test_batches_are_brought_to_the_device(tmp_path, monkeypatch):
+    brought = []
+
+    def bring(self, batch, device, dataloader_idx):
+        brought.append((device, dataloader_idx))
+        return batch
+
+    monkeypatch.setattr(pl.LightningModule, "transfer_batch_to_device", bring)
+    run(tmp_path, trainer={"max_epochs": 1, "limit_val_batches": 0})
+    assert brought == 15 * [(torch.device("cpu"), 0)]
+
+
+def test_nothing_is_held_and_no_hook_is_named_between_steps(tmp_path):
+    class Naming(torch.utils.data.Dataset):
+        def __len__(self):
+            return 103
+
+        def __getitem__(self, index):
+            seen_between.append((module._current_fx_name, run.fit_loop.epoch_loop._results.batch))
+            return blobs()[index]
+
+    seen_between: list[Any] = []
+    module = Quiet([])
+    loop = FederatedLoop(FedAvg(), partition=FromIndices(CLIENTS), summary=False)
+    run = trainer(tmp_path, loop, max_epochs=2)
+    fit(run, module, Data(Naming(), num_workers=0))
+    assert seen_between == 2 * 103 * [(None, None)]
 
 
 def test_a_callback_that_comes_later_is_heard_from_the_next_round_on(tmp_path):
