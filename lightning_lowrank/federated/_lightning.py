@@ -257,6 +257,9 @@ class DirectSteps:
             vars(module)["_current_fx_name"], before = "training_step", module._current_fx_name
             output = module.training_step(*arguments)
             vars(module)["_current_fx_name"] = before
+            # What Lightning does for others, less the division by one batch.
+            if isinstance(output, Tensor):
+                return ClosureResult(output)
             return ClosureResult.from_training_step_output(output)
 
         def zero_grad() -> None:
