@@ -18,6 +18,8 @@ from lightning_lowrank.federated import spill
 
 BufferPolicy = Literal["average", "local", "reset"]
 
+_NUMBERS_AT_ONCE = 2**20
+
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Return a module's buffers that are part of its state dict, by name."""
@@ -167,9 +169,6 @@ class Peers(Protocol):
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of every process's ``tensor``."""
-
-
-_NUMBERS_AT_ONCE = 2**20
 
 
 class WeightedMean:

@@ -593,24 +593,23 @@ class LowRankLayer(nn.Module):
         if self.compute != "auto":
             return self.compute == "contracted"
         # Counting takes as long as the products of a small layer.
-        recorded = torch.is_grad_enabled() and (2 if input.requires_grad else 1)
-        case = (input.shape, recorded, self.rank, self.active, repr(geometry))
+        case = (input.shape, torch.is_grad_enabled(), input.requires_grad, self.rank, self.active, repr(geometry))
         if case not in self._contracted:
             if len(self._contracted) == _REMEMBERED_CASES:
                 self._contracted.clear()
-            self._contracted[case] = self._takes_less_contracted(input, recorded, *geometry)
+            self._contracted[case] = self._takes_less_contracted(input, *geometry)
         return self._contracted[case]
 
-    def _takes_less_contracted(self, input: Tensor, recorded: int, *geometry: Any) -> bool:
+    def _takes_less_contracted(self, input: Tensor, *geometry: Any) -> bool:
         if not self._can_contract():
             return False
         product, first, rest = self._multiply_adds(input, *geometry)
         composing = self.factorization.compose_multiply_adds(self.weight_shape, self.rank)
         base = product if self._adds_to_base else 0
         sets = 2 if self.decouple else 1
-        if not recorded:
+        if not torch.is_grad_enabled():
             return sets * (first + rest) + base < product + sets * composing
-        through_input = recorded - 1
+        through_input = int(input.requires_grad)
         dense = (2 + through_input) * product + sets * 3 * composing
         contracted = sets * ((2 + through_input) * first + 3 * rest) + (1 + through_input) * base
         return contracted < dense
