@@ -145,8 +145,8 @@ class DirectSteps:
 
     Lightning makes some thirty calls in a step, each looked up, named and timed, of which nearly all do nothing: longer
     than a small model's step takes. Here, what is called, in which order, what is counted and what is logged are the
-    same. An epoch in which a part of the trainer or module acts in a way of its own is left to Lightning, and so is one
-    that goes on from a checkpoint.
+    same. Who listens is looked up when an epoch begins. An epoch in which a part of the trainer or module acts in a way
+    of its own is left to Lightning, and so is one that goes on from a checkpoint.
 
     Args:
         trainer: The trainer, with its strategy and callbacks set up.
@@ -192,7 +192,7 @@ class DirectSteps:
         module = self._trainer.lightning_module
 
         def listens(listener: Any, base: type, hook: str) -> bool:
-            return hook in vars(listener) or getattr(type(listener), hook) is not getattr(base, hook)
+            return hook in vars(listener) or getattr(type(listener), hook, None) is not getattr(base, hook)
 
         self._callbacks = {
             hook: [getattr(each, hook) for each in self._trainer.callbacks if listens(each, Callback, hook)]

@@ -2,6 +2,7 @@
 
 import csv
 from typing import Any
+from unittest.mock import Mock
 
 import lightning.pytorch as pl
 import pytest
@@ -316,6 +317,14 @@ def test_hooks_of_one_object_are_heard(tmp_path):
     loop = FederatedLoop(FedAvg(), partition=FromIndices(CLIENTS), summary=False)
     fit(trainer(tmp_path, loop, callback, max_epochs=1), module, Data())
     assert heard == 15 * ["callback", "module"]
+
+
+def test_a_mock_in_a_callbacks_place_is_heard(tmp_path):
+    callback = Mock(spec=pl.Callback, state_key="mock")
+    callback.state_dict.return_value = {}
+    loop = FederatedLoop(FedAvg(), partition=FromIndices(CLIENTS), summary=False)
+    fit(trainer(tmp_path, loop, callback, max_epochs=1), Module(), Data())
+    assert callback.on_before_backward.call_count == callback.on_train_batch_end.call_count == 15
 
 
 def test_batches_are_brought_to_the_device(tmp_path, monkeypatch):
