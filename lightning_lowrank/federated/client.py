@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -231,10 +232,8 @@ class WeightedMean:
             rows = stack.detach().reshape(len(weights), -1)
             # A few parties at a time, for in float64 all of them could take more memory than the round itself.
             at_once = max(1, _NUMBERS_AT_ONCE // max(1, rows.shape[1]))
-            total = shares[:at_once] @ rows[:at_once].double()
-            for start in range(at_once, len(weights), at_once):
-                chosen = slice(start, start + at_once)
-                total += shares[chosen] @ rows[chosen].double()
+            parts = zip(shares.split(at_once), rows.split(at_once), strict=True)
+            total = functools.reduce(torch.add, (share @ part.double() for share, part in parts))
             sums[name] = total.view(stack.shape[1:])
         if self.arrivals == 0:
             self._sums, self._dtypes = sums, {name: stack.dtype for name, stack in stacks.items()}
