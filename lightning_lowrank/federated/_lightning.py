@@ -19,7 +19,6 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -50,6 +49,17 @@ _STEP_HOOKS = (
 _UPDATES = ("backward", "optimizer_step", "optimizer_zero_grad")
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _ONCE_AN_EPOCH = ("on_train_start", "on_train_epoch_start", "on_train_epoch_end")
+
+
+def overrides(listener: pl.Callback | pl.LightningModule | pl.LightningDataModule, hook: str) -> bool:
+    """Return whether Lightning would find another hook there than the one that does nothing.
+
+    Unlike Lightning's own ``is_overridden`` it takes a wrapped hook for one of its own, and any callable will do.
+    """
+    kinds: tuple[type, ...] = (Callback, pl.LightningModule, pl.LightningDataModule)
+    base = next(kind for kind in kinds if isinstance(listener, kind))
+    # A LambdaCallback has its hooks on the instance.
+    return hook in vars(listener) or getattr(type(listener), hook, None) is not getattr(base, hook)
 
 
 class TrainLoaderSource:
@@ -184,22 +194,18 @@ class DirectSteps:
             and type(data_fetcher) is _PrefetchDataFetcher
             and module.automatic_optimization
             and trainer.accumulate_grad_batches == 1
-            and not any(is_overridden(hook, module) for hook in (*_UPDATES, *_TRANSFERS))
-            and not any(is_overridden(hook, trainer.datamodule) for hook in _TRANSFERS if trainer.datamodule)
+            and not any(overrides(module, hook) for hook in (*_UPDATES, *_TRANSFERS))
+            and not any(overrides(trainer.datamodule, hook) for hook in _TRANSFERS if trainer.datamodule is not None)
         )
 
     def _look_who_listens(self) -> None:
         module = self._trainer.lightning_module
-
-        def listens(listener: Any, base: type, hook: str) -> bool:
-            return hook in vars(listener) or getattr(type(listener), hook, None) is not getattr(base, hook)
-
         self._callbacks = {
-            hook: [getattr(each, hook) for each in self._trainer.callbacks if listens(each, Callback, hook)]
+            hook: [getattr(each, hook) for each in self._trainer.callbacks if overrides(each, hook)]
             for hook in _STEP_HOOKS
         }
-        self._own = {hook: getattr(module, hook) for hook in _STEP_HOOKS if listens(module, pl.LightningModule, hook)}
-        self._clips = is_overridden("configure_gradient_clipping", module) or bool(self._trainer.gradient_clip_val)
+        self._own = {hook: getattr(module, hook) for hook in _STEP_HOOKS if overrides(module, hook)}
+        self._clips = overrides(module, "configure_gradient_clipping") or bool(self._trainer.gradient_clip_val)
         self._takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
 
     def _tell(self, hook: str, *arguments: Any) -> Any:

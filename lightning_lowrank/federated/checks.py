@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     Callback,
+    LambdaCallback,
     LearningRateFinder,
     StochasticWeightAveraging,
     WeightAveraging,
@@ -17,6 +18,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_lowrank.federated._lightning import overrides
 from lightning_lowrank.federated.client import BufferPolicy
 
 _READING_HOOKS = (
@@ -112,6 +114,7 @@ def notes(module: pl.LightningModule, buffers: BufferPolicy) -> list[str]:
 
 
 def _reads_weights(callback: Callback) -> bool:
-    if type(callback).__module__.startswith(("lightning.pytorch.", "pytorch_lightning.")):
+    ships_with_lightning = type(callback).__module__.startswith(("lightning.pytorch.", "pytorch_lightning."))
+    if ships_with_lightning and not isinstance(callback, LambdaCallback):
         return isinstance(callback, (WeightAveraging, StochasticWeightAveraging))
-    return any(getattr(type(callback), hook) is not getattr(Callback, hook) for hook in _READING_HOOKS)
+    return any(overrides(callback, hook) for hook in _READING_HOOKS)

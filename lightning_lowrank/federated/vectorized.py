@@ -17,15 +17,14 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.func import vmap
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from lightning_lowrank.federated._lightning import overrides
 from lightning_lowrank.federated.client import trained_tensors
 from lightning_lowrank.federated.optimizers import fresh_state, is_shared
 from lightning_lowrank.federated.rounds import Cohort, Places, RoundLoader
@@ -87,12 +86,12 @@ def why_not_vectorized(trainer: Any, module: pl.LightningModule) -> str:
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         return "16-mixed precision scales the losses of all clients by one factor"
     for hook in _HOOKS:
-        if is_overridden(hook, module):
+        if overrides(module, hook):
             return f"{type(module).__name__}.{hook}() expects one client's batch or gradients"
     for callback in trainer.callbacks:
         for hook in ("on_before_optimizer_step", "on_after_backward"):
-            own = getattr(type(callback), hook) is not getattr(Callback, hook)
-            if own and not isinstance(callback, ActsOnStacks) and callback.state_key != "FederatedLoop":
+            acts = isinstance(callback, ActsOnStacks) or callback.state_key == "FederatedLoop"
+            if overrides(callback, hook) and not acts:
                 return f"the callback {type(callback).__name__}.{hook}() expects one client's gradients"
     return ""
 

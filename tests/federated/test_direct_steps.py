@@ -1,6 +1,7 @@
 """Steps that call only those who listen, against Lightning's own: nobody may see a difference."""
 
 import csv
+import functools
 from typing import Any
 from unittest.mock import Mock
 
@@ -317,6 +318,19 @@ def test_hooks_of_one_object_are_heard(tmp_path):
     loop = FederatedLoop(FedAvg(), partition=FromIndices(CLIENTS), summary=False)
     fit(trainer(tmp_path, loop, callback, max_epochs=1), module, Data())
     assert heard == 15 * ["callback", "module"]
+
+
+def test_a_wrapped_hook_is_heard(tmp_path):
+    heard = []
+
+    class Counted(pl.Callback):
+        @functools.wraps(pl.Callback.on_before_backward)
+        def on_before_backward(self, *arguments):
+            heard.append(len(arguments))
+
+    loop = FederatedLoop(FedAvg(), partition=FromIndices(CLIENTS), summary=False)
+    fit(trainer(tmp_path, loop, Counted(), max_epochs=1), Module(), Data())
+    assert heard == 15 * [3]
 
 
 def test_a_mock_in_a_callbacks_place_is_heard(tmp_path):

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     EarlyStopping,
+    LambdaCallback,
     LearningRateFinder,
     LearningRateMonitor,
     ModelCheckpoint,
@@ -305,7 +306,10 @@ def test_refuses_stochastic_weight_averaging_with_batch_norm(tmp_path):
         fit(trainer(tmp_path, loop(), StochasticWeightAveraging(0.1)), Module(network(norm=nn.BatchNorm1d)), Data())
 
 
-@pytest.mark.parametrize("reader", [RoundAveraging(), StochasticWeightAveraging(0.1), Seen()])
+@pytest.mark.parametrize(
+    "reader",
+    [RoundAveraging(), StochasticWeightAveraging(0.1), Seen(), LambdaCallback(on_train_epoch_end=print)],
+)
 def test_refuses_readers_of_weights_before_the_loop(tmp_path, reader):
     with pytest.raises(MisconfigurationException, match=f"{type(reader).__name__} comes before FederatedLoop"):
         fit(trainer(tmp_path, reader, loop()), Module(), Data())

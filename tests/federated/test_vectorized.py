@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, LambdaCallback, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -562,6 +562,7 @@ class Moves(Module):
         ({"module": Manual}, "optimizes manually"),
         ({"module": Moves}, r"Moves\.on_after_batch_transfer"),
         ({"callbacks": [Reader()]}, r"Reader\.on_before_optimizer_step"),
+        ({"callbacks": [LambdaCallback(on_after_backward=print)]}, r"LambdaCallback\.on_after_backward"),
         ({"trainer": {"accumulate_grad_batches": 2}}, "accumulate_grad_batches=2"),
         ({"module": partial(Module, optimizer=torch.optim.LBFGS)}, "LBFGS"),
     ],
