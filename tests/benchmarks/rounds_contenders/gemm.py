@@ -1,8 +1,7 @@
 """Matrix products alone: what the arithmetic of a cohort's step costs at least.
 
 `"rate"` multiplies large square matrices. `"own products"` multiplies what a step of the low-rank model multiplies, for
-all clients at once, in the step's shapes and nothing besides: weights times batches, which torch's library does several
-times faster than batches times weights.
+all clients at once, in the step's shapes and nothing besides: weights times batches, as the step does.
 """
 
 from __future__ import annotations
