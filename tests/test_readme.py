@@ -62,8 +62,10 @@ def test_the_layer_examples_run(tmp_path, monkeypatch, capsys):
 @pytest.mark.filterwarnings("ignore")
 def test_the_lora_examples_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    federated, operator, _ = blocks("python")[4:]
+    channels, federated, operator, _ = blocks("python")[4:]
     namespace: dict = {}
+    exec(channels, namespace)
+    assert [type(codec).__name__ for codec in namespace["loop"].uplink] == ["TopK", "Half"]
     exec(federated, namespace)
     figures = namespace["trainer"].callback_metrics
     assert figures["convergence/R"] > 0
@@ -91,7 +93,7 @@ def test_the_example_with_a_pretrained_network_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(torchvision.models, "resnet18", lambda weights: network())
     monkeypatch.setattr(L, "Trainer", lambda **arguments: trainer(**arguments, fast_dev_run=2))
     namespace: dict = {}
-    exec(blocks("python")[6], namespace)
+    exec(blocks("python")[7], namespace)
     assert namespace["network"].fc.weight.requires_grad
     assert not namespace["network"].conv1.frozen_weight.requires_grad
     assert namespace["trainer"].callback_metrics["comm/ratio"] < 0.1

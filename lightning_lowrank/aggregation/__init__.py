@@ -1,10 +1,13 @@
 """Aggregation-broadcast operators for LoRA: from the clients' factors to those that each client receives."""
 
 from lightning_lowrank.aggregation.adapters import Adapter, find_adapters
+from lightning_lowrank.aggregation.aggregator import Aggregator, KeepsArrivals, Peers
 from lightning_lowrank.aggregation.averaging import FFA, RBLA, FedSA, LoRAA2, ProductSum, RoLoRA, ZeroPadding
 from lightning_lowrank.aggregation.clustering import FedInc
 from lightning_lowrank.aggregation.convergence import ConvergenceConstants, convergence_constants
-from lightning_lowrank.aggregation.operator import Broadcast, Factors, Operator, registered_operators
+from lightning_lowrank.aggregation.inputs import Broadcast, Factors
+from lightning_lowrank.aggregation.mean import WeightedMean
+from lightning_lowrank.aggregation.operator import Operator
 from lightning_lowrank.aggregation.pairs import LowRankPair, inner_products, normalised_weights
 from lightning_lowrank.aggregation.products import CoLR, FedEx, FLoRA, LoRAFair, SumProduct
 from lightning_lowrank.aggregation.svd import Method, Split, svd_of_mean
@@ -13,6 +16,7 @@ __all__ = [
     "FFA",
     "RBLA",
     "Adapter",
+    "Aggregator",
     "Broadcast",
     "CoLR",
     "ConvergenceConstants",
@@ -21,20 +25,22 @@ __all__ = [
     "FedEx",
     "FedInc",
     "FedSA",
+    "KeepsArrivals",
     "LoRAA2",
     "LoRAFair",
     "LowRankPair",
     "Method",
     "Operator",
+    "Peers",
     "ProductSum",
     "RoLoRA",
     "Split",
     "SumProduct",
+    "WeightedMean",
     "ZeroPadding",
     "convergence_constants",
     "find_adapters",
     "inner_products",
     "normalised_weights",
-    "registered_operators",
     "svd_of_mean",
 ]

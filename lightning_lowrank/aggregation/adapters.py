@@ -1,7 +1,7 @@
 """A module's LoRA adapters as pairs of factors: what `FedLoRA` and the PEFT formats read and write.
 
 An adapter is a low-rank layer of this package or a layer that PEFT wrapped. Either way its factors are parameters of
-the module with names of their own; here they become `LowRankPair`s of one orientation, ``[outputs, inputs]``, and back.
+the module; here they become `LowRankPair`s of one orientation, ``[outputs, inputs]``, and back.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_lowrank.aggregation.pairs import LowRankPair
 from lightning_lowrank.layers import LowRankLayer, MatrixProduct, low_rank_layers
-from lightning_lowrank.layers.modules import update_scale
+from lightning_lowrank.layers.settings import update_scale
 
 __all__ = ["Adapter", "find_adapters"]
 
@@ -30,8 +30,8 @@ class Adapter(ABC):
         parameters: The names of the module's parameters that hold ``B`` and ``A``.
         rank: Their rank.
         shape: ``(m, n)``, outputs and inputs of the weight as a matrix.
-        unfoldable: Why a change of the base weight would not be the change of the layer alone that the adapter's
-            product is; empty where it would.
+        unfoldable: Why folding the adapter's product into the base weight would change more than this layer; empty if
+            it would not.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Adapter(ABC):
 
     @abstractmethod
     def value(self, name: Name, matrix: Tensor) -> Tensor:
-        """Return what `matrix` was made from."""
+        """Return the inverse of `matrix`."""
 
     @torch.no_grad()
     def fold(self, change: LowRankPair) -> None:

@@ -7,9 +7,12 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from lightning_lowrank.aggregation.operator import Broadcast, Cohort, Operator
-from lightning_lowrank.aggregation.pairs import LowRankPair, check_rank, inner_products
+from lightning_lowrank.aggregation.inputs import Broadcast, LayerInputs
+from lightning_lowrank.aggregation.operator import Operator
+from lightning_lowrank.aggregation.pairs import LowRankPair, inner_products
+from lightning_lowrank.arguments import check_integer
 
 __all__ = ["FedInc"]
 
@@ -17,14 +20,14 @@ __all__ = ["FedInc"]
 class FedInc(Operator):
     """Clusters clients by their factors, and averages the factors inside each cluster.
 
-    Of FedInc (Qin and Li, ICANN 2024) the ABO paper says only that it is clustering-based; this is our reading. The
+    The ABO paper describes FedInc (Qin and Li, ICANN 2024) only as clustering-based; the rest is our reading. The
     distance of two clients is that of their effective updates in the Frobenius norm, over all layers in
     :meth:`aggregate_model`, and is computed from the factors. The clusters are those of agglomerative clustering with
-    average linkage, every client counting alike. Inside a cluster it is Product-Sum, for clients of different rank as
-    in :class:`RBLA`. The server's pair is the same mean over all clients.
+    average linkage, with equal weights. Inside a cluster it is Product-Sum, for clients of different rank as in
+    :class:`RBLA`. The server's pair is the same mean over all clients.
 
     Args:
-        clusters: The number of clusters, at least 1; of fewer clients, each is a cluster. Default: 2.
+        clusters: The number of clusters, at least 1; fewer clients are a cluster each. Default: 2.
 
     Raises:
         TypeError: If it is not an integer.
@@ -40,36 +43,38 @@ class FedInc(Operator):
     broadcasts: ClassVar[Literal["common", "personal"]] = "personal"
 
     def __init__(self, clusters: int = 2) -> None:
-        check_rank("clusters", clusters)
+        check_integer("clusters", clusters)
         self.clusters = clusters
 
-    def _aggregate_layers(self, cohorts: Mapping[str, Cohort]) -> dict[str, Broadcast]:
-        if not cohorts:
+    @override
+    def _aggregate_layers(self, by_layer: Mapping[str, LayerInputs]) -> dict[str, Broadcast]:
+        if not by_layer:
             return {}
-        squared = torch.stack([_squared_distances(cohort) for cohort in cohorts.values()]).sum(dim=0)
+        squared = torch.stack([_squared_distances(inputs) for inputs in by_layer.values()]).sum(dim=0)
         members = agglomerate(squared.sqrt(), self.clusters)
-        return {name: self._in_clusters(cohort, members) for name, cohort in cohorts.items()}
+        return {name: self._in_clusters(inputs, members) for name, inputs in by_layer.items()}
 
-    def _aggregate(self, cohort: Cohort) -> Broadcast:
-        return self._aggregate_layers({"": cohort})[""]
+    @override
+    def _aggregate(self, inputs: LayerInputs) -> Broadcast:
+        return self._aggregate_layers({"": inputs})[""]
 
-    def _in_clusters(self, cohort: Cohort, members: Sequence[Sequence[int]]) -> Broadcast:
+    def _in_clusters(self, inputs: LayerInputs, members: Sequence[Sequence[int]]) -> Broadcast:
         clients: dict[int, LowRankPair] = {}
         for cluster in members:
-            weights = cohort.weights[list(cluster)]
-            inside = Cohort(
-                [cohort.pairs[client] for client in cluster],
-                # A cluster of clients that count for nothing in the whole is still averaged for their own sake.
+            weights = inputs.weights[list(cluster)]
+            inside = LayerInputs(
+                [inputs.pairs[client] for client in cluster],
+                # A cluster of clients of weight zero is averaged with equal weights.
                 weights if weights.sum() > 0 else None,
-                [cohort.ranks[client] for client in cluster],
-                [cohort.scalings[client] for client in cluster],
-                cohort.round,
-                cohort.seed,
-                cohort.previous,
+                [inputs.ranks[client] for client in cluster],
+                [inputs.scalings[client] for client in cluster],
+                inputs.round,
+                inputs.seed,
+                inputs.previous,
             )
             clients.update(zip(cluster, inside.averaged(owned=True).clients, strict=True))
         return Broadcast(
-            tuple(clients[client] for client in range(len(cohort.pairs))), cohort.averaged(owned=True).server
+            tuple(clients[client] for client in range(len(inputs.pairs))), inputs.averaged(owned=True).server
         )
 
 
@@ -101,7 +106,7 @@ def agglomerate(distances: Tensor, clusters: int) -> list[list[int]]:
     return found
 
 
-def _squared_distances(cohort: Cohort) -> Tensor:
-    products = inner_products(cohort.pairs)
+def _squared_distances(inputs: LayerInputs) -> Tensor:
+    products = inner_products(inputs.pairs)
     norms = products.diagonal()
     return (norms[:, None] + norms - 2 * products).clamp(min=0)

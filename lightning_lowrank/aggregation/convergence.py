@@ -1,8 +1,7 @@
 """What the convergence conditions of Chen et al. (ABO) amount to in one round of one layer, measured from the factors.
 
 The paper proves convergence where an operator's distances to the clients' factors stay within constants times the
-squared learning rate. Those distances are computed here, next to the smallest that any common pair has, so that a
-monitor can log them each round.
+squared learning rate. These functions compute the distances, and the smallest ones that a common pair can have.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_lowrank.aggregation.operator import Broadcast, Cohort, slot_weights
+from lightning_lowrank.aggregation.inputs import Broadcast, LayerInputs, slot_weights
 from lightning_lowrank.aggregation.pairs import LowRankPair, inner_products, padded
 
 __all__ = ["ConvergenceConstants", "convergence_constants"]
@@ -28,7 +27,7 @@ class ConvergenceConstants:
     :math:`R^2`, :math:`P^2` and :math:`Q^2`.
 
     A gap is the distance to the optimum among pairs that are common to all clients. It is negative where an
-    operator's pairs are personal and nearer to the clients than any common one, as they may be.
+    operator's pairs are personal and nearer to the clients than any common one.
 
     Attributes:
         weak: :math:`\operatorname{mean}_i \|E_i - s B_i A_i\|_F^2` (Definition 2).
@@ -38,7 +37,7 @@ class ConvergenceConstants:
         strong_A: :math:`\operatorname{mean}_i \|Q_i - A_i\|_F^2`, the same for ``A``.
         weak_gap: ``weak`` minus its smallest value, which :math:`E = M` has (Corollary 1).
         strong_B_gap: ``strong_B`` minus its smallest value, which the mean has (Corollary 2); where clients receive
-            different ranks, the mean of each slot over those who receive it.
+            different ranks, the mean of each slot over the clients that receive it.
         strong_A_gap: The same for ``A``.
         aggregation_error: :math:`\|E - M\|_F` with the server's :math:`E`.
         broadcast_error: :math:`\sqrt{\operatorname{mean}_i \|E_i - M\|_F^2}`, that of what clients receive.
@@ -66,15 +65,15 @@ def convergence_constants(
 
     Args:
         pairs: The clients' pairs after their training.
-        broadcast: What an operator made of them.
-        weights: As the operator was given them.
+        broadcast: The operator's result.
+        weights: The weights given to the operator.
 
     Returns:
         The constants.
 
     Raises:
         TypeError: If ``pairs`` holds something else.
-        ValueError: If the pairs or weights are not such as an operator takes, or are not those of ``broadcast``.
+        ValueError: If an operator would refuse the pairs or weights, or they are not those of ``broadcast``.
 
     Example:
         >>> from lightning_lowrank.aggregation import ProductSum
@@ -83,20 +82,21 @@ def convergence_constants(
         >>> found.weak, found.weak_gap, found.strong_B, found.strong_B_gap, found.aggregation_error
         (17.0, 1.0, 1.0, 0.0, 1.0)
     """
-    cohort = Cohort(pairs, weights, None, None, 0, 0, None)
-    if len(broadcast.clients) != len(pairs) or broadcast.server.shape != cohort.shape:
+    inputs = LayerInputs(pairs, weights)
+    if len(broadcast.clients) != len(pairs) or broadcast.server.shape != inputs.shape:
         raise ValueError(
             f"broadcast must be made of pairs, but is for {len(broadcast.clients)} clients and a "
-            f"{broadcast.server.shape} weight, and pairs are {len(pairs)} of a {cohort.shape} one."
+            f"{broadcast.server.shape} weight, and pairs are {len(pairs)} of a {inputs.shape} one."
         )
-    weak, weak_least, aggregation, received = _of_products(cohort, broadcast)
-    ratios = [pair.scaling / cohort.scaling for pair in broadcast.clients]
-    lefts, rights = cohort.factors()
+    broadcast = broadcast.to(inputs.pairs[0].B.device)
+    weak, weak_least, aggregation, received = _of_products(inputs, broadcast)
+    ratios = [pair.scaling / inputs.scaling for pair in broadcast.clients]
+    lefts, rights = inputs.factors()
     strong_left, least_left = _of_factors(
-        lefts, [pair.B.double() * ratio for pair, ratio in zip(broadcast.clients, ratios, strict=True)], cohort.weights
+        lefts, [pair.B.double() * ratio for pair, ratio in zip(broadcast.clients, ratios, strict=True)], inputs.weights
     )
     strong_right, least_right = _of_factors(
-        [right.T for right in rights], [pair.A.double().T for pair in broadcast.clients], cohort.weights
+        [right.T for right in rights], [pair.A.double().T for pair in broadcast.clients], inputs.weights
     )
     return ConvergenceConstants(
         weak=weak,
@@ -110,11 +110,11 @@ def convergence_constants(
     )
 
 
-def _of_products(cohort: Cohort, broadcast: Broadcast) -> tuple[float, float, float, float]:
+def _of_products(inputs: LayerInputs, broadcast: Broadcast) -> tuple[float, float, float, float]:
     """Return the weak constant and its least value, and the squared errors of the server's pair and the clients'."""
-    clients = len(cohort.pairs)
-    # Clients of one rank share the tensors they receive, which then count once.
-    terms = [*cohort.pairs, broadcast.server]
+    clients = len(inputs.pairs)
+    # Clients of one rank share the tensors that they receive, which are added once.
+    terms = [*inputs.pairs, broadcast.server]
     places = {id(broadcast.server): clients}
     for pair in [*broadcast.clients, *([] if broadcast.change is None else [broadcast.change])]:
         if id(pair) not in places:
@@ -131,17 +131,17 @@ def _of_products(cohort: Cohort, broadcast: Broadcast) -> tuple[float, float, fl
         return row
 
     own = torch.eye(clients, len(terms), dtype=torch.float64)
-    mean = cohort.weights @ own
+    mean = inputs.weights @ own
     received = torch.stack([effective(pair) for pair in broadcast.clients])
 
     def squared(rows: Tensor) -> Tensor:
         return ((rows @ inner) * rows).sum(dim=-1).clamp(min=0)
 
     return (
-        (cohort.weights @ squared(received - own)).item(),
-        (cohort.weights @ squared(mean - own)).item(),
+        (inputs.weights @ squared(received - own)).item(),
+        (inputs.weights @ squared(mean - own)).item(),
         squared(effective(broadcast.server) - mean).item(),
-        (cohort.weights @ squared(received - mean)).item(),
+        (inputs.weights @ squared(received - mean)).item(),
     )
 
 

@@ -1,4 +1,4 @@
-"""LoRA's two factors for one layer, and the arithmetic that every operator of this folder needs of them.
+"""LoRA's two factors for one layer, and their arithmetic.
 
 A client's update of a weight is ``scaling · B A``. Everything here works on ``B`` and ``A``; the only matrix of the
 weight's own size is the one that :meth:`LowRankPair.product` returns, and no operator calls it.
@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Real
 
 import torch
 from torch import Tensor
+
+from lightning_lowrank.aggregation.aggregator import float64_device
+from lightning_lowrank.arguments import check_integer, check_number
 
 __all__ = ["LowRankPair", "inner_products", "normalised_weights"]
 
@@ -59,7 +61,7 @@ class LowRankPair:
                 f"B and A must have one dtype and device, but are {self.B.dtype} on {self.B.device} and "
                 f"{self.A.dtype} on {self.A.device}."
             )
-        check_scaling("scaling", self.scaling)
+        check_number("scaling", self.scaling, above=0)
 
     @property
     def rank(self) -> int:
@@ -79,8 +81,8 @@ class LowRankPair:
     def resized(self, rank: int, scaling: float | None = None) -> LowRankPair:
         """Return the first ``rank`` columns of ``B`` and rows of ``A``, for a given scaling.
 
-        This is how a server's pair reaches a client of another rank, such as one that did not take part. A larger
-        rank is filled with zeros: such slots stay zero in training until one of their factors is drawn.
+        The server sends its pair to clients of another rank in this form. A larger rank is filled with zeros; such
+        slots stay zero in training until one of their factors is drawn.
 
         Args:
             rank: The rank of the result, at least 1.
@@ -97,7 +99,8 @@ class LowRankPair:
             (tensor([0.5000]), tensor(0.5000))
         """
         check_rank("rank", rank)
-        wanted = self.scaling if scaling is None else check_scaling("scaling", scaling)
+        wanted = self.scaling if scaling is None else scaling
+        check_number("scaling", wanted, above=0)
         working = torch.float64 if wanted != self.scaling else self.B.dtype
         left = padded(self.B[:, :rank].to(working), rank, 1)
         if wanted != self.scaling:
@@ -105,27 +108,19 @@ class LowRankPair:
         right = padded(self.A[:rank], rank, 0)
         return LowRankPair(left.to(self.B.dtype).clone(), right.clone(), wanted)
 
+    def to(self, device: torch.device) -> LowRankPair:
+        """Return the pair on a device; the pair itself if it is already there."""
+        return self if self.B.device == device else LowRankPair(self.B.to(device), self.A.to(device), self.scaling)
+
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
-def check_scaling(name: str, scaling: float) -> float:
-    """Refuse what is not a positive finite number."""
-    if isinstance(scaling, bool) or not isinstance(scaling, Real):
-        raise TypeError(f"{name} must be a number, but is {scaling!r} of type {type(scaling).__name__}.")
-    if not (scaling > 0 and math.isfinite(scaling)):
-        raise ValueError(f"{name} must be positive and finite, but is {scaling!r}.")
-    return scaling
-
-
 def check_rank(name: str, rank: int, shape: tuple[int, int] | None = None) -> None:
-    """Refuse what is not an integer of at least 1, or is above both sides of a matrix of that shape."""
-    if isinstance(rank, bool) or not isinstance(rank, int):
-        raise TypeError(f"{name} must be an integer, but is {rank!r} of type {type(rank).__name__}.")
-    if rank < 1:
-        raise ValueError(f"{name} must be at least 1, but is {rank}.")
+    """Check that a rank is an integer of at least 1 and at most the smaller side of a matrix of that shape."""
+    check_integer(name, rank)
     if shape is not None and rank > min(shape):
         raise ValueError(
             f"{name} must be at most {min(shape)}, the smaller side of a {shape[0]}×{shape[1]} weight, but is {rank}."
@@ -136,8 +131,8 @@ def normalised_weights(weights: Sequence[float] | Tensor | None, clients: int) -
     """Return the clients' weights in a mean, which sum to 1.
 
     Args:
-        weights: One number per client, such as its number of samples; not negative, with a positive sum. ``None``
-            weights all clients alike.
+        weights: One number per client, such as its number of samples; not negative, with a positive sum. ``None``:
+            equal weights.
         clients: The number of clients.
 
     Returns:
@@ -212,7 +207,8 @@ def inner_products(pairs: Sequence[LowRankPair]) -> Tensor:
         pairs: Pairs of one weight.
 
     Returns:
-        ``[pairs, pairs]``, float64, symmetric; the diagonal holds the squared norms.
+        ``[pairs, pairs]``, float64, symmetric; the diagonal holds the squared norms. On the pairs' device, or the
+        CPU where that has no float64.
 
     Example:
         >>> identity = LowRankPair(torch.eye(2), torch.eye(2))
@@ -221,6 +217,7 @@ def inner_products(pairs: Sequence[LowRankPair]) -> Tensor:
         tensor([[2., 4.],
                 [4., 8.]], dtype=torch.float64)
     """
+    pairs = [pair.to(float64_device(pair.B.device)) for pair in pairs]
     left = torch.cat([pair.B.detach().double() * pair.scaling for pair in pairs], dim=1)
     right = torch.cat([pair.A.detach().double() for pair in pairs])
     owners = torch.repeat_interleave(torch.tensor([pair.rank for pair in pairs])).to(left.device)

@@ -12,20 +12,14 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from lightning_lowrank.aggregation.operator import (
-    BOTH,
-    NEITHER,
-    ONLY_A,
-    ONLY_B,
-    Broadcast,
-    Cohort,
-    Factors,
-    Operator,
-)
-from lightning_lowrank.aggregation.pairs import LowRankPair, check_rank, padded
-from lightning_lowrank.aggregation.svd import Method, Split, check_choice, truncated_svd
-from lightning_lowrank.seeding import generator
+from lightning_lowrank.aggregation.inputs import BOTH, NEITHER, ONLY_A, ONLY_B, Broadcast, Factors, LayerInputs
+from lightning_lowrank.aggregation.operator import Operator
+from lightning_lowrank.aggregation.pairs import LowRankPair, padded
+from lightning_lowrank.aggregation.svd import Method, Split, truncated_svd
+from lightning_lowrank.arguments import check_choice, check_integer, check_number
+from lightning_lowrank.haar import haar_basis
 
 __all__ = ["CoLR", "FLoRA", "FedEx", "LoRAFair", "SumProduct"]
 
@@ -34,7 +28,7 @@ class SumProduct(Operator):
     """Sum-Product (SP): the mean of the products, truncated to each client's rank by an SVD (Eqs. 3, 7-8 of ABO).
 
     FlexLoRA (Bai et al., 2024). The mean minimises the constant of the weak convergence condition; the truncation,
-    which is the best there is at that rank, then adds its own error. See :func:`svd_of_mean` for how the SVD is made.
+    the best approximation of that rank, adds its own error. See :func:`svd_of_mean` for the SVD.
 
     Args:
         split: ``"left"`` (default, the ABO paper's): ``B = U Σ``, ``A = Vᵀ``; ``"balanced"``: ``√Σ`` on both.
@@ -57,15 +51,16 @@ class SumProduct(Operator):
         self.split: Split = split
         self.method: Method = method
 
-    def _aggregate(self, cohort: Cohort) -> Broadcast:
-        largest = cohort.largest_wanted
-        found = truncated_svd(cohort.pairs, cohort.weights, largest, self.method, cohort.seed)
+    @override
+    def _aggregate(self, inputs: LayerInputs) -> Broadcast:
+        largest = inputs.largest_wanted
+        found = truncated_svd(inputs.pairs, inputs.weights, largest, self.method, inputs.seed)
         received = {
-            (rank, scaling): found.split(rank, self.split, scaling, cohort.dtype)
-            for rank, scaling in set(cohort.targets)
+            (rank, scaling): found.split(rank, self.split, scaling, inputs.dtype)
+            for rank, scaling in set(inputs.targets)
         }
-        clients = tuple(received[target] for target in cohort.targets)
-        return Broadcast(clients, found.split(largest, self.split, cohort.scaling, cohort.dtype))
+        clients = tuple(received[target] for target in inputs.targets)
+        return Broadcast(clients, found.split(largest, self.split, inputs.scaling, inputs.dtype))
 
 
 class FLoRA(Operator):
@@ -83,27 +78,27 @@ class FLoRA(Operator):
     redraws: ClassVar[bool] = True
     changes_base: ClassVar[bool] = True
 
+    @override
     def sent_down(self, round: int) -> Factors:
-        """Return nothing: the new pairs are drawn."""
         return NEITHER
 
+    @override
     def sent_down_of_change(self, round: int) -> Factors:
-        """Return both."""
         return BOTH
 
-    def _aggregate(self, cohort: Cohort) -> Broadcast:
-        lefts, rights = cohort.factors()
-        weighted = [left * weight for left, weight in zip(lefts, cohort.weights.tolist(), strict=True)]
-        return self._redrawn(cohort, LowRankPair(torch.cat(weighted, dim=1), torch.cat(rights), cohort.scaling))
+    @override
+    def _aggregate(self, inputs: LayerInputs) -> Broadcast:
+        lefts, rights = inputs.factors()
+        return self._redrawn(inputs, LowRankPair(inputs.stacked(lefts), torch.cat(rights), inputs.scaling))
 
 
 class FedEx(Operator):
-    r"""FedEx-LoRA: Product-Sum, and what it lacks to the mean of the products goes into the base weight.
+    r"""FedEx-LoRA: Product-Sum, and its difference from the mean of the products goes into the base weight.
 
     Singhal et al. (2024). The residual :math:`\overline{BA} - \bar B \bar A = \sum_i p_i (B_i - \bar B)(A_i - \bar A)`
     is returned as the stacked factors on the right, which are small where clients agree. With clients of different
-    rank, the means are over factors filled with zeros; a client of smaller rank lacks the slots that it has no room
-    for, while the server, and every client of the largest rank, is exact.
+    rank, the means are over factors filled with zeros; a client of smaller rank lacks the slots beyond its rank,
+    while the server, and every client of the largest rank, is exact.
 
     Example:
         >>> pairs = [LowRankPair(torch.full((3, 1), b), torch.full((1, 2), b)) for b in (1.0, 3.0)]
@@ -114,29 +109,30 @@ class FedEx(Operator):
 
     changes_base: ClassVar[bool] = True
 
+    @override
     def sent_down_of_change(self, round: int) -> Factors:
-        """Return both."""
         return BOTH
 
-    def _aggregate(self, cohort: Cohort) -> Broadcast:
-        lefts, rights, B, A = _zero_padded(cohort)
-        weighted = [(left - B) * weight for left, weight in zip(lefts, cohort.weights.tolist(), strict=True)]
-        residual = LowRankPair(torch.cat(weighted, dim=1), torch.cat([right - A for right in rights]), cohort.scaling)
-        return cohort.broadcast(B, A, cohort.cast(residual), kept=ONLY_A)
+    @override
+    def _aggregate(self, inputs: LayerInputs) -> Broadcast:
+        lefts, rights, B, A = _zero_padded(inputs)
+        away = inputs.stacked([left - B for left in lefts])
+        residual = LowRankPair(away, torch.cat([right - A for right in rights]), inputs.scaling)
+        return inputs.broadcast(B, A, inputs.cast(residual), kept=ONLY_A)
 
 
 class LoRAFair(Operator):
     r"""LoRA-FAIR: Product-Sum with a correction of ``B`` towards the mean of the products (Bian et al., 2024).
 
-    The correction :math:`\Delta B` is to bring :math:`(\bar B + \Delta B) \bar A` to the mean of the products
-    :math:`M` while it stays small. Two forms:
+    A small correction :math:`\Delta B` moves :math:`(\bar B + \Delta B) \bar A` towards the mean of the products
+    :math:`M`. Two forms:
 
     - ``"ridge"`` (default) minimises :math:`\|M - (\bar B + \Delta B) \bar A\|_F^2 + \lambda \|\Delta B\|_F^2`, whose
       solution is :math:`(M - \bar B \bar A) \bar A^\top (\bar A \bar A^\top + \lambda I)^{-1}`. It is our reading.
     - ``"cosine"`` is the source's: gradient descent (SGD without sampling) from zero on one minus the cosine similarity
       of the two as vectors, plus :math:`\lambda \|\Delta B\|_F^2`. The learning rate and the number of steps are our
-      choice, and so is it to divide the former by :math:`\|\bar B\|_F^{-2} + 2 \lambda`, about the curvature, without
-      which factors of other norms would need other rates. The best iterate is taken.
+      choice. We divide the learning rate by :math:`\|\bar B\|_F^{-2} + 2 \lambda`, about the curvature, so that it does
+      not depend on the norms of the factors. The best iterate is taken.
 
     With clients of different rank, the means are over factors filled with zeros.
 
@@ -163,27 +159,27 @@ class LoRAFair(Operator):
         steps: int = 100,
     ) -> None:
         check_choice("correction", correction, Literal["ridge", "cosine"])
-        for name, value in (("regularization", regularization), ("learning_rate", learning_rate)):
-            if not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"{name} must be positive and finite, but is {value!r}.")
-        check_rank("steps", steps)
+        check_number("regularization", regularization, above=0)
+        check_number("learning_rate", learning_rate, above=0)
+        check_integer("steps", steps)
         self.correction = correction
         self.regularization = regularization
         self.learning_rate = learning_rate
         self.steps = steps
 
-    def _aggregate(self, cohort: Cohort) -> Broadcast:
-        lefts, rights, B, A = _zero_padded(cohort)
-        stacked = torch.cat([left * weight for left, weight in zip(lefts, cohort.weights.tolist(), strict=True)], dim=1)
+    @override
+    def _aggregate(self, inputs: LayerInputs) -> Broadcast:
+        lefts, rights, B, A = _zero_padded(inputs)
+        stacked = inputs.stacked(lefts)
         if self.correction == "ridge":
             residual = torch.cat([right - A for right in rights]) @ A.T
-            centred = stacked - torch.cat([B * weight for weight in cohort.weights.tolist()], dim=1)
+            centred = stacked - inputs.stacked([B] * len(lefts))
             gram = A @ A.T
             gram.diagonal().add_(self.regularization)
             correction = torch.cholesky_solve((centred @ residual).T, torch.linalg.cholesky(gram)).T
         else:
             correction = self._descend(stacked, torch.cat(rights), B, A)
-        return cohort.broadcast(B + correction, A, kept=ONLY_A)
+        return inputs.broadcast(B + correction, A, kept=ONLY_A)
 
     def _descend(self, lefts: Tensor, rights: Tensor, B: Tensor, A: Tensor) -> Tensor:
         gram, towards = A @ A.T, lefts @ (rights @ A.T)
@@ -235,72 +231,43 @@ class CoLR(Operator):
         check_choice("trained_factor", trained_factor, Literal["B", "A"])
         self.trained_factor: Literal["B", "A"] = trained_factor
 
+    @override
     def trained(self, round: int) -> Factors:
-        """Return the factor that is not drawn."""
         return ONLY_B if self.trained_factor == "B" else ONLY_A
 
+    @override
     def sent_down(self, round: int) -> Factors:
-        """Return nothing: the new pairs are drawn."""
         return NEITHER
 
+    @override
     def sent_down_of_change(self, round: int) -> Factors:
-        """Return the averaged factor; the other is that of the round, which clients have."""
         return self.trained(round)
 
-    @torch.no_grad()
-    def fresh(
-        self,
-        shape: tuple[int, int],
-        rank: int,
-        *,
-        scaling: float = 1.0,
-        round: int = 0,
-        seed: int = 0,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-    ) -> LowRankPair:
-        """Return the pair with which a round starts: the trained factor zero, the other orthonormal.
-
-        Args:
-            shape: ``(m, n)``, the weight's.
-            rank: At most ``min(m, n)``. The pair of a smaller rank has the first slots of that of a larger one.
-            scaling: The pair's. Default: 1.
-            round: The round that starts, from 0.
-            seed: The layer's seed; the same on both sides gives the same pair.
-            dtype: Of the factors.
-            device: Of the factors.
-
-        Returns:
-            The pair; its product is zero.
-
-        Raises:
-            TypeError: If the rank is not an integer.
-            ValueError: If the rank is below 1 or above a side of the weight.
-        """
-        check_rank("rank", rank, shape)
-        length = shape[1] if self.trained_factor == "B" else shape[0]
-        draws = generator(seed, "fresh", round)
-        columns = [torch.randn(length, generator=draws, dtype=torch.float64) for _ in range(rank)]
-        basis, triangle = torch.linalg.qr(torch.stack(columns, dim=1))
-        # The signs of a QR are the library's choice; with a positive diagonal the basis is unique.
-        basis = (basis * torch.where(triangle.diagonal() < 0, -1.0, 1.0)).to(dtype=dtype, device=device)
+    @override
+    def _draw(self, shape: tuple[int, int], rank: int, draws: torch.Generator) -> tuple[Tensor, Tensor]:
+        rows, length = shape
+        side = length if self.trained_factor == "B" else rows
+        # Column by column, so that the first columns do not depend on how many are drawn.
+        columns = [torch.randn(side, generator=draws, dtype=torch.float64) for _ in range(rank)]
+        basis = haar_basis(torch.stack(columns, dim=1))
         if self.trained_factor == "B":
-            return LowRankPair(basis.new_zeros(shape[0], rank), basis.T.contiguous(), scaling)
-        return LowRankPair(basis, basis.new_zeros(rank, shape[1]), scaling)
+            return basis.new_zeros(rows, rank), basis.T
+        return basis, basis.new_zeros(rank, length)
 
-    def _aggregate(self, cohort: Cohort) -> Broadcast:
-        # The drawn factor is the same at every scaling, so it is the trained one that a difference goes into.
-        lefts, rights = cohort.factors(folded=self.trained_factor)
+    @override
+    def _aggregate(self, inputs: LayerInputs) -> Broadcast:
+        # The drawn factor is the same at every scaling, so the trained one absorbs a difference.
+        lefts, rights = inputs.factors(folded=self.trained_factor)
         if self.trained_factor == "B":
-            B, A = cohort.mean(lefts, 1, owned=False), cohort.frozen("A", rights)
+            B, A = inputs.mean(lefts, 1, owned=False), inputs.frozen("A", rights)
         else:
-            B, A = cohort.frozen("B", lefts), cohort.mean(rights, 0, owned=False)
-        return self._redrawn(cohort, LowRankPair(B, A, cohort.scaling))
+            B, A = inputs.frozen("B", lefts), inputs.mean(rights, 0, owned=False)
+        return self._redrawn(inputs, LowRankPair(B, A, inputs.scaling))
 
 
-def _zero_padded(cohort: Cohort) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
+def _zero_padded(inputs: LayerInputs) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
     """Return the clients' factors filled with zeros to the largest rank, and their means."""
-    lefts, rights = cohort.factors()
-    lefts = [padded(left, cohort.largest, 1) for left in lefts]
-    rights = [padded(right, cohort.largest, 0) for right in rights]
-    return lefts, rights, cohort.mean(lefts, 1, owned=False), cohort.mean(rights, 0, owned=False)
+    lefts, rights = inputs.factors()
+    lefts = [padded(left, inputs.largest, 1) for left in lefts]
+    rights = [padded(right, inputs.largest, 0) for right in rights]
+    return lefts, rights, inputs.mean(lefts, 1, owned=False), inputs.mean(rights, 0, owned=False)

@@ -8,19 +8,20 @@ never builds the ``m × n`` matrix. ``SumProduct`` is the caller.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lightning_lowrank.aggregation.aggregator import float64_device
 from lightning_lowrank.aggregation.pairs import (
     LowRankPair,
     check_pairs,
     check_rank,
-    check_scaling,
     normalised_weights,
     working_dtype,
 )
+from lightning_lowrank.arguments import check_choice, check_number
 from lightning_lowrank.seeding import generator
 
 __all__ = ["Method", "Split", "svd_of_mean"]
@@ -98,9 +99,11 @@ def svd_of_mean(
     check_rank("rank", rank, pairs[0].shape)
     check_choice("method", method, Method)
     check_choice("split", split, Split)
-    check_scaling("scaling", scaling)
-    decomposition = truncated_svd(pairs, normalised_weights(weights, len(pairs)), rank, method, seed)
-    return decomposition.split(rank, split, scaling, pairs[0].B.dtype)
+    check_number("scaling", scaling, above=0)
+    first = pairs[0].B
+    pairs = [pair.to(float64_device(first.device)) for pair in pairs]
+    found = truncated_svd(pairs, normalised_weights(weights, len(pairs)), rank, method, seed)
+    return found.split(rank, split, scaling, first.dtype).to(first.device)
 
 
 def truncated_svd(pairs: Sequence[LowRankPair], weights: Tensor, rank: int, method: Method, seed: int) -> SVD:
@@ -170,9 +173,3 @@ def _with_fixed_signs(found: SVD) -> SVD:
     largest = found.Vh.gather(1, found.Vh.abs().argmax(dim=1, keepdim=True))
     signs = torch.where(largest < 0, -1.0, 1.0).to(found.Vh.dtype)
     return SVD(found.U * signs.T, found.S, found.Vh * signs)
-
-
-def check_choice(name: str, value: object, choices: object) -> None:
-    """Refuse what is not one of a Literal's values."""
-    if value not in get_args(choices):
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, get_args(choices)))}, but is {value!r}.")

@@ -1,4 +1,4 @@
-"""Clients of different capacity: who can afford how much, what of a tensor crosses the wire, and how parts average.
+"""Clients of different capacity: their levels, the blocks of tensors that they train, and the mean of these blocks.
 
 `FedHM`, `HeteroFL` and `SplitMix` share it. A client of less capacity trains a *leading block* of each tensor: the
 first columns of a factor, the first channels of a layer.
@@ -13,21 +13,21 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from lightning_lowrank.federated.algorithm import install
-from lightning_lowrank.federated.client import Client, Server
+from lightning_lowrank.configuration import check_choice
+from lightning_lowrank.federated.state import ClientContext, ClientInfo, Server, copy_into
 from lightning_lowrank.seeding import generator
 
 Capacity = Literal["fixed", "dynamic"]
 
 
 class Capacities:
-    """The level of each client: one for good, or one drawn anew in each round.
+    """The level of each client: fixed, or drawn in each round.
 
-    Where it is fixed, clients take turns in the order of their ids, so that every level has its share among the first
-    clients as among all; a client's level does not depend on how many clients there are.
+    Fixed levels are assigned in turns, in the order of the clients' ids. Every level has its share among any first
+    clients, and a client's level does not depend on the number of clients.
 
     Args:
-        name: What the levels are called in error messages.
+        name: Name of the levels in error messages.
         levels: The levels.
         capacity: ``"fixed"`` or ``"dynamic"``.
         shares: Relative number of clients of each level, or its relative chance to be drawn; equal by default.
@@ -49,8 +49,7 @@ class Capacities:
                 f"{name} must be different numbers, at least one, but is {list(levels)}; give shares for how many"
                 " clients each has."
             )
-        if capacity not in ("fixed", "dynamic"):
-            raise MisconfigurationException(f'capacity must be "fixed" or "dynamic", but is {capacity!r}.')
+        check_choice("capacity", capacity, Capacity)
         shares = [1.0] * len(levels) if shares is None else list(shares)
         if len(shares) != len(levels) or not all(0 <= share < float("inf") for share in shares) or not any(shares):
             raise MisconfigurationException(
@@ -63,12 +62,11 @@ class Capacities:
         self._turns: list[int] = []
         self._credit = [0.0] * len(levels)
 
-    def level(self, server: Server, client: Client, round_number: int | None = None) -> float:
-        """Return a client's level in a round, by default the server's."""
+    def level(self, client: ClientInfo) -> float:
+        """Return a client's level in its round: the same on the server and on the client."""
         if self.capacity == "fixed":
             return self.fixed_level(client.id)
-        number = server.round if round_number is None else round_number
-        draws = generator(server.seed, "capacity", number, client.id)
+        draws = generator(client.seed, "capacity", client.round, client.id)
         return self.levels[int(torch.multinomial(torch.tensor(self.shares), 1, generator=draws))]
 
     def fixed_level(self, client: int) -> float:
@@ -88,43 +86,43 @@ def leading(shape: Sequence[int]) -> tuple[slice, ...]:
 
 
 @torch.no_grad()
-def install_blocks(values: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> None:
+def copy_blocks_into(live: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
     """Copy leading blocks into the live tensors of the same names, whose other numbers become zero."""
-    install({name: value for name, value in values.items() if value.shape == model[name].shape}, model)
+    copy_into(live, {name: value for name, value in values.items() if value.shape == live[name].shape})
     for name, value in values.items():
-        live = model[name]
-        if value.shape != live.shape:
-            live.zero_()
-            live[leading(value.shape)].copy_(value)
+        whole = live[name]
+        if value.shape != whole.shape:
+            whole.zero_()
+            whole[leading(value.shape)].copy_(value)
 
 
 def add_blocks(server: Server, blocks: Mapping[str, Tensor], weight: float) -> None:
-    """Take what a client sent, leading blocks of some of the server's tensors, into the round's mean."""
+    """Add a client's leading blocks of some of the server's tensors to the round's mean."""
     values: dict[str, Tensor] = {}
-    for name, whole in server.sent_up(server.state).items():
+    for name, whole in server.base.sent_up(server.model).items():
         values[name] = torch.zeros_like(whole, dtype=torch.float64)
         values[f"count.{name}"] = torch.zeros_like(whole, dtype=torch.float64)
         if name in blocks:
             block = leading(blocks[name].shape)
             values[name][block] = blocks[name].double()
             values[f"count.{name}"][block] = 1
-    server.mean.add(values, weight)
+    server.aggregator.add(values, weight)
 
 
 def average_blocks(server: Server) -> None:
-    """Average each number over the clients that sent it; one that nobody sent keeps its value."""
-    means = server.mean.result()
-    for name in server.sent_up(server.state):
-        old, count = server.state[name], means[f"count.{name}"]
+    """Average each number over the clients that sent it; the others keep their values."""
+    means = server.aggregator.result()
+    for name in server.base.sent_up(server.model):
+        old, count = server.model[name], means[f"count.{name}"]
         average = torch.where(count > 0, means[name] / count, old.double())
-        server.state[name] = (average if old.is_floating_point() else average.round()).to(old.dtype)
+        server.model[name] = (average if old.is_floating_point() else average.round()).to(old.dtype)
 
 
-def refuse_kept_moments(client: Client, reason: str) -> None:
-    """Refuse optimizer states from an earlier round that are not of what the client trains now.
+def refuse_kept_moments(client: ClientContext, reason: str) -> None:
+    """Refuse optimizer states that a client kept from an earlier round, when it trained other numbers.
 
     Raises:
         MisconfigurationException: If the client kept some.
     """
-    if "optimizers" in client.memory:
+    if "optimizers" in client.state:
         raise MisconfigurationException(f"optimizer_state='keep' is not possible: {reason}. Use 'reset'.")

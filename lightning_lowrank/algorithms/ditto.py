@@ -1,24 +1,24 @@
-"""Ditto: beside the global model, every client trains one of its own, held near to the global one.
+"""Ditto: every client trains the global model and a personal model that is held near to it.
 
-The global model is that of federated averaging and does not depend on the personal ones. How near these are held is one
-number, between training alone and the global model itself.
+The global model is that of federated averaging and does not depend on the personal ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_lowrank.algorithms.pfedme import pull
-from lightning_lowrank.federated.algorithm import Algorithm, LocalStep
-from lightning_lowrank.federated.client import Client, Server
+from lightning_lowrank.configuration import check_number
+from lightning_lowrank.federated.algorithm import Algorithm, LocalStep, detached
+from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.optimizers import fresh_state, is_shared
-from lightning_lowrank.federated.payload import Payload
+from lightning_lowrank.federated.state import ClientContext
+from lightning_lowrank.internals.torch import copy_each
 
 _PREFIX = "personal."
 
@@ -31,8 +31,8 @@ class Ditto(Algorithm):
     :math:`F_k(v_k) + \frac{\lambda}{2}\|v_k - w^t\|^2` with the model :math:`w^t` that it was sent. Each of the two has
     its own optimizer state and its own buffers. What ``training_step`` logs is the mean over both.
 
-    Down and up goes what `FedAvg` sends. A client keeps its personal model, which begins as the first model that it was
-    sent and is what it is evaluated with; a client that never took part has the global model.
+    The messages are those of `FedAvg`. A client keeps its personal model, which starts as the first model that it
+    receives, and is evaluated with it; a client that never took part is evaluated with the global model.
 
     Args:
         regularization: Strength :math:`\lambda` of the pull towards the global model, 0 or more. At 0 the personal
@@ -47,32 +47,33 @@ class Ditto(Algorithm):
     """
 
     def __init__(self, regularization: float = 0.1) -> None:
-        if not 0 <= regularization < float("inf"):
-            raise MisconfigurationException(f"regularization must be a finite number, 0 or more, got {regularization}")
+        check_number("regularization", regularization, least=0)
         self.regularization = regularization
         self._personal = False
 
-    def begin(self, server: Server, client: Client, payload: Payload, model: Mapping[str, Tensor]) -> None:
-        """Install the global model, and take up the personal one."""
-        super().begin(server, client, payload, model)
-        own = client.memory.get("personal", {**server.initial_buffers, **payload.tensors})
-        client.workspace = {
-            "received": server.parameters(payload.tensors),
-            "personal": {name: own[name].clone() for name in model},
-        }
+    def begin(self, client: ClientContext, message: Message) -> None:
+        """Install the global model, and load the personal one."""
+        super().begin(client, message)
+        own = client.state.get("personal", {**client.base.initial_buffers, **message.tensors})
+        client.round_state.update(
+            {
+                "received": client.base.parameters(message.tensors),
+                "personal": {name: own[name].clone() for name in client.model},
+            }
+        )
 
-    def before_step(self, server: Server, step: LocalStep) -> None:
+    def before_step(self, step: LocalStep) -> None:
         """Add the pull towards the global model to the personal model's gradients."""
         if self._personal:
-            pull(step.parameters, step.workspace["received"], self.regularization)
+            pull(step.parameters, step.round_state["received"], self.regularization)
 
-    def local_update(self, server: Server, step: LocalStep, update: Callable[[], None]) -> None:
+    def local_update(self, step: LocalStep, update: Callable[[], None]) -> None:
         """Train the global model's copy, and then the personal model, on one batch."""
         self._personal = False
-        (optimizer,) = server.optimizers
+        (optimizer,) = step.base.optimizers
         state = _TwoStates(optimizer)
         live = {**step.parameters, **step.buffers}
-        personal = step.workspace["personal"]
+        personal = step.round_state["personal"]
         update()
         state.to_personal()
         _exchange(list(live.values()), [personal[name] for name in live])
@@ -81,26 +82,25 @@ class Ditto(Algorithm):
         _exchange(list(live.values()), [personal[name] for name in live])
         state.to_global()
 
-    def end(self, server: Server, client: Client, model: Mapping[str, Tensor]) -> Payload:
+    def end(self, client: ClientContext) -> Message:
         """Keep the personal model, and return the global model's copy."""
-        client.memory["personal"] = {name: value.clone() for name, value in client.workspace["personal"].items()}
-        return super().end(server, client, model)
+        client.state["personal"] = detached(client.round_state["personal"])
+        return super().end(client)
 
 
 @torch.no_grad()
 def _exchange(first: Sequence[Tensor], second: Sequence[Tensor]) -> None:
     """Exchange the values of tensors, in place."""
     kept = [value.clone() for value in first]
-    torch._foreach_copy_(list(first), list(second))
-    torch._foreach_copy_(list(second), kept)
+    copy_each(first, second)
+    copy_each(second, kept)
 
 
 class _TwoStates:
     """An optimizer's states for two models that are stepped in turn, the global one first.
 
-    Between steps the personal model's moments lie in the optimizer's own state, under names of their own: so they go
-    with it where clients leave a stack, into checkpoints, and into what clients keep. What counts steps is the same for
-    both, and is there once.
+    Between steps the personal model's moments are entries of the optimizer's own state, under prefixed names. So they
+    are unstacked, saved and kept with it. The count of steps is the same for both models and is stored once.
 
     Args:
         optimizer: The optimizer, before the step on the global model.
@@ -134,7 +134,7 @@ class _TwoStates:
             group.update(values)
 
     def to_global(self) -> None:
-        """Give the optimizer the global model's state back, with the personal model's moments beside it."""
+        """Restore the global model's state, with the personal model's moments under prefixed names."""
         for parameter, state in self._optimizer.state.items():
             for name, value in state.items():
                 if not is_shared(name, value):

@@ -1,4 +1,4 @@
-"""EF21-P: both directions are compressed, and what the server left out of a broadcast is not lost but sent later.
+"""EF21-P: both directions are compressed, and the server sends later what it left out of a broadcast.
 
 The server compresses the difference between its model and the copy that clients hold. Both sides add what was sent to
 the copy, so that the next difference contains all that is still missing: error feedback.
@@ -6,19 +6,18 @@ the copy, so that the next difference contains all that is still missing: error 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from lightning_lowrank.compression import DenseCodec, RandomKCodec, SplitCodec, TopKCodec
-from lightning_lowrank.federated.algorithm import Algorithm, install
-from lightning_lowrank.federated.client import Client, Server
-from lightning_lowrank.federated.payload import Payload
+from lightning_lowrank.algorithms._compressed import add_changes, add_to_held, initial_parameters, missing
+from lightning_lowrank.compression import Codec, Dense, RandomK, Split, TopK
+from lightning_lowrank.configuration import check_number
+from lightning_lowrank.federated.algorithm import Algorithm
+from lightning_lowrank.federated.messages import Message
+from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, Server, copy_into
 from lightning_lowrank.seeding import derive_seed
-
-Tensors = dict[str, Tensor]
 
 
 class EF21P(Algorithm):
@@ -32,20 +31,20 @@ class EF21P(Algorithm):
         x &\leftarrow x + \textstyle\sum_i p_i \operatorname{Rand}_k(w_i - w) && \text{on the server},
 
     where client :math:`i` trains from :math:`w` to :math:`w_i`, and :math:`\operatorname{Rand}_k` keeps :math:`k` of
-    :math:`d` coordinates, scaled by :math:`d/k`: its expectation is what the client has to say. This is EF21-P with
+    :math:`d` coordinates, scaled by :math:`d/k`, so that its expectation is its argument. This is EF21-P with
     DCGD (Algorithm 1 with unbiased compressors of the clients), with the change of local training in place of a
     gradient, as in the comparison of FedMUD (Li et al., ICML 2025, Section 4.1). With both shares 1 it is `FedAvg`, to
     rounding. The scaling by :math:`d/k` also scales the noise of the clients' coordinates: small shares call for
     smaller learning rates.
 
-    Down go the values of the :math:`k` largest differences of all trained parameters together, and their positions;
-    up come :math:`k` values and the seed of their positions, which is another one for each client and round. Buffers
-    travel whole in both directions. A client that sits a round out must hear the broadcast too, or its copy falls
-    behind: that is ``comm/idle_down_bytes``. Validation and checkpoints see :math:`x`.
+    The server sends the :math:`k` largest differences, among all trained parameters together, and their positions; a
+    client sends :math:`k` values and the seed of their positions, which differs by client and round. Buffers are sent
+    whole in both directions. Clients outside the cohort need the broadcast too, to update their copies:
+    ``comm/idle_down_bytes``. Validation and checkpoints use :math:`x`.
 
     Args:
         share_down: Share of the coordinates that the server sends, above 0 and at most 1.
-        share_up: Share of the coordinates that each client sends, likewise.
+        share_up: Share of the coordinates that each client sends, above 0 and at most 1.
 
     Raises:
         MisconfigurationException: If a share is out of its range.
@@ -56,65 +55,51 @@ class EF21P(Algorithm):
     """
 
     def __init__(self, share_down: float, share_up: float) -> None:
-        check_shares(share_down=share_down, share_up=share_up)
+        check_number("share_down", share_down, above=0, most=1)
+        check_number("share_up", share_up, above=0, most=1)
         self.share_down = share_down
         self.share_up = share_up
+        self._top_k = TopK(share=share_down)
+
+    def setup(self, base: Base) -> None:
+        """Make the common copy, which is the initial model."""
+        if "held" not in base.state:
+            base.state["held"] = initial_parameters(base)
+
+    def update_base(self, base: Base, message: Mapping[str, Tensor]) -> None:
+        """Add the compressed difference to the common copy."""
+        add_to_held(base, message)
+
+    def downlink(self, base: Base) -> Codec:
+        """Return the codec of differences."""
+        return Split(base.initial_buffers, Dense(), self._top_k)
+
+    def reference(self, base: Base, received: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return nothing: clients send changes."""
+        return {}
 
     def begin_round(self, server: Server) -> None:
-        """Compress what the clients' copy lacks, and bring the copy up to that."""
-        follow(server, server.parameters(server.state), TopKCodec(share=self.share_down).transmit)
+        """Announce the compressed difference from the model to the common copy."""
+        self.announce(server, missing(server, self._top_k.transmit))
 
-    def broadcast(self, server: Server, client: Client) -> Payload:
-        """Return the compressed difference, and the buffers."""
-        codec = SplitCodec(server.initial_buffers, DenseCodec(), TopKCodec(share=self.share_down))
-        return Payload({**server.sent_down(), **server.memory["difference"]}, codec)
-
-    def every_client_listens(self, server: Server) -> bool:
-        """Every difference builds on the one before."""
-        return True
-
-    def begin(self, server: Server, client: Client, payload: Payload, model: Mapping[str, Tensor]) -> None:
-        """Install the copy, to which the received difference has been added on every side."""
-        install({**payload.tensors, **server.memory["held"]}, model)
-
-    @torch.no_grad()
-    def end(self, server: Server, client: Client, model: Mapping[str, Tensor]) -> Payload:
-        """Return random coordinates of the change, and the buffers."""
-        held = server.memory["held"]
-        sent = {name: value - held[name] if name in held else value for name, value in server.sent_up(model).items()}
-        seed = derive_seed(server.seed, "random-k", server.round, client.id)
-        codec = RandomKCodec(self.share_up, seed, unbiased=True)
-        return Payload(sent, SplitCodec(server.initial_buffers, DenseCodec(), codec))
+    def broadcast(self, server: Server, client: ClientInfo) -> Message:
+        """Return the model; in its code, the announced difference replaces the parameters."""
+        return Message(server.sent_down(), self.downlink(server.base))
 
     def aggregate(self, server: Server) -> None:
         """Add the mean change to the model; average the buffers."""
-        add_changes(server, server.memory["held"])
+        add_changes(server, server.base.state["held"])
 
+    def begin(self, client: ClientContext, message: Message) -> None:
+        """Install the common copy, which contains what was received."""
+        copy_into(client.model, {**message.tensors, **client.base.state["held"]})
 
-def follow(server: Server, parameters: Mapping[str, Tensor], compress: Callable[[Tensors], Tensors]) -> None:
-    """Bring the copy that clients hold nearer to the model, by a compressed difference that both sides add to it.
-
-    Args:
-        server: Its memory gets ``"difference"``, what is to be sent, and ``"held"``, the copy with that added.
-        parameters: The model. Before the first round, the clients hold it as it is.
-        compress: Returns what of a difference arrives.
-    """
-    held = server.memory.get("held") or {name: value.clone() for name, value in parameters.items()}
-    with torch.no_grad():
-        difference = compress({name: value - held[name] for name, value in parameters.items()})
-        server.memory["held"] = {name: value + difference[name] for name, value in held.items()}
-    server.memory["difference"] = difference
-
-
-@torch.no_grad()
-def add_changes(server: Server, changed: Mapping[str, Tensor]) -> None:
-    """Fold arrivals into the model: changes of the tensors that ``changed`` names, new values of all others."""
-    for name, value in server.mean.result().items():
-        server.state[name] = server.state[name] + value if name in changed else value
-
-
-def check_shares(**shares: float) -> None:
-    """Refuse shares that are not above 0 and at most 1."""
-    for name, share in shares.items():
-        if not 0 < share <= 1:
-            raise MisconfigurationException(f"{name} must be a share above 0 and at most 1, got {share!r}")
+    @torch.no_grad()
+    def end(self, client: ClientContext) -> Message:
+        """Return random coordinates of the change, and the buffers."""
+        base, held = client.base, client.base.state["held"]
+        sent = {
+            name: value - held[name] if name in held else value for name, value in base.sent_up(client.model).items()
+        }
+        codec = RandomK(self.share_up, derive_seed(client.seed, "random-k", client.round, client.id), unbiased=True)
+        return Message(sent, Split(base.initial_buffers, Dense(), codec))

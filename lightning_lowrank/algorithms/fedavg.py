@@ -8,8 +8,8 @@ from lightning_lowrank.federated.algorithm import Algorithm
 class FedAvg(Algorithm):
     """Federated averaging (McMahan et al., 2017, Algorithm 1).
 
-    Down goes the global model, up comes the trained one, and the new global model is the weighted mean of what came
-    up. With `LowRank` in front of it, what is trained, sent and averaged are the factors.
+    The server sends the global model, clients send their trained models, and the new global model is the weighted mean
+    of these. With `LowRank` before the loop, the factors are trained, sent and averaged.
 
     Example:
         >>> from lightning_lowrank import FedAvg, FederatedLoop, IID

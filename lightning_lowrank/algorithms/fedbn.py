@@ -1,7 +1,7 @@
 """Methods in which a part of the model stays with each client: FedBN's normalization layers, FedPer's own layers.
 
-What is left is trained and averaged by federated averaging. A client's model is the global rest with its own part, so
-the clients' own models are what is to be judged: ``FederatedLoop(..., personal_test=...)``.
+The rest is trained and averaged by federated averaging. A client's model is the global rest with its own part, so
+evaluate the clients' own models: ``FederatedLoop(..., personal_test=...)``.
 """
 
 from __future__ import annotations
@@ -13,65 +13,76 @@ from typing import Literal
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-from lightning_lowrank.federated.algorithm import Algorithm, install
-from lightning_lowrank.federated.client import Client, Server, persistent_buffers, trained_tensors
-from lightning_lowrank.federated.payload import Payload
-from lightning_lowrank.patterns import check_patterns, matches
+from lightning_lowrank.configuration import check_choice, check_patterns
+from lightning_lowrank.federated.algorithm import Algorithm, detached
+from lightning_lowrank.federated.messages import Message
+from lightning_lowrank.federated.state import (
+    Base,
+    ClientContext,
+    ClientInfo,
+    Server,
+    copy_into,
+    persistent_buffers,
+    trained_tensors,
+)
+from lightning_lowrank.internals.torch import BATCH_NORMS, INSTANCE_NORMS
+from lightning_lowrank.patterns import matches
+
+Layers = Literal["batch", "all"]
 
 
 class LocalPart(Algorithm, ABC):
     """Federated averaging of a part of the model; the other part never leaves its client.
 
-    A client's own part begins as the module's was before the first round, which every side knows, and goes on from
-    round to round. In the global model it stays as it began. Neither direction carries it.
+    A client's own part starts with the module's initial values, is kept from round to round and never sent. In the
+    global model it keeps its initial values.
 
     Raises:
-        MisconfigurationException: If all of the model is the client's own, or buffers are among it that the loop would
-            set back in each round (``buffers="reset"``).
+        MisconfigurationException: If all of the model is the client's own, or its own part has buffers, which
+            ``buffers="reset"`` would reset in each round.
     """
 
     def __init__(self) -> None:
         self._own: set[str] = set()
 
     @abstractmethod
-    def own_names(self, server: Server) -> set[str]:
+    def own_names(self, base: Base) -> set[str]:
         """Return the names of the trained parameters and persistent buffers that stay with the clients."""
 
-    def setup(self, server: Server) -> None:
-        """Find what stays with the clients."""
-        self._own = self.own_names(server)
-        method, module = type(self).__name__, server.module
+    def setup(self, base: Base) -> None:
+        """Find the clients' own part."""
+        self._own = self.own_names(base)
+        method, module = type(self).__name__, base.module
         shared = {name for name, value in module.named_parameters() if value.requires_grad} - self._own
         if not shared:
             raise MisconfigurationException(
-                f"{method} would keep all trained parameters with the clients, and nothing would be shared: choose"
-                " fewer, or take LocalTraining()."
+                f"{method} would keep all trained parameters with the clients and share none: choose fewer, or use"
+                " LocalTraining()."
             )
         buffers = sorted(self._own & persistent_buffers(module).keys())
-        if server.buffer_policy == "reset" and buffers:
+        if base.buffer_policy == "reset" and buffers:
             raise MisconfigurationException(
-                f"{method} keeps buffers such as {buffers[0]} with the clients, and buffers='reset' would set them back"
-                " in each round: use buffers='average' or 'local'."
+                f"{method} keeps buffers such as {buffers[0]} with the clients, and buffers='reset' would reset them in"
+                " each round: use buffers='average' or 'local'."
             )
+        if "initial" not in base.state:
+            values = trained_tensors(module)
+            base.state["initial"] = detached({name: values[name] for name in sorted(self._own)})
 
-    def broadcast(self, server: Server, client: Client) -> Payload:
+    def broadcast(self, server: Server, client: ClientInfo) -> Message:
         """Return the global values of the shared part."""
-        return Payload(self._shared(server.sent_down()))
+        return Message(self._shared(server.sent_down()))
 
-    def begin(self, server: Server, client: Client, payload: Payload, model: Mapping[str, Tensor]) -> None:
-        """Install the shared part that was received, and the client's own."""
-        super().begin(server, client, payload, model)
-        install(self._own_values(server, client), model)
+    def begin(self, client: ClientContext, message: Message) -> None:
+        """Install the received shared part, and the client's own."""
+        super().begin(client, message)
+        copy_into(client.model, client.state.get("personal") or client.base.state["initial"])
 
-    def end(self, server: Server, client: Client, model: Mapping[str, Tensor]) -> Payload:
+    def end(self, client: ClientContext) -> Message:
         """Keep the client's own part, and return the shared one."""
-        client.memory["personal"] = {name: model[name].detach().clone() for name in sorted(self._own)}
-        return Payload(self._shared(server.sent_up(model)))
-
-    def _own_values(self, server: Server, client: Client) -> Mapping[str, Tensor]:
-        return client.memory.get("personal") or {name: server.state[name] for name in self._own}
+        client.state["personal"] = detached({name: client.model[name] for name in sorted(self._own)})
+        return Message(self._shared(client.base.sent_up(client.model)))
 
     def _shared(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: value for name, value in tensors.items() if name not in self._own}
@@ -80,13 +91,12 @@ class LocalPart(Algorithm, ABC):
 class FedBN(LocalPart):
     """Federated learning with local batch normalization (Li et al., ICLR 2021, Algorithm 1).
 
-    Parameters and statistics of the normalization layers stay with each client; all else is averaged. Down and up go
-    the model without those layers; see `LocalPart`. In the global model they stay as they began, so that its own
-    validation says little.
+    Parameters and statistics of the normalization layers stay with each client; the rest is sent and averaged; see
+    `LocalPart`. In the global model these layers keep their initial values, so its own validation means little.
 
     Args:
         layers: ``"batch"`` (default, the paper's): BatchNorm in all its forms. ``"all"``: instance, layer, group and
-            root mean square normalization of ``torch.nn`` too. For other classes, name their layers in `FedPer`.
+            root mean square normalization of ``torch.nn`` too. For layers of other classes, use `FedPer`.
 
     Raises:
         MisconfigurationException: If ``layers`` is neither, or as `LocalPart` says.
@@ -96,33 +106,33 @@ class FedBN(LocalPart):
         >>> loop = FederatedLoop(FedBN(), partition=ByKey("domain"), local_epochs=1)
     """
 
-    def __init__(self, layers: Literal["batch", "all"] = "batch") -> None:
+    def __init__(self, layers: Layers = "batch") -> None:
         super().__init__()
-        if layers not in ("batch", "all"):
-            raise MisconfigurationException(f"layers must be 'batch' or 'all', got {layers!r}")
+        check_choice("layers", layers, Layers)
         self.layers = layers
 
-    def own_names(self, server: Server) -> set[str]:
-        """Return the tensors of the normalization layers; warn where there is none, for then this is `FedAvg`."""
-        kinds = (_BatchNorm,) if self.layers == "batch" else (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
-        norms = [name for name, layer in server.module.named_modules() if isinstance(layer, kinds)]
+    def own_names(self, base: Base) -> set[str]:
+        """Return the tensors of the normalization layers; warn if there are none."""
+        others = (*INSTANCE_NORMS, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+        kinds = BATCH_NORMS if self.layers == "batch" else (*BATCH_NORMS, *others)
+        norms = [name for name, layer in base.module.named_modules() if isinstance(layer, kinds)]
         if not norms:
             rank_zero_warn(
-                f"FedBN(layers={self.layers!r}) found no such normalization layer, and without one it is FedAvg."
+                f"FedBN(layers={self.layers!r}) found no such normalization layer, and is FedAvg without one."
             )
-        return {name for name in trained_tensors(server.module) if name.rpartition(".")[0] in norms}
+        return {name for name in trained_tensors(base.module) if name.rpartition(".")[0] in norms}
 
 
 class FedPer(LocalPart):
     """Federated learning with personalization layers (Arivazhagan et al., 2019, arXiv:1912.00818, Section 3).
 
-    Each client keeps its own values of the parameters and buffers that ``patterns`` name, in the paper the last layers;
-    all else is averaged. Both parts are trained at once. Down and up goes the model without the clients' own part; see
-    `LocalPart`. Unlike in the paper, whose clients draw their own layers each for itself, all begin with the module's.
+    Each client keeps its own values of the parameters and buffers that ``patterns`` match, in the paper the last
+    layers; the rest is sent and averaged; see `LocalPart`. Both parts are trained at once. In the paper each client
+    draws its own layers; here all start with the module's.
 
     Args:
         patterns: Which tensors stay with the clients, by their names or any run of a name's parts, with the wildcards
-            of `fnmatch`: ``["classifier"]`` is all that lies in the submodule ``classifier``.
+            of `fnmatch`: ``["classifier"]`` is the whole submodule ``classifier``.
 
     Raises:
         MisconfigurationException: If a pattern matches nothing that is trained, or as `LocalPart` says.
@@ -138,11 +148,8 @@ class FedPer(LocalPart):
             raise MisconfigurationException(f"patterns must be a list of one name or more, got {patterns!r}")
         self.patterns = list(patterns)
 
-    def own_names(self, server: Server) -> set[str]:
+    def own_names(self, base: Base) -> set[str]:
         """Return the tensors whose names match."""
-        names = list(trained_tensors(server.module))
-        try:
-            check_patterns("patterns", self.patterns, names, "trained parameter or persistent buffer")
-        except ValueError as error:
-            raise MisconfigurationException(f"FedPer: {error}") from error
+        names = list(trained_tensors(base.module))
+        check_patterns("FedPer's patterns", self.patterns, names, "trained parameter or persistent buffer")
         return {name for name in names if any(matches(pattern, name) for pattern in self.patterns)}

@@ -1,9 +1,9 @@
-r"""FedHM: clients of different capacity train models of different rank; the server averages what these stand for.
+r"""FedHM: clients of different capacity train models of different rank; the server averages the composed weights.
 
 The server holds a dense model. In each round it decomposes the weights by singular value decomposition, and a client
-gets as many singular directions as its capacity allows, or the dense weight. What comes back is recovered to dense
-weights, which can be averaged whatever ranks they came from. Some layers stay dense for everyone (the *hybrid*
-network): those that `LowRank` leaves alone.
+gets as many singular directions as its capacity allows, or the dense weight. The server composes the returned factors
+to dense weights and averages these. Layers that `LowRank` does not convert stay dense for all clients (the *hybrid*
+network).
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from lightning_lowrank.algorithms._capacity import Capacities, Capacity, install_blocks, refuse_kept_moments
+from lightning_lowrank.algorithms._capacity import Capacities, Capacity, copy_blocks_into, refuse_kept_moments
+from lightning_lowrank.configuration import check_choice, check_number
 from lightning_lowrank.federated.algorithm import Algorithm, LocalStep
-from lightning_lowrank.federated.client import Client, Server
-from lightning_lowrank.federated.payload import Payload
+from lightning_lowrank.federated.messages import Message
+from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, Server
 from lightning_lowrank.layers import LowRankLayer, MatrixProduct, low_rank_layers
+
+Score = Literal["level", "inverse"]
 
 _LARGEST_EXPONENT = 500.0
 
@@ -32,28 +35,27 @@ class FedHM(Algorithm):
     :math:`\max(\mathrm{round}(\gamma c_\text{out}), 1)` of each converted layer, which start from the truncated
     decomposition :math:`U\sqrt\Sigma, V\sqrt\Sigma` of the global weight (spectral initialisation); a client of level
     1 trains the weight itself. The server recovers :math:`U V^\top` (Eq. 1) and averages (Eq. 2) with weights
-    :math:`\alpha_p \propto \exp(\gamma_p / \tau)` over the round's clients. Data sizes have no part in that: what the
-    loop's ``weighting`` says is not used. Biases, normalisation, its statistics and the layers that stay dense are
-    averaged with the same weights.
+    :math:`\alpha_p \propto \exp(\gamma_p / \tau)` over the round's clients. The loop's ``weighting`` is not used.
+    Biases, normalisation, its statistics and the layers that stay dense are averaged with the same weights.
 
     Put ``LowRank(MatrixProduct(), rank_ratio=..., train_base=True)`` before the loop, with the largest level below 1 as
     ``rank_ratio``, and the layers that stay dense in ``exclude``. The paper's Frobenius decay is its
     ``frobenius_decay``, static BatchNorm is `StaticBatchNorm`, and masked cross-entropy is
-    ``Classifier(mask_absent_classes=True)``.
+    ``FederatedLoop(objective=MaskAbsentClasses())``.
 
-    What travels, both ways, is what the client trains: factors of its own rank or the weight, and the rest of the
-    model. After each round the module shows the dense global model; the low-rank ones are evaluated beside it.
+    Messages in both directions hold what the client trains: factors of its own rank or the weight, and the rest of the
+    model. After each round the module is the dense global model; the low-rank ones are evaluated too.
 
     Args:
-        levels: Rank ratios, in (0, 1], of which at least one is below 1. The paper's by default.
-        capacity: ``"fixed"``: a client has one level for good, clients taking turns in the order of their ids.
+        levels: Rank ratios, in (0, 1], at least one below 1. The paper's by default.
+        capacity: ``"fixed"``: a client always has the same level; levels are assigned in turns, in the order of ids.
             ``"dynamic"``: each client's level is drawn in each round.
         shares: Relative number of clients of each level, or its chance to be drawn; equal by default. ``[2, 1, 1]``
             with levels .5, .25 and .125 is the paper's FedHM-V2.
         temperature: :math:`\tau`; the paper has 5 in the dynamic setting. ``None`` (default), its choice in the fixed
-            one, is infinity: all clients count alike.
-        score: What the softmax is taken of: the ``"level"`` :math:`\gamma`, or, as in the authors' code,
-            ``"inverse"``, :math:`-1/\gamma`.
+            one, is infinity: all clients have the same weight.
+        score: Argument of the softmax: the ``"level"`` :math:`\gamma`, or, as in the authors' code, ``"inverse"``,
+            :math:`-1/\gamma`.
         server_model: In the dynamic setting, average the server's own model in, as a client of level 1, in rounds
             without such a client, as the authors' code does. Off by default.
 
@@ -78,7 +80,7 @@ class FedHM(Algorithm):
         capacity: Capacity = "fixed",
         shares: Sequence[float] | None = None,
         temperature: float | None = None,
-        score: Literal["level", "inverse"] = "level",
+        score: Score = "level",
         server_model: bool = False,
     ) -> None:
         self._capacities = Capacities("levels", levels, capacity, shares)
@@ -87,12 +89,9 @@ class FedHM(Algorithm):
                 f"levels must be rank ratios above 0 and at most 1, one of them below 1, but is {list(levels)}; if all"
                 " clients train the dense model, that is FedAvg."
             )
-        if score not in ("level", "inverse"):
-            raise MisconfigurationException(f'score must be "level" or "inverse", but is {score!r}.')
-        if temperature is not None and not (temperature > 0 and math.isfinite(temperature)):
-            raise MisconfigurationException(
-                f"temperature must be a finite number above 0, or None for infinity, but is {temperature!r}."
-            )
+        check_choice("score", score, Score)
+        if temperature is not None:
+            check_number("temperature", temperature, above=0, hint="None for infinity")
         if server_model and capacity == "fixed":
             raise MisconfigurationException(
                 "server_model=True is for capacity='dynamic', where a round may have no client of level 1 by chance."
@@ -104,7 +103,7 @@ class FedHM(Algorithm):
         spread = self._exponent(1.0) - self._exponent(min(levels))
         if spread > _LARGEST_EXPONENT:
             raise MisconfigurationException(
-                f"temperature={temperature} makes the weight of level {min(levels)} vanish beside that of level 1:"
+                f"temperature={temperature} makes the weight of level {min(levels)} vanish next to that of level 1:"
                 f" use at least {spread * (temperature or 1) / _LARGEST_EXPONENT:.3g}."
             )
         self._layers: dict[str, LowRankLayer] = {}
@@ -113,9 +112,9 @@ class FedHM(Algorithm):
         self._factors: dict[str, Tensor] = {}
         self._variants: dict[float, Mapping[str, Tensor]] = {}
 
-    def setup(self, server: Server) -> None:
-        """Check the conversion; put what the factors hold into the weights, so that these are the model."""
-        self._layers = dict(low_rank_layers(server.module, tied=False))
+    def setup(self, base: Base) -> None:
+        """Check the conversion; fold the factors into the weights, so that these are the model."""
+        self._layers = dict(low_rank_layers(base.module, tied=False))
         largest = max(level for level in self.levels if level < 1)
         wanted = f"put LowRank(MatrixProduct(), rank_ratio={largest:g}, train_base=True) before FederatedLoop"
         if not self._layers:
@@ -126,7 +125,7 @@ class FedHM(Algorithm):
             plain = isinstance(layer.factorization, MatrixProduct) and not (layer.decouple or layer.half_frozen)
             if layer.role != "update" or not layer.frozen_weight.requires_grad or not plain:
                 raise MisconfigurationException(
-                    f"FedHM needs layers that can train a weight or its two factors, and {name!r} is not such a one:"
+                    f"FedHM needs layers that can train a weight or its two factors, and {name!r} is not one of them:"
                     f" {wanted}, with the weight trainable and without decouple and half_frozen."
                 )
             if layer.rank != self._rank(layer, largest):
@@ -134,21 +133,21 @@ class FedHM(Algorithm):
                     f"layer {name!r} has rank {layer.rank}, and FedHM's largest level below 1, {largest:g}, is rank"
                     f" {self._rank(layer, largest)}: {wanted}."
                 )
-        self.configure(server, None)
+        self.configure(base, None)
         for layer in self._layers.values():
             layer.fold()
             with torch.no_grad():
                 for factor in layer.factors.values():
                     factor.zero_()
 
-    def kind(self, server: Server, client: Client, round_number: int) -> Hashable:
-        """Clients that train factors step together, of whatever rank, and clients that train weights do."""
-        return self._capacities.level(server, client, round_number) == 1
+    def group_key(self, client: ClientInfo) -> Hashable:
+        """Clients that train factors, of any rank, step together, and so do clients that train weights."""
+        return self._capacities.level(client) == 1
 
-    def configure(self, server: Server, client: Client | None) -> None:
+    def configure(self, base: Base, client: ClientInfo | None) -> None:
         """Let layers compute with the weights or with the factors."""
-        dense = client is None or self._capacities.level(server, client) == 1
-        for _, layer in low_rank_layers(server.module):
+        dense = client is None or self._capacities.level(client) == 1
+        for _, layer in low_rank_layers(base.module):
             layer.active = "base" if dense else "factors"
         self._absent = frozenset(
             name
@@ -156,61 +155,61 @@ class FedHM(Algorithm):
             for name in (_factor_names(prefix, layer) if dense else (f"{prefix}.frozen_weight",))
         )
 
-    def broadcast(self, server: Server, client: Client) -> Payload:
+    def broadcast(self, server: Server, client: ClientInfo) -> Message:
         """Return the dense weights, or the factors of the client's rank, and the rest of the model."""
-        level = self._capacities.level(server, client)
+        level = self._capacities.level(client)
         factors = {} if level == 1 else self._spectral_factors(server)
-        return Payload(self._sent({**server.sent_down(), **factors}, level))
+        return Message(self._sent({**server.sent_down(), **factors}, level))
 
-    def begin(self, server: Server, client: Client, payload: Payload, model: Mapping[str, Tensor]) -> None:
-        """Install what came; columns beyond the client's rank, and what it does not train, are zero."""
+    def begin(self, client: ClientContext, message: Message) -> None:
+        """Install the message; columns beyond the client's rank, and what it does not train, are zero."""
         refuse_kept_moments(client, "the factors that FedHM gives a client are new in each round")
         with torch.no_grad():
-            for name in model.keys() & self._absent:
-                model[name].zero_()
-        install_blocks(payload.tensors, model)
+            for name in client.model.keys() & self._absent:
+                client.model[name].zero_()
+        copy_blocks_into(client.model, message.tensors)
 
-    def before_step(self, server: Server, step: LocalStep) -> None:
-        """Drop gradients of what the client does not have; there are some where a model reads a layer's weight."""
+    def before_step(self, step: LocalStep) -> None:
+        """Drop gradients of tensors that the client does not have; a model that reads a layer's weight makes some."""
         for name in self._absent:
             step.parameters[name].grad = None
 
-    def end(self, server: Server, client: Client, model: Mapping[str, Tensor]) -> Payload:
+    def end(self, client: ClientContext) -> Message:
         """Return what the client trained."""
-        return Payload(self._sent(server.sent_up(model), self._capacities.level(server, client)))
+        return Message(self._sent(client.base.sent_up(client.model), self._capacities.level(client)))
 
-    def receive(self, server: Server, client: Client, payload: Payload, weight: float) -> None:
-        """Recover the dense weights, and take them in with the weight of the client's level."""
-        level = self._capacities.level(server, client)
-        tensors = dict(payload.tensors)
+    def receive(self, server: Server, client: ClientInfo, message: Message, weight: float) -> None:
+        """Compose the dense weights, and add them with the weight of the client's level."""
+        level = self._capacities.level(client)
+        tensors = dict(message.tensors)
         if level == 1:
-            server.memory["full_model"] = True
+            server.state["full_model"] = True
         else:
             for name, layer in self._layers.items():
                 factors = {factor: tensors.pop(f"{name}.factors.{factor}") for factor in layer.factors}
                 tensors[f"{name}.frozen_weight"] = layer.factorization.compose(factors, layer.weight_shape)
-        server.mean.add(tensors, self._weight(level))
+        server.aggregator.add(tensors, self._weight(level))
 
     def aggregate(self, server: Server) -> None:
         """Average the dense models."""
-        if not server.memory.pop("full_model", False) and self.server_model:
-            server.mean.add(self._sent(server.sent_up(server.state), 1.0), self._weight(1.0))
+        if not server.state.pop("full_model", False) and self.server_model:
+            server.aggregator.add(self._sent(server.base.sent_up(server.model), 1.0), self._weight(1.0))
         super().aggregate(server)
 
     def variants(self, server: Server) -> dict[str, Mapping[str, Tensor]]:
-        """Return the global model of each level below 1, by the level: its weights are those of factors of its ranks.
+        """Return the global model of each level below 1, by the level, its weights truncated to the level's ranks.
 
-        Statistics are not among its tensors: they are the global model's.
+        It has no statistics; those of the global model are used.
         """
         return {f"{level:g}": self._variant(server, level) for level in self.levels if level < 1}
 
-    def personal_state(self, server: Server, client: Client) -> Mapping[str, Tensor]:
+    def model_for(self, server: Server, client: ClientInfo) -> Mapping[str, Tensor]:
         """Return the global model of the client's level."""
-        return self._variant(server, self._capacities.level(server, client))
+        return self._variant(server, self._capacities.level(client))
 
     def _variant(self, server: Server, level: float) -> Mapping[str, Tensor]:
         if level == 1:
-            return server.parameters(server.state)
+            return server.parameters()
         factors = self._spectral_factors(server)
         if level not in self._variants:
             weights = {}
@@ -221,11 +220,11 @@ class FedHM(Algorithm):
                 }
                 weights[f"{name}.frozen_weight"] = layer.factorization.compose(truncated, layer.weight_shape)
             self._variants[level] = weights
-        return {**server.parameters(server.state), **self._variants[level]}
+        return {**server.parameters(), **self._variants[level]}
 
     def _spectral_factors(self, server: Server) -> dict[str, Tensor]:
-        """Return the factors of all global weights at the largest rank, of which lower ranks are the first columns."""
-        weights = {name: server.state[f"{name}.frozen_weight"] for name in self._layers}
+        """Return the factors of all global weights at the largest rank. Lower ranks are their first columns."""
+        weights = {name: server.model[f"{name}.frozen_weight"] for name in self._layers}
         if any(self._source.get(name) is not weight for name, weight in weights.items()):
             self._source, self._variants, self._factors = weights, {}, {}
             for name, layer in self._layers.items():

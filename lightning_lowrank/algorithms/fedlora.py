@@ -1,29 +1,30 @@
 r"""FedLoRA: federated fine-tuning with LoRA, by any aggregation-broadcast operator.
 
-Clients train the adapters :math:`B_i, A_i` of a frozen model, and the server combines them. How it does that, and what
-each client receives, is the operator's choice (`lightning_lowrank.aggregation`); this file has what is common: which
-factors are trained and cross the wire in which round, clients of different rank, what stays with a client, and the
-base weight where an operator changes it.
+Clients train the adapters :math:`B_i, A_i` of a frozen model. An operator (`lightning_lowrank.aggregation`) combines
+them and chooses what each client receives. This file has the common part: which factors are trained and sent in which
+round, clients of different rank, what a client keeps, and changes of the base weight.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from itertools import pairwise
+from typing import Literal
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from lightning_lowrank.aggregation import Broadcast, LoRAA2, LowRankPair, Operator, ZeroPadding
+from lightning_lowrank.aggregation import Broadcast, LoRAA2, LowRankPair, Operator
 from lightning_lowrank.aggregation.adapters import Adapter, find_adapters
 from lightning_lowrank.aggregation.pairs import padded
 from lightning_lowrank.algorithms._capacity import Capacities, Capacity
-from lightning_lowrank.federated.algorithm import Algorithm, LocalStep, install
-from lightning_lowrank.federated.client import Client, Server
-from lightning_lowrank.federated.payload import Payload
-from lightning_lowrank.patterns import check_patterns, matches
+from lightning_lowrank.configuration import check_patterns
+from lightning_lowrank.federated.algorithm import Algorithm, LocalStep, detached
+from lightning_lowrank.federated.messages import Message
+from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, Server, State, copy_into
+from lightning_lowrank.patterns import matches
 from lightning_lowrank.seeding import derive_seed
 
 __all__ = ["AggregatedRound", "FedLoRA"]
@@ -34,13 +35,14 @@ _NAMES: tuple[Name, Name] = ("B", "A")
 
 @dataclass(frozen=True)
 class AggregatedRound:
-    """What went into one round's aggregation and what came out, for those who measure it.
+    """Inputs and results of one round's aggregation, for observers that measure it.
 
     Args:
         round: Number of the round, from 0.
-        pairs: For each client its pairs by layer, after its training.
+        pairs: For each client its pairs by layer, as the server knows them: what a client does not send is what the
+            server has.
         weights: The clients' weights.
-        broadcasts: What the operator made of them, by layer.
+        broadcasts: The operator's results, by layer.
     """
 
     round: int
@@ -53,28 +55,28 @@ class FedLoRA(Algorithm):
     r"""Federated LoRA with a given aggregation-broadcast operator (Chen et al., ABO, Algorithms 1 and 2).
 
     Put ``LowRank(MatrixProduct(), rank=8, alpha=16, init="lora", freeze_rest=True)`` before the loop, or give the
-    trainer a module that holds a model which PEFT wrapped. Whatever else is trained, such as a classification head and
-    biases, is averaged as `FedAvg` does, or stays with each client (``keep``).
+    trainer a module that contains a model wrapped by PEFT. Other trained parameters, such as a classification head and
+    biases, are averaged as in `FedAvg`, or stay with each client (``keep``).
 
-    Up go the factors that the operator asks for: both for most, the trained one for ``FFA``, ``RoLoRA`` and ``CoLR``,
-    :math:`A` alone for ``FedSA``, whose :math:`B` stays with its client. Down go those that have changed since the
-    client last heard from the server. Operators that change the base weight (``FLoRA``, ``FedEx``, ``CoLR``) send the
-    factors of that change to every client, also to those that sit the round out, whose share is logged as
-    ``comm/idle_down_bytes``; factors that are drawn anew cost nothing, for both sides have the seed.
+    Clients send the factors that the operator uses: both for most, the trained one for ``FFA``, ``RoLoRA`` and
+    ``CoLR``, :math:`A` alone for ``FedSA``, whose clients keep their :math:`B`. The server sends those that have
+    changed since the client last received them. Operators that change the base weight (``FLoRA``, ``FedEx``, ``CoLR``)
+    send the factors of that change to every client, also outside the cohort, which is logged as
+    ``comm/idle_down_bytes``. Redrawn factors are not sent, since both sides have the seed.
 
     With ``levels`` clients have different ranks: the same share of each layer's rank, at least 1. A client's scaling is
-    that of its own rank, :math:`\alpha / r_i`. The global model is that of the largest rank; those that clients of the
-    other levels have are evaluated beside it.
+    that of its own rank, :math:`\alpha / r_i`. The global model is that of the largest rank; the models of the other
+    levels are evaluated too.
 
     Args:
         operator: How factors are combined, such as ``ProductSum()`` or ``SumProduct()``.
         levels: Shares of each layer's rank, in (0, 1], the largest 1.
-        capacity: ``"fixed"``: a client has one level for good, clients taking turns in the order of their ids.
+        capacity: ``"fixed"``: a client always has the same level; levels are assigned in turns, in the order of ids.
             ``"dynamic"``: each client's level is drawn in each round.
         shares: Relative number of clients of each level, or its chance to be drawn; equal by default.
         keep: Patterns of names of trained parameters outside the adapters that stay with each client.
-        upload_ranks: For ``LoRAA2``: how many rank slots, over all layers, a client uploads, those that its training
-            has changed most. Several numbers are for clients in turn, in the order of their ids. ``None``: all slots.
+        upload_ranks: For ``LoRAA2``: how many rank slots, over all layers, a client uploads: those that training
+            changed most. Several numbers are assigned to clients in turns, in the order of ids. ``None``: all slots.
         adapter: Which of PEFT's adapters is trained; by default the active one.
 
     Raises:
@@ -114,10 +116,6 @@ class FedLoRA(Algorithm):
                 f"{operator!r} needs clients of one rank, and levels={list(levels)} gives them several: use RBLA() or"
                 " ZeroPadding() for the means of factors, or SumProduct()."
             )
-        if isinstance(operator, ZeroPadding) and operator.pruning is not None:
-            raise MisconfigurationException(
-                f"FedLoRA does not cut ranks during a run, and the operator is {operator!r}: use ZeroPadding()."
-            )
         if isinstance(keep, str):
             raise MisconfigurationException(f"keep must be a list of patterns, got {keep!r}.")
         budgets = [upload_ranks] if isinstance(upload_ranks, int) else list(upload_ranks or ())
@@ -125,7 +123,7 @@ class FedLoRA(Algorithm):
             not isinstance(operator, LoRAA2) or not budgets or not all(budget >= 1 for budget in budgets)
         ):
             raise MisconfigurationException(
-                f"upload_ranks is one number of at least 1, or several, and for the operator LoRAA2() alone, got"
+                f"upload_ranks must be one number of at least 1, or several, and needs the operator LoRAA2(), but is"
                 f" {upload_ranks!r} with {operator!r}."
             )
         self.operator = operator
@@ -139,10 +137,10 @@ class FedLoRA(Algorithm):
         self._factors: dict[str, tuple[Adapter, Name]] = {}
         self._kept: set[str] = set()
 
-    def setup(self, server: Server) -> None:
-        """Find the adapters, and what stays with the clients."""
+    def setup(self, base: Base) -> None:
+        """Find the adapters, and what clients keep; store or draw the initial values."""
         try:
-            self._adapters = find_adapters(server.module, self.adapter)
+            self._adapters = find_adapters(base.module, self.adapter)
         except ValueError as error:
             raise MisconfigurationException(f"FedLoRA: {error}") from error
         if not self._adapters:
@@ -154,18 +152,15 @@ class FedLoRA(Algorithm):
         self._factors = {
             adapter.parameters[name]: (adapter, name) for adapter in self._adapters.values() for name in _NAMES
         }
-        trained = {name: value for name, value in server.module.named_parameters() if value.requires_grad}
+        trained = {name: value for name, value in base.module.named_parameters() if value.requires_grad}
         frozen = sorted(self._factors.keys() - trained.keys())
         if frozen:
             raise MisconfigurationException(
-                f"FedLoRA: {frozen[0]} does not require a gradient: leave both factors trainable, and let the operator"
-                " say which are trained."
+                f"FedLoRA: {frozen[0]} does not require a gradient: leave both factors trainable; the operator chooses"
+                " which are trained."
             )
         others = [name for name in trained if name not in self._factors]
-        try:
-            check_patterns("keep", self.keep, others, "trained parameter outside the adapters")
-        except ValueError as error:
-            raise MisconfigurationException(str(error)) from error
+        check_patterns("keep", self.keep, others, "trained parameter outside the adapters")
         self._kept = {name for name in others if any(matches(pattern, name) for pattern in self.keep)}
         for adapter in self._adapters.values():
             if self.operator.changes_base and adapter.unfoldable:
@@ -178,92 +173,224 @@ class FedLoRA(Algorithm):
                 if still and not trained[adapter.parameters[name]].any():
                     raise MisconfigurationException(
                         f"{self.operator!r} trains only one factor in the first round, and the other one of layer"
-                        f" {adapter.name!r}, {name}, is zero, so that nothing would ever change: LowRank(init='lora')"
+                        f" {adapter.name!r}, {name}, is zero, so that nothing would change: LowRank(init='lora')"
                         " starts B at zero and A at random."
                     )
-
-    @torch.no_grad()
-    def begin_round(self, server: Server) -> None:
-        """Where rounds begin with drawn factors, draw those of the first one."""
-        if not self.operator.redraws or "change" in server.memory:
+        if "initial" in base.state:
             return
-        server.memory["change"] = {}
-        for layer, adapter in self._adapters.items():
-            own = self._server_pair(server, adapter)
-            if own.product().any():
-                adapter.fold(own)
-            drawn = self.operator.fresh(
-                adapter.shape,
-                adapter.rank,
-                scaling=own.scaling,
-                seed=derive_seed(self._seed(server), layer),
-                dtype=own.B.dtype,
-                device=own.B.device,
-            )
-            server.state.update(adapter.tensors(drawn, own.scaling))
+        known = {
+            parameter
+            for parameter, (_, name) in self._factors.items()
+            if name not in self.operator.sent_down(0) and not self.operator.redraws
+        }
+        base.state["initial"] = detached({name: trained[name] for name in known | self._kept})
+        if self.operator.redraws:
+            for layer, adapter in self._adapters.items():
+                own = adapter.pair(detached(trained), adapter.rank, self._scalings[layer])
+                if own.product().any():
+                    adapter.fold(own)
+                    base.state["folded"] = True
+            self._draw(base, 0)
+            copy_into(trained, base.state["factors"])
 
-    def kind(self, server: Server, client: Client, round_number: int) -> Hashable:
-        """Clients step together whose adapters have the same scalings, of whatever rank."""
+    def group_key(self, client: ClientInfo) -> Hashable:
+        """Clients whose adapters have the same scalings, of any rank, step together."""
         if len(self.levels) == 1:
             return None
-        level = self._capacities.level(server, client, round_number)
+        level = self._capacities.level(client)
         return tuple(self._scaling(adapter, level) for adapter in self._adapters.values())
 
-    def configure(self, server: Server, client: Client | None) -> None:
+    def configure(self, base: Base, client: ClientInfo | None) -> None:
         """Set the scalings to those of the client's ranks."""
-        level = 1.0 if client is None else self._capacities.level(server, client)
+        level = 1.0 if client is None else self._capacities.level(client)
         for adapter in self._adapters.values():
             adapter.scaling = self._scaling(adapter, level)
 
-    def broadcast(self, server: Server, client: Client) -> Payload:
+    @property
+    def announces(self) -> bool:
+        """Whether the operator changes the base weights."""
+        return self.operator.changes_base or self.operator.redraws
+
+    def update_base(self, base: Base, message: Mapping[str, Tensor]) -> None:
+        """Fold a change into the base weights, and draw the next round's factors where factors are drawn."""
+        changes = {
+            layer: {name: message[key] for name in _NAMES if (key := f"{layer}.change.{name}") in message}
+            for layer in self._adapters
+        }
+        if not any(changes.values()):
+            return
+        for layer, factors in changes.items():
+            adapter, scaling = self._adapters[layer], self._scalings[layer]
+            if len(factors) < 2:
+                # The other factor is the round's, which every side has drawn.
+                ((name, value),) = factors.items()
+                rank = value.shape[1 if name == "B" else 0]
+                drawn = adapter.pair(base.state["factors"], rank, scaling)
+                factors = {"B": drawn.B, "A": drawn.A, **factors}
+            adapter.fold(LowRankPair(factors["B"], factors["A"], scaling))
+        base.state["folded"] = True
+        if self.operator.redraws:
+            self._draw(base, base.state["draw"] + 1)
+
+    def reference(self, base: Base, received: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return what training starts from: what was received, and the drawn factors."""
+        return {**received, **base.state.get("factors", {})}
+
+    # The server's half
+
+    def broadcast(self, server: Server, client: ClientInfo) -> Message:
         """Return what the client lacks of the global model: factors of its own rank, and the rest of the model."""
-        level = self._capacities.level(server, client)
+        level = self._capacities.level(client)
         known = self._known_of(server, client.id)
         down, due = server.sent_down(), self._due(server, client)
         sent = {name: down[name] for name in down if name not in self._factors and name not in self._kept}
         for parameter, (adapter, name) in self._factors.items():
             if name in due:
                 sent[parameter] = adapter.slots(name, known[parameter], self._rank(adapter, level))
-        return Payload({**sent, **server.memory.get("change", {})})
+        return Message(sent)
 
-    def every_client_listens(self, server: Server) -> bool:
-        """A change of the base weight is every client's."""
-        return bool(server.memory.get("change"))
+    def receive(self, server: Server, client: ClientInfo, message: Message, weight: float) -> None:
+        """Keep the factors until all clients have sent theirs; add the rest to the mean.
 
-    def begin(self, server: Server, client: Client, payload: Payload, model: Mapping[str, Tensor]) -> None:
-        """Install what came, and what the client has: slots beyond its rank are zero."""
-        change = server.memory.get("change", {})
-        values = {name: value for name, value in payload.tensors.items() if name not in change}
-        level = self._capacities.level(server, client)
-        known = {**server.state, **client.memory.get("personal", {})}
-        for parameter, (adapter, name) in self._factors.items():
-            rank = self._rank(adapter, level)
-            value = values[parameter] if parameter in values else adapter.slots(name, known[parameter], rank)
-            # What the server and the client itself hold is for the scaling of the full rank.
-            values[parameter] = self._padded(adapter, name, value, self._scalings[adapter.name] / adapter.scaling)
-        values.update({name: known[name] for name in self._kept})
-        install(values, model)
+        Raises:
+            ValueError: If a factor is not finite, or its slots are out of range.
+        """
+        factors: dict[str, Tensor] = {}
+        rest: dict[str, Tensor] = {}
+        for name, value in message.tensors.items():
+            is_factor = name in self._factors
+            if is_factor and not value.isfinite().all():
+                raise ValueError(
+                    f"client {client.id} sent {name} with numbers that are not finite in round {server.round}: its"
+                    " training diverged; lower the learning rate or clip gradients."
+                )
+            (factors if is_factor or name.removesuffix(".slots") in self._adapters else rest)[name] = value
+        level = self._capacities.level(client)
+        self._check_slots(client, level, factors)
+        if rest:
+            server.aggregator.add(rest, weight)
+        arrival = {"weight": float(weight), "level": level, "factors": detached(factors)}
+        server.state.setdefault("arrivals", {})[client.id] = arrival
         if self._alternates:
-            client.memory["heard"] = server.round
-        if self.upload_ranks:
-            client.workspace = {
-                "received": {parameter: model[parameter].detach().clone() for parameter in self._factors}
+            versions = self._versions(server)
+            heard = server.state.setdefault("heard", {}).setdefault(client.id, {})
+            heard.update({name: (versions[name], level) for name in self._due(server, client)})
+
+    def _check_slots(self, client: ClientInfo, level: float, factors: Mapping[str, Tensor]) -> None:
+        for parameter, (adapter, name) in self._factors.items():
+            slots = factors.get(f"{adapter.name}.slots")
+            if slots is None or parameter not in factors:
+                continue
+            rank = self._rank(adapter, level)
+            chosen = [-1, *slots.tolist(), rank]
+            columns = adapter.matrix(name, factors[parameter]).shape[1 if name == "B" else 0]
+            if columns != len(slots) or any(slot >= after for slot, after in pairwise(chosen)):
+                raise ValueError(
+                    f"client {client.id} sent {columns} slots of {parameter} as {slots.tolist()}: they must be"
+                    f" ascending numbers from 0 to {rank - 1}."
+                )
+
+    @torch.no_grad()
+    def aggregate(self, server: Server) -> None:
+        """Let the operator combine the factors; average the rest."""
+        arrivals = dict(sorted(server.state["arrivals"].items()))
+        weights = [arrival["weight"] for arrival in arrivals.values()]
+        previous = {
+            name: adapter.pair(server.model, adapter.rank, self._scalings[name])
+            for name, adapter in self._adapters.items()
+        }
+        pairs = [self._pairs_of(server, client, arrival) for client, arrival in arrivals.items()]
+        found = self.operator.aggregate_model(
+            pairs, weights, round=server.round, seed=self._seed(server.base), previous=previous
+        )
+        for observer in self.observers:
+            observer(AggregatedRound(server.round, pairs, weights, found))
+        del server.state["arrivals"]
+        if server.aggregator.arrivals:
+            server.model.update(server.aggregator.result())
+        self._take(server, list(arrivals), found)
+
+    def _take(self, server: Server, clients: Sequence[int], found: Mapping[str, Broadcast]) -> None:
+        change: dict[str, Tensor] = {}
+        for layer, result in found.items():
+            adapter, scaling = self._adapters[layer], self._scalings[layer]
+            server.model.update(adapter.tensors(result.server, scaling))
+            if result.change is not None:
+                of_layer = result.change.resized(result.change.rank, scaling)
+                for name in sorted(self.operator.sent_down_of_change(server.round)):
+                    change[f"{layer}.change.{name}"] = getattr(of_layer, name)
+            if self.operator.broadcasts == "personal" and self.operator.sent_up(server.round) == set(_NAMES):
+                pairs = server.state.setdefault("pairs", {})
+                for client, pair in zip(clients, result.clients, strict=True):
+                    pairs.setdefault(client, {}).update(adapter.tensors(pair, scaling))
+        if change:
+            self.announce(server, change)
+        server.model.update(server.base.state.get("factors", {}))
+        if self._alternates:
+            server.state["versions"] = {
+                **self._versions(server),
+                **dict.fromkeys(self.operator.sent_up(server.round), server.round + 1),
             }
 
-    def before_step(self, server: Server, step: LocalStep) -> None:
+    def model_for(self, server: Server, client: ClientInfo) -> Mapping[str, Tensor]:
+        """Return the global model at the client's ranks, with the factors that the server holds for it alone."""
+        return self._at_level(self._known_of(server, client.id), self._capacities.level(client))
+
+    def variants(self, server: Server) -> dict[str, Mapping[str, Tensor]]:
+        """Return the global model at each level below 1, by the level."""
+        return {f"{level:g}": self._at_level(server.parameters(), level) for level in self.levels if level < 1}
+
+    def stand_in(self, server: Server, client: ClientInfo) -> State:
+        """Return the factors; a broadcast omits those that the client has."""
+        return {"received": {name: server.model[name] for name in self._factors}} if self._alternates else {}
+
+    def upload_limits(self, base: Base, client: ClientInfo) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of a whole upload, where the client chooses its slots."""
+        if not self.upload_ranks:
+            return {}
+        level, live = self._capacities.level(client), dict(base.module.named_parameters())
+        limits: dict[str, tuple[int, ...]] = {}
+        for parameter, (adapter, name) in self._factors.items():
+            rank = self._rank(adapter, level)
+            limits[f"{adapter.name}.slots"] = (rank,)
+            limits[parameter] = tuple(adapter.slots(name, live[parameter], rank).shape)
+        return limits
+
+    # The client's half
+
+    def begin(self, client: ClientContext, message: Message) -> None:
+        """Install the message and the client's own values; slots beyond its rank are zero."""
+        values = {name: value for name, value in message.tensors.items() if name in client.model}
+        came = {parameter: values[parameter] for parameter in self._factors if parameter in values}
+        level = self._capacities.level(client)
+        known = self._known_by(client)
+        for parameter, (adapter, name) in self._factors.items():
+            rank = self._rank(adapter, level)
+            value = came[parameter] if parameter in came else adapter.slots(name, known[parameter], rank)
+            # Values from the server and from the client's state are for the scaling of the full rank.
+            values[parameter] = self._padded(adapter, name, value, self._scalings[adapter.name] / adapter.scaling)
+        values.update({name: known[name] for name in self._kept})
+        copy_into(client.model, values)
+        if self._alternates:
+            client.state.setdefault("received", {}).update(detached(came))
+        if self.upload_ranks:
+            client.round_state["received"] = detached({name: client.model[name] for name in self._factors})
+
+    def before_step(self, step: LocalStep) -> None:
         """Drop the gradients of factors that this round does not train."""
-        trained = self.operator.trained(server.round)
+        trained = self.operator.trained(step.round)
         for parameter, (_, name) in self._factors.items():
             if name not in trained:
                 step.parameters[parameter].grad = None
 
-    def end(self, server: Server, client: Client, model: Mapping[str, Tensor]) -> Payload:
-        """Return the factors that the operator asks for and the rest; keep what stays with the client."""
-        level = self._capacities.level(server, client)
-        sent = {name: value for name, value in server.sent_up(model).items() if name not in self._factors}
+    def end(self, client: ClientContext) -> Message:
+        """Return the factors that the operator uses and the rest; keep the client's own."""
+        model = client.model
+        level = self._capacities.level(client)
+        sent = {name: value for name, value in client.base.sent_up(model).items() if name not in self._factors}
         personal = {name: sent.pop(name).detach().clone() for name in sorted(self._kept)}
-        up = self.operator.sent_up(server.round)
-        selected = self._selected(server, client, model)
+        up = self.operator.sent_up(client.round)
+        selected = self._selected(client)
         for parameter, (adapter, name) in self._factors.items():
             if name in up:
                 value = adapter.slots(name, model[parameter], self._rank(adapter, level))
@@ -272,115 +399,78 @@ class FedLoRA(Algorithm):
                     value = adapter.value(name, matrix.index_select(1 if name == "B" else 0, slots))
                     sent[f"{adapter.name}.slots"] = slots.to(torch.int32)
                 sent[parameter] = value
-            elif name in self.operator.trained(server.round):
+            elif name in self.operator.trained(client.round):
                 ratio = adapter.scaling / self._scalings[adapter.name]
                 personal[parameter] = self._padded(adapter, name, model[parameter], ratio).clone()
         if personal:
-            client.memory["personal"] = personal
-        return Payload(sent)
+            client.state["personal"] = personal
+        return Message(sent)
 
-    def receive(self, server: Server, client: Client, payload: Payload, weight: float) -> None:
-        """Hold the factors until all are there; take the rest into the mean.
+    def personal_model(self, client: ClientContext, model: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the given model with the client's own tensors, at the client's ranks."""
+        return self._at_level(super().personal_model(client, model), self._capacities.level(client))
 
-        Raises:
-            ValueError: If a factor is not finite.
-        """
-        factors: dict[str, Tensor] = {}
-        rest: dict[str, Tensor] = {}
-        for name, value in payload.tensors.items():
-            is_factor = name in self._factors
-            if is_factor and not value.isfinite().all():
-                raise ValueError(
-                    f"client {client.id} sent {name} with numbers that are not finite in round {server.round}: its"
-                    " training diverged; lower the learning rate or clip gradients."
-                )
-            (factors if is_factor or name.removesuffix(".slots") in self._adapters else rest)[name] = value
-        if rest:
-            server.mean.add(rest, weight)
-        arrival: dict[str, Any] = {"weight": float(weight), "level": self._capacities.level(server, client)}
-        arrival["factors"] = {name: value.detach().clone() for name, value in factors.items()}
-        if self.observers:
-            arrival["personal"] = dict(client.memory.get("personal", {}))
-        server.memory.setdefault("arrivals", {})[client.id] = arrival
+    # Both halves
 
-    @torch.no_grad()
-    def aggregate(self, server: Server) -> None:
-        """Let the operator combine the factors; average the rest."""
-        arrivals = [each for _, each in sorted(server.memory["arrivals"].items())]
-        clients = sorted(server.memory["arrivals"])
-        weights = [arrival["weight"] for arrival in arrivals]
-        previous = {name: self._server_pair(server, adapter) for name, adapter in self._adapters.items()}
-        pairs = [self._pairs_of(server, client, arrival) for client, arrival in zip(clients, arrivals, strict=True)]
-        found = self.operator.aggregate_model(
-            pairs, weights, round=server.round, seed=self._seed(server), previous=previous
-        )
-        if self.observers:
-            own = [
-                self._pairs_of(server, client, arrival, arrival.get("personal", {}))
-                for client, arrival in zip(clients, arrivals, strict=True)
-            ]
-            measured = found
-            if self.operator.sent_up(server.round) != self.operator.trained(server.round):
-                measured = self.operator.aggregate_model(
-                    own, weights, round=server.round, seed=self._seed(server), previous=previous
-                )
-            for observer in self.observers:
-                observer(AggregatedRound(server.round, own, weights, measured))
-        del server.memory["arrivals"]
-        if server.mean.arrivals:
-            server.state.update(server.mean.result())
-        self._take(server, clients, found)
-
-    def _take(self, server: Server, clients: Sequence[int], found: Mapping[str, Broadcast]) -> None:
-        change: dict[str, Tensor] = {}
-        for layer, result in found.items():
-            adapter = self._adapters[layer]
-            server.state.update(adapter.tensors(result.server, self._scalings[layer]))
-            if result.change is not None:
-                adapter.fold(result.change)
-                for name in sorted(self.operator.sent_down_of_change(server.round)):
-                    change[f"{layer}.change.{name}"] = getattr(result.change, name)
-            if self.operator.broadcasts == "personal" and self.operator.sent_up(server.round) == set(_NAMES):
-                pairs = server.memory.setdefault("pairs", {})
-                for client, pair in zip(clients, result.clients, strict=True):
-                    pairs.setdefault(client, {}).update(adapter.tensors(pair, self._scalings[layer]))
-        server.memory["change"] = change
-        if self._alternates:
-            versions = server.memory.setdefault("versions", self._first_versions())
-            for name in self.operator.sent_up(server.round):
-                versions[name] = server.round + 1
-
-    def personal_state(self, server: Server, client: Client) -> Mapping[str, Tensor]:
-        """Return the global model at the client's ranks, with what is the client's own."""
-        own = {**super().personal_state(server, client), **server.memory.get("pairs", {}).get(client.id, {})}
-        own.update(client.memory.get("personal", {}))
-        return self._at_level(own, self._capacities.level(server, client))
-
-    def variants(self, server: Server) -> dict[str, Mapping[str, Tensor]]:
-        """Return the global model at each level below 1, by the level."""
-        parameters = server.parameters(server.state)
-        return {f"{level:g}": self._at_level(parameters, level) for level in self.levels if level < 1}
+    def _draw(self, base: Base, number: int) -> None:
+        """Draw the initial factors of the next round, the same on every side."""
+        drawn: dict[str, Tensor] = {}
+        parameters = dict(base.module.named_parameters())
+        for layer, adapter in self._adapters.items():
+            like, scaling = parameters[adapter.parameters["B"]], self._scalings[layer]
+            pair = self.operator.fresh(
+                adapter.shape,
+                adapter.rank,
+                scaling=scaling,
+                round=number,
+                seed=derive_seed(self._seed(base), layer),
+                dtype=like.dtype,
+                device=like.device,
+            )
+            drawn |= adapter.tensors(pair, scaling)
+        base.state.update({"factors": drawn, "draw": number})
 
     @property
     def _alternates(self) -> bool:
-        """Whether rounds train different factors, so that a client may lack the news of several rounds."""
+        """Whether rounds train different factors, so that a client may lack the changes of several rounds."""
         return self.operator.trained(0) != self.operator.trained(1)
 
-    def _first_versions(self) -> dict[str, int]:
+    def _versions(self, server: Server) -> dict[str, int]:
+        """Return the round before which each factor changed last; -1 if every side has it from the start."""
         down = self.operator.sent_down(0)
-        return {name: 0 if name in down else -1 for name in _NAMES}
+        first = {name: 0 if name in down else -1 for name in _NAMES}
+        versions: dict[str, int] = server.state.get("versions", first)
+        return versions
 
-    def _due(self, server: Server, client: Client) -> set[str]:
+    def _due(self, server: Server, client: ClientInfo) -> set[str]:
         """Return the factors that a client must be sent."""
         if not self._alternates:
             return set(self.operator.sent_down(server.round))
-        versions = server.memory.get("versions") or self._first_versions()
-        return {name for name in _NAMES if versions[name] > client.memory.get("heard", -1)}
+        heard = server.state.get("heard", {}).get(client.id, {})
+        level = self._capacities.level(client)
+        due = set()
+        for name, version in self._versions(server).items():
+            # A client may need more slots than it was sent when its level was lower.
+            last, slots = heard.get(name, (-1, 1.0))
+            if version > last or level > slots:
+                due.add(name)
+        return due
 
     @staticmethod
     def _known_of(server: Server, client: int) -> dict[str, Tensor]:
         """Return the global values, with the factors that the server holds for the client alone."""
-        return {**server.state, **server.memory.get("pairs", {}).get(client, {})}
+        return {**server.model, **server.state.get("pairs", {}).get(client, {})}
+
+    @staticmethod
+    def _known_by(client: ClientContext) -> dict[str, Tensor]:
+        """Return a client's values before the message: initial or drawn ones, the last received, and its own."""
+        shared, own = client.base.state, client.state
+        return {
+            **shared["initial"],
+            **shared.get("factors", {}),
+            **own.get("received", {}),
+            **own.get("personal", {}),
+        }
 
     def _at_level(self, state: Mapping[str, Tensor], level: float) -> dict[str, Tensor]:
         cut = {
@@ -396,15 +486,13 @@ class FedLoRA(Algorithm):
             matrix = matrix * ratio
         return adapter.value(name, padded(matrix, adapter.rank, 1 if name == "B" else 0))
 
-    def _pairs_of(
-        self, server: Server, client: int, arrival: Mapping[str, Any], personal: Mapping[str, Tensor] | None = None
-    ) -> dict[str, LowRankPair]:
-        """Return one client's pairs as the server knows them; with what it keeps for itself, as they are."""
+    def _pairs_of(self, server: Server, client: int, arrival: State) -> dict[str, LowRankPair]:
+        """Return one client's pairs."""
         pairs = {}
-        received = {**self._known_of(server, client), **(personal or {})}
+        known = self._known_of(server, client)
         for layer, adapter in self._adapters.items():
             rank, scaling = self._rank(adapter, arrival["level"]), self._scaling(adapter, arrival["level"])
-            before = adapter.pair(received, adapter.rank, self._scalings[layer]).resized(rank, scaling)
+            before = adapter.pair(known, adapter.rank, self._scalings[layer]).resized(rank, scaling)
             factors = {"B": before.B, "A": before.A}
             slots = arrival["factors"].get(f"{layer}.slots")
             for name in _NAMES:
@@ -419,23 +507,20 @@ class FedLoRA(Algorithm):
             pairs[layer] = LowRankPair(factors["B"], factors["A"], scaling)
         return pairs
 
-    def _selected(self, server: Server, client: Client, model: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the slots that a client of `LoRAA2` with a budget uploads, by layer; nothing where it sends all."""
+    def _selected(self, client: ClientContext) -> dict[str, Tensor]:
+        """Return the slots that a client of `LoRAA2` with a budget uploads, by layer; empty if it sends all."""
         if not isinstance(self.operator, LoRAA2) or not self.upload_ranks:
             return {}
         budget = self.upload_ranks[client.id % len(self.upload_ranks)]
-        level = self._capacities.level(server, client)
+        level = self._capacities.level(client)
         trained, received = (
             {
                 layer: adapter.pair(tensors, self._rank(adapter, level), adapter.scaling)
                 for layer, adapter in self._adapters.items()
             }
-            for tensors in (model, client.workspace["received"])
+            for tensors in (client.model, client.round_state["received"])
         )
-        return self.operator.select_ranks(trained, received, budget, server.round)
-
-    def _server_pair(self, server: Server, adapter: Adapter) -> LowRankPair:
-        return adapter.pair(server.state, adapter.rank, self._scalings[adapter.name])
+        return self.operator.select_ranks(trained, received, budget, client.round)
 
     def _scaling(self, adapter: Adapter, level: float) -> float:
         return self._scalings[adapter.name] * (
@@ -447,5 +532,5 @@ class FedLoRA(Algorithm):
         return max(round(level * adapter.rank), 1)
 
     @staticmethod
-    def _seed(server: Server) -> int:
-        return derive_seed(server.seed, "adapters")
+    def _seed(base: Base) -> int:
+        return derive_seed(base.seed, "adapters")

@@ -1,24 +1,22 @@
-"""FedProx: clients are held near to the model that they were sent, so that unlike data do not drive them apart."""
+"""FedProx: a proximal term holds clients near to the model that they received."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor
 
 from lightning_lowrank.algorithms.pfedme import pull
+from lightning_lowrank.configuration import check_number
 from lightning_lowrank.federated.algorithm import Algorithm, LocalStep
-from lightning_lowrank.federated.client import Client, Server
-from lightning_lowrank.federated.payload import Payload
+from lightning_lowrank.federated.messages import Message
+from lightning_lowrank.federated.state import Base, ClientContext
 
 
 class FedProx(Algorithm):
     r"""Federated optimization in heterogeneous networks (Li et al., MLSys 2020, Algorithm 2).
 
     Each client minimizes :math:`F_k(w) + \frac{\mu}{2}\|w - w_t\|^2` (Eq. 2) with the model :math:`w_t` that it was
-    sent: :math:`\mu(w - w_t)` is added to every gradient, before it is clipped. Everything else, the bytes too, is
-    `FedAvg`, which ``mu=0`` is bit for bit. (The paper draws clients by their numbers of samples and averages them
+    sent: :math:`\mu(w - w_t)` is added to every gradient, before it is clipped. Everything else is as in `FedAvg`;
+    ``mu=0`` is `FedAvg` bit for bit. (The paper draws clients by their numbers of samples and averages them
     evenly: ``FederatedLoop(..., sampling_weights=..., weighting="uniform")``.) With `LowRank` the proximal term is that
     of the factors.
 
@@ -34,24 +32,23 @@ class FedProx(Algorithm):
     """
 
     def __init__(self, mu: float) -> None:
-        if not 0 <= mu < float("inf"):
-            raise MisconfigurationException(f"mu must be a finite number, 0 or more, got {mu}")
+        check_number("mu", mu, least=0)
         self.mu = mu
 
-    def setup(self, server: Server) -> None:
+    def setup(self, base: Base) -> None:
         """Refuse several optimizers."""
-        if len(server.optimizers) > 1:
+        if len(base.optimizers) > 1:
             raise MisconfigurationException(
-                f"FedProx adds its term to all gradients at each step, and the {len(server.optimizers)} optimizers of"
+                f"FedProx adds its term to all gradients at each step, and the {len(base.optimizers)} optimizers of"
                 " configure_optimizers() would each add it: use one."
             )
 
-    def begin(self, server: Server, client: Client, payload: Payload, model: Mapping[str, Tensor]) -> None:
+    def begin(self, client: ClientContext, message: Message) -> None:
         """Install what was received, and remember its parameters."""
-        super().begin(server, client, payload, model)
-        client.workspace["received"] = server.parameters(payload.tensors)
+        super().begin(client, message)
+        client.round_state["received"] = client.base.parameters(message.tensors)
 
-    def before_step(self, server: Server, step: LocalStep) -> None:
+    def before_step(self, step: LocalStep) -> None:
         """Add the gradient of the proximal term."""
         if self.mu:
-            pull(step.parameters, step.workspace["received"], self.mu)
+            pull(step.parameters, step.round_state["received"], self.mu)

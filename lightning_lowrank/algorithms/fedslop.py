@@ -1,20 +1,18 @@
-"""FedSLoP: clients train every weight, but a round moves each matrix only inside one random subspace.
+"""FedSLoP: clients train every weight, and a round changes each matrix within one random subspace.
 
-The subspaces are those of `ProjectedSGD`, drawn on every side from a seed that the server sends; so a client's momentum
-is small, and what it sends of a matrix are the coefficients of its change, from which the server composes the change.
+Every side draws the subspaces of `ProjectedSGD` from a seed that the server sends. A client's momentum is small, and it
+sends the coefficients of a matrix's change, from which the server composes the change.
 """
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from lightning_lowrank.federated.algorithm import Algorithm, install
-from lightning_lowrank.federated.client import Client, Server
-from lightning_lowrank.federated.payload import Payload
+from lightning_lowrank.federated.algorithm import Algorithm
+from lightning_lowrank.federated.messages import Message
+from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, Server, copy_into
 from lightning_lowrank.optim import ProjectedSGD
 from lightning_lowrank.seeding import derive_seed
 
@@ -31,17 +29,16 @@ class FedSLoP(Algorithm):
     A client steps :math:`v \leftarrow \mu v + G P`, :math:`W \leftarrow W - \eta v P^\top` and keeps :math:`v` as
     ``out × r``. Weight decay is inside the projection.
 
-    Down goes the dense model, and the seed in place of :math:`P`. Up come ``out × r`` numbers for each matrix, the
+    The server sends the dense model and the seed of :math:`P`. A client sends ``out × r`` numbers for each matrix, the
     coefficients :math:`(W_\text{end} - W_\text{start}) P`, and the values of what is not projected: biases and norms,
-    groups with ``rank=None``, and matrices with no more than ``r`` columns. At ranks as large as that everywhere,
-    FedSLoP is bit for bit `FedAvg` with `torch.optim.SGD`'s momentum.
+    groups with ``rank=None``, and matrices with at most ``r`` columns. If no matrix has more columns, FedSLoP is bit
+    for bit `FedAvg` with `torch.optim.SGD`'s momentum.
 
-    With `LowRank` in front of it the factors are the matrices that are projected. The momentum starts at zero in each
-    round, as in Algorithm 1. With ``FederatedLoop(optimizer_state="keep")`` a client carries its own, of which the
-    optimizer's ``moments`` says what becomes in the new subspace; ``"rotate"``, its default, takes
-    :math:`v P_\text{old}^\top P_\text{new}`. (The authors' release carries it in full size, so that a change leaves
-    the span of :math:`P` and costs a dense uplink.) The paper averages clients with equal weights:
-    ``FederatedLoop(weighting="uniform")``.
+    With `LowRank` before the loop, the factors are projected. The momentum starts at zero in each round, as in
+    Algorithm 1. With ``FederatedLoop(optimizer_state="keep")`` clients keep it, and the optimizer's ``moments`` sets
+    how it enters the new subspace; ``"rotate"``, its default, takes :math:`v P_\text{old}^\top P_\text{new}`. (The
+    authors' release keeps it in full size, so that a change leaves the span of :math:`P` and costs a dense uplink.)
+    The paper averages clients with equal weights: ``FederatedLoop(weighting="uniform")``.
 
     Raises:
         MisconfigurationException: If an optimizer is not `ProjectedSGD`, draws subspaces within a round or takes them
@@ -59,15 +56,15 @@ class FedSLoP(Algorithm):
     def __init__(self) -> None:
         self._places: dict[str, tuple[int, int, int]] = {}
 
-    def setup(self, server: Server) -> None:
+    def setup(self, base: Base) -> None:
         """Check the optimizers, and find each parameter's place in them."""
         self._places = {}
-        names = {value: name for name, value in server.module.named_parameters() if value.requires_grad}
-        for number, optimizer in enumerate(server.optimizers):
+        names = {value: name for name, value in base.module.named_parameters() if value.requires_grad}
+        for number, optimizer in enumerate(base.optimizers):
             if type(optimizer) is not ProjectedSGD:
                 raise MisconfigurationException(
-                    f"FedSLoP's clients step in subspaces that the server draws, and {type(optimizer).__name__} has"
-                    " none: return ProjectedSGD(self.parameters(), rank=..., refresh_interval=None) from"
+                    f"FedSLoP's clients step in subspaces, which {type(optimizer).__name__} does not have:"
+                    " return ProjectedSGD(self.parameters(), rank=..., refresh_interval=None) from"
                     " configure_optimizers()."
                 )
             for index, group in enumerate(optimizer.param_groups):
@@ -86,54 +83,66 @@ class FedSLoP(Algorithm):
                         self._places[names[parameter]] = number, index, position
 
     def begin_round(self, server: Server) -> None:
-        """Draw the round's seed, and have every client step in its subspaces."""
-        seed = derive_seed(server.seed, "subspace", server.round)
-        server.memory[_SEED] = torch.tensor(seed)
-        for optimizer in server.optimizers:
-            assert isinstance(optimizer, ProjectedSGD)
-            optimizer.refresh(seed)
+        """Draw the round's subspaces in the server's optimizers."""
+        _enter(server.base, self._seed(server))
 
-    def broadcast(self, server: Server, client: Client) -> Payload:
+    def broadcast(self, server: Server, client: ClientInfo) -> Message:
         """Return the global model and the seed of the round's subspaces."""
-        return Payload({**server.sent_down(), _SEED: server.memory[_SEED]})
-
-    def begin(self, server: Server, client: Client, payload: Payload, model: Mapping[str, Tensor]) -> None:
-        """Install the global model."""
-        install({name: value for name, value in payload.tensors.items() if name != _SEED}, model)
-
-    @torch.no_grad()
-    def end(self, server: Server, client: Client, model: Mapping[str, Tensor]) -> Payload:
-        """Return the coefficients of what is projected, and the values of the rest."""
-        sent: dict[str, Tensor] = {}
-        for name, value in server.sent_up(model).items():
-            projection = self._projection(server, name)
-            if projection is None:
-                sent[name] = value
-            else:
-                # Every client began from these values, which are what it was sent.
-                change = (value - server.state[name]).flatten(1)
-                sent[_COEFFICIENTS + name] = change @ projection
-        return Payload(sent)
+        return Message({**server.sent_down(), _SEED: torch.tensor(self._seed(server))})
 
     @torch.no_grad()
     def aggregate(self, server: Server) -> None:
-        """Average what came up; the mean of the changes is that of the coefficients, composed."""
-        for name, value in server.mean.result().items():
+        """Average the values, and compose the mean of the changes from the mean of the coefficients."""
+        for name, value in server.aggregator.result().items():
             if name.startswith(_COEFFICIENTS):
                 name = name.removeprefix(_COEFFICIENTS)
-                projection = self._projection(server, name)
+                projection = self._projection(server.base, name)
                 assert projection is not None
-                start = server.state[name]
-                server.state[name] = start + (value @ projection.mT).view(start.shape)
+                start = server.model[name]
+                server.model[name] = start + (value @ projection.mT).view(start.shape)
             else:
-                server.state[name] = value
+                server.model[name] = value
 
-    def _projection(self, server: Server, name: str) -> Tensor | None:
+    def begin(self, client: ClientContext, message: Message) -> None:
+        """Install the global model, and enter the round's subspaces."""
+        received = dict(message.tensors)
+        _enter(client.base, int(received.pop(_SEED)))
+        copy_into(client.model, received)
+        client.round_state["received"] = {
+            name: value for name, value in received.items() if self._projection(client.base, name) is not None
+        }
+
+    @torch.no_grad()
+    def end(self, client: ClientContext) -> Message:
+        """Return the coefficients of projected changes, and the values of the rest."""
+        sent: dict[str, Tensor] = {}
+        for name, value in client.base.sent_up(client.model).items():
+            projection = self._projection(client.base, name)
+            if projection is None:
+                sent[name] = value
+            else:
+                change = (value - client.round_state["received"][name]).flatten(1)
+                sent[_COEFFICIENTS + name] = change @ projection
+        return Message(sent)
+
+    @staticmethod
+    def _seed(server: Server) -> int:
+        return derive_seed(server.seed, "subspace", server.round)
+
+    def _projection(self, base: Base, name: str) -> Tensor | None:
         """Return the round's ``P`` of a parameter, ``None`` for what is not projected."""
         if name not in self._places:
             return None
         number, index, position = self._places[name]
-        optimizer = server.optimizers[number]
+        optimizer = base.optimizers[number]
         assert isinstance(optimizer, ProjectedSGD)
         # Asked for by place: while clients step together, the optimizer holds their stacks.
         return optimizer.projection(optimizer.param_groups[index]["params"][position])
+
+
+def _enter(base: Base, seed: int) -> None:
+    """Let a side's optimizers step in the subspaces of a seed. In a simulation all sides share the optimizers."""
+    for optimizer in base.optimizers:
+        assert isinstance(optimizer, ProjectedSGD)
+        if any(group["seed"] != seed for group in optimizer.param_groups):
+            optimizer.refresh(seed)

@@ -1,21 +1,19 @@
 r"""HeteroFL: clients of different capacity train networks of different width, cut from one global network.
 
 A client of rate p has the first ⌈p·c⌉ of the c channels of every hidden layer. The server averages each number of the
-global network over the clients that have it. Here the channels that a client lacks are zeros in the live module, which
-computes just what the narrower network would, as long as nothing mixes channels but the sliced layers.
+global network over the clients that have it. The channels that a client lacks are zeros in the live module, which
+computes the narrower network's output, as long as only the sliced layers mix channels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils.hooks import RemovableHandle
 
 from lightning_lowrank.algorithms._capacity import (
@@ -23,18 +21,21 @@ from lightning_lowrank.algorithms._capacity import (
     Capacity,
     add_blocks,
     average_blocks,
-    install_blocks,
+    copy_blocks_into,
     leading,
     refuse_kept_moments,
 )
-from lightning_lowrank.federated.algorithm import Algorithm, LocalStep
-from lightning_lowrank.federated.client import Client, Server
-from lightning_lowrank.federated.payload import Payload
+from lightning_lowrank.configuration import check_number
+from lightning_lowrank.federated.algorithm import Algorithm, LocalStep, detached
+from lightning_lowrank.federated.messages import Message
+from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, Server
+from lightning_lowrank.internals.torch import BATCH_NORMS, INSTANCE_NORMS, own_parameters
 from lightning_lowrank.layers.factorization.base import ceil
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_NORMS: tuple[type[nn.Module], ...] = (*BATCH_NORMS, *INSTANCE_NORMS)
 _Extent = tuple[int, int] | None
-"""Of a dimension that is sliced: its channels, and how many numbers stand for each."""
+"""The channels of a sliced dimension, and the numbers for each; ``None`` for another dimension."""
 
 
 class HeteroFL(Algorithm):
@@ -46,21 +47,20 @@ class HeteroFL(Algorithm):
     output of every layer but the last by the rate (Section 3), so that activations are as large as those of the whole
     network.
 
-    Only the slices travel, both ways. A number of the global network becomes the mean over the clients that trained
-    it, in the proportions of the loop's ``weighting``: the paper's plain mean is ``weighting="uniform"``. One that
-    nobody trained keeps its value. The global network itself has the width of the largest rate, so one rate alone,
-    ``HeteroFL([0.5], scaler=False)``, is federated averaging of a narrower network. (`ResNet18` and `ResNet34` are also
-    made narrower by their ``width``.)
+    Only the slices are sent, in both directions. A number of the global network becomes the mean over the clients that
+    trained it, with the loop's ``weighting`` (the paper's is ``"uniform"``), or keeps its value if no client did. The
+    global network has the width of the largest rate, so a single rate, ``HeteroFL([0.5], scaler=False)``, is federated
+    averaging of a narrower network. (`ResNet18` and `ResNet34` also have a ``width``.)
 
-    The paper's static BatchNorm is `StaticBatchNorm`, its masked cross-entropy ``Classifier(mask_absent_classes)``.
+    The paper's static BatchNorm is `StaticBatchNorm`, its masked cross-entropy `MaskAbsentClasses`.
 
-    Channels must keep their order: a network that concatenates, splits or shuffles them is sliced otherwise than a
-    narrower network of its kind would be. What shows in the layers' sizes is refused.
+    Channels must keep their order: a network that concatenates, splits or shuffles them is sliced wrongly. This is
+    refused where the layers' sizes show it.
 
     Args:
         rates: Shares of the channels, in (0, 1]. The paper's by default; FedHM's comparison (arXiv:2111.14655) has
             others.
-        capacity: ``"fixed"``: a client has one rate for good, clients taking turns in the order of their ids.
+        capacity: ``"fixed"``: a client always has the same rate; rates are assigned in turns, in the order of ids.
             ``"dynamic"``: each client's rate is drawn in each round.
         shares: Relative number of clients of each rate, or its chance to be drawn; equal by default.
         scaler: Whether outputs are divided by the rate in training.
@@ -86,10 +86,8 @@ class HeteroFL(Algorithm):
         scaler: bool = True,
     ) -> None:
         self._capacities = Capacities("rates", rates, capacity, shares)
-        if not all(0 < rate <= 1 for rate in rates):
-            raise MisconfigurationException(
-                f"rates must be shares of the channels above 0 and at most 1, but is {list(rates)}."
-            )
+        for index, rate in enumerate(rates):
+            check_number(f"rates[{index}]", rate, above=0, most=1)
         self.rates = tuple(rates)
         self.scaler = scaler
         self._extents: dict[str, tuple[_Extent, ...]] = {}
@@ -97,54 +95,54 @@ class HeteroFL(Algorithm):
         self._hooks: list[RemovableHandle] = []
         self._rate = 1.0
 
-    def setup(self, server: Server) -> None:
-        """Find the dimensions that are sliced; zero the channels beyond the largest rate, which nobody trains."""
-        self._extents, self._scaled = _survey(server.module)
-        parameters: dict[str, Tensor] = dict(server.module.named_parameters())
+    def setup(self, base: Base) -> None:
+        """Find the dimensions that are sliced; zero the channels beyond the largest rate, which no client trains."""
+        self._extents, self._scaled = _survey(base.module)
+        parameters: dict[str, Tensor] = dict(base.module.named_parameters())
         widest = self._slice(parameters, max(self.rates))
-        install_blocks({name: value.detach().clone() for name, value in widest.items()}, parameters)
+        copy_blocks_into(parameters, detached(widest))
 
-    def kind(self, server: Server, client: Client, round_number: int) -> Hashable:
+    def group_key(self, client: ClientInfo) -> Hashable:
         """Clients of one rate step together: their outputs are divided by the same number."""
-        return self._capacities.level(server, client, round_number)
+        return self._capacities.level(client)
 
-    def configure(self, server: Server, client: Client | None) -> None:
-        """Put the scalers of the client's rate in; the global network has none."""
+    def configure(self, base: Base, client: ClientInfo | None) -> None:
+        """Register the scalers of the client's rate; the global network has none."""
         while self._hooks:
             self._hooks.pop().remove()
-        self._rate = 1.0 if client is None else self._capacities.level(server, client)
+        self._rate = 1.0 if client is None else self._capacities.level(client)
         if client is not None and self.scaler and self._rate < 1:
             scale = partial(_scale_output, self._rate)
             self._hooks = [layer.register_forward_hook(scale) for layer in self._scaled]
 
-    def broadcast(self, server: Server, client: Client) -> Payload:
+    def broadcast(self, server: Server, client: ClientInfo) -> Message:
         """Return the client's slice of the global network."""
-        return Payload(self._slice(server.sent_down(), self._capacities.level(server, client)))
+        return Message(self._slice(server.sent_down(), self._capacities.level(client)))
 
-    def begin(self, server: Server, client: Client, payload: Payload, model: Mapping[str, Tensor]) -> None:
+    def begin(self, client: ClientContext, message: Message) -> None:
         """Install the slice among zeros."""
         if self._capacities.capacity == "dynamic":
             refuse_kept_moments(client, "with capacity='dynamic' a client trains other channels in each round")
-        install_blocks(payload.tensors, model)
+        copy_blocks_into(client.model, message.tensors)
 
-    def before_step(self, server: Server, step: LocalStep) -> None:
+    def before_step(self, step: LocalStep) -> None:
         """Zero the gradients of channels that the client does not have."""
         if self._rate == 1:
             return
         for name, parameter in step.parameters.items():
             if parameter.grad is None:
                 continue
-            whole = parameter.shape[1:] if step.together else parameter.shape
+            whole = parameter.shape[1:] if step.stacked else parameter.shape
             for dimension, size in enumerate(self._shape(name, whole, self._rate), start=-len(whole)):
                 parameter.grad.narrow(dimension, size, whole[dimension] - size).zero_()
 
-    def end(self, server: Server, client: Client, model: Mapping[str, Tensor]) -> Payload:
+    def end(self, client: ClientContext) -> Message:
         """Return the client's slice."""
-        return Payload(self._slice(server.sent_up(model), self._capacities.level(server, client)))
+        return Message(self._slice(client.base.sent_up(client.model), self._capacities.level(client)))
 
-    def receive(self, server: Server, client: Client, payload: Payload, weight: float) -> None:
-        """Take the slice in."""
-        add_blocks(server, payload.tensors, weight)
+    def receive(self, server: Server, client: ClientInfo, message: Message, weight: float) -> None:
+        """Add the slice to the mean."""
+        add_blocks(server, message.tensors, weight)
 
     def aggregate(self, server: Server) -> None:
         """Average each number over the clients that have it."""
@@ -153,18 +151,18 @@ class HeteroFL(Algorithm):
     def variants(self, server: Server) -> dict[str, Mapping[str, Tensor]]:
         """Return the network of each rate but the largest, by the rate, cut from the global one.
 
-        Statistics are not among its tensors: they are the global network's.
+        It has no statistics; those of the global network are used.
         """
         return {f"{rate:g}": self._variant(server, rate) for rate in self.rates if rate < max(self.rates)}
 
-    def personal_state(self, server: Server, client: Client) -> Mapping[str, Tensor]:
+    def model_for(self, server: Server, client: ClientInfo) -> Mapping[str, Tensor]:
         """Return the network of the client's rate, cut from the global one."""
-        return self._variant(server, self._capacities.level(server, client))
+        return self._variant(server, self._capacities.level(client))
 
     def _variant(self, server: Server, rate: float) -> Mapping[str, Tensor]:
-        parameters = server.parameters(server.state)
+        parameters = server.parameters()
         cut = {name: torch.zeros_like(value) for name, value in parameters.items()}
-        install_blocks(self._slice(parameters, rate), cut)
+        copy_blocks_into(cut, self._slice(parameters, rate))
         return cut
 
     def _slice(self, model: Mapping[str, Tensor], rate: float) -> dict[str, Tensor]:
@@ -188,7 +186,7 @@ def _survey(module: nn.Module) -> tuple[dict[str, tuple[_Extent, ...]], list[nn.
     layers = [(name, layer) for name, layer in module.named_modules() if _own_tensors(layer)]
     for name, layer in layers:
         _check_layer(name, layer)
-    products = [layer for _, layer in layers if not isinstance(layer, (_BatchNorm, _InstanceNorm))]
+    products = [layer for _, layer in layers if not isinstance(layer, _NORMS)]
     if len(products) < 2:
         raise MisconfigurationException(
             "HeteroFL slices what is between a first and a last convolution or linear layer, and the module has"
@@ -199,10 +197,11 @@ def _survey(module: nn.Module) -> tuple[dict[str, tuple[_Extent, ...]], list[nn.
     hidden: dict[int, None] = {}
     previous: nn.Module | None = None
     for name, layer in layers:
-        if isinstance(layer, (_BatchNorm, _InstanceNorm)):
-            sliced = (layer.num_features, 1) if previous is not None and previous is not last else None
-            if sliced is not None and layer.num_features not in hidden:
-                _refuse(name, layer, f"normalises {layer.num_features} channels, which no layer before it puts out")
+        if isinstance(layer, _NORMS):
+            channels = cast(int, layer.num_features)
+            sliced = (channels, 1) if previous is not None and previous is not last else None
+            if sliced is not None and channels not in hidden:
+                _refuse(name, layer, f"normalises {channels} channels, which no layer before it puts out")
             for tensor, value in layer.state_dict(keep_vars=True).items():
                 extents[_join(name, tensor)] = (sliced,) * value.ndim
             continue
@@ -221,7 +220,7 @@ def _inputs(name: str, layer: nn.Module, previous: nn.Module | None, hidden: Map
     """Return how the input of a layer that is not the first is sliced."""
     if getattr(layer, "groups", 1) > 1:
         if layer.groups != layer.in_channels:
-            _refuse(name, layer, f"has groups={layer.groups}: a slice of the channels is no slice of the groups")
+            _refuse(name, layer, f"has groups={layer.groups}: a slice of the channels is not a slice of the groups")
         return None
     size = layer.get_parameter("weight").shape[1]
     assert previous is not None
@@ -235,9 +234,9 @@ def _inputs(name: str, layer: nn.Module, previous: nn.Module | None, hidden: Map
 
 def _check_layer(name: str, layer: nn.Module) -> None:
     if isinstance(layer, (nn.GroupNorm, nn.LayerNorm)):
-        _refuse(name, layer, "normalises across channels, so that channels that a client lacks would count as zeros")
-    sliceable = type(layer) in (nn.Linear, *_CONVOLUTIONS) or isinstance(layer, (_BatchNorm, _InstanceNorm))
-    if not sliceable or not {"weight", "bias"} >= layer._parameters.keys():
+        _refuse(name, layer, "normalises across channels, where channels that a client lacks would count as zeros")
+    sliceable = type(layer) in (nn.Linear, *_CONVOLUTIONS) or isinstance(layer, _NORMS)
+    if not sliceable or not {"weight", "bias"} >= own_parameters(layer).keys():
         _refuse(name, layer, "is none of the layers that can be sliced (convolutions, linear layers, BatchNorm)")
     if not all(parameter.requires_grad for parameter in layer.parameters(recurse=False)):
         _refuse(name, layer, "is frozen, so that every client has all of it")
@@ -248,8 +247,8 @@ def _refuse(name: str, layer: nn.Module, reason: str) -> None:
 
 
 def _own_tensors(layer: nn.Module) -> bool:
-    return any(value is not None for value in layer._parameters.values()) or bool(
-        isinstance(layer, (_BatchNorm, _InstanceNorm, nn.GroupNorm, nn.LayerNorm))
+    return any(value is not None for value in own_parameters(layer).values()) or bool(
+        isinstance(layer, (*_NORMS, nn.GroupNorm, nn.LayerNorm))
     )
 
 

@@ -1,43 +1,44 @@
-"""Training on each client alone: what clients get without any federation, the floor of every comparison."""
+"""Training on each client alone, without federation: the lower bound in comparisons."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from torch import Tensor
-
-from lightning_lowrank.federated.algorithm import Algorithm, install
-from lightning_lowrank.federated.client import Client, Server
-from lightning_lowrank.federated.payload import Payload
+from lightning_lowrank.federated.algorithm import Algorithm, detached
+from lightning_lowrank.federated.messages import Message
+from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, Server, copy_into, trained_tensors
 
 
 class LocalTraining(Algorithm):
     """Every client trains its own model on its own samples; nothing is sent.
 
-    A client that is drawn goes on from where it was. The global model stays as it began, so judge the clients' own
-    models: ``FederatedLoop(..., personal_test=...)``. The other end of the scale, training on all samples in one place,
-    is `FedAvg` with one client.
+    A client starts from the initial model, and continues from its own model when it is drawn again. The global model
+    does not change, so evaluate the clients' own models: ``FederatedLoop(..., personal_test=...)``. The upper bound,
+    training on all samples in one place, is `FedAvg` with one client.
 
     Example:
         >>> from lightning_lowrank import FederatedLoop, LabelCount, LocalTraining
         >>> loop = FederatedLoop(LocalTraining(), clients=20, partition=LabelCount(2))
     """
 
-    def broadcast(self, server: Server, client: Client) -> Payload:
+    def setup(self, base: Base) -> None:
+        """Keep the initial model, from which each client starts."""
+        if "initial" not in base.state:
+            base.state["initial"] = detached(trained_tensors(base.module))
+
+    def broadcast(self, server: Server, client: ClientInfo) -> Message:
         """Return nothing."""
-        return Payload({})
+        return Message({})
 
-    def begin(self, server: Server, client: Client, payload: Payload, model: Mapping[str, Tensor]) -> None:
-        """Take up the client's own model."""
-        install(self.personal_state(server, client), model)
+    def begin(self, client: ClientContext, message: Message) -> None:
+        """Load the client's own model."""
+        copy_into(client.model, client.state.get("personal") or client.base.state["initial"])
 
-    def end(self, server: Server, client: Client, model: Mapping[str, Tensor]) -> Payload:
+    def end(self, client: ClientContext) -> Message:
         """Keep the client's model, and return nothing."""
-        client.memory["personal"] = {name: value.detach().clone() for name, value in model.items()}
-        return Payload({})
+        client.state["personal"] = detached(client.model)
+        return Message({})
 
-    def receive(self, server: Server, client: Client, payload: Payload, weight: float) -> None:
-        """Take in nothing."""
+    def receive(self, server: Server, client: ClientInfo, message: Message, weight: float) -> None:
+        """Ignore the empty message."""
 
     def aggregate(self, server: Server) -> None:
-        """Leave the global model as it is."""
+        """Leave the global model unchanged."""

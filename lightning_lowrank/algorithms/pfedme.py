@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from lightning_lowrank.federated.algorithm import Algorithm, LocalStep
-from lightning_lowrank.federated.client import Client, Server
-from lightning_lowrank.federated.payload import Payload
+from lightning_lowrank.configuration import check_integer, check_number
+from lightning_lowrank.federated.algorithm import Algorithm, LocalStep, detached
+from lightning_lowrank.federated.messages import Message
+from lightning_lowrank.federated.state import ClientContext, Server
 
 
 class PFedMe(Algorithm):
@@ -28,17 +28,16 @@ class PFedMe(Algorithm):
     :math:`(1-\beta) w + \beta \bar w`. The authors' release adds :math:`0.001\,\theta` to the gradient: that is
     ``torch.optim.SGD(lr, weight_decay=0.001)``.
 
-    What crosses the wire is what federated averaging sends, with which it shares the module's other tensors (buffers).
-    A client's personal model, its last :math:`\theta` and its buffers, stays with it and is what it is evaluated with;
-    that of a client which never took part is the global model. Works with every form of `LowRank`, whose factors are
-    then :math:`\theta` and :math:`w`.
+    The messages are those of `FedAvg`. A client keeps its personal model, its last :math:`\theta` and its buffers, and
+    is evaluated with it; a client that never took part is evaluated with the global model. With `LowRank` the factors
+    are :math:`\theta` and :math:`w`.
 
     Args:
         regularization: Pull :math:`\lambda` between the two models, above 0. Default 15.
         personal_steps: Steps on :math:`\theta` on each batch, 1 or more (the paper's :math:`K`). Default 5.
         learning_rate: That of :math:`w_k`, :math:`\eta`, above 0. Default 0.005.
-        mixing: Share :math:`\beta` of the clients' mean in the new global model, above 0; above 1 it is overshot, as in
-            the paper's experiments. Default 1.
+        mixing: Share :math:`\beta` of the clients' mean in the new global model, above 0. Above 1, as in the paper's
+            experiments, the global model moves beyond the mean. Default 1.
 
     Raises:
         MisconfigurationException: If an argument is out of range.
@@ -57,47 +56,49 @@ class PFedMe(Algorithm):
         learning_rate: float = 0.005,
         mixing: float = 1.0,
     ) -> None:
-        check_positive(regularization=regularization, learning_rate=learning_rate, mixing=mixing)
-        check_counts(personal_steps=personal_steps)
+        check_number("regularization", regularization, above=0)
+        check_integer("personal_steps", personal_steps)
+        check_number("learning_rate", learning_rate, above=0)
+        check_number("mixing", mixing, above=0)
         self.regularization = regularization
         self.personal_steps = personal_steps
         self.learning_rate = learning_rate
         self.mixing = mixing
 
-    def begin(self, server: Server, client: Client, payload: Payload, model: Mapping[str, Tensor]) -> None:
+    def begin(self, client: ClientContext, message: Message) -> None:
         """Start both the personal model and the copy of the global one from what was received."""
-        super().begin(server, client, payload, model)
-        received = server.parameters(payload.tensors)
-        client.workspace["global"] = {name: working_copy(value) for name, value in received.items()}
+        super().begin(client, message)
+        received = client.base.parameters(message.tensors)
+        client.round_state["global"] = {name: working_copy(value) for name, value in received.items()}
 
-    def before_step(self, server: Server, step: LocalStep) -> None:
+    def before_step(self, step: LocalStep) -> None:
         """Add the gradient of the pull towards the copy of the global model."""
-        pull(step.parameters, step.workspace["global"], self.regularization)
+        pull(step.parameters, step.round_state["global"], self.regularization)
 
-    def local_update(self, server: Server, step: LocalStep, update: Callable[[], None]) -> None:
-        """Train the personal model, and let the copy of the global one follow it."""
+    def local_update(self, step: LocalStep, update: Callable[[], None]) -> None:
+        """Train the personal model, and move the copy of the global one towards it."""
         for _ in range(self.personal_steps):
             update()
         with torch.no_grad():
-            for name, value in step.workspace["global"].items():
+            for name, value in step.round_state["global"].items():
                 value.lerp_(step.parameters[name].to(value.dtype), self.learning_rate * self.regularization)
 
-    def end(self, server: Server, client: Client, model: Mapping[str, Tensor]) -> Payload:
+    def end(self, client: ClientContext) -> Message:
         """Keep the personal model, and return the copy of the global one."""
-        client.memory["personal"] = {name: value.detach().clone() for name, value in model.items()}
-        copy = {name: value.to(model[name].dtype) for name, value in client.workspace["global"].items()}
-        return Payload({**server.sent_up(model), **copy})
+        client.state["personal"] = detached(client.model)
+        copy = {name: value.to(client.model[name].dtype) for name, value in client.round_state["global"].items()}
+        return Message({**client.base.sent_up(client.model), **copy})
 
     @torch.no_grad()
     def aggregate(self, server: Server) -> None:
         """Average the copies, and mix the mean into the global model."""
-        mean = server.mean.result()
-        mixed = mix(server.state, server.parameters(mean), self.mixing)
-        server.state.update({**mean, **mixed})
+        mean = server.aggregator.result()
+        mixed = mix(server.model, server.base.parameters(mean), self.mixing)
+        server.model.update({**mean, **mixed})
 
 
 def working_copy(value: Tensor) -> Tensor:
-    """Return a copy in single precision at least, for what moves by less than a lower precision resolves."""
+    """Return a copy in single precision at least, for steps that a lower precision would lose."""
     return value.detach().to(torch.promote_types(value.dtype, torch.float32), copy=True)
 
 
@@ -112,17 +113,3 @@ def pull(parameters: Mapping[str, Tensor], centre: Mapping[str, Tensor], regular
 def mix(old: Mapping[str, Tensor], mean: Mapping[str, Tensor], share: float) -> dict[str, Tensor]:
     r"""Return :math:`(1-\beta)` ``old`` + :math:`\beta` ``mean`` of the tensors that ``mean`` names."""
     return {name: old[name].lerp(value, share) for name, value in mean.items()}
-
-
-def check_positive(**arguments: float) -> None:
-    """Refuse arguments that are not above 0."""
-    for name, value in arguments.items():
-        if not 0 < value < float("inf"):
-            raise MisconfigurationException(f"{name} must be a finite number above 0, got {value}")
-
-
-def check_counts(**arguments: int) -> None:
-    """Refuse arguments that are not integers from 1 on."""
-    for name, value in arguments.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise MisconfigurationException(f"{name} must be an integer of 1 or more, got {value!r}")

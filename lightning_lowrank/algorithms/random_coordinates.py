@@ -1,21 +1,23 @@
-"""FedAvg in which a random share of the coordinates is transmitted each way: what compression has to be better than.
+"""FedAvg in which a random share of the coordinates is transmitted each way, a baseline for compression.
 
-TDPFed's paper compares with it at equal traffic. Nothing is corrected for what is left out: a client goes on from its
-own last values there, and the server averages each coordinate over those who sent it.
+TDPFed's paper compares with it at equal traffic. A client keeps its own last values of the coordinates that it does not
+receive, and the server averages each coordinate over the clients that sent it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from lightning_lowrank.algorithms.ef21p import check_shares
-from lightning_lowrank.compression import DenseCodec, RandomKCodec, SplitCodec
-from lightning_lowrank.federated.algorithm import Algorithm, install
-from lightning_lowrank.federated.client import Client, Server
-from lightning_lowrank.federated.payload import Payload
+from lightning_lowrank.algorithms._compressed import initial_parameters
+from lightning_lowrank.compression import Codec, Dense, RandomK, Split
+from lightning_lowrank.configuration import check_number
+from lightning_lowrank.federated.algorithm import Algorithm, detached
+from lightning_lowrank.federated.messages import Message
+from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, Server, copy_into
 from lightning_lowrank.seeding import derive_seed
 
 _SENT = "sent."
@@ -25,17 +27,16 @@ class RandomCoordinates(Algorithm):
     """Federated averaging of random coordinates, "FedAvg (s.a.r.)" of TDPFed (Section VII-D).
 
     The paper says that parameters to transmit are selected at random, "according to the same proportion in the process
-    of uploading and downloading", and no more. This is our reading of it: for every client and round, and for each
-    direction, coordinates are drawn anew from those of all trained parameters together. What a client does not receive
-    stays as its own last training left it; before that, as in the initial model, which every side has. The new global
-    value of a coordinate is the weighted mean over the clients that sent it, the old one where no client did. With both
-    shares 1 it is `FedAvg`, to rounding.
+    of uploading and downloading", without further detail. Here, for every client, round and direction, coordinates are
+    drawn from those of all trained parameters together. Coordinates that a client does not receive keep their values
+    from its last training, or else from the initial model. The new global value of a coordinate is the weighted mean
+    over the clients that sent it, or the old value if no client did. With both shares 1 it is `FedAvg`, to rounding.
 
-    The values and the seed of their positions cross the wire. Buffers travel whole.
+    Messages hold the values and the seed of their positions. Buffers are sent whole.
 
     Args:
         share_down: Share of the coordinates that a client is sent, above 0 and at most 1.
-        share_up: Share of the coordinates that it sends, likewise.
+        share_up: Share of the coordinates that it sends, above 0 and at most 1.
 
     Raises:
         MisconfigurationException: If a share is out of its range.
@@ -46,54 +47,66 @@ class RandomCoordinates(Algorithm):
     """
 
     def __init__(self, share_down: float, share_up: float) -> None:
-        check_shares(share_down=share_down, share_up=share_up)
+        check_number("share_down", share_down, above=0, most=1)
+        check_number("share_up", share_up, above=0, most=1)
         self.share_down = share_down
         self.share_up = share_up
 
-    def begin_round(self, server: Server) -> None:
-        """Remember what clients hold that never took part."""
-        initial = {name: value.clone() for name, value in server.parameters(server.state).items()}
-        server.memory.setdefault("initial", initial)
+    def setup(self, base: Base) -> None:
+        """Keep the initial model, from which a client starts in its first round."""
+        if "initial" not in base.state:
+            base.state["initial"] = initial_parameters(base)
 
-    def broadcast(self, server: Server, client: Client) -> Payload:
+    def downlink(self, base: Base) -> Codec:
+        """Return a codec that reads the seed of the coordinates from the message."""
+        return Split(base.initial_buffers, Dense(), RandomK(self.share_down))
+
+    def reference(self, base: Base, received: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return nothing: a client sends other coordinates than it receives."""
+        return {}
+
+    def broadcast(self, server: Server, client: ClientInfo) -> Message:
         """Return random coordinates of the global model, and the buffers."""
-        return Payload(server.sent_down(), self._codec(server, client, "down", self.share_down))
+        return Message(server.sent_down(), self._codec(server.base, client, "down"))
 
-    @torch.no_grad()
-    def begin(self, server: Server, client: Client, payload: Payload, model: Mapping[str, Tensor]) -> None:
-        """Put what was received over the client's own last values."""
-        last = client.memory.get("model", server.memory["initial"])
-        mixed = {
-            name: torch.where(sent, payload.tensors[name], last[name])
-            for name, sent in _positions(server, payload).items()
-        }
-        install({**payload.tensors, **mixed}, model)
-
-    def end(self, server: Server, client: Client, model: Mapping[str, Tensor]) -> Payload:
-        """Keep the client's model, and return random coordinates of it, and the buffers."""
-        client.memory["model"] = {name: value.detach().clone() for name, value in server.parameters(model).items()}
-        return Payload(server.sent_up(model), self._codec(server, client, "up", self.share_up))
-
-    def receive(self, server: Server, client: Client, payload: Payload, weight: float) -> None:
-        """Take in the coordinates that came, and which those are."""
-        sent = _positions(server, payload)
-        values = {name: value.double() if name in sent else value for name, value in payload.tensors.items()}
-        server.mean.add({**values, **{_SENT + name: mask.double() for name, mask in sent.items()}}, weight)
+    def receive(self, server: Server, client: ClientInfo, message: Message, weight: float) -> None:
+        """Add the received coordinates and their positions to the sums."""
+        sent = self._positions(server.base, client, "up", message)
+        values = {name: value.double() if name in sent else value for name, value in message.tensors.items()}
+        server.aggregator.add({**values, **{_SENT + name: mask.double() for name, mask in sent.items()}}, weight)
 
     def aggregate(self, server: Server) -> None:
-        """Average each coordinate over those who sent it."""
-        mean = server.mean.result()
-        for name, old in server.parameters(server.state).items():
+        """Average each coordinate over the clients that sent it."""
+        mean = server.aggregator.result()
+        for name, old in server.parameters().items():
             share = mean.pop(_SENT + name)
             mean[name] = torch.where(share > 0, mean[name] / share, old.double()).to(old.dtype)
-        server.state.update(mean)
+        server.model.update(mean)
 
-    def _codec(self, server: Server, client: Client, direction: str, share: float) -> SplitCodec:
-        seed = derive_seed(server.seed, "coordinates", direction, server.round, client.id)
-        return SplitCodec(server.initial_buffers, DenseCodec(), RandomKCodec(share, seed))
+    @torch.no_grad()
+    def begin(self, client: ClientContext, message: Message) -> None:
+        """Put what was received over the client's own last values."""
+        last = client.state["model"] if "model" in client.state else client.base.state["initial"]
+        mixed = {
+            name: torch.where(sent, message.tensors[name], last[name])
+            for name, sent in self._positions(client.base, client, "down", message).items()
+        }
+        copy_into(client.model, {**message.tensors, **mixed})
 
+    def end(self, client: ClientContext) -> Message:
+        """Keep the client's model, and return random coordinates of it, and the buffers."""
+        client.state["model"] = detached(client.base.parameters(client.model))
+        return Message(client.base.sent_up(client.model), self._codec(client.base, client, "up"))
 
-def _positions(server: Server, payload: Payload) -> dict[str, Tensor]:
-    """Return by name which coordinates a payload brought, as its seed says."""
-    ones = {name: torch.ones_like(value) for name, value in server.parameters(payload.tensors).items()}
-    return {name: value > 0 for name, value in payload.codec.transmit(ones).items()}
+    def _codec(self, base: Base, client: ClientInfo, direction: Literal["down", "up"]) -> Split:
+        """Return the codec of a client's message in its round."""
+        seed = derive_seed(client.seed, "coordinates", direction, client.round, client.id)
+        share = self.share_down if direction == "down" else self.share_up
+        return Split(base.initial_buffers, Dense(), RandomK(share, seed))
+
+    def _positions(
+        self, base: Base, client: ClientInfo, direction: Literal["down", "up"], message: Message
+    ) -> dict[str, Tensor]:
+        """Return by name which coordinates a message brought."""
+        ones = {name: torch.ones_like(value) for name, value in base.parameters(message.tensors).items()}
+        return {name: value > 0 for name, value in self._codec(base, client, direction).transmit(ones).items()}

@@ -1,7 +1,7 @@
-"""SCAFFOLD: every gradient is corrected by how the client's own gradients differ from those of all.
+"""SCAFFOLD: every gradient is corrected by the difference between the client's own and all clients' gradients.
 
-Clients with unlike data drift towards their own optima between averages. Each client keeps a control variate, its mean
-gradient of the last time that it took part; the server keeps the mean of all. Their difference is the drift.
+Clients with different data drift towards their own optima between averages. Each client keeps a control variate, its
+mean gradient in its last round; the server keeps the mean of all. Their difference is the drift.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_lowrank.algorithms._sgd import parameter_groups
+from lightning_lowrank.configuration import check_number
 from lightning_lowrank.federated.algorithm import Algorithm, LocalStep
-from lightning_lowrank.federated.client import Client, Server
-from lightning_lowrank.federated.payload import Payload
+from lightning_lowrank.federated.messages import Message
+from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, Server
 
-# No module has tensors of these names beside those that they stand for.
+# No module has tensors of both names.
 _PREFIX = "scaffold."
 
 
@@ -37,16 +38,15 @@ class SCAFFOLD(Algorithm):
     alike in :math:`c`; the mean of the models has the loop's ``weighting`` (the paper's is ``"uniform"``). Buffers are
     averaged as in `FedAvg`.
 
-    Model and control variate cross the wire in both directions: twice the bytes of `FedAvg`. A client keeps its
-    control variate. With `LowRank`, gradients and control variates are those of the factors.
+    Model and control variate are sent in both directions: twice the bytes of `FedAvg`. A client keeps its control
+    variate. With `LowRank`, gradients and control variates are those of the factors.
 
     Args:
         lr_server: The server's step :math:`\eta_g` on the mean change, above 0. Default 1: the mean itself.
 
     Raises:
         MisconfigurationException: If ``lr_server`` is out of range, or clients do not step with one
-            ``torch.optim.SGD`` without momentum: option II takes :math:`(x - y)/(K\eta)` for the mean of the
-            gradients, which it is for no other.
+            ``torch.optim.SGD`` without momentum, for which alone :math:`(x - y)/(K\eta)` is the mean of the gradients.
 
     Example:
         >>> from lightning_lowrank import SCAFFOLD, Dirichlet, FederatedLoop
@@ -54,82 +54,90 @@ class SCAFFOLD(Algorithm):
     """
 
     def __init__(self, lr_server: float = 1.0) -> None:
-        if not 0 < lr_server < float("inf"):
-            raise MisconfigurationException(f"lr_server must be a finite number above 0, got {lr_server}")
+        check_number("lr_server", lr_server, above=0)
         self.lr_server = lr_server
         self._groups: dict[str, int] = {}
 
-    def setup(self, server: Server) -> None:
+    def setup(self, base: Base) -> None:
         """Check the clients' optimizer."""
-        self._groups = parameter_groups(server, "SCAFFOLD")
-        for group in server.optimizers[0].param_groups:
+        self._groups = parameter_groups(base, "SCAFFOLD")
+        for group in base.optimizers[0].param_groups:
             _check_plain(group)
+
+    def reference(self, base: Base, received: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the model only: the client sends the change of its control variate."""
+        return _split(received)[0]
 
     def begin_round(self, server: Server) -> None:
         """Make the server's control variate, in the first round."""
-        if "control" not in server.memory:
-            server.memory["control"] = _zeros(server.parameters(server.state))
+        if "control" not in server.state:
+            server.state["control"] = _zeros(server.parameters())
 
-    def broadcast(self, server: Server, client: Client) -> Payload:
+    def broadcast(self, server: Server, client: ClientInfo) -> Message:
         """Return the global model and the server's control variate."""
-        return Payload({**server.sent_down(), **_prefixed(server.memory["control"])})
+        return Message({**server.sent_down(), **_prefixed(server.state["control"])})
 
-    def begin(self, server: Server, client: Client, payload: Payload, model: Mapping[str, Tensor]) -> None:
+    def begin(self, client: ClientContext, message: Message) -> None:
         """Install the model, and prepare the correction that all of the client's steps share."""
-        received, control = _split(payload)
-        super().begin(server, client, Payload(received), model)
-        parameters = server.parameters(received)
-        own = client.memory.get("control", _zeros(parameters))
-        client.workspace = {
-            "received": parameters,
-            "correction": {name: value - own[name] for name, value in control.items()},
-            "lr": torch.zeros(len(server.optimizers[0].param_groups), dtype=torch.float64, device=server.device),
-        }
+        received, control = _split(message.tensors)
+        super().begin(client, Message(received))
+        parameters = client.base.parameters(received)
+        own = client.state.get("control", _zeros(parameters))
+        groups = client.base.optimizers[0].param_groups
+        client.round_state.update(
+            {
+                "received": parameters,
+                "correction": {name: value - own[name] for name, value in control.items()},
+                "lr": torch.zeros(len(groups), dtype=torch.float64, device=client.base.device),
+            }
+        )
 
     @torch.no_grad()
-    def before_step(self, server: Server, step: LocalStep) -> None:
+    def before_step(self, step: LocalStep) -> None:
         """Correct the gradients, and count the learning rates."""
-        for number, group in enumerate(server.optimizers[0].param_groups):
+        for number, group in enumerate(step.base.optimizers[0].param_groups):
             _check_plain(group)
-            step.workspace["lr"][..., number] += group["lr"]
+            step.round_state["lr"][..., number] += group["lr"]
         for name, value in step.parameters.items():
-            correction = step.workspace["correction"][name]
-            # What the batch does not depend on has the gradient 0, and is corrected as well.
+            correction = step.round_state["correction"][name]
+            # A parameter that the loss does not depend on has the gradient 0, and is corrected too.
             value.grad = correction.clone() if value.grad is None else value.grad.add_(correction)
 
     @torch.no_grad()
-    def end(self, server: Server, client: Client, model: Mapping[str, Tensor]) -> Payload:
-        """Renew the client's control variate, and return the model and the control variate's change."""
-        parameters = server.parameters(model)
-        old = client.memory.get("control", _zeros(parameters))
+    def end(self, client: ClientContext) -> Message:
+        """Update the client's control variate, and return the model and the control variate's change."""
+        parameters = client.base.parameters(client.model)
+        old = client.state.get("control", _zeros(parameters))
         new = {}
         for name, value in parameters.items():
-            lr = client.workspace["lr"][self._groups[name]]
-            gradient = (client.workspace["received"][name] - value) / lr - client.workspace["correction"][name]
-            # Without a step, or with learning rate 0 as in a warm-up, nothing is known of the gradient.
+            lr = client.round_state["lr"][self._groups[name]]
+            gradient = (client.round_state["received"][name] - value) / lr - client.round_state["correction"][name]
+            # Without a step, or with learning rate 0 as in a warm-up, the gradient is unknown.
             new[name] = torch.where(lr > 0, gradient, old[name])
-        client.memory["control"] = new
-        return Payload({**server.sent_up(model), **_prefixed({name: new[name] - old[name] for name in new})})
+        client.state["control"] = new
+        return Message(
+            {**client.base.sent_up(client.model), **_prefixed({name: new[name] - old[name] for name in new})}
+        )
 
-    def receive(self, server: Server, client: Client, payload: Payload, weight: float) -> None:
-        """Take in the model by its weight, and the change of the client's control variate without."""
-        model, changes = _split(payload)
-        server.mean.add(model, weight)
-        sums = server.memory.get("changes", {})
-        server.memory["changes"] = {
+    def receive(self, server: Server, client: ClientInfo, message: Message, weight: float) -> None:
+        """Add the model with its weight, and the change of the client's control variate without weight."""
+        model, changes = _split(message.tensors)
+        server.aggregator.add(model, weight)
+        sums = server.state.get("changes", {})
+        server.state["changes"] = {
             name: change.double() + sums[name] if sums else change.double() for name, change in changes.items()
         }
 
     @torch.no_grad()
     def aggregate(self, server: Server) -> None:
-        """Step on the mean change of the models, and bring the control variate up to date."""
-        mean = server.mean.result()
-        for name, value in server.parameters(mean).items():
-            mean[name] = value.lerp(server.state[name], 1 - self.lr_server)
-        server.state.update(mean)
-        server.memory["control"] = {
-            name: (server.memory["control"][name].double() + change / server.clients).to(mean[name].dtype)
-            for name, change in server.memory.pop("changes").items()
+        """Step on the mean change of the models, and update the control variate."""
+        mean = server.aggregator.result()
+        for name, value in server.base.parameters(mean).items():
+            mean[name] = value.lerp(server.model[name], 1 - self.lr_server)
+        server.model.update(mean)
+        server.state["control"] = {
+            name: (server.state["control"][name].double() + change / server.clients).to(mean[name].dtype)
+            for name, change in server.state.pop("changes").items()
         }
 
 
@@ -150,10 +158,10 @@ def _prefixed(control: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {_PREFIX + name: value for name, value in control.items()}
 
 
-def _split(payload: Payload) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return a payload's model, and what it holds for control variates."""
+def _split(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the model and the control variate in a message."""
     model, control = {}, {}
-    for name, value in payload.tensors.items():
+    for name, value in tensors.items():
         if name.startswith(_PREFIX):
             control[name.removeprefix(_PREFIX)] = value
         else:

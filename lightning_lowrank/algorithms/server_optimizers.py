@@ -1,7 +1,7 @@
-"""Server optimizers: the mean change of the clients' models is a gradient, with which the server steps.
+"""Server optimizers: the server steps on the mean change of the clients' models as a gradient.
 
-Clients train as in federated averaging. The server takes what the mean has changed for a pseudo-gradient, and keeps
-moments of it from round to round, so that one round's cohort does not pull the global model about.
+Clients train as in federated averaging. The server keeps moments of the mean change from round to round, which makes
+the global model depend less on one round's cohort.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from lightning_lowrank.configuration import check_number
 from lightning_lowrank.federated.algorithm import Algorithm
-from lightning_lowrank.federated.client import Server
+from lightning_lowrank.federated.state import Server
 
 Moments = dict[str, Tensor]
 
@@ -23,8 +24,8 @@ class ServerOptimizer(Algorithm, ABC):
 
     With the weighted mean :math:`\bar x_t` of the clients' models, :math:`\Delta_t = x_t - \bar x_t` is the
     pseudo-gradient (the paper's has the other sign), and :math:`x_{t+1} = x_t - \eta\,u_t` with the update
-    :math:`u_t` that a subclass makes of it in `direction`. Buffers, integer ones as well, are averaged as in `FedAvg`.
-    So are the bytes those of `FedAvg`: the moments never leave the server. With `LowRank`, parameters are factors.
+    :math:`u_t` that a subclass computes in `direction`. Buffers, integer ones too, are averaged as in `FedAvg`. The
+    messages are those of `FedAvg`. With `LowRank`, parameters are factors.
 
     Args:
         lr: Learning rate :math:`\eta` of the server, above 0.
@@ -34,8 +35,7 @@ class ServerOptimizer(Algorithm, ABC):
     """
 
     def __init__(self, lr: float) -> None:
-        if not 0 < lr < float("inf"):
-            raise MisconfigurationException(f"lr, of the server, must be a finite number above 0, got {lr}")
+        check_number("lr", lr, above=0)
         self.lr = lr
 
     @abstractmethod
@@ -43,23 +43,23 @@ class ServerOptimizer(Algorithm, ABC):
         """Return the update of one parameter, and put its new moments into ``moments``.
 
         Args:
-            moments: What was kept of this parameter, by purpose; empty in the first round. Tensors in it are replaced,
-                not changed in place.
+            moments: The parameter's moments by name; empty in the first round. Replace its tensors, do not change them
+                in place.
             change: The pseudo-gradient, of the parameter's shape, in single precision at least.
         """
 
     @torch.no_grad()
     def aggregate(self, server: Server) -> None:
         """Step on the mean change of the parameters, and average the buffers."""
-        mean = server.mean.result()
-        kept: dict[str, Moments] = server.memory.setdefault("moments", {})
-        for name, value in server.parameters(mean).items():
+        mean = server.aggregator.result()
+        kept: dict[str, Moments] = server.state.setdefault("moments", {})
+        for name, value in server.base.parameters(mean).items():
             working = value.to(torch.promote_types(value.dtype, torch.float32))
-            change = server.state[name].to(working.dtype) - working
+            change = server.model[name].to(working.dtype) - working
             update = self.direction(kept.setdefault(name, {}), change)
             # That is x - lr * update, and the mean itself, to the last bit, where lr * update is the change.
             mean[name] = (working + (change - self.lr * update)).to(value.dtype)
-        server.state.update(mean)
+        server.model.update(mean)
 
 
 class FedAvgM(ServerOptimizer):
@@ -83,8 +83,7 @@ class FedAvgM(ServerOptimizer):
 
     def __init__(self, momentum: float = 0.9, lr: float = 1.0) -> None:
         super().__init__(lr)
-        if not 0 <= momentum < 1:
-            raise MisconfigurationException(f"momentum must be in [0, 1), got {momentum}")
+        check_number("momentum", momentum, least=0, below=1)
         self.momentum = momentum
 
     def direction(self, moments: Moments, change: Tensor) -> Tensor:
@@ -93,32 +92,7 @@ class FedAvgM(ServerOptimizer):
         return moments["momentum"]
 
 
-class _AdaptiveServerOptimizer(ServerOptimizer, ABC):
-    """What FedAdam and FedYogi have in common; they differ in the second moment."""
-
-    def __init__(self, lr: float, betas: tuple[float, float], tau: float) -> None:
-        super().__init__(lr)
-        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            raise MisconfigurationException(f"betas must be two numbers in [0, 1), got {betas}")
-        if not 0 < tau < float("inf"):
-            raise MisconfigurationException(f"tau must be a finite number above 0, got {tau}")
-        self.betas = betas
-        self.tau = tau
-
-    @abstractmethod
-    def second_moment(self, old: Tensor, squared: Tensor) -> Tensor:
-        """Return the second moment after a change whose squares are given."""
-
-    def direction(self, moments: Moments, change: Tensor) -> Tensor:
-        """Return the first moment over the root of the second."""
-        first = moments.get("first", torch.zeros_like(change))
-        second = moments.get("second", torch.full_like(change, self.tau**2))
-        moments["first"] = self.betas[0] * first + (1 - self.betas[0]) * change
-        moments["second"] = self.second_moment(second, change.square())
-        return moments["first"] / (moments["second"].sqrt() + self.tau)
-
-
-class FedAdam(_AdaptiveServerOptimizer):
+class FedAdam(ServerOptimizer):
     r"""Federated averaging with Adam on the server (Reddi et al., ICLR 2021, Algorithm 2).
 
     :math:`m_t = \beta_1 m_{t-1} + (1-\beta_1)\Delta_t`, :math:`v_t = \beta_2 v_{t-1} + (1-\beta_2)\Delta_t^2` and
@@ -140,14 +114,29 @@ class FedAdam(_AdaptiveServerOptimizer):
     """
 
     def __init__(self, lr: float = 0.01, betas: tuple[float, float] = (0.9, 0.99), tau: float = 1e-3) -> None:
-        super().__init__(lr, betas, tau)
+        super().__init__(lr)
+        if len(betas) != 2:
+            raise MisconfigurationException(f"betas must be two numbers, but is {betas!r}.")
+        for index, beta in enumerate(betas):
+            check_number(f"betas[{index}]", beta, least=0, below=1)
+        check_number("tau", tau, above=0)
+        self.betas = betas
+        self.tau = tau
+
+    def direction(self, moments: Moments, change: Tensor) -> Tensor:
+        """Return the first moment over the root of the second."""
+        first = moments.get("first", torch.zeros_like(change))
+        second = moments.get("second", torch.full_like(change, self.tau**2))
+        moments["first"] = self.betas[0] * first + (1 - self.betas[0]) * change
+        moments["second"] = self.second_moment(second, change.square())
+        return moments["first"] / (moments["second"].sqrt() + self.tau)
 
     def second_moment(self, old: Tensor, squared: Tensor) -> Tensor:
         """Return the moving average of the squares."""
         return self.betas[1] * old + (1 - self.betas[1]) * squared
 
 
-class FedYogi(_AdaptiveServerOptimizer):
+class FedYogi(FedAdam):
     r"""Federated averaging with Yogi on the server (Reddi et al., ICLR 2021, Algorithm 2).
 
     As `FedAdam`, but :math:`v_t = v_{t-1} - (1-\beta_2)\Delta_t^2\,\mathrm{sign}(v_{t-1} - \Delta_t^2)`: the second
@@ -165,9 +154,6 @@ class FedYogi(_AdaptiveServerOptimizer):
         >>> from lightning_lowrank import Dirichlet, FederatedLoop, FedYogi
         >>> loop = FederatedLoop(FedYogi(lr=0.03), clients=100, clients_per_round=10, partition=Dirichlet(0.3))
     """
-
-    def __init__(self, lr: float = 0.01, betas: tuple[float, float] = (0.9, 0.99), tau: float = 1e-3) -> None:
-        super().__init__(lr, betas, tau)
 
     def second_moment(self, old: Tensor, squared: Tensor) -> Tensor:
         """Return the old moment, moved towards the squares."""

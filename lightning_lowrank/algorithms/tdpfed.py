@@ -1,7 +1,7 @@
-"""TDPFed: a personal model on every client, and between clients only the factors of a global one.
+"""TDPFed: every client has a personal model, and only the factors of the global model are sent.
 
 As in pFedMe a client's own dense model is held near to a local copy of the global model, which follows it. Here that
-copy is in CP form, is fitted to the personal model without data, and its factors are all that crosses the wire.
+copy is in CP form and is fitted to the personal model without data.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.optim.adam import adam
 
-from lightning_lowrank.algorithms.pfedme import check_counts, check_positive, mix, pull, working_copy
-from lightning_lowrank.federated.algorithm import Algorithm, LocalStep, install
-from lightning_lowrank.federated.client import Client, Server
-from lightning_lowrank.federated.payload import Payload
+from lightning_lowrank.algorithms.pfedme import mix, pull, working_copy
+from lightning_lowrank.configuration import check_choice, check_integer, check_number
+from lightning_lowrank.federated.algorithm import Algorithm, LocalStep, detached
+from lightning_lowrank.federated.messages import Message
+from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, Server, copy_into
 from lightning_lowrank.layers import CP, low_rank_layers
 
+Aggregation = Literal["AFM", "ACT"]
 Factors = dict[str, Tensor]
 
 _CP = CP()
@@ -35,8 +37,8 @@ class TDPFed(Algorithm):
     one. The global model, and each client's local copy of it, is a product of factors: every trained tensor of two or
     more dimensions is :math:`[\![A^{(1)}, \dots, A^{(N)}]\!]` in CP form (`CP`), with the rank
     :math:`\mathrm{round}(n / (c \sum_i I_i))` for ``n`` numbers and the compression rate :math:`c` (Eqs. 21-22), unless
-    that would not make it smaller. The paper is silent about biases and norms: a tensor of one dimension (and any that
-    stays whole) is its own only factor, for which its equations hold too.
+    that would not make it smaller. The paper does not mention biases and norms: here a tensor of one dimension (and any
+    that stays whole) is its own only factor, and the equations apply to it.
 
     On every batch, ``personal_steps`` steps of the module's own optimizer (the paper's is
     ``torch.optim.SGD(nesterov=True)``) on :math:`f(\theta) + \frac{\lambda}{2}\|\theta - [\![A]\!]\|^2` (Eq. 13), then
@@ -44,12 +46,12 @@ class TDPFed(Algorithm):
     :math:`\lambda(-\theta_{(n)} K_n + A^{(n)} V_n)`, :math:`K_n` being the Khatri-Rao product of the other factors and
     :math:`V_n` the Hadamard product of their Gram matrices (Eqs. 23 and 24; Eq. 15 has lost a sign and a
     :math:`\lambda`). A step goes from factor to factor, each seeing those before it already changed. Adam's moments
-    start anew with each round.
+    start from zero in each round.
 
-    Both ways the factors cross the wire, with the tensors that stay whole and the module's buffers. A client's personal
-    model, its last :math:`\theta` and its buffers, stays with it and is what it is evaluated with; that of a client
-    which never took part is the global model. The global model starts as the nearest that `CP.decompose` finds to the
-    module's own weights, which is where it starts again after any change of them from outside.
+    Messages hold the factors, the tensors that stay whole and the module's buffers. A client keeps its personal model,
+    its last :math:`\theta` and its buffers, and is evaluated with it; a client that never took part is evaluated with
+    the global model. The global model starts as `CP.decompose` of the module's own weights, also after a change of the
+    weights from outside.
 
     Args:
         compression: Compression rate :math:`c` of each weight, 1 or more. Default 2.
@@ -58,18 +60,17 @@ class TDPFed(Algorithm):
         factor_steps: Steps on the factors on each batch, 1 or more (the paper's :math:`s'`). Default 17.
         factor_learning_rate: Adam's, above 0 (the paper's :math:`\eta`; its :math:`\eta_p` is that of the module's
             optimizer). Default 8e-4.
-        joint: Whether all factors of a weight take a step from the same point, in place of one after another. Off by
-            default.
+        joint: Whether all factors of a weight step at once instead of one after another. Off by default.
         aggregation: ``"AFM"`` (default) averages the factors, all clients with the same weight whatever the loop's
-            ``weighting``, for Eq. 18 weighs by batch size. ``"ACT"`` averages the composed tensors by the loop's
-            weights, by default the numbers of samples. The paper does not say how that mean becomes factors again:
-            here alternating least squares, which start from the old factors.
-        mixing: Share :math:`\beta` of the clients' mean in the new global model, above 0; above 1 it is overshot, as in
-            the paper's Table IV. Default 1.
+            ``weighting``, since Eq. 18 weighs by batch size. ``"ACT"`` averages the composed tensors with the loop's
+            weights, by default the numbers of samples, and refits the old factors to the mean by alternating least
+            squares; the paper does not specify this step.
+        mixing: Share :math:`\beta` of the clients' mean in the new global model, above 0. Above 1, as in the paper's
+            Table IV, the global model moves beyond the mean. Default 1.
 
     Raises:
         MisconfigurationException: If an argument is out of range, the module has low-rank layers or no weight that the
-            factors make smaller, or a weight is zero or not finite, from where factors cannot start.
+            factors make smaller, or a weight is zero or not finite.
 
     Example:
         >>> from lightning_lowrank import FederatedLoop, LabelCount, TDPFed
@@ -84,20 +85,16 @@ class TDPFed(Algorithm):
         factor_steps: int = 17,
         factor_learning_rate: float = 8e-4,
         joint: bool = False,
-        aggregation: Literal["AFM", "ACT"] = "AFM",
+        aggregation: Aggregation = "AFM",
         mixing: float = 1.0,
     ) -> None:
-        check_positive(
-            compression=compression,
-            regularization=regularization,
-            factor_learning_rate=factor_learning_rate,
-            mixing=mixing,
-        )
-        if compression < 1:
-            raise MisconfigurationException(f"compression must be 1 or more, got {compression}")
-        check_counts(personal_steps=personal_steps, factor_steps=factor_steps)
-        if aggregation not in ("AFM", "ACT"):
-            raise MisconfigurationException(f"aggregation must be 'AFM' or 'ACT', got {aggregation!r}")
+        check_number("compression", compression, least=1)
+        check_number("regularization", regularization, above=0)
+        check_integer("personal_steps", personal_steps)
+        check_integer("factor_steps", factor_steps)
+        check_number("factor_learning_rate", factor_learning_rate, above=0)
+        check_choice("aggregation", aggregation, Aggregation)
+        check_number("mixing", mixing, above=0)
         self.compression = compression
         self.regularization = regularization
         self.personal_steps = personal_steps
@@ -107,20 +104,21 @@ class TDPFed(Algorithm):
         self.aggregation = aggregation
         self.mixing = mixing
         self._ranks: dict[str, int] = {}
+        self._shapes: dict[str, torch.Size] = {}
 
-    def setup(self, server: Server) -> None:
+    def setup(self, base: Base) -> None:
         """Choose the ranks of all weights."""
-        if any(low_rank_layers(server.module)):
+        if any(low_rank_layers(base.module)):
             raise MisconfigurationException(
-                "TDPFed's personal models are dense, and the method keeps factors of their weights itself: leave"
-                " LowRank out of `callbacks` and set TDPFed(compression=...)."
+                "TDPFed's personal models are dense, and the method makes factors of their weights itself: remove"
+                " LowRank from `callbacks` and set TDPFed(compression=...)."
             )
-        self._ranks = {}
-        for name, value in server.module.named_parameters():
+        self._ranks, self._shapes = {}, {}
+        for name, value in base.module.named_parameters():
             if value.requires_grad and value.ndim >= 2:
                 rank = _CP.rank_for_ratio(value.shape, 1 / self.compression)
                 if _CP.trained_numbers(value.shape, rank) < value.numel():
-                    self._ranks[name] = rank
+                    self._ranks[name], self._shapes[name] = rank, value.shape
         if not self._ranks:
             raise MisconfigurationException(
                 "TDPFed needs a trained weight of two or more dimensions that CP factors make smaller at"
@@ -129,60 +127,62 @@ class TDPFed(Algorithm):
 
     @torch.no_grad()
     def begin_round(self, server: Server) -> None:
-        """Give each weight that the server's factors do not stand for, such as those at the beginning, new factors."""
-        known: dict[str, Factors] = server.memory.setdefault("factors", {})
+        """Decompose each weight that the server's factors do not compose, such as those at the beginning."""
+        known: dict[str, Factors] = server.state.setdefault("factors", {})
         for name, rank in self._ranks.items():
-            weight = server.state[name]
+            weight = server.model[name]
             if name in known and _same(_CP.compose(known[name], weight.shape), weight):
                 continue
             if not (weight.isfinite().all() and weight.any()):
                 raise MisconfigurationException(
-                    f"TDPFed: {name} is zero or not finite. Factors that are all zero never change, for their gradient"
-                    " is zero: initialise it otherwise."
+                    f"TDPFed: {name} is zero or not finite. Factors that are all zero never change, since their"
+                    " gradient is zero: initialise it otherwise."
                 )
             known[name] = _CP.decompose(weight, rank)
-            server.state[name] = _CP.compose(known[name], weight.shape)
+            server.model[name] = _CP.compose(known[name], weight.shape)
 
-    def broadcast(self, server: Server, client: Client) -> Payload:
+    def broadcast(self, server: Server, client: ClientInfo) -> Message:
         """Return the factors, and what stays whole."""
         whole = {name: value for name, value in server.sent_down().items() if name not in self._ranks}
-        return Payload({**whole, **_named(server.memory["factors"])})
+        return Message({**whole, **_named(server.state["factors"])})
 
     @torch.no_grad()
-    def begin(self, server: Server, client: Client, payload: Payload, model: Mapping[str, Tensor]) -> None:
+    def begin(self, client: ClientContext, message: Message) -> None:
         """Start the personal model and the local factors from what was received."""
-        factors = self._factors(server, payload.tensors)
-        whole = {name: value for name, value in payload.tensors.items() if name in model}
-        composed = {name: _CP.compose(each, model[name].shape) for name, each in factors.items()}
-        install({**whole, **composed}, model)
+        factors = self._factors(message.tensors)
+        whole = {name: value for name, value in message.tensors.items() if name in client.model}
+        composed = {name: _CP.compose(each, self._shapes[name]) for name, each in factors.items()}
+        copy_into(client.model, {**whole, **composed})
         # Both are written in place, by clients one after another.
         own = {name: {key: working_copy(value) for key, value in each.items()} for name, each in factors.items()}
-        own |= {name: {"": working_copy(value)} for name, value in server.parameters(whole).items()}
+        own |= {name: {"": working_copy(value)} for name, value in client.base.parameters(whole).items()}
         moments = {
             kind: {name: {key: torch.zeros_like(value) for key, value in each.items()} for name, each in own.items()}
             for kind in ("first", "second")
         }
-        client.workspace = {"factors": own, "composed": composed, **moments}
+        client.round_state.update({"factors": own, "composed": composed, **moments})
 
-    def before_step(self, server: Server, step: LocalStep) -> None:
+    def before_step(self, step: LocalStep) -> None:
         """Add the gradient of the pull towards the local factors' weights."""
-        whole = {name: each[""] for name, each in step.workspace["factors"].items() if "" in each}
-        pull(step.parameters, {**whole, **step.workspace["composed"]}, self.regularization)
+        whole = {name: each[""] for name, each in step.round_state["factors"].items() if "" in each}
+        pull(step.parameters, {**whole, **step.round_state["composed"]}, self.regularization)
 
-    def local_update(self, server: Server, step: LocalStep, update: Callable[[], None]) -> None:
+    def local_update(self, step: LocalStep, update: Callable[[], None]) -> None:
         """Train the personal model, and fit the local factors to it."""
         for _ in range(self.personal_steps):
             update()
         with torch.no_grad():
-            for name in step.workspace["factors"]:
+            for name in step.round_state["factors"]:
                 self._fit(step, name)
-            for name, composed in step.workspace["composed"].items():
-                compose = functools.partial(_CP.compose, shape=server.state[name].shape)
-                composed.copy_((torch.vmap(compose) if step.together else compose)(step.workspace["factors"][name]))
+            for name, composed in step.round_state["composed"].items():
+                compose = functools.partial(_CP.compose, shape=self._shapes[name])
+                composed.copy_((torch.vmap(compose) if step.stacked else compose)(step.round_state["factors"][name]))
 
     def _fit(self, step: LocalStep, name: str) -> None:
         """Take the batch's steps on the factors of one weight."""
-        factors, first, second = (list(step.workspace[kind][name].values()) for kind in ("factors", "first", "second"))
+        factors, first, second = (
+            list(step.round_state[kind][name].values()) for kind in ("factors", "first", "second")
+        )
         weight = step.parameters[name].detach().to(factors[0].dtype)
         begun = step.number * self.factor_steps
         for number in range(begun, begun + self.factor_steps):
@@ -216,49 +216,52 @@ class TDPFed(Algorithm):
             maximize=False,
         )
 
-    def end(self, server: Server, client: Client, model: Mapping[str, Tensor]) -> Payload:
+    def end(self, client: ClientContext) -> Message:
         """Keep the personal model, and return the factors and what stays whole."""
-        client.memory["personal"] = {name: value.detach().clone() for name, value in model.items()}
-        buffers = {name: value for name, value in server.sent_up(model).items() if name in server.initial_buffers}
-        factors = {
-            name: {key: value.to(model[name].dtype) for key, value in each.items()}
-            for name, each in client.workspace["factors"].items()
+        client.state["personal"] = detached(client.model)
+        buffers = {
+            name: value
+            for name, value in client.base.sent_up(client.model).items()
+            if name in client.base.initial_buffers
         }
-        return Payload({**buffers, **_named(factors)})
+        factors = {
+            name: {key: value.to(client.model[name].dtype) for key, value in each.items()}
+            for name, each in client.round_state["factors"].items()
+        }
+        return Message({**buffers, **_named(factors)})
 
     @torch.no_grad()
-    def receive(self, server: Server, client: Client, payload: Payload, weight: float) -> None:
-        """Take in the factors (AFM) or the weights that they make (ACT)."""
+    def receive(self, server: Server, client: ClientInfo, message: Message, weight: float) -> None:
+        """Add the factors (AFM) or the composed weights (ACT) to the mean."""
         if self.aggregation == "AFM":
-            server.mean.add(payload.tensors, 1.0)
+            server.aggregator.add(message.tensors, 1.0)
             return
-        whole = {name: value for name, value in payload.tensors.items() if name in server.state}
+        whole = {name: value for name, value in message.tensors.items() if name in server.model}
         composed = {
-            name: _CP.compose(each, server.state[name].shape)
-            for name, each in self._factors(server, payload.tensors).items()
+            name: _CP.compose(each, self._shapes[name]) for name, each in self._factors(message.tensors).items()
         }
-        server.mean.add({**whole, **composed}, weight)
+        server.aggregator.add({**whole, **composed}, weight)
 
     @torch.no_grad()
     def aggregate(self, server: Server) -> None:
-        """Mix the clients' mean into the global model, and give it factors."""
-        mean = server.mean.result()
-        known: dict[str, Factors] = server.memory["factors"]
-        whole = {name: value for name, value in mean.items() if name in server.state}
-        mixed = mix(server.state, server.parameters(whole), self.mixing)
+        """Mix the clients' mean into the global model and its factors."""
+        mean = server.aggregator.result()
+        known: dict[str, Factors] = server.state["factors"]
+        whole = {name: value for name, value in mean.items() if name in server.model}
+        mixed = mix(server.model, server.base.parameters(whole), self.mixing)
         if self.aggregation == "AFM":
-            averaged = self._factors(server, mean)
+            averaged = self._factors(mean)
             factors = {name: mix(known[name], averaged[name], self.mixing) for name in self._ranks}
         else:
             factors = {name: refit(mixed.pop(name), known[name]) for name in self._ranks}
-        composed = {name: _CP.compose(each, server.state[name].shape) for name, each in factors.items()}
-        server.memory["factors"] = factors
-        server.state.update({**whole, **mixed, **composed})
+        composed = {name: _CP.compose(each, self._shapes[name]) for name, each in factors.items()}
+        server.state["factors"] = factors
+        server.model.update({**whole, **mixed, **composed})
 
-    def _factors(self, server: Server, tensors: Mapping[str, Tensor]) -> dict[str, Factors]:
-        """Return each weight's factors from among a payload's tensors."""
+    def _factors(self, tensors: Mapping[str, Tensor]) -> dict[str, Factors]:
+        """Return each weight's factors from among the tensors of a message."""
         return {
-            name: {key: tensors[f"{name}.{key}"] for key in _CP.factor_names(server.state[name].shape)}
+            name: {key: tensors[f"{name}.{key}"] for key in _CP.factor_names(self._shapes[name])}
             for name in self._ranks
         }
 
@@ -273,9 +276,9 @@ def _same(left: Tensor, right: Tensor) -> bool:
 
 
 def normal_equations(weight: Tensor, factors: Sequence[Tensor]) -> Iterator[tuple[int, Tensor, Tensor]]:
-    r"""Yield, for one factor of a CP form after another, what the least squares problem for it is made of.
+    r"""Yield the terms of the least squares problem for each factor of a CP form in turn.
 
-    A factor may be changed in place before the next is asked for, which is then set up with the new one.
+    A factor may be changed in place before the next problem is requested, which then uses the new values.
 
     Args:
         weight: The weight ``W``; it and the factors may have the clients as a first dimension.
@@ -315,7 +318,7 @@ def normal_equations(weight: Tensor, factors: Sequence[Tensor]) -> Iterator[tupl
 def factor_gradients(weight: Tensor, factors: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
     r"""Yield the gradient of :math:`\frac12\|W - [\![A]\!]\|^2` by one factor after another.
 
-    A factor may be changed before the next is asked for, as in `normal_equations`. A single one is the tensor itself.
+    A factor may be changed before the next is requested, as in `normal_equations`. A single factor is the tensor.
     """
     if len(factors) == 1:
         yield 0, factors[0] - weight
@@ -325,10 +328,10 @@ def factor_gradients(weight: Tensor, factors: Sequence[Tensor]) -> Iterator[tupl
 
 
 def refit(weight: Tensor, factors: Mapping[str, Tensor]) -> Factors:
-    """Return CP factors near to ``weight``: alternating least squares, which start from ``factors``.
+    """Return CP factors near to ``weight`` by alternating least squares from ``factors``.
 
-    At most 30 sweeps over the factors, until one gains next to nothing. The length of each term is then split evenly
-    over its factors, as `CP.decompose` does.
+    It makes at most 30 sweeps over the factors, until a sweep gains less than 0.01 % of the error. The length of each
+    term is then split evenly over its factors, as in `CP.decompose`.
     """
     working = weight.to(torch.promote_types(weight.dtype, torch.float32))
     current = {key: factor.to(working.dtype, copy=True) for key, factor in factors.items()}
@@ -336,7 +339,7 @@ def refit(weight: Tensor, factors: Mapping[str, Tensor]) -> Factors:
     for _ in range(_SWEEPS):
         for place, projected, gram in normal_equations(working, list(current.values())):
             factor = list(current.values())[place]
-            # A pull to the last value in a ridge's place: it makes the equations solvable, and no error larger.
+            # A pull to the last value makes the equations solvable and, unlike a ridge, no error larger.
             strength = 10 * torch.finfo(working.dtype).eps * gram.trace().clamp_min(1e-12)
             ridge = strength * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
             factor.copy_(torch.linalg.solve(gram + ridge, projected + strength * factor, left=False))

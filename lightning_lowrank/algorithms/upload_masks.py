@@ -1,31 +1,39 @@
 """Clients train everything and upload a few coordinates, the same ones for all: three ways to choose them.
 
-FedSLoP's paper compares with these, under the names of FedMef, NeuLite and Federated Select, of which they keep only
-which coordinates are updated: none of those methods' memory savings, pruning or progressive training is here.
+FedSLoP's paper compares with these, under the names of FedMef, NeuLite and Federated Select. They keep only those
+methods' choice of coordinates, without their memory savings, pruning or progressive training.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from lightning_lowrank.algorithms.ef21p import check_shares
-from lightning_lowrank.compression import MaskCodec
-from lightning_lowrank.federated.algorithm import Algorithm, LocalStep, install
-from lightning_lowrank.federated.client import Client, Server
-from lightning_lowrank.federated.payload import Payload
+from lightning_lowrank.compression import Mask
+from lightning_lowrank.compression.wire import pack_bits, unpack_bits
+from lightning_lowrank.configuration import check_number
+from lightning_lowrank.federated.algorithm import Algorithm, LocalStep
+from lightning_lowrank.federated.messages import Message
+from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, Server, copy_into
 from lightning_lowrank.seeding import derive_seed, generator
+
+_SEED = "mask.seed"
+_WINDOW = "mask.window"
+_BITS = "mask.bits"
+_CHOOSER = "mask.chooser"
+_CHOICE = "mask.choice"
+_WAITS = "mask.waits"
 
 
 class UploadMask(Algorithm, ABC):
     """Base class of methods that upload, in a round, the same share of the coordinates from every client.
 
-    The coordinates are those of all trained parameters laid end to end. The server takes over the weighted mean of
-    those that it gets, and keeps its own values of the others. Buffers travel whole.
+    The coordinates are those of all trained parameters laid end to end. The server takes the weighted mean of the
+    uploaded ones, and keeps its own values of the others. Buffers are sent whole.
 
     Args:
         share: Share of the coordinates that is uploaded, above 0 and at most 1; it comes to at least one. At 1, the
@@ -35,50 +43,49 @@ class UploadMask(Algorithm, ABC):
         MisconfigurationException: If the share is out of its range.
     """
 
-    mask_travels = False
-    """Whether the positions are sent along with every upload; otherwise both sides know them beforehand."""
-
     def __init__(self, share: float = 0.15) -> None:
-        check_shares(share=share)
+        check_number("share", share, above=0, most=1)
         self.share = share
 
     @abstractmethod
-    def choose(self, server: Server, count: int, total: int) -> Tensor:
-        """Return the positions of ``count`` of ``total`` coordinates, the same whenever it is called in a round."""
+    def describe(self, server: Server) -> dict[str, Tensor]:
+        """Return tensors, sent with the model, that describe the round's positions."""
 
-    def announcement(self, server: Server, count: int, total: int) -> dict[str, Tensor]:
-        """Return by which numbers, sent with the model, a client knows the positions."""
-        return {}
+    @abstractmethod
+    def positions(self, description: Mapping[str, Tensor], count: int, total: int) -> Tensor:
+        """Return the described positions, in general ``count`` of ``total``."""
 
-    def broadcast(self, server: Server, client: Client) -> Payload:
-        """Return the global model, and what a client needs to know the positions."""
-        return Payload({**server.sent_down(), **self.announcement(server, *self._sizes(server))})
-
-    def begin(self, server: Server, client: Client, payload: Payload, model: Mapping[str, Tensor]) -> None:
-        """Install the global model."""
-        install({name: value for name, value in payload.tensors.items() if name in model}, model)
-
-    def end(self, server: Server, client: Client, model: Mapping[str, Tensor]) -> Payload:
-        """Return the chosen coordinates of the client's model, and the buffers."""
-        return Payload(server.sent_up(model), MaskCodec(self._masks(server), known=not self.mask_travels))
+    def broadcast(self, server: Server, client: ClientInfo) -> Message:
+        """Return the global model, and what describes the positions."""
+        return Message({**server.sent_down(), **self.describe(server)})
 
     def aggregate(self, server: Server) -> None:
-        """Take over the mean of the chosen coordinates."""
-        masks = self._masks(server)
-        for name, mean in server.mean.result().items():
-            server.state[name] = torch.where(masks[name], mean, server.state[name]) if name in masks else mean
+        """Take the mean of the chosen coordinates."""
+        masks = self._masks(self.describe(server), server.parameters())
+        for name, mean in server.aggregator.result().items():
+            server.model[name] = torch.where(masks[name], mean, server.model[name]) if name in masks else mean
 
-    def _sizes(self, server: Server) -> tuple[int, int]:
+    def begin(self, client: ClientContext, message: Message) -> None:
+        """Install the global model, and keep the description of the positions."""
+        received = dict(message.tensors)
+        client.round_state.update({name: received.pop(name) for name in message.tensors if name not in client.model})
+        copy_into(client.model, received)
+
+    def end(self, client: ClientContext) -> Message:
+        """Return the chosen coordinates of the client's model, and the buffers."""
+        masks = self._masks(client.round_state, client.base.parameters(client.model))
+        return Message(client.base.sent_up(client.model), Mask(masks, known=True))
+
+    def _sizes(self, parameters: Iterable[Tensor]) -> tuple[int, int]:
         """Return how many coordinates are uploaded, and how many there are."""
-        total = sum(value.numel() for value in server.parameters(server.state).values())
+        total = sum(value.numel() for value in parameters)
         return max(1, round(self.share * total)), total
 
-    def _masks(self, server: Server) -> dict[str, Tensor]:
+    def _masks(self, description: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return by name which coordinates are uploaded."""
-        parameters = server.parameters(server.state)
-        count, total = self._sizes(server)
+        count, total = self._sizes(parameters.values())
         chosen = torch.zeros(total, dtype=torch.bool)
-        chosen[self.choose(server, count, total).cpu()] = True
+        chosen[self.positions(description, count, total)] = True
         parts = chosen.split([value.numel() for value in parameters.values()])
         return {
             name: part.view(value.shape).to(value.device)
@@ -89,14 +96,13 @@ class UploadMask(Algorithm, ABC):
 class GradientMask(UploadMask):
     """Upload the coordinates with the largest gradients: FedSLoP's "FedMef" (He et al., 2026, Section 5.1).
 
-    One client's gradient on its first batch, at the global model, chooses the coordinates for all clients of the round.
-    The paper does not say which client; its release takes the one drawn first. Here it is the client of lowest id among
-    those that train first: of all the round's clients, unless they step together in several cohorts, when it is of the
-    first. With all clients in each round that is always the same client.
+    One client's gradient at its first step, at the global model, chooses the coordinates that all clients upload in the
+    next round. It is the client of lowest id in the cohort. In the first round everything is uploaded. The paper does
+    not specify the client. In its release it is the one drawn first, and its gradient chooses the coordinates of the
+    same round, which takes a second exchange within the round.
 
-    The positions are part of every upload, a bit for each coordinate: together as many bytes as it takes the one client
-    to send them to the server, and the server to all others. The method whose name the paper borrows is
-    FedMef (Huang et al., CVPR 2024), federated dynamic pruning that grows the weights of largest gradient.
+    That client's upload and the next broadcast contain the choice, a bit for each coordinate. The original FedMef
+    (Huang et al., CVPR 2024) is federated dynamic pruning that grows the weights of largest gradient.
 
     Args:
         share: Share of the coordinates that is uploaded, above 0 and at most 1; it comes to at least one. The paper
@@ -111,53 +117,84 @@ class GradientMask(UploadMask):
         >>> loop = FederatedLoop(GradientMask(0.15), clients=50, clients_per_round=10, partition=Dirichlet(0.1))
     """
 
-    mask_travels = True
-
-    def setup(self, server: Server) -> None:
+    def setup(self, base: Base) -> None:
         """Refuse several optimizers."""
-        if len(server.optimizers) > 1:
+        if len(base.optimizers) > 1:
             raise MisconfigurationException(
                 f"GradientMask ranks the gradients of all parameters at a client's first step, and the module has"
-                f" {len(server.optimizers)} optimizers, which step at different times: use one."
+                f" {len(base.optimizers)} optimizers, which step at different times: use one."
             )
 
-    def begin_round(self, server: Server) -> None:
-        """Forget the last round's gradient."""
-        server.memory["positions"] = None
+    def describe(self, server: Server) -> dict[str, Tensor]:
+        """Return the last choice, a bit for each coordinate; nothing before there is one."""
+        return {_BITS: server.state[_BITS]} if _BITS in server.state else {}
 
-    def begin(self, server: Server, client: Client, payload: Payload, model: Mapping[str, Tensor]) -> None:
-        """Install the global model."""
-        super().begin(server, client, payload, model)
-        client.workspace["client"] = torch.tensor(client.id)
+    def positions(self, description: Mapping[str, Tensor], count: int, total: int) -> Tensor:
+        """Return the chosen positions, or all."""
+        if _BITS not in description:
+            return torch.arange(total)
+        return unpack_bits(description[_BITS].cpu(), total).nonzero().flatten()
+
+    def broadcast(self, server: Server, client: ClientInfo) -> Message:
+        """Return the global model, the last choice, and the id of the client that makes the next one."""
+        message = super().broadcast(server, client)
+        return Message({**message.tensors, _CHOOSER: torch.tensor(min(server.cohort))})
+
+    def receive(self, server: Server, client: ClientInfo, message: Message, weight: float) -> None:
+        """Add what the client sent, and keep its choice, if it made one, for the next round."""
+        tensors = dict(message.tensors)
+        if _CHOICE in tensors:
+            server.state[_CHOICE] = tensors.pop(_CHOICE).clone()
+        super().receive(server, client, Message(tensors), weight)
+
+    def aggregate(self, server: Server) -> None:
+        """Take the mean of the chosen coordinates, and move to the next choice."""
+        super().aggregate(server)
+        if _CHOICE in server.state:
+            server.state[_BITS] = server.state.pop(_CHOICE)
+
+    def begin(self, client: ClientContext, message: Message) -> None:
+        """Install the global model; where the client makes no step, the first coordinates are its choice."""
+        super().begin(client, message)
+        count, total = self._sizes(client.base.parameters(client.model).values())
+        client.round_state[_CHOICE] = pack_bits(torch.arange(total) < count)
+        client.round_state[_WAITS] = torch.tensor(self._chooses(client))
 
     @torch.no_grad()
-    def before_step(self, server: Server, step: LocalStep) -> None:
-        """At the round's first step, find the coordinates of largest gradient."""
-        if server.memory["positions"] is not None:
-            return
-        place = int(step.workspace["client"].argmin())
-        magnitudes = []
-        for name in server.parameters(server.state):
-            parameter = step.parameters[name]
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            magnitudes.append((gradient[place] if step.together else gradient).abs().reshape(-1).double())
-        count, _ = self._sizes(server)
-        # A stable sort: of equal gradients, such as zeros, the first are chosen on every machine.
-        server.memory["positions"] = torch.cat(magnitudes).sort(descending=True, stable=True).indices[:count].clone()
+    def before_step(self, step: LocalStep) -> None:
+        """At the first step of the client that chooses, find the coordinates of largest gradient."""
+        waits = step.round_state[_WAITS]
+        for place in waits.reshape(-1).nonzero().flatten().tolist():
+            magnitudes = []
+            for parameter in step.parameters.values():
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                magnitudes.append((gradient[place] if step.stacked else gradient).abs().reshape(-1).double())
+            count, total = self._sizes(magnitudes)
+            # A stable sort: of equal gradients, such as zeros, the first are chosen on every machine.
+            order = torch.cat(magnitudes).sort(descending=True, stable=True).indices
+            bits = torch.zeros(total, dtype=torch.bool).index_fill_(0, order[:count].cpu(), True)
+            choice = step.round_state[_CHOICE]
+            (choice[place] if step.stacked else choice).copy_(pack_bits(bits))
+        waits.zero_()
 
-    def choose(self, server: Server, count: int, total: int) -> Tensor:
-        """Return the positions that a gradient has chosen; the first ones, where no step has been made."""
-        positions = server.memory.get("positions")
-        return torch.arange(count) if positions is None else positions
+    def end(self, client: ClientContext) -> Message:
+        """Return the chosen coordinates of the client's model, the buffers, and its own choice where it makes one."""
+        message = super().end(client)
+        if not self._chooses(client):
+            return message
+        return Message({**message.tensors, _CHOICE: client.round_state[_CHOICE]}, message.codec)
+
+    @staticmethod
+    def _chooses(client: ClientContext) -> bool:
+        return int(client.round_state[_CHOOSER]) == client.id
 
 
 class SlidingWindowMask(UploadMask):
     """Upload a window of the coordinates that slides on each round: FedSLoP's "NeuLite" (He et al., 2026, Section 5.1).
 
-    In round ``t``, from 0, the window of ``k`` of ``d`` coordinates begins at ``t·k mod d``, and goes on at the first
-    coordinate behind the last. So ``d/k`` rounds visit every coordinate, layer by layer. Its two bounds are sent with
-    the model, and nothing but values with the upload. The method whose name the paper borrows is NeuLite (Wu et al.,
-    2024), which trains a model block by block.
+    In round ``t``, from 0, the window of ``k`` of ``d`` coordinates begins at ``t·k mod d`` and wraps around. So
+    ``d/k`` rounds visit every coordinate, layer by layer. Its two bounds are sent with the model; uploads hold values
+    only. The original NeuLite (Wu et al., 2024) trains a model block by block.
 
     Args:
         share: Share of the coordinates that is uploaded, above 0 and at most 1; it comes to at least one. The paper
@@ -171,22 +208,23 @@ class SlidingWindowMask(UploadMask):
         >>> loop = FederatedLoop(SlidingWindowMask(0.15), clients=50, clients_per_round=10, partition=Dirichlet(0.1))
     """
 
-    def announcement(self, server: Server, count: int, total: int) -> dict[str, Tensor]:
+    def describe(self, server: Server) -> dict[str, Tensor]:
         """Return where the window begins, and its length."""
-        return {"mask.window": torch.tensor([server.round * count % total, count])}
+        count, total = self._sizes(server.parameters().values())
+        return {_WINDOW: torch.tensor([server.round * count % total, count])}
 
-    def choose(self, server: Server, count: int, total: int) -> Tensor:
+    def positions(self, description: Mapping[str, Tensor], count: int, total: int) -> Tensor:
         """Return the positions in the window."""
-        begin, length = self.announcement(server, count, total)["mask.window"].tolist()
+        begin, length = description[_WINDOW].tolist()
         return torch.arange(begin, begin + length) % total
 
 
 class RandomMask(UploadMask):
     """Upload a random share of the coordinates: FedSLoP's "FederatedSelect" (He et al., 2026, Section 5.1).
 
-    They are drawn anew in each round, for all clients together, from a seed that is sent with the model; nothing but
-    values comes up. (`RandomCoordinates` draws for each client, and compresses the broadcast too.) The method whose
-    name the paper borrows is Federated Select (Charles et al., 2022), in which clients choose what they are sent.
+    They are drawn in each round, for all clients together, from a seed that is sent with the model; uploads hold values
+    only. (`RandomCoordinates` draws for each client, and compresses the broadcast too.) In the original Federated
+    Select (Charles et al., 2022) clients choose what they are sent.
 
     Args:
         share: Share of the coordinates that is uploaded, above 0 and at most 1; it comes to at least one. The paper
@@ -200,11 +238,10 @@ class RandomMask(UploadMask):
         >>> loop = FederatedLoop(RandomMask(0.15), clients=50, clients_per_round=10, partition=Dirichlet(0.1))
     """
 
-    def announcement(self, server: Server, count: int, total: int) -> dict[str, Tensor]:
+    def describe(self, server: Server) -> dict[str, Tensor]:
         """Return the seed of the positions."""
-        return {"mask.seed": torch.tensor(derive_seed(server.seed, "upload", server.round))}
+        return {_SEED: torch.tensor(derive_seed(server.seed, "upload", server.round))}
 
-    def choose(self, server: Server, count: int, total: int) -> Tensor:
+    def positions(self, description: Mapping[str, Tensor], count: int, total: int) -> Tensor:
         """Return the positions drawn from the seed."""
-        seed = int(self.announcement(server, count, total)["mask.seed"])
-        return torch.randperm(total, generator=generator(seed, "positions"))[:count]
+        return torch.randperm(total, generator=generator(int(description[_SEED]), "positions"))[:count]

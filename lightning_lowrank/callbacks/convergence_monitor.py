@@ -1,4 +1,4 @@
-"""`ConvergenceMonitor` logs what the theory of aggregation-broadcast operators says of a run while it goes on."""
+"""`ConvergenceMonitor` logs the quantities in the convergence theory of aggregation-broadcast operators."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank.aggregation import ConvergenceConstants, convergence_constants
 from lightning_lowrank.algorithms.fedlora import AggregatedRound, FedLoRA
-from lightning_lowrank.federated._lightning import log_figures
-from lightning_lowrank.federated.loop import FederatedLoop
+from lightning_lowrank.internals.lightning import log_figures
 
 
 class ConvergenceMonitor(Callback):
@@ -22,23 +22,24 @@ class ConvergenceMonitor(Callback):
     trained stay within constants times the squared learning rate: the weak condition
     :math:`\operatorname{mean}_i \lVert P Q - B_i A_i \rVert_F^2 \le R^2 \eta^2`, or the strong one,
     :math:`\operatorname{mean}_i \lVert P - B_i \rVert_F^2 \le P^2 \eta^2` and
-    :math:`\operatorname{mean}_i \lVert Q - A_i \rVert_F^2 \le Q^2 \eta^2`. Logged are, by round:
+    :math:`\operatorname{mean}_i \lVert Q - A_i \rVert_F^2 \le Q^2 \eta^2`. Logged in each round:
 
     - ``convergence/R``, ``convergence/P``, ``convergence/Q``: the smallest constants for which they hold;
-    - ``convergence/R_gap``, ``convergence/P_gap``, ``convergence/Q_gap``: how much of that is the operator's doing,
-      against the common factors for which each is smallest (the mean of products; the means of factors). Negative
-      where clients receive what is nearer to their own than anything common;
+    - ``convergence/R_gap``, ``convergence/P_gap``, ``convergence/Q_gap``: the excess over the smallest constants that
+      any common factors reach (the mean of products; the means of factors). Negative where clients receive factors that
+      are nearer to their own than any common ones;
     - ``convergence/aggregation_error``: :math:`\lVert E - \operatorname{mean}_i s B_i A_i \rVert_F` of the server's
       effective update :math:`E`, and ``convergence/broadcast_error``: the same of what clients receive, as a root
       mean square.
 
-    Clients are weighted as in the aggregation. Squares are summed over layers; with ``per_layer`` each layer's own
-    stand under ``convergence/R/<layer>`` and so on. :math:`\eta` is the learning rate of the optimizer that trains the
-    factors, the largest where groups differ. The cost is that of one pass over the factors, and the effective
-    updates are never built. ``lightning-lowrank report`` plots the constants.
+    Where clients train a factor and keep it (``FedSA``), the server cannot measure it, and nothing is logged.
+
+    Clients are weighted as in the aggregation. Squares are summed over layers. :math:`\eta` is the learning rate of
+    the optimizer that trains the factors, the largest if groups differ. The cost is one pass over the factors; the
+    effective updates are never built. ``lightning-lowrank report`` plots the constants.
 
     Args:
-        per_layer: Log each layer's constants too.
+        per_layer: Log each layer's constants too, as ``convergence/R/<layer>`` and so on.
 
     Raises:
         MisconfigurationException: If there is no `FederatedLoop` with `FedLoRA` in the trainer's callbacks.
@@ -57,14 +58,21 @@ class ConvergenceMonitor(Callback):
         self._trainer: pl.Trainer | None = None
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Ask the algorithm to show its aggregations."""
-        self._trainer = trainer
+        """Observe the algorithm's aggregations."""
         algorithm = self._algorithm(trainer)
+        operator = algorithm.operator
+        if operator.sent_up(0) != operator.trained(0):
+            rank_zero_warn(
+                f"ConvergenceMonitor logs nothing: with {operator!r} clients keep a factor that they train, which"
+                " the server does not have."
+            )
+            return
+        self._trainer = trainer
         if self._observe not in algorithm.observers:
             algorithm.observers.append(self._observe)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Ask for no more."""
+        """Stop observing."""
         if self._trainer is not None:
             self._algorithm(trainer).observers.remove(self._observe)
             self._trainer = None
@@ -72,7 +80,7 @@ class ConvergenceMonitor(Callback):
     @staticmethod
     def _algorithm(trainer: pl.Trainer) -> FedLoRA:
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, FederatedLoop) and isinstance(callback.algorithm, FedLoRA):
+            if callback.state_key == "FederatedLoop" and isinstance(callback.algorithm, FedLoRA):
                 return callback.algorithm
         raise MisconfigurationException(
             "ConvergenceMonitor measures FedLoRA's aggregations, and the trainer's callbacks have no"
@@ -100,7 +108,7 @@ class ConvergenceMonitor(Callback):
 
 
 def _figures(layers: Sequence[ConvergenceConstants], rate: float) -> dict[str, float]:
-    """Return the figures of some layers together."""
+    """Return the figures over the given layers."""
 
     def norm(name: str, minus: str | None = None) -> float:
         total = sum(getattr(each, name) - (getattr(each, minus) if minus else 0) for each in layers)
@@ -109,7 +117,7 @@ def _figures(layers: Sequence[ConvergenceConstants], rate: float) -> dict[str, f
     figures = {}
     for constant, name in (("R", "weak"), ("P", "strong_B"), ("Q", "strong_A")):
         distance = norm(name)
-        # A constant times a learning rate that a schedule has brought to zero says nothing.
+        # The constants are undefined at a learning rate of zero, where a schedule may end.
         figures[constant] = distance / rate if rate else math.nan
         figures[f"{constant}_gap"] = (distance - norm(name, f"{name}_gap")) / rate if rate else math.nan
     for name in ("aggregation_error", "broadcast_error"):

@@ -1,6 +1,6 @@
-"""`StaticBatchNorm`: BatchNorm that tracks nothing while it trains, its statistics recomputed when they are needed.
+"""`StaticBatchNorm`: BatchNorm whose statistics are recomputed when they are needed, not tracked in training.
 
-HeteroFL introduced it for federated rounds, and all methods of FedHM's comparison use it; it serves any training.
+HeteroFL introduced it for federated rounds, and all methods in FedHM's comparison use it. It works with any training.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import update_bn
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, Subset
 
+from lightning_lowrank.configuration import check_integer
 from lightning_lowrank.federated import FederatedLoop
-from lightning_lowrank.federated.rounds import StepRandomness, check_loader, seed_process
+from lightning_lowrank.federated.data.loader import check_loader
+from lightning_lowrank.federated.randomness import StepRandomness, seed_process
+from lightning_lowrank.internals.torch import BATCH_NORMS
 from lightning_lowrank.seeding import derive_seed, generator
 
 
@@ -27,24 +29,24 @@ class StaticBatchNorm(Callback):
     """Static BatchNorm (Diao et al., HeteroFL, ICLR 2021, Section 3): statistics are recomputed, not tracked.
 
     In training, BatchNorm layers normalise by their batch and track nothing. Before each validation of a fit, and at
-    its end, their running statistics become the mean over the batches of the training set, of the weights as they are
-    then: a pass over the training data with the module's ``forward``, in training mode, without gradients. The module
-    is left with the statistics of its last weights, which a later test or export uses.
+    its end, their running statistics become the mean over the batches of the training set, with the current weights: a
+    pass over the training data with the module's ``forward``, in training mode, without gradients. The module ends with
+    the statistics of its last weights, for a later test or export.
 
-    With `FederatedLoop`, which it comes after in ``callbacks``, the pass is over all clients' training samples (not
-    those that are held out to test them) and the weights are the global model's. No client needs statistics then: set
-    ``buffers="local"`` beside it and none travel. (With ``"average"``, which the rounds before ``from_round`` need,
-    they are sent to clients, which neither use nor change them.)
+    With `FederatedLoop`, which must come before it in ``callbacks``, the pass is over all clients' training samples
+    (not those held out to test them) with the global model. Clients then need no statistics: set ``buffers="local"``
+    and none are sent. (With ``"average"``, which the rounds before ``from_round`` need, they are sent to clients, which
+    neither use nor change them.)
 
     Args:
-        batches: Number of batches of the pass. ``None``: all of them. They are in one random order, the same each time.
-        from_round: First epoch, from 0, that trains so; BatchNorm is as usual before. FedHM (arXiv:2111.14655,
+        batches: Number of batches of the pass. ``None``: all of them. Their order is random, the same each time.
+        from_round: First epoch, from 0, with static statistics; BatchNorm is as usual before. FedHM (arXiv:2111.14655,
             Appendix C.2) has its first learning rate milestone here.
 
     Raises:
         MisconfigurationException: If an argument is out of range, the module has no BatchNorm with running statistics
-            or no ``forward``, there are several training loaders, or `FederatedLoop` is there and the training loader
-            was passed to ``fit`` itself.
+            or no ``forward``, there are several training loaders, or there is a `FederatedLoop` and the training loader
+            was passed to ``fit``.
 
     Example:
         >>> from lightning_lowrank import FedAvg, FederatedLoop, StaticBatchNorm
@@ -52,13 +54,12 @@ class StaticBatchNorm(Callback):
     """
 
     def __init__(self, batches: int | None = None, from_round: int = 0) -> None:
-        if batches is not None and batches < 1:
-            raise MisconfigurationException(f"batches must be 1 or more, or None for all, got {batches}")
-        if from_round < 0:
-            raise MisconfigurationException(f"from_round must be 0 or more, got {from_round}")
+        if batches is not None:
+            check_integer("batches", batches, hint="None for all")
+        check_integer("from_round", from_round, least=0)
         self.batches = batches
         self.from_round = from_round
-        self._layers: list[_BatchNorm] = []
+        self._layers: list[Any] = []
         self._static = False
         self._loader: Any = None
         self._fresh_at: int | None = None
@@ -68,7 +69,7 @@ class StaticBatchNorm(Callback):
         if stage != "fit":
             return
         self._layers = [
-            layer for layer in pl_module.modules() if isinstance(layer, _BatchNorm) and layer.track_running_stats
+            layer for layer in pl_module.modules() if isinstance(layer, BATCH_NORMS) and layer.track_running_stats
         ]
         if not self._layers:
             raise MisconfigurationException(
@@ -82,17 +83,17 @@ class StaticBatchNorm(Callback):
         self._loader = self._fresh_at = None
         if _loop_of(trainer) is not None and _owner_of_the_loader(trainer, pl_module) is None:
             raise MisconfigurationException(
-                "StaticBatchNorm goes over the training set as a whole, and FederatedLoop takes the place of the loader"
-                " that was passed to trainer.fit: return it from train_dataloader() of a datamodule or the module."
+                "StaticBatchNorm reads the whole training set, and FederatedLoop replaces the loader that was passed to"
+                " trainer.fit: return it from train_dataloader() of a datamodule or the module."
             )
         self._begin(0)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Go on as the epoch in which a fit is resumed has it."""
+        """Track or not according to the epoch at which a fit is resumed."""
         self._begin(trainer.current_epoch)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Track nothing from the first static epoch on."""
+        """Stop tracking from the first static epoch."""
         self._begin(trainer.current_epoch)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -101,15 +102,15 @@ class StaticBatchNorm(Callback):
             self._recompute(trainer, pl_module)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Leave the statistics of the last weights in the module."""
+        """Recompute the statistics of the last weights."""
         self._recompute(trainer, pl_module)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Give the layers back as they were."""
+        """Let the layers track again."""
         self._track(True)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Give the layers back as they were."""
+        """Let the layers track again."""
         self._track(True)
         self._loader = None
 
@@ -158,7 +159,7 @@ def _owner_of_the_loader(trainer: Any, module: pl.LightningModule) -> Any:
 
 
 def _training_loader(trainer: Any, module: pl.LightningModule) -> Any:
-    """Return a loader of what is trained on: the trainer's, or one of all clients' training samples."""
+    """Return the trainer's loader, or with a `FederatedLoop` one of all clients' training samples."""
     loop = _loop_of(trainer)
     if loop is None:
         loader = trainer.train_dataloader
@@ -168,13 +169,13 @@ def _training_loader(trainer: Any, module: pl.LightningModule) -> Any:
             )
         return loader
     loader = check_loader(_owner_of_the_loader(trainer, module).train_dataloader())
-    assert loop.indices is not None, "FederatedLoop, which comes first, divides the training set when the fit begins"
+    assert loop.indices is not None, "FederatedLoop comes first and divides the training set when the fit begins"
     samples = torch.cat(list(loop.indices)).sort().values
     return _shuffled_alike(loader, Subset(loader.dataset, samples.tolist()))
 
 
 def _in_one_order(loader: Any) -> Any:
-    """Return a plain loader anew, shuffled always alike; any other as it is."""
+    """Return a copy of a plain loader that always shuffles alike; any other loader as it is."""
     plain = type(loader) is DataLoader and isinstance(loader.sampler, (SequentialSampler, RandomSampler))
     if not plain or loader.batch_size is None:
         return loader

@@ -1,21 +1,30 @@
-"""Payload codecs: how named tensors become bytes on the wire, and back."""
+"""How named tensors become bytes on the wire, and back: codecs, chains of codecs, and channels."""
 
-from lightning_lowrank.compression.base import Codec
-from lightning_lowrank.compression.dense import DenseCodec
-from lightning_lowrank.compression.half import HalfCodec
-from lightning_lowrank.compression.sign import SignCodec
-from lightning_lowrank.compression.sparse import MaskCodec, RandomKCodec, TopKCodec
-from lightning_lowrank.compression.split import SplitCodec
+from lightning_lowrank.compression.base import Codec, FloatingCodec, RandomCodec
+from lightning_lowrank.compression.chain import Chain
+from lightning_lowrank.compression.channel import Channel, Packet
+from lightning_lowrank.compression.dense import Dense
+from lightning_lowrank.compression.half import Half
+from lightning_lowrank.compression.quantize import Quantize
+from lightning_lowrank.compression.sign import Sign
+from lightning_lowrank.compression.sparse import Mask, RandomK, TopK
+from lightning_lowrank.compression.split import Split
 from lightning_lowrank.compression.wire import DecodingError
 
 __all__ = [
+    "Chain",
+    "Channel",
     "Codec",
     "DecodingError",
-    "DenseCodec",
-    "HalfCodec",
-    "MaskCodec",
-    "RandomKCodec",
-    "SignCodec",
-    "SplitCodec",
-    "TopKCodec",
+    "Dense",
+    "FloatingCodec",
+    "Half",
+    "Mask",
+    "Packet",
+    "Quantize",
+    "RandomCodec",
+    "RandomK",
+    "Sign",
+    "Split",
+    "TopK",
 ]

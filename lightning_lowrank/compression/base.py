@@ -1,33 +1,52 @@
-"""What every payload codec offers, and the frame that those which compress share.
+"""The interface of codecs, and the base class of compressing ones.
 
-`Payload` asks a codec for the size of what it carries, and an algorithm asks it what the other side will hold
-(`Codec.transmit`). A codec that compresses does so to the floating-point tensors; all others travel exactly.
+A codec encodes named tensors as bytes and decodes what arrives of them. A compressing codec turns the floating-point
+tensors into two things: floating-point values, which another codec may compress further, and codes (positions, signs,
+levels), which are final. All other tensors travel exactly.
 """
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from typing import Generic, TypeVar
 
+import torch
 from torch import Tensor
+from typing_extensions import Self, override
 
 from lightning_lowrank.compression.wire import (
     DecodingError,
+    Entry,
     Layout,
     encoded_length,
+    entry_bytes,
     join,
     read,
     split,
     write,
 )
 
+Codes = TypeVar("Codes")
+
 
 class Codec(ABC):
     """How named tensors become bytes, and what of them arrives on the other side.
 
-    Names, types and shapes travel with the numbers. A decoder is a codec that was built with the same arguments;
-    it needs nothing else but the bytes.
+    Names, types and shapes travel with the numbers. A decoder is a codec that was built with the same arguments. It
+    needs nothing else but the bytes, not even the seed of a codec that draws random numbers.
+
+    Attributes:
+        unbiased: Whether the expectation of what arrives, over seeds, is what was sent. Default False.
+        error_feedback: Whether a `Channel` that starts with this codec keeps what the codec loses and adds it to the
+            next message. The codec by itself ignores it. Default False.
+        sparse: Whether numbers that are not sent arrive as zeros. Default False.
     """
+
+    unbiased: bool = False
+    error_feedback: bool = False
+    sparse: bool = False
 
     @abstractmethod
     def encode(self, tensors: Mapping[str, Tensor]) -> bytes:
@@ -35,15 +54,19 @@ class Codec(ABC):
 
     @abstractmethod
     def decode(self, data: bytes) -> dict[str, Tensor]:
-        """Return the named tensors, on the CPU, that ``data`` stands for.
+        """Return the named tensors, on the CPU, that ``data`` encodes.
 
         Raises:
             DecodingError: If no codec of these arguments writes such bytes.
         """
 
     def nbytes(self, tensors: Mapping[str, Tensor]) -> int:
-        """Return the length in bytes of ``encode(tensors)``."""
-        return len(self.encode(tensors))
+        """Return the length in bytes of ``encode(tensors)``.
+
+        It follows from names, types and shapes, so that meta tensors will do.
+        """
+        zeros = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()}
+        return len(self.encode(zeros))
 
     def transmit(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return what ``decode(encode(tensors))`` gives, bit for bit, on the tensors' own devices.
@@ -53,78 +76,166 @@ class Codec(ABC):
         decoded = self.decode(self.encode(tensors))
         return {name: decoded[name].to(tensor.device) for name, tensor in tensors.items()}
 
+    def seeded(self, seed: int) -> Self:
+        """Return a copy that draws its random numbers from ``seed``; the codec itself if it draws none.
 
-class FloatingCodec(Codec):
+        Args:
+            seed: A whole number from -2**63 to 2**63 - 1.
+
+        Raises:
+            ValueError: If the codec draws and ``seed`` is out of range.
+        """
+        return self
+
+
+class FloatingCodec(Codec, Generic[Codes]):
     """Base class of codecs that compress tensors of 16-, 32- or 64-bit floating-point numbers.
 
-    Integers, booleans and every other type travel exactly. A subclass names the parts of its encoding and says how
-    long each is (`_lengths`); a decoder holds the received parts against that before it allocates anything, so that
-    the decoded tensors are no larger than the bytes and the codec's arguments allow.
+    Integers, booleans and every other type travel exactly. A subclass implements `compress` and `restore`, and states
+    in `entries` which floating-point values `compress` leaves. If it also leaves codes, it implements `lengths`, `pack`
+    and `unpack`. Encoding, decoding, sizes and chains (`Chain`) follow from these.
+
+    A decoder compares the length of every received part with `lengths` and `entries` before it allocates anything.
+    The decoded tensors are therefore no larger than the bytes and the codec's arguments allow.
+
+    Attributes:
+        values_part: The name of the values in the encoding. Default ``"values"``.
+
+    Example:
+        >>> class EverySecond(FloatingCodec[None]):  # each number also replaces the next one
+        ...     def entries(self, layout, parts=None):
+        ...         sizes = zip(layout.floating.items(), layout.numbers)
+        ...         return {name: (dtype, ((count + 1) // 2,)) for (name, (dtype, _)), count in sizes}
+        ...     def compress(self, tensors, layout):
+        ...         return {name: tensor.flatten()[::2] for name, tensor in tensors.items()}, None
+        ...     def restore(self, values, codes, layout):
+        ...         return {
+        ...             name: values[name].repeat_interleave(2)[:count].reshape(shape)
+        ...             for (name, (_, shape)), count in zip(layout.floating.items(), layout.numbers)
+        ...         }
+        >>> codec = EverySecond()
+        >>> codec.decode(codec.encode({"weight": torch.tensor([1.0, 1.1, 3.0])}))
+        {'weight': tensor([1., 1., 3.])}
     """
 
-    @abstractmethod
-    def _lengths(self, layout: Layout, parts: Mapping[str, Tensor] | None = None) -> dict[str, int]:
-        """Return the length in bytes of every part; ``parts`` are the received ones, in a decoder."""
+    values_part: str = "values"
 
     @abstractmethod
-    def _compress(self, tensors: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
-        """Return the parts, each a flat tensor of bytes, for the floating-point tensors."""
+    def entries(self, layout: Layout, parts: Mapping[str, Tensor] | None = None) -> dict[str, Entry]:
+        """Return types and shapes of the floating-point values that `compress` leaves, by any names.
+
+        Args:
+            layout: Types and shapes of the tensors.
+            parts: In a decoder, the received codes, whose lengths have been checked.
+
+        Raises:
+            ValueError: If the codec cannot compress tensors of this layout.
+        """
 
     @abstractmethod
-    def _restore(self, layout: Layout, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the floating-point tensors that parts of the right lengths stand for."""
+    def compress(self, tensors: Mapping[str, Tensor], layout: Layout) -> tuple[dict[str, Tensor], Codes]:
+        """Return the values, in the order of `entries`, and the codes, for the floating-point ``tensors``."""
 
     @abstractmethod
-    def _received(self, tensors: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
-        """Return what `_restore` will make of what `_compress` makes of ``tensors``, without the bytes."""
+    def restore(self, values: Mapping[str, Tensor], codes: Codes, layout: Layout) -> dict[str, Tensor]:
+        """Return the floating-point tensors for values and codes, on the device of the values."""
 
+    def lengths(self, layout: Layout, parts: Mapping[str, Tensor] | None = None) -> dict[str, int]:
+        """Return the length in bytes of every part that `pack` returns.
+
+        Args:
+            layout: Types and shapes of the tensors.
+            parts: In a decoder, the received parts, whose lengths have not been checked.
+
+        Raises:
+            ValueError: If the codec cannot compress tensors of this layout.
+        """
+        return {}
+
+    def pack(self, codes: Codes, layout: Layout) -> dict[str, Tensor]:
+        """Return the codes as named parts, each a flat tensor of bytes on the CPU."""
+        return {}
+
+    def unpack(self, parts: Mapping[str, Tensor], layout: Layout) -> Codes:
+        """Return the codes from parts of the right lengths.
+
+        Raises:
+            DecodingError: If `pack` never returns such parts.
+        """
+        return None  # type: ignore[return-value]  # a codec without codes
+
+    @override
     def encode(self, tensors: Mapping[str, Tensor]) -> bytes:
-        """Return the bytes that cross the wire for ``tensors``.
-
-        Raises:
-            TypeError: If a tensor's type is one that no encoding is defined for.
-        """
         layout = Layout.of(tensors)
+        values, codes = self.compress(_floating(tensors, layout), layout)
         exact = join([tensors[name] for name in layout.exact])
-        return write(layout, {"exact": exact, **self._compress(_floating(tensors, layout), layout)})
+        packed = {self.values_part: join(list(values.values())), **self.pack(codes, layout)}
+        return write(layout, {"exact": exact, **packed})
 
+    @override
     def decode(self, data: bytes) -> dict[str, Tensor]:
-        """Return the named tensors, on the CPU, that ``data`` stands for.
-
-        Raises:
-            DecodingError: If no codec of these arguments writes such bytes.
-        """
         layout, parts = read(data)
         try:
-            expected = {"exact": layout.exact_bytes, **self._lengths(layout, parts)}
+            lengths = {"exact": entry_bytes(layout.exact), **self.lengths(layout, parts)}
+            self.check_lengths(parts, lengths)
+            entries = self.entries(layout, parts)
+        except DecodingError:
+            raise
         except ValueError as error:
             raise DecodingError(f"the bytes do not fit this {type(self).__name__}: {error}") from error
-        for name in sorted(expected.keys() | parts.keys()):
-            if name not in expected or parts[name].numel() != expected[name]:
-                raise DecodingError(
-                    f"the part {name!r} of the bytes has length {parts[name].numel()}, but the tensors they name "
-                    f"need {expected.get(name, 0)} in this {type(self).__name__}."
-                )
+        lengths[self.values_part] = entry_bytes(entries)
+        self.check_lengths(parts, {**dict.fromkeys(parts, 0), **lengths})
         exact = split(parts["exact"], layout.exact)
-        floating = self._restore(layout, parts)
+        values = split(parts[self.values_part], entries)
+        floating = self.restore(values, self.unpack(parts, layout), layout)
         return {name: floating[name] if name in floating else exact[name] for name in layout.entries}
 
+    @override
     def nbytes(self, tensors: Mapping[str, Tensor]) -> int:
-        """Return the length in bytes of ``encode(tensors)``.
-
-        It follows from names, types and shapes, so that meta tensors will do.
-        """
         layout = Layout.of(tensors)
-        return encoded_length(layout, {"exact": layout.exact_bytes, **self._lengths(layout)})
+        lengths = {self.values_part: entry_bytes(self.entries(layout)), **self.lengths(layout)}
+        return encoded_length(layout, {"exact": entry_bytes(layout.exact), **lengths})
 
+    @override
     def transmit(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return what ``decode(encode(tensors))`` gives, bit for bit, on the tensors' own devices.
-
-        No gradient flows through the result. What the codec does not change may share memory with what was given.
-        """
         layout = Layout.of(tensors)
-        received = self._received(_floating(tensors, layout), layout)
+        received = self.restore(*self.compress(_floating(tensors, layout), layout), layout)
         return {name: received.get(name, tensor.detach()).to(tensor.device) for name, tensor in tensors.items()}
+
+    def check_lengths(self, parts: Mapping[str, Tensor], lengths: Mapping[str, int]) -> None:
+        """Raise a `DecodingError` for a received part that does not have the length it needs."""
+        for name in sorted(lengths):
+            if parts[name].numel() != lengths[name]:
+                raise DecodingError(
+                    f"the part {name!r} of the bytes has length {parts[name].numel()}, but the tensors they name "
+                    f"need {lengths[name]} in this {type(self).__name__}."
+                )
+
+
+class RandomCodec(FloatingCodec[Codes]):
+    """Base class of compressing codecs that draw random numbers.
+
+    Args:
+        seed: Seed of the draws, from -2**63 to 2**63 - 1.
+
+    Raises:
+        ValueError: If ``seed`` is out of its range.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        if not (type(seed) is int and -(2**63) <= seed < 2**63):
+            raise ValueError(f"seed must be a whole number from -2**63 to 2**63 - 1, but is {seed!r}.")
+        self.seed = seed
+
+    def seeded(self, seed: int) -> Self:
+        """Return a copy that draws its random numbers from ``seed``.
+
+        Raises:
+            ValueError: If ``seed`` is out of its range.
+        """
+        other = copy.copy(self)
+        RandomCodec.__init__(other, seed)
+        return other
 
 
 def _floating(tensors: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:

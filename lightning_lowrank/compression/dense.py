@@ -11,17 +11,18 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_lowrank.compression.base import Codec
 from lightning_lowrank.compression.wire import load, save
 
 
-class DenseCodec(Codec):
+class Dense(Codec):
     """Encode named tensors as one safetensors file.
 
     Example:
         >>> import torch
-        >>> codec = DenseCodec()
+        >>> codec = Dense()
         >>> data = codec.encode({"weight": torch.arange(3.0)})
         >>> len(data) == codec.nbytes({"weight": torch.arange(3.0)})
         True
@@ -29,28 +30,23 @@ class DenseCodec(Codec):
         {'weight': tensor([0., 1., 2.])}
     """
 
+    unbiased = True
+
+    @override
     def encode(self, tensors: Mapping[str, Tensor]) -> bytes:
-        """Return the bytes that cross the wire for ``tensors``."""
         return save(tensors)
 
+    @override
     def decode(self, data: bytes) -> dict[str, Tensor]:
-        """Return the named tensors that `encode` was given.
-
-        Raises:
-            DecodingError: If the bytes are no safetensors file of types that PyTorch has.
-        """
         return load(data)
 
+    @override
     def nbytes(self, tensors: Mapping[str, Tensor]) -> int:
-        """Return the length in bytes of ``encode(tensors)``.
-
-        A dense encoding's length depends on names, types and shapes only, so it is measured once for each such
-        signature and looked up afterwards.
-        """
+        # The length depends on names, types and shapes only, so it is measured once for each such signature.
         return _encoded_length(tuple((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()))
 
+    @override
     def transmit(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors as they are, detached: everything arrives."""
         return {name: tensor.detach() for name, tensor in tensors.items()}
 
 

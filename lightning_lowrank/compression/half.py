@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from lightning_lowrank.arguments import check_choice
 from lightning_lowrank.compression.base import FloatingCodec
-from lightning_lowrank.compression.wire import Entry, Layout, join, split
+from lightning_lowrank.compression.wire import Entry, Layout
 
 HalfType = Literal["float16", "bfloat16"]
 
 
-class HalfCodec(FloatingCodec):
+class Half(FloatingCodec[None]):
     """Round floating-point numbers to 16 bits; the decoder restores their type.
 
     Tensors that have 16 bits already, of either kind, travel as they are. So do integers and booleans.
@@ -22,37 +23,34 @@ class HalfCodec(FloatingCodec):
     Args:
         dtype: ``"float16"`` (11 significant bits; magnitudes from 65,520 on become infinite, below 3e-8 zero) or
             ``"bfloat16"`` (8 significant bits, float32's range).
+        error_feedback: Whether a `Channel` adds what is lost to the next message. Default False.
 
     Raises:
         ValueError: If ``dtype`` is neither.
 
     Example:
         >>> import torch
-        >>> codec = HalfCodec("bfloat16")
+        >>> codec = Half("bfloat16")
         >>> codec.decode(codec.encode({"weight": torch.tensor([1.0, 1.001, -3.0])}))
         {'weight': tensor([ 1.,  1., -3.])}
     """
 
-    def __init__(self, dtype: HalfType = "float16") -> None:
-        if dtype not in get_args(HalfType):
-            raise ValueError(f"dtype must be 'float16' or 'bfloat16', but is {dtype!r}.")
+    def __init__(self, dtype: HalfType = "float16", *, error_feedback: bool = False) -> None:
+        check_choice("dtype", dtype, HalfType)
         self.dtype: torch.dtype = getattr(torch, dtype)
+        self.error_feedback = error_feedback
 
     def _sent(self, dtype: torch.dtype) -> torch.dtype:
         return dtype if dtype.itemsize == 2 else self.dtype
 
-    def _entries(self, layout: Layout) -> dict[str, Entry]:
+    def entries(self, layout: Layout, parts: Mapping[str, Tensor] | None = None) -> dict[str, Entry]:
+        """Return the tensors' own names and shapes, with types of 16 bits."""
         return {name: (self._sent(dtype), shape) for name, (dtype, shape) in layout.floating.items()}
 
-    def _lengths(self, layout: Layout, parts: Mapping[str, Tensor] | None = None) -> dict[str, int]:
-        return {"values": 2 * sum(layout.numbers)}
+    def compress(self, tensors: Mapping[str, Tensor], layout: Layout) -> tuple[dict[str, Tensor], None]:
+        """Return the rounded tensors; there are no codes."""
+        return {name: tensor.to(self._sent(tensor.dtype)) for name, tensor in tensors.items()}, None
 
-    def _compress(self, tensors: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
-        return {"values": join([tensor.to(self._sent(tensor.dtype)) for tensor in tensors.values()])}
-
-    def _restore(self, layout: Layout, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        halves = split(parts["values"], self._entries(layout))
-        return {name: halves[name].to(dtype) for name, (dtype, _) in layout.floating.items()}
-
-    def _received(self, tensors: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
-        return {name: tensor.to(self._sent(tensor.dtype)).to(tensor.dtype) for name, tensor in tensors.items()}
+    def restore(self, values: Mapping[str, Tensor], codes: None, layout: Layout) -> dict[str, Tensor]:
+        """Return the tensors in their own types."""
+        return {name: values[name].to(dtype) for name, (dtype, _) in layout.floating.items()}

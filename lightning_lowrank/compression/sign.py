@@ -12,58 +12,63 @@ import torch
 from torch import Tensor
 
 from lightning_lowrank.compression.base import FloatingCodec
-from lightning_lowrank.compression.wire import Entry, Layout, join, pack_bits, packed_length, split, unpack_bits
+from lightning_lowrank.compression.wire import Entry, Layout, concatenate, pack_bits, packed_length, unpack_bits
 
 
-class SignCodec(FloatingCodec):
+class Sign(FloatingCodec[Tensor]):
     """Send each floating-point tensor as its signs, a bit each, and one scale in the tensor's own type.
 
-    A tensor of which all magnitudes are one α arrives exactly. Any other is quantised to scale·sign(x), with
+    A tensor whose magnitudes are all equal to α arrives exactly. Any other is quantised to scale·sign(x), with
     the mean magnitude as scale, which is the best one in least squares, and sign(0) = +. A tensor with a NaN arrives
     as NaN throughout, one with an infinity as infinities: the receiver sees that something went wrong. Integers and
     booleans travel exactly.
 
+    Args:
+        error_feedback: Whether a `Channel` adds what is lost to the next message. Default False.
+
     Example:
         >>> import torch
-        >>> codec = SignCodec()
+        >>> codec = Sign()
         >>> codec.decode(codec.encode({"binary": torch.tensor([0.1, -0.1]), "other": torch.tensor([3.0, 0.0, -1.5])}))
         {'binary': tensor([ 0.1000, -0.1000]), 'other': tensor([ 1.5000,  1.5000, -1.5000])}
     """
 
-    def _scales(self, layout: Layout) -> dict[str, Entry]:
+    values_part = "scales"
+
+    def __init__(self, *, error_feedback: bool = False) -> None:
+        self.error_feedback = error_feedback
+
+    def entries(self, layout: Layout, parts: Mapping[str, Tensor] | None = None) -> dict[str, Entry]:
+        """Return one scale for each tensor that has numbers."""
         return {
             name: (dtype, (min(count, 1),))
             for (name, (dtype, _)), count in zip(layout.floating.items(), layout.numbers, strict=True)
         }
 
-    def _lengths(self, layout: Layout, parts: Mapping[str, Tensor] | None = None) -> dict[str, int]:
-        scales = sum(count * dtype.itemsize for dtype, (count,) in self._scales(layout).values())
-        return {"scales": scales, "signs": packed_length(sum(layout.numbers))}
+    def compress(self, tensors: Mapping[str, Tensor], layout: Layout) -> tuple[dict[str, Tensor], Tensor]:
+        """Return the scales, and which numbers are negative."""
+        scales = {name: _scale(tensor) for name, tensor in tensors.items()}
+        return scales, concatenate([(tensor < 0).reshape(-1) for tensor in tensors.values()], torch.bool)
 
-    def _compress(self, tensors: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
-        signs = [(tensor < 0).reshape(-1).cpu() for tensor in tensors.values()]
+    def restore(self, values: Mapping[str, Tensor], codes: Tensor, layout: Layout) -> dict[str, Tensor]:
+        """Return the tensors of scaled signs."""
+        signs = codes.split(layout.numbers) if layout.numbers else ()
         return {
-            "scales": join([_scale(tensor) for tensor in tensors.values()]),
-            "signs": pack_bits(torch.cat(signs) if signs else torch.empty(0, dtype=torch.bool)),
-        }
-
-    def _restore(self, layout: Layout, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        scales = split(parts["scales"], self._scales(layout))
-        signs = unpack_bits(parts["signs"], sum(layout.numbers)).split(layout.numbers) if layout.numbers else ()
-        return {
-            name: _signed(scales[name], negative).reshape(shape)
+            name: (values[name] * (1 - 2 * negative.to(values[name]))).reshape(shape)
             for (name, (_, shape)), negative in zip(layout.floating.items(), signs, strict=True)
         }
 
-    def _received(self, tensors: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
-        return {
-            name: _signed(_scale(tensor), (tensor < 0).reshape(-1)).reshape(tensor.shape)
-            for name, tensor in tensors.items()
-        }
+    def lengths(self, layout: Layout, parts: Mapping[str, Tensor] | None = None) -> dict[str, int]:
+        """Return one bit for each number."""
+        return {"signs": packed_length(sum(layout.numbers))}
 
+    def pack(self, codes: Tensor, layout: Layout) -> dict[str, Tensor]:
+        """Return the signs, eight to a byte."""
+        return {"signs": pack_bits(codes)}
 
-def _signed(scale: Tensor, negative: Tensor) -> Tensor:
-    return scale * (1 - 2 * negative.to(scale.dtype))
+    def unpack(self, parts: Mapping[str, Tensor], layout: Layout) -> Tensor:
+        """Return which numbers are negative."""
+        return unpack_bits(parts["signs"], sum(layout.numbers))
 
 
 def _scale(tensor: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """A few of the numbers, zeros for the rest: top-k, random-k, and a mask.
 
 EF21-P (Gruntkowska et al., ICML 2023) sends top-k differences to the clients and unbiased random-k ones back; methods
-that freeze or select coordinates send what a mask leaves. The codecs differ in how the two sides come to agree on the
+that freeze or select coordinates send what a mask selects. The codecs differ in how the two sides come to agree on the
 positions, which are those of all floating-point tensors laid end to end.
 """
 
@@ -10,113 +10,110 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from lightning_lowrank import seeding
-from lightning_lowrank.compression.base import FloatingCodec
-from lightning_lowrank.compression.wire import DecodingError, Layout, join, pack_bits, packed_length, unpack_bits
+from lightning_lowrank.arguments import check_choice, check_integer, check_number
+from lightning_lowrank.compression.base import FloatingCodec, RandomCodec
+from lightning_lowrank.compression.wire import DecodingError, Entry, Layout, join, pack_bits, packed_length, unpack_bits
 
 MOST_NUMBERS_FOR_COUNT = 2**26
 
 Scope = Literal["model", "tensor"]
 
 
-class _SparseCodec(FloatingCodec):
+class _Sparse(FloatingCodec[Tensor]):
+    """Numbers at some positions; the codes are these positions, as an ascending or a drawn row of integers."""
+
+    sparse = True
+
     @abstractmethod
     def _count(self, layout: Layout) -> int:
-        """Return how many numbers are kept."""
+        """Return how many numbers the encoder keeps."""
 
     @abstractmethod
     def _choose(self, flat: Tensor, layout: Layout) -> Tensor:
-        """Return the positions kept, on the device of ``flat``, all the payload's numbers."""
-
-    @abstractmethod
-    def _write_positions(self, positions: Tensor, layout: Layout) -> dict[str, Tensor]:
-        """Return the parts that tell a decoder the positions."""
-
-    @abstractmethod
-    def _position_lengths(self, layout: Layout) -> dict[str, int]:
-        """Return the length in bytes of each of these parts."""
-
-    @abstractmethod
-    def _read_positions(self, layout: Layout, parts: Mapping[str, Tensor]) -> Tensor:
-        """Return the positions from the parts."""
+        """Return the positions kept, on the device of ``flat``, which is all the tensors' numbers."""
 
     def _values(self, flat: Tensor, positions: Tensor) -> Tensor:
         return flat[positions]
 
-    def _lengths(self, layout: Layout, parts: Mapping[str, Tensor] | None = None) -> dict[str, int]:
-        return {"values": self._count(layout) * layout.dtype.itemsize, **self._position_lengths(layout)}
+    def entries(self, layout: Layout, parts: Mapping[str, Tensor] | None = None) -> dict[str, Entry]:
+        """Return one row: the numbers that are sent, in the smallest type that holds those of all tensors."""
+        return {"values": (layout.dtype, (self._count(layout),))}
 
-    def _compress(self, tensors: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
+    def compress(self, tensors: Mapping[str, Tensor], layout: Layout) -> tuple[dict[str, Tensor], Tensor]:
+        """Return the numbers that are sent, and their positions."""
         flat = layout.flatten(tensors)
         positions = self._choose(flat, layout)
-        return {"values": join([self._values(flat, positions)]), **self._write_positions(positions, layout)}
+        return {"values": self._values(flat, positions)}, positions
 
-    def _restore(self, layout: Layout, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        positions = self._read_positions(layout, parts)
-        flat = torch.zeros(sum(layout.numbers), dtype=layout.dtype)
-        flat[positions] = parts["values"].view(layout.dtype)
+    def restore(self, values: Mapping[str, Tensor], codes: Tensor, layout: Layout) -> dict[str, Tensor]:
+        """Return the numbers in their places, and zeros elsewhere."""
+        flat = values["values"].new_zeros(sum(layout.numbers))
+        flat[codes.to(flat.device)] = values["values"]
         return layout.unflatten(flat)
 
-    def _received(self, tensors: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
-        flat = layout.flatten(tensors)
-        positions = self._choose(flat, layout)
-        sparse = torch.zeros_like(flat)
-        sparse[positions] = self._values(flat, positions)
-        return layout.unflatten(sparse)
 
-
-class TopKCodec(_SparseCodec):
+class TopK(_Sparse):
     """Send the numbers of largest magnitude and their positions; the others arrive as zeros.
 
-    Of equal magnitudes the first ones are kept. NaN counts as infinite, so that the receiver sees it; no number that is
-    kept is changed. The values are sent in the smallest type that holds those of all floating-point tensors. The
+    Of equal magnitudes the first ones are kept. NaN counts as infinite, so that the receiver sees it. Kept numbers are
+    not changed. The values are sent in the smallest type that holds those of all floating-point tensors. The
     positions take k·(2 + log₂(d/k)) bits or fewer, for k of d numbers: they are an Elias-Fano code (Elias, J. ACM
     1974), or a bitmap of d bits where that is shorter. Integers and booleans travel exactly, and do not count.
 
     Args:
         share: Share of the numbers that is sent, above 0 and at most 1; it comes to at least one number.
-        count: Instead of a share, how many numbers are sent; all of them, where there are fewer. The payload may then
-            have 2²⁶ numbers at most: with a share, unlike with a count, the bytes themselves bound what they expand
-            to, and a decoder refuses any that expand to more.
+        count: Instead of a share, how many numbers are sent; all, if there are fewer. The payload may then have at most
+            2²⁶ numbers, since with a count, unlike with a share, the length of the bytes does not bound the size of
+            the decoded tensors.
         scope: ``"model"``: the largest of all tensors together. ``"tensor"``: ``share`` or ``count`` holds within
             each tensor.
+        error_feedback: Whether a `Channel` adds what is lost to the next message. Default False.
 
     Raises:
+        TypeError: If ``share`` is not a number, or ``count`` not an integer.
         ValueError: If not exactly one of ``share`` and ``count`` is given, or one is out of its range, or ``scope`` is
             unknown.
 
     Example:
         >>> import torch
-        >>> codec = TopKCodec(count=2)
+        >>> codec = TopK(count=2)
         >>> codec.decode(codec.encode({"weight": torch.tensor([1.0, -5.0]), "bias": torch.tensor([0.5, 2.0])}))
         {'weight': tensor([ 0., -5.]), 'bias': tensor([0., 2.])}
     """
 
-    def __init__(self, share: float | None = None, count: int | None = None, scope: Scope = "model") -> None:
+    def __init__(
+        self,
+        share: float | None = None,
+        count: int | None = None,
+        scope: Scope = "model",
+        *,
+        error_feedback: bool = False,
+    ) -> None:
         if (share is None) == (count is None):
             raise ValueError(f"exactly one of share and count must be given, but they are {share!r} and {count!r}.")
         if share is not None:
-            _check_share(share)
-        if count is not None and not (type(count) is int and count >= 1):
-            raise ValueError(f"count must be a whole number of at least 1, but is {count!r}.")
-        if scope not in get_args(Scope):
-            raise ValueError(f"scope must be 'model' or 'tensor', but is {scope!r}.")
+            check_number("share", share, above=0, most=1)
+        if count is not None:
+            check_integer("count", count)
+        check_choice("scope", scope, Scope)
         self.share, self.count, self.scope = share, count, scope
+        self.error_feedback = error_feedback
 
     def _counts(self, layout: Layout) -> list[tuple[int, int]]:
-        """Return, for each group that is ranked by itself, how many numbers are kept of how many."""
+        """Return, for each group that is ranked separately, the number kept and the total."""
         totals = layout.numbers if self.scope == "tensor" else [sum(layout.numbers)]
         if self.share is not None:
             return [(_share_of(self.share, total), total) for total in totals]
         assert self.count is not None
         if sum(totals) > MOST_NUMBERS_FOR_COUNT:
             raise ValueError(
-                f"the tensors have {sum(totals):,} numbers, but a TopKCodec of given count takes at most "
+                f"the tensors have {sum(totals):,} numbers, but a TopK of a given count takes at most "
                 f"{MOST_NUMBERS_FOR_COUNT:,}; give it a share instead."
             )
         return [(min(self.count, total), total) for total in totals]
@@ -134,13 +131,15 @@ class TopKCodec(_SparseCodec):
             start += total
         return torch.cat(positions)
 
-    def _position_lengths(self, layout: Layout) -> dict[str, int]:
+    def lengths(self, layout: Layout, parts: Mapping[str, Tensor] | None = None) -> dict[str, int]:
+        """Return the length of the Elias-Fano code or of the bitmap."""
         count, total = self._count(layout), sum(layout.numbers)
         low_bits = _low_bits(count, total)
         return {"positions": packed_length(total if low_bits is None else _code_bits(count, total, low_bits))}
 
-    def _write_positions(self, positions: Tensor, layout: Layout) -> dict[str, Tensor]:
-        positions, count, total = positions.cpu(), positions.numel(), sum(layout.numbers)
+    def pack(self, codes: Tensor, layout: Layout) -> dict[str, Tensor]:
+        """Return the positions as an Elias-Fano code or a bitmap, whichever is shorter."""
+        positions, count, total = codes.cpu(), codes.numel(), sum(layout.numbers)
         low_bits = _low_bits(count, total)
         if low_bits is None:
             return {"positions": pack_bits(_bits_at(positions, total))}
@@ -149,7 +148,12 @@ class TopKCodec(_SparseCodec):
         high[high.numel() - low.numel() :] = low.reshape(-1).bool()
         return {"positions": pack_bits(high)}
 
-    def _read_positions(self, layout: Layout, parts: Mapping[str, Tensor]) -> Tensor:
+    def unpack(self, parts: Mapping[str, Tensor], layout: Layout) -> Tensor:
+        """Return the positions.
+
+        Raises:
+            DecodingError: If they are of another number, do not ascend, or go beyond the tensors.
+        """
         count, total = self._count(layout), sum(layout.numbers)
         low_bits = _low_bits(count, total)
         if low_bits is None:
@@ -163,7 +167,7 @@ class TopKCodec(_SparseCodec):
         return positions
 
 
-class RandomKCodec(_SparseCodec):
+class RandomK(_Sparse, RandomCodec[Tensor]):
     """Send numbers at random positions, which the other side draws from the same seed; the others arrive as zeros.
 
     The positions are a uniform choice from those of all floating-point tensors together. The values are sent in the
@@ -172,29 +176,35 @@ class RandomKCodec(_SparseCodec):
 
     Args:
         share: Share of the numbers that is sent, above 0 and at most 1; it comes to at least one number.
-        seed: What the positions are drawn from, with 64 bits at most. It travels with the numbers, in eight bytes: a
-            decoder may have any.
+        seed: Seed of the positions, of at most 64 bits. It is sent with the numbers, in eight bytes, so a decoder may
+            have any seed.
         unbiased: Whether the numbers sent are scaled by d/k, for k of d numbers, so that the expectation of what
             arrives, over seeds, is what was sent (the uplink of EF21-P). In float16, this may overflow to infinity.
+        error_feedback: Whether a `Channel` adds what is lost to the next message. Default False. With numbers that
+            are scaled up, this would diverge.
 
     Raises:
-        ValueError: If ``share`` or ``seed`` is out of its range.
+        TypeError: If ``share`` is not a number.
+        ValueError: If ``share`` or ``seed`` is out of its range, or ``unbiased`` and ``error_feedback`` are both given.
 
     Example:
         >>> import torch
-        >>> codec = RandomKCodec(share=0.5, seed=1)
+        >>> codec = RandomK(share=0.5, seed=1)
         >>> received = codec.decode(codec.encode({"weight": torch.ones(6)}))["weight"]
         >>> int(received.sum())
         3
-        >>> torch.equal(received, RandomKCodec(share=0.5).decode(codec.encode({"weight": torch.ones(6)}))["weight"])
+        >>> torch.equal(received, RandomK(share=0.5).decode(codec.encode({"weight": torch.ones(6)}))["weight"])
         True
     """
 
-    def __init__(self, share: float, seed: int = 0, unbiased: bool = False) -> None:
-        _check_share(share)
-        if not (type(seed) is int and -(2**63) <= seed < 2**63):
-            raise ValueError(f"seed must be a whole number from -2**63 to 2**63 - 1, but is {seed!r}.")
-        self.share, self.seed, self.unbiased = share, seed, unbiased
+    def __init__(self, share: float, seed: int = 0, unbiased: bool = False, *, error_feedback: bool = False) -> None:
+        check_number("share", share, above=0, most=1)
+        super().__init__(seed)
+        if unbiased and error_feedback:
+            raise ValueError(
+                "unbiased=True scales the numbers up, with which error_feedback=True diverges; give only one of them."
+            )
+        self.share, self.unbiased, self.error_feedback = share, unbiased, error_feedback
 
     def _count(self, layout: Layout) -> int:
         return _share_of(self.share, sum(layout.numbers))
@@ -210,17 +220,20 @@ class RandomKCodec(_SparseCodec):
         values = flat[positions]
         return values * (flat.numel() / positions.numel()) if self.unbiased and positions.numel() else values
 
-    def _position_lengths(self, layout: Layout) -> dict[str, int]:
+    def lengths(self, layout: Layout, parts: Mapping[str, Tensor] | None = None) -> dict[str, int]:
+        """Return the length of the seed."""
         return {"seed": 8}
 
-    def _write_positions(self, positions: Tensor, layout: Layout) -> dict[str, Tensor]:
+    def pack(self, codes: Tensor, layout: Layout) -> dict[str, Tensor]:
+        """Return the seed that the positions were drawn from."""
         return {"seed": join([torch.tensor([self.seed])])}
 
-    def _read_positions(self, layout: Layout, parts: Mapping[str, Tensor]) -> Tensor:
+    def unpack(self, parts: Mapping[str, Tensor], layout: Layout) -> Tensor:
+        """Return the positions that the received seed gives."""
         return self._draw(int(parts["seed"].view(torch.int64)), layout)
 
 
-class MaskCodec(_SparseCodec):
+class Mask(_Sparse):
     """Send the numbers that a mask selects; the others arrive as zeros.
 
     A floating-point tensor without a mask is sent whole. The values are sent in the smallest type that holds those of
@@ -229,9 +242,8 @@ class MaskCodec(_SparseCodec):
     Args:
         masks: By the name of a floating-point tensor, which of its numbers are sent: booleans of its shape. They are
             copied.
-        known: Whether the other side has the masks already, built from a seed or sent before: then a decoder must be
-            given the same ones. Otherwise the masks travel too, one bit for each number of all floating-point
-            tensors, and a decoder needs none.
+        known: Whether the other side has the masks; a decoder then needs the same ones. Otherwise the masks are sent
+            too, one bit for each number of all floating-point tensors, and a decoder needs none.
 
     Raises:
         ValueError: If a mask is not boolean. When encoding, if there is a mask for a tensor that is not sent, is not of
@@ -239,8 +251,8 @@ class MaskCodec(_SparseCodec):
 
     Example:
         >>> import torch
-        >>> codec = MaskCodec({"weight": torch.tensor([True, False, True])})
-        >>> MaskCodec().decode(codec.encode({"weight": torch.tensor([1.0, 2.0, 3.0])}))
+        >>> codec = Mask({"weight": torch.tensor([True, False, True])})
+        >>> Mask().decode(codec.encode({"weight": torch.tensor([1.0, 2.0, 3.0])}))
         {'weight': tensor([1., 0., 3.])}
     """
 
@@ -271,29 +283,24 @@ class MaskCodec(_SparseCodec):
     def _choose(self, flat: Tensor, layout: Layout) -> Tensor:
         return self._mask(layout).nonzero().flatten().to(flat.device)
 
-    def _lengths(self, layout: Layout, parts: Mapping[str, Tensor] | None = None) -> dict[str, int]:
+    def entries(self, layout: Layout, parts: Mapping[str, Tensor] | None = None) -> dict[str, Entry]:
+        """Return one row: the numbers that the mask, or the received mask, selects."""
         if self.known or parts is None:
-            return super()._lengths(layout)
-        lengths = self._position_lengths(layout)
-        if parts["mask"].numel() != lengths["mask"]:
-            return lengths
-        selected = int(unpack_bits(parts["mask"], sum(layout.numbers)).sum())
-        return {"values": selected * layout.dtype.itemsize, **lengths}
+            return super().entries(layout)
+        return {"values": (layout.dtype, (int(unpack_bits(parts["mask"], sum(layout.numbers)).sum()),))}
 
-    def _position_lengths(self, layout: Layout) -> dict[str, int]:
+    def lengths(self, layout: Layout, parts: Mapping[str, Tensor] | None = None) -> dict[str, int]:
+        """Return the length of the mask, if it travels."""
         return {} if self.known else {"mask": packed_length(sum(layout.numbers))}
 
-    def _write_positions(self, positions: Tensor, layout: Layout) -> dict[str, Tensor]:
-        return {} if self.known else {"mask": pack_bits(self._mask(layout))}
+    def pack(self, codes: Tensor, layout: Layout) -> dict[str, Tensor]:
+        """Return the mask, if it travels."""
+        return {} if self.known else {"mask": pack_bits(_bits_at(codes.cpu(), sum(layout.numbers)))}
 
-    def _read_positions(self, layout: Layout, parts: Mapping[str, Tensor]) -> Tensor:
+    def unpack(self, parts: Mapping[str, Tensor], layout: Layout) -> Tensor:
+        """Return the positions that the mask, or the received mask, selects."""
         mask = self._mask(layout) if self.known else unpack_bits(parts["mask"], sum(layout.numbers))
         return mask.nonzero().flatten()
-
-
-def _check_share(share: float) -> None:
-    if not 0 < share <= 1:
-        raise ValueError(f"share must be above 0 and at most 1, but is {share!r}.")
 
 
 def _share_of(share: float, total: int) -> int:

@@ -30,7 +30,7 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class DecodingError(ValueError):
-    """Bytes that are no encoding of the codec that was to decode them: cut, changed, or of other arguments."""
+    """Bytes that the decoding codec cannot have written: cut, changed, or of other arguments."""
 
 
 Entry = tuple[torch.dtype, tuple[int, ...]]
@@ -48,14 +48,20 @@ class Layout:
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> Layout:
         """Return the layout of ``tensors``, which may be on the meta device."""
-        groups: dict[torch.dtype, dict[str, Entry]] = defaultdict(dict)
         for name, tensor in tensors.items():
             if tensor.dtype not in _DTYPE_NAMES:
                 raise TypeError(
                     f"tensor {name!r} is of type {tensor.dtype}, which has no encoding; the types that have one are "
                     f"{', '.join(_DTYPES)}."
                 )
-            groups[tensor.dtype][name] = (tensor.dtype, tuple(tensor.shape))
+        return cls.grouped({name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()})
+
+    @classmethod
+    def grouped(cls, entries: Mapping[str, Entry]) -> Layout:
+        """Return the layout of tensors of these types and shapes."""
+        groups: dict[torch.dtype, dict[str, Entry]] = defaultdict(dict)
+        for name, entry in entries.items():
+            groups[entry[0]][name] = entry
         return cls({name: entry for group in groups.values() for name, entry in group.items()})
 
     @classmethod
@@ -64,7 +70,7 @@ class Layout:
         try:
             groups = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise DecodingError(f"the names and shapes of the tensors are no JSON: {error}") from error
+            raise DecodingError(f"the names and shapes of the tensors are not JSON: {error}") from error
         entries: dict[str, Entry] = {}
         for kind, group in _object(groups).items():
             if kind not in _DTYPES:
@@ -97,11 +103,6 @@ class Layout:
         """The others."""
         return {name: entry for name, entry in self.entries.items() if entry[0] not in FLOATING}
 
-    @property
-    def exact_bytes(self) -> int:
-        """How many bytes the others' numbers take."""
-        return sum(math.prod(shape) * dtype.itemsize for dtype, shape in self.exact.values())
-
     @cached_property
     def numbers(self) -> list[int]:
         """How many numbers each floating-point tensor has."""
@@ -115,10 +116,7 @@ class Layout:
 
     def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return the numbers of all floating-point tensors in one vector of type `dtype`."""
-        parts = [tensors[name].reshape(-1) for name in self.floating]
-        if not parts:
-            return torch.empty(0, dtype=self.dtype)
-        return torch.cat([part.to(parts[0].device, self.dtype) for part in parts])
+        return concatenate([tensors[name].reshape(-1) for name in self.floating], self.dtype)
 
     def unflatten(self, flat: Tensor) -> dict[str, Tensor]:
         """Return the floating-point tensors, each in memory of its own, from `flatten`'s vector."""
@@ -128,6 +126,11 @@ class Layout:
                 self.floating.items(), flat.split(self.numbers) if self.numbers else (), strict=True
             )
         }
+
+
+def entry_bytes(entries: Mapping[str, Entry]) -> int:
+    """Return how many bytes the numbers of tensors of these types and shapes take."""
+    return sum(math.prod(shape) * dtype.itemsize for dtype, shape in entries.values())
 
 
 def _object(value: Any) -> dict[str, Any]:
@@ -195,6 +198,11 @@ def join(tensors: Sequence[Tensor]) -> Tensor:
     """Return the bytes of all the tensors' numbers, one after another."""
     rows = [tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8) for tensor in tensors]
     return torch.cat(rows) if rows else torch.empty(0, dtype=torch.uint8)
+
+
+def concatenate(rows: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Return the flat tensors as one of this type, on the device of the first."""
+    return torch.cat([row.to(rows[0].device, dtype) for row in rows]) if rows else torch.empty(0, dtype=dtype)
 
 
 def split(data: Tensor, entries: Mapping[str, Entry]) -> dict[str, Tensor]:

@@ -1,20 +1,17 @@
 """Data for image and text classification, held in memory."""
 
+from lightning_lowrank.data.images import ImageBatch, TensorImages, collate_images
 from lightning_lowrank.data.text import PadTexts, TextClassification, TokenizedTexts
-from lightning_lowrank.data.vision import (
+from lightning_lowrank.data.tiny_imagenet import TinyImageNet
+from lightning_lowrank.data.torchvision import (
     CIFAR10,
     CIFAR100,
     MNIST,
     SVHN,
-    Digits,
     FashionMNIST,
-    ImageBatch,
-    TensorImages,
-    TinyImageNet,
     TorchvisionDataModule,
-    VisionDataModule,
-    collate_images,
 )
+from lightning_lowrank.data.vision import Digits, VisionDataModule
 
 __all__ = [
     "CIFAR10",

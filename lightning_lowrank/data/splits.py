@@ -1,4 +1,4 @@
-"""What datamodules that hold their three splits in memory share: the checks of their sizes, and the loaders."""
+"""`SplitsInMemory`, the base class of the datamodules: their sizes and loaders."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_lowrank.configuration import check_integer
+
 
 class SplitsInMemory(LightningDataModule):
     """Base class of the datamodules: a subclass's ``setup`` fills ``train_set``, ``validation_set`` and ``test_set``.
@@ -16,7 +18,8 @@ class SplitsInMemory(LightningDataModule):
     Args:
         batch_size: Samples per training batch.
         eval_batch_size: Samples per batch of the other loaders.
-        num_workers: Worker processes per loader.
+        num_workers: Worker processes per loader. Default 0: fetching from memory is usually quicker than a transfer
+            between processes.
 
     Raises:
         MisconfigurationException: If an argument is out of range.
@@ -24,13 +27,9 @@ class SplitsInMemory(LightningDataModule):
 
     def __init__(self, batch_size: int, eval_batch_size: int, num_workers: int) -> None:
         super().__init__()
-        for name, value in (("batch_size", batch_size), ("eval_batch_size", eval_batch_size)):
-            if value < 1:
-                raise MisconfigurationException(f"{name} must be at least 1, got {value!r}")
-        if num_workers < 0:
-            raise MisconfigurationException(
-                f"num_workers must be 0 (load in the main process) or more, got {num_workers}"
-            )
+        check_integer("batch_size", batch_size)
+        check_integer("eval_batch_size", eval_batch_size)
+        check_integer("num_workers", num_workers, least=0, hint="0 to load in the main process")
         self.batch_size = batch_size
         self.eval_batch_size = eval_batch_size
         self.num_workers = num_workers
@@ -39,7 +38,7 @@ class SplitsInMemory(LightningDataModule):
         self.test_set: Dataset | None = None
 
     def collate(self) -> Callable[[Sequence[Any]], Any]:
-        """Return what makes a batch of samples."""
+        """Return the loaders' collate function."""
         raise NotImplementedError(f"{type(self).__name__} must define collate")
 
     def train_dataloader(self) -> DataLoader:

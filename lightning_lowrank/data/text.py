@@ -1,8 +1,7 @@
 """Text classification from tab-separated files, tokenised once and padded batch by batch.
 
-Tokenising costs more than a gather and gives the same tokens each time, so it happens once, for all texts of a file in
-one call. What is kept is ragged: one tensor of tokens and where each text begins in it. A batch is padded to its own
-longest text, whose computation is what its texts need.
+All texts of a file are tokenised in one call, and kept as one tensor of tokens with the place where each text begins. A
+batch is padded only to its own longest text.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -20,16 +18,18 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
+from lightning_lowrank.configuration import check_integer
 from lightning_lowrank.data.splits import SplitsInMemory
+from lightning_lowrank.interop.transformers import import_transformers
 
 _HEADER_LABELS = ("label", "labels")
 
 
 class TokenizedTexts(Dataset[dict[str, Any]]):
-    """Tokenised texts of unlike lengths and their class indices, in memory.
+    """Tokenised texts of different lengths and their class indices, in memory.
 
-    A sample is ``{"input_ids": tokens, "labels": class}``, its tokens an int64 tensor of the text's own length;
-    `PadTexts` makes a batch of samples.
+    A sample is ``{"input_ids": tokens, "labels": class}`` with an int64 tensor of the text's own length. `PadTexts`
+    makes a batch of samples.
 
     Args:
         input_ids: Token indices of each text, special tokens included.
@@ -104,12 +104,13 @@ class PadTexts:
 class TextClassification(SplitsInMemory):
     """Sentences and their classes from three files, for a pretrained transformer; such as SST-2.
 
-    A line of a file is a text, a tab, and its label, in UTF-8; how GLUE's SST-2 is stored, for instance, with a first
-    line of column names (``header``). A batch is a dictionary of ``input_ids``, ``attention_mask`` and ``labels``, as
-    the models of transformers take it, padded to its longest text. Of clients that step together
-    (``execution="vectorized"``) those with batches of one size are padded to one length.
+    A line of a file is a text, a tab and its label, in UTF-8. GLUE's SST-2 is stored in this way, with a first line of
+    column names (``header``). A batch is a dictionary of ``input_ids``, ``attention_mask`` and ``labels``, as the
+    models of transformers take it, padded to its longest text. Clients that step together
+    (``execution="vectorized"``) with batches of one size are padded to one length.
 
     The training set has its class indices in ``targets``, where `Dirichlet` and other partitions by label find them.
+    Arguments that are not named here are those of `SplitsInMemory`.
 
     Args:
         root: Folder of the files.
@@ -118,9 +119,6 @@ class TextClassification(SplitsInMemory):
         validation_file: Name of the validation file.
         test_file: Name of the file that ``test`` and ``predict`` read.
         max_length: Tokens at which a text is cut off, special tokens included.
-        batch_size: Texts per training batch.
-        eval_batch_size: Texts per batch of the other loaders.
-        num_workers: Worker processes per loader. Default 0: the texts are tokenised already.
         labels: The labels in the order of their class indices. Default: those of the training file, sorted (as numbers
             where all of them are).
         header: Whether the files begin with a line of column names. Default no.
@@ -154,8 +152,7 @@ class TextClassification(SplitsInMemory):
         header: bool = False,
     ) -> None:
         super().__init__(batch_size, eval_batch_size, num_workers)
-        if max_length < 1:
-            raise MisconfigurationException(f"max_length must be at least 1, got {max_length!r}")
+        check_integer("max_length", max_length)
         if labels is not None and (len(labels) < 2 or len(set(labels)) < len(labels)):
             raise MisconfigurationException(
                 f"labels must be two or more different ones, or None for those of {train_file}, got {labels!r}"
@@ -170,7 +167,7 @@ class TextClassification(SplitsInMemory):
         self._loaded: Any = None
 
     def setup(self, stage: str | None = None) -> None:
-        """Read and tokenise what ``stage`` needs (``None``: everything), unless it is there already."""
+        """Read and tokenise what ``stage`` needs (``None``: everything), unless it is loaded already."""
         wanted = {
             "fit": stage in (None, "fit") and self.train_set is None,
             "validate": stage in (None, "fit", "validate") and self.validation_set is None,
@@ -186,14 +183,14 @@ class TextClassification(SplitsInMemory):
         self.test_set = sets.get("test", self.test_set)
 
     def collate(self) -> PadTexts:
-        """Return what pads texts with the tokenizer's own padding."""
+        """Return `PadTexts` with the tokenizer's own padding."""
         return PadTexts(self._tokenizer().pad_token_id)
 
     def _path(self, name: str) -> Path:
         return Path(self.root) / name
 
     def _read(self, name: str) -> list[tuple[str, str]]:
-        """Return the text and the label of each line of a file; a line's number is its place, with the header."""
+        """Return the text and the label of each line of a file, except the header's."""
         path = self._path(name)
         if not path.parent.is_dir():
             raise MisconfigurationException(f"root={self.root!r}: there is no folder {path.parent}")
@@ -243,7 +240,7 @@ class TextClassification(SplitsInMemory):
         return TokenizedTexts(encoded["input_ids"], [index_of[label] for _, label in samples])
 
     def _tokenizer(self) -> Any:
-        """Load the tokenizer, once, and check that texts can be cut off and padded as asked."""
+        """Load the tokenizer once, and check that it can cut texts off at ``max_length`` and pad them."""
         if self._loaded is None:
             library = import_transformers(type(self).__name__)
             try:
@@ -255,8 +252,8 @@ class TextClassification(SplitsInMemory):
                 ) from error
             if tokenizer.pad_token_id is None:
                 raise MisconfigurationException(
-                    f"tokenizer={self.tokenizer!r} has no padding token, without which texts of unlike lengths make no"
-                    " batch: save one that has (tokenizer.pad_token = tokenizer.eos_token) and name its folder"
+                    f"tokenizer={self.tokenizer!r} has no padding token, which a batch of texts needs: save one with it"
+                    " (tokenizer.pad_token = tokenizer.eos_token) and give its folder"
                 )
             lowest, highest = tokenizer.num_special_tokens_to_add() + 1, tokenizer.model_max_length
             if not lowest <= self.max_length <= highest:
@@ -266,21 +263,3 @@ class TextClassification(SplitsInMemory):
                 )
             self._loaded = tokenizer
         return self._loaded
-
-
-def import_transformers(what: str) -> ModuleType:
-    """Import transformers, which only these classes need.
-
-    Args:
-        what: Name of what needs it.
-
-    Raises:
-        MisconfigurationException: If it is not installed; the message names the extra.
-    """
-    try:
-        import transformers
-    except ImportError as error:
-        raise MisconfigurationException(
-            f'{what} needs transformers: pip install "lightning_lowrank[transformers]" ({error})'
-        ) from error
-    return transformers

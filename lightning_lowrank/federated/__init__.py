@@ -1,10 +1,7 @@
 """Clients, partitions, rounds, and the callback that runs them."""
 
-from lightning_lowrank.federated.algorithm import Algorithm
-from lightning_lowrank.federated.client import Client, Server
-from lightning_lowrank.federated.client_parallel import ClientParallelStrategy
-from lightning_lowrank.federated.loop import FederatedLoop
-from lightning_lowrank.federated.partition import (
+from lightning_lowrank.federated.algorithm import Algorithm, LocalStep
+from lightning_lowrank.federated.data import (
     IID,
     ByKey,
     ClientIndices,
@@ -14,22 +11,33 @@ from lightning_lowrank.federated.partition import (
     Partition,
     find_labels,
 )
-from lightning_lowrank.federated.payload import Ledger, Payload
+from lightning_lowrank.federated.execution.distributed import ClientParallelStrategy
+from lightning_lowrank.federated.loop import FederatedLoop
+from lightning_lowrank.federated.messages import Ledger, Message
+from lightning_lowrank.federated.objective import MaskAbsentClasses, Objective
+from lightning_lowrank.federated.optimizers import register_elementwise
+from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, Server
 
 __all__ = [
     "IID",
     "Algorithm",
+    "Base",
     "ByKey",
-    "Client",
+    "ClientContext",
     "ClientIndices",
+    "ClientInfo",
     "ClientParallelStrategy",
     "Dirichlet",
     "FederatedLoop",
     "FromIndices",
     "LabelCount",
     "Ledger",
+    "LocalStep",
+    "MaskAbsentClasses",
+    "Message",
+    "Objective",
     "Partition",
-    "Payload",
     "Server",
     "find_labels",
+    "register_elementwise",
 ]

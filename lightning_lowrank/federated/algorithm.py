@@ -1,156 +1,230 @@
-"""What a federated method is: what it does at each point of a round.
+"""What a federated method is: what it does on the server, and what it does on a client.
 
-`FederatedLoop` calls these methods; a published method overrides the points where it differs from federated
-averaging, in one short file under ``lightning_lowrank/algorithms``.
+`FederatedLoop` calls these methods. A published method overrides the points where it differs from federated averaging,
+in one short file under ``lightning_lowrank/algorithms``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_lowrank.federated.client import Client, Server, Workspace
-from lightning_lowrank.federated.payload import Payload
+from lightning_lowrank.compression import Codec
+from lightning_lowrank.federated.messages import Message
+from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, Server, State, copy_into
 
 
 @dataclass(frozen=True)
 class LocalStep:
     """What a method sees of a step that one client makes, or several together.
 
-    Where clients step together every tensor has them as its first dimension, ``[clients, …]``: a method that acts on
-    each number alone, and uses `spread` for what is one number per client, serves both.
+    Where clients step together every tensor has them as its first dimension, ``[clients, …]``. A method that acts on
+    each number alone, and uses `expand` for what is one number per client, serves both.
 
     Args:
-        parameters: The trained parameters by name; their ``grad`` is there in `Algorithm.before_step`.
+        base: The copy of the module that steps, its optimizers, and what every side holds.
+        round: Number of the round, from 0.
+        clients: Ids of the clients.
+        parameters: The trained parameters by name. Their ``grad`` is there in `Algorithm.before_step`.
         buffers: The persistent buffers by name; may be changed in place.
-        workspace: The clients' workspaces; tensors in it may be changed in place.
+        round_state: The clients' `ClientContext.round_state`; tensors in it may be changed in place.
         number: Number of the step, from 0 in each round.
         steps: How many steps each client makes in this round: a float64 tensor, a scalar or ``[clients]``.
-        together: Whether clients step together.
+        stacked: Whether clients step together.
     """
 
+    base: Base
+    round: int
+    clients: tuple[int, ...]
     parameters: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
-    workspace: Workspace
+    round_state: State
     number: int
     steps: Tensor
-    together: bool
+    stacked: bool
 
-    def spread(self, values: Tensor, over: Tensor) -> Tensor:
+    def expand(self, values: Tensor, over: Tensor) -> Tensor:
         """Give ``values``, one for each client, the dimensions that they need beside a stack such as ``over``."""
-        return values.reshape(values.shape + (1,) * (over.ndim - values.ndim)) if self.together else values
+        return values.reshape(values.shape + (1,) * (over.ndim - values.ndim)) if self.stacked else values
 
 
 class Algorithm:
-    """One federated method. The base class is federated averaging in its plainest reading.
+    """One federated method. The base class is federated averaging in its plainest form.
 
-    The order of calls in a round: `begin_round` once; for each client `broadcast`, `begin`, the client's own training
-    steps (each a `local_update`, with `before_step` in it), `end`, `receive`; then `aggregate`. Between rounds the
-    module holds `global_state`.
+    A method has two halves that meet only in messages. The server's half gets the `Server`, a `ClientInfo` and a
+    client's message, and never what a client keeps. The client's half gets a `ClientContext` and the message that was
+    sent to it, and never the `Server`. So a method that runs in a simulation also runs between real sites.
 
-    What the server keeps changes in `begin_round`, `receive` and `aggregate` alone, but for what the round's first
-    client leaves there in its first step: several processes may train clients at the same time (see
-    `ClientParallelStrategy`), and every one then makes these calls.
+    The order of calls in a round: on the server `begin_round`; for each client `broadcast` on the server, then on the
+    client `begin`, its training steps (each a `local_update`, with `loss` and `before_step` in it) and `end`, then
+    `receive` on the server; after the last client `aggregate`. Between rounds the module holds `global_model`.
 
-    A client's live values come as ``model``: the module's trained parameters and persistent buffers by name, which
-    `begin` writes in place. Frozen parameters (``requires_grad=False``) are the same on every side and never sent.
-    What a client needs during its steps, `begin` puts into ``client.workspace``; what it keeps for later rounds goes
-    into ``client.memory``.
+    Frozen parameters (``requires_grad=False``) and ``base.state`` are the same on every side. A method that changes
+    them calls `announce` on the server, and does the change in `update_base`, which every side calls with what was
+    announced.
     """
 
-    def setup(self, server: Server) -> None:
-        """Check that the module suits the method, and draw what it needs. Called once, before the first round.
+    exact: frozenset[str] = frozenset()
+    """Names of tensors in messages that no channel may change, beside buffers and whatever is not floating-point."""
+
+    # Every side
+
+    def setup(self, base: Base) -> None:
+        """Check that the module suits the method, and find what it needs there. Called once, before the first round.
 
         Raises:
             MisconfigurationException: If the method cannot work on this module.
         """
 
-    def begin_round(self, server: Server) -> None:
-        """Prepare what all of the round's clients share."""
-
-    def kind(self, server: Server, client: Client, round_number: int) -> Hashable:
-        """Return what must be the same of clients that step together in a round, which is still to begin."""
+    def group_key(self, client: ClientInfo) -> Hashable:
+        """Return what must be equal for clients that step together in the round ``client.round``."""
         return None
 
-    def configure(self, server: Server, client: Client | None) -> None:
+    def configure(self, base: Base, client: ClientInfo | None) -> None:
         """Make what the module computes, apart from its tensors' values, that of ``client``; of the server for None.
 
-        Called before `begin` (once for clients that step together, which are of one `kind`), and whenever the module
+        Called before `begin` (once for clients that step together, whose `group_key` is one), and whenever the module
         becomes the global model.
         """
 
-    def broadcast(self, server: Server, client: Client) -> Payload:
-        """Return what ``client`` is sent."""
-        return Payload(server.sent_down())
+    def update_base(self, base: Base, message: Mapping[str, Tensor]) -> None:
+        """Change what every side holds, the frozen weights or ``base.state``, by what the server announced.
 
-    def every_client_listens(self, server: Server) -> bool:
-        """Return whether clients that sit this round out must hear its broadcast all the same.
-
-        They must where it changes what every side holds. The ledger enters those bytes as ``comm/idle_down_bytes``.
+        Called once for each announcement and each copy of the base: on the server by `announce`, on a real site with
+        the tensors of each broadcast that it hears, in the order of rounds, those of rounds that it sits out included.
         """
-        return False
 
-    def begin(self, server: Server, client: Client, payload: Payload, model: Mapping[str, Tensor]) -> None:
-        """Install what ``client`` received into its live ``model``, in place."""
-        install(payload.tensors, model)
+    @property
+    def announces(self) -> bool:
+        """Whether the server may announce changes of what every side holds, in any round."""
+        return type(self).update_base is not Algorithm.update_base
 
-    def before_step(self, server: Server, step: LocalStep) -> None:
-        """Change the gradients, which are there, before they are clipped and the optimizer steps."""
+    def downlink(self, base: Base) -> Codec | None:
+        """Return a codec that decodes the method's broadcasts, where these come with one of its own."""
+        return None
 
-    def local_update(self, server: Server, step: LocalStep, update: Callable[[], None]) -> None:
-        """Train on one batch; ``update()``, which may be called several times, is a step of the user's optimizer."""
-        update()
+    def reference(self, base: Base, received: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return values that server and client both know and from which the client's message differs little.
 
-    def end(self, server: Server, client: Client, model: Mapping[str, Tensor]) -> Payload:
-        """Return what ``client`` sends when its training is over."""
-        return Payload(server.sent_up(model))
-
-    def receive(self, server: Server, client: Client, payload: Payload, weight: float) -> None:
-        """Take in what ``client`` sent; ``weight`` is its share before normalisation.
-
-        Another process may have trained the client: its ``memory`` is there, its ``workspace`` is not.
+        Channels that lose something send differences from them. By default they are what the client received.
         """
-        server.mean.add(payload.tensors, weight)
+        return received
+
+    # The server's half
+
+    def begin_round(self, server: Server) -> None:
+        """Prepare what all of the round's clients are sent."""
+
+    def announce(self, server: Server, update: Mapping[str, Tensor]) -> None:
+        """Have every side call `update_base` with ``update``: the server now, sites with the next broadcast.
+
+        The tensors travel with that broadcast to all clients, also to those that sit the round out.
+        """
+        server.announcement = dict(update)
+        if update:
+            self.update_base(server.base, server.announcement)
+
+    def broadcast(self, server: Server, client: ClientInfo) -> Message:
+        """Return what ``client`` is sent, apart from the server's announcement, which the loop adds."""
+        return Message(server.sent_down())
+
+    def receive(self, server: Server, client: ClientInfo, message: Message, weight: float) -> None:
+        """Take in what ``client`` sent; ``weight`` is its share before normalisation."""
+        server.aggregator.add(message.tensors, weight)
 
     def aggregate(self, server: Server) -> None:
-        """Fold the round's arrivals into ``server.state``. Called once a round, after at least one arrival."""
-        server.state.update(server.mean.result())
+        """Fold the round's arrivals into ``server.model``. Called once a round, after at least one arrival."""
+        server.model.update(server.aggregator.result())
 
-    def global_state(self, server: Server) -> Mapping[str, Tensor]:
+    def global_model(self, server: Server) -> Mapping[str, Tensor]:
         """Return what validation, checkpoints and export see."""
-        return server.state
+        return server.model
 
-    def personal_state(self, server: Server, client: Client) -> Mapping[str, Tensor]:
-        """Return the model that ``client`` itself would use: what is evaluated on its own test data.
-
-        That is the global model, but for what the client keeps by name as ``memory["personal"]``, and for its own
-        buffers where these are local.
-        """
-        own = {**client.memory.get("buffers", {}), **client.memory.get("personal", {})}
-        return {**self.global_state(server), **own} if own else self.global_state(server)
+    def model_for(self, server: Server, client: ClientInfo) -> Mapping[str, Tensor]:
+        """Return the global model as ``client`` would be given it, by default `global_model`."""
+        return self.global_model(server)
 
     def variants(self, server: Server) -> Mapping[str, Mapping[str, Tensor]]:
         """Return further global models by name, such as one for each size of client, to be evaluated beside it."""
         return {}
 
+    def stand_in(self, server: Server, client: ClientInfo) -> State:
+        """Return what `begin` and `end` need of the ``state`` of a client that is elsewhere.
 
-def leaves_alone(algorithm: Algorithm, *methods: str) -> bool:
-    """Return whether an algorithm has these methods as federated averaging has them."""
+        A server tries the client's half to learn the form of the message that ``client`` is to send. Only names, shapes
+        and types matter. By default that is the state of a client that has never taken part. Where a broadcast leaves
+        out what the client has received earlier, it is that.
+        """
+        return {}
+
+    def upload_limits(self, base: Base, client: ClientInfo) -> Mapping[str, tuple[int, ...]]:
+        """Return the largest shapes of those tensors that ``client`` sends in shapes of its own choice, by name.
+
+        A server refuses what has another shape than `end` would give it. Of the tensors that are named here, no
+        dimension may be larger; `receive` has to check the rest, and raises `ValueError` for what it cannot take.
+        """
+        return {}
+
+    # The client's half
+
+    def begin(self, client: ClientContext, message: Message) -> None:
+        """Install what the client received into its live ``model``, in place.
+
+        The message has the names of the module's tensors in the module's order. A real site gets others in any order.
+        """
+        copy_into(client.model, message.tensors)
+
+    def loss(self, step: LocalStep, batch: Any, training_step: Callable[[], Any]) -> Any:
+        """Return the objective of a batch: a loss, or what the module's ``training_step`` may return.
+
+        Called in each step in place of ``training_step``, which it calls. Where clients step together, it is mapped
+        over them: it sees the tensors of one client, and may not decide by their values.
+
+        Args:
+            step: The step. Inside, ``parameters``, ``buffers`` and ``round_state`` are those of one client.
+            batch: The client's batch.
+            training_step: Runs the module's own ``training_step`` on the batch, and returns what it returns.
+        """
+        return training_step()
+
+    def before_step(self, step: LocalStep) -> None:
+        """Change the gradients, which are there, before they are clipped and the optimizer steps."""
+
+    def local_update(self, step: LocalStep, update: Callable[[], None]) -> None:
+        """Train on one batch; ``update()``, which may be called several times, is a step of the user's optimizer."""
+        update()
+
+    def end(self, client: ClientContext) -> Message:
+        """Return what the client sends when its training is over."""
+        return Message(client.base.sent_up(client.model))
+
+    def personal_model(self, client: ClientContext, model: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the model that the client itself would use, given the server's `model_for` it.
+
+        By default that is ``model``, but for what the client keeps by name as ``state["personal"]``, and for its own
+        buffers where these are local.
+        """
+        own = {**client.state.get("buffers", {}), **client.state.get("personal", {})}
+        return {**model, **own} if own else model
+
+
+def inherits(algorithm: Algorithm, *methods: str) -> bool:
+    """Return whether an algorithm has all of these methods as federated averaging has them."""
     return all(getattr(type(algorithm), name) is getattr(Algorithm, name) for name in methods)
-
-
-@torch.no_grad()
-def install(values: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> None:
-    """Copy ``values`` into the live tensors of the same names."""
-    if values:
-        torch._foreach_copy_([model[name] for name in values], list(values.values()))
 
 
 def show_global(algorithm: Algorithm, server: Server, live: Mapping[str, Tensor]) -> None:
     """Put the global model into the live tensors."""
-    algorithm.configure(server, None)
-    state = algorithm.global_state(server)
-    install({name: state[name] for name in live}, live)
+    algorithm.configure(server.base, None)
+    model = algorithm.global_model(server)
+    copy_into(live, {name: model[name] for name in live})
+
+
+@torch.no_grad()
+def detached(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies of tensors that share neither memory nor a graph with them."""
+    return {name: value.detach().clone() for name, value in tensors.items()}

@@ -18,8 +18,10 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_lowrank.federated._lightning import overrides
-from lightning_lowrank.federated.client import BufferPolicy
+from lightning_lowrank.federated.algorithm import Algorithm, inherits
+from lightning_lowrank.federated.state import BufferPolicy
+from lightning_lowrank.internals.lightning import overrides
+from lightning_lowrank.internals.torch import BATCH_NORMS
 
 _READING_HOOKS = (
     "on_train_batch_end",
@@ -87,7 +89,7 @@ def check_callbacks(loop: Callback, trainer: Any, module: nn.Module) -> None:
                 " its should_update() to return True for epoch_idx only, so that it averages global models."
             )
         if isinstance(callback, StochasticWeightAveraging) and any(
-            isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in module.modules()
+            isinstance(layer, BATCH_NORMS) for layer in module.modules()
         ):
             raise MisconfigurationException(
                 "StochasticWeightAveraging ends with a pass over the training set that recomputes BatchNorm statistics,"
@@ -95,13 +97,32 @@ def check_callbacks(loop: Callback, trainer: Any, module: nn.Module) -> None:
             )
 
 
+def check_local_update(algorithm: Algorithm, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """Refuse settings under which a method cannot step the optimizer in its own way.
+
+    Raises:
+        MisconfigurationException: If the module optimizes manually, or batches are accumulated.
+    """
+    if inherits(algorithm, "local_update"):
+        return
+    method = type(algorithm).__name__
+    if not module.automatic_optimization:
+        raise MisconfigurationException(
+            f"{method} steps the optimizer in its own way, which a module that optimizes manually does not let it:"
+            " use automatic optimization."
+        )
+    if trainer.accumulate_grad_batches != 1:
+        raise MisconfigurationException(
+            f"{method} steps the optimizer in its own way on each batch:"
+            f" set accumulate_grad_batches=1, not {trainer.accumulate_grad_batches}."
+        )
+
+
 def notes(module: pl.LightningModule, buffers: BufferPolicy) -> list[str]:
     """Return what a user should know of how this module will behave in rounds, one sentence each."""
     found = []
     statistics = [
-        name
-        for name, layer in module.named_modules()
-        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.track_running_stats
+        name for name, layer in module.named_modules() if isinstance(layer, BATCH_NORMS) and layer.track_running_stats
     ]
     if statistics and buffers == "local":
         found.append(

@@ -1,4 +1,4 @@
-"""Every client's own model on its own test data: which samples those are, the evaluation, and figures over clients.
+"""Every client's own model on its own test data, and figures over clients.
 
 `FederatedLoop` runs a `ClientEvaluation` each time validation or a test ends, with the state that the algorithm gives
 each client as its own, and logs the `figures` of what the module's own ``validation_step`` or ``test_step`` logged.
@@ -20,106 +20,30 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torchmetrics import Metric, MetricCollection
 
-from lightning_lowrank.federated.algorithm import install
-from lightning_lowrank.federated.client import trained_tensors
-from lightning_lowrank.federated.partition import ClientIndices, _check_labels, _index_tensor
-from lightning_lowrank.federated.rounds import StepRandomness, _as_it_is, _Request, _SeededBatches, seed_process
-from lightning_lowrank.seeding import derive_seed, generator
+from lightning_lowrank.federated.data.indices import index_tensor
+from lightning_lowrank.federated.data.loader import Request, SeededBatches, batch_reader, check_loader
+from lightning_lowrank.federated.randomness import StepRandomness, seed_process, step_seed
+from lightning_lowrank.federated.state import copy_into, trained_tensors
+from lightning_lowrank.seeding import derive_seed
 
-__all__ = ["ClientEvaluation", "figures", "hold_out", "matched_labels"]
+__all__ = ["ClientEvaluation", "figures"]
 
 _LOG_PARAMETERS = list(inspect.signature(pl.LightningModule.log).parameters)[1:]
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
 _WORST_OF = 10
 
 
-def matched_labels(clients: ClientIndices, train_labels: Tensor, test_labels: Tensor) -> list[Tensor]:
-    """Give each client all evaluation samples of the labels that it trains on.
-
-    This is how personal models are judged in pFedMe (arXiv:2006.08848) and TDPFed: a client with two labels is tested
-    on the samples of those two. Clients may share test samples. Those with the same labels share one tensor.
-
-    Args:
-        clients: The training samples of each client.
-        train_labels: Label of each training sample, integers of shape ``[clients.size]``.
-        test_labels: Label of each evaluation sample, integers of shape ``[test samples]``, numbered as those of the
-            training set are. (`find_labels` numbers strings by those that occur: the two sets must have the same.)
-
-    Returns:
-        For each client its evaluation samples, ascending, int64; none where it has no training samples, or none with
-        a label that occurs in the evaluation set.
-
-    Raises:
-        MisconfigurationException: If labels are not an integer for each sample.
-
-    Example:
-        >>> clients = ClientIndices([[0, 1, 2], [3]], size=4)
-        >>> matched_labels(clients, torch.tensor([7, 9, 7, 5]), torch.tensor([9, 5, 7, 8, 9]))
-        [tensor([0, 2, 4]), tensor([1])]
-    """
-    train = _check_labels(train_labels, clients.size)
-    test = _check_labels(test_labels, len(test_labels)).numpy()
-    labels, codes = np.unique(train.numpy(), return_inverse=True)
-    by_label = np.argsort(test, kind="stable")
-    starts = np.searchsorted(test[by_label], labels, side="left")
-    stops = np.searchsorted(test[by_label], labels, side="right")
-    found: dict[bytes, Tensor] = {}
-    matched = []
-    for indices in clients:
-        held = np.unique(codes[indices.numpy()])
-        key = held.tobytes()
-        if key not in found:
-            groups = [by_label[starts[code] : stops[code]] for code in held]
-            found[key] = torch.from_numpy(np.sort(np.concatenate([np.zeros(0, np.int64), *groups])))
-        matched.append(found[key])
-    return matched
-
-
-def hold_out(indices: ClientIndices, share: float, seed: int) -> tuple[ClientIndices, list[Tensor]]:
-    """Split each client's samples at random into a training part and a test part.
-
-    Args:
-        indices: The samples of each client.
-        share: Share of each client's samples that becomes its test part, above 0 and below 1. The number is rounded
-            (halves to the even one), and a client that has samples keeps at least one for training.
-        seed: Seed of the experiment; a client's draw depends on it and the client's number alone.
-
-    Returns:
-        The training parts, and each client's test part; both keep the order of the client's samples.
-
-    Raises:
-        MisconfigurationException: If ``share`` is not between 0 and 1.
-
-    Example:
-        >>> train, test = hold_out(ClientIndices([[0, 2, 4, 6], [1]], size=8), share=0.25, seed=0)
-        >>> train.sizes, [len(part) for part in test]
-        (tensor([3, 1]), [1, 0])
-    """
-    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share < 1:
-        raise MisconfigurationException(f"share must be above 0 and below 1, such as 0.2; got {share!r}.")
-    training, test = [], []
-    for client, samples in enumerate(indices):
-        count = max(0, min(round(share * len(samples)), len(samples) - 1))
-        chosen = torch.zeros(len(samples), dtype=torch.bool)
-        chosen[torch.randperm(len(samples), generator=generator(seed, "hold-out", client))[:count]] = True
-        training.append(samples[~chosen])
-        test.append(samples[chosen])
-    sizes = torch.tensor([len(part) for part in training])
-    return ClientIndices(torch.cat(training), indices.size, indices.names, sizes), test
-
-
 def figures(values: Mapping[int, float], name: str) -> dict[str, float]:
-    """Sum up what clients reached: the mean, the worst tenth, and the spread.
+    """Summarize clients' values: the mean, the worst tenth, and the spread.
 
-    Each client counts alike, whatever its number of samples.
+    Each client has the same weight, whatever its number of samples.
 
     Args:
         values: One value for each client.
-        name: What it is. Less is better, so that the largest values are the worst, where "loss" or "error" is part of
-            the name; for any other name the smallest are.
+        name: Name of the value. The largest values are the worst where "loss" or "error" is part of the name; for any
+            other name the smallest are.
 
     Returns:
         ``personal/{name}``, the mean; ``personal/{name}_worst10``, the mean over the worst 10 % of the clients
@@ -136,7 +60,7 @@ def figures(values: Mapping[int, float], name: str) -> dict[str, float]:
     if not values:
         raise MisconfigurationException(f"there is no client with a value of {name!r}: figures need at least one.")
     numbers = np.fromiter(values.values(), np.float64, len(values))
-    # NumPy sorts what is not a number last, so that it stands with the worst whichever sign that has.
+    # NumPy sorts NaN last, so that it is among the worst for either sign.
     sign = 1 if any(word in name.lower() for word in ("loss", "error")) else -1
     worst = sign * np.sort(sign * numbers)[-max(1, len(numbers) // _WORST_OF) :]
     with np.errstate(invalid="ignore"):
@@ -150,10 +74,10 @@ def figures(values: Mapping[int, float], name: str) -> dict[str, float]:
 class ClientEvaluation:
     """Runs a module's own validation or test on each client's samples, with each client's own state.
 
-    A client is judged as Lightning would judge the module in an epoch over its samples: the module's hooks from
-    ``on_validation_epoch_start`` to ``on_validation_epoch_end`` run for each client (those of callbacks do not), and
-    what it logs is reduced as Lightning reduces it, but kept rather than logged. All that the loader's dataset and the
-    step draw is a function of (seed, client, batch), the same in every run.
+    A client's values are those that Lightning would log in an epoch over its samples. The module's hooks from
+    ``on_validation_epoch_start`` to ``on_validation_epoch_end`` run for each client; those of callbacks do not. What
+    the module logs is reduced as Lightning reduces it, and returned instead of logged. All that the loader's dataset
+    and the step draw is a function of (seed, client, batch), the same in every run.
 
     Args:
         loader: The user's loader, whose dataset, batch size, collate function, workers and pinned memory are used, not
@@ -163,7 +87,7 @@ class ClientEvaluation:
         seed: Seed of the experiment.
 
     Attributes:
-        clients: The clients that have test samples, ascending: those that are judged.
+        clients: The clients that have test samples, ascending: those that are evaluated.
 
     Raises:
         MisconfigurationException: If there are several loaders, if the loader is not a plain
@@ -182,7 +106,8 @@ class ClientEvaluation:
         ...         evaluation = ClientEvaluation(trainer.val_dataloaders, [[0, 1], [2]])
         ...         print(evaluation.run(trainer, pl_module, "validate", lambda client: {"place": torch.tensor(2.0)}))
         >>> quiet = dict(logger=False, enable_progress_bar=False, enable_model_summary=False, accelerator="cpu")
-        >>> data = DataLoader(torch.utils.data.TensorDataset(torch.tensor([1.0, 2.0, 5.0])), batch_size=2)
+        >>> samples = torch.utils.data.TensorDataset(torch.tensor([1.0, 2.0, 5.0]))
+        >>> data = torch.utils.data.DataLoader(samples, batch_size=2)
         >>> _ = pl.Trainer(callbacks=Personal(), **quiet).validate(Distance(), data, verbose=False)
         {'val_error': {0: 0.5, 1: 3.0}}
     """
@@ -194,13 +119,15 @@ class ClientEvaluation:
         names: Sequence[str | int] | None = None,
         seed: int = 0,
     ) -> None:
-        plain = _check_loader(loader)
+        if isinstance(loader, (list, tuple)) and len(loader) == 1:
+            (loader,) = loader
+        plain = check_loader(loader, "val_dataloader() and test_dataloader()", training=False)
         size = len(plain.dataset)  # type: ignore[arg-type]
         self.seed = seed
         self._batch_size = cast(int, plain.batch_size)
         self._indices: dict[int, np.ndarray] = {}
         for client, part in enumerate(indices):
-            samples = _index_tensor(part, client).numpy()
+            samples = index_tensor(part, client).numpy()
             if not len(samples):
                 continue
             if samples.min() < 0 or samples.max() >= size:
@@ -215,25 +142,8 @@ class ClientEvaluation:
                 "no client has a test sample: give other labels to match, or a larger share to hold out."
             )
         self.clients = tuple(self._indices)
-        self._batches = _SeededBatches(plain.dataset, plain.collate_fn)
-        self._requests: list[_Request] = []
-        # Without workers, torch's loader would only add its own time to each batch.
-        self._loader: DataLoader | None = None
-        workers = plain.num_workers
-        if workers or plain.pin_memory:
-            self._loader = DataLoader(
-                self._batches,
-                batch_sampler=cast(Any, self._requests),
-                collate_fn=_as_it_is,
-                num_workers=workers,
-                pin_memory=plain.pin_memory,
-                timeout=plain.timeout,
-                worker_init_fn=plain.worker_init_fn,
-                multiprocessing_context=plain.multiprocessing_context if workers else None,
-                prefetch_factor=plain.prefetch_factor if workers else None,
-                persistent_workers=plain.persistent_workers,
-                generator=torch.Generator(),
-            )
+        self._requests: list[Request] = []
+        self._read_requests = batch_reader(plain, SeededBatches(plain.dataset, plain.collate_fn), self._requests)
 
     @torch.no_grad()
     def run(
@@ -244,21 +154,21 @@ class ClientEvaluation:
         states: Callable[[int], Mapping[str, Tensor]],
         clients: Collection[int] | None = None,
     ) -> dict[str, dict[int, float]]:
-        """Judge every client that has test samples, and leave the module and all generators as they were.
+        """Evaluate every client that has test samples, and leave the module and all generators as they were.
 
         The trainer's ``limit_val_batches`` or ``limit_test_batches`` counts for each client: that many batches, or
         that share of its batches and at least one.
 
         Args:
             trainer: The trainer, in the stage.
-            module: Its module. What lies in it (values of trained parameters and persistent buffers, training modes,
-                metrics, and its own attributes as far as they are numbers, strings or lists, dictionaries and sets of
-                such) is put back, also where the step raises.
+            module: Its module. Values of trained parameters and persistent buffers, training modes, metrics, and
+                attributes that are numbers, strings or lists, dictionaries and sets of these are restored, also where
+                the step raises.
             stage: Whether ``validation_step`` or ``test_step`` runs.
             states: Gives a client's own values by the names of trained parameters and persistent buffers; asked in
-                ascending order of the clients. A name that is missing has the value that lies in the module. Where it
-                gives the very mapping that it gave for the client before, that is not installed again.
-            clients: Those that are judged, of `clients`; all by default.
+                ascending order of the clients. A missing name keeps the module's value. The same mapping object as
+                for the previous client is not copied again.
+            clients: Those of `clients` to evaluate; all by default.
 
         Returns:
             For each name that was logged, the value of each client by its number: the mean over the client's batches,
@@ -267,7 +177,7 @@ class ClientEvaluation:
 
         Raises:
             MisconfigurationException: If the module has no such step, or one that takes ``dataloader_iter``, or logs a
-                metric that is none of its own attributes.
+                metric that is not one of its attributes.
         """
         step = _Step(trainer, module, stage)
         live = trained_tensors(module)
@@ -282,34 +192,34 @@ class ClientEvaluation:
         randomness.open()
         try:
             with _worked_on_copies(module) as metrics:
-                step.to_evaluation_mode()
+                step.hook("model_eval")
                 log = _ClientLog(metrics)
                 vars(module)["log"] = log
                 batches = self._read(counts)
                 for client, count in counts.items():
                     state = states(client)
                     if state is not installed:
-                        install({name: state.get(name, value) for name, value in kept.items()}, live)
+                        copy_into(live, {name: state.get(name, value) for name, value in kept.items()})
                         installed = state
                     log.begin()
                     seed = derive_seed(self.seed, "evaluation step", client)
-                    step.begin()
+                    step.hook("epoch_start")
                     for number in range(count):
                         batch = next(batches)
-                        seed_process(seed + number & 0x7FFFFFFFFFFFFFFF)
+                        seed_process(step_seed(seed, number))
                         log.samples = self._batch_of(client, number).size
                         step(batch, number)
                     log.samples = 1
-                    step.end()
+                    step.hook("epoch_end")
                     for name, reached in log.result().items():
                         results.setdefault(name, {})[client] = reached
         finally:
-            install(kept, live)
+            copy_into(live, kept)
             randomness.release()
         return results
 
     def _count_batches(self, limit: int | float) -> dict[int, int]:
-        """Return the number of batches of each client that is judged."""
+        """Return the number of batches of each client that is evaluated."""
         counts = {}
         for client, samples in self._indices.items():
             count = -(-len(samples) // self._batch_size)
@@ -325,11 +235,9 @@ class ClientEvaluation:
         for client, count in counts.items():
             seed = derive_seed(self.seed, "evaluation data", client)
             self._requests.extend(
-                _Request(self._batch_of(client, number), seed + number & 0x7FFFFFFFFFFFFFFF) for number in range(count)
+                Request(self._batch_of(client, number), step_seed(seed, number)) for number in range(count)
             )
-        if self._loader is not None:
-            return iter(self._loader)
-        return map(self._batches.__getitems__, self._requests)
+        return self._read_requests()
 
 
 class _Step:
@@ -340,8 +248,8 @@ class _Step:
         name = f"{kind}_step"
         if not is_overridden(name, module):
             raise MisconfigurationException(
-                f"{type(module).__name__} has no {name}(), with which clients' own models are judged on their own test"
-                " data: define it, or leave that evaluation out."
+                f"{type(module).__name__} has no {name}(), which evaluates clients' own models on their own test data:"
+                " define it, or leave that evaluation out."
             )
         own = getattr(module, name)
         if is_param_in_hook_signature(own, "dataloader_iter", explicit=True):
@@ -360,30 +268,21 @@ class _Step:
         own_transfer = datamodule is not None and is_overridden(hook, datamodule)
         self._before_transfer = getattr(datamodule if own_transfer else module, hook)
 
-    def to_evaluation_mode(self) -> None:
-        self._hook("model_eval")
-
-    def begin(self) -> None:
-        self._hook("epoch_start")
-
-    def end(self) -> None:
-        self._hook("epoch_end")
-
     def __call__(self, batch: Any, number: int) -> None:
         batch = self._trainer.precision_plugin.convert_input(batch)
         batch = self._before_transfer(batch, 0)
         batch = self._trainer.strategy.batch_to_device(batch, dataloader_idx=0)
         indices = (number, 0) if self._takes_loader else (number,) if self._takes_index else ()
-        self._hook("batch_start", batch, number)
+        self.hook("batch_start", batch, number)
         output = self._run(batch, *indices)
-        self._hook("batch_end", output, batch, number)
+        self.hook("batch_end", output, batch, number)
 
-    def _hook(self, moment: str, *arguments: Any) -> None:
+    def hook(self, moment: str, *arguments: Any) -> None:
         getattr(self._module, f"on_{self._kind}_{moment}")(*arguments)
 
 
 class _ClientLog:
-    """Stands in for a module's ``log``: keeps what is logged on one client's samples, to be reduced as Lightning does.
+    """Replaces a module's ``log``: keeps what is logged on one client's samples, and reduces it as Lightning does.
 
     Args:
         metrics: The metrics and collections of the module.
@@ -432,7 +331,7 @@ class _ClientLog:
 
 
 def _to_float(value: Any) -> Tensor:
-    """Return a value as Lightning takes it up: in float32 or more, and no view of what may change."""
+    """Return a copy of a value in float32 or more, as Lightning keeps it."""
     default = torch.promote_types(torch.get_default_dtype(), torch.float32)
     if not isinstance(value, Tensor):
         return torch.tensor(value, dtype=default)
@@ -442,24 +341,24 @@ def _to_float(value: Any) -> Tensor:
 
 def _reduce(values: Sequence[Tensor], sizes: Sequence[int], reduction: str) -> Tensor:
     if reduction in ("mean", "avg"):
-        # One after another, as Lightning adds them up, so that the sum is the same to the last bit.
+        # One after another, as Lightning adds them, so that the sum is equal bit for bit.
         return sum((value * size for value, size in zip(values, sizes, strict=True)), torch.zeros(())) / sum(sizes)
     if reduction == "sum":
         return sum(values, torch.zeros(()))
     if reduction in ("min", "max"):
         return getattr(torch.stack(list(values)), reduction)()
-    raise MisconfigurationException(f"reduce_fx={reduction!r} is none of 'mean', 'sum', 'min' and 'max'.")
+    raise MisconfigurationException(f"reduce_fx={reduction!r} is not one of 'mean', 'sum', 'min' and 'max'.")
 
 
 @contextmanager
 def _worked_on_copies(module: pl.LightningModule) -> Iterator[list[Metric | MetricCollection]]:
-    """Let a module and its metrics work on copies of what they keep, and give them the originals back.
+    """Let a module and its metrics work on copies of what they keep, and restore the originals.
 
-    The metric objects stay the same, for a module may refer to them by other ways than its attributes; and a metric's
-    ``clone()`` fails where its state has a gradient.
+    The metric objects stay the same, because a module may refer to them in other ways than by its attributes, and
+    because a metric's ``clone()`` fails where its state has a gradient.
 
     Yields:
-        The module's metrics and collections of such.
+        The module's metrics and metric collections.
     """
     metrics = [part for part in module.modules() if isinstance(part, (Metric, MetricCollection))]
     modes = [(part, part.training) for part in module.modules()]
@@ -494,35 +393,3 @@ def _copy(value: Any, copies: dict[int, Any], with_tensors: bool) -> Any:
         for place, item in enumerate(value):
             result[place] = _copy(item, copies, with_tensors)
     return result
-
-
-def _check_loader(loader: Any) -> DataLoader:
-    """Return the one loader from which clients' own samples can be read."""
-    if isinstance(loader, (list, tuple)) and len(loader) == 1:
-        (loader,) = loader
-    needed = "each client's own samples are read by index from one plain torch.utils.data.DataLoader"
-    if not isinstance(loader, DataLoader):
-        several = f"{len(loader)} loaders" if isinstance(loader, (list, tuple, dict)) else f"a {type(loader).__name__}"
-        raise MisconfigurationException(
-            f"{needed}, and there is {several}: return one DataLoader from val_dataloader() and test_dataloader()."
-        )
-    if isinstance(loader.dataset, IterableDataset):
-        raise MisconfigurationException(
-            f"{needed}, and {type(loader.dataset).__name__} is an IterableDataset, which has no indices: give a"
-            " map-style dataset (with __getitem__ and __len__)."
-        )
-    if loader.batch_size is None:
-        raise MisconfigurationException(
-            f"{needed}, and this one has a batch_sampler of its own or batch_size=None: give it batch_size instead."
-        )
-    if not isinstance(loader.sampler, (SequentialSampler, RandomSampler)):
-        raise MisconfigurationException(
-            f"{needed}, and this one draws with {type(loader.sampler).__name__}, which would be passed by: choose the"
-            " samples with torch.utils.data.Subset instead."
-        )
-    if type(loader).__iter__ is not DataLoader.__iter__:
-        raise MisconfigurationException(
-            f"{needed}, and {type(loader).__name__} iterates in its own way, which would be passed by: put what it does"
-            " into the dataset or collate_fn."
-        )
-    return loader

@@ -1,22 +1,87 @@
 """The optimizers' states from client to client: fresh ones, or those that each client keeps.
 
-`FederatedLoop` calls `begin` and `keep` around a client's steps, and around those of clients that step together, whose
+Executions call `begin` and `keep` around a client's steps, and around those of clients that step together, whose
 states are stacked as their parameters are.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["age", "begin", "fresh_state", "is_shared", "keep"]
+from lightning_lowrank.federated.state import State
+from lightning_lowrank.optim import ProjectedAdamW, ProjectedSGD
+
+__all__ = [
+    "ClientOptions",
+    "acts_elementwise",
+    "begin",
+    "fresh_state",
+    "is_shared",
+    "keep",
+    "moments_key",
+    "register_elementwise",
+]
 
 _SHARED = ("step", "mu_product")
+_ELEMENTWISE: list[type[Optimizer]] = [
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.RMSprop,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    ProjectedSGD,
+    ProjectedAdamW,
+]
+
+
+def register_elementwise(kind: type[Optimizer]) -> type[Optimizer]:
+    """Declare that an optimizer acts on each number alone, so that clients may step together with it.
+
+    Its state must consist of tensors shaped as their parameter, of scalar tensors named ``step``, and of plain Python.
+    Subclasses count as well, as do those of torch's own elementwise optimizers.
+
+    Args:
+        kind: The class of the optimizer.
+
+    Returns:
+        The class, so that this serves as a decorator.
+
+    Raises:
+        TypeError: If it is no class of optimizers.
+
+    Example:
+        >>> @register_elementwise
+        ... class SignSGD(torch.optim.Optimizer):
+        ...     @torch.no_grad()
+        ...     def step(self, closure=None):
+        ...         loss = None if closure is None else closure()
+        ...         for group in self.param_groups:
+        ...             for parameter in group["params"]:
+        ...                 parameter.sub_(group["lr"] * parameter.grad.sign())
+        ...         return loss
+        >>> acts_elementwise(SignSGD([torch.nn.Parameter(torch.zeros(2))], {"lr": 0.1}))
+        True
+    """
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
+        raise TypeError(f"kind must be a class of torch.optim.Optimizer, got {kind!r}")
+    _ELEMENTWISE.append(kind)
+    return kind
+
+
+def acts_elementwise(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer is known to act on each number alone."""
+    return isinstance(optimizer, tuple(_ELEMENTWISE))
 
 
 def is_shared(name: str, value: Any) -> bool:
@@ -35,51 +100,51 @@ def fresh_state(optimizer: Optimizer) -> defaultdict[Tensor, Any]:
     return state
 
 
-def age(memory: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what must be the same of clients whose kept states are stacked: how old their moments are."""
-    if "optimizers" not in memory:
+def moments_key(state: State) -> tuple[Any, ...]:
+    """Return what must be equal for clients whose kept states are stacked: the age of their moments."""
+    if "optimizers" not in state:
         return ()
     shared = tuple(
         (number, index, name, float(value))
-        for number, states in memory["optimizers"].items()
-        for index, state in states.items()
-        for name, value in state.items()
+        for number, parameters in state["optimizers"].items()
+        for index, kept in parameters.items()
+        for name, value in kept.items()
         if is_shared(name, value) and value is not None
     )
-    return (shared, repr(memory.get("subspaces")))
+    return (shared, repr(state.get("subspaces")))
 
 
-def begin(optimizers: Sequence[Optimizer], memories: Sequence[Mapping[str, Any]], together: bool) -> None:
+def begin(optimizers: Sequence[Optimizer], states: Sequence[State], stacked: bool) -> None:
     """Give optimizers the states with which clients start.
 
     Args:
         optimizers: They hold one client's parameters, or the stacks of several.
-        memories: What each client keeps, where `keep` has put states or not.
-        together: Whether the states are to be stacked. The clients must be of one `age`.
+        states: What each client keeps, where `keep` has put optimizer states or not.
+        stacked: Whether the states are to be stacked. The clients must have one `moments_key`.
     """
     for number, optimizer in enumerate(optimizers):
         optimizer.state = fresh_state(optimizer)
-        kept = [memory.get("optimizers", {}).get(number, {}) for memory in memories]
+        kept = [state.get("optimizers", {}).get(number, {}) for state in states]
         parameters = _parameters_of(optimizer)
         for index in kept[0]:
-            states = [states[index] for states in kept]
-            optimizer.state[parameters[index]] = _stacked(states) if together else states[0]
+            each = [of_client[index] for of_client in kept]
+            optimizer.state[parameters[index]] = _stack(each) if stacked else each[0]
         # A projected optimizer's groups say in which subspaces the kept moments are.
-        subspaces = memories[0].get("subspaces", {}).get(number)
+        subspaces = states[0].get("subspaces", {}).get(number)
         for position, group in enumerate(optimizer.param_groups):
             if "subspaces" in group:
                 group["subspaces"] = subspaces[position] if subspaces else (None,) * len(group["params"])
 
 
-def keep(optimizers: Sequence[Optimizer], memory: dict[str, Any], place: int | None = None) -> None:
-    """Put the states with which a client ends into its memory.
+def keep(optimizers: Sequence[Optimizer], state: State, place: int | None = None) -> None:
+    """Put the states with which a client ends into what it keeps.
 
     Args:
         optimizers: They hold this client's parameters, or the stacks of several.
-        memory: What the client keeps.
+        state: What the client keeps.
         place: Its place in the stacks.
     """
-    memory["optimizers"] = {
+    state["optimizers"] = {
         number: {
             index: optimizer.state[parameter] if place is None else _part(optimizer.state[parameter], place)
             for index, parameter in enumerate(_parameters_of(optimizer))
@@ -93,10 +158,10 @@ def keep(optimizers: Sequence[Optimizer], memory: dict[str, Any], place: int | N
         if "subspaces" in optimizer.param_groups[0]
     }
     if projected:
-        memory["subspaces"] = projected
+        state["subspaces"] = projected
 
 
-def _stacked(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _stack(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     def stack(name: str, value: Any) -> Any:
         if not is_shared(name, value):
             return torch.stack([state[name] for state in states])
@@ -116,3 +181,57 @@ def _part(state: Mapping[str, Any], place: int) -> dict[str, Any]:
 
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+class ClientOptions:
+    """Gives the optimizers those options that are one client's own, and takes them back.
+
+    Args:
+        trainer: The trainer, with its optimizers set up.
+        options_of: Returns a client's own options by name.
+    """
+
+    def __init__(self, trainer: Any, options_of: Callable[[int], Mapping[str, Any]]) -> None:
+        self._trainer = trainer
+        self._options_of = options_of
+        self.common: list[list[dict[str, Any]]] = []
+        """The options that a client's own stand in place of, for each optimizer's groups."""
+
+    def key(self, client: int) -> tuple[Any, ...]:
+        """Return what must be equal for clients that step together."""
+        return tuple(sorted(self._options_of(client).items()))
+
+    def take(self, client: int) -> None:
+        """Give the optimizers a client's own options.
+
+        Raises:
+            MisconfigurationException: If the optimizer has no such option, or a scheduler would change it.
+        """
+        options = self._options_of(client)
+        if not options:
+            return
+        optimizers = self._trainer.optimizers
+        for name in options:
+            if any(name not in group for optimizer in optimizers for group in optimizer.param_groups):
+                known = sorted(set(optimizers[0].param_groups[0]) - {"params"})
+                raise MisconfigurationException(
+                    f"client_settings of client {client}: the optimizer has no option {name!r}, but {known}"
+                )
+        if "lr" in options and any(config.interval == "step" for config in self._trainer.lr_scheduler_configs):
+            raise MisconfigurationException(
+                f"client_settings of client {client} sets lr={options['lr']}, which a scheduler that steps on each"
+                " batch would change: leave out the one or the other."
+            )
+        self.common = [
+            [{name: group[name] for name in options} for group in optimizer.param_groups] for optimizer in optimizers
+        ]
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group.update(options)
+
+    def give_back(self) -> None:
+        """Give the optimizers the common options back."""
+        for optimizer, groups in zip(self._trainer.optimizers, self.common, strict=False):
+            for group, values in zip(optimizer.param_groups, groups, strict=True):
+                group.update(values)
+        self.common = []

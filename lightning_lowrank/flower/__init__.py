@@ -2,11 +2,21 @@
 
 ``lightning-lowrank flower --config recipe.yaml OUT/`` writes a small Flower project, which ``flwr run OUT/`` starts.
 The recipe's `Algorithm` runs as a Flower ``ServerApp``, and each site trains the recipe's module with `FederatedLoop`
-itself in a ``ClientApp``, so that a run in which all sites have the recipe's data set equals its simulation.
+itself in a ``ClientApp``, so that a run in which all sites have the recipe's data set equals its simulation: in the
+model, to rounding, and in the bytes that cross the wire. That holds for every method, because the two halves of an
+`Algorithm` meet only in messages.
+
+Refused are what would need another party's data, state or steps:
+
+- ``personal_test`` and `StaticBatchNorm`, because clients' models and samples stay on their sites;
+- ``client_dropout``, because real sites fail by themselves;
+- learning rate schedulers that step within clients, and projected optimizers with a ``refresh_interval``: in a
+  simulation they go on from the round's longest client, and sites know nothing of each other's steps;
+- ``ckpt_path``, ``max_steps``, ``fast_dev_run``, several ``devices`` and several ``seeds``.
 
 - `server`: the rounds, seen from the server.
-- `client`: one site.
-- `replica`: what of the server's state a site must follow, and which methods a site can follow.
+- `site`: one site.
+- `client`: the ``ClientApp`` that hands messages to it.
 - `messages`: what crosses the wire.
 - `recipe`: the objects that a recipe describes.
 - `project`: the project's files.
@@ -17,8 +27,9 @@ from importlib.util import find_spec
 if find_spec("flwr") is None:
     raise ImportError('Flower is not installed: pip install "lightning_lowrank[flower]" (Python 3.11 or later).')
 
-from lightning_lowrank.flower.client import Site, client_app
+from lightning_lowrank.flower.client import client_app
 from lightning_lowrank.flower.project import write_project
 from lightning_lowrank.flower.server import RemoteRounds, server_app
+from lightning_lowrank.flower.site import Site
 
 __all__ = ["RemoteRounds", "Site", "client_app", "server_app", "write_project"]

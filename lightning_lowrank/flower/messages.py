@@ -1,6 +1,6 @@
 """What crosses the wire between the server and a site, as Flower's records.
 
-Payloads are bytes of this package's codecs in an ``ArrayRecord``, one array for each round that a site is told of;
+Messages are bytes of this package's codecs in an ``ArrayRecord``, one array for each round that a site is told of;
 everything else is plain numbers and strings in a ``ConfigRecord``. Nothing is pickled. What a site sends is held
 against what the method's own `Algorithm.end` would send before anything else looks at it.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,9 +18,8 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_lowrank.compression import DecodingError, DenseCodec
-from lightning_lowrank.federated.client import trained_tensors
-from lightning_lowrank.federated.payload import Payload
+from lightning_lowrank.compression import DecodingError, Dense
+from lightning_lowrank.federated.state import trained_tensors
 
 JOIN = "query.join"
 TRAIN = "train.round"
@@ -29,6 +28,8 @@ LISTEN = "query.listen"
 _ENCODING = "lightning_lowrank"
 _FIELDS = "fields"
 _PAYLOADS = "payloads"
+# Parameters, and what every side of a projected optimizer sets for itself.
+_NOT_TOLD = ("params", "stacked", "seed", "subspaces", "refresh_number", "steps_since_refresh")
 # A codec may send positions beside numbers, which take less than the numbers do, and headers.
 _LARGEST_RATIO = 2
 _HEADROOM = 65536
@@ -85,48 +86,68 @@ def field_of(fields: Fields, name: str, kind: type) -> Any:
     return value
 
 
-def check_upload(data: bytes, expected: Payload) -> dict[str, Tensor]:
+def check_upload(
+    data: bytes,
+    expected: Mapping[str, Tensor],
+    decode: Callable[[bytes], Mapping[str, Tensor]],
+    limits: Mapping[str, tuple[int, ...]] | None = None,
+) -> dict[str, Tensor]:
     """Decode what a site sent.
 
     Args:
         data: The bytes; empty where the method sends nothing.
-        expected: A payload of the same form, whose numbers do not matter.
+        expected: Tensors of the names, shapes and types that are expected; meta tensors will do.
+        decode: Decodes the bytes.
+        limits: The largest shapes of those tensors whose shape is the site's choice, by name; see
+            `Algorithm.upload_limits`.
 
     Returns:
         The tensors, on the CPU.
 
     Raises:
-        DecodingError: If the bytes are larger than any such payload could be, are no encoding of its codec, or hold
-            tensors of other names, shapes or types, or numbers that are not finite.
+        DecodingError: If the bytes are larger than any such message could be, cannot be decoded, or hold tensors of
+            other names, shapes or types, or numbers that are not finite.
 
     Example:
         >>> import torch
-        >>> expected = Payload({"weight": torch.zeros(2)})
-        >>> check_upload(expected.codec.encode({"weight": torch.ones(2)}), expected)
+        >>> data = Dense().encode({"weight": torch.ones(2)})
+        >>> check_upload(data, {"weight": torch.zeros(2)}, Dense().decode)
         {'weight': tensor([1., 1.])}
     """
-    limit = _LARGEST_RATIO * DenseCodec().nbytes(expected.tensors) + _HEADROOM
+    limits = limits or {}
+    largest = {
+        name: torch.empty(limits.get(name, like.shape), dtype=like.dtype, device="meta")
+        for name, like in expected.items()
+    }
+    limit = _LARGEST_RATIO * Dense().nbytes(largest) + _HEADROOM
     if len(data) > limit:
         raise DecodingError(f"{len(data):,} bytes came, and what is expected here has at most {limit:,}.")
-    if not expected.tensors:
+    if not expected:
         if data:
             raise DecodingError(f"{len(data):,} bytes came, and this method sends nothing.")
         return {}
-    tensors = expected.codec.decode(data)
-    astray = sorted(tensors.keys() ^ expected.tensors.keys())
+    if not data:
+        raise DecodingError("nothing came, and this method sends tensors.")
+    tensors = decode(data)
+    astray = sorted(tensors.keys() ^ expected.keys())
     if astray:
         what = "came and is not expected" if astray[0] in tensors else "is missing"
         raise DecodingError(f"the tensor {astray[0][:80]!r} {what}.")
-    for name, like in expected.tensors.items():
+    for name, like in largest.items():
         value = tensors[name]
-        if value.shape != like.shape or value.dtype != like.dtype:
+        fits = value.shape == like.shape or (
+            name in limits
+            and value.ndim == like.ndim
+            and all(size <= most for size, most in zip(value.shape, like.shape, strict=True))
+        )
+        if not fits or value.dtype != like.dtype:
             raise DecodingError(
                 f"the tensor {name!r} came as {value.dtype} of shape {tuple(value.shape)}, and is expected as"
-                f" {like.dtype} of shape {tuple(like.shape)}."
+                f" {like.dtype} of shape {'at most ' if name in limits else ''}{tuple(like.shape)}."
             )
         if not bool(torch.isfinite(value).all()):
             raise DecodingError(f"the tensor {name!r} holds numbers that are not finite.")
-    return {name: tensors[name] for name in expected.tensors}
+    return {name: tensors[name] for name in expected}
 
 
 def options_of(optimizers: Sequence[Optimizer]) -> str:
@@ -137,12 +158,10 @@ def options_of(optimizers: Sequence[Optimizer]) -> str:
             return all(map(plain, value))
         return value is None or isinstance(value, (bool, int)) or (isinstance(value, float) and math.isfinite(value))
 
-    return json.dumps(
-        [
-            [{name: value for name, value in group.items() if name != "params" and plain(value)} for group in groups]
-            for groups in (optimizer.param_groups for optimizer in optimizers)
-        ]
-    )
+    def told(group: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in group.items() if name not in _NOT_TOLD and plain(value)}
+
+    return json.dumps([[told(group) for group in optimizer.param_groups] for optimizer in optimizers])
 
 
 def take_options(optimizers: Sequence[Optimizer], text: str) -> None:
@@ -155,7 +174,7 @@ def take_options(optimizers: Sequence[Optimizer], text: str) -> None:
         told = json.loads(text)
         for optimizer, groups in zip(optimizers, told, strict=True):
             for group, values in zip(optimizer.param_groups, groups, strict=True):
-                if not values.keys() <= group.keys() - {"params"}:
+                if not values.keys() <= group.keys() - set(_NOT_TOLD):
                     raise ValueError(f"there is no option {sorted(values.keys() - group.keys())}")
                 group.update({name: tuple(value) if type(value) is list else value for name, value in values.items()})
     except (ValueError, TypeError, AttributeError) as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import typing
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,9 +12,11 @@ from typing import Any, NoReturn
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_lowrank.cli import CLI_SETTINGS, LowRankCLI, _Parser
+from lightning_lowrank.callbacks import StaticBatchNorm
+from lightning_lowrank.cli.parser import CLI_SETTINGS, LowRankCLI, RecipeParser
 from lightning_lowrank.federated.loop import FederatedLoop
-from lightning_lowrank.flower.replica import replica_of
+from lightning_lowrank.federated.wire import Wire
+from lightning_lowrank.internals.flower import read_counts_as_counts
 
 
 @dataclass
@@ -37,14 +38,14 @@ class Recipe:
     loop: FederatedLoop
 
 
-class _RaisingParser(_Parser):
+class _RaisingParser(RecipeParser):
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         # A process of Flower's that just ended would leave the server waiting for an answer.
         raise MisconfigurationException((message or "").strip().removeprefix("lightning-lowrank: "))
 
 
 class _BuiltCLI(LowRankCLI):
-    def _run_subcommand(self, subcommand: str) -> None:
+    def run_subcommand(self, subcommand: str) -> None:
         pass
 
 
@@ -59,7 +60,7 @@ def build(configs: Sequence[str | Path], options: Sequence[str] = (), saves_conf
     Raises:
         MisconfigurationException: If the recipe cannot be built, or cannot run across sites; it says why.
     """
-    _read_counts_as_counts()
+    read_counts_as_counts()
     settings = {**CLI_SETTINGS, "parser_class": _RaisingParser}
     if not saves_config:
         settings["save_config_callback"] = None
@@ -72,23 +73,30 @@ def build(configs: Sequence[str | Path], options: Sequence[str] = (), saves_conf
         raise MisconfigurationException(
             "the recipe has no `federated` section, so that there is nothing to run on sites: add one."
         )
-    replica_of(loop.algorithm)
     _check(cli, loop)
-    text = cli._parser("fit").dump(cli.config["fit"], skip_none=False)
+    # What does not go together is refused here, before any data are read.
+    Wire(loop.algorithm, loop.uplink, loop.downlink)
+    text = cli.parser_of("fit").dump(cli.config["fit"], skip_none=False)
     return Recipe(text, cli.model, cli.datamodule, trainer, loop)
 
 
 def check_optimizers(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     """Refuse optimizers and schedulers that count steps from one client to the next.
 
+    In a simulation they go on from the client that made the most steps in a round. Sites know nothing of each other's
+    steps, and what a scheduler makes of them is its own state, which no message carries.
+
     Raises:
         MisconfigurationException: If there is one.
     """
     for optimizer in trainer.optimizers:
-        if "refresh_number" in optimizer.param_groups[0]:
+        intervals = [group.get("refresh_interval") for group in optimizer.param_groups]
+        interval = next((each for each in intervals if each is not None), None)
+        if interval is not None:
             raise MisconfigurationException(
-                f"{type(optimizer).__name__} counts its steps on from client to client, and sites know nothing of each"
-                " other's steps: use another optimizer."
+                f"{type(optimizer).__name__}(refresh_interval={interval}) counts its steps on from client to client,"
+                " and sites know nothing of each other's steps: set refresh_interval=None, with which a method such as"
+                " FedSLoP renews the subspaces."
             )
     for config in trainer.lr_scheduler_configs:
         if config.interval == "step" or not module.automatic_optimization:
@@ -108,21 +116,6 @@ def _without_own_words() -> Iterator[None]:
         sys.argv = words
 
 
-def _read_counts_as_counts() -> None:
-    """Let a recipe's ``limit_train_batches: 1`` be a count here too, and not the share 1.0.
-
-    For the caches of `typing`, ``int | float | None`` and ``float | int | None`` are one, and jsonargparse, which tries
-    types in order, is given whichever was made first. Where Flower was imported before Lightning, as in its processes,
-    that is the second.
-    """
-    hints = pl.Trainer.__init__.__annotations__
-    for name, hint in hints.items():
-        if set(typing.get_args(hint)) == {int, float, type(None)}:
-            hints[name] = int | float | None
-    for forget in getattr(typing, "_cleanups", ()):
-        forget()
-
-
 def _check(cli: LowRankCLI, loop: FederatedLoop) -> None:
     trainer: Any = cli.trainer
     refused = {
@@ -132,6 +125,10 @@ def _check(cli: LowRankCLI, loop: FederatedLoop) -> None:
         "trainer.max_steps": (trainer.max_steps != -1, "rounds are counted by trainer.max_epochs"),
         "trainer.devices": (trainer.world_size > 1, "each site trains its one client on one device"),
         "ckpt_path": (bool(cli.config["fit"].get("ckpt_path")), "a run across sites starts from the recipe's model"),
+        "StaticBatchNorm": (
+            any(isinstance(callback, StaticBatchNorm) for callback in trainer.callbacks),
+            "it goes over all clients' samples, which no party has; federated.buffers='average' sends statistics",
+        ),
         "seeds": (len(cli.seeds) > 1, "give seed_everything, and start a run for each"),
     }
     for name, (wrong, advice) in refused.items():

@@ -1,4 +1,4 @@
-"""The rounds, seen from the server: the recipe's `Algorithm` between the sites' messages.
+"""The rounds, seen from the server: the server's half of the recipe's method, and the sites' messages.
 
 The server is a Lightning fit whose epochs train nothing: `RemoteRounds` stands in for `FederatedLoop`, and lets each
 epoch's round happen on the sites. Validation, checkpoints, loggers and early stopping are the recipe's own.
@@ -6,6 +6,7 @@ epoch's round happen on the sites. Validation, checkpoints, loggers and early st
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -16,22 +17,24 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import numpy as np
 from flwr.app import Context, Message, RecordDict
-from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid, ServerApp
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
 
-from lightning_lowrank.compression import DecodingError
-from lightning_lowrank.federated._lightning import TrainLoaderSource, log_figures
-from lightning_lowrank.federated.algorithm import show_global
+from lightning_lowrank.compression import DecodingError, Packet
 from lightning_lowrank.federated.checks import check_callbacks, notes
 from lightning_lowrank.federated.checks import check_optimizers as check_all_are_trained
-from lightning_lowrank.federated.client import Client, Clients, Server, WeightedMean, trained_tensors
+from lightning_lowrank.federated.coordinator import Coordinator
+from lightning_lowrank.federated.data.planner import RoundPlan, RoundPlanner
 from lightning_lowrank.federated.loop import FederatedLoop
-from lightning_lowrank.federated.payload import Ledger, Payload, dense_payload
-from lightning_lowrank.federated.rounds import RoundPlan, RoundPlanner
+from lightning_lowrank.federated.messages import Ledger, dense_bytes
+from lightning_lowrank.federated.messages import Message as TensorMessage
+from lightning_lowrank.federated.offload import ClientStates
+from lightning_lowrank.federated.personal import FurtherModels
+from lightning_lowrank.federated.state import ClientContext, Server, trained_tensors
 from lightning_lowrank.flower.messages import (
     JOIN,
     LISTEN,
@@ -45,11 +48,10 @@ from lightning_lowrank.flower.messages import (
     unpack,
 )
 from lightning_lowrank.flower.recipe import build, check_optimizers
+from lightning_lowrank.internals.flower import is_passing
+from lightning_lowrank.internals.lightning import TrainLoaderSource, count_steps, log_figures
 
 OnBadPayload = Literal["skip", "stop"]
-
-# What a site's own code raised, it would raise again.
-_RAISED_BY_SITE = (ErrorCode.CLIENT_APP_RAISED_EXCEPTION, ErrorCode.LOAD_CLIENT_APP_EXCEPTION, ErrorCode.INVALID_FAB)
 
 
 @dataclass
@@ -70,11 +72,26 @@ class _Silence:
     passing: bool
 
 
+@dataclass(frozen=True)
+class _Expected:
+    """What a client is to send in a round.
+
+    Args:
+        form: A message of the same form, of meta tensors.
+        limits: See `Algorithm.upload_limits`.
+        received: What the client was sent, where its message is decoded with it.
+    """
+
+    form: TensorMessage
+    limits: Mapping[str, tuple[int, ...]]
+    received: Mapping[str, Tensor]
+
+
 @dataclass
 class _Outcome:
     """What came of a round's messages, by client."""
 
-    arrivals: dict[int, Payload] = field(default_factory=dict)
+    arrivals: list[int] = field(default_factory=list)
     failures: dict[int, str] = field(default_factory=dict)
     passing: bool = False
 
@@ -128,15 +145,33 @@ class RemoteRounds(Callback):
         self.on_bad_payload = on_bad_payload
         self.poll = poll
         self.ledger = Ledger(0)
-        self.clients = Clients(())
-        self.server: Server
+        self.coordinator: Coordinator
+        self._samples: list[int] = []
         self._planner: RoundPlanner
+        self._further: FurtherModels
         self._signature: dict[str, Any] = {}
         self._connected: dict[int, _Connected] = {}
         self._known_nodes: set[int] = set()
         self._broadcasts: dict[int, bytes] = {}
         self._figures: dict[str, float] = {}
         self._client_steps = 0
+
+    @property
+    def state_key(self) -> str:
+        """Name of this callback's state in checkpoints: that of `FederatedLoop`, for whoever exports them."""
+        return "FederatedLoop"
+
+    @property
+    def server(self) -> Server:
+        """The server of this run."""
+        return self.coordinator.server
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the server holds; no run goes on from it."""
+        if not self._samples:
+            return {}
+        state = {"algorithm": type(self.algorithm).__name__, "seed": self.loop.experiment_seed, "execution": "sites"}
+        return {**state, "server": self.coordinator.state_dict()}
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Take the training loader's place."""
@@ -153,41 +188,39 @@ class RemoteRounds(Callback):
         check_optimizers(trainer, pl_module)
         for note in notes(pl_module, self.loop.buffers):
             rank_zero_warn(note)
-        self.server = Server(pl_module, self.loop.seed, self.loop.buffers, optimizers=trainer.optimizers)
-        self.ledger = Ledger(dense_payload(pl_module).nbytes)
+        server = self.loop.make_server(pl_module, trainer.optimizers)
+        self.ledger = Ledger(dense_bytes(pl_module))
         self._signature = signature(pl_module, self.recipe)
         self._meet_all()
-        samples = [self._connected[client].samples for client in range(len(self._connected))]
-        self.clients = Clients(samples)
-        self.server.clients = len(samples)
+        self._samples = [self._connected[client].samples for client in range(len(self._connected))]
+        server.clients = len(self._samples)
         self._planner = self._make_planner()
-        self.algorithm.setup(self.server)
+        self.coordinator = Coordinator(self.loop, server, self._samples, ClientStates(), self.ledger)
+        self._further = FurtherModels(None, self.coordinator)
+        self.coordinator.setup()
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Let the sites make a round, and fold in what they send."""
-        server, algorithm = self.server, self.algorithm
-        server.round = trainer.current_epoch
-        live = trained_tensors(server.module)
-        server.adopt(live, shown=algorithm.global_state(server))
-        self.ledger.begin_round()
-        algorithm.begin_round(server)
-        plan = self._planner.plan(server.round)
-        outcome = self._hear(plan, options_of(trainer.optimizers))
-        for client, payload in sorted(outcome.arrivals.items()):
-            party = self.clients[client]
-            algorithm.receive(server, party, payload, self.loop._weight(party))
-        algorithm.aggregate(server)
-        server.mean = WeightedMean()
-        self._show_global()
+        plan, live = self._planner.plan(trainer.current_epoch), trained_tensors(pl_module)
+        # Clients that sit the round out are counted as they hear of it.
+        self.coordinator.begin_round(plan, live, idle=0)
+        outcome = self._hear(plan, options_of(trainer.optimizers), live)
+        self.coordinator.aggregate()
+        self.coordinator.show_global(live)
         steps = sum(self._connected[client].batches for client in outcome.arrivals)
         self._client_steps += steps
-        _count_steps(trainer, steps)
+        count_steps(trainer, steps)
         self._figures = {
             "federated/clients": len(outcome.arrivals),
             "federated/failed": len(outcome.failures),
-            "federated/samples": sum(self.clients[client].samples for client in outcome.arrivals),
+            "federated/samples": sum(self._samples[client] for client in outcome.arrivals),
             "federated/client_steps": self._client_steps,
         }
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Evaluate the method's further global models."""
+        if not trainer.sanity_checking:
+            self._further.evaluate(trainer, pl_module, "validate")
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Log the round's figures."""
@@ -196,21 +229,18 @@ class RemoteRounds(Callback):
     def _make_planner(self) -> RoundPlanner:
         loop, count = self.loop, len(self._connected)
         return RoundPlanner(
-            seed=loop.seed,
+            seed=loop.experiment_seed,
             batches=np.array([self._connected[client].batches for client in range(count)]),
-            per_round=loop.clients_in_round(count),
+            per_round=loop.cohort_size(count),
             sampling_weights=loop.sampling_weights,
             participants=loop.participants,
             availability=loop.availability,
         )
 
-    def _show_global(self) -> None:
-        show_global(self.algorithm, self.server, trained_tensors(self.server.module))
-
     def _meet_all(self) -> None:
         """Wait until the site of every client has joined."""
         deadline = time.monotonic() + self.start_timeout
-        count = self.loop.number_of_clients
+        count = self.loop.clients
         while True:
             joined, wrong = self._meet()
             if wrong:
@@ -268,8 +298,8 @@ class RemoteRounds(Callback):
         if differs:
             return differs
         client, clients = field_of(fields, "client", int), field_of(fields, "clients", int)
-        begun = len(self.clients) > 0
-        expected = self.loop.number_of_clients or len(self.clients) or clients
+        begun = len(self._samples) > 0
+        expected = self.loop.clients or len(self._samples) or clients
         if clients != expected or not 0 <= client < clients:
             return f"it is client {client} of {clients}, and the recipe has {expected} clients, from 0"
         # Later, a site that was restarted may be back before Flower knows that it had gone.
@@ -277,18 +307,18 @@ class RemoteRounds(Callback):
             return f"another site has joined as client {client}: each needs a partition-id of its own"
         if field_of(fields, "samples", int) < 0 or field_of(fields, "batches", int) < 0:
             return "it tells of negative numbers of samples"
-        if begun and fields["samples"] != self.clients[client].samples:
-            return f"it had {self.clients[client].samples} samples when the run began, and now has {fields['samples']}"
+        if begun and fields["samples"] != self._samples[client]:
+            return f"it had {self._samples[client]} samples when the run began, and now has {fields['samples']}"
         return ""
 
-    def _hear(self, plan: RoundPlan, options: str) -> _Outcome:
-        """Send the round's broadcasts, and return what came back; ask again while nobody answers."""
+    def _hear(self, plan: RoundPlan, options: str, live: Mapping[str, Tensor]) -> _Outcome:
+        """Send the round's broadcasts, and take in what comes back; ask again while nobody answers."""
         deadline = time.monotonic() + self.start_timeout
         while True:
             _, wrong = self._meet()
             for reason in wrong:
                 rank_zero_warn(f"round {plan.round}: a site that came is left out: {reason}")
-            outcome = self._ask(plan, options)
+            outcome = self._ask(plan, options, live)
             for client, reason in sorted(outcome.failures.items()):
                 rank_zero_warn(f"round {plan.round} goes on without the site of client {client}: {reason}")
             if outcome.arrivals:
@@ -298,21 +328,20 @@ class RemoteRounds(Callback):
                 raise MisconfigurationException(f"no site made round {plan.round}: {told}")
             time.sleep(self.poll)
 
-    def _ask(self, plan: RoundPlan, options: str) -> _Outcome:
-        server, outcome = self.server, _Outcome()
+    def _ask(self, plan: RoundPlan, options: str, live: Mapping[str, Tensor]) -> _Outcome:
+        coordinator, outcome = self.coordinator, _Outcome()
         requests: dict[int, tuple[str, RecordDict]] = {}
-        expected: dict[int, Payload] = {}
-        listens = self.algorithm.every_client_listens(server)
-        if listens:
-            self._broadcasts[plan.round] = self.algorithm.broadcast(server, self.clients[plan.clients[0]]).encode()
+        packets: dict[int, Packet] = {}
+        if coordinator.broadcasts_to_all:
+            self._broadcasts[plan.round] = coordinator.broadcast(coordinator.info(plan.clients[0])).encode()
         for client in plan.clients:
             if client not in self._connected:
                 outcome.failures[client] = "it is not connected"
                 outcome.passing = True
                 continue
             site = self._connected[client]
-            data = self.algorithm.broadcast(server, self.clients[client]).encode()
-            expected[client] = self._expected(self.clients[client])
+            packets[client] = coordinator.broadcast(coordinator.info(client))
+            data = packets[client].encode()
             missed = self._missed(site, before=plan.round)
             payloads = {**missed, plan.round: data} if data else missed
             requests[site.node] = TRAIN, pack({"round": plan.round, "options": options}, payloads)
@@ -323,48 +352,69 @@ class RemoteRounds(Callback):
             if missed and client not in plan.clients and site.batches:
                 requests[site.node] = LISTEN, pack({}, missed)
                 self.ledger.idle(sum(map(len, missed.values())))
+        expected = self._expect(packets, live)
         replies = self._exchange(requests)
-        for client, site in self._connected.items():
+        for client, site in sorted(self._connected.items()):
             reply = replies.get(site.node)
-            try:
-                if isinstance(reply, Message) and client in expected:
-                    outcome.arrivals[client] = self._arrival(reply, plan.round, expected[client])
-                if isinstance(reply, Message):
-                    site.heard = plan.round
-            except DecodingError as error:
-                outcome.failures[client] = f"it sent a bad payload: {error}"
-                if self.on_bad_payload == "stop":
-                    raise MisconfigurationException(
-                        f"round {plan.round}: the site of client {client} failed: {outcome.failures[client]}"
-                    ) from error
             if isinstance(reply, _Silence) and client in expected:
                 outcome.failures[client] = reply.reason
                 outcome.passing |= reply.passing
+            elif isinstance(reply, Message):
+                site.heard = plan.round
+                if client in expected:
+                    self._take(client, reply, expected[client], outcome)
         return outcome
 
-    def _arrival(self, reply: Message, number: int, expected: Payload) -> Payload:
-        fields, payloads = unpack(reply)
-        if field_of(fields, "round", int) != number or payloads.keys() - {number}:
-            raise DecodingError(f"it answers for another round: {fields.get('round')}.")
-        data = payloads.get(number, b"")
-        self.ledger.up(len(data))
-        return Payload(move_data_to_device(check_upload(data, expected), self.server.device), expected.codec)
+    def _take(self, client: int, reply: Message, expected: _Expected, outcome: _Outcome) -> None:
+        """Let the method take in what a site sent, or note why it cannot."""
+        coordinator = self.coordinator
+        info, base = coordinator.info(client), coordinator.server.base
+
+        def decode(data: bytes) -> Mapping[str, Tensor]:
+            return coordinator.wire.decode_up(base, data, expected.received, expected.form.codec)
+
+        try:
+            fields, payloads = unpack(reply)
+            if field_of(fields, "round", int) != info.round or payloads.keys() - {info.round}:
+                raise DecodingError(f"it answers for another round: {fields.get('round')}.")
+            data = payloads.get(info.round, b"")
+            self.ledger.up(len(data))
+            tensors = check_upload(data, expected.form.tensors, decode, expected.limits)
+            coordinator.take(info, move_data_to_device(tensors, base.device))
+        except ValueError as error:
+            outcome.failures[client] = f"it sent a bad payload: {error}"
+            if self.on_bad_payload == "stop":
+                raise MisconfigurationException(
+                    f"round {info.round}: the site of client {client} failed: {outcome.failures[client]}"
+                ) from error
+        else:
+            outcome.arrivals.append(client)
 
     def _missed(self, site: _Connected, before: int) -> dict[int, bytes]:
         return {number: data for number, data in self._broadcasts.items() if site.heard < number < before}
 
-    def _expected(self, party: Client) -> Payload:
-        """Return a payload of the form that a client sends in this round, by sending it through a round of no steps."""
-        server, algorithm = self.server, self.algorithm
-        model = trained_tensors(server.module)
-        one = Client(party.id, party.samples, steps=1)
-        algorithm.configure(server, one)
+    def _expect(self, packets: Mapping[int, Packet], live: Mapping[str, Tensor]) -> dict[int, _Expected]:
+        """Return what clients are to send, by doing here what they do there, but for their steps."""
+        coordinator, algorithm = self.coordinator, self.algorithm
+        base = coordinator.server.base
+        expected = {}
         try:
-            algorithm.begin(server, one, algorithm.broadcast(server, one).delivered(), model)
-            sent = algorithm.end(server, one, model)
-            return Payload({name: value.detach().clone() for name, value in sent.tensors.items()}, sent.codec)
+            for client, packet in packets.items():
+                info = coordinator.info(client)
+                # What the client's half leaves behind goes with the copies.
+                copied = dataclasses.replace(base, state=dict(base.state))
+                state = algorithm.stand_in(coordinator.server, info)
+                context = ClientContext(**vars(info), base=copied, model=live, state=state, steps=1)
+                algorithm.configure(base, info)
+                algorithm.begin(context, TensorMessage(packet.received))
+                sent = algorithm.end(context)
+                form = {name: value.detach().to("meta") for name, value in sent.tensors.items()}
+                received = packet.received if coordinator.wire.uplink.codecs else {}
+                limits = algorithm.upload_limits(base, info)
+                expected[client] = _Expected(TensorMessage(form, sent.codec), limits, received)
         finally:
-            self._show_global()
+            coordinator.show_global(live)
+        return expected
 
     def _exchange(self, requests: Mapping[int, tuple[str, RecordDict]]) -> dict[int, Message | _Silence]:
         """Send messages to nodes, and return each one's reply, or why there is none."""
@@ -389,7 +439,7 @@ class RemoteRounds(Callback):
                 node = pending.pop(reply.metadata.reply_to_message_id)
                 # Flower itself answers for a node that has gone, with an error of its own.
                 replies[node] = (
-                    _Silence(reply.error.reason or "it failed", passing=reply.error.code not in _RAISED_BY_SITE)
+                    _Silence(reply.error.reason or "it failed", passing=is_passing(reply.error))
                     if reply.has_error()
                     else reply
                 )
@@ -411,15 +461,6 @@ class _NoBatch:
 
     def __iter__(self) -> Iterator[None]:
         yield None
-
-
-def _count_steps(trainer: Any, steps: int) -> None:
-    """Let ``global_step`` count the clients' steps, as in a simulation: checkpoints are not saved where it stands."""
-    loop = trainer.fit_loop.epoch_loop
-    if trainer.lightning_module.automatic_optimization:
-        loop.automatic_optimization.optim_progress.optimizer.step.total.completed += steps
-    else:
-        loop.manual_optimization.optim_step_progress.total.completed += steps
 
 
 def serve(recipe: str | Path, grid: Grid, validate: bool = True, **settings: Any) -> pl.Trainer:

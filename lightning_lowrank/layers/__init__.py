@@ -1,20 +1,7 @@
 """What a low-rank weight is, the layers that have one, and converting a model to them and back."""
 
 from lightning_lowrank.layers.attention import LowRankMultiheadAttention
-from lightning_lowrank.layers.budget import BudgetRule, BudgetUnit
-from lightning_lowrank.layers.conversion import (
-    Allocation,
-    Conversion,
-    LayerReport,
-    LayerSpec,
-    convert,
-    dense_state_dict,
-    low_rank_class,
-    low_rank_layers,
-    merge,
-    recover,
-    unmerge,
-)
+from lightning_lowrank.layers.conversion import convert
 from lightning_lowrank.layers.convolution import (
     LowRankConv1d,
     LowRankConv2d,
@@ -35,14 +22,21 @@ from lightning_lowrank.layers.factorization import (
     factorization_from_dict,
     registered_factorizations,
 )
-from lightning_lowrank.layers.modules import (
+from lightning_lowrank.layers.layer import LowRankLayer, low_rank_layers
+from lightning_lowrank.layers.linear import LowRankEmbedding, LowRankLinear
+from lightning_lowrank.layers.recovery import LayerSpec, dense_state_dict, merge, recover, unmerge
+from lightning_lowrank.layers.report import Conversion, LayerReport
+from lightning_lowrank.layers.settings import (
+    Allocation,
+    BudgetRule,
+    BudgetUnit,
     Compute,
     Init,
-    LowRankEmbedding,
-    LowRankLayer,
-    LowRankLinear,
+    LayerSettings,
+    LowRankSettings,
     Role,
 )
+from lightning_lowrank.layers.survey import low_rank_class
 
 __all__ = [
     "CP",
@@ -57,6 +51,7 @@ __all__ = [
     "HalfFrozen",
     "Init",
     "LayerReport",
+    "LayerSettings",
     "LayerSpec",
     "LowRankConv1d",
     "LowRankConv2d",
@@ -68,6 +63,7 @@ __all__ = [
     "LowRankLayer",
     "LowRankLinear",
     "LowRankMultiheadAttention",
+    "LowRankSettings",
     "MatrixProduct",
     "Role",
     "Stage",

@@ -7,7 +7,9 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from lightning_lowrank.layers.modules import LowRankLinear, take_over_attributes
+from lightning_lowrank.internals.torch import own_children, own_parameters
+from lightning_lowrank.layers.layer import take_over_attributes
+from lightning_lowrank.layers.linear import LowRankLinear
 
 __all__ = ["LowRankMultiheadAttention"]
 
@@ -43,17 +45,17 @@ class LowRankMultiheadAttention(nn.MultiheadAttention):
         nn.Module.__init__(layer)
         take_over_attributes(layer, module, hooks=True)
         # register_parameter refuses names that a property of the class has.
-        layer._parameters.update(
+        own_parameters(layer).update(
             {
                 name: value
-                for name, value in module._parameters.items()
+                for name, value in own_parameters(module).items()
                 if name.removesuffix("_weight") not in projections
             }
         )
-        for name, child in module._modules.items():
+        for name, child in own_children(module).items():
             layer.add_module(name, child)
         for name, projection in projections.items():
-            if module._parameters.get(f"{name}_weight") is None:
+            if own_parameters(module).get(f"{name}_weight") is None:
                 raise ValueError(f"projections has {name!r}, but the attention has no parameter {name}_weight.")
             layer.add_module(name, projection)
         return layer
@@ -64,40 +66,26 @@ class LowRankMultiheadAttention(nn.MultiheadAttention):
         nn.Module.__init__(dense)
         take_over_attributes(dense, self, hooks=True)
         for name in self.PROJECTIONS:
-            weight = self._parameters.get(f"{name}_weight")
-            if name in self._modules:
-                projection = self._modules[name]
+            weight = own_parameters(self).get(f"{name}_weight")
+            if name in own_children(self):
+                projection = own_children(self)[name]
                 assert isinstance(projection, LowRankLinear)
                 weight = projection.to_dense().get_parameter("weight")
             dense.register_parameter(f"{name}_weight", weight)
-        for name, parameter in self._parameters.items():
-            if name not in dense._parameters:
+        for name, parameter in own_parameters(self).items():
+            if name not in own_parameters(dense):
                 dense.register_parameter(name, parameter)
-        for name, child in self._modules.items():
+        for name, child in own_children(self).items():
             if name not in self.PROJECTIONS:
                 dense.add_module(name, child)
         return dense
 
     def _weight(self, name: str) -> Any:
-        projection = self._modules.get(name.removesuffix("_weight"))
-        return self._parameters.get(name) if projection is None else projection.weight
+        projection = own_children(self).get(name.removesuffix("_weight"))
+        return own_parameters(self).get(name) if projection is None else projection.weight
 
-    @property
-    def in_proj_weight(self) -> Any:  # type: ignore[override]
-        """The packed projection of queries, keys and values, or ``None``."""
-        return self._weight("in_proj_weight")
-
-    @property
-    def q_proj_weight(self) -> Any:  # type: ignore[override]
-        """The projection of queries where the projections are not packed, else ``None``."""
-        return self._weight("q_proj_weight")
-
-    @property
-    def k_proj_weight(self) -> Any:  # type: ignore[override]
-        """The projection of keys where the projections are not packed, else ``None``."""
-        return self._weight("k_proj_weight")
-
-    @property
-    def v_proj_weight(self) -> Any:  # type: ignore[override]
-        """The projection of values where the projections are not packed, else ``None``."""
-        return self._weight("v_proj_weight")
+    # Torch's attention reads these: the packed projection, or one each of queries, keys and values; None if absent.
+    in_proj_weight: Any = property(lambda self: self._weight("in_proj_weight"))
+    q_proj_weight: Any = property(lambda self: self._weight("q_proj_weight"))
+    k_proj_weight: Any = property(lambda self: self._weight("k_proj_weight"))
+    v_proj_weight: Any = property(lambda self: self._weight("v_proj_weight"))

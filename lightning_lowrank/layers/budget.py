@@ -1,110 +1,172 @@
-"""Dividing one budget among the weights of a model: which rank each of them gets."""
+"""The ranks of weights, from settings of their own or from one budget for the whole model."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from lightning_lowrank.layers.factorization import Factorization, HalfFrozen, MatrixProduct
-
-__all__ = ["Budget", "BudgetRule", "BudgetUnit"]
-
-BudgetRule = Literal["largest", "authors"]
-BudgetUnit = Literal["share", "parameters", "bytes"]
+from lightning_lowrank.layers.factorization import MatrixProduct
+from lightning_lowrank.layers.settings import LowRankSettings
+from lightning_lowrank.layers.survey import Candidate
 
 _AUTHORS_STEP = 0.001
 
 
+def assign_ranks(
+    model: nn.Module, layers: Sequence[Candidate], settings: LowRankSettings, spared: Set[nn.Parameter]
+) -> None:
+    """Give each layer its rank, or the reason to leave it alone.
+
+    Args:
+        model: The model that holds the layers.
+        layers: The layers to convert, without those that share the weight of an earlier one.
+        settings: The settings of the conversion.
+        spared: Parameters that ``freeze_rest`` leaves trained.
+
+    Raises:
+        ValueError: If a layer cannot have its rank, or the budget is below what the smallest ranks need.
+    """
+    for layer in layers:
+        if settings.rank is not None:
+            layer.rank = layer.first_match("rank", settings.rank)
+        elif settings.rank_ratio is not None:
+            share = layer.first_match("rank_ratio", settings.rank_ratio)
+            layer.rank = None if share is None else max(round(share * layer.output_channels), 1)
+        elif settings.ratio is not None:
+            share = layer.first_match("ratio", settings.ratio)
+            if share is not None:
+                with _naming(layer):
+                    layer.rank = settings.factorization.rank_for_ratio(layer.shape, share, settings.half_frozen)
+    if settings.budget is not None and layers:
+        ranks = Budget.of(model, [layer.weight for layer in layers], settings, spared).ranks()
+        for layer, rank in zip(layers, ranks, strict=True):
+            layer.rank = rank
+    for layer in layers:
+        if layer.rank is not None:
+            _check_rank(layer, layer.rank, settings)
+
+
+def _check_rank(layer: Candidate, rank: int, settings: LowRankSettings) -> None:
+    """Leave the layer alone where the rank saves nothing; refuse a rank that no such layer can have."""
+    factorization, half_frozen = settings.factorization, settings.half_frozen
+    with _naming(layer):
+        largest = factorization.max_rank(layer.shape, half_frozen)
+        if rank > largest:
+            layer.reason = f"rank {rank} is more than the largest of such a weight, {largest}"
+            return
+        factorization.check_rank(layer.shape, rank, half_frozen)
+        factorization.fixed_factors(layer.shape, settings.decouple, half_frozen)
+        trained = factorization.trained_numbers(layer.shape, rank, half_frozen)
+    if trained >= layer.numbers and not settings.allow_larger:
+        layer.reason = f"rank {rank} would train {trained:,} numbers, not fewer than the weight has"
+
+
+@contextmanager
+def _naming(layer: Candidate) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"layer {layer.name!r}: {error} Exclude it or give it settings of its own.") from None
+
+
 @dataclass(frozen=True)
 class Budget:
-    """The arithmetic of a budget over the weights to factorise.
+    """The arithmetic of a budget over the weights to factorize.
 
     A number of a weight costs 1 or, in bytes, its size. ``rest`` is what is trained outside these weights and
     ``dense`` the dense model, both in that unit.
     """
 
-    factorization: Factorization
-    half_frozen: HalfFrozen
+    settings: LowRankSettings
+    budget: float
     weights: tuple[Tensor, ...]
     costs: tuple[int, ...]
     rest: int
     dense: int
-    budget: float
-    unit: BudgetUnit
 
     @classmethod
     def of(
         cls,
         model: nn.Module,
         weights: Sequence[Tensor],
-        factorization: Factorization,
-        half_frozen: HalfFrozen,
-        freeze_rest: bool,
-        budget: float,
-        unit: BudgetUnit,
+        settings: LowRankSettings,
+        spared: Set[nn.Parameter] = frozenset(),
     ) -> Budget:
-        """Count a model in which ``weights`` are to be factorised."""
+        """Count a model whose ``weights`` will be factorized."""
+        assert settings.budget is not None
+        in_bytes = settings.budget_unit == "bytes"
 
         def cost(tensor: Tensor) -> int:
-            return tensor.element_size() if unit == "bytes" else 1
+            return tensor.element_size() if in_bytes else 1
 
-        factorised = set(weights)
-        rest = sum(p.numel() * cost(p) for p in model.parameters() if p.requires_grad and p not in factorised)
-        dense = sum(p.numel() * cost(p) for p in model.parameters())
-        costs = tuple(map(cost, weights))
-        return cls(factorization, half_frozen, tuple(weights), costs, 0 if freeze_rest else rest, dense, budget, unit)
+        factorized = set(weights)
+        outside = [p for p in model.parameters() if p not in factorized]
+        trained = [p for p in outside if (p in spared if settings.freeze_rest else p.requires_grad)]
+        return cls(
+            settings,
+            settings.budget,
+            tuple(weights),
+            tuple(map(cost, weights)),
+            rest=sum(p.numel() * cost(p) for p in trained),
+            dense=sum(p.numel() * cost(p) for p in model.parameters()),
+        )
 
     @cached_property
     def counts(self) -> Counter[tuple[tuple[int, ...], int]]:
-        """How many of the weights have a shape and a cost."""
+        """The number of weights by shape and cost."""
         return Counter((tuple(weight.shape), cost) for weight, cost in zip(self.weights, self.costs, strict=True))
 
     def allowed(self, tolerated: float = 0.0) -> float:
         """Return the budget in the unit; its tolerance only absorbs rounding of a product: totals are integers."""
-        return (self.budget + tolerated) * self.dense + 1e-6 if self.unit == "share" else self.budget
+        in_share = self.settings.budget_unit == "share"
+        return (self.budget + tolerated) * self.dense + 1e-6 if in_share else self.budget
 
-    def rank(self, shape: tuple[int, ...], ratio: float) -> int:
-        """Return the rank for a ratio, where a ratio of 0 or less means the smallest."""
-        return self.factorization.rank_for_ratio(shape, ratio, self.half_frozen) if ratio > 0 else 1
-
-    def trained(self, shape: tuple[int, ...], rank: int) -> int:
-        """Return the numbers that stand for a weight, which stays dense where its factors would be larger."""
-        return min(math.prod(shape), self.factorization.trained_numbers(shape, rank, self.half_frozen))
+    def numbers(self, shape: Sequence[int], rank: int) -> int:
+        """Return how many numbers the factors of a weight train."""
+        return self.settings.factorization.trained_numbers(shape, rank, self.settings.half_frozen)
 
     def total(self, ranks: Mapping[tuple[int, ...], int]) -> int:
-        """Add up all that is trained."""
+        """Add up all that is trained; a weight stays dense where its factors would be larger."""
         return self.rest + sum(
-            count * cost * self.trained(shape, ranks[shape]) for (shape, cost), count in self.counts.items()
+            count * cost * min(math.prod(shape), self.numbers(shape, ranks[shape]))
+            for (shape, cost), count in self.counts.items()
         )
 
-    def ranks(self, ratio: float) -> dict[tuple[int, ...], int]:
-        """Return each shape's rank for a ratio."""
-        return {shape: self.rank(shape, ratio) for shape, _ in self.counts}
+    def at_ratio(self, ratio: float) -> dict[tuple[int, ...], int]:
+        """Return each shape's rank for a ratio, where a ratio of 0 or less means the smallest."""
+        factorization, half_frozen = self.settings.factorization, self.settings.half_frozen
+        return {
+            shape: factorization.rank_for_ratio(shape, ratio, half_frozen) if ratio > 0 else 1
+            for shape, _ in self.counts
+        }
 
-    def uniform(self, rule: BudgetRule) -> list[int]:
-        """Return the weights' ranks at one common ratio, chosen by one of the two rules.
+    def ranks(self) -> list[int]:
+        """Return the weights' ranks, allocated by the settings.
 
         Raises:
             ValueError: If the budget is below what the smallest ranks need.
         """
-        allowed = self.allowed(_AUTHORS_STEP if rule == "authors" else 0.0)
+        authors = self.settings.budget_rule == "authors"
+        allowed = self.allowed(_AUTHORS_STEP if authors else 0.0)
         self._check_floor(allowed)
-        ranks = self.ranks(self._authors(allowed) if rule == "authors" else self._largest(allowed))
+        if self.settings.allocation == "singular_values":
+            return self._by_singular_values(allowed)
+        ranks = self.at_ratio(self._authors(allowed) if authors else self._largest(allowed))
         return [ranks[tuple(weight.shape)] for weight in self.weights]
 
     def _check_floor(self, allowed: float) -> None:
-        floor = self.total(self.ranks(0))
+        floor = self.total(self.at_ratio(0))
         if floor <= allowed:
             return
-        needed = math.ceil(floor / self.dense * 1e4) / 1e4 if self.unit == "share" else f"{floor:,}"
-        unit = "bytes" if self.unit == "bytes" else "parameters"
+        needed = math.ceil(floor / self.dense * 1e4) / 1e4 if self.settings.budget_unit == "share" else f"{floor:,}"
+        unit = "bytes" if self.settings.budget_unit == "bytes" else "parameters"
         raise ValueError(
             f"budget={self.budget:.6g} cannot be met: it allows {int(allowed):,} of the dense model's "
             f"{self.dense:,} {unit}, but {self.rest:,} ({self.rest / self.dense:.2%}) are trained "
@@ -113,25 +175,21 @@ class Budget:
             "layers, or set freeze_rest=True."
         )
 
-    def by_singular_values(self) -> list[int]:
+    def _by_singular_values(self, allowed: float) -> list[int]:
         """Return ranks given one by one, to the singular value that explains most per cost, while they fit.
 
         What one explains is its square, as a share of the sum of squares of its weight.
-
-        Raises:
-            ValueError: If the budget is below what the smallest ranks need.
         """
-        assert isinstance(self.factorization, MatrixProduct)
-        allowed = self.allowed()
-        self._check_floor(allowed)
-        total = self.total(self.ranks(0))
+        product = self.settings.factorization
+        assert isinstance(product, MatrixProduct)
+        total = self.total(self.at_ratio(0))
         ranks = [1] * len(self.weights)
         one_rank: list[int] = []
         steps: list[tuple[float, int, int]] = []
         for index, (weight, cost) in enumerate(zip(self.weights, self.costs, strict=True)):
-            numbers = self.factorization.trained_numbers(weight.shape, 1, self.half_frozen)
+            numbers = self.numbers(weight.shape, 1)
             one_rank.append(numbers * cost)
-            energy = torch.linalg.svdvals(self.factorization.as_matrix(weight.detach().float())).square()
+            energy = torch.linalg.svdvals(product.as_matrix(weight.detach().float())).square()
             explained = energy / energy.sum().clamp_min(torch.finfo(energy.dtype).tiny)
             largest = min(len(energy), (weight.numel() - 1) // numbers)
             gains = (explained / one_rank[index]).tolist()
@@ -152,29 +210,27 @@ class Budget:
         is the largest. No ratio above the bound fits: one rank more than a ratio gives holds at least its share.
         """
         numbers = sum(count * cost * math.prod(shape) for (shape, cost), count in self.counts.items())
-        one_more = sum(
-            count * cost * self.factorization.trained_numbers(shape, 1, self.half_frozen)
-            for (shape, cost), count in self.counts.items()
-        )
+        one_more = sum(count * cost * self.numbers(shape, 1) for (shape, cost), count in self.counts.items())
         ratio = min(1.0, (allowed - self.rest + one_more) / numbers)
-        ranks = self.ranks(ratio)
+        ranks = self.at_ratio(ratio)
+        factorization = self.settings.factorization
         while self.total(ranks) > allowed:
             steps = []
             for shape, rank in ranks.items():
-                lower = self.factorization.lower_rank(shape, rank)
+                lower = factorization.lower_rank(shape, rank)
                 if lower is not None:
-                    steps.append(self.factorization.ratio_for_rank(shape, lower, self.half_frozen))
+                    steps.append(factorization.ratio_for_rank(shape, lower, self.settings.half_frozen))
             if not steps:
                 return 0.0
             ratio = max(steps)
-            ranks = self.ranks(ratio)
+            ranks = self.at_ratio(ratio)
         return ratio
 
     def _authors(self, allowed: float) -> float:
         """Go down from the budget in the authors' steps; below 0 every rank is 1, which fits."""
         step = 0
         ratio = self.budget
-        while ratio > 0 and self.total(self.ranks(ratio)) > allowed:
+        while ratio > 0 and self.total(self.at_ratio(ratio)) > allowed:
             step += 1
             ratio = self.budget - step * _AUTHORS_STEP
         return ratio

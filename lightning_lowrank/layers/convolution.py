@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_lowrank.layers.factorization import Stage
-from lightning_lowrank.layers.modules import LowRankLayer
+from lightning_lowrank.layers.layer import LowRankLayer
 
 __all__ = [
     "LowRankConv1d",
@@ -35,6 +35,7 @@ class _LowRankConvolution(LowRankLayer):
     so the channels' groups become part of the batch there.
     """
 
+    function: ClassVar[Any]
     stride: tuple[int, ...]
     dilation: tuple[int, ...]
     padding: tuple[int, ...] | str
@@ -42,7 +43,6 @@ class _LowRankConvolution(LowRankLayer):
     output_padding: tuple[int, ...]
     groups: int
     kernel_size: tuple[int, ...]
-    _reversed_padding_repeated_twice: list[int]
 
     def _stage_shapes(self) -> tuple[Stage, ...]:
         return self.factorization.stage_shapes(self.weight_shape, self.rank) or ()
@@ -97,27 +97,35 @@ class _LowRankConvolution(LowRankLayer):
 
     def _run(
         self,
-        function: Any,
+        stages: Sequence[Stage],
+        index: int,
         input: Tensor,
         kernel: Tensor,
-        index: int,
-        owners: Sequence[int],
         bias: Tensor | None,
-        groups: int,
         padding: Sequence[int],
         output_padding: Sequence[int] | None = None,
     ) -> Tensor:
+        """Apply one stage, with the geometry of the dimensions that it owns."""
+        owners = self._owners(stages)
+
         def mine(values: Sequence[int], otherwise: int) -> list[int]:
             return [value if owner == index else otherwise for value, owner in zip(values, owners, strict=True)]
 
         settings = {"stride": mine(self.stride, 1), "padding": mine(padding, 0), "dilation": mine(self.dilation, 1)}
         if output_padding is not None:
             settings["output_padding"] = mine(output_padding, 0)
-        return function(input, kernel, bias, groups=groups, **settings)
+        groups = self.groups if index == len(stages) - 1 else stages[index].groups
+        return type(self).function(input, kernel, bias, groups=groups, **settings)
 
 
 class _LowRankConv(_LowRankConvolution):
-    function: ClassVar[Any]
+    def _pads(self) -> list[int]:
+        """Return the padding before and after each dimension, the last one first, as ``F.pad`` takes it."""
+        if not isinstance(self.padding, str):
+            return [size for size in reversed(self.padding) for _ in range(2)]
+        reaches = zip(reversed(self.dilation), reversed(self.kernel_size), strict=True)
+        totals = [step * (size - 1) if self.padding == "same" else 0 for step, size in reaches]
+        return [part for total in totals for part in (total // 2, total - total // 2)]
 
     def _left_to_stages(self) -> Sequence[int] | None:
         """Return the padding of each dimension that its stage applies, ``None`` where a stage cannot."""
@@ -125,13 +133,13 @@ class _LowRankConv(_LowRankConvolution):
             return None
         if not isinstance(self.padding, str):
             return self.padding
-        pads = self._reversed_padding_repeated_twice
+        pads = self._pads()
         return pads[::-2] if pads[::2] == pads[1::2] else None
 
     def _multiply_adds(self, input: Tensor, *geometry: Any) -> tuple[int, int, int]:
         dimensions = len(self.kernel_size)
         left = self._left_to_stages()
-        pads = self._reversed_padding_repeated_twice
+        pads = self._pads()
         both = [pads[index] + pads[index + 1] for index in range(2 * dimensions - 2, -1, -2)] if left is None else None
         before, after = [], []
         for position, size in enumerate(input.shape[-dimensions:]):
@@ -143,30 +151,26 @@ class _LowRankConv(_LowRankConvolution):
         return self._count(input, before, after, math.prod(after))
 
     def _apply_dense(self, input: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
-        return self._conv_forward(input, weight, bias)  # type: ignore[operator]
+        padding: Any = self.padding
+        if self.padding_mode != "zeros":
+            input, padding = F.pad(input, self._pads(), mode=self.padding_mode), 0
+        return type(self).function(input, weight, bias, self.stride, padding, self.dilation, self.groups)
 
     def _apply_factors(
         self, input: Tensor, factors: Mapping[str, Tensor], bias: Tensor | None, *geometry: Any
     ) -> Tensor:
-        stages = self._stage_shapes()
-        owners = self._owners(stages)
         output = self._batched(input)
         padding = self._left_to_stages()
         if padding is None:
             mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
-            output = F.pad(output, self._reversed_padding_repeated_twice, mode=mode)
+            output = F.pad(output, self._pads(), mode=mode)
             padding = (0,) * len(self.kernel_size)
-        last = len(stages) - 1
-        for index, (stage, kernel) in enumerate(
-            zip(stages, self.factorization.stages(factors, self.weight_shape), strict=True)
-        ):
-            if index == 0:
-                output = self._split_groups(output)
-            if index == last:
-                output = self._join_groups(output)
-            groups = self.groups if index == last else stage.groups
-            last_bias = bias if index == last else None
-            output = self._run(type(self).function, output, kernel, index, owners, last_bias, groups, padding)
+        stages = self._stage_shapes()
+        *kernels, last = self.factorization.stages(factors, self.weight_shape)
+        output = self._split_groups(output)
+        for index, kernel in enumerate(kernels):
+            output = self._run(stages, index, output, kernel, None, padding)
+        output = self._run(stages, len(kernels), self._join_groups(output), last, bias, padding)
         return output if input.dim() == output.dim() else output.squeeze(0)
 
 
@@ -174,33 +178,38 @@ class _LowRankConvTranspose(_LowRankConvolution):
     """A transposed convolution is the adjoint of the convolution with the same weight: stages run backwards."""
 
     first_is_input = True
-    function: ClassVar[Any]
 
     def _crop(self, input: Tensor, output_size: list[int] | None) -> list[int]:
-        return self._output_padding(  # type: ignore[operator]
-            input,
-            output_size,
-            self.stride,
-            self.padding,
-            self.kernel_size,
-            len(self.kernel_size),
-            self.dilation,
-        )
-
-    def _multiply_adds(self, input: Tensor, *geometry: Any) -> tuple[int, int, int]:
+        if output_size is None:
+            return list(self.output_padding)
         dimensions = len(self.kernel_size)
-        (output_padding,) = geometry or (self.output_padding,)
+        smallest = self._sizes(input, [0] * dimensions)
+        largest = [size + step - 1 for size, step in zip(smallest, self.stride, strict=True)]
+        asked = list(output_size)[-dimensions:]
+        fits = all(low <= size <= high for low, size, high in zip(smallest, asked, largest, strict=False))
+        if len(output_size) not in (dimensions, input.dim()) or not fits:
+            raise ValueError(
+                f"output_size={list(output_size)} is not possible for an input of shape {tuple(input.shape)}: it can be"
+                f" from {smallest} to {largest}."
+            )
+        return [size - low for size, low in zip(asked, smallest, strict=True)]
+
+    def _sizes(self, input: Tensor, output_padding: Sequence[int]) -> list[int]:
+        """Return the sizes of the output."""
         assert not isinstance(self.padding, str)
-        before = list(input.shape[-dimensions:])
-        after = [
+        return [
             (size - 1) * self.stride[index]
             - 2 * self.padding[index]
             + self.dilation[index] * (self.kernel_size[index] - 1)
             + output_padding[index]
             + 1
-            for index, size in enumerate(before)
+            for index, size in enumerate(input.shape[-len(self.kernel_size) :])
         ]
-        return self._count(input, before, after, math.prod(before))
+
+    def _multiply_adds(self, input: Tensor, *geometry: Any) -> tuple[int, int, int]:
+        (output_padding,) = geometry or (self.output_padding,)
+        before = list(input.shape[-len(self.kernel_size) :])
+        return self._count(input, before, self._sizes(input, output_padding), math.prod(before))
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         """Compute what the dense layer with the effective weight would.
@@ -221,28 +230,17 @@ class _LowRankConvTranspose(_LowRankConvolution):
         self, input: Tensor, factors: Mapping[str, Tensor], bias: Tensor | None, *geometry: Any
     ) -> Tensor:
         (output_padding,) = geometry
-        stages = self._stage_shapes()
-        owners = self._owners(stages)
-        kernels = self.factorization.stages(factors, self.weight_shape)
         assert not isinstance(self.padding, str)
+        stages = self._stage_shapes()
+        *kernels, last = self.factorization.stages(factors, self.weight_shape)
+        own_bias = bias if self.groups == 1 else None
         output = self._batched(input)
-        last = len(stages) - 1
-        for index in range(last, -1, -1):
-            groups = self.groups if index == last else stages[index].groups
-            last_bias = bias if index == 0 and self.groups == 1 else None
-            output = self._run(
-                type(self).function,
-                output,
-                kernels[index],
-                index,
-                owners,
-                last_bias,
-                groups,
-                self.padding,
-                output_padding,
-            )
-            if index == last:
-                output = self._split_groups(output)
+        output = self._split_groups(
+            self._run(stages, len(kernels), output, last, None if kernels else own_bias, self.padding, output_padding)
+        )
+        for index in reversed(range(len(kernels))):
+            added = own_bias if index == 0 else None
+            output = self._run(stages, index, output, kernels[index], added, self.padding, output_padding)
         output = self._join_groups(output)
         if bias is not None and self.groups > 1:
             output = output + bias.to(output.dtype).view(-1, *(1 for _ in self.kernel_size))
@@ -250,15 +248,7 @@ class _LowRankConvTranspose(_LowRankConvolution):
 
 
 class LowRankConv1d(_LowRankConv, nn.Conv1d):  # type: ignore[misc, override]
-    """An ``nn.Conv1d`` whose weight is composed from factors; see :class:`LowRankLayer`.
-
-    Example:
-        >>> import torch
-        >>> from lightning_lowrank.layers import LowRankConv1d, MatrixProduct
-        >>> layer = LowRankConv1d.from_dense(nn.Conv1d(8, 16, 3, padding=1), MatrixProduct(), rank=4)
-        >>> layer(torch.zeros(1, 8, 5)).shape
-        torch.Size([1, 16, 5])
-    """
+    """An ``nn.Conv1d`` whose weight is composed from factors; see :class:`LowRankLayer`."""
 
     dense_classes = (nn.Conv1d,)
     function = staticmethod(F.conv1d)
@@ -280,60 +270,28 @@ class LowRankConv2d(_LowRankConv, nn.Conv2d):  # type: ignore[misc, override]
 
 
 class LowRankConv3d(_LowRankConv, nn.Conv3d):  # type: ignore[misc, override]
-    """An ``nn.Conv3d`` whose weight is composed from factors; see :class:`LowRankLayer`.
-
-    Example:
-        >>> import torch
-        >>> from lightning_lowrank.layers import LowRankConv3d, MatrixProduct
-        >>> layer = LowRankConv3d.from_dense(nn.Conv3d(8, 16, 3, padding=1), MatrixProduct(), rank=4)
-        >>> layer(torch.zeros(1, 8, 5, 5, 5)).shape
-        torch.Size([1, 16, 5, 5, 5])
-    """
+    """An ``nn.Conv3d`` whose weight is composed from factors; see :class:`LowRankLayer`."""
 
     dense_classes = (nn.Conv3d,)
     function = staticmethod(F.conv3d)
 
 
 class LowRankConvTranspose1d(_LowRankConvTranspose, nn.ConvTranspose1d):  # type: ignore[misc, override]
-    """An ``nn.ConvTranspose1d`` whose weight is composed from factors; see :class:`LowRankLayer`.
-
-    Example:
-        >>> import torch
-        >>> from lightning_lowrank.layers import LowRankConvTranspose1d, MatrixProduct
-        >>> layer = LowRankConvTranspose1d.from_dense(nn.ConvTranspose1d(8, 16, 3, padding=1), MatrixProduct(), rank=4)
-        >>> layer(torch.zeros(1, 8, 5)).shape
-        torch.Size([1, 16, 5])
-    """
+    """An ``nn.ConvTranspose1d`` whose weight is composed from factors; see :class:`LowRankLayer`."""
 
     dense_classes = (nn.ConvTranspose1d,)
     function = staticmethod(F.conv_transpose1d)
 
 
 class LowRankConvTranspose2d(_LowRankConvTranspose, nn.ConvTranspose2d):  # type: ignore[misc, override]
-    """An ``nn.ConvTranspose2d`` whose weight is composed from factors; see :class:`LowRankLayer`.
-
-    Example:
-        >>> import torch
-        >>> from lightning_lowrank.layers import LowRankConvTranspose2d, MatrixProduct
-        >>> layer = LowRankConvTranspose2d.from_dense(nn.ConvTranspose2d(8, 16, 3, padding=1), MatrixProduct(), rank=4)
-        >>> layer(torch.zeros(1, 8, 5, 5)).shape
-        torch.Size([1, 16, 5, 5])
-    """
+    """An ``nn.ConvTranspose2d`` whose weight is composed from factors; see :class:`LowRankLayer`."""
 
     dense_classes = (nn.ConvTranspose2d,)
     function = staticmethod(F.conv_transpose2d)
 
 
 class LowRankConvTranspose3d(_LowRankConvTranspose, nn.ConvTranspose3d):  # type: ignore[misc, override]
-    """An ``nn.ConvTranspose3d`` whose weight is composed from factors; see :class:`LowRankLayer`.
-
-    Example:
-        >>> import torch
-        >>> from lightning_lowrank.layers import LowRankConvTranspose3d, MatrixProduct
-        >>> layer = LowRankConvTranspose3d.from_dense(nn.ConvTranspose3d(8, 16, 3, padding=1), MatrixProduct(), rank=4)
-        >>> layer(torch.zeros(1, 8, 5, 5, 5)).shape
-        torch.Size([1, 16, 5, 5, 5])
-    """
+    """An ``nn.ConvTranspose3d`` whose weight is composed from factors; see :class:`LowRankLayer`."""
 
     dense_classes = (nn.ConvTranspose3d,)
     function = staticmethod(F.conv_transpose3d)

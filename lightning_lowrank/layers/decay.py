@@ -7,15 +7,14 @@ the gradients. ``‖U Vᵀ‖²`` comes from Gram matrices, ``Σ (UᵀU)∘(Vᵀ
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.func import grad, vmap
 
-from lightning_lowrank.layers.conversion import low_rank_layers
-from lightning_lowrank.layers.modules import LowRankLayer, terms
+from lightning_lowrank.arguments import check_number
+from lightning_lowrank.layers.layer import LowRankLayer, low_rank_layers, terms
 
 __all__ = ["add_frobenius_decay", "frobenius_norm_squared", "frobenius_penalty"]
 
@@ -47,6 +46,14 @@ def _norm_squared(layer: LowRankLayer, factors: Mapping[str, Tensor]) -> Tensor:
     return total * layer.scale**2
 
 
+def _decaying_layers(model: nn.Module, weight_decay: float) -> dict[str, LowRankLayer]:
+    check_number("weight_decay", weight_decay, least=0)
+    layers = dict(low_rank_layers(model, tied=False))
+    if not layers:
+        raise ValueError("model has no low-rank layers, whose products could decay; convert it first.")
+    return layers
+
+
 def frobenius_penalty(model: nn.Module, weight_decay: float) -> Tensor:
     """Return λ/2 · Σ ‖f‖², over the low-rank layers of a model, to be added to the loss.
 
@@ -66,11 +73,7 @@ def frobenius_penalty(model: nn.Module, weight_decay: float) -> Tensor:
         >>> _ = convert(model, MatrixProduct(), rank=2, role="weight")
         >>> (torch.zeros(()) + frobenius_penalty(model, weight_decay=1e-4)).backward()
     """
-    if not (weight_decay >= 0 and math.isfinite(weight_decay)):
-        raise ValueError(f"weight_decay must be a finite number of at least 0, but is {weight_decay!r}.")
-    norms = [frobenius_norm_squared(layer) for _, layer in low_rank_layers(model, tied=False)]
-    if not norms:
-        raise ValueError("model has no low-rank layers, whose products could decay; convert it first.")
+    norms = [frobenius_norm_squared(layer) for layer in _decaying_layers(model, weight_decay).values()]
     return weight_decay / 2 * torch.stack([norm.to(norms[0].device) for norm in norms]).sum()
 
 
@@ -88,10 +91,10 @@ def add_frobenius_decay(
     Args:
         model: A converted model.
         weight_decay: λ, at least 0.
-        parameters: Add to the gradients of these alone, such as one optimizer's. By default to all trainable
-            factors'.
-        stacks: Stacks ``[clients, …]`` of parameters by their names in the model, whose gradients are added to in
-            place of the model's own: each client's factors decay on their own.
+        parameters: Add only to the gradients of these, such as one optimizer's. By default to those of all
+            trainable factors.
+        stacks: Stacks ``[clients, …]`` of parameters by their names in the model. Their gradients are changed
+            instead of the model's, for each client by its own factors.
 
     Raises:
         ValueError: If ``weight_decay`` is negative or not finite, or the model has no low-rank layers.
@@ -103,13 +106,8 @@ def add_frobenius_decay(
         >>> model(torch.ones(1, 8)).sum().backward()
         >>> add_frobenius_decay(model, weight_decay=1e-4)
     """
-    if not (weight_decay >= 0 and math.isfinite(weight_decay)):
-        raise ValueError(f"weight_decay must be a finite number of at least 0, but is {weight_decay!r}.")
-    layers = dict(low_rank_layers(model, tied=False))
-    if not layers:
-        raise ValueError("model has no low-rank layers, whose products could decay; convert it first.")
     among = None if parameters is None else set(parameters)
-    for prefix, layer in layers.items():
+    for prefix, layer in _decaying_layers(model, weight_decay).items():
         own = dict(layer.factors)
         held = own if stacks is None else {name: stacks.get(f"{prefix}.factors.{name}", own[name]) for name in own}
         decayed = {

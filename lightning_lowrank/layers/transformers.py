@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from transformers.pytorch_utils import Conv1D
 
-from lightning_lowrank.layers.modules import _LowRankProjection
+from lightning_lowrank.layers.linear import LowRankProjection
 
 __all__ = ["LowRankConv1D"]
 
 
-class LowRankConv1D(_LowRankProjection, Conv1D):
+class LowRankConv1D(LowRankProjection, Conv1D):
     """A ``transformers.pytorch_utils.Conv1D`` whose weight (in × out) is composed from factors.
 
-    See :class:`~lightning_lowrank.layers.modules.LowRankLayer`; ``U`` stands with the input.
+    See :class:`~lightning_lowrank.layers.LowRankLayer`; ``U`` stands with the input.
     """
 
     dense_classes = (Conv1D,)

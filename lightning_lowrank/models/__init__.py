@@ -1,7 +1,7 @@
 """The papers' networks, and LightningModules that train any classifier of images or texts."""
 
 from lightning_lowrank.models.classifier import Classifier
-from lightning_lowrank.models.networks import CNN4, CNN8, MLP, VGG8, ConvBlock, Network
+from lightning_lowrank.models.networks import CNN4, CNN8, MLP, VGG8, ConvBlock, ImageNetwork, Network
 from lightning_lowrank.models.resnet import ResNet18, ResNet34
 from lightning_lowrank.models.text import TextClassifier
 
@@ -12,6 +12,7 @@ __all__ = [
     "VGG8",
     "Classifier",
     "ConvBlock",
+    "ImageNetwork",
     "Network",
     "ResNet18",
     "ResNet34",

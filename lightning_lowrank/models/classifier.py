@@ -1,4 +1,4 @@
-"""A LightningModule for image classification that knows nothing of federated learning."""
+"""A LightningModule for image classification, without federated code."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,42 +11,36 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
+from lightning_lowrank.configuration import check_integer, check_number, check_patterns
 from lightning_lowrank.models.networks import Network
-from lightning_lowrank.patterns import check_patterns, matches
+from lightning_lowrank.patterns import matches
 
 
 class Classifier(LightningModule):
     """Trains a network to classify, with cross-entropy.
 
-    Logged once per epoch: ``train_loss``; ``val_loss`` and ``val_acc``; ``test_loss`` and ``test_acc``.
-    Accuracies are the share of samples classified correctly.
+    A batch is ``(inputs, targets)`` with class indices as targets. ``predict`` also takes inputs alone. Logged once per
+    epoch: ``train_loss``; ``val_loss`` and ``val_acc``; ``test_loss`` and ``test_acc``. Accuracies are the share of
+    samples classified correctly.
 
-    A batch is ``(inputs, targets)`` with class indices as targets. ``predict`` also takes inputs alone.
-
-    Checkpoints hold ``num_classes`` and ``label_smoothing`` as hyperparameters, but neither the network's
-    description nor the optimizer's: ``Classifier.load_from_checkpoint(path, network=...)``.
+    Checkpoints hold ``num_classes`` and ``label_smoothing`` as hyperparameters, but not the network or the optimizer:
+    ``Classifier.load_from_checkpoint(path, network=...)``.
 
     Args:
         network: Maps inputs ``(batch, ...)`` to logits ``(batch, num_classes)``.
         num_classes: Number of classes. Default: the network's ``num_classes`` or ``out_features`` attribute,
             or else the outputs of its last ``nn.Linear``.
-        optimizer: Makes the optimizer from the parameters that require a gradient. Default: SGD with a
-            learning rate of 0.1, without momentum and weight decay. A strategy that pickles the module
-            (``ddp_spawn``) needs ``functools.partial(torch.optim.SGD, lr=0.1)`` rather than a lambda, which
-            this default is.
-        scheduler: Makes the learning-rate scheduler from the optimizer; it steps once per epoch. Default:
-            none.
+        optimizer: Makes the optimizer from the parameters that require a gradient. Default: SGD with a learning rate of
+            0.1, without momentum and weight decay. The default is a lambda; a strategy that pickles the module
+            (``ddp_spawn``) needs ``functools.partial(torch.optim.SGD, lr=0.1)``.
+        scheduler: Makes the learning-rate scheduler from the optimizer; it steps once per epoch. Default: none.
         label_smoothing: Share of the training targets' weight that is spread over all classes, 0 to 1. The
             validation and test losses are not smoothed.
-        mask_absent_classes: Leave the logits of classes of which a client has no samples out of its training loss
-            (masked cross-entropy: HeteroFL, Diao et al. 2021; FedHM, Yao et al. 2021). `FederatedLoop` fills the
-            buffer ``present_classes`` for each client; without it, all classes are present.
         no_weight_decay: Patterns of parameters that the optimizer's weight decay leaves alone, matched against names
             and any run of a name's parts: ``["factors"]`` where `LowRank` decays their product.
 
     Raises:
-        MisconfigurationException: If the number of classes is not given and not to be found, or an argument
-            is out of range.
+        MisconfigurationException: If the number of classes is neither given nor found, or an argument is out of range.
 
     Example:
         >>> import torch
@@ -66,25 +60,13 @@ class Classifier(LightningModule):
         optimizer: OptimizerCallable = lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         scheduler: LRSchedulerCallable | None = None,
         label_smoothing: float = 0.0,
-        mask_absent_classes: bool = False,
         no_weight_decay: Sequence[str] = (),
     ) -> None:
         super().__init__()
-        if not 0 <= label_smoothing <= 1:
-            raise MisconfigurationException(
-                f"label_smoothing must be a share from 0 (none) to 1, got {label_smoothing!r}"
-            )
-        if mask_absent_classes and label_smoothing:
-            raise MisconfigurationException(
-                f"label_smoothing={label_smoothing!r} spreads over all classes, and mask_absent_classes leaves some"
-                " out: use one of them"
-            )
+        check_number("label_smoothing", label_smoothing, least=0, most=1)
         if num_classes is None:
             num_classes = _find_num_classes(network)
-        if num_classes < 2:
-            raise MisconfigurationException(
-                f"num_classes must be at least 2, the number of the network's logits, got {num_classes!r}"
-            )
+        check_integer("num_classes", num_classes, least=2, hint="the number of the network's logits")
         self.save_hyperparameters(ignore=["network", "optimizer", "scheduler", "no_weight_decay"])
         self.network = network
         self.num_classes = num_classes
@@ -95,9 +77,6 @@ class Classifier(LightningModule):
         # Cross-entropy has seen the same targets by then and refuses those out of range.
         self.val_accuracy = MulticlassAccuracy(num_classes, average="micro", validate_args=False)
         self.test_accuracy = MulticlassAccuracy(num_classes, average="micro", validate_args=False)
-        self.present_classes: Tensor | None
-        present = torch.ones(num_classes, dtype=torch.bool) if mask_absent_classes else None
-        self.register_buffer("present_classes", present, persistent=False)
         example_input_shape: tuple[int, ...] | None = getattr(network, "example_input_shape", None)
         if example_input_shape is not None:
             self.example_input_array = torch.zeros(1, *example_input_shape)
@@ -106,37 +85,40 @@ class Classifier(LightningModule):
         """Return the network's logits, ``(batch, num_classes)``."""
         return self.network(inputs)
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Return and log the batch's mean cross-entropy, smoothed by ``label_smoothing``."""
+    def inputs_of(self, batch: Any) -> Any:
+        """Return the network's inputs of a batch with or without targets."""
+        return batch if isinstance(batch, Tensor) else batch[0]
+
+    def split_batch(self, batch: Any) -> tuple[Any, Tensor]:
+        """Return the network's inputs and the class indices of a batch."""
         inputs, targets = batch
+        return inputs, targets
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Return and log the batch's mean cross-entropy, smoothed by ``label_smoothing``."""
+        inputs, targets = self.split_batch(batch)
         logits = self(inputs)
-        if self.present_classes is not None:
-            logits = logits.masked_fill(~self.present_classes, -torch.inf)
         loss = F.cross_entropy(logits, targets, label_smoothing=self.label_smoothing)
         self.log("train_loss", loss, on_step=False, on_epoch=True, batch_size=len(targets))
         return loss
 
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Log ``val_loss`` and ``val_acc``."""
         self._evaluate("val", batch, self.val_accuracy)
 
-    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+    def test_step(self, batch: Any, batch_idx: int) -> None:
         """Log ``test_loss`` and ``test_acc``."""
         self._evaluate("test", batch, self.test_accuracy)
 
-    def predict_step(self, batch: Tensor | tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
+    def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
         """Return ``probabilities``, ``(batch, num_classes)``, and the likeliest ``classes``, ``(batch,)``."""
-        inputs = batch if isinstance(batch, Tensor) else batch[0]
-        probabilities = self(inputs).softmax(dim=1)
+        probabilities = self(self.inputs_of(batch)).softmax(dim=1)
         return {"probabilities": probabilities, "classes": probabilities.argmax(dim=1)}
 
     def configure_optimizers(self) -> Any:
         """Make the optimizer, from the parameters that require a gradient, and the scheduler."""
         trained = {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
-        try:
-            check_patterns("no_weight_decay", self.no_weight_decay, list(trained), "trained parameter")
-        except ValueError as error:
-            raise MisconfigurationException(str(error)) from error
+        check_patterns("no_weight_decay", self.no_weight_decay, list(trained), "trained parameter")
         left_alone = [name for name in trained if any(matches(pattern, name) for pattern in self.no_weight_decay)]
         decayed = [parameter for name, parameter in trained.items() if name not in left_alone]
         groups = [{"params": [trained[name] for name in left_alone], "weight_decay": 0.0}]
@@ -144,8 +126,8 @@ class Classifier(LightningModule):
         scheduler = None if self.scheduler is None else self.scheduler(optimizer)
         return LightningCLI.configure_optimizers(self, optimizer, scheduler)
 
-    def _evaluate(self, stage: str, batch: tuple[Tensor, Tensor], accuracy: MulticlassAccuracy) -> None:
-        inputs, targets = batch
+    def _evaluate(self, stage: str, batch: Any, accuracy: MulticlassAccuracy) -> None:
+        inputs, targets = self.split_batch(batch)
         logits = self(inputs)
         loss = F.cross_entropy(logits, targets)
         accuracy.update(logits, targets)

@@ -1,6 +1,6 @@
 """The networks of the reproduced papers.
 
-They are plain modules with dense weights; the callback ``LowRank`` is what makes a network low-rank.
+They are plain modules with dense weights, which `LowRank` converts.
 """
 
 from collections.abc import Sequence
@@ -9,13 +9,14 @@ from itertools import pairwise
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_lowrank.arguments import check_integer, check_number
+
 
 class Network(nn.Module):
     """A classifier that knows its input's shape and its number of classes.
 
-    :class:`~lightning_lowrank.models.Classifier` takes any ``nn.Module``; this base class only saves its user
-    from stating the two numbers, and sets these networks' short names in a YAML file apart from modules of
-    the same name elsewhere (``torchvision.ops.MLP``).
+    `Classifier` takes any ``nn.Module``. With this base class the two need not be stated, and a YAML file's short name
+    of a network (``MLP``) is not mistaken for a module of the same name elsewhere (``torchvision.ops.MLP``).
 
     Attributes:
         example_input_shape: Shape of one input, without the batch dimension.
@@ -24,6 +25,32 @@ class Network(nn.Module):
 
     example_input_shape: tuple[int, ...]
     num_classes: int
+
+
+class ImageNetwork(Network):
+    """Base class of the networks for square images.
+
+    Args:
+        in_channels: Channels of an image.
+        num_classes: Number of classes.
+        image_size: Height and width of an image, in pixels; at least ``2 ** poolings``.
+        poolings: How often the network halves height and width, rounding down, before layers that need one pixel.
+
+    Attributes:
+        feature_size: Height and width after the poolings.
+
+    Raises:
+        ValueError: If an argument is not positive, or the image is too small for the poolings.
+    """
+
+    def __init__(self, in_channels: int, num_classes: int, image_size: int, poolings: int = 0) -> None:
+        super().__init__()
+        check_integer("in_channels", in_channels)
+        check_integer("num_classes", num_classes)
+        check_integer(f"image_size of {type(self).__name__}", image_size, least=2**poolings)
+        self.feature_size = image_size // 2**poolings
+        self.example_input_shape = (in_channels, image_size, image_size)
+        self.num_classes = num_classes
 
 
 class MLP(Network):
@@ -59,11 +86,10 @@ class MLP(Network):
     ) -> None:
         super().__init__()
         widths = (in_features, *hidden, out_features)
-        if min(widths) < 1:
-            raise ValueError(
-                "in_features, hidden and out_features must be at least 1, "
-                f"got in_features={in_features}, hidden={list(hidden)}, out_features={out_features}"
-            )
+        check_integer("in_features", in_features)
+        for index, width in enumerate(hidden):
+            check_integer(f"hidden[{index}]", width)
+        check_integer("out_features", out_features)
         self.example_input_shape = (in_features,)
         self.num_classes = out_features
         self.hidden = nn.ModuleList(nn.Linear(n_in, n_out, bias) for n_in, n_out in pairwise(widths[:-1]))
@@ -102,8 +128,13 @@ class ConvBlock(nn.Module):
         return self.pool(F.relu(self.norm(self.conv(images))))
 
 
-class _BlockCNN(Network):
-    """Convolution blocks ``blocks.0``, ``blocks.1``, … and one bias-free linear layer ``classifier``."""
+class _BlockCNN(ImageNetwork):
+    """Convolution blocks ``blocks.0``, ``blocks.1``, … and one bias-free linear layer ``classifier``.
+
+    Args:
+        init_std: Standard deviation of the normal distribution from which convolution and linear weights are drawn.
+            Default 0.01, as in the paper's experiments. ``None``: PyTorch's initialisation.
+    """
 
     def __init__(
         self,
@@ -114,30 +145,16 @@ class _BlockCNN(Network):
         image_size: int,
         init_std: float | None,
     ) -> None:
-        super().__init__()
-        if in_channels < 1 or num_classes < 1:
-            raise ValueError(
-                "in_channels and num_classes must be at least 1, "
-                f"got in_channels={in_channels}, num_classes={num_classes}"
-            )
-        smallest_image = 2 ** (len(channels) // blocks_per_pool)
-        if image_size < smallest_image:
-            raise ValueError(
-                f"image_size must be at least {smallest_image} for the {len(channels) // blocks_per_pool} "
-                f"poolings of {type(self).__name__}, got {image_size}"
-            )
-        if init_std is not None and not init_std > 0:
-            raise ValueError(f"init_std must be positive, or None for PyTorch's default, got {init_std}")
-        self.example_input_shape = (in_channels, image_size, image_size)
-        self.num_classes = num_classes
+        super().__init__(in_channels, num_classes, image_size, poolings=len(channels) // blocks_per_pool)
+        if init_std is not None:
+            check_number("init_std", init_std, above=0, hint="None for PyTorch's default")
         self.blocks = nn.Sequential(
             *(
                 ConvBlock(n_in, n_out, pool=index % blocks_per_pool == 0)
                 for index, (n_in, n_out) in enumerate(pairwise((in_channels, *channels)), start=1)
             )
         )
-        feature_size = image_size // smallest_image
-        self.classifier = nn.Linear(channels[-1] * feature_size**2, num_classes, bias=False)
+        self.classifier = nn.Linear(channels[-1] * self.feature_size**2, num_classes, bias=False)
         if init_std is not None:
             for module in self.modules():
                 if isinstance(module, (nn.Conv2d, nn.Linear)):
@@ -158,15 +175,9 @@ class CNN4(_BlockCNN):
     Paper: "The Panaceas for Improving Low-Rank Decomposition in Communication-Efficient Federated Learning"
     (FedMUD), section 5.1.
 
-    Args:
-        in_channels: Channels of an image.
-        num_classes: Number of classes.
-        image_size: Height and width of an image, in pixels; at least 16.
-        init_std: Standard deviation of the normal distribution from which convolution and linear weights
-            start. Default 0.01, as in the paper's experiments. ``None``: PyTorch's initialisation.
-
-    Raises:
-        ValueError: If the image is too small for four poolings, or an argument is not positive.
+    Arguments are those of `ImageNetwork`, with images of at least 16×16 pixels, and ``init_std``: the standard
+    deviation of the normal distribution from which convolution and linear weights are drawn. Its default is that of the
+    paper's experiments; ``None`` is PyTorch's initialisation.
 
     Example:
         >>> import torch
@@ -178,11 +189,7 @@ class CNN4(_BlockCNN):
     """
 
     def __init__(
-        self,
-        in_channels: int = 1,
-        num_classes: int = 10,
-        image_size: int = 28,
-        init_std: float | None = 0.01,
+        self, in_channels: int = 1, num_classes: int = 10, image_size: int = 28, init_std: float | None = 0.01
     ) -> None:
         super().__init__((32, 64, 128, 256), 1, in_channels, num_classes, image_size, init_std)
 
@@ -196,18 +203,7 @@ class CNN8(_BlockCNN):
     4,719,328 parameters for 3×32×32 images and ten classes, 4,765,408 for a hundred. Layer names:
     ``blocks.0.conv``, ``blocks.0.norm``, …, ``classifier``.
 
-    Paper: "The Panaceas for Improving Low-Rank Decomposition in Communication-Efficient Federated Learning"
-    (FedMUD), section 5.1.
-
-    Args:
-        in_channels: Channels of an image.
-        num_classes: Number of classes.
-        image_size: Height and width of an image, in pixels; at least 32.
-        init_std: Standard deviation of the normal distribution from which convolution and linear weights
-            start. Default 0.01, as in the paper's experiments. ``None``: PyTorch's initialisation.
-
-    Raises:
-        ValueError: If the image is too small for five poolings, or an argument is not positive.
+    Paper and arguments are those of `CNN4`; images have at least 32×32 pixels.
 
     Example:
         >>> network = CNN8(num_classes=100)
@@ -218,34 +214,24 @@ class CNN8(_BlockCNN):
     """
 
     def __init__(
-        self,
-        in_channels: int = 3,
-        num_classes: int = 10,
-        image_size: int = 32,
-        init_std: float | None = 0.01,
+        self, in_channels: int = 3, num_classes: int = 10, image_size: int = 32, init_std: float | None = 0.01
     ) -> None:
         channels = (32, 32, 64, 64, 128, 128, 256, 256, 512, 512)
         super().__init__(channels, 2, in_channels, num_classes, image_size, init_std)
 
 
-class VGG8(Network):
+class VGG8(ImageNetwork):
     """TDPFed's network for CIFAR-10: five convolutions and three linear layers.
 
     Convolutions of 32, 64, 128, 256 and 256 channels (3×3, padding 1), each followed by ReLU and max-pooling; then
     linear layers of 256 and 256 values with ReLU, and one to the classes. Their shapes are those of the paper's
-    Table I; it says nothing of biases, which all layers have here, or of normalisation, of which there is none.
+    Table I, which does not mention biases (all layers have them here) or normalisation (there is none here).
     1,112,650 parameters for 3×32×32 images and ten classes, of which 1,111,392 are in weights. Layer names:
     ``convolutions.0``, …, ``hidden.0``, ``hidden.1``, ``classifier``. Weights start as PyTorch's layers do.
 
     Paper: "Tensor Decomposition based Personalized Federated Learning" (TDPFed), section VII and Table I.
 
-    Args:
-        in_channels: Channels of an image.
-        num_classes: Number of classes.
-        image_size: Height and width of an image, in pixels; at least 32.
-
-    Raises:
-        ValueError: If the image is too small for five poolings, or an argument is not positive.
+    Arguments are those of `ImageNetwork`; images have at least 32×32 pixels.
 
     Example:
         >>> import torch
@@ -257,21 +243,12 @@ class VGG8(Network):
     """
 
     def __init__(self, in_channels: int = 3, num_classes: int = 10, image_size: int = 32) -> None:
-        super().__init__()
-        if in_channels < 1 or num_classes < 1:
-            raise ValueError(
-                "in_channels and num_classes must be at least 1, "
-                f"got in_channels={in_channels}, num_classes={num_classes}"
-            )
-        if image_size < 32:
-            raise ValueError(f"image_size must be at least 32 for the 5 poolings of VGG8, got {image_size}")
-        self.example_input_shape = (in_channels, image_size, image_size)
-        self.num_classes = num_classes
+        super().__init__(in_channels, num_classes, image_size, poolings=5)
         channels = (in_channels, 32, 64, 128, 256, 256)
         self.convolutions = nn.ModuleList(
             nn.Conv2d(n_in, n_out, kernel_size=3, padding=1) for n_in, n_out in pairwise(channels)
         )
-        widths = (channels[-1] * (image_size // 32) ** 2, 256, 256)
+        widths = (channels[-1] * self.feature_size**2, 256, 256)
         self.hidden = nn.ModuleList(nn.Linear(n_in, n_out) for n_in, n_out in pairwise(widths))
         self.classifier = nn.Linear(widths[-1], num_classes)
 

@@ -1,39 +1,34 @@
 """ResNets for small images: torchvision's residual blocks behind a stem that keeps the image's size."""
 
-from collections.abc import Sequence
+from typing import ClassVar
 
 from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock
 
-from lightning_lowrank.models.networks import Network
+from lightning_lowrank.arguments import check_integer
+from lightning_lowrank.models.networks import ImageNetwork
 
 
-class _ResNet(Network):
-    """A stem, four stages of basic blocks, global average pooling and a linear layer, named as torchvision does."""
+class _ResNet(ImageNetwork):
+    """A stem, four stages of basic blocks, global average pooling and a linear layer, named as in torchvision.
 
-    def __init__(
-        self,
-        blocks: Sequence[int],
-        in_channels: int,
-        num_classes: int,
-        width: int,
-        image_size: int,
-    ) -> None:
-        super().__init__()
-        if min(in_channels, num_classes, width, image_size) < 1:
-            raise ValueError(
-                "in_channels, num_classes, width and image_size must be at least 1, got "
-                f"in_channels={in_channels}, num_classes={num_classes}, width={width}, image_size={image_size}"
-            )
-        self.example_input_shape = (in_channels, image_size, image_size)
-        self.num_classes = num_classes
+    Args:
+        width: Channels of the stem and the first stage.
+        image_size: Height and width of the images in ``example_input_shape``. The network takes any size.
+    """
+
+    blocks: ClassVar[tuple[int, int, int, int]]
+
+    def __init__(self, in_channels: int = 3, num_classes: int = 10, width: int = 64, image_size: int = 32) -> None:
+        super().__init__(in_channels, num_classes, image_size)
+        check_integer("width", width)
         self.conv1 = nn.Conv2d(in_channels, width, kernel_size=3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
         self.relu = nn.ReLU(inplace=True)
-        self.layer1 = _stage(width, width, blocks[0], stride=1)
-        self.layer2 = _stage(width, 2 * width, blocks[1], stride=2)
-        self.layer3 = _stage(2 * width, 4 * width, blocks[2], stride=2)
-        self.layer4 = _stage(4 * width, 8 * width, blocks[3], stride=2)
+        self.layer1 = _stage(width, width, self.blocks[0], stride=1)
+        self.layer2 = _stage(width, 2 * width, self.blocks[1], stride=2)
+        self.layer3 = _stage(2 * width, 4 * width, self.blocks[2], stride=2)
+        self.layer4 = _stage(4 * width, 8 * width, self.blocks[3], stride=2)
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(8 * width, num_classes)
         for module in self.modules():
@@ -70,15 +65,8 @@ class ResNet18(_ResNet):
     Papers: "Deep Residual Learning for Image Recognition" (He et al., CVPR 2016), table 1; "FedHM: Efficient
     Federated Learning for Heterogeneous Models via Low-rank Factorization", table 5.
 
-    Args:
-        in_channels: Channels of an image.
-        num_classes: Number of classes.
-        width: Channels of the stem and the first stage.
-        image_size: Height and width, in pixels, of the images in ``example_input_shape``. The network takes
-            any size.
-
-    Raises:
-        ValueError: If an argument is not positive.
+    Arguments are those of `ImageNetwork`, and ``width``. The network takes images of any size; ``image_size`` is that
+    of ``example_input_shape``.
 
     Example:
         >>> import torch
@@ -89,28 +77,16 @@ class ResNet18(_ResNet):
         torch.Size([2, 10])
     """
 
-    def __init__(self, in_channels: int = 3, num_classes: int = 10, width: int = 64, image_size: int = 32) -> None:
-        super().__init__((2, 2, 2, 2), in_channels, num_classes, width, image_size)
+    blocks = (2, 2, 2, 2)
 
 
 class ResNet34(_ResNet):
     """ResNet-34 for small images, as FedHM trains it on CIFAR-100 and Tiny-ImageNet.
 
-    As :class:`ResNet18`, with 3, 4, 6 and 3 blocks in its stages. 21,328,292 parameters for three channels and
-    a hundred classes, 21,379,592 for two hundred.
+    As `ResNet18`, with the same arguments and 3, 4, 6 and 3 blocks in its stages. 21,328,292 parameters for three
+    channels and a hundred classes, 21,379,592 for two hundred.
 
-    Papers: "Deep Residual Learning for Image Recognition" (He et al., CVPR 2016), table 1; "FedHM: Efficient
-    Federated Learning for Heterogeneous Models via Low-rank Factorization", table 6.
-
-    Args:
-        in_channels: Channels of an image.
-        num_classes: Number of classes.
-        width: Channels of the stem and the first stage.
-        image_size: Height and width, in pixels, of the images in ``example_input_shape`` (64 for
-            Tiny-ImageNet). The network takes any size.
-
-    Raises:
-        ValueError: If an argument is not positive.
+    Papers: as for `ResNet18`; FedHM's table 6.
 
     Example:
         >>> network = ResNet34(num_classes=200, image_size=64)
@@ -118,5 +94,4 @@ class ResNet34(_ResNet):
         21379592
     """
 
-    def __init__(self, in_channels: int = 3, num_classes: int = 10, width: int = 64, image_size: int = 32) -> None:
-        super().__init__((3, 4, 6, 3), in_channels, num_classes, width, image_size)
+    blocks = (3, 4, 6, 3)

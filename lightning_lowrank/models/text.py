@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from lightning_lowrank.data.text import import_transformers
+from lightning_lowrank.configuration import check_integer
+from lightning_lowrank.interop.transformers import import_transformers
 from lightning_lowrank.models.classifier import Classifier
 from lightning_lowrank.seeding import default_seed, derive_seed
 
@@ -23,10 +23,10 @@ class TextClassifier(Classifier):
     logs: ``train_loss``; ``val_loss`` and ``val_acc``; ``test_loss`` and ``test_acc``.
 
     With transformers 5 clients cannot step together (``execution="vectorized"``): it chooses a kernel by the attention
-    mask's values, which cannot be mapped. ``"auto"`` finds that out and lets them train one after another.
+    mask's values, which cannot be mapped. ``"auto"`` then trains them one after another.
 
-    All weights are trained. LoRA (Hu et al. 2021) on the queries and values, with the new classification head trained
-    and all else frozen, is `LowRank`'s:
+    All weights are trained. `LowRank` adds LoRA (Hu et al. 2021), here on the queries and values, with the new
+    classification head trained and everything else frozen:
 
     .. code-block:: python
 
@@ -36,19 +36,17 @@ class TextClassifier(Classifier):
     The transformer is the attribute ``network``: ``lightning-lowrank export --prefix network.`` writes weights that its
     own class loads.
 
+    Arguments that are not named here are those of `Classifier`.
+
     Args:
         model: Name of a model on the Hugging Face hub, or a local folder that holds one.
         num_labels: Number of classes.
-        seed: Seed from which the weights are drawn that ``model`` does not hold: those of the classification head. They
-            do not depend on what was drawn before. ``None``: the seed given to Lightning's ``seed_everything``, or 0.
+        seed: Seed of the weights that ``model`` does not hold: those of the classification head. ``None``: the seed
+            given to Lightning's ``seed_everything``, or 0.
         optimizer: Makes the optimizer from the parameters that require a gradient. Default: AdamW with a learning rate
             of 2e-5 and a weight decay of 0.01 (Devlin et al. 2019, who try 2e-5 to 5e-5), for training all weights;
-            LoRA wants some 1e-3.
-        scheduler: Makes the learning-rate scheduler from the optimizer; it steps once per epoch. Default: none.
-        label_smoothing: Share of the training targets' weight that is spread over all classes, 0 to 1.
-        mask_absent_classes: Leave the logits of classes of which a client has no samples out of its training loss.
-        no_weight_decay: Patterns of parameters that the optimizer's weight decay leaves alone, such as
-            ``["bias", "LayerNorm"]``.
+            LoRA needs about 1e-3.
+        no_weight_decay: Patterns of parameters without weight decay, such as ``["bias", "LayerNorm"]``.
 
     Raises:
         MisconfigurationException: If the model cannot be loaded, transformers is not installed, or an argument is out
@@ -68,18 +66,15 @@ class TextClassifier(Classifier):
         optimizer: OptimizerCallable = lambda parameters: torch.optim.AdamW(parameters, lr=2e-5, weight_decay=0.01),
         scheduler: LRSchedulerCallable | None = None,
         label_smoothing: float = 0.0,
-        mask_absent_classes: bool = False,
         no_weight_decay: Sequence[str] = (),
     ) -> None:
-        if num_labels < 2:
-            raise MisconfigurationException(f"num_labels must be at least 2, the number of classes, got {num_labels!r}")
+        check_integer("num_labels", num_labels, least=2, hint="the number of classes")
         super().__init__(
             _pretrained(model, num_labels, default_seed() if seed is None else seed),
             num_labels,
             optimizer,
             scheduler,
             label_smoothing,
-            mask_absent_classes,
             no_weight_decay,
         )
 
@@ -87,34 +82,17 @@ class TextClassifier(Classifier):
         """Return the logits, ``(batch, num_labels)``, of inputs by name, ``(batch, tokens)`` each."""
         return self.network(**inputs).logits
 
-    def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:  # type: ignore[override]
-        """Return and log the batch's mean cross-entropy, smoothed by ``label_smoothing``."""
-        return super().training_step(_split(batch), batch_idx)
+    def inputs_of(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the model's inputs of a batch with or without ``labels``."""
+        return {name: value for name, value in batch.items() if name != "labels"}
 
-    def validation_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> None:  # type: ignore[override]
-        """Log ``val_loss`` and ``val_acc``."""
-        super().validation_step(_split(batch), batch_idx)
-
-    def test_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> None:  # type: ignore[override]
-        """Log ``test_loss`` and ``test_acc``."""
-        super().test_step(_split(batch), batch_idx)
-
-    def predict_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> dict[str, Tensor]:  # type: ignore[override]
-        """Return ``probabilities``, ``(batch, num_labels)``, and the likeliest ``classes``, ``(batch,)``."""
-        probabilities = self(_inputs(batch)).softmax(dim=1)
-        return {"probabilities": probabilities, "classes": probabilities.argmax(dim=1)}
-
-
-def _inputs(batch: Mapping[str, Tensor]) -> Any:
-    return {name: value for name, value in batch.items() if name != "labels"}
-
-
-def _split(batch: Mapping[str, Tensor]) -> tuple[Any, Tensor]:
-    if "labels" not in batch:
-        raise MisconfigurationException(
-            f"a batch to train on or to judge must hold the class indices as 'labels', and this one has {list(batch)}"
-        )
-    return _inputs(batch), batch["labels"]
+    def split_batch(self, batch: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+        """Return the model's inputs and the class indices of a batch."""
+        if "labels" not in batch:
+            raise MisconfigurationException(
+                f"a batch to train on or evaluate must hold class indices as 'labels', and this one has {list(batch)}"
+            )
+        return self.inputs_of(batch), batch["labels"]
 
 
 def _pretrained(name: str, num_labels: int, seed: int) -> nn.Module:

@@ -8,15 +8,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
-from lightning_lowrank.optim.projected import ProjectedAdamW, ProjectedSGD, check_positive
+from lightning_lowrank.arguments import check_integer
+from lightning_lowrank.internals.torch import BATCH_NORMS, INSTANCE_NORMS
+from lightning_lowrank.optim.adamw import ProjectedAdamW
+from lightning_lowrank.optim.sgd import ProjectedSGD
 from lightning_lowrank.patterns import check_patterns, matches
 
 __all__ = ["projected_parameter_groups"]
 
-_NOT_PROJECTED = (nn.Embedding, nn.EmbeddingBag, _NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+_NOT_PROJECTED = (nn.Embedding, nn.EmbeddingBag, *BATCH_NORMS, *INSTANCE_NORMS, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
 def projected_parameter_groups(
@@ -31,8 +33,8 @@ def projected_parameter_groups(
     """Sort a model's trainable parameters into a group to project and the rest.
 
     Parameters of two or more dimensions are projected (weights of linear layers and of convolutions, also
-    transposed ones, as ``weight.flatten(1)``), but for those of embeddings and of torch's normalisation
-    layers. Frozen parameters are left out, shared ones stand once.
+    transposed ones, as ``weight.flatten(1)``), except those of embeddings and of torch's normalisation
+    layers. Frozen parameters are left out. A shared parameter appears once.
 
     Patterns are matched case-sensitively with the wildcards of :mod:`fnmatch` against a parameter's whole
     name and every run of its parts between dots: ``"encoder"`` means all of that module, ``"fc*"`` also
@@ -52,7 +54,7 @@ def projected_parameter_groups(
         decay; groups without parameters are left out.
 
     Raises:
-        TypeError: If an argument is of a wrong kind or no optimizer has such an option.
+        TypeError: If an argument is of a wrong kind or no optimizer has the option.
         ValueError: If ``rank`` is out of range, a pattern matches nothing, a parameter is uninitialised, or
             there is nothing to project.
 
@@ -64,7 +66,7 @@ def projected_parameter_groups(
         [(1, 8), (5, None)]
         >>> optimizer = ProjectedAdamW(groups, lr=0.01, rank=None)
     """
-    check_positive("rank", rank, "a group with rank=None for no projection")
+    check_integer("rank", rank, hint="a group with rank=None for no projection")
     for argument, patterns in (("include", include), ("exclude", exclude)):
         if isinstance(patterns, str):
             raise TypeError(f"{argument} must be a list of strings, such as [{patterns!r}], but is {patterns!r}.")
@@ -72,7 +74,7 @@ def projected_parameter_groups(
     for option in options:
         if option not in known or option == "params":
             close = ", ".join(difflib.get_close_matches(option, known)) or ", ".join(known)
-            raise TypeError(f"{option!r} is no option of a projected optimizer's group; there is {close}.")
+            raise TypeError(f"{option!r} is not an option of a projected optimizer's group; close to it: {close}.")
 
     names: dict[Tensor, list[str]] = {}
     unsuitable: set[Tensor] = set()

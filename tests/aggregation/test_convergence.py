@@ -17,6 +17,7 @@ from lightning_lowrank.aggregation import (
     ZeroPadding,
     convergence_constants,
 )
+from tests.grids import pairwise
 
 OPERATORS = [ProductSum(), RBLA(), ZeroPadding(), SumProduct(), FedEx(), FLoRA(), LoRAFair(), FedSA(), FedInc()]
 WEIGHTS = [3, 1, 0, 4]
@@ -79,6 +80,7 @@ def by_hand(pairs, broadcast):
     return {name: float(value) for name, value in found.items()}
 
 
+@pairwise()
 @pytest.mark.parametrize("operator", OPERATORS, ids=str)
 @pytest.mark.parametrize("alpha", [None, 6.0], ids=["constant", "alpha/r"])
 @pytest.mark.parametrize("ranks", [[2] * 4, [1, 5, 3, 5]], ids=str)

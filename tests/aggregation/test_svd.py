@@ -4,6 +4,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lowrank.aggregation import LowRankPair, svd_of_mean
+from tests.grids import pairwise
 
 SHAPES = [(9, 6), (6, 9), (8, 8), (7, 1), (1, 7), (1, 1)]
 
@@ -44,6 +45,7 @@ class Sizes(TorchDispatchMode):
         return out
 
 
+@pairwise()
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("clients", [1, 3, 12])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-11), (torch.float32, 2e-5)], ids=str)
@@ -184,7 +186,7 @@ def test_a_large_mean_is_not_built():
         ({"rank": 0}, "rank must be at least 1"),
         ({"method": "auto"}, "method must be one of 'exact', 'iterative'"),
         ({"split": "right"}, "split must be one of"),
-        ({"scaling": -1.0}, "scaling must be positive"),
+        ({"scaling": -1.0}, "scaling must be above 0"),
         ({"weights": [1, 2]}, "weights must be"),
     ],
 )

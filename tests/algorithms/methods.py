@@ -17,7 +17,6 @@ from torch import nn
 from lightning_lowrank import (
     BlockKronecker,
     Ensemble,
-    FromIndices,
     LowRank,
     MatrixProduct,
     ProjectedSGD,
@@ -25,6 +24,7 @@ from lightning_lowrank import (
     algorithms,
 )
 from lightning_lowrank.federated import Algorithm
+from lightning_lowrank.testing import Claims
 from tests.helpers import network
 
 LOW_RANK: dict[str, Callable[[], LowRank] | None] = {
@@ -46,149 +46,105 @@ GROUPS = partial(nn.GroupNorm, 4)
 
 @dataclass(frozen=True)
 class Method:
-    """What the contract needs to know of a method.
+    """A method, how it is used, and what it claims.
 
     Args:
         make: Makes the algorithm.
+        claims: What it promises.
         forms: The forms of layers it works with; the others it must refuse.
         refusal: What it says of the others, a regular expression.
-        plain: Tolerance within which one client that takes part in one round is plain training. ``None``: it is not.
-        identical: Tolerance within which identical clients are one client. ``None``: they are not.
-        not_so: Why, where ``plain`` or ``identical`` is ``None``.
         optimizer: Makes the module's optimizer.
-        learns: Settings with which it learns the blobs: ``max_epochs``, and arguments of `FederatedLoop`.
         settings: Arguments of `FederatedLoop` that it needs always.
-        traffic: Whether its bytes are those of FedAvg in the same form.
-        vectorizes: Whether its clients can step together.
-        trains_global: Whether there is a global model that learns.
-        averages_buffers: Whether the global model has the clients' statistics; by default, if it learns.
         network: Makes the module's network.
-        norm: Makes a layer of normalisation of its features that clients with one sample train with; ``None``: the
+        norm: Makes a layer of normalization of its features that clients with one sample train with; ``None``: the
             method works with none such.
     """
 
     make: Callable[[], Algorithm]
+    claims: Claims = field(default_factory=Claims)
     forms: tuple[str, ...] = FORMS
     refusal: str = ""
-    plain: float | None = 1e-5
-    identical: float | None = 1e-5
-    not_so: str = ""
     optimizer: Callable[[Any], torch.optim.Optimizer] = PLAIN
-    learns: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
-    traffic: bool = True
-    vectorizes: bool = True
-    trains_global: bool = True
-    averages_buffers: bool | None = None
     network: Callable[..., nn.Module] = network
     norm: Callable[[int], nn.Module] | None = GROUPS
 
 
+# Its clients send less than their models, or something else.
+COMPRESSED = Claims(plain=None, identical=None, same_bytes=False)
+# Its server steps by about lr, whatever the mean change.
+ADAPTIVE = Claims(plain=None, learning={"rounds": 16})
+# Its clients send half of the coordinates.
+HALVES = Claims(plain=None, same_bytes=False)
+# Its factors begin at zero beside weights that nobody trained.
+SLOWLY = {"rounds": 5, "local_epochs": 4, "execution": "vectorized"}
+
 METHODS: dict[str, Method] = {
     "Ditto": Method(algorithms.Ditto, optimizer=MOMENTUM),
-    "EF21P": Method(
-        partial(algorithms.EF21P, 0.5, 0.5),
-        plain=None,
-        not_so="its clients send random coordinates",
-        identical=None,
-        traffic=False,
-    ),
-    "FedAdam": Method(algorithms.FedAdam, plain=None, not_so="its server steps by about lr", learns={"max_epochs": 30}),
+    "EF21P": Method(partial(algorithms.EF21P, 0.5, 0.5), COMPRESSED),
+    "FedAdam": Method(algorithms.FedAdam, ADAPTIVE),
     "FedAvg": Method(algorithms.FedAvg),
     "FedAvgM": Method(partial(algorithms.FedAvgM, momentum=0.5)),
-    "FedBAT": Method(
-        partial(algorithms.FedBAT, magnitudes=(5e-4, 1.0)),
-        plain=None,
-        not_so="its clients send one bit per weight",
-        identical=None,
-        traffic=False,
-    ),
-    "FedBN": Method(algorithms.FedBN, traffic=False, trains_global=False),
+    "FedBAT": Method(partial(algorithms.FedBAT, magnitudes=(5e-4, 1.0)), COMPRESSED),
+    "FedBN": Method(algorithms.FedBN, Claims(same_bytes=False, trains_global=False)),
+    # It is held near to the model that it was sent, and the server's own step follows.
+    "FedDyn": Method(algorithms.FedDyn, Claims(plain=None)),
     "FedHM": Method(
         partial(algorithms.FedHM, levels=(1.0, 0.25, 0.125)),
+        # A client of level 1 trains the weights alone, and clients have different levels.
+        Claims(plain=None, identical=None, same_bytes=False, accuracy=0.4, learning={**SLOWLY, "rounds": 8}),
         forms=("trained base",),
         refusal="train_base=True",
-        plain=None,
-        identical=None,
-        not_so="a client of level 1 trains the weights alone; clients have different levels",
     ),
-    "FedMUD": Method(algorithms.FedMUD, forms=UPDATES, refusal="role 'update'"),
-    "FedNova": Method(algorithms.FedNova, optimizer=MOMENTUM, traffic=False),
-    "FedPer": Method(
-        partial(algorithms.FedPer, ["net.0.bias"]),
-        plain=None,
-        not_so="a bias stays with the client",
-        traffic=False,
-    ),
-    "FedProx": Method(
-        partial(algorithms.FedProx, mu=0.1), plain=None, not_so="it is held near to the model that it was sent"
-    ),
+    "FedMUD": Method(algorithms.FedMUD, Claims(same_bytes=False), forms=UPDATES, refusal="role 'update'"),
+    # The module's network is its submodule "net".
+    "FedNTD": Method(partial(algorithms.FedNTD, "net"), Claims(plain=None)),
+    "FedNova": Method(algorithms.FedNova, Claims(same_bytes=False), optimizer=MOMENTUM),
+    # A bias stays with the client.
+    "FedPer": Method(partial(algorithms.FedPer, ["net.0.bias"]), Claims(plain=None, same_bytes=False)),
+    # It is held near to the model that it was sent.
+    "FedProx": Method(partial(algorithms.FedProx, mu=0.1), Claims(plain=None)),
     "FedSLoP": Method(
         algorithms.FedSLoP,
-        plain=None,
-        not_so="its subspaces are of the server's seed",
+        # Its subspaces are of the server's seed.
+        Claims(plain=None, same_bytes=False),
         optimizer=partial(ProjectedSGD, lr=0.1, momentum=0.5, rank=1, refresh_interval=None),
-        traffic=False,
     ),
-    "FedYogi": Method(algorithms.FedYogi, plain=None, not_so="its server steps by about lr", learns={"max_epochs": 30}),
-    "GradientMask": Method(
-        partial(algorithms.GradientMask, 0.5),
-        plain=None,
-        not_so="its clients send half of the coordinates",
-        traffic=False,
-    ),
+    "FedYogi": Method(algorithms.FedYogi, ADAPTIVE),
+    # In the first round it sends all.
+    "GradientMask": Method(partial(algorithms.GradientMask, 0.5), Claims(same_bytes=False)),
     "HeteroFL": Method(
         partial(algorithms.HeteroFL, rates=(1.0, 0.5)),
+        # Clients have different widths.
+        Claims(identical=None, same_bytes=False),
         forms=("dense",),
         refusal="HeteroFL cannot slice",
-        identical=None,
-        not_so="clients have different widths",
-        traffic=False,
         norm=None,
     ),
     "LocalTraining": Method(
         algorithms.LocalTraining,
-        plain=None,
-        not_so="the global model stays as it began",
-        traffic=False,
-        trains_global=False,
+        # The global model stays as it began.
+        Claims(plain=None, same_bytes=False, trains_global=False),
     ),
+    # In the first round its two contrasts are one.
+    "MOON": Method(partial(algorithms.MOON, "net")),
     "PFedMe": Method(
         partial(algorithms.PFedMe, regularization=5.0, personal_steps=3, learning_rate=0.1),
-        plain=None,
-        not_so="its global model follows the personal ones",
+        # Its global model follows the personal ones.
+        Claims(plain=None, learning={"execution": "vectorized"}),
     ),
-    "RandomCoordinates": Method(
-        partial(algorithms.RandomCoordinates, 0.7, 0.7),
-        plain=None,
-        not_so="its clients send some of the coordinates",
-        identical=None,
-        traffic=False,
-    ),
-    "RandomMask": Method(
-        partial(algorithms.RandomMask, 0.5),
-        plain=None,
-        not_so="its clients send half of the coordinates",
-        traffic=False,
-    ),
+    "RandomCoordinates": Method(partial(algorithms.RandomCoordinates, 0.7, 0.7), COMPRESSED),
+    "RandomMask": Method(partial(algorithms.RandomMask, 0.5), HALVES),
     "SCAFFOLD": Method(
         algorithms.SCAFFOLD,
         # On factors, its corrections diverge where one client makes one step and another twenty.
-        learns={"partition": FromIndices([range(first, 103, 5) for first in range(5)])},
-        traffic=False,
+        Claims(same_bytes=False, learning={"parts": [range(first, 103, 5) for first in range(5)]}),
     ),
-    "SlidingWindowMask": Method(
-        partial(algorithms.SlidingWindowMask, 0.5),
-        plain=None,
-        not_so="its clients send half of the coordinates",
-        traffic=False,
-    ),
+    "SlidingWindowMask": Method(partial(algorithms.SlidingWindowMask, 0.5), HALVES),
     "SplitMix": Method(
         partial(algorithms.SplitMix, budgets=(3, 1)),
-        plain=None,
-        identical=None,
-        not_so="it trains each network of an ensemble on its own, and clients have different numbers of them",
-        traffic=False,
+        # It trains each network of an ensemble on its own, and clients have different numbers of them.
+        Claims(plain=None, identical=None, same_bytes=False),
         network=lambda **settings: Ensemble(partial(network, **settings), bases=3),
     ),
     "TDPFed": Method(
@@ -200,64 +156,63 @@ METHODS: dict[str, Method] = {
             factor_steps=5,
             factor_learning_rate=2e-3,
         ),
+        # Its global model is made of factors.
+        Claims(plain=None, same_bytes=False, learning={"rounds": 5, "execution": "vectorized"}),
         forms=("dense",),
-        refusal="leave LowRank out",
-        plain=None,
-        not_so="its global model is made of factors",
-        traffic=False,
+        refusal="LowRank from `callbacks`",
     ),
 }
 
 
-def fedlora(operator: Callable[[], aggregation.Operator], **differences: Any) -> Method:
+def fedlora(operator: Callable[[], aggregation.Operator], claims: Claims, **differences: Any) -> Method:
     """Return the entry of `FedLoRA` with an operator."""
     return Method(
         **{
             "make": lambda: algorithms.FedLoRA(operator()),
+            "claims": claims,
             "forms": ("lora", "update"),
             "refusal": "LoRA",
-            "traffic": False,
+            "optimizer": partial(torch.optim.SGD, lr=0.3),
             **differences,
         }
     )
 
 
-FROM_ZERO = {"forms": ("lora",), "refusal": "LoRA|nothing would ever change"}
+def ranks(operator: Callable[[], aggregation.Operator]) -> Callable[[], Algorithm]:
+    """Return what makes a `FedLoRA` whose clients have different ranks."""
+    return lambda: algorithms.FedLoRA(operator(), levels=(1.0, 0.5))
+
+
+FROM_ZERO = {"forms": ("lora",), "refusal": "LoRA|nothing would change"}
 METHODS |= {
-    "FedLoRA-ProductSum": fedlora(aggregation.ProductSum, traffic=True),
+    "FedLoRA-ProductSum": fedlora(aggregation.ProductSum, Claims(learning=SLOWLY)),
     "FedLoRA-RBLA": fedlora(
         aggregation.RBLA,
-        make=lambda: algorithms.FedLoRA(aggregation.RBLA(), levels=(1.0, 0.5)),
-        plain=1e-5,
-        identical=None,
-        not_so="clients have different ranks",
+        Claims(identical=None, same_bytes=False, learning={**SLOWLY, "rounds": 10}),
+        make=ranks(aggregation.RBLA),
+        optimizer=PLAIN,
     ),
-    "FedLoRA-ZeroPadding": fedlora(aggregation.ZeroPadding, traffic=True),
+    "FedLoRA-ZeroPadding": fedlora(aggregation.ZeroPadding, Claims(learning=SLOWLY)),
     "FedLoRA-SumProduct": fedlora(
         aggregation.SumProduct,
-        make=lambda: algorithms.FedLoRA(aggregation.SumProduct(), levels=(1.0, 0.5)),
-        identical=None,
-        not_so="clients have different ranks",
+        Claims(identical=None, same_bytes=False, learning={**SLOWLY, "rounds": 10}),
+        make=ranks(aggregation.SumProduct),
+        optimizer=PLAIN,
     ),
-    "FedLoRA-FLoRA": fedlora(
-        aggregation.FLoRA, plain=None, not_so="rounds begin with factors drawn by the server's seed"
-    ),
-    "FedLoRA-FFA": fedlora(aggregation.FFA, **FROM_ZERO, plain=None, not_so="A is not trained"),
-    "FedLoRA-RoLoRA": fedlora(
-        aggregation.RoLoRA, **FROM_ZERO, plain=None, not_so="A is not trained in the first round"
-    ),
+    # Rounds begin with factors drawn by the server's seed.
+    "FedLoRA-FLoRA": fedlora(aggregation.FLoRA, Claims(plain=None, same_bytes=False, learning=SLOWLY)),
+    # A is not trained, or not in the first round.
+    "FedLoRA-FFA": fedlora(aggregation.FFA, Claims(plain=None, same_bytes=False, learning=SLOWLY), **FROM_ZERO),
+    "FedLoRA-RoLoRA": fedlora(aggregation.RoLoRA, Claims(plain=None, same_bytes=False, learning=SLOWLY), **FROM_ZERO),
+    "FedLoRA-LoRAA2": fedlora(aggregation.LoRAA2, Claims(plain=None, same_bytes=False, learning=SLOWLY), **FROM_ZERO),
+    # B stays with the client.
     "FedLoRA-FedSA": fedlora(
         aggregation.FedSA,
-        plain=None,
-        not_so="B stays with the client",
-        trains_global=False,
-        averages_buffers=True,
+        Claims(plain=None, same_bytes=False, trains_global=False, averages_buffers=True, learning=SLOWLY),
     ),
-    "FedLoRA-FedEx": fedlora(aggregation.FedEx),
-    "FedLoRA-LoRAFair": fedlora(aggregation.LoRAFair),
-    "FedLoRA-CoLR": fedlora(aggregation.CoLR, plain=None, not_so="one factor is drawn", learns={"max_epochs": 20}),
-    "FedLoRA-LoRAA2": fedlora(
-        aggregation.LoRAA2, **FROM_ZERO, plain=None, not_so="A is not trained in the first round"
-    ),
-    "FedLoRA-FedInc": fedlora(aggregation.FedInc),
+    "FedLoRA-FedEx": fedlora(aggregation.FedEx, Claims(same_bytes=False, learning=SLOWLY)),
+    "FedLoRA-LoRAFair": fedlora(aggregation.LoRAFair, Claims(same_bytes=False, learning=SLOWLY)),
+    # One factor is drawn.
+    "FedLoRA-CoLR": fedlora(aggregation.CoLR, Claims(plain=None, same_bytes=False, learning=SLOWLY)),
+    "FedLoRA-FedInc": fedlora(aggregation.FedInc, Claims(same_bytes=False, learning=SLOWLY)),
 }

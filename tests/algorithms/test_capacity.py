@@ -1,5 +1,3 @@
-from types import SimpleNamespace
-
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -9,20 +7,20 @@ from lightning_lowrank.algorithms._capacity import (
     Capacities,
     add_blocks,
     average_blocks,
-    install_blocks,
+    copy_blocks_into,
     refuse_kept_moments,
 )
-from lightning_lowrank.federated import Client, Server
+from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, Server
 
 
-def server(round_number=0, seed=0):
-    return SimpleNamespace(round=round_number, seed=seed)
+def client(number, round_number=0, seed=0):
+    return ClientInfo(number, samples=1, round=round_number, seed=seed)
 
 
 def test_fixed_levels_keep_the_shares_among_any_first_clients():
     shares = (0.5, 0.0, 2.0, 1.0)
     capacities = Capacities("levels", (1.0, 0.5, 0.25, 0.125), "fixed", shares)
-    drawn = [capacities.level(server(number), Client(number, 1)) for number in range(70)]
+    drawn = [capacities.level(client(number, round_number=number)) for number in range(70)]
     for count in range(1, 71):
         for level, share in zip(capacities.levels, shares, strict=True):
             assert abs(drawn[:count].count(level) - count * share / sum(shares)) < 1
@@ -35,19 +33,16 @@ def test_fixed_levels_keep_the_shares_among_any_first_clients():
 def test_dynamic_levels_are_drawn_for_each_round_and_client():
     capacities = Capacities("levels", (1.0, 0.5, 0.25), "dynamic", (1, 0, 3))
     draws = torch.tensor(
-        [
-            [capacities.level(server(), Client(client, 1), round_number) for client in range(40)]
-            for round_number in range(50)
-        ]
+        [[capacities.level(client(number, round_number)) for number in range(40)] for round_number in range(50)]
     )
     assert not (draws == 0.5).any()
     assert abs((draws == 1.0).double().mean() - 0.25) < 0.03
     for whole in (draws, draws.T):
         assert (whole == 1.0).any(0).all()
         assert (whole == 0.25).any(0).all()
-    again = [capacities.level(server(7), Client(client, 1)) for client in range(40)]
+    again = [capacities.level(client(number, 7)) for number in range(40)]
     assert again == draws[7].tolist()
-    assert again != [capacities.level(server(7, seed=1), Client(client, 1)) for client in range(40)]
+    assert again != [capacities.level(client(number, 7, seed=1)) for number in range(40)]
 
 
 @pytest.mark.parametrize(
@@ -69,16 +64,18 @@ def test_refuses(arguments, message):
 
 
 def test_kept_moments_are_refused():
-    client = Client(0, 1)
-    refuse_kept_moments(client, "why")
-    client.memory["optimizers"] = {}
+    context = ClientContext(**vars(client(0)), base=Base(nn.Linear(1, 1), seed=0), model={})
+    refuse_kept_moments(context, "why")
+    context.state["optimizers"] = {}
     with pytest.raises(MisconfigurationException, match="'keep' is not possible: why"):
-        refuse_kept_moments(client, "why")
+        refuse_kept_moments(context, "why")
 
 
-def test_blocks_are_installed_among_zeros():
+def test_blocks_are_copied_among_zeros():
     whole, scalar = torch.ones(3, 4), torch.tensor(5.0)
-    install_blocks({"whole": torch.full((2, 3), 7.0), "scalar": torch.tensor(2.0)}, {"whole": whole, "scalar": scalar})
+    copy_blocks_into(
+        {"whole": whole, "scalar": scalar}, {"whole": torch.full((2, 3), 7.0), "scalar": torch.tensor(2.0)}
+    )
     assert whole.tolist() == [[7, 7, 7, 0], [7, 7, 7, 0], [0, 0, 0, 0]]
     assert scalar == 2
 
@@ -89,11 +86,11 @@ def test_each_number_is_averaged_over_those_who_sent_it():
         "never": torch.tensor([0.1, 0.2]),
         "batches": torch.tensor(9),
     }
-    party = Server(nn.Linear(1, 1), 0, state=dict(old))
+    party = Server(Base(nn.Linear(1, 1), seed=0), model=dict(old))
     add_blocks(party, {"w": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "batches": torch.tensor(5)}, 1.0)
     add_blocks(party, {"w": torch.tensor([[4.0]]), "batches": torch.tensor(6)}, 2.0)
     average_blocks(party)
-    torch.testing.assert_close(party.state["w"], torch.tensor([[3.0, 2.0], [3.0, 4.0], [10.0, 10.0]]))
-    assert torch.equal(party.state["never"], old["never"])
-    assert torch.equal(party.state["batches"], torch.tensor(6))
-    assert [value.dtype for value in party.state.values()] == [value.dtype for value in old.values()]
+    torch.testing.assert_close(party.model["w"], torch.tensor([[3.0, 2.0], [3.0, 4.0], [10.0, 10.0]]))
+    assert torch.equal(party.model["never"], old["never"])
+    assert torch.equal(party.model["batches"], torch.tensor(6))
+    assert [value.dtype for value in party.model.values()] == [value.dtype for value in old.values()]

@@ -23,6 +23,7 @@ from tests.algorithms.written_out import (
     own_state,
 )
 from tests.helpers import Data, Module, assert_same, fit, network, trainer, weights
+from tests.pairwise import in_turn, pairwise
 
 OPTIMIZERS = {
     "SGD": partial(torch.optim.SGD, lr=0.1),
@@ -77,15 +78,12 @@ def check(tmp_path, execution, make, norm=None, rounds=ROUNDS, keep=False):
     return ended, loop, settings
 
 
-@pytest.mark.parametrize("execution", EXECUTIONS)
-@pytest.mark.parametrize("keep", [False, True], ids=["reset", "keep"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("optimizer", "keep", "execution"), pairwise(OPTIMIZERS, [False, True], EXECUTIONS))
 def test_rounds_follow_the_paper(tmp_path, optimizer, keep, execution):
     check(tmp_path, execution, OPTIMIZERS[optimizer], keep=keep)
 
 
-@pytest.mark.parametrize("execution", EXECUTIONS)
-@pytest.mark.parametrize("optimizer", PROJECTED)
+@pytest.mark.parametrize(("optimizer", "execution"), in_turn(PROJECTED, EXECUTIONS))
 def test_subspaces_of_the_two_models(tmp_path, optimizer, execution):
     for client in range(3):
         check(tmp_path, execution, PROJECTED[optimizer], rounds=[[client]])
@@ -109,8 +107,7 @@ def test_the_global_model_is_that_of_federated_averaging(tmp_path, execution):
     assert loop.ledger.state_dict() == twin.ledger.state_dict()
 
 
-@pytest.mark.parametrize("buffers", ["local", "reset"])
-@pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.parametrize(("buffers", "execution"), in_turn(["local", "reset"], EXECUTIONS))
 def test_personal_statistics_are_their_own_whatever_the_global_ones_do(tmp_path, buffers, execution):
     _, loop = federated(tmp_path, Ditto(STRENGTH), execution, norm=nn.BatchNorm1d, buffers=buffers)
     for client in range(len(CLIENTS)):
@@ -118,6 +115,7 @@ def test_personal_statistics_are_their_own_whatever_the_global_ones_do(tmp_path,
         assert own_state(loop, client)["1.num_batches_tracked"] == steps
 
 
+@pytest.mark.slow
 def test_no_pull_is_training_alone_and_a_pull_leads_to_the_global_model(tmp_path):
     distances = []
     for strength in (0.0, 0.3, 1.0):
@@ -129,8 +127,8 @@ def test_no_pull_is_training_alone_and_a_pull_leads_to_the_global_model(tmp_path
     assert_close(own_state(loop, 0), alone)
 
 
-@pytest.mark.parametrize("execution", EXECUTIONS)
-@pytest.mark.parametrize("optimizer", ["momentum", "AdamW", "Adagrad"])
+@pytest.mark.parametrize(("optimizer", "execution"), in_turn(["momentum", "AdamW", "Adagrad"], EXECUTIONS))
+@pytest.mark.slow
 def test_personal_models_and_their_moments_are_resumed(tmp_path, optimizer, execution):
     def run(callbacks=(), ckpt_path=None):
         loop = FederatedLoop(
@@ -160,5 +158,5 @@ def test_personal_models_and_their_moments_are_resumed(tmp_path, optimizer, exec
 
 def test_refusals():
     for strength in (-1.0, float("nan"), float("inf")):
-        with pytest.raises(MisconfigurationException, match="regularization must be a finite number, 0 or more"):
+        with pytest.raises(MisconfigurationException, match="regularization must be at least 0 and finite"):
             Ditto(strength)

@@ -8,14 +8,16 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_lowrank import EF21P, FedAvg
-from lightning_lowrank.federated import Client, Server
+from lightning_lowrank.federated import Base, ClientInfo, Server
 from lightning_lowrank.seeding import derive_seed, generator
 from tests.algorithms import plain
 from tests.helpers import Module, network
 
 
-@pytest.mark.parametrize(("down", "up"), [(0.1, 0.3), (1.0, 0.3), (0.05, 1.0)])
-@pytest.mark.parametrize("execution", ["sequential", "vectorized"])
+@pytest.mark.parametrize(
+    ("down", "up", "execution"),
+    [(0.1, 0.3, "sequential"), (1.0, 0.3, "vectorized"), (0.05, 1.0, "sequential")],
+)
 def test_rounds_follow_the_paper(tmp_path, down, up, execution):
     module, loop = plain.fitted(tmp_path, EF21P(down, up), execution=execution)
     net = plain.initial()
@@ -35,7 +37,7 @@ def test_rounds_follow_the_paper(tmp_path, down, up, execution):
             changes[client][kept] = change[kept] * count / len(kept)
         model = model + plain.mean(changes)
     torch.testing.assert_close(plain.flat(module), model, rtol=1e-10, atol=1e-10)
-    held = torch.cat([value.reshape(-1) for value in loop.server.memory["held"].values()])
+    held = torch.cat([value.reshape(-1) for value in loop.server.base.state["held"].values()])
     torch.testing.assert_close(held, copy, rtol=1e-10, atol=1e-10)
 
 
@@ -51,20 +53,20 @@ def test_whole_it_is_fedavg(tmp_path, norm):
 
 def test_what_the_server_left_out_comes_later():
     module = network()
-    server, client = Server(module, seed=0), Client(0, 1)
+    server = Server(Base(module, seed=0))
     algorithm = EF21P(share_down=0.25, share_up=1.0)
-    server.state = {name: value.detach().clone() for name, value in module.named_parameters()}
-    algorithm.begin_round(server)
-    following = {name: value.clone() for name, value in server.state.items()}
-    server.state = {name: torch.randn_like(value) for name, value in server.state.items()}
+    algorithm.setup(server.base)
+    following = {name: value.detach().clone() for name, value in module.named_parameters()}
+    server.model = {name: torch.randn_like(value) for name, value in following.items()}
     gaps = []
     for server.round in range(1, 6):
         algorithm.begin_round(server)
-        # Whoever hears every broadcast holds what the server thinks it does.
-        for name, value in algorithm.broadcast(server, client).delivered().tensors.items():
+        # A client that hears every broadcast holds what the server thinks it does.
+        message = algorithm.broadcast(server, ClientInfo(0, 1, server.round, 0))
+        for name, value in message.codec.transmit({**message.tensors, **server.announcement}).items():
             following[name] += value
-            assert torch.equal(following[name], server.memory["held"][name])
-        gaps.append(max(float((server.state[name] - value).abs().max()) for name, value in following.items()))
+            assert torch.equal(following[name], server.base.state["held"][name])
+        gaps.append(max(float((server.model[name] - value).abs().max()) for name, value in following.items()))
     assert gaps[0] > gaps[1] > gaps[2] > 1e-3
     assert gaps[4] < 1e-6
 
@@ -83,5 +85,5 @@ def test_bytes(tmp_path):
 
 @pytest.mark.parametrize("shares", [(0.0, 0.5), (0.5, 0.0), (1.5, 0.5), (0.5, float("nan"))])
 def test_refuses_what_is_no_share(shares):
-    with pytest.raises(MisconfigurationException, match=r"share_(down|up) must be a share above 0 and at most 1, got"):
+    with pytest.raises(MisconfigurationException, match=r"share_(down|up) must be above 0 and at most 1, but is"):
         EF21P(*shares)

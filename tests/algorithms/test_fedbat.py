@@ -2,7 +2,6 @@
 
 import math
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +11,9 @@ from torch.func import functional_call
 
 from lightning_lowrank import FedBAT, FederatedLoop, FromIndices
 from lightning_lowrank.algorithms.fedbat import _binarise
-from lightning_lowrank.federated import Client, Server
-from lightning_lowrank.federated.client import trained_tensors
+from lightning_lowrank.compression import Channel
+from lightning_lowrank.federated import Base, ClientContext, ClientInfo, LocalStep, Message, Server
+from lightning_lowrank.federated.state import trained_tensors
 from lightning_lowrank.models import CNN4
 from lightning_lowrank.seeding import generator
 from tests.algorithms import plain
@@ -94,16 +94,15 @@ def coded(difference, draws):
 
 
 @pytest.mark.parametrize(
-    ("share", "rho", "rate", "bounds", "down"),
+    ("share", "rho", "rate", "bounds", "down", "execution"),
     [
-        (0.5, 6.0, None, (5e-4, 5e-2), False),
-        (0.4, 6.0, 0.3, (1e-9, 9.0), False),
-        (0.5, 2.0, None, (0.01, 0.012), True),
-        (1.0, 6.0, None, (1e-9, 9.0), True),
-        (0.7, 0.0, None, (1e-9, 9.0), False),
+        (0.5, 6.0, None, (5e-4, 5e-2), False, "sequential"),
+        (0.4, 6.0, 0.3, (1e-9, 9.0), False, "vectorized"),
+        (0.5, 2.0, None, (0.01, 0.012), True, "sequential"),
+        (1.0, 6.0, None, (1e-9, 9.0), True, "vectorized"),
+        (0.7, 0.0, None, (1e-9, 9.0), False, "sequential"),
     ],
 )
-@pytest.mark.parametrize("execution", ["sequential", "vectorized"])
 def test_rounds_follow_the_paper(tmp_path, share, rho, rate, bounds, down, execution):
     algorithm = FedBAT(share, rho, rate, bounds, compress_down=down)
     module, _ = plain.fitted(
@@ -149,42 +148,58 @@ def test_a_draw_is_one_magnitude_in_the_updates_own_type(dtype):
     assert len(drawn.abs().unique()) == 1
 
 
-def begun(algorithm, module, buffers="average"):
-    server, client = Server(module, seed=0, buffer_policy=buffers), Client(0, 1)
-    model = trained_tensors(module)
+def begun(algorithm, module, buffers="average", optimizers=()):
+    base = Base(module, 0, buffers, optimizers)
+    base.remember_buffers()
+    server, model = Server(base), trained_tensors(module)
+    algorithm.setup(base)
     server.adopt(model, shown={})
-    algorithm.setup(server)
     algorithm.begin_round(server)
-    algorithm.begin(server, client, algorithm.broadcast(server, client).delivered(), model)
-    return server, client, model
+    client = ClientContext(0, 1, 0, 0, base=base, model=model, state={}, steps=25)
+    sent = broadcast(algorithm, server)
+    algorithm.begin(client, Message(Channel().send(sent.tensors, own=sent.codec, seed=0).received))
+    return server, client
+
+
+def broadcast(algorithm, server):
+    message = algorithm.broadcast(server, ClientInfo(0, 1, server.round, 0))
+    return Message({**message.tensors, **server.announcement}, message.codec)
+
+
+def step_of(client, number, steps):
+    return LocalStep(
+        client.base, 0, (0,), client.model, {}, client.round_state, number, torch.tensor(steps).double(), stacked=False
+    )
 
 
 def test_bytes_of_the_papers_network():
     module = CNN4()
     algorithm = FedBAT(compress_down=True)
     for buffers, statistics in (("local", 0), ("average", 4 * 960 + 8 * 4)):
-        server, client, model = begun(algorithm, module, buffers)
-        for payload in (algorithm.end(server, client, model), algorithm.broadcast(server, client)):
+        server, client = begun(algorithm, module, buffers)
+        for message in (algorithm.end(client), broadcast(algorithm, server)):
             # A bit for each of 389,920 weights, five magnitudes, and 960 numbers of the norms' affine maps.
             assert 389_920 // 8 + 5 * 4 + 960 * 4 == 52_600
-            assert 52_600 + statistics < payload.nbytes < (52_600 + statistics) * 1.03 + bool(statistics) * 1000
-            assert payload.nbytes == len(payload.codec.encode(payload.tensors))
+            nbytes = message.codec.nbytes(message.tensors)
+            assert 52_600 + statistics < nbytes < (52_600 + statistics) * 1.03 + bool(statistics) * 1000
+            assert nbytes == len(message.codec.encode(message.tensors))
     assert round(52_600 / (4 * 390_880), 3) == 0.034
 
 
 def test_a_follower_of_the_broadcasts_holds_what_clients_start_from():
     module = network()
     algorithm = FedBAT(compress_down=True)
-    server, client, _ = begun(algorithm, module)
-    following = {name: value.clone() for name, value in server.state.items()}
-    server.state = {name: value + 0.01 * torch.randn_like(value) for name, value in server.state.items()}
+    server, _ = begun(algorithm, module)
+    following = {name: value.clone() for name, value in server.model.items()}
+    server.model = {name: value + 0.01 * torch.randn_like(value) for name, value in server.model.items()}
     gaps = []
     for server.round in range(1, 30):
         algorithm.begin_round(server)
-        for name, value in algorithm.broadcast(server, client).delivered().tensors.items():
+        message = broadcast(algorithm, server)
+        for name, value in message.codec.transmit(message.tensors).items():
             following[name] += value
-        gaps.append(sum(float((server.state[name] - value).abs().sum()) for name, value in following.items()))
-    for name, value in server.memory["held"].items():
+        gaps.append(sum(float((server.model[name] - value).abs().sum()) for name, value in following.items()))
+    for name, value in server.base.state["held"].items():
         assert torch.equal(value, following[name])
     assert gaps[-1] < 0.05 * gaps[0]
 
@@ -200,52 +215,36 @@ def test_idle_clients_hear_differences(tmp_path, down):
 def test_a_share_that_is_whole_steps_is_taken_as_such():
     assert 0.28 * 25 > 7
     algorithm = FedBAT(full_precision_share=0.28)
-    module = nn.Linear(3, 2)
-    server, client, model = begun(algorithm, module)
+    _, client = begun(algorithm, nn.Linear(3, 2))
     for number, begins in ((6, False), (7, True)):
-        step = SimpleNamespace(
-            parameters=model,
-            workspace=client.workspace,
-            number=number,
-            steps=torch.tensor(25.0, dtype=torch.float64),
-            together=False,
-            spread=lambda values, over: values,
-        )
-        algorithm.local_update(server, step, lambda: None)
-        assert (client.workspace["first_magnitude"]["weight"] >= 0) == begins
+        algorithm.local_update(step_of(client, number, 25), lambda: None)
+        assert (client.round_state["first_magnitude"]["weight"] >= 0) == begins
 
 
 def test_a_step_that_16_bit_scaling_skips_leaves_the_magnitude():
     algorithm = FedBAT(full_precision_share=0.1)
     module = nn.Linear(3, 2)
-    server, client, model = begun(algorithm, module)
-    server.optimizers = [torch.optim.SGD(module.parameters(), lr=0.1)]
+    _, client = begun(algorithm, module, optimizers=[torch.optim.SGD(module.parameters(), lr=0.1)])
     with torch.no_grad():
         for value in module.parameters():
             value += 0.01
-    step = SimpleNamespace(
-        parameters=model,
-        workspace=client.workspace,
-        number=1,
-        steps=torch.tensor(2.0),
-        together=False,
-        spread=lambda values, over: values,
-    )
-    before = {name: value.detach().clone() for name, value in model.items()}
+    step = step_of(client, 1, 2)
+    before = {name: value.detach().clone() for name, value in client.model.items()}
 
     def update(gradient):
         for value in module.parameters():
             value.grad = torch.full_like(value, gradient)
-        algorithm.before_step(server, step)
+        algorithm.before_step(step)
 
-    algorithm.local_update(server, step, partial(update, math.inf))
-    assert all(float(value) == 0 for value in client.workspace["exponent"].values())
-    for name, value in model.items():
+    algorithm.local_update(step, partial(update, math.inf))
+    assert all(float(value) == 0 for value in client.round_state["exponent"].values())
+    for name, value in client.model.items():
         assert torch.equal(value, before[name])
-    algorithm.local_update(server, step, partial(update, 1.0))
-    assert any(float(value) != 0 for value in client.workspace["exponent"].values())
+    algorithm.local_update(step, partial(update, 1.0))
+    assert any(float(value) != 0 for value in client.round_state["exponent"].values())
 
 
+@pytest.mark.slow
 def test_learns_with_adam_and_a_parameter_that_is_not_used(tmp_path):
     class Unused(Module):
         def __init__(self):
@@ -261,12 +260,12 @@ def test_learns_with_adam_and_a_parameter_that_is_not_used(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"full_precision_share": 0.0}, "full_precision_share must be a share above 0 and at most 1, got 0.0"),
-        ({"rho": -1.0}, "rho must be .* got -1.0"),
-        ({"rho": math.inf}, "rho must be .* got inf"),
-        ({"learning_rate": -0.1}, "learning_rate must be .* got -0.1"),
-        ({"magnitudes": (0.0, 1.0)}, r"magnitudes must be .* got \(0.0, 1.0\)"),
-        ({"magnitudes": (1.0, 0.5)}, r"magnitudes must be .* got \(1.0, 0.5\)"),
+        ({"full_precision_share": 0.0}, "full_precision_share must be above 0 and at most 1, but is 0.0"),
+        ({"rho": -1.0}, "rho must be .* but is -1.0"),
+        ({"rho": math.inf}, "rho must be .* but is inf"),
+        ({"learning_rate": -0.1}, "learning_rate must be .* but is -0.1"),
+        ({"magnitudes": (0.0, 1.0)}, r"magnitudes\[0\] must be above 0 and finite, but is 0.0"),
+        ({"magnitudes": (1.0, 0.5)}, r"magnitudes\[1\] must be at least 1 and finite, but is 0.5"),
     ],
 )
 def test_refuses_arguments_out_of_range(arguments, message):

@@ -7,8 +7,8 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_lowrank import FedAvg, FedBN, FedPer
-from lightning_lowrank.federated import Server
+from lightning_lowrank import FedAvg, FedBN, FedPer, LocalTraining
+from lightning_lowrank.federated.state import Base
 from tests.algorithms.written_out import (
     CLIENTS,
     EXECUTIONS,
@@ -18,10 +18,12 @@ from tests.algorithms.written_out import (
     batches,
     federated,
     initial,
+    kept_by,
     mean,
     own_state,
 )
 from tests.helpers import assert_same, network, weights
+from tests.pairwise import pairwise
 
 NORM = {"1.weight", "1.bias", "1.running_mean", "1.running_var", "1.num_batches_tracked"}
 
@@ -47,19 +49,20 @@ def reference(own_names, norm=nn.BatchNorm1d, rounds=ROUNDS):
     return model, own
 
 
-@pytest.mark.parametrize("execution", EXECUTIONS)
-@pytest.mark.parametrize("rounds", [ROUNDS, ROUNDS[:2]], ids=["all take part", "some never"])
+# The names that stay with the client; in the first two rounds some clients never take part.
+METHODS = {
+    "FedBN": (FedBN, NORM),
+    "FedPer": (partial(FedPer, ["net.5", "0.b*"]), {"5.weight", "5.bias", "0.bias"}),
+    "FedPer of a norm": (partial(FedPer, ["1"]), NORM),
+    "FedPer of statistics": (partial(FedPer, ["running_*"]), {"1.running_mean", "1.running_var"}),
+}
+
+
 @pytest.mark.parametrize(
-    ("make", "own_names"),
-    [
-        (FedBN, NORM),
-        (partial(FedPer, ["net.5", "0.b*"]), {"5.weight", "5.bias", "0.bias"}),
-        (partial(FedPer, ["1"]), NORM),
-        (partial(FedPer, ["running_*"]), {"1.running_mean", "1.running_var"}),
-    ],
-    ids=["FedBN", "FedPer", "FedPer of a norm", "FedPer of statistics"],
+    ("method", "execution", "rounds"), pairwise(METHODS, EXECUTIONS, [ROUNDS, ROUNDS[:2]]), ids=str
 )
-def test_rounds_follow_the_papers(tmp_path, execution, make, own_names, rounds):
+def test_rounds_follow_the_papers(tmp_path, method, execution, rounds):
+    make, own_names = METHODS[method]
     ended, loop = federated(tmp_path, make(), execution, norm=nn.BatchNorm1d, rounds=rounds)
     model, own = reference(own_names, rounds=rounds)
     assert_close(ended, model)
@@ -67,7 +70,7 @@ def test_rounds_follow_the_papers(tmp_path, execution, make, own_names, rounds):
     for client in range(len(CLIENTS)):
         assert_close(own_state(loop, client), {**model, **own[client]})
     taking_part = {client for ids in rounds for client in ids}
-    assert {client.id for client in loop.clients.keeping()} == taking_part
+    assert {client for client, _ in loop.coordinator.states.items()} == taking_part
 
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
@@ -89,7 +92,7 @@ def test_which_layers_are_normalization(tmp_path):
     for norm, found_by in kinds.items():
         for layers in ("batch", "all"):
             _, loop = federated(tmp_path, FedBN(layers), norm=norm, rounds=[[0]])
-            own = loop.clients[0].memory.get("personal", {})
+            own = kept_by(loop, 0).get("personal", {})
             assert bool(own) is (layers in found_by)
             assert {name.split(".")[1] for name in own} <= {"1"}
 
@@ -102,31 +105,43 @@ def test_nothing_of_the_own_part_crosses_the_wire(tmp_path):
             sent.append(super().broadcast(server, client))
             return sent[-1]
 
-        def end(self, server, client, model):
-            sent.append(super().end(server, client, model))
+        def end(self, client):
+            sent.append(super().end(client))
             return sent[-1]
 
     federated(tmp_path, Watching(), norm=nn.BatchNorm1d)
     assert len(sent) == 2 * sum(map(len, ROUNDS))
     others = {f"net.{name}" for name in initial(nn.BatchNorm1d)} - {f"net.{name}" for name in NORM}
-    assert all(payload.tensors.keys() == others for payload in sent)
+    assert all(message.tensors.keys() == others for message in sent)
+
+
+@pytest.mark.parametrize("make", [FedBN, LocalTraining])
+def test_a_resumed_client_starts_from_the_first_model(make):
+    base = Base(network(norm=nn.BatchNorm1d), seed=0)
+    make().setup(base)
+    first = {name: value.clone() for name, value in base.state["initial"].items()}
+    assert_same(first, {name: value for name, value in weights(base.module).items() if name in first})
+    with torch.no_grad():
+        base.module[1].weight.add_(1.0)
+    make().setup(base)
+    assert_same(first, base.state["initial"])
 
 
 def test_without_normalization_it_is_federated_averaging_and_says_so(tmp_path):
     with pytest.warns(UserWarning, match=r"FedBN\(layers='batch'\) found no such normalization layer"):
-        FedBN().setup(Server(network(norm=nn.LayerNorm), 0))
+        FedBN().setup(Base(network(norm=nn.LayerNorm), seed=0))
     ended, _ = federated(tmp_path, FedBN())
     plain, _ = federated(tmp_path, FedAvg())
     assert_same(ended, plain)
 
 
 def test_refusals(tmp_path):
-    with pytest.raises(MisconfigurationException, match="layers must be 'batch' or 'all', got 'layer'"):
+    with pytest.raises(MisconfigurationException, match="layers must be one of 'batch', 'all', but is 'layer'"):
         FedBN("layer")
     for patterns in ("net", []):
         with pytest.raises(MisconfigurationException, match="patterns must be a list of one name or more"):
             FedPer(patterns)
-    with pytest.raises(MisconfigurationException, match=r"FedPer: patterns has 'net\.7', which matches no trained"):
+    with pytest.raises(MisconfigurationException, match=r"FedPer's patterns has 'net\.7', which matches no trained"):
         federated(tmp_path, FedPer(["net.0", "net.7"]))
     with pytest.raises(MisconfigurationException, match="FedPer would keep all trained parameters with the clients"):
         federated(tmp_path, FedPer(["net"]))

@@ -20,8 +20,8 @@ from lightning_lowrank import (
     MatrixProduct,
     recover,
 )
-from lightning_lowrank.federated import Client
-from tests.helpers import Data, Module, blobs, fit, trainer, weights
+from tests.algorithms.written_out import own_model
+from tests.helpers import Data, Module, assert_same, blobs, fit, trainer, weights
 
 CLIENTS = [list(range(21)), list(range(21, 30)), list(range(30, 64)), list(range(64, 79)), list(range(79, 90))]
 LEVELS = (1.0, 0.5, 0.2)
@@ -155,13 +155,12 @@ def assert_close(first, second):
 PARTICIPANTS = [[0, 1, 2, 4], [1, 2], [0, 2, 3]]
 
 
-@pytest.mark.parametrize("execution", ["sequential", "vectorized"])
 @pytest.mark.parametrize(
-    ("settings", "weight_of", "decay"),
+    ("settings", "weight_of", "decay", "execution"),
     [
-        ({}, lambda level: 1.0, 0.0),
-        ({"temperature": 0.4}, lambda level: math.exp(level / 0.4), 0.05),
-        ({"temperature": 3.0, "score": "inverse"}, lambda level: math.exp(-1 / level / 3.0), 0.0),
+        ({}, lambda level: 1.0, 0.0, "sequential"),
+        ({"temperature": 0.4}, lambda level: math.exp(level / 0.4), 0.05, "vectorized"),
+        ({"temperature": 3.0, "score": "inverse"}, lambda level: math.exp(-1 / level / 3.0), 0.0, "sequential"),
     ],
 )
 def test_rounds_follow_the_paper(tmp_path, settings, weight_of, decay, execution):
@@ -180,7 +179,7 @@ def test_levels_are_drawn_in_each_round_and_the_servers_model_stands_in(tmp_path
 
     class Watching(FedHM):
         def broadcast(self, server, client):
-            drawn.append((server.round, client.id, self._capacities.level(server, client)))
+            drawn.append((server.round, client.id, self._capacities.level(client)))
             return super().broadcast(server, client)
 
     algorithm = Watching(LEVELS, "dynamic", shares=(1, 2, 2), temperature=5.0, server_model=True)
@@ -207,20 +206,20 @@ def test_what_travels_is_what_the_client_trains(tmp_path):
     sent = {"down": {}, "up": {}}
 
     class Watching(FedHM):
-        def begin(self, server, client, payload, model):
-            sent["down"][client.id] = {name: tuple(value.shape) for name, value in payload.tensors.items()}
-            super().begin(server, client, payload, model)
+        def begin(self, client, message):
+            sent["down"][client.id] = {name: tuple(value.shape) for name, value in message.tensors.items()}
+            super().begin(client, message)
             low = client.id % 3 > 0
             for name in FACTORED:
-                assert bool(model[f"net.{name}.frozen_weight"].any()) is not low
+                assert bool(client.model[f"net.{name}.frozen_weight"].any()) is not low
                 rank = ranks(LEVELS[client.id % 3])[FACTORED.index(name)] if low else 0
-                assert model[f"net.{name}.factors.U"][:, :rank].any() or not low
-                assert not model[f"net.{name}.factors.U"][:, rank:].any()
+                assert client.model[f"net.{name}.factors.U"][:, :rank].any() or not low
+                assert not client.model[f"net.{name}.factors.U"][:, rank:].any()
 
-        def end(self, server, client, model):
-            payload = super().end(server, client, model)
-            sent["up"][client.id] = {name: tuple(value.shape) for name, value in payload.tensors.items()}
-            return payload
+        def end(self, client):
+            message = super().end(client)
+            sent["up"][client.id] = {name: tuple(value.shape) for name, value in message.tensors.items()}
+            return message
 
     _, loop = run(tmp_path, Watching(LEVELS), max_epochs=1)
     assert sent["down"] == sent["up"]
@@ -277,18 +276,18 @@ def test_what_a_client_lacks_stays_zero_when_clients_step_together(tmp_path, opt
     gradients = []
 
     class Watching(FedHM):
-        def before_step(self, server, step):
-            super().before_step(server, step)
+        def before_step(self, step):
+            super().before_step(step)
             base, factor = (step.parameters[f"net.3.{name}"].grad for name in ("frozen_weight", "factors.U"))
-            gradients.append((step.together, base is None, factor is None))
+            gradients.append((step.stacked, base is None, factor is None))
 
-        def end(self, server, client, model):
+        def end(self, client):
             rank = ranks(LEVELS[client.id % 3])[0] if client.id % 3 else 0
-            assert bool(model["net.3.frozen_weight"].any()) is (rank == 0)
+            assert bool(client.model["net.3.frozen_weight"].any()) is (rank == 0)
             for factor in ("U", "V"):
-                assert not model[f"net.3.factors.{factor}"][:, rank:].any()
-                assert rank == 0 or model[f"net.3.factors.{factor}"][:, :rank].any()
-            return super().end(server, client, model)
+                assert not client.model[f"net.3.factors.{factor}"][:, rank:].any()
+                assert rank == 0 or client.model[f"net.3.factors.{factor}"][:, :rank].any()
+            return super().end(client)
 
     module = Module(convolutions(), optimizer=optimizers[optimizer])
     run(tmp_path, Watching(LEVELS), low_rank(frobenius_decay=0.1), module, execution="vectorized")
@@ -301,20 +300,20 @@ def test_variants_are_the_best_approximations_of_each_level(tmp_path):
     variants = algorithm.variants(server)
     parameters = {name for name, _ in module.named_parameters()}
     assert list(variants) == ["0.5", "0.2"]
-    personal = algorithm.personal_state(server, Client(0, 1))
+    personal = own_model(loop, 0)
     assert personal.keys() == parameters
-    assert all(value is server.state[name] for name, value in personal.items())
+    assert all(value is server.model[name] for name, value in personal.items())
     for level in (0.5, 0.2):
         assert variants[f"{level:g}"].keys() == parameters
         for name, rank in zip(FACTORED, ranks(level), strict=True):
             whole = nn.Conv2d(1, 1, 1)
             key = f"net.{name}.frozen_weight"
-            whole.weight.data = server.state[key]
+            whole.weight.data = server.model[key]
             best = recovered(factorized(whole, rank))
             torch.testing.assert_close(variants[f"{level:g}"][key], best, rtol=1e-9, atol=1e-12)
-        personal = algorithm.personal_state(server, Client(LEVELS.index(level), 1))
+        personal = own_model(loop, LEVELS.index(level))
         assert all(torch.equal(personal[name], value) for name, value in variants[f"{level:g}"].items())
-    changed = server.state["net.3.frozen_weight"] = 2 * server.state["net.3.frozen_weight"]
+    changed = server.model["net.3.frozen_weight"] = 2 * server.model["net.3.frozen_weight"]
     doubled = algorithm.variants(server)["0.5"]["net.3.frozen_weight"]
     torch.testing.assert_close(doubled, 2 * variants["0.5"]["net.3.frozen_weight"])
     assert not torch.allclose(doubled, changed)
@@ -342,6 +341,9 @@ def test_what_the_factors_held_before_becomes_part_of_the_weights(tmp_path):
     fit(trainer(tmp_path, rank, loop, max_epochs=1, max_steps=0, **DOUBLE), module, Data(images(), shuffle=False))
     torch.testing.assert_close(module.net[3].frozen_weight.detach(), before)
     assert not module.net[3].factors["V"].any()
+    ready = weights(module)
+    FedHM(LEVELS).setup(loop.server.base)
+    assert_same(ready, weights(module))
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -367,15 +369,15 @@ def test_layers_of_other_kinds(tmp_path, tied):
     zeros = []
 
     class Watching(FedHM):
-        def end(self, server, client, model):
+        def end(self, client):
             low = client.id % 2 == 1
-            for name, value in model.items():
+            for name, value in client.model.items():
                 if name.endswith("frozen_weight"):
                     zeros.append(not value.any() if low else bool(value.any()))
                 if ".factors." in name:
                     rank = 2 if low else 0
                     zeros.append(not value[:, rank:].any() and bool(value[:, :rank].any()) == low)
-            return super().end(server, client, model)
+            return super().end(client)
 
     draws = torch.Generator().manual_seed(0)
     tokens = torch.randint(12, (90, 5), generator=draws)
@@ -388,7 +390,7 @@ def test_layers_of_other_kinds(tmp_path, tied):
         rank = LowRank(MatrixProduct(), rank_ratio=0.25, train_base=True, exclude=["classifier"], summary=False)
         fit(trainer(tmp_path, rank, loop, max_epochs=2, **DOUBLE), module, Data(data, shuffle=False))
         assert (module.net.first.factors is module.net.second.factors) is tied
-        assert ("net.second.frozen_weight" in loop.server.state) is not tied
+        assert ("net.second.frozen_weight" in loop.server.model) is not tied
         states.append(weights(module))
     for name, value in states[0].items():
         torch.testing.assert_close(value, states[-1][name], rtol=1e-8, atol=1e-8)
@@ -406,7 +408,7 @@ def test_layers_of_other_kinds(tmp_path, tied):
         ({"temperature": float("inf")}, "temperature must be"),
         ({"temperature": 1e-4}, "use at least 0.00175"),
         ({"temperature": 0.01, "score": "inverse"}, "use at least 0.014"),
-        ({"score": "rank"}, 'score must be "level" or "inverse"'),
+        ({"score": "rank"}, "score must be one of 'level', 'inverse'"),
         ({"server_model": True}, "capacity='dynamic'"),
     ],
 )
@@ -420,12 +422,12 @@ def test_refuses_arguments(arguments, message):
     ("rank", "message"),
     [
         (False, r"no low-rank layer: put LowRank\(MatrixProduct\(\), rank_ratio=0.5, train_base=True\)"),
-        (low_rank(train_base=False), "'net.3' is not such a one"),
-        (low_rank(role="weight", train_base=False), "'net.3' is not such a one"),
-        (low_rank(decouple=True), "'net.3' is not such a one"),
-        (low_rank(half_frozen=True), "'net.3' is not such a one"),
+        (low_rank(train_base=False), "'net.3' is not one of them"),
+        (low_rank(role="weight", train_base=False), "'net.3' is not one of them"),
+        (low_rank(decouple=True), "'net.3' is not one of them"),
+        (low_rank(half_frozen=True), "'net.3' is not one of them"),
         (low_rank(rank_ratio=0.25), "'net.3' has rank 2, .* 0.5, is rank 4"),
-        (LowRank(BlockKronecker(), ratio=0.25, train_base=True, summary=False), "is not such a one"),
+        (LowRank(BlockKronecker(), ratio=0.25, train_base=True, summary=False), "is not one of them"),
     ],
 )
 def test_refuses_modules(tmp_path, rank, message):

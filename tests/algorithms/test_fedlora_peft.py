@@ -127,16 +127,16 @@ def pair(peft, folder, network, **settings):
 def run(folder, module, algorithm, network, **settings):
     loop = FederatedLoop(algorithm, partition=FromIndices(CLIENTS), **settings)
     wire = {"up": {}, "down": {}}
-    for direction, name in (("up", "end"), ("down", "broadcast")):
-        method = getattr(algorithm, name)
+    begin, end = algorithm.begin, algorithm.end
 
-        def watched(*arguments, method=method, names=wire[direction]):
-            payload = method(*arguments)
-            for tensor, value in payload.tensors.items():
-                names[tensor] = names.get(tensor, 0) + value.numel()
-            return payload
+    def count(direction, message):
+        names = wire[direction]
+        for tensor, value in message.tensors.items():
+            names[tensor] = names.get(tensor, 0) + value.numel()
+        return message
 
-        setattr(algorithm, name, watched)
+    algorithm.begin = lambda client, message: begin(client, count("down", message))
+    algorithm.end = lambda client: count("up", end(client))
     used = trainer(folder, loop, max_epochs=2, limit_val_batches=0)
     fit(used, module, DataLoader(data(network), batch_size=4))
     return used, loop, wire

@@ -9,9 +9,11 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_lowrank import BlockKronecker, FedAvg, FederatedLoop, FedMUD, FromIndices, LowRank, MatrixProduct
+from lightning_lowrank.federated import Base, ClientContext
+from lightning_lowrank.federated.state import trained_tensors
 from lightning_lowrank.layers import low_rank_layers
 from lightning_lowrank.seeding import generator
-from tests.helpers import Data, Module, blobs, fit, trainer, weights
+from tests.helpers import Data, Module, assert_same, blobs, fit, trainer, weights
 
 CLIENTS = [list(range(40)), list(range(40, 60)), list(range(60, 103))]
 SIZES = [len(indices) for indices in CLIENTS]
@@ -133,23 +135,48 @@ def test_never_resetting_is_fedavg_of_the_factors(tmp_path):
 
 
 def test_the_broadcast_after_a_reset_lets_a_client_follow(tmp_path):
-    """A client that holds last round's weights and gets the payload computes what the server has."""
+    """A client that holds last round's weights and gets the message computes what the server has."""
     received = []
 
     class Watching(FedMUD):
-        def begin(self, server, client, payload, model):
-            received.append((server.round, {name: value.clone() for name, value in payload.tensors.items()}))
-            super().begin(server, client, payload, model)
+        def begin(self, client, message):
+            received.append((client.round, {name: value.clone() for name, value in message.tensors.items()}))
+            super().begin(client, message)
 
     rounds, module = Rounds(), Module()
     loop = FederatedLoop(Watching(), partition=FromIndices(CLIENTS), participants=[[0], [1], [2]], summary=False)
     fit(trainer(tmp_path, LowRank(MatrixProduct(), rank=2, decouple=True, summary=False), loop, rounds), module, Data())
-    for (number, payload), before, after in zip(received[1:], rounds.started[:-1], rounds.started[1:], strict=True):
-        assert payload["seed"].dtype == torch.int64
+    for (number, message), before, after in zip(received[1:], rounds.started[:-1], rounds.started[1:], strict=True):
+        assert message["seed"].dtype == torch.int64
         assert number > 0
         for prefix in ("0", "2", "4"):
-            state = {**before, **{name.removeprefix("net."): value for name, value in payload.items()}}
+            state = {**before, **{name.removeprefix("net."): value for name, value in message.items()}}
             torch.testing.assert_close(effective(state, prefix, product, True, False), after[f"{prefix}.frozen_weight"])
+
+
+def test_a_site_of_its_own_follows_the_server(tmp_path):
+    """Another copy of the module, which hears every broadcast, has the server's frozen weights and the new factors."""
+    site = Module()
+    low_rank = LowRank(MatrixProduct(), rank=2, decouple=True, summary=False)
+    low_rank.convert(site)
+    base, follower, live = Base(site, seed=0), FedMUD(), trained_tensors(site)
+    follower.setup(base)
+
+    class Watching(FedMUD):
+        def begin(self, client, message):
+            follower.update_base(base, message.tensors)
+            context = ClientContext(**{**vars(client), "base": base, "model": live})
+            follower.begin(context, message)
+            super().begin(client, message)
+            theirs = weights(client.base.module)
+            assert_same(weights(site), theirs)
+            start = follower.reference(base, message.tensors)
+            assert all(torch.equal(start[name], theirs[name]) for name in live)
+
+    module = Module()
+    loop = FederatedLoop(Watching(), partition=FromIndices(CLIENTS), participants=[[0], [1], [2]], summary=False)
+    fit(trainer(tmp_path, LowRank(MatrixProduct(), rank=2, decouple=True, summary=False), loop), module, Data())
+    assert base.state["factors"]
 
 
 def test_idle_clients_hear_what_follows_a_reset(tmp_path):

@@ -53,7 +53,7 @@ def test_a_strong_term_holds_clients_at_the_global_model(tmp_path):
 
 def test_refusals(tmp_path):
     for mu in (-0.1, float("inf"), float("nan")):
-        with pytest.raises(MisconfigurationException, match=f"mu must be a finite number, 0 or more, got {mu}"):
+        with pytest.raises(MisconfigurationException, match=f"mu must be at least 0 and finite, but is {mu}"):
             FedProx(mu)
 
     class Two(Module):

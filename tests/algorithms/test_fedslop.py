@@ -18,13 +18,14 @@ from lightning_lowrank import (
     MatrixProduct,
     ProjectedAdamW,
     ProjectedSGD,
-    Server,
 )
-from lightning_lowrank.federated.client import Client, trained_tensors
+from lightning_lowrank.federated import Base, ClientContext, ClientInfo, Server
+from lightning_lowrank.federated.state import trained_tensors
 from lightning_lowrank.models import MLP
 from lightning_lowrank.optim import projected_parameter_groups
 from lightning_lowrank.seeding import derive_seed
 from tests.helpers import Data, Module, assert_same, blobs, fit, network, trainer, weights
+from tests.pairwise import pairwise
 
 CLIENTS = [list(range(40)), list(range(40, 60)), list(range(60, 103))]
 PARTICIPANTS = [[0, 1], [1, 2], [0, 2], [0, 1, 2]]
@@ -54,8 +55,7 @@ def projectors(seed, module):
     return {name: None if basis is None else basis @ basis.T for name, basis in found.items()}
 
 
-@pytest.mark.parametrize("execution", ["sequential", "vectorized"])
-@pytest.mark.parametrize("kept", ["reset", "keep"])
+@pytest.mark.parametrize(("kept", "execution"), [("reset", "sequential"), ("keep", "vectorized")])
 def test_rounds_follow_algorithm_1(tmp_path, kept, execution):
     module, _, _ = run(tmp_path, participants=PARTICIPANTS, optimizer_state=kept, execution=execution)
     inputs, targets = Double().train.tensors
@@ -107,7 +107,7 @@ class Dense(FedAvg):
     """Sends whole weights where FedSLoP sends coefficients."""
 
     def begin_round(self, server):
-        server.optimizers[0].refresh(derive_seed(server.seed, "subspace", server.round))
+        server.base.optimizers[0].refresh(derive_seed(server.seed, "subspace", server.round))
 
 
 def convolutions():
@@ -124,9 +124,10 @@ def convolutions():
     )
 
 
-@pytest.mark.parametrize("execution", ["sequential", "vectorized"])
-@pytest.mark.parametrize("options", [{"weight_decay": 0.1}, {"nesterov": True}])
-@pytest.mark.parametrize("factorized", [False, True])
+@pytest.mark.parametrize(
+    ("execution", "options", "factorized"),
+    pairwise(["sequential", "vectorized"], [{"weight_decay": 0.1}, {"nesterov": True}], [False, True]),
+)
 def test_the_coefficients_say_all_of_the_change(tmp_path, execution, options, factorized):
     settings = {"optimizer": partial(SGD, **options), "execution": execution, "weighting": "samples"}
     for net in (convolutions, network):
@@ -147,15 +148,36 @@ def test_the_coefficients_say_all_of_the_change(tmp_path, execution, options, fa
 def test_uplink_of_table_4(rank, numbers):
     """Ten clients' uplink of a round."""
     module = MLP(hidden=[128])
-    server = Server(module, seed=0, optimizers=[SGD(module.parameters(), rank=rank)])
-    algorithm = FedSLoP()
-    algorithm.setup(server)
-    live = trained_tensors(module)
+    base = Base(module, seed=0, optimizers=[SGD(module.parameters(), rank=rank)])
+    server, live, algorithm = Server(base), trained_tensors(module), FedSLoP()
+    algorithm.setup(base)
     server.adopt(live, shown={})
     algorithm.begin_round(server)
-    client = Client(0, 1)
-    assert algorithm.broadcast(server, client).numbers == 784 * 128 + 128 + 1280 + 10 + 1
-    assert 10 * algorithm.end(server, client, live).numbers == numbers
+    message = algorithm.broadcast(server, ClientInfo(0, 1, 0, 0))
+    assert message.elements == 784 * 128 + 128 + 1280 + 10 + 1
+    client = ClientContext(0, 1, 0, 0, base=base, model=live, state={}, steps=1)
+    algorithm.begin(client, message)
+    assert 10 * algorithm.end(client).elements == numbers
+
+
+def test_a_client_of_another_process_needs_the_seed_alone():
+    """Its optimizer is its own, and has been in other subspaces; so has the server's meanwhile."""
+    ours, theirs = Module().double(), Module().double()
+    server = Server(Base(ours, seed=0, optimizers=[SGD(ours.parameters())]))
+    base = Base(theirs, seed=0, optimizers=[SGD(theirs.parameters(), seed=9)])
+    halves = FedSLoP(), FedSLoP()
+    halves[0].setup(server.base)
+    halves[1].setup(base)
+    server.adopt(trained_tensors(ours), shown={})
+    halves[0].begin_round(server)
+    client = ClientContext(0, 1, 0, 0, base=base, model=trained_tensors(theirs), state={}, steps=1)
+    halves[1].begin(client, halves[0].broadcast(server, ClientInfo(0, 1, 0, 0)))
+    onto = projectors(derive_seed(0, "subspace", 0), ours)["net.2.weight"]
+    with torch.no_grad():
+        theirs.net[2].weight += torch.randn(16, 16).double() @ onto
+    halves[0].receive(server, ClientInfo(0, 1, 0, 0), halves[1].end(client), 1.0)
+    halves[0].aggregate(server)
+    torch.testing.assert_close(server.model["net.2.weight"], theirs.net[2].weight.detach())
 
 
 def test_every_round_has_a_subspace_of_its_own(tmp_path):
@@ -163,9 +185,9 @@ def test_every_round_has_a_subspace_of_its_own(tmp_path):
 
     class Watching(FedSLoP):
         def aggregate(self, server):
-            before = server.state["net.2.weight"].clone()
+            before = server.model["net.2.weight"].clone()
             super().aggregate(server)
-            changes.append(server.state["net.2.weight"] - before)
+            changes.append(server.model["net.2.weight"] - before)
 
     run(tmp_path, Watching(), rounds=3)
     ranks = [int(torch.linalg.matrix_rank(change, atol=1e-9)) for change in changes]
@@ -185,10 +207,10 @@ def test_groups_without_rank_send_whole_tensors(tmp_path):
     sent = []
 
     class Watching(FedSLoP):
-        def end(self, server, client, model):
-            payload = super().end(server, client, model)
-            sent.append({name: tuple(value.shape) for name, value in payload.tensors.items()})
-            return payload
+        def end(self, client):
+            message = super().end(client)
+            sent.append({name: tuple(value.shape) for name, value in message.tensors.items()})
+            return message
 
     run(tmp_path, Watching(), optimizer, rounds=1)
     assert sent[0] == {
@@ -204,8 +226,8 @@ def test_groups_without_rank_send_whole_tensors(tmp_path):
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [
-        (partial(torch.optim.SGD, lr=0.1), "SGD has none: return ProjectedSGD"),
-        (partial(ProjectedAdamW, rank=4, refresh_interval=None), "ProjectedAdamW has none"),
+        (partial(torch.optim.SGD, lr=0.1), "SGD does not have: return ProjectedSGD"),
+        (partial(ProjectedAdamW, rank=4, refresh_interval=None), "ProjectedAdamW does not have"),
         (partial(ProjectedSGD, rank=4), "refresh_interval=200.*set refresh_interval=None"),
         (partial(SGD, subspace="gradient"), "subspace='gradient'.*set subspace='random'"),
     ],

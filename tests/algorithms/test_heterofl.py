@@ -9,9 +9,18 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_lowrank import FedAvg, FederatedLoop, FromIndices, HeteroFL, LowRank, MatrixProduct
-from lightning_lowrank.federated import Client
+from lightning_lowrank import (
+    FedAvg,
+    FederatedLoop,
+    FromIndices,
+    HeteroFL,
+    LowRank,
+    MaskAbsentClasses,
+    MatrixProduct,
+)
+from lightning_lowrank.federated.state import ClientInfo
 from lightning_lowrank.models import CNN4, MLP, Classifier, ResNet18
+from tests.algorithms.written_out import own_model
 from tests.helpers import Data, Module, blobs, fit, trainer, weights
 
 CLIENTS = [list(range(21)), list(range(21, 31)), list(range(31, 65)), list(range(65, 80)), list(range(80, 90))]
@@ -118,8 +127,7 @@ def assert_close(first, second, tolerance=1e-9):
 RATES = (1.0, 0.6, 0.25)
 
 
-@pytest.mark.parametrize("execution", ["sequential", "vectorized"])
-@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize(("scaled", "execution"), [(True, "sequential"), (True, "vectorized"), (False, "sequential")])
 def test_clients_train_narrower_networks(tmp_path, scaled, execution):
     algorithm = HeteroFL(RATES, scaler=scaled)
     module, _ = run(tmp_path, algorithm, participants=PARTICIPANTS, execution=execution)
@@ -133,7 +141,7 @@ def test_rates_are_drawn_in_each_round_and_data_sizes_may_count(tmp_path):
 
     class Watching(HeteroFL):
         def broadcast(self, server, client):
-            drawn.append((server.round, client.id, self._capacities.level(server, client)))
+            drawn.append((server.round, client.id, self._capacities.level(client)))
             return super().broadcast(server, client)
 
     module, _ = run(
@@ -188,15 +196,16 @@ def test_slices_are_the_same_networks_made_narrower(tmp_path, make, shape, rate)
     assert_close(sliced(weights(wide), slim.state_dict()), weights(slim))
 
 
+@pytest.mark.slow
 def test_sizes_of_fedhms_comparison(tmp_path):
     """FedHM's Table 2 has 11.17, 2.80 and 1.37 million parameters; it rounds to the nearest number of channels."""
     sent = {}
 
     class Watching(HeteroFL):
-        def setup(self, server):
-            super().setup(server)
+        def setup(self, base):
+            super().setup(base)
             for rate in self.rates:
-                slices = self._slice(dict(server.module.named_parameters()), rate)
+                slices = self._slice(dict(base.module.named_parameters()), rate)
                 sent[rate] = round(sum(value.numel() for value in slices.values()) / 1e6, 2)
 
     draws = torch.Generator().manual_seed(1)
@@ -210,18 +219,18 @@ def test_what_travels_is_the_slice(tmp_path):
     sent = {"down": {}, "up": {}}
 
     class Watching(HeteroFL):
-        def begin(self, server, client, payload, model):
-            sent["down"][client.id] = {name: tuple(value.shape) for name, value in payload.tensors.items()}
-            super().begin(server, client, payload, model)
+        def begin(self, client, message):
+            sent["down"][client.id] = {name: tuple(value.shape) for name, value in message.tensors.items()}
+            super().begin(client, message)
 
-        def end(self, server, client, model):
-            for name, value in self._slice(server.parameters(model), self.rates[client.id % 3]).items():
-                rest = model[name].clone()
+        def end(self, client):
+            for name, value in self._slice(client.base.parameters(client.model), self.rates[client.id % 3]).items():
+                rest = client.model[name].clone()
                 rest[tuple(slice(size) for size in value.shape)] = 0
                 assert not rest.any()
-            payload = super().end(server, client, model)
-            sent["up"][client.id] = {name: tuple(value.shape) for name, value in payload.tensors.items()}
-            return payload
+            message = super().end(client)
+            sent["up"][client.id] = {name: tuple(value.shape) for name, value in message.tensors.items()}
+            return message
 
     _, loop = run(tmp_path, Watching(RATES), max_epochs=1)
     for client in range(5):
@@ -240,7 +249,7 @@ def test_variants_are_the_narrower_networks(tmp_path):
     for place, rate in enumerate(RATES):
         slim = convolutions(rate)
         slim.load_state_dict(sliced(state, slim.state_dict()))
-        personal = loop.algorithm.personal_state(loop.server, Client(place, 1))
+        personal = own_model(loop, place)
         assert personal.keys() == dict(module.named_parameters()).keys()
         module.load_state_dict(personal, strict=False)
         torch.testing.assert_close(module.net.eval()(inputs), slim.eval()(inputs))
@@ -254,26 +263,27 @@ def test_scalers_are_for_training(tmp_path):
     module, loop = run(tmp_path, HeteroFL(RATES), max_epochs=1)
     inputs = images().tensors[0]
     whole = module.net.eval()(inputs)
-    loop.algorithm.configure(loop.server, Client(1, 1))
+    loop.algorithm.configure(loop.server.base, ClientInfo(1, 1, round=0, seed=0))
     assert torch.equal(whole, module.net(inputs))
     scaled = module.net.train()(inputs)
-    loop.algorithm.configure(loop.server, None)
+    loop.algorithm.configure(loop.server.base, None)
     assert not torch.allclose(scaled, module.net(inputs))
 
 
 def test_gradients_outside_of_the_slice_are_dropped_even_where_they_are_no_numbers(tmp_path):
     class Spoiled(HeteroFL):
-        def before_step(self, server, step):
+        def before_step(self, step):
             for name, parameter in step.parameters.items():
                 own = self._slice({name: parameter.grad}, self._rate)[name].clone()
                 parameter.grad.fill_(torch.nan)
                 parameter.grad[tuple(slice(size) for size in own.shape)] = own
-            super().before_step(server, step)
+            super().before_step(step)
 
     module, _ = run(tmp_path, Spoiled([0.6]), max_epochs=1)
     assert_close(weights(module), weights(run(tmp_path, HeteroFL([0.6]), max_epochs=1)[0]), tolerance=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("execution", ["sequential", "vectorized"])
 def test_resumes_with_its_scalers(tmp_path, execution):
     settings = {"participants": PARTICIPANTS, "execution": execution}
@@ -337,25 +347,22 @@ def test_norms_before_the_first_layer_and_after_the_last_are_whole(tmp_path):
 
 def test_the_papers_networks_can_be_sliced(tmp_path):
     for network in (CNN4(image_size=16), CNN4(image_size=32)):
-        module = Classifier(network, mask_absent_classes=True)
+        module = Classifier(network)
         algorithm = HeteroFL([0.5])
         draws = torch.Generator().manual_seed(0)
         size = network.example_input_shape
         data = torch.utils.data.TensorDataset(
             torch.randn(8, *size, generator=draws), torch.randint(10, (8,), generator=draws)
         )
-        fit(
-            trainer(tmp_path, FederatedLoop(algorithm, clients=1, summary=False), max_epochs=1, limit_val_batches=0),
-            module,
-            Data(data),
-        )
+        loop = FederatedLoop(algorithm, clients=1, objective=MaskAbsentClasses(), summary=False)
+        fit(trainer(tmp_path, loop, max_epochs=1, limit_val_batches=0), module, Data(data))
         columns = network.classifier.weight.any(0)
         assert columns.tolist() == [True] * (len(columns) // 2) + [False] * (len(columns) // 2)
 
 
 @pytest.mark.parametrize("rates", [[0.0, 1.0], [1.5]])
 def test_refuses_rates(rates):
-    with pytest.raises(MisconfigurationException, match="rates must be shares"):
+    with pytest.raises(MisconfigurationException, match=r"rates\[0\] must be above 0 and at most 1"):
         HeteroFL(rates)
 
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from lightning_lowrank import FederatedLoop, FromIndices, PFedMe
+from tests.algorithms.written_out import kept_by, own_model
 from tests.helpers import Data, Module, blobs, fit, network, trainer, weights
 
 CLIENTS = [list(range(40)), list(range(40, 60)), list(range(60, 103)), []]
@@ -30,8 +31,7 @@ def run(tmp_path, algorithm, net=None, optimizer=None, rounds=3, **arguments):
     return module, loop
 
 
-@pytest.mark.parametrize("execution", ["sequential", "vectorized"])
-@pytest.mark.parametrize("mixing", [1.0, 1.4])
+@pytest.mark.parametrize(("execution", "mixing"), [("sequential", 1.0), ("vectorized", 1.4)])
 def test_rounds_follow_the_paper(tmp_path, execution, mixing):
     algorithm = PFedMe(regularization=6.0, personal_steps=3, learning_rate=0.02, mixing=mixing)
     module, loop = run(tmp_path, algorithm, execution=execution)
@@ -68,25 +68,25 @@ def test_rounds_follow_the_paper(tmp_path, execution, mixing):
     for index, name in enumerate(names):
         close(weights(module)[name], state[index])
         for client in (0, 1, 2):
-            close(loop.algorithm.personal_state(loop.server, loop.clients[client])[name], personal[client][index])
-    assert loop.algorithm.personal_state(loop.server, loop.clients[3]) is loop.server.state
-    assert len(names) == len(loop.clients[0].memory["personal"])
+            close(own_model(loop, client)[name], personal[client][index])
+    assert own_model(loop, 3) is loop.server.model
+    assert len(names) == len(kept_by(loop, 0)["personal"])
 
 
 def test_a_copy_that_follows_at_once_is_the_personal_model(tmp_path):
     """η λ = 1: what is averaged are the personal models."""
     module, loop = run(tmp_path, PFedMe(regularization=4.0, learning_rate=0.25), participants=[[1]], rounds=1)
-    for name, value in loop.algorithm.personal_state(loop.server, loop.clients[1]).items():
+    for name, value in own_model(loop, 1).items():
         torch.testing.assert_close(weights(module)[name], value, rtol=1e-12, atol=1e-14)
 
 
 def test_a_personal_model_has_its_clients_statistics(tmp_path):
     module, loop = run(tmp_path, PFedMe(), net=network(norm=nn.BatchNorm1d), participants=[[0, 2]], rounds=1)
-    own = [loop.clients[client].memory["personal"]["net.1.running_mean"] for client in (0, 2)]
+    own = [kept_by(loop, client)["personal"]["net.1.running_mean"] for client in (0, 2)]
     assert not torch.equal(*own)
     mean = (SIZES[0] * own[0] + SIZES[2] * own[1]) / (SIZES[0] + SIZES[2])
     torch.testing.assert_close(module.net[1].running_mean, mean)
-    sizes = {name: value.numel() for name, value in loop.clients[0].memory["personal"].items()}
+    sizes = {name: value.numel() for name, value in kept_by(loop, 0)["personal"].items()}
     assert sizes == {name: value.numel() for name, value in module.state_dict().items()}
 
 
@@ -103,10 +103,10 @@ def test_low_precision_crosses_the_wire_and_moves(tmp_path):
     sent = []
 
     class Watching(PFedMe):
-        def end(self, server, client, model):
-            payload = super().end(server, client, model)
-            sent.extend(value.dtype for value in payload.tensors.values())
-            return payload
+        def end(self, client):
+            message = super().end(client)
+            sent.extend(value.dtype for value in message.tensors.values())
+            return message
 
     ends = {}
     inputs, targets = blobs().tensors
@@ -125,11 +125,11 @@ def test_low_precision_crosses_the_wire_and_moves(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"regularization": 0.0}, "regularization must be a finite number above 0, got 0.0"),
+        ({"regularization": 0.0}, "regularization must be above 0 and finite, but is 0.0"),
         ({"learning_rate": -1.0}, "learning_rate must be"),
         ({"mixing": float("nan")}, "mixing must be"),
         ({"mixing": float("inf")}, "mixing must be"),
-        ({"personal_steps": 0}, "personal_steps must be an integer of 1 or more, got 0"),
+        ({"personal_steps": 0}, "personal_steps must be at least 1, but is 0"),
         ({"personal_steps": 2.0}, "personal_steps must be an integer"),
         ({"personal_steps": True}, "personal_steps must be an integer"),
     ],

@@ -18,8 +18,10 @@ def drawn(direction, number, client, share, count):
     return mask
 
 
-@pytest.mark.parametrize(("down", "up"), [(0.5, 0.1), (1.0, 0.3), (0.7, 1.0)])
-@pytest.mark.parametrize("execution", ["sequential", "vectorized"])
+@pytest.mark.parametrize(
+    ("down", "up", "execution"),
+    [(0.5, 0.1, "sequential"), (1.0, 0.3, "vectorized"), (0.7, 1.0, "sequential")],
+)
 def test_rounds_in_plain_pytorch(tmp_path, down, up, execution):
     module, _ = plain.fitted(tmp_path, RandomCoordinates(down, up), execution=execution)
     net = plain.initial()
@@ -60,5 +62,5 @@ def test_bytes(tmp_path):
 
 @pytest.mark.parametrize("shares", [(0.0, 0.5), (0.5, -1.0), (1.5, 0.5)])
 def test_refuses_what_is_no_share(shares):
-    with pytest.raises(MisconfigurationException, match=r"share_(down|up) must be a share above 0 and at most 1, got"):
+    with pytest.raises(MisconfigurationException, match=r"share_(down|up) must be above 0 and at most 1, but is"):
         RandomCoordinates(*shares)

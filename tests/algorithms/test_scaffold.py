@@ -22,6 +22,7 @@ from tests.algorithms.written_out import (
     mean,
 )
 from tests.helpers import assert_same, network, weights
+from tests.pairwise import in_turn
 
 SGD = torch.optim.SGD
 
@@ -63,12 +64,11 @@ def reference(rate, lr_server=1.0, rounds=ROUNDS, decay=0.0, weighting="samples"
 
 def kept(loop):
     """Return the server's control variate, and those of the clients that have one."""
-    own = [bare(client.memory["control"]) for client in loop.clients if client.memory]
-    return bare(loop.server.memory["control"]), own
+    own = [bare(state["control"]) for _, state in loop.coordinator.states.items()]
+    return bare(loop.server.state["control"]), own
 
 
-@pytest.mark.parametrize("execution", EXECUTIONS)
-@pytest.mark.parametrize("weighting", ["samples", "uniform"])
+@pytest.mark.parametrize(("weighting", "execution"), in_turn(["samples", "uniform"], EXECUTIONS))
 def test_rounds_follow_the_paper(tmp_path, execution, weighting):
     ended, loop = federated(tmp_path, SCAFFOLD(lr_server=0.7), execution, weighting=weighting)
     model, control, own = reference(lambda name, step: 0.1, lr_server=0.7, weighting=weighting)
@@ -100,7 +100,7 @@ def test_steps_without_a_learning_rate_tell_nothing(tmp_path):
     schedule = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda number: float(number > 0))
     ended, loop = federated(tmp_path, SCAFFOLD(), rounds=ROUNDS[:1], module={"scheduler": schedule})
     assert_same(ended, initial())
-    assert all(not value.any() for value in loop.server.memory["control"].values())
+    assert all(not value.any() for value in loop.server.state["control"].values())
     ended, _ = federated(tmp_path, SCAFFOLD(), rounds=[ROUNDS[0], *ROUNDS], module={"scheduler": schedule})
     assert_close(ended, reference(lambda name, step: 0.1)[0])
 
@@ -163,10 +163,10 @@ def test_what_a_batch_does_not_depend_on_is_corrected(tmp_path):
 
 
 def test_refusals(tmp_path):
-    with pytest.raises(MisconfigurationException, match="lr_server must be a finite number above 0, got 0"):
+    with pytest.raises(MisconfigurationException, match="lr_server must be above 0 and finite, but is 0"):
         SCAFFOLD(lr_server=0)
     for optimizer, message in (
-        (partial(torch.optim.AdamW, lr=0.1), "SCAFFOLD takes .* the module steps with AdamW: return one"),
+        (partial(torch.optim.AdamW, lr=0.1), "SCAFFOLD needs .* the module steps with AdamW: return one"),
         (partial(SGD, lr=0.1, momentum=0.9), "not with momentum=0.9"),
         (partial(SGD, lr=0.1, maximize=True), "not with maximize=True"),
     ):

@@ -6,9 +6,10 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_lowrank import FedAdam, FedAvg, FedAvgM, FedYogi
-from lightning_lowrank.federated.client import Server
+from lightning_lowrank.federated.state import Base, Server
 from tests.algorithms.written_out import EXECUTIONS, ROUNDS, SIZES, assert_close, batches, federated, initial, mean, sgd
 from tests.helpers import assert_same
+from tests.pairwise import in_turn
 
 
 def fedavgm(delta, state, lr=0.5, momentum=0.8):
@@ -36,8 +37,7 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("execution", EXECUTIONS)
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(("name", "execution"), in_turn(METHODS, EXECUTIONS))
 def test_rounds_follow_the_paper(tmp_path, name, execution):
     make, update = METHODS[name]
     ended, _ = federated(tmp_path, make(), execution)
@@ -65,32 +65,32 @@ def test_buffers_are_averaged_plainly(tmp_path, make):
     for name in ("1.running_mean", "1.running_var", "1.num_batches_tracked"):
         assert torch.equal(ended[name], plain[name])
     assert not torch.equal(ended["1.weight"], plain["1.weight"])
-    assert set(loop.server.memory["moments"]) == {f"net.{name}" for name in ended if "running" not in name} - {
+    assert set(loop.server.state["moments"]) == {f"net.{name}" for name in ended if "running" not in name} - {
         "net.1.num_batches_tracked"
     }
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_moments_of_short_numbers_are_long(dtype):
-    algorithm, server = FedAvgM(momentum=0.9), Server(nn.Linear(1, 1), 0)
+    algorithm, server = FedAvgM(momentum=0.9), Server(Base(nn.Linear(1, 1), seed=0))
     start = torch.full((3,), 1.0, dtype=dtype)
-    server.state["w"] = start
-    server.mean.add({"w": start + torch.finfo(dtype).eps}, 1)
+    server.model["w"] = start
+    server.aggregator.add({"w": start + torch.finfo(dtype).eps}, 1)
     algorithm.aggregate(server)
-    (moments,) = server.memory["moments"].values()
+    (moments,) = server.state["moments"].values()
     assert moments["momentum"].dtype == torch.float32
-    assert server.state["w"].dtype == dtype
-    assert torch.equal(server.state["w"], start + torch.finfo(dtype).eps)
+    assert server.model["w"].dtype == dtype
+    assert torch.equal(server.model["w"], start + torch.finfo(dtype).eps)
 
 
 def test_arguments_out_of_range():
     for make, message in (
-        (lambda: FedAvgM(momentum=1.0), r"momentum must be in \[0, 1\), got 1.0"),
-        (lambda: FedAvgM(lr=0.0), "lr, of the server, must be a finite number above 0, got 0.0"),
-        (lambda: FedAdam(lr=float("nan")), "lr, of the server, .* got nan"),
-        (lambda: FedAdam(betas=(0.9, 1.0)), r"betas must be two numbers in \[0, 1\), got \(0.9, 1.0\)"),
+        (lambda: FedAvgM(momentum=1.0), "momentum must be at least 0 and below 1, but is 1.0"),
+        (lambda: FedAvgM(lr=0.0), "lr must be above 0 and finite, but is 0.0"),
+        (lambda: FedAdam(lr=float("nan")), "lr must be .* but is nan"),
+        (lambda: FedAdam(betas=(0.9, 1.0)), r"betas\[1\] must be at least 0 and below 1, but is 1.0"),
         (lambda: FedYogi(betas=(0.9,)), "betas must be two numbers"),
-        (lambda: FedYogi(tau=0.0), "tau must be a finite number above 0, got 0.0"),
+        (lambda: FedYogi(tau=0.0), "tau must be above 0 and finite, but is 0.0"),
     ):
         with pytest.raises(MisconfigurationException, match=message):
             make()

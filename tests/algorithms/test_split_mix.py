@@ -9,8 +9,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_lowrank import Ensemble, FedAvg, FederatedLoop, FromIndices, LowRank, MatrixProduct, SplitMix
-from lightning_lowrank.federated import Client
 from lightning_lowrank.models import MLP, Classifier
+from tests.algorithms.written_out import own_model
 from tests.helpers import Data, Module, blobs, fit, trainer, weights
 
 CLIENTS = [list(range(20)), list(range(20, 30)), list(range(30, 64)), list(range(64, 79)), list(range(79, 103))]
@@ -69,16 +69,16 @@ class Watching(SplitMix):
         self.seen, self.sent = [], {"down": {}, "up": {}}
 
     def broadcast(self, server, client):
-        payload = super().broadcast(server, client)
-        own = {int(name.split(".")[2]) for name in payload.tensors}
+        message = super().broadcast(server, client)
+        own = {int(name.split(".")[2]) for name in message.tensors}
         self.seen.append((server.round, client.id, own))
-        self.sent["down"][server.round, client.id] = set(payload.tensors)
-        return payload
+        self.sent["down"][server.round, client.id] = set(message.tensors)
+        return message
 
-    def end(self, server, client, model):
-        payload = super().end(server, client, model)
-        self.sent["up"][server.round, client.id] = set(payload.tensors)
-        return payload
+    def end(self, client):
+        message = super().end(client)
+        self.sent["up"][client.round, client.id] = set(message.tensors)
+        return message
 
     def rounds(self, count):
         return [{client: own for number, client, own in self.seen if number == wanted} for wanted in range(count)]
@@ -98,8 +98,7 @@ def assert_close(first, second):
         torch.testing.assert_close(value, second[name], rtol=1e-9, atol=1e-9, msg=lambda t, n=name: n + t)
 
 
-@pytest.mark.parametrize("execution", ["sequential", "vectorized"])
-@pytest.mark.parametrize("capacity", ["fixed", "dynamic"])
+@pytest.mark.parametrize(("capacity", "execution"), [("fixed", "sequential"), ("dynamic", "vectorized")])
 def test_each_base_learns_on_its_own(tmp_path, capacity, execution):
     algorithm = Watching(BUDGETS, capacity)
     module, _ = run(tmp_path, algorithm, participants=PARTICIPANTS, max_epochs=4, execution=execution)
@@ -110,6 +109,7 @@ def test_each_base_learns_on_its_own(tmp_path, capacity, execution):
     assert module.net.active is None
 
 
+@pytest.mark.slow
 def test_clients_have_the_bases_of_their_budget_drawn_in_each_round(tmp_path):
     algorithm = Watching(BUDGETS)
     run(tmp_path, algorithm, max_epochs=40)
@@ -139,12 +139,20 @@ def test_variants_are_smaller_ensembles(tmp_path):
     module.net.eval()
     each = torch.stack([net(inputs) for net in module.net.bases])
     for place, budget in enumerate(BUDGETS):
-        personal = loop.algorithm.personal_state(loop.server, Client(place, 1))
+        personal = own_model(loop, place)
         module.load_state_dict(personal, strict=False)
         torch.testing.assert_close(module.net(inputs), each[:budget].mean(0))
         if budget < 4:
             assert personal.keys() == variants[str(budget)].keys()
             assert all(torch.equal(personal[name], value) for name, value in variants[str(budget)].items())
+
+
+def test_a_budgets_ensemble_has_its_clients_statistics_where_these_are_local(tmp_path):
+    _, loop = run(tmp_path, SplitMix(BUDGETS), max_epochs=1, buffers="local")
+    for client in range(len(CLIENTS)):
+        personal, kept = own_model(loop, client), loop.coordinator.states[client]["buffers"]
+        assert personal["net.members"].tolist() == [float(number < BUDGETS[client % 3]) for number in range(4)]
+        assert all(personal[name] is value for name, value in kept.items() if name != "net.members")
 
 
 def test_what_is_outside_of_the_ensemble_is_trained_by_all(tmp_path):
@@ -197,7 +205,7 @@ def test_an_ensemble_on_its_own():
     ensemble.active = None
     with torch.autocast("cpu", torch.bfloat16):
         assert ensemble(inputs).dtype == torch.bfloat16
-    with pytest.raises(ValueError, match="bases must be at least 1, got 0"):
+    with pytest.raises(MisconfigurationException, match="bases must be at least 1, but is 0"):
         Ensemble(base, 0)
 
 
@@ -211,5 +219,5 @@ def test_refuses(tmp_path):
     with pytest.raises(MisconfigurationException, match="optimizer_state='keep' is not possible"):
         run(tmp_path, SplitMix(BUDGETS), optimizer_state="keep")
     for budgets in ([0, 1], [1.5]):
-        with pytest.raises(MisconfigurationException, match="whole numbers of bases"):
+        with pytest.raises(MisconfigurationException, match=r"budgets\[0\] must be"):
             SplitMix(budgets)

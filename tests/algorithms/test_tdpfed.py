@@ -9,10 +9,11 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lightning_lowrank import CP, FederatedLoop, FromIndices, LowRank, Server, TDPFed
+from lightning_lowrank import CP, FederatedLoop, FromIndices, LowRank, TDPFed
 from lightning_lowrank.algorithms.tdpfed import factor_gradients, refit
-from lightning_lowrank.federated.client import Client, trained_tensors
+from lightning_lowrank.federated.state import Base, ClientInfo, Server, trained_tensors
 from lightning_lowrank.models import MLP, VGG8
+from tests.algorithms.written_out import kept_by, own_model
 from tests.helpers import Data, Module, blobs, fit, network, trainer, weights
 
 CLIENTS = [list(range(40)), list(range(40, 60)), list(range(60, 103)), []]
@@ -103,15 +104,15 @@ TABLE_1 = {
 def test_ranks_of_table_1(model, column):
     network, ranks = TABLE_1[model]
     algorithm = TDPFed(compression=(1.5, 2)[column])
-    server = Server(network, seed=0)
-    algorithm.setup(server)
+    server = Server(Base(network, seed=0))
+    algorithm.setup(server.base)
     server.adopt(trained_tensors(network), shown={})
     if model == "VGG8":
         # Decomposing its weights takes long, and is not what is looked at.
-        server.memory["factors"] = {
+        server.state["factors"] = {
             f"{name}.weight": {
                 key: torch.zeros(shape)
-                for key, shape in CP().factor_shapes(server.state[f"{name}.weight"].shape, rank[column]).items()
+                for key, shape in CP().factor_shapes(server.model[f"{name}.weight"].shape, rank[column]).items()
             }
             for name, rank in ranks.items()
         }
@@ -119,11 +120,11 @@ def test_ranks_of_table_1(model, column):
         algorithm.begin_round(server)
     found = algorithm._ranks
     assert found == {f"{name}.weight": rank[column] for name, rank in ranks.items()}
-    dimensions = {name: sum(value.shape) for name, value in server.state.items() if name in found}
-    whole = sum(value.numel() for name, value in server.state.items() if name not in found)
+    dimensions = {name: sum(value.shape) for name, value in server.model.items() if name in found}
+    whole = sum(value.numel() for name, value in server.model.items() if name not in found)
     expected = sum(rank * dimensions[name] for name, rank in found.items()) + whole
-    assert algorithm.broadcast(server, Client(0, 1)).numbers == expected
-    dense = sum(value.numel() for value in server.state.values())
+    assert algorithm.broadcast(server, ClientInfo(0, 1, round=0, seed=0)).elements == expected
+    dense = sum(value.numel() for value in server.model.values())
     assert dense / expected == pytest.approx((1.5, 2)[column], rel=0.01)
 
 
@@ -131,14 +132,14 @@ def test_what_crosses_the_wire(tmp_path):
     crossed = []
 
     class Watching(TDPFed):
-        def begin(self, server, client, payload, model):
-            crossed.append({name: tuple(value.shape) for name, value in payload.tensors.items()})
-            super().begin(server, client, payload, model)
+        def begin(self, client, message):
+            crossed.append({name: tuple(value.shape) for name, value in message.tensors.items()})
+            super().begin(client, message)
 
-        def end(self, server, client, model):
-            payload = super().end(server, client, model)
-            crossed.append({name: tuple(value.shape) for name, value in payload.tensors.items()})
-            return payload
+        def end(self, client):
+            message = super().end(client)
+            crossed.append({name: tuple(value.shape) for name, value in message.tensors.items()})
+            return message
 
     net = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Linear(16, 2, bias=False), nn.Linear(2, 1))
     net.append(nn.Linear(1, 4))
@@ -199,8 +200,9 @@ def train_client(theirs, start, client, joint):
     return {name: [value.detach() for value in each] for name, each in factors.items()}, personal
 
 
-@pytest.mark.parametrize("execution", ["sequential", "vectorized"])
-@pytest.mark.parametrize(("joint", "mixing"), [(False, 1.0), (True, 1.8)])
+@pytest.mark.parametrize(
+    ("execution", "joint", "mixing"), [("sequential", False, 1.0), ("vectorized", True, 1.8), ("sequential", True, 1.8)]
+)
 def test_rounds_with_averaged_factors_follow_the_paper(tmp_path, execution, joint, mixing):
     algorithm = TDPFed(**SMALL, factor_learning_rate=0.01, joint=joint, mixing=mixing)
     module, loop = run(tmp_path, algorithm, execution=execution)
@@ -228,8 +230,8 @@ def test_rounds_with_averaged_factors_follow_the_paper(tmp_path, execution, join
     for name, each in state.items():
         close(weights(module)[name], composed(each) if len(each) > 1 else each[0])
         for client in (0, 1, 2):
-            close(loop.algorithm.personal_state(loop.server, loop.clients[client])[name], personal[client][name])
-    assert loop.algorithm.personal_state(loop.server, loop.clients[3]) is loop.server.state
+            close(own_model(loop, client)[name], personal[client][name])
+    assert own_model(loop, 3) is loop.server.model
 
 
 @pytest.mark.parametrize("mixing", [1.0, 0.5])
@@ -240,12 +242,12 @@ def test_averaged_composed_tensors(tmp_path, mixing):
     class Watching(TDPFed):
         def begin_round(self, server):
             super().begin_round(server)
-            sent.append({name: value.clone() for name, value in server.state.items()})
+            sent.append({name: value.clone() for name, value in server.model.items()})
 
-        def end(self, server, client, model):
-            payload = super().end(server, client, model)
-            sent.append({name: value.clone() for name, value in payload.tensors.items()})
-            return payload
+        def end(self, client):
+            message = super().end(client)
+            sent.append({name: value.clone() for name, value in message.tensors.items()})
+            return message
 
     algorithm = Watching(**SMALL, factor_learning_rate=0.01, aggregation="ACT", mixing=mixing)
     module, _ = run(tmp_path, algorithm, participants=[[0, 1]], rounds=1)
@@ -333,15 +335,16 @@ def convolutions():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("aggregation", ["AFM", "ACT"])
 def test_convolutions_one_after_another_and_together(tmp_path, aggregation):
     ends = []
     for execution in ("sequential", "vectorized"):
         algorithm = TDPFed(**SMALL, aggregation=aggregation)
         module, loop = run(tmp_path, algorithm, net=convolutions(), execution=execution, local_epochs=2)
-        ends.append((weights(module), loop.clients[1].memory["personal"], loop.ledger.state_dict()))
-        shapes = {key: tuple(value.shape) for key, value in loop.server.memory["factors"]["net.4.weight"].items()}
-        last = [loop.clients[client].memory["personal"] for client in PARTICIPANTS[-1]]
+        ends.append((weights(module), kept_by(loop, 1)["personal"], loop.ledger.state_dict()))
+        shapes = {key: tuple(value.shape) for key, value in loop.server.state["factors"]["net.4.weight"].items()}
+        last = [kept_by(loop, client)["personal"] for client in PARTICIPANTS[-1]]
         share = 0.5 if aggregation == "AFM" else SIZES[0] / (SIZES[0] + SIZES[1])
         mean = share * last[0]["net.2.running_mean"] + (1 - share) * last[1]["net.2.running_mean"]
         torch.testing.assert_close(module.net[2].running_mean, mean)
@@ -357,7 +360,7 @@ def test_the_global_model_is_made_of_the_servers_factors(tmp_path):
 
     class Watch(pl.Callback):
         def on_train_epoch_end(self, trainer, pl_module):
-            factors = loop.server.memory["factors"]
+            factors = loop.server.state["factors"]
             seen.append(
                 all(
                     torch.equal(factors[name]["U"] @ factors[name]["V"].mT, value)
@@ -378,7 +381,7 @@ def test_weights_changed_from_outside_get_new_factors(tmp_path):
     class Watching(TDPFed):
         def begin_round(self, server):
             super().begin_round(server)
-            factors = server.memory["factors"]
+            factors = server.state["factors"]
             begun.append({name: factors[name]["U"] @ factors[name]["V"].mT for name in factors})
 
     class Change(pl.Callback):
@@ -396,7 +399,7 @@ def test_weights_changed_from_outside_get_new_factors(tmp_path):
 def test_refuses_what_it_cannot_train(tmp_path):
     low_rank = LowRank(CP(), rank=2, role="weight", summary=False)
     loop = FederatedLoop(TDPFed(), clients=2, summary=False)
-    with pytest.raises(MisconfigurationException, match="leave LowRank out of `callbacks`"):
+    with pytest.raises(MisconfigurationException, match="remove LowRank from `callbacks`"):
         fit(trainer(tmp_path, low_rank, loop), Module(), Data())
     frozen = network()
     for value in frozen.parameters():
@@ -430,21 +433,21 @@ def test_low_precision_follows_single_precision(tmp_path, dtype):
         loop = FederatedLoop(algorithm, partition=FromIndices(CLIENTS), summary=False)
         fit(trainer(tmp_path, loop, max_epochs=1, limit_val_batches=0), module, data)
         ends[kind] = module.net[4].weight.detach().float() - start
-        assert module.net[4].weight.dtype == loop.server.memory["factors"]["net.4.weight"]["U"].dtype == kind
+        assert module.net[4].weight.dtype == loop.server.state["factors"]["net.4.weight"]["U"].dtype == kind
     assert (ends[dtype] - ends[torch.float32]).norm() < 0.3 * ends[torch.float32].norm()
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"compression": 0.5}, "compression must be 1 or more, got 0.5"),
-        ({"compression": float("nan")}, "compression must be a finite number"),
+        ({"compression": 0.5}, "compression must be at least 1 and finite, but is 0.5"),
+        ({"compression": float("nan")}, "compression must be at least 1 and finite"),
         ({"regularization": 0}, "regularization must be"),
         ({"factor_learning_rate": 0.0}, "factor_learning_rate must be"),
         ({"mixing": 0.0}, "mixing must be"),
         ({"personal_steps": 0}, "personal_steps must be"),
         ({"factor_steps": 1.5}, "factor_steps must be"),
-        ({"aggregation": "FM"}, "aggregation must be 'AFM' or 'ACT', got 'FM'"),
+        ({"aggregation": "FM"}, "aggregation must be one of 'AFM', 'ACT', but is 'FM'"),
     ],
 )
 def test_arguments_are_checked(arguments, message):

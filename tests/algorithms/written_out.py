@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lightning_lowrank import FederatedLoop, FromIndices
 from lightning_lowrank.federated import Algorithm
+from lightning_lowrank.federated.offload import flatten_state
 from tests.helpers import Data, Module, blobs, fit, network, trainer, weights
 
 CLIENTS = [range(40), range(40, 60), range(60, 97), range(97, 103)]
@@ -78,6 +82,8 @@ def federated(
     make_module: Callable[..., Module] = Module,
     net: nn.Module | None = None,
     trainer_settings: dict[str, Any] | None = None,
+    callbacks: Sequence[pl.Callback] = (),
+    ckpt_path: Path | None = None,
     **arguments: Any,
 ) -> tuple[State, FederatedLoop]:
     """Run rounds of a method, and return the global model and the loop."""
@@ -91,8 +97,27 @@ def federated(
     )
     fitted = make_module(network(norm=norm).double() if net is None else net, optimizer=optimizer, **(module or {}))
     settings = {"max_epochs": len(rounds), "limit_val_batches": 0, **(trainer_settings or {})}
-    fit(trainer(tmp_path, loop, **settings), fitted, Data(dataset(), shuffle=False))
+    fit(trainer(tmp_path, loop, *callbacks, **settings), fitted, Data(dataset(), shuffle=False), ckpt_path=ckpt_path)
     return weights(fitted.net), loop
+
+
+def resumed_ends(tmp_path: Path, make: Callable[[], Algorithm], execution: str, **arguments: Any) -> None:
+    """Check that runs which go on from checkpoints, most of them inside rounds, end bit for bit as the whole run."""
+    settings: dict[str, Any] = {"execution": execution, "rounds": [[0, 1], [1, 2, 3], [0, 2]], **arguments}
+    if execution == "vectorized":
+        settings["chunk_size"] = 2
+    every = ModelCheckpoint(tmp_path / "every", "{step}", save_top_k=-1, every_n_train_steps=2)
+    whole, loop = federated(tmp_path, make(), callbacks=[every], **settings)
+    files = sorted((tmp_path / "every").glob("*.ckpt"))
+    assert len(files) > 5
+    for file in files:
+        again, resumed = federated(tmp_path, make(), ckpt_path=file, **settings)
+        assert_close(whole, again, tolerance=0)
+        assert resumed.ledger.state_dict() == loop.ledger.state_dict()
+        for client in range(len(CLIENTS)):
+            assert flatten_state(kept_by(resumed, client))[0] == flatten_state(kept_by(loop, client))[0]
+            tensors = (flatten_state(kept_by(each, client))[1] for each in (resumed, loop))
+            assert all(torch.equal(*pair) for pair in zip(*tensors, strict=True))
 
 
 def assert_close(first: State, second: State, tolerance: float = 1e-9) -> None:
@@ -106,6 +131,18 @@ def bare(state: State) -> State:
     return {name.removeprefix("net."): value for name, value in state.items()}
 
 
+def kept_by(loop: FederatedLoop, client: int) -> dict[str, Any]:
+    """Return what a client keeps between rounds."""
+    return loop.coordinator.states[client]
+
+
+def own_model(loop: FederatedLoop, client: int) -> Mapping[str, Tensor]:
+    """Return the model that a client would use."""
+    coordinator = loop.coordinator
+    given = loop.algorithm.model_for(loop.server, coordinator.info(client))
+    return loop.algorithm.personal_model(coordinator.context(client, {}), given)
+
+
 def own_state(loop: FederatedLoop, client: int) -> State:
     """Return a client's own model, by the names of the network's tensors."""
-    return bare(dict(loop.algorithm.personal_state(loop.server, loop.clients[client])))
+    return bare(dict(own_model(loop, client)))

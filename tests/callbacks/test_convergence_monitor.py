@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from lightning_lowrank import (
     LowRank,
     MatrixProduct,
     ProductSum,
+    RoLoRA,
     SumProduct,
 )
 from tests.helpers import Data, Module, fit, network, trainer
@@ -50,7 +52,7 @@ def monitored(tmp_path, operator, monitor=None, **arguments):
     return seen, logged.rounds, loop
 
 
-@pytest.mark.parametrize("operator", [ProductSum, SumProduct, FedSA])
+@pytest.mark.parametrize("operator", [ProductSum, SumProduct, RoLoRA])
 def test_constants_are_the_smallest_that_satisfy_the_conditions(tmp_path, operator):
     seen, logged, _ = monitored(tmp_path, operator())
     for aggregated, figures in zip(seen, logged, strict=True):
@@ -95,6 +97,14 @@ def test_each_operator_is_best_by_its_own_condition(tmp_path):
 def test_layers_can_be_left_out_and_nobody_watches_afterwards(tmp_path):
     _, logged, loop = monitored(tmp_path, SumProduct(), ConvergenceMonitor(per_layer=False))
     assert {name.count("/") for name in logged[0]} == {1}
+    assert len(loop.algorithm.observers) == 1
+
+
+def test_a_factor_that_stays_with_its_client_is_not_measured(tmp_path):
+    with pytest.warns(UserWarning, match="ConvergenceMonitor logs nothing: with FedSA"):
+        ConvergenceMonitor().on_fit_start(SimpleNamespace(callbacks=[FederatedLoop(FedLoRA(FedSA()), clients=3)]), None)
+    _, logged, loop = monitored(tmp_path, FedSA())
+    assert logged == [{}, {}]
     assert len(loop.algorithm.observers) == 1
 
 

@@ -4,6 +4,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning_lowrank.federated.payload import dense_payload
 from torch import nn
 
 from lightning_lowrank import (
@@ -18,7 +19,6 @@ from lightning_lowrank import (
     load_dense,
     recover,
 )
-from lightning_lowrank.federated.payload import dense_payload
 from lightning_lowrank.layers import LowRankLinear, low_rank_layers
 from lightning_lowrank.models import CNN4, Classifier
 from tests.helpers import Data, Module, assert_same, fit, network, trainer, weights

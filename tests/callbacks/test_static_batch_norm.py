@@ -257,9 +257,9 @@ def test_layers_are_given_back_after_an_error(tmp_path):
 
 
 def test_refuses(tmp_path):
-    with pytest.raises(MisconfigurationException, match="batches must be 1 or more"):
+    with pytest.raises(MisconfigurationException, match="batches must be at least 1"):
         StaticBatchNorm(batches=0)
-    with pytest.raises(MisconfigurationException, match="from_round must be 0 or more"):
+    with pytest.raises(MisconfigurationException, match="from_round must be at least 0"):
         StaticBatchNorm(from_round=-1)
     with pytest.raises(MisconfigurationException, match="Module has no BatchNorm layer"):
         fit(trainer(tmp_path, StaticBatchNorm()), Module(), Data())

@@ -1,4 +1,4 @@
-"""What every codec must keep, and each codec's own formula.
+"""The contract for every codec, and each codec's own formula.
 
 A codec takes part by being exported from ``lightning_lowrank.compression`` and having a line in ``CODECS``.
 """
@@ -6,7 +6,6 @@ A codec takes part by being exported from ``lightning_lowrank.compression`` and 
 import inspect
 import json
 import math
-import random
 import tracemalloc
 
 import pytest
@@ -14,18 +13,26 @@ import torch
 
 from lightning_lowrank import compression
 from lightning_lowrank.compression import (
+    Chain,
+    Channel,
     Codec,
     DecodingError,
-    DenseCodec,
-    HalfCodec,
-    MaskCodec,
-    RandomKCodec,
-    SignCodec,
-    SplitCodec,
-    TopKCodec,
+    Dense,
+    FloatingCodec,
+    Half,
+    Mask,
+    Packet,
+    Quantize,
+    RandomCodec,
+    RandomK,
+    Sign,
+    Split,
+    TopK,
 )
-from lightning_lowrank.compression import sparse as sparse_codecs
+from lightning_lowrank.compression.wire import Layout
 from lightning_lowrank.models import CNN4
+from lightning_lowrank.testing import check_codec
+from tests.grids import pairwise
 
 
 def draw(*shape, seed=0):
@@ -41,23 +48,33 @@ def random_masks(tensors):
 
 
 CODECS = {
-    "dense": lambda tensors: DenseCodec(),
-    "float16": lambda tensors: HalfCodec(),
-    "bfloat16": lambda tensors: HalfCodec("bfloat16"),
-    "top share": lambda tensors: TopKCodec(share=0.2),
-    "top share dense": lambda tensors: TopKCodec(share=0.7),
-    "top all": lambda tensors: TopKCodec(share=1.0),
-    "top share tensor": lambda tensors: TopKCodec(share=0.2, scope="tensor"),
-    "top count": lambda tensors: TopKCodec(count=3),
-    "top count tensor": lambda tensors: TopKCodec(count=3, scope="tensor"),
-    "random": lambda tensors: RandomKCodec(0.3, seed=-7),
-    "random unbiased": lambda tensors: RandomKCodec(0.3, seed=2**62, unbiased=True),
-    "sign": lambda tensors: SignCodec(),
-    "mask": lambda tensors: MaskCodec(random_masks(tensors)),
-    "mask known": lambda tensors: MaskCodec(random_masks(tensors), known=True),
-    "split": lambda tensors: SplitCodec(["bias", "b", "flag", "absent"], HalfCodec(), SignCodec()),
+    "dense": lambda tensors: Dense(),
+    "float16": lambda tensors: Half(),
+    "bfloat16": lambda tensors: Half("bfloat16"),
+    "top share": lambda tensors: TopK(share=0.2),
+    "top share dense": lambda tensors: TopK(share=0.7),
+    "top all": lambda tensors: TopK(share=1.0),
+    "top share tensor": lambda tensors: TopK(share=0.2, scope="tensor"),
+    "top count": lambda tensors: TopK(count=3),
+    "top count tensor": lambda tensors: TopK(count=3, scope="tensor"),
+    "random": lambda tensors: RandomK(0.3, seed=-7),
+    "random unbiased": lambda tensors: RandomK(0.3, seed=2**62, unbiased=True),
+    "sign": lambda tensors: Sign(),
+    "mask": lambda tensors: Mask(random_masks(tensors)),
+    "mask known": lambda tensors: Mask(random_masks(tensors), known=True),
+    "split": lambda tensors: Split(["bias", "b", "flag", "absent"], Half(), Sign()),
+    "quantize": lambda tensors: Quantize(bits=8, seed=3),
+    "quantize 4": lambda tensors: Quantize(bits=4, bucket_size=5, seed=2**63 - 1),
+    "quantize l2": lambda tensors: Quantize(bits=4, bucket_size=None, norm="l2"),
+    "chain of one": lambda tensors: Chain([TopK(share=0.2)]),
+    "top half": lambda tensors: Chain([TopK(share=0.2), Half()]),
+    "mask quantize half": lambda tensors: Chain([Mask(random_masks(tensors)), Quantize(bits=4), Half("bfloat16")]),
+    "random quantize": lambda tensors: Chain([RandomK(0.3, seed=4, unbiased=True), Quantize(seed=5)]),
+    "sign quantize random": lambda tensors: Chain([Sign(), Quantize(bits=4), RandomK(0.5, seed=1)]),
+    "half top top": lambda tensors: Chain([Half(), TopK(share=0.5), TopK(count=2, scope="tensor")]),
 }
 LOSSLESS = ["dense", "top all"]
+DRAWING = ["quantize", "quantize 4", "quantize l2", "random quantize", "mask quantize half", "random unbiased"]
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 CASES = {
     "float32": {"weight": draw(3, 4), "bias": draw(4, seed=1)},
@@ -106,35 +123,24 @@ def test_every_exported_codec_is_held_to_the_contract():
     exported = {getattr(compression, name) for name in compression.__all__}
     concrete = {kind for kind in exported if issubclass(kind, Codec) and not inspect.isabstract(kind)}
     assert {type(build({})) for build in CODECS.values()} == concrete
-    assert exported - concrete == {Codec, DecodingError}
+    assert exported - concrete == {Codec, FloatingCodec, RandomCodec, DecodingError, Channel, Packet}
 
 
-@everywhere
 @every_codec
-def test_the_other_side_decodes_what_is_said_to_be_transmitted(build, case):
-    tensors = CASES[case]
-    received = CODECS[build](tensors).transmit(tensors)
-    assert list(received) == list(tensors)
-    assert not any(tensor.requires_grad for tensor in received.values())
-    assert_same(CODECS[build](tensors).decode(CODECS[build](tensors).encode(tensors)), received)
-    for name, tensor in tensors.items():
-        assert (received[name].dtype, received[name].shape) == (tensor.dtype, tensor.shape)
-    exact = {name for name, tensor in tensors.items() if build in LOSSLESS or tensor.dtype not in FLOATS}
-    assert_same({name: received[name] for name in exact}, {name: tensors[name] for name in exact})
+def test_the_contract_holds(build):
+    for case, tensors in CASES.items():
+        check_codec(CODECS[build](tensors), {case: tensors}, draws=30)
 
 
 @everywhere
-@every_codec
-def test_size_is_the_length_of_the_encoding_and_needs_no_values(build, case):
-    tensors = CASES[case]
-    codec = CODECS[build](tensors)
-    length = len(CODECS[build](tensors).encode(tensors))
-    assert codec.nbytes(tensors) == length
-    assert codec.nbytes({name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}) == length
+@pytest.mark.parametrize("build", LOSSLESS)
+def test_lossless_codecs_lose_nothing(build, case):
+    assert_same(CODECS[build](CASES[case]).transmit(CASES[case]), dict(CASES[case]))
 
 
+@pairwise(strength=1)
 @everywhere
-@pytest.mark.parametrize("build", [build for build in CODECS if build != "random unbiased"])
+@pytest.mark.parametrize("build", [build for build in CODECS if build not in (*DRAWING, "sign quantize random")])
 def test_what_arrived_arrives_again_unchanged(build, case):
     codec = CODECS[build](CASES[case])
     once = codec.transmit(CASES[case])
@@ -145,15 +151,6 @@ def test_what_arrived_arrives_again_unchanged(build, case):
             if once[name].dtype in FLOATS
             else torch.equal(bits(once[name]), bits(twice[name]))
         )
-
-
-@every_codec
-def test_what_is_sent_is_left_alone(build):
-    tensors = {"weight": draw(3, 4).requires_grad_(), "bias": draw(4, seed=1)}
-    before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-    codec = CODECS[build](tensors)
-    codec.encode(tensors), codec.transmit(tensors)
-    assert_same(tensors, before)
 
 
 @pytest.mark.parametrize("build", [build for build in CODECS if build != "dense"])
@@ -182,50 +179,13 @@ def forge(parts):
     return len(text).to_bytes(8, "little") + text + b"".join(parts.values())
 
 
-@every_codec
-def test_bytes_that_are_no_encoding_are_refused_or_give_tensors(build):
-    rng = random.Random(build)
-    outcomes = {"refused": 0, "decoded": 0}
-
-    def attempt(codec, data):
-        try:
-            decoded = codec.decode(data)
-        except DecodingError:
-            outcomes["refused"] += 1
-        else:
-            assert all(isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in decoded.items())
-            assert sum(tensor.nbytes for tensor in decoded.values()) < 10_000_000
-            outcomes["decoded"] += 1
-
-    for case in ("float32", "mixed", "larger", "nothing"):
-        codec = CODECS[build](CASES[case])
-        data = codec.encode(CASES[case])
-        for length in {0, 1, 7, 8, 9, len(data) - 1, len(data) - 8, *rng.sample(range(len(data)), 9)}:
-            with pytest.raises(DecodingError):
-                codec.decode(data[: max(length, 0)])
-        with pytest.raises(DecodingError):
-            codec.decode(data + b"\0")
-        for _ in range(150):
-            changed = bytearray(data)
-            for _ in range(rng.choice((1, 1, 2, 8))):
-                # Mostly the header and the layout, where there is something to be confused about.
-                changed[rng.randrange(len(data) if rng.random() < 0.3 else min(400, len(data)))] ^= 1 << rng.randrange(
-                    8
-                )
-            attempt(codec, bytes(changed))
-        for _ in range(20):
-            attempt(codec, rng.randbytes(rng.randrange(64)))
-            attempt(codec, forge({"layout": rng.randbytes(rng.randrange(30)), "values": rng.randbytes(8)}))
-    assert outcomes["refused"] > 50
-    assert outcomes["decoded"] > 0
-
-
+@pairwise(strength=1)
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        (b"", "no JSON"),
-        (b"\xff\xfe", "no JSON"),
-        (b"[" * 100_000, "no JSON"),
+        (b"", "not JSON"),
+        (b"\xff\xfe", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
         (b"[]", "not a mapping"),
         (b'{"float32":[]}', "not a mapping"),
         (b'{"float33":{}}', "unknown type 'float33'"),
@@ -264,52 +224,52 @@ def test_bytes_that_are_no_boolean_are_refused(build):
 def test_parts_that_do_not_belong_are_refused():
     layout = b'{"float32":{"a":[8]}}'
     good = {"layout": layout, "scales": bytes(4), "signs": b"\1"}
-    assert SignCodec().decode(forge(good)).keys() == {"a"}
+    assert Sign().decode(forge(good)).keys() == {"a"}
     for bad in ({"signs": b"\1\1"}, {"scales": b""}, {"more": b"1"}, {"exact": b"1"}):
         with pytest.raises(DecodingError, match=f"part '{next(iter(bad))}'"):
-            SignCodec().decode(forge({**good, **bad}))
+            Sign().decode(forge({**good, **bad}))
     for entry in (b'"F32","shape":[1]', b'"U8","shape":[2,2]'):
         header = b'{"layout":{"dtype":%s,"data_offsets":[0,4]}}' % entry
         with pytest.raises(DecodingError, match="'layout' of the bytes is not one row"):
-            SignCodec().decode(len(header).to_bytes(8, "little") + header + b"{  }")
+            Sign().decode(len(header).to_bytes(8, "little") + header + b"{  }")
     header = b'{"a":{"dtype":"F4","shape":[2],"data_offsets":[0,1]}}'
     with pytest.raises(DecodingError, match="no safetensors file that can be read"):
-        DenseCodec().decode(len(header).to_bytes(8, "little") + header + bytes(1))
+        Dense().decode(len(header).to_bytes(8, "little") + header + bytes(1))
 
 
 def test_split_sends_each_tensor_through_its_own_codec():
     tensors = {"a": draw(9), "mean": draw(4, seed=1), "b": draw(3, seed=2), "steps": torch.tensor(3)}
-    codec = SplitCodec({"mean", "steps"}, DenseCodec(), SignCodec())
+    codec = Split({"mean", "steps"}, Dense(), Sign())
     received = codec.transmit(tensors)
     assert list(received) == list(tensors)
     assert_same(
         {name: received[name] for name in ("mean", "steps")}, {name: tensors[name] for name in ("mean", "steps")}
     )
     weights = {name: tensors[name] for name in "ab"}
-    assert_same({name: received[name] for name in "ab"}, SignCodec().transmit(weights))
+    assert_same({name: received[name] for name in "ab"}, Sign().transmit(weights))
     dense = {name: tensors[name] for name in ("mean", "steps")}
-    assert codec.nbytes(tensors) == 8 + DenseCodec().nbytes(dense) + SignCodec().nbytes(weights)
+    assert codec.nbytes(tensors) == 8 + Dense().nbytes(dense) + Sign().nbytes(weights)
     with pytest.raises(TypeError, match=r"\['mean'\]"):
-        SplitCodec("mean", DenseCodec(), SignCodec())
+        Split("mean", Dense(), Sign())
 
 
 def test_split_refuses_what_came_the_other_way():
     tensors = {"a": draw(3), "b": draw(3)}
-    data = SplitCodec(["a"], HalfCodec(), HalfCodec()).encode(tensors)
+    data = Split(["a"], Half(), Half()).encode(tensors)
     for names, astray in ((["b"], "a"), ([], "a"), (["a", "b"], "b")):
-        with pytest.raises(DecodingError, match=f"'{astray}' came through the other"):
-            SplitCodec(names, HalfCodec(), HalfCodec()).decode(data)
+        with pytest.raises(DecodingError, match=f"'{astray}' came through the wrong one"):
+            Split(names, Half(), Half()).decode(data)
     with pytest.raises(DecodingError, match="should end at byte"):
-        SplitCodec(["a"], HalfCodec(), HalfCodec()).decode((2**63).to_bytes(8, "little") + data[8:])
+        Split(["a"], Half(), Half()).decode((2**63).to_bytes(8, "little") + data[8:])
 
 
 def test_tensors_without_an_encoding_are_refused():
     with pytest.raises(TypeError, match="complex128"):
-        DenseCodec().encode({"a": torch.zeros(2, dtype=torch.complex128)})
+        Dense().encode({"a": torch.zeros(2, dtype=torch.complex128)})
     with pytest.raises(ValueError, match="__metadata__"):
-        DenseCodec().encode({"__metadata__": torch.zeros(2)})
+        Dense().encode({"__metadata__": torch.zeros(2)})
     with pytest.raises(TypeError, match=r"'a' is of type torch\.float8_e5m2fnuz"):
-        SignCodec().nbytes({"a": torch.empty(2, dtype=torch.float8_e5m2fnuz, device="meta")})
+        Sign().nbytes({"a": torch.empty(2, dtype=torch.float8_e5m2fnuz, device="meta")})
 
 
 def cnn4(like=""):
@@ -320,35 +280,35 @@ def test_cnn4_in_one_bit_per_weight():
     # One bit for each of the 390,880 numbers and a float32 for each of the 13 tensors; the rest is names and shapes.
     formula = 390_880 // 8 + 13 * 4
     assert formula == 48_912
-    size = SignCodec().nbytes(cnn4())
+    size = Sign().nbytes(cnn4())
     assert formula < size < formula + 610
     # FedBAT's 52,600 bytes keep the eight tensors of the batch normalisation's affine maps in float32.
     binary, affine = ({name: t for name, t in cnn4().items() if ("norm" in name) is norm} for norm in (False, True))
     assert sum(t.numel() for t in binary.values()) // 8 + 5 * 4 + 4 * sum(t.numel() for t in affine.values()) == 52_600
-    assert 52_600 < SignCodec().nbytes(binary) + DenseCodec().nbytes(affine) < 52_600 * 1.02
+    assert 52_600 < Sign().nbytes(binary) + Dense().nbytes(affine) < 52_600 * 1.02
 
 
 def test_cnn4_sizes_of_the_others():
     kept = round(390_880 / 32)
     names = 630
-    assert 0 < HalfCodec().nbytes(cnn4()) - 2 * 390_880 < names
-    assert 0 < RandomKCodec(1 / 32).nbytes(cnn4()) - 4 * kept - 8 < names
+    assert 0 < Half().nbytes(cnn4()) - 2 * 390_880 < names
+    assert 0 < RandomK(1 / 32).nbytes(cnn4()) - 4 * kept - 8 < names
     # Elias and Fano's code is within about half a bit per position of log2 of the number of choices.
-    top = TopKCodec(share=1 / 32).nbytes(cnn4()) - 4 * kept - names
+    top = TopK(share=1 / 32).nbytes(cnn4()) - 4 * kept - names
     choices = (math.lgamma(390_881) - math.lgamma(kept + 1) - math.lgamma(390_881 - kept)) / math.log(2)
     assert choices / 8 < top + names < choices / 8 + 0.6 * kept / 8 + names
     # Half of the numbers: a bitmap.
-    assert 0 < TopKCodec(share=0.5).nbytes(cnn4()) - 4 * 195_440 - 390_880 // 8 < names
+    assert 0 < TopK(share=0.5).nbytes(cnn4()) - 4 * 195_440 - 390_880 // 8 < names
 
 
 def test_dense_size_needs_no_values():
     tensors = {"weight": torch.empty(1000, 1000, device="meta")}
-    assert 4_000_000 < compression.DenseCodec().nbytes(tensors) < 4_000_200
+    assert 4_000_000 < compression.Dense().nbytes(tensors) < 4_000_200
 
 
 def test_half_rounds_as_numpy_does_and_restores_the_type():
     tensors = {"weight": torch.cat([draw(50) * 1e-4, torch.tensor([65_519.0, 65_520.0, -1e9, 2.9e-8])])}
-    received = HalfCodec().transmit(tensors)["weight"]
+    received = Half().transmit(tensors)["weight"]
     with pytest.warns(RuntimeWarning, match="overflow"):
         expected = tensors["weight"].numpy().astype("float16").astype("float32")
     assert received.tolist() == expected.tolist()
@@ -356,13 +316,13 @@ def test_half_rounds_as_numpy_does_and_restores_the_type():
     # bfloat16 is the upper half of float32, rounded to nearest even.
     number = tensors["weight"].view(torch.int32)
     upper = (number + 0x7FFF + (number >> 16 & 1)) & -0x10000
-    assert torch.equal(HalfCodec("bfloat16").transmit(tensors)["weight"], upper.view(torch.float32))
+    assert torch.equal(Half("bfloat16").transmit(tensors)["weight"], upper.view(torch.float32))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_sixteen_bits_of_the_other_kind_are_not_rounded(dtype):
     tensors = {"half": (draw(9) / 3).half(), "brain": (draw(9) * 1e20).bfloat16()}
-    assert_same(HalfCodec(dtype).transmit(tensors), tensors)
+    assert_same(Half(dtype).transmit(tensors), tensors)
 
 
 def brute_force(numbers, count):
@@ -377,22 +337,22 @@ def test_top_k_is_a_sort_over_the_whole_model(count):
         # Few different magnitudes, so that there are ties.
         numbers = torch.randint(-3, 4, (12,), generator=torch.Generator().manual_seed(seed)).float()
         tensors = {"a": numbers[:5].reshape(1, 5), "b": numbers[5:].bfloat16()}
-        codec = TopKCodec(count=count)
+        codec = TopK(count=count)
         received = codec.decode(codec.encode(tensors))
         assert received["a"].flatten().tolist() + received["b"].tolist() == brute_force(numbers.tolist(), count)
-        each = TopKCodec(count=count, scope="tensor").transmit(tensors)
+        each = TopK(count=count, scope="tensor").transmit(tensors)
         assert each["a"].flatten().tolist() == brute_force(numbers[:5].tolist(), count)
         assert each["b"].tolist() == brute_force(numbers[5:].tolist(), count)
 
 
 def test_top_k_never_hides_a_nan():
-    received = TopKCodec(count=2).transmit({"a": torch.tensor([1e30, math.nan, 5.0, -math.inf, math.inf])})["a"]
+    received = TopK(count=2).transmit({"a": torch.tensor([1e30, math.nan, 5.0, -math.inf, math.inf])})["a"]
     assert math.isnan(received[1])
     assert received[[0, 2, 3, 4]].tolist() == [0.0, 0.0, -math.inf, 0.0]
 
 
 @pytest.mark.parametrize(("share", "kept"), [(0.001, 1), (0.1, 3), (0.29, 9), (0.5, 15), (1.0, 30)])
-@pytest.mark.parametrize("build", [lambda share: TopKCodec(share=share), RandomKCodec])
+@pytest.mark.parametrize("build", [lambda share: TopK(share=share), RandomK])
 def test_a_share_is_rounded_and_at_least_one_number(build, share, kept):
     received = build(share).transmit(
         {"a": torch.ones(4, 5), "b": torch.ones(10), "c": torch.ones(9, dtype=torch.int64)}
@@ -402,25 +362,25 @@ def test_a_share_is_rounded_and_at_least_one_number(build, share, kept):
 
 
 def test_a_share_of_each_tensor():
-    received = TopKCodec(share=0.1, scope="tensor").transmit({"a": 100 + draw(40), "b": draw(20), "c": draw(3)})
+    received = TopK(share=0.1, scope="tensor").transmit({"a": 100 + draw(40), "b": draw(20), "c": draw(3)})
     assert [int((received[name] != 0).sum()) for name in "abc"] == [4, 2, 1]
 
 
 def test_a_mantissa_in_double_precision_decides():
     numbers = torch.tensor([1.0, 1.0 + 1e-12, 1.0 - 1e-12], dtype=torch.float64)
-    assert TopKCodec(count=1).transmit({"a": numbers, "b": torch.ones(1)})["a"].tolist() == [0.0, 1.0 + 1e-12, 0.0]
+    assert TopK(count=1).transmit({"a": numbers, "b": torch.ones(1)})["a"].tolist() == [0.0, 1.0 + 1e-12, 0.0]
 
 
 @pytest.mark.parametrize("total", [1, 2, 7, 8, 9, 64, 1000, 4097])
 def test_positions_of_any_number_survive(total):
     numbers = draw(total, seed=total)
     for count in {1, 2, total // 9, total // 3, total // 2, total - 1, total} - {0}:
-        codec = TopKCodec(count=count)
+        codec = TopK(count=count)
         received = codec.decode(codec.encode({"a": numbers}))["a"]
         expected = numbers * (numbers.abs() >= numbers.abs().sort(descending=True).values[min(count, total) - 1])
         assert torch.equal(received, expected)
         # Positions take no more than a bitmap, nor than k(2 + log2(d/k)) bits.
-        positions = sum(codec._position_lengths(sparse_codecs.Layout.of({"a": numbers})).values())
+        positions = codec.lengths(Layout.of({"a": numbers}))["positions"]
         count = min(count, total)
         assert positions <= min(math.ceil(total / 8), math.ceil(count * (2 + math.log2(total / count)) / 8))
 
@@ -432,7 +392,7 @@ def test_positions_that_a_decoder_must_not_believe():
         values = torch.ones(3).numpy().tobytes()
         return forge({"layout": b'{"float32":{"a":[100]}}', "values": values, "positions": bits.to_bytes(3, "little")})
 
-    codec = TopKCodec(count=3)
+    codec = TopK(count=3)
     assert codec.decode(encode([3, 4, 6]))["a"].nonzero().flatten().tolist() == [3, 4, 6]
     assert codec.decode(encode([3, 4, 3], high=(0, 1, 5)))["a"].nonzero().flatten().tolist() == [3, 4, 99]
     for places in ([4, 6, 3], [4, 4, 6]):
@@ -448,9 +408,9 @@ def test_positions_that_a_decoder_must_not_believe():
 def test_a_count_has_a_limit_that_a_share_has_not():
     tensors = {"a": torch.empty(2**26 + 1, device="meta")}
     with pytest.raises(ValueError, match="give it a share"):
-        TopKCodec(count=5).nbytes(tensors)
-    assert TopKCodec(count=5).nbytes({"a": torch.empty(2**26, device="meta")}) < 300
-    assert TopKCodec(share=1e-6).nbytes(tensors) < 1000
+        TopK(count=5).nbytes(tensors)
+    assert TopK(count=5).nbytes({"a": torch.empty(2**26, device="meta")}) < 300
+    assert TopK(share=1e-6).nbytes(tensors) < 1000
 
 
 def test_unbiased_random_k_has_the_payload_as_its_mean():
@@ -458,7 +418,7 @@ def test_unbiased_random_k_has_the_payload_as_its_mean():
     draws = 4000
     total = {name: torch.zeros(tensor.shape, dtype=torch.float64) for name, tensor in tensors.items()}
     for seed in range(draws):
-        for name, tensor in RandomKCodec(0.25, seed, unbiased=True).transmit(tensors).items():
+        for name, tensor in RandomK(0.25, seed, unbiased=True).transmit(tensors).items():
             total[name] += tensor
     for name, tensor in tensors.items():
         # A number arrives as 4x with probability 1/4: its deviation is sqrt(3)|x|.
@@ -468,7 +428,7 @@ def test_unbiased_random_k_has_the_payload_as_its_mean():
 
 def test_random_k_sends_the_numbers_themselves_to_positions_of_the_seed():
     tensors = {"a": draw(30), "b": draw(2, 5, seed=1)}
-    received = [RandomKCodec(0.3, seed).transmit(tensors) for seed in (0, 0, 1)]
+    received = [RandomK(0.3, seed).transmit(tensors) for seed in (0, 0, 1)]
     flat = [torch.cat([part["a"], part["b"].flatten()]) for part in received]
     sent = torch.cat([tensors["a"], tensors["b"].flatten()])
     assert torch.equal(flat[0], flat[1])
@@ -479,15 +439,15 @@ def test_random_k_sends_the_numbers_themselves_to_positions_of_the_seed():
 
 
 def test_random_k_decodes_with_the_seed_that_was_sent():
-    data = RandomKCodec(0.3, seed=11).encode(CASES["larger"])
-    assert_same(RandomKCodec(0.3, seed=12).decode(data), RandomKCodec(0.3, seed=11).transmit(CASES["larger"]))
+    data = RandomK(0.3, seed=11).encode(CASES["larger"])
+    assert_same(RandomK(0.3, seed=12).decode(data), RandomK(0.3, seed=11).transmit(CASES["larger"]))
     with pytest.raises(DecodingError, match="'values'"):
-        RandomKCodec(0.2, seed=11).decode(data)
+        RandomK(0.2, seed=11).decode(data)
 
 
 def test_half_precision_random_k_scales_in_its_own_type():
     tensors = {"a": torch.full((8,), 3.0, dtype=torch.bfloat16)}
-    received = RandomKCodec(0.25, unbiased=True).transmit(tensors)["a"]
+    received = RandomK(0.25, unbiased=True).transmit(tensors)["a"]
     assert sorted(received.tolist()) == [0.0] * 6 + [12.0] * 2
 
 
@@ -496,25 +456,25 @@ def test_sign_keeps_binary_tensors_exactly(dtype):
     signs = torch.where(draw(1001) < 0, -1.0, 1.0).to(dtype)
     for alpha in (0.1, 1 / 3, 5e-4, 1.0):
         tensors = {"a": signs * torch.tensor(alpha, dtype=dtype), "b": signs[:3]}
-        assert_same(SignCodec().decode(SignCodec().encode(tensors)), tensors)
+        assert_same(Sign().decode(Sign().encode(tensors)), tensors)
 
 
 def test_sign_is_the_best_scaled_sign():
     numbers = draw(4, 25)
-    received = SignCodec().transmit({"a": numbers})["a"].flatten()
+    received = Sign().transmit({"a": numbers})["a"].flatten()
     flat = numbers.flatten()
     signs = torch.sign(flat)
     best = torch.linalg.lstsq(signs[:, None].double(), flat[:, None].double()).solution.item()
     assert torch.allclose(received, (signs * best).float(), rtol=1e-6)
-    assert SignCodec().transmit({"a": torch.tensor([0.0, -0.0, -3.0])})["a"].tolist() == [1.0, 1.0, -1.0]
+    assert Sign().transmit({"a": torch.tensor([0.0, -0.0, -3.0])})["a"].tolist() == [1.0, 1.0, -1.0]
     # The mean of these float16 numbers does not fit a float16 sum.
     large = torch.tensor([60_000.0, -50_016.0]).half()
-    assert SignCodec().transmit({"a": large})["a"].tolist() == [55_008.0, -55_008.0]
+    assert Sign().transmit({"a": large})["a"].tolist() == [55_008.0, -55_008.0]
 
 
 def test_sign_shows_what_is_not_finite():
     tensors = {"a": torch.tensor([1.0, math.nan]), "b": torch.tensor([1.0, -math.inf]), "c": torch.tensor([2.0])}
-    received = SignCodec().transmit(tensors)
+    received = Sign().transmit(tensors)
     assert received["a"].isnan().all()
     assert received["b"].tolist() == [math.inf, -math.inf]
     assert received["c"].tolist() == [2.0]
@@ -524,29 +484,29 @@ def test_mask_sends_what_it_selects():
     tensors = {"a": draw(2, 5), "whole": draw(3, seed=1), "steps": torch.tensor(7)}
     mask = torch.tensor([[True, False, True, False, False], [False, False, False, False, True]])
     for known in (False, True):
-        received = MaskCodec({"a": mask}, known).transmit(tensors)
+        received = Mask({"a": mask}, known).transmit(tensors)
         assert torch.equal(received["a"], tensors["a"] * mask)
         assert torch.equal(received["whole"], tensors["whole"])
-    travelling, known = MaskCodec({"a": mask}).encode(tensors), MaskCodec({"a": mask}, known=True).encode(tensors)
-    assert_same(MaskCodec().decode(travelling), received)
+    travelling, known = Mask({"a": mask}).encode(tensors), Mask({"a": mask}, known=True).encode(tensors)
+    assert_same(Mask().decode(travelling), received)
     # A travelling mask is no secret, so that another codec's masks do not matter.
-    assert_same(MaskCodec({"a": ~mask}).decode(travelling), received)
+    assert_same(Mask({"a": ~mask}).decode(travelling), received)
     with pytest.raises(DecodingError, match="'values'"):
-        MaskCodec({"a": ~mask}, known=True).decode(known)
+        Mask({"a": ~mask}, known=True).decode(known)
     with pytest.raises(DecodingError, match="no such floating-point tensor"):
-        MaskCodec({"b": mask}, known=True).decode(known)
+        Mask({"b": mask}, known=True).decode(known)
 
 
 def test_a_mask_that_travels_costs_a_bit_per_number():
     tensors, mask = {"a": draw(80_000)}, torch.zeros(80_000, dtype=torch.bool)
     mask[:100] = True
-    assert 400 < MaskCodec({"a": mask}, known=True).nbytes(tensors) < 400 + 250
-    assert 10_400 < MaskCodec({"a": mask}).nbytes(tensors) < 10_400 + 250
+    assert 400 < Mask({"a": mask}, known=True).nbytes(tensors) < 400 + 250
+    assert 10_400 < Mask({"a": mask}).nbytes(tensors) < 10_400 + 250
 
 
 def test_a_mask_is_copied():
     mask = torch.tensor([True, False])
-    codec = MaskCodec({"a": mask})
+    codec = Mask({"a": mask})
     mask.fill_(True)
     assert codec.transmit({"a": torch.ones(2)})["a"].tolist() == [1.0, 0.0]
 
@@ -561,7 +521,7 @@ def test_a_mask_is_copied():
 )
 @pytest.mark.parametrize("known", [False, True])
 def test_masks_that_do_not_fit_are_refused(mask, tensors, message, known):
-    codec = MaskCodec({"a": mask}, known)
+    codec = Mask({"a": mask}, known)
     for method in (codec.encode, codec.nbytes, codec.transmit):
         with pytest.raises(ValueError, match=message):
             method(tensors)
@@ -570,21 +530,21 @@ def test_masks_that_do_not_fit_are_refused(mask, tensors, message, known):
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: HalfCodec("float8"), "dtype must be 'float16' or 'bfloat16', but is 'float8'"),
-        (lambda: TopKCodec(), "exactly one of share and count"),
-        (lambda: TopKCodec(share=0.5, count=3), "exactly one of share and count"),
-        (lambda: TopKCodec(share=0.0), r"share must be .* but is 0\.0"),
-        (lambda: TopKCodec(share=1.5), r"share must be .* but is 1\.5"),
-        (lambda: TopKCodec(share=math.nan), "share must be .* but is nan"),
-        (lambda: TopKCodec(count=0), "count must be .* but is 0"),
-        (lambda: TopKCodec(count=2.0), r"count must be .* but is 2\.0"),
-        (lambda: TopKCodec(count=1, scope="layer"), "scope must be .* but is 'layer'"),
-        (lambda: RandomKCodec(0), "share must be .* but is 0"),
-        (lambda: RandomKCodec(0.5, seed=2**63), "seed must be"),
-        (lambda: RandomKCodec(0.5, seed=1.5), "seed must be"),
-        (lambda: MaskCodec({"a": torch.ones(2)}), r"mask of 'a' must be of booleans, but is of type torch\.float32"),
+        (lambda: Half("float8"), "dtype must be one of 'float16', 'bfloat16', but is 'float8'"),
+        (lambda: TopK(), "exactly one of share and count"),
+        (lambda: TopK(share=0.5, count=3), "exactly one of share and count"),
+        (lambda: TopK(share=0.0), r"share must be .* but is 0\.0"),
+        (lambda: TopK(share=1.5), r"share must be .* but is 1\.5"),
+        (lambda: TopK(share=math.nan), "share must be .* but is nan"),
+        (lambda: TopK(count=0), "count must be .* but is 0"),
+        (lambda: TopK(count=2.0), r"count must be .* but is 2\.0"),
+        (lambda: TopK(count=1, scope="layer"), "scope must be .* but is 'layer'"),
+        (lambda: RandomK(0), "share must be .* but is 0"),
+        (lambda: RandomK(0.5, seed=2**63), "seed must be"),
+        (lambda: RandomK(0.5, seed=1.5), "seed must be"),
+        (lambda: Mask({"a": torch.ones(2)}), r"mask of 'a' must be of booleans, but is of type torch\.float32"),
     ],
 )
 def test_arguments_out_of_range_are_refused(build, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         build()

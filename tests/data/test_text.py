@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_lowrank import Dirichlet, FedAvg, FederatedLoop
 from lightning_lowrank.data import PadTexts, TextClassification, TokenizedTexts
-from lightning_lowrank.federated.partition import find_labels
+from lightning_lowrank.federated.data import find_labels
 from tests import texts
 from tests.helpers import SHARED_DATA, fit, needs_shared_data, trainer, weights
 
@@ -258,7 +258,7 @@ def test_line_ends_and_byte_order_marks_of_windows_are_no_part_of_a_text(tmp_pat
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ({"batch_size": 0}, "batch_size must be at least 1, but is 0"),
         ({"eval_batch_size": -1}, "eval_batch_size"),
         ({"max_length": 0}, "max_length"),
         ({"num_workers": -1}, "num_workers"),

@@ -15,11 +15,10 @@ from torchmetrics import MaxMetric, MeanMetric, Metric, MetricCollection, SumMet
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, MulticlassF1Score
 
 from lightning_lowrank.federated import evaluation
-from lightning_lowrank.federated.algorithm import install
-from lightning_lowrank.federated.client import trained_tensors
-from lightning_lowrank.federated.evaluation import ClientEvaluation, figures, hold_out, matched_labels
-from lightning_lowrank.federated.partition import ClientIndices
+from lightning_lowrank.federated.evaluation import ClientEvaluation, figures
+from lightning_lowrank.federated.state import copy_into, trained_tensors
 from tests.helpers import Module, blobs, network, trainer, weights
+from tests.pairwise import in_turn
 
 CLIENTS = [[0, 3, 5, 7, 9, 11, 12], [], [1, 2, 3, 30], [39]]
 
@@ -211,8 +210,9 @@ class Everything(Measured):
 
 
 @pytest.mark.filterwarnings("ignore:You called `self.log")
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "64-true"])
-@pytest.mark.parametrize("stage", ["validate", "test"])
+@pytest.mark.parametrize(
+    ("precision", "stage"), in_turn(["32-true", "bf16-mixed", "bf16-true", "64-true"], ["validate", "test"])
+)
 def test_one_client_with_everything_has_lightnings_own_result(tmp_path, stage, precision):
     data, module = blobs(40), Everything()
     personal = Personal([range(40)])
@@ -456,7 +456,7 @@ def test_signatures_of_the_step(tmp_path, signature):
 
 def test_a_state_for_all_is_installed_once_and_missing_names_are_the_modules(tmp_path, monkeypatch):
     installed = []
-    monkeypatch.setattr(evaluation, "install", lambda *given: (installed.append(given), install(*given)))
+    monkeypatch.setattr(evaluation, "copy_into", lambda *given: (installed.append(given), copy_into(*given)))
     module, data = Module(), blobs(40)
     whole, bias = states_of(module)[0], {"net.0.bias": torch.full((16,), 3.0)}
     four = [[index] for index in range(4)]
@@ -559,6 +559,7 @@ def test_the_loaders_order_and_drop_last_do_not_matter(tmp_path):
 def test_tensors_in_memory_are_read_a_batch_at_a_time(tmp_path, monkeypatch):
     data = blobs(40)
     reader = ClientEvaluation(DataLoader(data, batch_size=3), CLIENTS)
+    assert reader.clients == (0, 2, 3)
     # Lightning itself reads sample by sample, so that only the clients' batches are asked for here.
     monkeypatch.setattr(TensorDataset, "__getitem__", lambda *_: pytest.fail("read sample by sample"))
     read = list(reader._read({0: 3, 2: 2, 3: 1}))
@@ -620,7 +621,7 @@ def test_logs_that_cannot_be_kept_apart_are_refused(tmp_path):
 
     for module, message in (
         (Outside(), "the MeanMetric logged as 'acc' is not part of the module"),
-        (Odd(), "'median' is none of 'mean', 'sum', 'min' and 'max'"),
+        (Odd(), "'median' is not one of 'mean', 'sum', 'min' and 'max'"),
     ):
         with pytest.raises(MisconfigurationException, match=message):
             evaluate(tmp_path, module, Personal([[0]]), DataLoader(blobs(4)))
@@ -640,10 +641,10 @@ class Twice(DataLoader):
 @pytest.mark.parametrize(
     ("loader", "message"),
     [
-        ([DataLoader(blobs(4)), DataLoader(blobs(4))], "there is 2 loaders"),
-        ({"a": DataLoader(blobs(4))}, "there is 1 loaders"),
-        (None, "there is a NoneType"),
-        (DataLoader(Stream()), "Stream is an IterableDataset"),
+        ([DataLoader(blobs(4)), DataLoader(blobs(4))], "got list of 2 loaders"),
+        ({"a": DataLoader(blobs(4))}, "got dict of 1 loaders"),
+        (None, "got NoneType"),
+        (DataLoader(Stream()), "one of Stream, an IterableDataset"),
         (DataLoader(blobs(4), batch_size=None), "batch_size=None"),
         (DataLoader(blobs(4), sampler=SubsetRandomSampler([1, 2])), "draws with SubsetRandomSampler"),
         (Twice(blobs(4)), "Twice iterates in its own way"),
@@ -667,78 +668,6 @@ def test_loaders_that_cannot_be_read_by_index_are_refused(loader, message):
 def test_indices_that_cannot_be_are_refused(indices, names, message):
     with pytest.raises(MisconfigurationException, match=message):
         ClientEvaluation([DataLoader(blobs(4))], indices, names)
-
-
-def test_who_is_judged():
-    assert ClientEvaluation([DataLoader(blobs(40))], CLIENTS).clients == (0, 2, 3)
-
-
-def test_matched_labels_are_those_of_the_training_samples():
-    draws = torch.Generator().manual_seed(3)
-    train, test = (torch.randint(-2, 9, (size,), generator=draws) for size in (200, 90))
-    test[test == 4] = 5  # trained on, never tested
-    train[train == 7] = 6  # tested, never trained on
-    order = torch.randperm(200, generator=draws)
-    parts = [order[:3], order[3:3], order[3:4], order[4:150], (train == 4).nonzero().flatten()[:0]]
-    rest = [index for index in order[150:].tolist() if train[index] == 4]
-    clients = ClientIndices([*parts, rest], size=200)
-    matched = matched_labels(clients, train, test)
-    assert rest
-    for indices, found in zip(clients, matched, strict=True):
-        held = {int(train[index]) for index in indices}
-        assert found.dtype == torch.int64
-        assert found.tolist() == [index for index in range(90) if int(test[index]) in held]
-    assert [len(found) for found in matched][1] == [len(found) for found in matched][5] == 0
-    assert 0 < len(matched[0]) < len(matched[3]) < 90
-
-
-def test_clients_with_the_same_labels_share_their_matched_samples():
-    clients = ClientIndices(torch.arange(6000), size=6000, sizes=torch.full((3000,), 2))
-    train = torch.arange(6000) // 2 % 10
-    matched = matched_labels(clients, train, torch.arange(10_000) % 10)
-    assert len({found.data_ptr() for found in matched}) == 10
-    assert matched[13].tolist() == list(range(3, 10_000, 10))
-
-
-def test_labels_must_be_one_integer_for_each_sample():
-    clients = ClientIndices([[0, 1]], size=2)
-    with pytest.raises(MisconfigurationException, match=r"shape \[2\]"):
-        matched_labels(clients, torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64))
-    with pytest.raises(MisconfigurationException, match="float32"):
-        matched_labels(clients, torch.zeros(2, dtype=torch.int64), torch.zeros(3))
-
-
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.75, 0.99])
-def test_a_share_of_each_client_is_held_out(share):
-    sizes = [0, 1, 2, 5, 40]
-    order = torch.randperm(60, generator=torch.Generator().manual_seed(1))
-    indices = ClientIndices(list(order[:48].split(sizes)), size=60, names=[f"n{n}" for n in sizes])
-    train, test = hold_out(indices, share, seed=4)
-    assert train.names == indices.names
-    assert (train.size, len(train), len(test)) == (60, 5, 5)
-    for size, whole, kept, held in zip(sizes, indices, train, test, strict=True):
-        assert len(held) == min(round(share * size), max(0, size - 1))
-        for part in (kept.tolist(), held.tolist()):
-            assert part == [index for index in whole.tolist() if index in part]
-        assert sorted([*kept.tolist(), *held.tolist()]) == sorted(whole.tolist())
-
-
-def test_what_is_held_out_is_drawn_by_seed_and_client():
-    indices = ClientIndices(torch.arange(80), size=80, sizes=torch.tensor([40, 40]))
-    state = torch.get_rng_state()
-    _, (first, second) = hold_out(indices, 0.25, seed=4)
-    assert torch.equal(state, torch.get_rng_state())
-    again = hold_out(ClientIndices([range(40)], size=80), 0.25, seed=4)[1]
-    assert torch.equal(first, again[0])
-    assert first.tolist() != (second - 40).tolist()
-    assert first.tolist() != hold_out(indices, 0.25, seed=5)[1][0].tolist()
-    assert first.tolist() != list(range(10))
-
-
-@pytest.mark.parametrize("share", [0, 1, -0.1, 1.5, float("nan"), "0.2", True])
-def test_shares_that_leave_nothing_are_refused(share):
-    with pytest.raises(MisconfigurationException, match="share must be above 0 and below 1"):
-        hold_out(ClientIndices([[0, 1]], size=2), share, seed=0)
 
 
 @pytest.mark.parametrize("count", [1, 9, 10, 19, 20, 105])

@@ -1,4 +1,4 @@
-"""What each of Lightning's settings and callbacks means inside rounds; and canaries for its private corners."""
+"""What each of Lightning's settings and callbacks means inside rounds."""
 
 import csv
 import time
@@ -348,19 +348,3 @@ def test_an_exception_leaves_the_last_global_model(tmp_path):
     assert_same(weights(module.net), seen.ended[0])
     assert run.limit_train_batches == 3
     assert not module._state_dict_hooks
-
-
-def test_private_corners_of_lightning():
-    epoch_loop = pl.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu").fit_loop.epoch_loop
-    assert callable(epoch_loop._accumulated_batches_reached)
-    assert callable(epoch_loop.automatic_optimization._make_zero_grad_fn)
-    assert epoch_loop.automatic_optimization._skip_backward is False
-    assert callable(epoch_loop.automatic_optimization._on_before_zero_grad)
-    assert callable(epoch_loop.automatic_optimization._optimizer_zero_grad)
-    assert epoch_loop.restarted_on_train_batch_end is False
-    assert epoch_loop.batch_progress.current.completed == 0
-    fit_loop = epoch_loop.trainer.fit_loop
-    assert fit_loop._can_stop_early is True
-    assert fit_loop._data_source.instance is None
-    assert callable(fit_loop._data_source.dataloader)
-    assert callable(fit_loop._data_source.is_defined)

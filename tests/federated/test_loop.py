@@ -285,9 +285,9 @@ def test_what_others_change_between_rounds_is_what_the_next_round_starts_from(tm
 
     class Watch(FedAvg):
         def broadcast(self, server, client):
-            payload = super().broadcast(server, client)
-            sent.append((server.round, payload.tensors["net.0.weight"].abs().sum().item()))
-            return payload
+            message = super().broadcast(server, client)
+            sent.append((server.round, message.tensors["net.0.weight"].abs().sum().item()))
+            return message
 
     sent: list[tuple[int, float]] = []
     watched = FederatedLoop(Watch(), clients=2, summary=False)
@@ -354,10 +354,10 @@ def test_buffers_stay_with_their_client(tmp_path):
     local = loop(buffers="local", participants=[[0, 1], [0, 1]])
     module = Module(network(norm=nn.BatchNorm1d))
     fit(trainer(tmp_path, local, max_epochs=2), module, Data())
-    kept = [client.memory["buffers"]["net.1.running_mean"] for client in local.clients[:2]]
+    kept = [local.coordinator.states[client]["buffers"]["net.1.running_mean"] for client in (0, 1)]
     assert not torch.equal(*kept)
     assert torch.equal(module.net[1].running_mean, torch.zeros(16))
-    assert local.clients[1].memory["buffers"]["net.1.num_batches_tracked"] == 2 * 6
+    assert local.coordinator.states[1]["buffers"]["net.1.num_batches_tracked"] == 2 * 6
 
 
 def test_buffers_reset_each_round(tmp_path):
@@ -509,11 +509,12 @@ def test_refuses_no_loader(tmp_path):
         ({"clients": 4, "participants": [[0, 0]]}, "twice"),
         ({"clients": 4, "participants": [[0]], "clients_per_round": 1}, "clients_per_round"),
         ({"clients": 4, "partition": "iid"}, "partition"),
+        ({"clients": 4, "algorithm": "FedAvg"}, "algorithm must be an Algorithm"),
     ],
 )
 def test_refuses_arguments(arguments, message):
     with pytest.raises(MisconfigurationException, match=message):
-        FederatedLoop(FedAvg(), **arguments)
+        FederatedLoop(**{"algorithm": FedAvg(), **arguments})
 
 
 @pytest.mark.parametrize(

@@ -6,19 +6,20 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank import FedAvg, FederatedLoop, FromIndices, LabelCount, LocalTraining
-from lightning_lowrank.federated.algorithm import install
+from lightning_lowrank.federated.state import copy_into, trained_tensors
 from tests.helpers import Data, Module, blobs, fit, trainer
 
 
 def accuracies(module, loop, dataset, parts):
     inputs, targets = dataset.tensors
-    live = loop._live
+    live = trained_tensors(module)
     kept = {name: value.detach().clone() for name, value in live.items()}
     found = []
     for client, part in enumerate(parts):
-        install(loop.algorithm.personal_state(loop.server, loop.clients[client]), live)
+        model = loop.algorithm.model_for(loop.server, loop.coordinator.info(client))
+        copy_into(live, loop.algorithm.personal_model(loop.coordinator.context(client, live), model))
         found.append((module.net(inputs[part]).argmax(1) == targets[part]).double().mean())
-    install(kept, live)
+    copy_into(live, kept)
     return torch.stack(found)
 
 
@@ -82,8 +83,8 @@ def test_training_is_the_same_with_and_without(tmp_path):
 class Two(FedAvg):
     def variants(self, server):
         return {
-            "zero": {name: torch.zeros_like(value) for name, value in server.state.items()},
-            "same": server.state,
+            "zero": {name: torch.zeros_like(value) for name, value in server.model.items()},
+            "same": server.model,
         }
 
 

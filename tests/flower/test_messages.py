@@ -12,15 +12,14 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from lightning_lowrank.compression import (
     DecodingError,
-    DenseCodec,
-    HalfCodec,
-    MaskCodec,
-    RandomKCodec,
-    SignCodec,
-    SplitCodec,
-    TopKCodec,
+    Dense,
+    Half,
+    Mask,
+    RandomK,
+    Sign,
+    Split,
+    TopK,
 )
-from lightning_lowrank.federated import Payload
 from lightning_lowrank.flower.messages import (
     check_upload,
     difference,
@@ -32,6 +31,7 @@ from lightning_lowrank.flower.messages import (
     unpack,
 )
 from lightning_lowrank.models import MLP
+from lightning_lowrank.optim import ProjectedSGD
 
 TENSORS = {
     "weight": torch.randn(12, 7, generator=torch.Generator().manual_seed(1)),
@@ -41,15 +41,15 @@ TENSORS = {
 }
 MASK = {"weight": torch.rand(12, 7, generator=torch.Generator().manual_seed(2)) < 0.5}
 CODECS = {
-    "dense": DenseCodec(),
-    "half": HalfCodec(),
-    "top share": TopKCodec(share=0.2),
-    "top count": TopKCodec(count=5),
-    "random": RandomKCodec(0.3, seed=7),
-    "sign": SignCodec(),
-    "mask": MaskCodec(MASK),
-    "mask known": MaskCodec(MASK, known=True),
-    "split": SplitCodec(["bias"], DenseCodec(), TopKCodec(share=0.2)),
+    "dense": Dense(),
+    "half": Half(),
+    "top share": TopK(share=0.2),
+    "top count": TopK(count=5),
+    "random": RandomK(0.3, seed=7),
+    "sign": Sign(),
+    "mask": Mask(MASK),
+    "mask known": Mask(MASK, known=True),
+    "split": Split(["bias"], Dense(), TopK(share=0.2)),
 }
 every_codec = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 
@@ -99,8 +99,8 @@ def test_fields_have_a_type():
 
 @every_codec
 def test_what_the_method_would_send_is_taken(codec):
-    expected = Payload({name: torch.zeros_like(value) for name, value in TENSORS.items()}, codec)
-    taken = check_upload(codec.encode(TENSORS), expected)
+    expected = {name: torch.zeros_like(value, device="meta") for name, value in TENSORS.items()}
+    taken = check_upload(codec.encode(TENSORS), expected, codec.decode)
     assert list(taken) == list(TENSORS)
     for name, value in codec.transmit(TENSORS).items():
         assert torch.equal(taken[name], value)
@@ -120,22 +120,42 @@ def test_what_the_method_would_send_is_taken(codec):
 )
 def test_other_tensors_are_refused_by_name(tensors, said):
     with pytest.raises(DecodingError, match=said):
-        check_upload(DenseCodec().encode(tensors), Payload(TENSORS))
+        check_upload(Dense().encode(tensors), TENSORS, Dense().decode)
 
 
 def test_nothing_is_taken_where_nothing_is_sent():
-    assert check_upload(b"", Payload({})) == {}
+    assert check_upload(b"", {}, Dense().decode) == {}
     with pytest.raises(DecodingError, match="sends nothing"):
-        check_upload(b"x", Payload({}))
-    with pytest.raises(DecodingError):
-        check_upload(b"", Payload(TENSORS))
+        check_upload(b"x", {}, Dense().decode)
+    with pytest.raises(DecodingError, match="nothing came"):
+        check_upload(b"", TENSORS, Dense().decode)
+
+
+def test_a_shape_of_the_sites_choice_has_a_limit():
+    limits = {"weight": (12, 7), "slots": (7,)}
+
+    def check(columns, **other):
+        sent = {"weight": torch.ones(12, columns), "slots": torch.arange(columns), "bias": torch.ones(5), **other}
+        return check_upload(Dense().encode(sent), expected, Dense().decode, limits)
+
+    expected = {"weight": torch.zeros(12, 2), "slots": torch.zeros(2, dtype=torch.int64), "bias": torch.zeros(5)}
+    for columns in (0, 2, 7):
+        assert check(columns)["weight"].shape == (12, columns)
+    for said, columns, other in (
+        ("'weight' came .* at most", 8, {}),
+        ("'weight' came", 2, {"weight": torch.ones(12)}),
+        ("'slots' came as torch.int32", 2, {"slots": torch.arange(2, dtype=torch.int32)}),
+        ("'bias' came", 2, {"bias": torch.ones(4)}),
+    ):
+        with pytest.raises(DecodingError, match=said):
+            check(columns, **other)
 
 
 @every_codec
 def test_no_bytes_do_more_than_to_be_refused(codec):
     """Random bytes, truncations and changed bits end as DecodingError, or as tensors of the right form."""
     draws = random.Random(5)
-    expected, valid = Payload(TENSORS, codec), codec.encode(TENSORS)
+    valid = codec.encode(TENSORS)
     attempts = [draws.randbytes(draws.randrange(200)) for _ in range(60)]
     attempts += [valid[:length] for length in range(0, len(valid), 7)] + [valid + b"\x00", valid * 2]
     for _ in range(250):
@@ -153,7 +173,7 @@ def test_no_bytes_do_more_than_to_be_refused(codec):
     try:
         for data in attempts:
             try:
-                taken = check_upload(data, expected)
+                taken = check_upload(data, TENSORS, codec.decode)
             except DecodingError:
                 refused += 1
             else:
@@ -175,6 +195,15 @@ def test_optimizers_take_over_the_rounds_options():
     assert (group["lr"], group["betas"], group["weight_decay"]) == (0.3, (0.5, 0.6), 0.25)
     assert group["params"][0] is weight
     assert json.loads(options_of([mine]))[0][0].get("params") is None
+
+
+def test_what_every_side_draws_for_itself_is_not_told():
+    weight = torch.nn.Parameter(torch.zeros(2, 4))
+    mine, theirs = (ProjectedSGD([weight], lr=lr, rank=1, refresh_interval=None) for lr in (0.5, 1.0))
+    mine.refresh(7)
+    take_options([theirs], options_of([mine]))
+    assert theirs.param_groups[0]["lr"] == 0.5
+    assert theirs.param_groups[0]["seed"] != 7
 
 
 @pytest.mark.parametrize("text", ["", "[]", "[[]]", '[[{"rate": 1}]]', '[[{"params": []}]]', "[[3]]", "7"])

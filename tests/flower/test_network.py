@@ -163,7 +163,7 @@ def network(tmp_path, monkeypatch):
         made.close()
 
 
-ALGORITHMS = {"FedLoRA": {"class_path": "FedLoRA", "init_args": {"operator": "SumProduct"}}}
+ALGORITHMS = {"FedLoRA": {"class_path": "FedLoRA", "init_args": {"operator": "FedEx"}}}
 
 
 def recipe(folder: Path, algorithm: str, rounds: int = ROUNDS, **federated) -> Path:

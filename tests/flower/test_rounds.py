@@ -7,7 +7,6 @@ from lightning_lowrank import load_dense
 from lightning_lowrank.flower.client import client_app
 from lightning_lowrank.models import MLP, Classifier
 from tests.flower.helpers import (
-    LORA,
     MUD,
     NORMALISED,
     assert_equal_runs,
@@ -16,48 +15,25 @@ from tests.flower.helpers import (
     simulate,
     write_recipe,
 )
+from tests.pairwise import in_turn
 
-METHODS = {
-    "FedAvg": {"federated": {"algorithm": "FedAvg"}},
-    "FedMUD, resets each round": {"federated": {"algorithm": "FedMUD"}, "lowrank": MUD},
-    "FedMUD, resets every second round": {
-        "federated": {"algorithm": method("FedMUD", reset_interval=2)},
-        "lowrank": MUD,
-    },
-    "FedProx": {"federated": {"algorithm": method("FedProx", mu=0.1)}},
-    "FedAvgM": {"federated": {"algorithm": method("FedAvgM", momentum=0.5)}},
-    "FedAdam": {"federated": {"algorithm": method("FedAdam", lr=0.03)}},
-    "FedYogi": {"federated": {"algorithm": method("FedYogi", lr=0.03)}},
-    "FedNova": {"federated": {"algorithm": "FedNova"}},
-    "SCAFFOLD": {"federated": {"algorithm": "SCAFFOLD"}},
-    "EF21P": {"federated": {"algorithm": method("EF21P", share_down=0.2, share_up=0.2)}},
-    "RandomCoordinates": {"federated": {"algorithm": method("RandomCoordinates", share_down=0.5, share_up=0.5)}},
-    "FedPer": {"federated": {"algorithm": method("FedPer", patterns=["classifier"])}},
-    "Ditto": {"federated": {"algorithm": "Ditto"}},
-    "PFedMe": {"federated": {"algorithm": "PFedMe"}},
-    "LocalTraining": {"federated": {"algorithm": "LocalTraining"}},
-    "FedLoRA": {"federated": {"algorithm": method("FedLoRA", operator={"class_path": "SumProduct"})}, "lowrank": LORA},
-}
-EVERY_DAY = ["FedAvg", "FedMUD, resets each round"]
+RESETS = {"federated": {"algorithm": "FedMUD"}, "lowrank": MUD}
 
 
-def rest(names):
-    return [pytest.param(name, marks=() if name in EVERY_DAY else pytest.mark.slow) for name in names]
-
-
-@pytest.mark.parametrize("name", rest(METHODS))
-def test_is_the_simulation(tmp_path, monkeypatch, name):
+@pytest.mark.parametrize(
+    "changes", [pytest.param({}, id="FedAvg", marks=pytest.mark.slow), pytest.param(RESETS, id="FedMUD")]
+)
+def test_is_the_simulation(tmp_path, monkeypatch, changes):
     monkeypatch.chdir(tmp_path)
-    recipe = write_recipe(tmp_path, METHODS[name])
+    recipe = write_recipe(tmp_path, changes)
     served, _ = run_on_sites(recipe, tmp_path)
     assert_equal_runs(simulate(recipe), served)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["FedAvg", "FedMUD, resets each round", "EF21P", "SCAFFOLD", "RandomCoordinates"])
-def test_each_message_may_find_a_new_process(tmp_path, monkeypatch, name):
+def test_each_message_may_find_a_new_process(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    recipe = write_recipe(tmp_path, METHODS[name])
+    recipe = write_recipe(tmp_path, RESETS)
     served, _ = run_on_sites(recipe, tmp_path, fresh=True)
     assert_equal_runs(simulate(recipe), served)
 
@@ -82,8 +58,7 @@ SETTINGS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fresh", [False, True], ids=["one process", "new processes"])
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(("name", "fresh"), in_turn(SETTINGS, [False, True]))
 def test_settings_mean_what_they_mean_in_the_simulation(tmp_path, monkeypatch, name, fresh):
     monkeypatch.chdir(tmp_path)
     recipe = write_recipe(tmp_path, SETTINGS[name])
@@ -96,7 +71,7 @@ def test_a_site_that_was_away_catches_up(tmp_path, monkeypatch):
     """Client 0 is drawn in rounds 0 and 4; its node is gone in rounds 1 to 3, and comes back as another node."""
     monkeypatch.chdir(tmp_path)
     changes = {
-        **METHODS["FedMUD, resets each round"],
+        **RESETS,
         "trainer": {"max_epochs": 5},
     }
     changes["federated"] = {
@@ -123,6 +98,7 @@ def test_a_site_that_was_away_catches_up(tmp_path, monkeypatch):
         torch.testing.assert_close(served.lightning_module.state_dict()[name], value, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_sites_with_data_of_their_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = write_recipe(tmp_path, {"federated": {"clients": 2, "clients_per_round": None}})
@@ -138,7 +114,7 @@ def test_the_checkpoint_is_a_global_model_that_loads_into_the_plain_module(tmp_p
     logger = {"class_path": "CSVLogger", "init_args": {"save_dir": "runs", "name": "sites"}}
     keeper = {"class_path": "ModelCheckpoint", "init_args": {"filename": "last"}}
     changes = {"trainer": {"logger": logger, "enable_checkpointing": True, "callbacks": [keeper], "max_epochs": 2}}
-    recipe = write_recipe(tmp_path, {**METHODS["FedMUD, resets each round"], **changes})
+    recipe = write_recipe(tmp_path, {**RESETS, **changes})
     served, _ = run_on_sites(recipe, tmp_path)
     checkpoint = tmp_path / "runs/sites/version_0/checkpoints/last.ckpt"
     plain = Classifier(MLP(in_features=64, hidden=[16, 16], out_features=10))

@@ -459,8 +459,8 @@ RESNET_DENSE = {
     ("network", "classes", "counts"),
     [
         ("ResNet18", 10, (11_173_962, 4_157_514, 2_209_866, 1_236_042)),
-        ("ResNet34", 100, (21_328_292, 8_401_316, 4_985_252, 3_277_220)),
-        ("ResNet34", 200, (21_379_592, 8_452_616, 5_036_552, 3_328_520)),
+        pytest.param("ResNet34", 100, (21_328_292, 8_401_316, 4_985_252, 3_277_220), marks=pytest.mark.slow),
+        pytest.param("ResNet34", 200, (21_379_592, 8_452_616, 5_036_552, 3_328_520), marks=pytest.mark.slow),
     ],
 )
 def test_the_hybrid_resnets_of_fedhm(network, classes, counts):
@@ -911,20 +911,20 @@ def test_printed_table_is_aligned(tower):
         ({}, "exactly one of rank, rank_ratio, ratio and budget must be given, but none is"),
         ({"rank": 1, "ratio": 0.5}, "rank and ratio are"),
         ({"rank": 1, "ratio": 0.5, "budget": 0.5}, "rank and ratio and budget are"),
-        ({"rank": 0}, "rank must be an integer of at least 1, but is 0"),
+        ({"rank": 0}, "rank must be at least 1, but is 0"),
         ({"rank": 2.0}, "rank must be an integer"),
-        ({"rank": {"fc1": 0}}, "but is 0 for 'fc1'"),
+        ({"rank": {"fc1": 0}}, r"rank\['fc1'\] must be at least 1, but is 0"),
         ({"rank": 99}, "can be converted .*encoder.0.0: rank 99 is more than the largest of such a weight, 9"),
         ({"ratio": 0}, "ratio must be above 0 and at most 1, but is 0"),
         ({"ratio": 1.01}, "ratio must be above 0 and at most 1"),
-        ({"ratio": {"fc1": -1}}, "for 'fc1'"),
+        ({"ratio": {"fc1": -1}}, r"ratio\['fc1'\] must be above 0"),
         ({"budget": 0}, "budget must be above 0"),
         ({"budget": 1.5}, "budget must be above 0 and at most 1"),
         ({"budget": math.nan}, "budget must be above 0"),
         ({"budget": 0.001}, "budget=0.001 cannot be met"),
         ({"budget": 0.5, "budget_rule": "best"}, "budget_rule must be"),
         ({"budget": 0.5, "budget_unit": "bits"}, "budget_unit must be"),
-        ({"budget": 0.5, "budget_unit": "bytes"}, "budget must be at least 1 in bytes, but is 0.5"),
+        ({"budget": 0.5, "budget_unit": "bytes"}, "budget in bytes must be at least 1 and finite, but is 0.5"),
         ({"budget": 10, "budget_unit": "parameters"}, "budget=10 cannot be met: it allows 10 of .* parameters"),
         ({"budget": 10, "budget_unit": "bytes"}, "budget=10 cannot be met: it allows 10 of .* bytes"),
         ({"budget": 0.5, "allocation": "greedy"}, "allocation must be"),
@@ -951,7 +951,7 @@ def test_printed_table_is_aligned(tower):
 )
 def test_wrong_arguments_are_refused_and_change_nothing(tower, settings, message):
     before = snapshot(tower)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         convert(tower, MatrixProduct(), **settings)
     assert snapshot(tower) == before
 

@@ -1,4 +1,4 @@
-"""One contract for every registered factorization, then what is particular to each."""
+"""The contract of every factorization of the package, then what is particular to each."""
 
 import itertools
 import json
@@ -24,6 +24,8 @@ from lightning_lowrank.layers import (
     factorization_from_dict,
     registered_factorizations,
 )
+from lightning_lowrank.testing import check_factorization
+from tests.pairwise import in_turn, pairwise
 
 VARIANTS = {
     "MatrixProduct": [{"layout": "permuted"}, {"layout": "channel"}, {"layout": "raw"}],
@@ -32,8 +34,10 @@ VARIANTS = {
 FACTORIZATIONS = [
     pytest.param(kind(**arguments), id="-".join(map(str, (name, *arguments.values()))))
     for name, kind in registered_factorizations().items()
+    if kind.__module__.startswith("lightning_lowrank.")
     for arguments in VARIANTS.get(name, [{}])
 ]
+FORMS = [parameter.values[0] for parameter in FACTORIZATIONS]
 SHAPES = [
     (6, 4),
     (5, 7),
@@ -48,25 +52,31 @@ SHAPES = [
     (3, 2, 2, 3, 2),
 ]
 every_factorization = pytest.mark.parametrize("factorization", FACTORIZATIONS)
-every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
-every_bilinear_shape = pytest.mark.parametrize(
-    ("factorization", "shape"),
-    [
-        pytest.param(parameter.values[0], shape, id=f"{parameter.id}-{shape}")
-        for parameter in FACTORIZATIONS
-        for shape in SHAPES
-        if parameter.values[0].bilinear(shape)
-    ],
-)
+# Shapes of each number of dimensions, and those with a kernel dimension of size 1.
+OF_A_KIND = [
+    [shape for shape in SHAPES if (len(shape), 1 in shape[2:]) == kind]
+    for kind in ((2, False), (3, False), (4, False), (4, True), (5, False))
+]
+# Every factorization with every kind of shape, of which the shapes take turns.
+CASES = [
+    pytest.param(parameter.values[0], shapes[turn % len(shapes)], id=f"{parameter.id}-{shapes[turn % len(shapes)]}")
+    for turn, parameter in enumerate(FACTORIZATIONS)
+    for shapes in OF_A_KIND
+]
+BILINEAR_CASES = [case for case in CASES if case.values[0].bilinear(case.values[1])]
+every_case = pytest.mark.parametrize(("factorization", "shape"), CASES)
+every_bilinear_case = pytest.mark.parametrize(("factorization", "shape"), BILINEAR_CASES)
 every_way_to_train = pytest.mark.parametrize(
     ("factorization", "shape", "half_frozen"),
     [
-        pytest.param(parameter.values[0], shape, half_frozen, id=f"{parameter.id}-{shape}-{half_frozen}")
-        for parameter in FACTORIZATIONS
-        for shape in SHAPES
-        for half_frozen in (False, True, "U", "V")
-        if not half_frozen or parameter.values[0].bilinear(shape)
+        pytest.param(*case.values, half_frozen, id=f"{case.id}-{half_frozen}")
+        for cases, values in ((CASES, [False]), (BILINEAR_CASES, [True, "U", "V"]))
+        for case, half_frozen in in_turn(cases, values)
     ],
+)
+every_case_and_a_ratio = pytest.mark.parametrize(
+    ("factorization", "shape", "ratio"),
+    [pytest.param(*case.values, ratio, id=f"{case.id}-{ratio}") for case, ratio in in_turn(CASES, [0.2, 0.9])],
 )
 
 
@@ -132,9 +142,19 @@ def valid_ranks(factorization, shape, half_frozen=False):
     return ranks
 
 
-@every_factorization
-@every_shape
-@pytest.mark.parametrize("ratio", [0.2, 0.9])
+@pytest.mark.parametrize(
+    ("factorization", "shape"),
+    [
+        pytest.param(*pair, marks=() if pair in [case.values for case in CASES] else pytest.mark.slow)
+        for pair in itertools.product(FORMS, SHAPES)
+    ],
+    ids=str,
+)
+def test_contract(factorization, shape):
+    check_factorization(factorization, [shape])
+
+
+@every_case_and_a_ratio
 def test_compose_equals_the_definition(factorization, shape, ratio):
     rank = factorization.rank_for_ratio(shape, ratio)
     factors = random_factors(factorization, shape, rank)
@@ -144,8 +164,7 @@ def test_compose_equals_the_definition(factorization, shape, ratio):
     torch.testing.assert_close(weight, composed_by_hand(factorization, factors, shape))
 
 
-@every_factorization
-@every_shape
+@every_case
 def test_compose_is_linear_in_each_factor(factorization, shape):
     rank = factorization.rank_for_ratio(shape, 0.5)
     first, second = (random_factors(factorization, shape, rank, seed) for seed in (1, 2))
@@ -191,20 +210,6 @@ def test_factors_and_one_more_of_rank_1_hold_the_share_asked_for(factorization, 
 
 
 @every_factorization
-@every_shape
-def test_decompose_has_the_factors_shapes_and_is_exact_at_the_highest_rank(factorization, shape):
-    weight = torch.randn(shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    ranks = valid_ranks(factorization, shape)
-    for rank in sorted({*ranks[:2], *ranks[:: len(ranks) // 3 + 1], *ranks[-2:]}):
-        factors = factorization.decompose(weight, rank)
-        assert {name: tuple(f.shape) for name, f in factors.items()} == factorization.factor_shapes(shape, rank)
-        assert all(factor.is_contiguous() for factor in factors.values())
-        assert (factorization.compose(factors, shape) - weight).norm() < weight.norm()
-    assert rank == factorization.max_rank(shape)
-    torch.testing.assert_close(factorization.compose(factors, shape), weight)
-
-
-@every_factorization
 @pytest.mark.parametrize("shape", [(40, 30), (16, 8, 3, 3)], ids=str)
 def test_decompose_gets_closer_with_the_ratio(factorization, shape):
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
@@ -245,25 +250,6 @@ def test_dtype_and_precision_of_decompose(factorization, dtype):
             for found in (factors, exact)
         ]
         assert errors[0] < errors[1] + (0.01 + 8 * torch.finfo(dtype).eps) * weight.norm().item()
-
-
-@every_factorization
-@every_shape
-def test_vmap_of_grad_equals_a_loop(factorization, shape):
-    rank = factorization.rank_for_ratio(shape, 0.5)
-    clients = [random_factors(factorization, shape, rank, seed) for seed in range(3)]
-    target = torch.randn(shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
-
-    def loss(factors):
-        return (factorization.compose(factors, shape) - target).pow(3).sum()
-
-    stacked = {name: torch.stack([client[name] for client in clients]) for name in clients[0]}
-    mapped = vmap(grad(loss))(stacked)
-    for index, client in enumerate(clients):
-        leaves = {name: factor.clone().requires_grad_() for name, factor in client.items()}
-        loss(leaves).backward()
-        for name, leaf in leaves.items():
-            torch.testing.assert_close(mapped[name][index], leaf.grad)
 
 
 @every_factorization
@@ -312,8 +298,7 @@ def test_plain_description_roundtrips(factorization):
     assert description["name"] == type(factorization).__name__
 
 
-@every_factorization
-@pytest.mark.parametrize("rank", [0, -1, 26, 2.0, True])
+@pytest.mark.parametrize(("factorization", "rank"), in_turn(FORMS, [0, -1, 26, 2.0, True]))
 def test_ranks_out_of_range_are_refused(factorization, rank):
     for refuse in (factorization.check_rank, factorization.ratio_for_rank):
         with pytest.raises(ValueError, match=rf"rank must be an integer from 1 to \d+ .*{rank}"):
@@ -322,14 +307,13 @@ def test_ranks_out_of_range_are_refused(factorization, rank):
         factorization.decompose(torch.ones(6, 4), rank)
 
 
-@every_factorization
-@pytest.mark.parametrize("ratio", [0, -0.1, math.nan, math.inf])
+@pytest.mark.parametrize(("factorization", "ratio"), in_turn(FORMS, [0, -0.1, math.nan, math.inf]))
 def test_ratios_out_of_range_are_refused(factorization, ratio):
     with pytest.raises(ValueError, match="ratio must be"):
         factorization.rank_for_ratio((6, 4), ratio)
 
 
-@every_bilinear_shape
+@every_bilinear_case
 def test_names_of_trained_and_fixed_factors(factorization, shape):
     assert factorization.trained_factors(shape) == ("U", "V")
     assert factorization.fixed_factors(shape) == ()
@@ -370,8 +354,7 @@ def test_modifiers_are_refused_where_there_are_more_than_two_factors(factorizati
         factorization.fixed_factors(shape, decouple=True)
 
 
-@pytest.mark.parametrize("half_frozen", ["u", 1, None, "both"])
-@every_factorization
+@pytest.mark.parametrize(("factorization", "half_frozen"), in_turn(FORMS, ["u", 1, None, "both"]))
 def test_unknown_values_of_half_frozen_are_refused(factorization, half_frozen):
     for ask in (factorization.trained_factors, factorization.max_rank):
         with pytest.raises(ValueError, match=rf'half_frozen must be False, True, "U" or "V", but is {half_frozen!r}'):
@@ -390,8 +373,7 @@ def ranks_to_apply(factorization, shape):
     return [rank for rank in valid_ranks(factorization, shape) if rank in (1, 2, 3, 4, 6)]
 
 
-@every_factorization
-@pytest.mark.parametrize("shape", [shape for shape in SHAPES if len(shape) > 2], ids=str)
+@pytest.mark.parametrize(("factorization", "shape"), [case for case in CASES if len(case.values[1]) > 2])
 def test_stages_equal_the_convolution_with_the_composed_weight(factorization, shape):
     modes = len(shape) - 2
     convolution = CONVOLUTIONS[modes]
@@ -435,8 +417,7 @@ def test_which_forms_are_chains_of_convolutions(factorization):
         assert (factorization.stage_shapes(like_permuted, 2) is None) == isinstance(factorization, BlockKronecker)
 
 
-@every_factorization
-@every_shape
+@every_case
 def test_stages_can_be_mapped_and_differentiated(factorization, shape):
     if factorization.stage_shapes(shape, 2) is None:
         pytest.skip("no chain of convolutions")
@@ -455,9 +436,7 @@ def test_stages_can_be_mapped_and_differentiated(factorization, shape):
 MATRICES = [(6, 4), (5, 7), (6, 1), (1, 5), (12, 9), (10, 9), (20, 4), (8, 8), (6, 8), (3, 8)]
 
 
-@every_factorization
-@pytest.mark.parametrize("shape", MATRICES, ids=str)
-@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("factorization", "shape", "transposed"), pairwise(FORMS, MATRICES, [False, True]), ids=str)
 def test_multiply_equals_the_composed_weight_and_so_do_its_gradients(factorization, shape, transposed):
     for rank in ranks_to_apply(factorization, shape):
         factors = random_factors(factorization, shape, rank)
@@ -525,8 +504,7 @@ class CountedProducts(TorchDispatchMode):
         return output
 
 
-@every_factorization
-@every_shape
+@every_case
 def test_multiply_adds_are_those_that_are_done(factorization, shape):
     for rank in ranks_to_apply(factorization, shape):
         factors = random_factors(factorization, shape, rank)
@@ -544,9 +522,7 @@ def test_multiply_adds_are_those_that_are_done(factorization, shape):
         assert counted.in_matrices == 5 * count
 
 
-@every_factorization
-@every_shape
-@pytest.mark.parametrize("ratio", [0.2, 0.9])
+@every_case_and_a_ratio
 def test_inner_is_the_inner_product_of_the_composed_weights(factorization, shape, ratio):
     rank = factorization.rank_for_ratio(shape, ratio)
     left, right = (random_factors(factorization, shape, rank, seed) for seed in (1, 2))
@@ -569,8 +545,7 @@ def test_inner_is_the_inner_product_of_the_composed_weights(factorization, shape
     torch.testing.assert_close(*gradients)
 
 
-@every_factorization
-@every_shape
+@every_case
 def test_inner_can_be_mapped(factorization, shape):
     clients = [random_factors(factorization, shape, 1, seed) for seed in range(3)]
     stacked = {name: torch.stack([client[name] for client in clients]) for name in clients[0]}
@@ -652,11 +627,11 @@ def test_factor_numbers_of_the_lora_mlp():
 
 
 @pytest.mark.parametrize("layout", ["permuted", "channel", "raw"])
-@every_shape
-def test_product_matrix_and_weight_are_inverse(layout, shape):
+def test_product_matrix_and_weight_are_inverse(layout):
     product = MatrixProduct(layout)
-    weight = torch.arange(math.prod(shape)).reshape(shape)
-    assert torch.equal(product.as_weight(product.as_matrix(weight), shape), weight)
+    for shape in SHAPES:
+        weight = torch.arange(math.prod(shape)).reshape(shape)
+        assert torch.equal(product.as_weight(product.as_matrix(weight), shape), weight)
 
 
 def test_product_decompose_is_the_best_of_its_rank():
@@ -684,7 +659,7 @@ def test_permuted_product_is_a_wide_then_a_tall_convolution(kernel, padding):
 
 
 def test_unknown_layout_is_refused():
-    with pytest.raises(ValueError, match=r'layout must be "permuted", "channel" or "raw", but is \'mixed\''):
+    with pytest.raises(ValueError, match="layout must be one of 'permuted', 'channel', 'raw', but is 'mixed'"):
         MatrixProduct("mixed")
 
 
@@ -852,7 +827,7 @@ def test_hadamard_decompose_is_never_worse_than_its_start():
 # Decoupling (AAD), Eq. 8 and 9 of FedMUD
 
 
-@every_bilinear_shape
+@every_bilinear_case
 def test_decoupled_mean_of_recovered_is_recovered_of_means_and_plain_is_not(factorization, shape):
     rank = factorization.rank_for_ratio(shape, 0.5)
     fixed = random_factors(factorization, shape, rank, seed=100)

@@ -37,6 +37,7 @@ from lightning_lowrank.layers import (
     recover,
     unmerge,
 )
+from tests.pairwise import in_turn, pairwise
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
@@ -139,9 +140,12 @@ LARGE = {
     "wide_resnet50_2": (lambda: models.wide_resnet50_2(num_classes=10), 64, PRODUCT),
 }
 ZOO = [
-    pytest.param(make, size, form, role, id=f"{name}-{type(form).__name__}-{role}")
+    pytest.param(make, size, form, role, id=f"{name}-{type(form).__name__}-{role}", marks=marks)
     for position, (name, (make, size, other)) in enumerate(SMALL.items())
-    for form, role in ((PRODUCT, "weight"), (PRODUCT, "update"), (other, ("weight", "update")[position % 2]))
+    for form, role, marks in (
+        (PRODUCT, ("update", "weight")[position % 2], ()),
+        (other, ("weight", "update")[position % 2], pytest.mark.slow),
+    )
 ] + [
     pytest.param(make, size, form, role, id=f"{name}-{type(form).__name__}-{role}", marks=pytest.mark.slow)
     for position, (name, (make, size, *forms)) in enumerate(LARGE.items())
@@ -365,9 +369,11 @@ def encoder(**settings):
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=not settings.get("norm_first", False))
 
 
-@pytest.mark.parametrize("form", [PRODUCT, KRONECKER, PARALLEL, HADAMARD], ids=lambda form: type(form).__name__)
-@pytest.mark.parametrize("role", ["update", "weight"])
-@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize(
+    ("form", "role", "norm_first"),
+    pairwise([PRODUCT, KRONECKER, PARALLEL, HADAMARD], ["update", "weight"], [False, True]),
+    ids=str,
+)
 def test_transformer_encoders(norm_first, role, form, monkeypatch):
     model = seeded(functools.partial(encoder, norm_first=norm_first))
     conversion = convert(model, form, ratio=0.4, role=role, init="uniform")
@@ -436,17 +442,16 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("settings", "projections"),
+    ("settings", "projections", "role"),
     [
-        ({}, ["in_proj"]),
-        ({"batch_first": True, "dropout": 0.2}, ["in_proj"]),
-        ({"kdim": 12, "vdim": 20}, ["q_proj", "k_proj", "v_proj"]),
-        ({"kdim": 12, "vdim": 20, "add_bias_kv": True, "batch_first": True}, ["q_proj", "k_proj", "v_proj"]),
-        ({"add_bias_kv": True, "add_zero_attn": True, "bias": False}, ["in_proj"]),
+        ({}, ["in_proj"], "update"),
+        ({"batch_first": True, "dropout": 0.2}, ["in_proj"], "weight"),
+        ({"kdim": 12, "vdim": 20}, ["q_proj", "k_proj", "v_proj"], "weight"),
+        ({"kdim": 12, "vdim": 20, "add_bias_kv": True, "batch_first": True}, ["q_proj", "k_proj", "v_proj"], "update"),
+        ({"add_bias_kv": True, "add_zero_attn": True, "bias": False}, ["in_proj"], "weight"),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("role", ["update", "weight"])
 def test_attentions_of_every_kind(settings, projections, role):
     model = seeded(lambda: Attention(**settings))
     names = [name for name, _ in model.named_parameters()]
@@ -525,10 +530,14 @@ def hidden(each, ids):
 
 
 @pytest.mark.parametrize(
-    ("make", "feed_forward"), [(bert, "intermediate"), (distilbert, "ffn")], ids=["bert", "distil"]
+    ("make", "feed_forward", "everything", "role"),
+    [
+        pytest.param(*made, everything, role, id=f"{made[1]}-{everything}-{role}")
+        for made, everything, role in pairwise(
+            [(bert, "intermediate"), (distilbert, "ffn")], [False, True], ["update", "weight"]
+        )
+    ],
 )
-@pytest.mark.parametrize("everything", [False, True])
-@pytest.mark.parametrize("role", ["update", "weight"])
 def test_encoders_of_hugging_face(hugging_face, make, feed_forward, everything, role, tmp_path):
     model = seeded(lambda: make(hugging_face))
     conversion = convert(
@@ -559,8 +568,9 @@ def test_encoders_of_hugging_face(hugging_face, make, feed_forward, everything, 
         assert_near(hidden(loaded, ids), output)
 
 
-@pytest.mark.parametrize("role", ["update", "weight"])
-@pytest.mark.parametrize("form", [PRODUCT, KRONECKER, PARALLEL, HADAMARD], ids=lambda form: type(form).__name__)
+@pytest.mark.parametrize(
+    ("form", "role"), in_turn([PRODUCT, KRONECKER, PARALLEL, HADAMARD], ["update", "weight"]), ids=str
+)
 def test_gpt2_stays_tied(hugging_face, form, role, tmp_path):
     model = gpt2(hugging_face)
     conversion = convert(model, form, ratio=0.4, role=role, init="uniform")
@@ -673,11 +683,11 @@ class ConvolutionalNetwork(nn.Module):
         return self.head(self.body(images).mean(dim=(2, 3)))
 
 
+FORMS_AND_ROLES = in_turn([PRODUCT, KRONECKER, PARALLEL, HADAMARD], ["update", "weight"])
 FORMS = pytest.mark.parametrize("form", [PRODUCT, KRONECKER, PARALLEL, HADAMARD], ids=lambda form: type(form).__name__)
 
 
-@FORMS
-@pytest.mark.parametrize("role", ["update", "weight"])
+@pytest.mark.parametrize(("form", "role"), FORMS_AND_ROLES, ids=str)
 def test_channels_last(form, role):
     model = seeded(ConvolutionalNetwork).to(memory_format=torch.channels_last)
     conversion = convert(model, form, ratio=0.5, role=role, init="uniform")
@@ -696,8 +706,7 @@ def test_channels_last(form, role):
     assert_near(recover(model)(images), output)
 
 
-@FORMS
-@pytest.mark.parametrize("role", ["update", "weight"])
+@pytest.mark.parametrize(("form", "role"), FORMS_AND_ROLES, ids=str)
 def test_models_in_bfloat16(form, role):
     model = seeded(ConvolutionalNetwork)
     half = copy.deepcopy(model).bfloat16()
@@ -787,8 +796,8 @@ def assert_compiles(model, batches, dynamic=None):
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize("role", ["update", pytest.param("weight", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("role", "dynamic"), [("update", None), ("weight", True)])
 def test_a_transformer_compiles_as_one_graph(role, dynamic):
     model = seeded(lambda: nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)).train()
     holder = nn.Sequential(model)
@@ -812,16 +821,16 @@ def small_transformer():
 
 
 @pytest.mark.parametrize(
-    "clone", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+    ("form", "made", "clone", "merged"),
+    pairwise(
+        [PRODUCT, KRONECKER, PARALLEL, HADAMARD],
+        [(ConvolutionalNetwork, random(2, 3, 9, 9)), (small_transformer, tokens(20, 2, 5))],
+        [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
+        [False, True],
+    ),
 )
-@pytest.mark.parametrize("merged", [False, True])
-@pytest.mark.parametrize(
-    ("make", "batch"),
-    [(ConvolutionalNetwork, random(2, 3, 9, 9)), (small_transformer, tokens(20, 2, 5))],
-    ids=["convolutions", "transformer"],
-)
-@FORMS
-def test_copies_of_whole_models(make, batch, form, merged, clone):
+def test_copies_of_whole_models(form, made, clone, merged):
+    make, batch = made
     model = seeded(make).eval()
     convert(model, form, ratio=0.5, role="weight", init="uniform")
     if merged:
@@ -843,8 +852,7 @@ def test_copies_of_a_tied_model_stay_tied(hugging_face):
         assert twin.lm_head.factors is not model.lm_head.factors
 
 
-@FORMS
-@pytest.mark.parametrize("role", ["update", "weight"])
+@pytest.mark.parametrize(("form", "role"), FORMS_AND_ROLES, ids=str)
 @pytest.mark.parametrize(
     ("make", "batch"),
     [
@@ -872,8 +880,9 @@ def test_mapping_over_clients_equals_a_loop(make, batch, role, form):
             assert_near(mapped[name][index], value)
 
 
-@FORMS
-@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize(
+    ("form", "use_reentrant"), in_turn([PRODUCT, KRONECKER, PARALLEL, HADAMARD], [False, True]), ids=str
+)
 def test_checkpointing_gives_the_same_gradients(form, use_reentrant):
     model = seeded(ConvolutionalNetwork).train()
     convert(model, form, ratio=0.5, dropout=0.2)

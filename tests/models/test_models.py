@@ -10,7 +10,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_lowrank import FedAvg, FederatedLoop, FromIndices
 from lightning_lowrank.data import Digits
 from lightning_lowrank.models import CNN4, CNN8, MLP, VGG8, Classifier, ConvBlock, Network
 
@@ -116,11 +115,11 @@ def test_vgg8_against_written_out_network(make):
 
 def test_vgg8_refuses_small_images_and_no_classes():
     assert VGG8(image_size=32)(torch.zeros(1, 3, 32, 32)).shape == (1, 10)
-    with pytest.raises(ValueError, match="at least 32 for the 5 poolings of VGG8, got 31"):
+    with pytest.raises(ValueError, match="image_size of VGG8 must be at least 32, but is 31"):
         VGG8(image_size=31)
-    with pytest.raises(ValueError, match="num_classes=0"):
+    with pytest.raises(ValueError, match="num_classes must be at least 1, but is 0"):
         VGG8(num_classes=0)
-    with pytest.raises(ValueError, match="in_channels=0"):
+    with pytest.raises(ValueError, match="in_channels must be at least 1, but is 0"):
         VGG8(in_channels=0)
 
 
@@ -167,7 +166,7 @@ def test_default_deviation_is_the_papers_and_none_is_pytorchs():
 def test_smallest_image(network_class, smallest):
     network = network_class(in_channels=2, image_size=smallest)
     assert network(torch.randn(2, 2, smallest, smallest)).shape == (2, 10)
-    with pytest.raises(ValueError, match=f"at least {smallest}.*got {smallest - 1}"):
+    with pytest.raises(ValueError, match=f"at least {smallest}, but is {smallest - 1}"):
         network_class(image_size=smallest - 1)
 
 
@@ -210,6 +209,7 @@ def test_training_on_digits_with_a_plain_trainer():
     torch.testing.assert_close(probabilities.sum(1), torch.ones(len(classes)))
 
 
+@pytest.mark.slow
 def test_convolutional_network_learns_digits():
     torch.manual_seed(0)
 
@@ -325,7 +325,7 @@ def test_number_of_classes_is_found(network, expected):
 def test_number_of_classes_must_be_known():
     with pytest.raises(MisconfigurationException, match="num_classes is not given, and Sequential"):
         Classifier(nn.Sequential(nn.Conv2d(1, 6, 3), nn.Flatten()))
-    with pytest.raises(MisconfigurationException, match=r"at least 2.*got 1"):
+    with pytest.raises(MisconfigurationException, match=r"at least 2, but is 1"):
         Classifier(MLP(), num_classes=1)
 
 
@@ -348,7 +348,7 @@ def test_checkpoint_is_plain_data_and_loads_with_a_network(tmp_path):
     path = tmp_path / "model.ckpt"
     run.save_checkpoint(path)
     content = torch.load(path, weights_only=True)
-    assert content["hyper_parameters"] == {"num_classes": 10, "label_smoothing": 0.1, "mask_absent_classes": False}
+    assert content["hyper_parameters"] == {"num_classes": 10, "label_smoothing": 0.1}
     assert set(content["state_dict"]) == {f"network.{name}" for name in model.network.state_dict()}
     loaded = Classifier.load_from_checkpoint(path, network=MLP(64, hidden=(20,)))
     assert loaded.label_smoothing == 0.1
@@ -459,54 +459,6 @@ def test_command_line_changes_parts_and_takes_any_module(monkeypatch, tmp_path):
     )
     assert type(made.model.network) is nn.Linear
     assert made.model.num_classes == 3
-
-
-@pytest.mark.parametrize("execution", ["sequential", "vectorized"])
-def test_absent_classes_are_out_of_a_clients_loss(tmp_path, execution):
-    inputs = torch.randn(24, 5, generator=torch.Generator().manual_seed(0))
-    targets = torch.tensor([0, 1, 2, 3] * 6)
-    of_class = [torch.nonzero(targets == label).flatten().tolist() for label in range(4)]
-    parts = [of_class[0] + of_class[1], of_class[2] + of_class[3]]
-    dataset = torch.utils.data.TensorDataset(inputs, targets)
-    seen = {}
-
-    class Watched(FedAvg):
-        def end(self, server, client, model):
-            seen[client.id] = model["network.bias"].detach().clone()
-            return super().end(server, client, model)
-
-    class Watch(L.Callback):
-        def on_train_epoch_end(self, trainer, module):
-            assert module.present_classes is None or module.present_classes.all()
-
-    def train(mask):
-        torch.manual_seed(1)
-        module = Classifier(nn.Linear(5, 4), mask_absent_classes=mask)
-        loop = FederatedLoop(Watched(), partition=FromIndices(parts), execution=execution, summary=False)
-        run = L.Trainer(
-            max_epochs=1,
-            callbacks=[loop, Watch()],
-            logger=False,
-            enable_checkpointing=False,
-            accelerator="cpu",
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=tmp_path,
-        )
-        start = module.network.bias.detach().clone()
-        run.fit(module, torch.utils.data.DataLoader(dataset, batch_size=12))
-        return start
-
-    start = train(True)
-    assert (seen[0] == start).tolist() == [False, False, True, True]
-    assert (seen[1] == start).tolist() == [True, True, False, False]
-    start = train(False)
-    assert not (torch.stack([seen[0], seen[1]]) == start).any()
-
-
-def test_masking_and_smoothing_exclude_each_other():
-    with pytest.raises(MisconfigurationException, match=r"label_smoothing=0\.1"):
-        Classifier(nn.Linear(5, 4), label_smoothing=0.1, mask_absent_classes=True)
 
 
 def test_weight_decay_leaves_named_parameters_alone():

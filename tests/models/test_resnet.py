@@ -6,7 +6,7 @@ import torch
 import torchvision
 from torch import nn
 
-from lightning_lowrank import cli
+from lightning_lowrank.cli import main
 from lightning_lowrank.models import Classifier, Network, ResNet18, ResNet34
 
 REFERENCE = {ResNet18: torchvision.models.resnet18, ResNet34: torchvision.models.resnet34}
@@ -91,7 +91,7 @@ def test_convolutions_have_no_bias_and_start_as_torchvisions():
 
 @pytest.mark.parametrize("argument", ["in_channels", "num_classes", "width", "image_size"])
 def test_arguments_must_be_positive(argument):
-    with pytest.raises(ValueError, match=f"must be at least 1.*{argument}=0"):
+    with pytest.raises(ValueError, match=f"{argument}.* must be at least 1, but is 0"):
         ResNet18(**{argument: 0})
 
 
@@ -105,7 +105,7 @@ def test_classifier_takes_sizes_from_the_network():
 def test_short_class_name_on_the_command_line(network_class, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     network = ["--model.network", network_class.__name__, "--model.network.width", "2"]
-    cli.main(["inspect", "--model", "Classifier", *network, "--trainer.logger", "false", "--json"])
+    main(["inspect", "--model", "Classifier", *network, "--trainer.logger", "false", "--json"])
     layers = [layer["name"] for layer in json.loads(capsys.readouterr().out)["layers"]]
     expected = [
         f"network.{name}"

@@ -11,7 +11,16 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_lowrank import Dirichlet, FedAvg, FederatedLoop, LowRank, MatrixProduct, load_dense, recover
+from lightning_lowrank import (
+    Dirichlet,
+    FedAvg,
+    FederatedLoop,
+    LowRank,
+    MaskAbsentClasses,
+    MatrixProduct,
+    load_dense,
+    recover,
+)
 from lightning_lowrank.data import TextClassification
 from lightning_lowrank.layers import low_rank_layers
 from lightning_lowrank.models import TextClassifier
@@ -244,9 +253,10 @@ def test_clients_step_together_where_transformers_lets_them_and_auto_finds_out(t
 
 
 def test_absent_classes_are_masked_in_rounds(tmp_path, folder, data):
-    module = TextClassifier(folder, num_labels=3, optimizer=ADAMW, mask_absent_classes=True)
+    module = TextClassifier(folder, num_labels=3, optimizer=ADAMW)
     head = module.network.classifier.bias[2].item()
-    loop = FederatedLoop(FedAvg(), clients=2, local_steps=2, summary=False)
+    mask = MaskAbsentClasses("network.classifier")
+    loop = FederatedLoop(FedAvg(), clients=2, local_steps=2, objective=mask, summary=False)
     fit(trainer(tmp_path, lora(), loop, max_epochs=1), module, data)
     assert module.network.classifier.bias[2].item() == head
     assert module.network.classifier.bias[1].item() != 0

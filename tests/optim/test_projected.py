@@ -13,8 +13,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
-from lightning_lowrank.optim import ProjectedAdamW, ProjectedSGD, projected_parameter_groups
+from lightning_lowrank.optim import ProjectedAdamW, ProjectedSGD
 from lightning_lowrank.seeding import generator
+from tests.grids import pairwise
 from tests.helpers import blobs
 
 MATRICES = [(6, 9), (9, 6), (2, 7), (4, 2, 3, 3), (5, 3, 3), (4, 2, 2, 2, 2)]
@@ -74,6 +75,7 @@ def state_bytes(optimizer):
 # The formulas
 
 
+@pairwise()
 @every_choice_of_moments
 @every_subspace
 @pytest.mark.parametrize(
@@ -122,6 +124,7 @@ def test_sgd_is_momentum_of_projected_gradients(options, subspace, moments, fore
     assert momentum or subspace == "gradient" or not optimizer.state
 
 
+@pairwise()
 @every_choice_of_moments
 @every_subspace
 @pytest.mark.parametrize("options", [{}, {"maximize": True, "weight_decay": 0.0, "betas": (0.5, 0.9)}], ids=str)
@@ -225,6 +228,7 @@ def test_gradient_subspace_is_completed_where_the_gradient_has_too_few_direction
 # No projection at all
 
 
+@pairwise()
 @pytest.mark.parametrize("foreach", [None, False, True])
 @pytest.mark.parametrize(
     ("kind", "options"),
@@ -515,6 +519,7 @@ def test_parameters_without_gradients_stay_and_change_subspace_later(kind, subsp
 # Saving, copying, clearing
 
 
+@pairwise()
 @every_choice_of_moments
 @every_subspace
 @every_optimizer
@@ -832,6 +837,10 @@ class Alone:
 
     def __init__(self, kind, *, clients=CLIENTS, dtype=torch.float64, **options):
         shapes = [*MATRICES, (5,), (), (6, 9), (3, 1)]
+        if kind is ProjectedAdamW:
+            # In a direction that a gradient has nothing of, its coefficient is rounding, which differs between one
+            # matrix and a stack, and which Adam's own eps of 1e-8 would make as large as any other step.
+            options = {"eps": 0.05, **options}
         self.clients = [parameters(*shapes, dtype=dtype, seed=10 + client) for client in range(clients)]
         self.optimizers = [self.optimizer_on(kind, params, options) for params in self.clients]
         self.stacks = [nn.Parameter(torch.stack(list(same)).detach()) for same in zip(*self.clients, strict=True)]
@@ -921,6 +930,7 @@ stacked_options = pytest.mark.parametrize(
 )
 
 
+@pairwise()
 @every_choice_of_moments
 @every_subspace
 @stacked_options
@@ -1039,6 +1049,7 @@ def test_a_stacked_step_takes_as_many_operations_for_any_number_of_clients(kind,
     assert counts[0] == counts[1] > 10
 
 
+@pairwise()
 @every_choice_of_moments
 @every_subspace
 @every_optimizer
@@ -1062,22 +1073,6 @@ def test_stacked_training_is_resumed_bit_for_bit(kind, subspace, moments, stop):
     assert_same(whole.stacks, fresh.stacks)
     for stack, other in zip(whole.stacks, fresh.stacks, strict=True):
         assert_same(dict(whole.stacked.state[stack]), dict(fresh.stacked.state[other]))
-
-
-@every_optimizer
-def test_parameters_are_of_one_client_where_nothing_says_otherwise(kind):
-    """So are those of a state that was saved before clients could be stacked."""
-    ours, theirs = parameters((3, 6, 9)), parameters((3, 6, 9))
-    optimizer, reference = optimizer_of(kind, ours), optimizer_of(kind, theirs)
-    train(reference, theirs, range(4))
-    state_dict = saved_and_loaded(reference.state_dict())
-    assert [group.pop("stacked") for group in state_dict["param_groups"]] == [False]
-    train(optimizer, ours, range(4))
-    optimizer.load_state_dict(state_dict)
-    train(optimizer, ours, range(4, 8))
-    train(reference, theirs, range(4, 8))
-    assert_same(ours, theirs)
-    assert optimizer.projection(ours[0]).shape == (54, RANK)
 
 
 def test_projection_follows_the_parameters_and_rank_that_a_group_has_now():
@@ -1211,99 +1206,3 @@ def test_projection_of_a_stranger_and_a_seed_of_a_wrong_kind_are_refused():
         optimizer.projection(torch.ones(6, 9))
     with pytest.raises(TypeError, match="seed must be an integer"):
         optimizer.refresh(seed="round 3")
-
-
-# Groups from a model
-
-
-class Network(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(11, 8)
-        self.stem = nn.ConvTranspose1d(3, 4, 5)
-        self.encoder = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm((2, 8)), nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
-        self.attention = nn.MultiheadAttention(8, 2)
-        self.head = nn.Linear(8, 11)
-        self.head.weight = self.embedding.weight
-        self.shared = nn.Linear(8, 8, bias=False)
-        self.shared.weight = self.encoder[0].weight
-        self.frozen = nn.Linear(8, 8).requires_grad_(False)
-        self.temperature = nn.Parameter(torch.ones(()))
-
-
-def names_of(model, groups):
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    return [{names[p] for p in group["params"]} for group in groups]
-
-
-def test_groups_take_weights_of_linear_layers_and_convolutions():
-    model = Network()
-    groups = projected_parameter_groups(model, 3, moments="zero", lr=0.5)
-    projected, rest = names_of(model, groups)
-    assert projected == {
-        "stem.weight",
-        "encoder.0.weight",
-        "encoder.2.weight",
-        "attention.in_proj_weight",
-        "attention.out_proj.weight",
-    }
-    assert projected | rest == {name for name, p in model.named_parameters() if p.requires_grad}
-    assert sum(len(group["params"]) for group in groups) == len(projected | rest)
-    assert {**groups[0], "params": None} == {"params": None, "rank": 3, "moments": "zero", "lr": 0.5}
-    assert {**groups[1], "params": None} == {"params": None, "rank": None}
-    optimizer = ProjectedSGD(groups, lr=0.1, rank=None)
-    train(optimizer, [p for group in groups for p in group["params"]], range(2))
-    assert optimizer.projection(model.stem.weight).shape == (20, 3)
-    assert optimizer.projection(model.encoder[1].weight) is None
-
-
-@pytest.mark.parametrize(
-    ("patterns", "expected"),
-    [
-        ({"include": ["encoder"]}, ["encoder.0.weight", "encoder.2.weight"]),
-        ({"include": ["encoder.2"]}, ["encoder.2.weight"]),
-        ({"include": ["*proj*"]}, ["attention.in_proj_weight", "attention.out_proj.weight"]),
-        ({"include": ["shared"]}, ["encoder.0.weight"]),
-        ({"exclude": ["attention", "st?m.weight"]}, ["encoder.0.weight", "encoder.2.weight"]),
-        ({"include": ["encoder"], "exclude": ["0"]}, ["encoder.2.weight"]),
-    ],
-    ids=str,
-)
-def test_patterns_choose_what_is_projected(patterns, expected):
-    model = Network()
-    groups = projected_parameter_groups(model, 3, **patterns)
-    projected, rest = names_of(model, groups)
-    assert projected == set(expected)
-    assert rest == {n for n, p in model.named_parameters() if p.requires_grad} - projected
-
-
-def test_no_decay_spares_parameters_of_one_dimension_only():
-    model = Network()
-    groups = projected_parameter_groups(model, 3, no_decay=True, weight_decay=0.2)
-    assert [group.get("weight_decay") for group in groups] == [0.2, None, 0.0]
-    _, decayed, undecayed = names_of(model, groups)
-    assert decayed == {"embedding.weight", "encoder.1.weight", "encoder.1.bias"}
-    assert {"temperature", "head.bias", "encoder.3.weight"} < undecayed
-    assert len(projected_parameter_groups(nn.Linear(4, 3, bias=False), 2, no_decay=True)) == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"rank": 0}, ValueError, "rank must be at least 1"),
-        ({"include": ["encodr"]}, ValueError, "include has 'encodr'.*close to it.*encoder"),
-        ({"exclude": ["embedding"]}, ValueError, "exclude has 'embedding', which matches no parameter"),
-        ({"include": "encoder"}, TypeError, "include must be a list of strings"),
-        ({"refresh_intervall": 3}, TypeError, "'refresh_intervall' is no option.*refresh_interval"),
-        ({"exclude": ["*"]}, ValueError, "no parameter is left to project"),
-    ],
-    ids=str,
-)
-def test_wrong_arguments_for_groups_are_refused(arguments, error, message):
-    with pytest.raises(error, match=message):
-        projected_parameter_groups(Network(), **{"rank": 3, **arguments})
-
-
-def test_uninitialised_parameters_are_refused():
-    with pytest.raises(ValueError, match=r"'0\.weight' is uninitialised"):
-        projected_parameter_groups(nn.Sequential(nn.LazyLinear(3)), 2)

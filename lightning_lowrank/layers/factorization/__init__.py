@@ -1,4 +1,4 @@
-"""How a few small tensors stand for one weight: what a form answers, and the forms there are."""
+"""Factorizations of a weight into a few small tensors: the base class, and one file for each."""
 
 from lightning_lowrank.layers.factorization.base import (
     Factorization,
@@ -7,8 +7,10 @@ from lightning_lowrank.layers.factorization.base import (
     factorization_from_dict,
     registered_factorizations,
 )
-from lightning_lowrank.layers.factorization.bilinear import BlockKronecker, MatrixProduct
-from lightning_lowrank.layers.factorization.multilinear import CP, Hadamard
+from lightning_lowrank.layers.factorization.block_kronecker import BlockKronecker
+from lightning_lowrank.layers.factorization.cp import CP
+from lightning_lowrank.layers.factorization.hadamard import Hadamard
+from lightning_lowrank.layers.factorization.matrix_product import MatrixProduct
 
 __all__ = [
     "CP",

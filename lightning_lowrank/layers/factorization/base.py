@@ -1,18 +1,18 @@
-r"""How a few small tensors stand for one weight.
+r"""Factorizations: weights that are composed from a few small tensors.
 
-A :class:`Factorization` holds no tensors, only the choice of a form. It answers, for a weight of a given
-shape: which factors a rank asks for, which rank a share of trainable numbers allows, what dense weight the
+A :class:`Factorization` has no tensors, only the choice of a form. It computes, for a weight of a given
+shape: which factors belong to a rank, which rank a share of trainable numbers allows, what dense weight the
 factors make (`compose`), which factors come nearest to a given weight (`decompose`), and how to apply the
 weight to an input without building it (`multiply`, `stages`).
 
 A weight's shape is (dim0, dim1, \*kernel), as it is stored: output then input channels for linear layers and
-convolutions, the other way round for transposed convolutions. The forms do not care: ``U`` always stands with
-dim0 and ``V`` with dim1.
+convolutions, the other way round for transposed convolutions. Either way ``U`` belongs to dim0 and ``V``
+to dim1.
 
 The two modifiers of a low-rank layer need a form that is *bilinear*: two factors ``U`` and ``V``, and a weight
 ``f(U, V)`` that is linear in each. A *half-frozen* layer trains one of them, and a *decoupled* layer trains
 ``f(U, Ṽ) + f(Ũ, V)`` with fixed ``Ũ`` and ``Ṽ``. Both are linear in what is trained, so that the mean of the
-clients' factors stands for the mean of their weights.
+clients' factors composes the mean of their weights.
 
 "FedMUD" throughout is Li et al., The Panaceas for Improving Low-Rank Decomposition in
 Communication-Efficient Federated Learning, ICML 2025.
@@ -29,6 +29,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from lightning_lowrank.registry import registered
 
 __all__ = [
     "Factorization",
@@ -57,13 +59,10 @@ class Stage(NamedTuple):
 
 
 def frozen_factor(half_frozen: HalfFrozen) -> Literal["U", "V"] | None:
-    """Return the name of the factor that ``half_frozen`` freezes, ``None`` where it freezes none.
-
-    Args:
-        half_frozen: The setting, ``True`` meaning ``"U"``.
+    """Return the name of the factor that ``half_frozen`` freezes, or ``None``.
 
     Raises:
-        ValueError: If it has another value.
+        ValueError: If it is not ``False``, ``True``, ``"U"`` or ``"V"``.
     """
     if isinstance(half_frozen, bool):
         return "U" if half_frozen else None
@@ -78,63 +77,61 @@ def ceil(value: float) -> int:
     return nearest if math.isclose(value, nearest, rel_tol=1e-12) else math.ceil(value)
 
 
-def check_ratio(ratio: float) -> None:
-    """Refuse a share of trained numbers that is not a finite number above 0."""
-    if not (ratio > 0 and math.isfinite(ratio)):
-        raise ValueError(f"ratio must be a finite number above 0, but is {ratio!r}.")
-
-
 def working_precision(weight: Tensor) -> Tensor:
     """Return the weight's values in single precision at least, detached."""
     return weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
+
+
+def check_two_dimensions(shape: Sequence[int]) -> None:
+    """Refuse the shape of a vector."""
+    if len(shape) < 2:
+        raise ValueError(
+            f"shape must have at least two dimensions, but is {tuple(shape)}; BlockKronecker takes any shape."
+        )
 
 
 class Factorization(ABC):
     """A few factors, mostly ``U`` and ``V``, that stand for one weight.
 
     A subclass is a plain class whose ``__init__`` takes simple arguments and keeps each one under its own
-    name; it is then registered by being defined, compares and prints by its arguments, and can be written
-    to a checkpoint with :meth:`to_dict`.
+    name. It is registered by being defined, compares and prints by its arguments, and can be written
+    to a checkpoint with :meth:`to_dict`. :func:`lightning_lowrank.testing.check_factorization` checks whether
+    it keeps the contract that the layers rely on.
 
-    A subclass keeps one promise that the search for a budget relies on: the numbers trained at
-    ``rank_for_ratio(shape, ratio)``, together with those of one more factorization of rank 1
-    (``trained_numbers(shape, 1)``), are at least ``ratio`` times the weight's numbers.
+    The search for a budget relies on this: the numbers trained at ``rank_for_ratio(shape, ratio)``, together
+    with those of one more factorization of rank 1 (``trained_numbers(shape, 1)``), are at least ``ratio``
+    times the weight's numbers.
+
+    Arguments have the same meaning in all methods:
+
+    - ``shape``: the weight's shape.
+    - ``rank``: an integer that :meth:`check_rank` accepts.
+    - ``ratio``: trained numbers over the weight's numbers, above 0.
+    - ``half_frozen``: which factor is drawn and never trained, if any. The same ratio then affords a higher
+      rank. It needs a :meth:`bilinear` form.
+    - ``factors``: all factors by name, shaped as :meth:`factor_shapes` says.
+    - ``std``: the standard deviation of the dense weight's numbers.
     """
 
     @abstractmethod
     def rank_for_ratio(self, shape: Sequence[int], ratio: float, half_frozen: HalfFrozen = False) -> int:
         """Return the rank at which the trained factors are about a share ``ratio`` of the weight.
 
-        Args:
-            shape: The weight's shape.
-            ratio: Trained numbers over the weight's numbers, above 0.
-            half_frozen: Which factor is frozen, if any, which affords a higher rank for the same share.
-
         Returns:
             A rank between 1 and :meth:`max_rank`.
 
         Raises:
-            ValueError: If ``ratio`` is not positive, or asks for more than :meth:`max_rank`, or a factor is
+            ValueError: If ``ratio`` is not positive, or needs more than :meth:`max_rank`, or a factor is
                 to be frozen where the form is not bilinear.
         """
 
     @abstractmethod
     def max_rank(self, shape: Sequence[int], half_frozen: HalfFrozen = False) -> int:
-        """Return the rank at which the factors can express every weight.
-
-        Args:
-            shape: The weight's shape.
-            half_frozen: Which factor is frozen, if any.
-        """
+        """Return the rank at which the factors can express every weight."""
 
     @abstractmethod
     def factor_shapes(self, shape: Sequence[int], rank: int) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the factors by name, in the form's own order.
-
-        Args:
-            shape: The weight's shape.
-            rank: The rank, at least 1.
-        """
+        """Return the shapes of the factors by name, in the form's own order."""
 
     @abstractmethod
     def compose(self, factors: Mapping[str, Tensor], shape: Sequence[int]) -> Tensor:
@@ -143,22 +140,13 @@ class Factorization(ABC):
         It is made of tensor operations only, so that it can be differentiated and mapped over a leading
         dimension with :func:`torch.func.vmap`.
 
-        Args:
-            factors: All factors by name, shaped as :meth:`factor_shapes` says.
-            shape: The weight's shape.
-
         Returns:
             A tensor of shape ``shape`` with the factors' dtype and device.
         """
 
     @abstractmethod
     def compose_multiply_adds(self, shape: Sequence[int], rank: int) -> int:
-        """Return how many multiplications (with or without an addition) :meth:`compose` takes.
-
-        Args:
-            shape: The weight's shape.
-            rank: The rank.
-        """
+        """Return how many multiplications (with or without an addition) :meth:`compose` takes."""
 
     @abstractmethod
     def decompose(self, weight: Tensor, rank: int) -> dict[str, Tensor]:
@@ -166,10 +154,6 @@ class Factorization(ABC):
 
         Computed in single precision at least and returned in the weight's dtype. The same weight gives the
         same factors.
-
-        Args:
-            weight: The weight, of any layout and device.
-            rank: A rank that :meth:`check_rank` accepts.
 
         Raises:
             ValueError: If the weight cannot have this rank.
@@ -182,32 +166,17 @@ class Factorization(ABC):
         With every factor drawn from U(−a, a) but :meth:`zero_factor`, which is zero, the first step of
         gradient descent on that factor changes the composed weight, in expectation over the draws, by what
         the same step on the dense weight would.
-
-        Args:
-            shape: The weight's shape.
-            rank: The rank.
         """
 
     @abstractmethod
     def init_scale_for_std(self, shape: Sequence[int], rank: int, std: float) -> float:
-        """Return the ``a`` for which the weight of factors U(−a, a) has standard deviation ``std``.
-
-        Args:
-            shape: The weight's shape.
-            rank: The rank.
-            std: The standard deviation of the dense weight's numbers.
-        """
+        """Return the ``a`` for which the weight of factors U(−a, a) has standard deviation ``std``."""
 
     def ratio_for_rank(self, shape: Sequence[int], rank: int, half_frozen: HalfFrozen = False) -> float:
         """Return the largest ratio for which :meth:`rank_for_ratio` gives ``rank`` (to rounding).
 
         By default the share that the trained factors hold, as it is where :meth:`rank_for_ratio` gives the
         smallest rank that holds the ratio.
-
-        Args:
-            shape: The weight's shape.
-            rank: A rank that :meth:`check_rank` accepts.
-            half_frozen: Which factor is frozen, if any.
 
         Raises:
             ValueError: If the weight cannot have this rank, or a factor is to be frozen where the form is
@@ -217,35 +186,19 @@ class Factorization(ABC):
         return self.trained_numbers(shape, rank, half_frozen) / math.prod(shape)
 
     def factor_names(self, shape: Sequence[int]) -> tuple[str, ...]:
-        """Return the names of the factors, in the order of :meth:`factor_shapes`.
-
-        Args:
-            shape: The weight's shape.
-        """
+        """Return the names of the factors, in the order of :meth:`factor_shapes`."""
         return tuple(self.factor_shapes(shape, 1))
 
     def zero_factor(self, shape: Sequence[int]) -> str:
-        """Return the name of the factor that is zero where an update starts.
-
-        Args:
-            shape: The weight's shape.
-        """
+        """Return the name of the factor that is zero where an update starts."""
         return "V"
 
     def bilinear(self, shape: Sequence[int]) -> bool:
-        """Say whether the factors are exactly ``U`` and ``V``, and the weight is linear in each of them.
-
-        Args:
-            shape: The weight's shape.
-        """
+        """Say whether the factors are exactly ``U`` and ``V``, and the weight is linear in each of them."""
         return self.factor_names(shape) == ("U", "V")
 
     def trained_factors(self, shape: Sequence[int], half_frozen: HalfFrozen = False) -> tuple[str, ...]:
         """Return the names of the trained factors: all, or the one that is not frozen.
-
-        Args:
-            shape: The weight's shape.
-            half_frozen: Which factor is frozen, if any.
 
         Raises:
             ValueError: If a factor is to be frozen where the form is not bilinear.
@@ -259,11 +212,6 @@ class Factorization(ABC):
         self, shape: Sequence[int], decouple: bool = False, half_frozen: HalfFrozen = False
     ) -> tuple[str, ...]:
         """Return the names of the factors that are never trained: none, both (decoupled) or the frozen one.
-
-        Args:
-            shape: The weight's shape.
-            decouple: Whether a fixed pair stands beside the trained one.
-            half_frozen: Which factor is frozen, if any.
 
         Raises:
             ValueError: If either modifier is on where the form is not bilinear.
@@ -285,32 +233,16 @@ class Factorization(ABC):
             )
 
     def trained_numbers(self, shape: Sequence[int], rank: int, half_frozen: HalfFrozen = False) -> int:
-        """Return how many numbers the trained factors hold.
-
-        Args:
-            shape: The weight's shape.
-            rank: The rank.
-            half_frozen: Which factor is frozen, if any.
-        """
+        """Return how many numbers the trained factors hold."""
         shapes = self.factor_shapes(shape, rank)
         return sum(math.prod(shapes[name]) for name in self.trained_factors(shape, half_frozen))
 
     def lower_rank(self, shape: Sequence[int], rank: int) -> int | None:
-        """Return the next smaller rank this form can have, or ``None`` where ``rank`` is the smallest.
-
-        Args:
-            shape: The weight's shape.
-            rank: A rank that :meth:`check_rank` accepts.
-        """
+        """Return the next smaller rank this form can have, or ``None`` where ``rank`` is the smallest."""
         return rank - 1 if rank > 1 else None
 
     def check_rank(self, shape: Sequence[int], rank: int, half_frozen: HalfFrozen = False) -> None:
         """Refuse a rank that a weight of this shape cannot have.
-
-        Args:
-            shape: The weight's shape.
-            rank: The rank to look at.
-            half_frozen: Which factor is frozen, if any.
 
         Raises:
             ValueError: If ``rank`` is not an integer from 1 to :meth:`max_rank`.
@@ -330,10 +262,6 @@ class Factorization(ABC):
         kernel dimension is larger than 1 in at most one of the stages, which is the one that takes the
         layer's stride, padding and dilation in that dimension.
 
-        Args:
-            shape: The weight's shape.
-            rank: The rank.
-
         Returns:
             The stages in the order of application, or ``None`` where this form has no such chain.
         """
@@ -343,10 +271,6 @@ class Factorization(ABC):
         """Return the kernels that :meth:`stage_shapes` describes.
 
         Like :meth:`compose` it can be differentiated and mapped with :func:`torch.func.vmap`.
-
-        Args:
-            factors: All factors by name.
-            shape: The weight's shape.
 
         Raises:
             ValueError: If this form has no such chain for the shape.
@@ -367,12 +291,11 @@ class Factorization(ABC):
             input: A tensor (…, dim1), or (…, dim0) if ``transposed``.
             factors: All factors by name.
             shape: The weight's shape, (dim0, dim1).
-            transposed: Whether to return ``input @ W``, (…, dim1), rather than ``input @ Wᵀ``, (…, dim0).
-                Off by default.
+            transposed: Return ``input @ W``, (…, dim1), instead of ``input @ Wᵀ``, (…, dim0). Off by default.
             bias: Added to the result. None by default.
 
         Raises:
-            ValueError: If the shape has not two dimensions, or :meth:`multiply_adds` is ``None`` for it.
+            ValueError: If the shape does not have two dimensions, or :meth:`multiply_adds` is ``None`` for it.
         """
         if len(shape) != 2:
             raise ValueError(f"multiply needs a weight of two dimensions, but its shape is {tuple(shape)}.")
@@ -389,10 +312,6 @@ class Factorization(ABC):
         For :meth:`stages` that is one position of each stage's output; what building the kernels takes is
         left out.
 
-        Args:
-            shape: The weight's shape.
-            rank: The rank.
-
         Returns:
             The number, or ``None`` where this form has no way but to compose the dense weight.
         """
@@ -403,11 +322,6 @@ class Factorization(ABC):
         """Return the Frobenius inner product of two composed weights, ``⟨f(left), f(right)⟩``.
 
         The forms of this package do it without building the weights where that is cheaper.
-
-        Args:
-            left: All factors of the one weight.
-            right: All factors of the other.
-            shape: The shape of both weights.
 
         Returns:
             A scalar tensor.
@@ -456,14 +370,7 @@ def registered_factorizations() -> dict[str, type[Factorization]]:
         >>> sorted(registered_factorizations())[0]
         'BlockKronecker'
     """
-    found: dict[str, type[Factorization]] = {}
-    pending = Factorization.__subclasses__()
-    while pending:
-        kind = pending.pop(0)
-        pending.extend(kind.__subclasses__())
-        if not inspect.isabstract(kind):
-            found[kind.__name__] = kind
-    return found
+    return registered(Factorization)
 
 
 def factorization_from_dict(description: Mapping[str, Any]) -> Factorization:

@@ -1,0 +1,177 @@
+"""The interface of rules that aggregate the arrivals of a round."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+__all__ = ["Aggregator", "KeepsArrivals", "Peers", "check_names", "float64_device"]
+
+
+class Peers(Protocol):
+    """The processes that share a round."""
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this process."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every process's ``value``, in the order of their ranks."""
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Return the sum of every process's ``tensor``."""
+
+
+class Aggregator(ABC):
+    """A rule that turns the named tensors of several parties into one value of each.
+
+    A rule does not depend on the methods that use it. Its arguments are plain attributes, and `clear` resets all
+    others, so that `fresh` can copy the arguments without the arrivals.
+
+    Attributes:
+        arrivals: The number of parties that were added.
+        weight: The sum of their weights.
+    """
+
+    arrivals: int
+    weight: float
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Remove all arrivals. A subclass initialises its own attributes here, after calling this method."""
+        self.arrivals = 0
+        self.weight = 0.0
+
+    def fresh(self) -> Aggregator:
+        """Return an empty aggregator with the same arguments."""
+        fresh = copy.copy(self)
+        fresh.clear()
+        return fresh
+
+    @abstractmethod
+    def add(self, tensors: Mapping[str, Tensor], weight: float) -> None:
+        """Add one party's tensors.
+
+        Args:
+            tensors: The values. They may change after the call.
+            weight: The party's share, zero or more.
+
+        Raises:
+            KeyError: If an earlier party's tensors have other names.
+        """
+
+    def add_stacks(self, stacks: Mapping[str, Tensor], weights: Sequence[float]) -> None:
+        """Add the tensors of several parties.
+
+        Args:
+            stacks: The values, ``[parties, …]``. They may change after the call.
+            weights: The share of each party, zero or more.
+
+        Raises:
+            KeyError: If an earlier party's tensors have other names.
+        """
+        for party, weight in enumerate(weights):
+            self.add({name: stack[party] for name, stack in stacks.items()}, weight)
+
+    @abstractmethod
+    def result(self) -> dict[str, Tensor]:
+        """Return the aggregated tensors, in the dtypes and on the devices of those that were added."""
+
+    @abstractmethod
+    def pool(self, peers: Peers) -> None:
+        """Replace each process's arrivals by those of all processes.
+
+        Raises:
+            KeyError: If the tensors of two processes have different names.
+        """
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Return the arrivals as tensors and plain Python, which a checkpoint can hold."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
+        """Restore what `state_dict` returned.
+
+        Args:
+            state: The state.
+            device: Where the tensors go.
+        """
+
+
+class KeepsArrivals(Aggregator):
+    """Base of rules that need all arrivals at once, such as a median. A subclass defines `result`.
+
+    Memory grows with the number of arrivals.
+
+    Attributes:
+        kept: The tensors and the weight of each arrival, in the order of arrival.
+
+    Example:
+        >>> class Median(KeepsArrivals):
+        ...     def result(self):
+        ...         return {name: torch.stack(values).median(dim=0).values for name, values in self.values().items()}
+        >>> median = Median()
+        >>> for value in (1.0, 2.0, 90.0):
+        ...     median.add({"w": torch.tensor([value])}, weight=1)
+        >>> median.result()
+        {'w': tensor([2.])}
+    """
+
+    kept: list[tuple[dict[str, Tensor], float]]
+
+    @override
+    def clear(self) -> None:
+        super().clear()
+        self.kept = []
+
+    @override
+    def add(self, tensors: Mapping[str, Tensor], weight: float) -> None:
+        if self.kept:
+            check_names(tensors, self.kept[0][0])
+        self.kept.append(({name: value.detach().clone() for name, value in tensors.items()}, weight))
+        self.weight += weight
+        self.arrivals += 1
+
+    def values(self) -> dict[str, list[Tensor]]:
+        """Return by name the tensors of all arrivals."""
+        return {name: [tensors[name] for tensors, _ in self.kept] for name in (self.kept[0][0] if self.kept else ())}
+
+    @override
+    def pool(self, peers: Peers) -> None:
+        # Through the CPU, because another process's device may not exist in this one.
+        mine = [({name: value.cpu() for name, value in tensors.items()}, weight) for tensors, weight in self.kept]
+        self._replace((arrival for part in peers.gather(mine) for arrival in part), peers.root_device)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"kept": [{"tensors": dict(tensors), "weight": weight} for tensors, weight in self.kept]}
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
+        self._replace(((arrival["tensors"], arrival["weight"]) for arrival in state["kept"]), device)
+
+    def _replace(self, arrivals: Iterable[tuple[Mapping[str, Tensor], float]], device: torch.device) -> None:
+        arrivals = list(arrivals)
+        self.clear()
+        for tensors, weight in arrivals:
+            self.add({name: value.to(device) for name, value in tensors.items()}, weight)
+
+
+def check_names(tensors: Mapping[str, Any], earlier: Mapping[str, Any]) -> None:
+    """Refuse tensors whose names differ from those of an earlier arrival."""
+    if tensors.keys() != earlier.keys():
+        raise KeyError(f"arrivals name different tensors: {sorted(tensors.keys() ^ earlier.keys())} are not in both")
+
+
+def float64_device(device: torch.device) -> torch.device:
+    """Return the device where float64 numbers of a device are kept: the CPU where the device has no float64."""
+    return torch.device("cpu") if device.type == "mps" else device

@@ -1,0 +1,143 @@
+"""The weighted mean of a round's arrivals, which does not keep them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_lowrank.aggregation.aggregator import Aggregator, Peers, check_names, float64_device
+from lightning_lowrank.internals.torch import add_each, divide_each
+
+__all__ = ["WeightedMean"]
+
+_NUMBERS_AT_ONCE = 2**20
+
+
+class WeightedMean(Aggregator):
+    """Streaming weighted mean of named tensors, in float64 and cast once at the end.
+
+    Memory does not grow with the number of arrivals. One arrival is returned exactly. Integer and boolean tensors
+    are averaged too and rounded to the nearest value (halves to the even one). Sums are kept on the device of the
+    tensors, or on the CPU where that device has no float64 (Apple's MPS).
+
+    Example:
+        >>> import torch
+        >>> mean = WeightedMean()
+        >>> mean.add({"w": torch.tensor([1.0]), "batches": torch.tensor(3)}, weight=1)
+        >>> mean.add({"w": torch.tensor([4.0]), "batches": torch.tensor(4)}, weight=2)
+        >>> mean.result()
+        {'w': tensor([3.]), 'batches': tensor(4)}
+    """
+
+    @override
+    def clear(self) -> None:
+        super().clear()
+        self._sums: dict[str, Tensor] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
+        self._devices: dict[str, torch.device] = {}
+        self._only: dict[str, Tensor] = {}
+
+    @override
+    def add(self, tensors: Mapping[str, Tensor], weight: float) -> None:
+        values = [tensor.detach() for tensor in tensors.values()]
+        if self.arrivals == 0:
+            self._sums = {name: _float64(value) * weight for name, value in zip(tensors, values, strict=True)}
+            self._remember(tensors)
+            self._only = {name: value.clone() for name, value in zip(tensors, values, strict=True)}
+        else:
+            check_names(tensors, self._sums)
+            sums = [self._sums[name] for name in tensors]
+            add_each(sums, [_float64(value) for value in values], alpha=weight)
+            self._only = {}
+        self.weight += weight
+        self.arrivals += 1
+
+    @override
+    def add_stacks(self, stacks: Mapping[str, Tensor], weights: Sequence[float]) -> None:
+        first = next(iter(stacks.values()), None)
+        if first is None or len(weights) == 1:
+            super().add_stacks(stacks, weights)
+            return
+        shares = torch.tensor(weights, dtype=torch.float64, device=float64_device(first.device))
+        sums = {}
+        for name, stack in stacks.items():
+            rows = stack.detach().reshape(len(weights), -1)
+            # A few parties at a time, because in float64 all of them could take more memory than the round itself.
+            at_once = max(1, _NUMBERS_AT_ONCE // max(1, rows.shape[1]))
+            parts = zip(shares.split(at_once), rows.split(at_once), strict=True)
+            total = functools.reduce(torch.add, (share @ _float64(part) for share, part in parts))
+            sums[name] = total.view(stack.shape[1:])
+        if self.arrivals == 0:
+            self._sums = sums
+            self._remember(stacks)
+        else:
+            check_names(sums, self._sums)
+            add_each([self._sums[name] for name in sums], list(sums.values()))
+            self._only = {}
+        self.weight += sum(weights)
+        self.arrivals += len(weights)
+
+    def _remember(self, tensors: Mapping[str, Tensor]) -> None:
+        self._dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+        self._devices = {name: tensor.device for name, tensor in tensors.items()}
+
+    @override
+    def result(self) -> dict[str, Tensor]:
+        if self._only:
+            return dict(self._only)
+        means = divide_each(list(self._sums.values()), self.weight)
+        return {
+            # The dtype first, because the device may have no float64.
+            name: (mean if dtype.is_floating_point else mean.round()).to(dtype).to(self._devices[name])
+            for (name, dtype), mean in zip(self._dtypes.items(), means, strict=True)
+        }
+
+    @override
+    def pool(self, peers: Peers) -> None:
+        layout = {name: value.shape for name, value in self._sums.items()}
+        parts = peers.gather((self.arrivals, self.weight, layout, self._dtypes))
+        (_, _, layout, dtypes), *others = [part for part in parts if part[0]]
+        for _, _, other, _ in others:
+            check_names(other, layout)
+        self.arrivals = sum(arrivals for arrivals, _, _, _ in parts)
+        self.weight = sum(weight for _, weight, _, _ in parts)
+        # A single arrival is returned exactly.
+        mine = self._only if self.arrivals == 1 else self._sums
+        sizes = [shape.numel() for shape in layout.values()]
+        flat = torch.zeros(sum(sizes), dtype=torch.float64, device=float64_device(peers.root_device))
+        if mine:
+            torch.cat([_float64(mine[name]).flatten() for name in layout], out=flat)
+        values = [part.view(shape) for part, shape in zip(peers.sum(flat).split(sizes), layout.values(), strict=True)]
+        self._sums, self._dtypes, self._only = dict(zip(layout, values, strict=True)), dtypes, {}
+        self._devices = dict.fromkeys(layout, peers.root_device)
+        if self.arrivals == 1:
+            self._only = {name: value.to(dtypes[name]).to(peers.root_device) for name, value in self._sums.items()}
+            self._sums = {name: value * self.weight for name, value in self._sums.items()}
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "sums": dict(self._sums),
+            "dtypes": {name: str(dtype).removeprefix("torch.") for name, dtype in self._dtypes.items()},
+            "only": dict(self._only),
+            "weight": self.weight,
+            "arrivals": self.arrivals,
+        }
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
+        self._sums = {name: tensor.to(float64_device(device)) for name, tensor in state["sums"].items()}
+        self._dtypes = {name: getattr(torch, dtype) for name, dtype in state["dtypes"].items()}
+        self._devices = dict.fromkeys(self._sums, device)
+        self._only = {name: tensor.to(device) for name, tensor in state["only"].items()}
+        self.weight = state["weight"]
+        self.arrivals = state["arrivals"]
+
+
+def _float64(tensor: Tensor) -> Tensor:
+    return tensor.to("cpu").double() if tensor.device.type == "mps" else tensor.double()

@@ -1,0 +1,73 @@
+"""FedNTD: clients distil the global model's logits of the classes other than each sample's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_lowrank.configuration import check_number
+from lightning_lowrank.federated.algorithm import Algorithm, LocalStep, detached
+from lightning_lowrank.federated.messages import Message
+from lightning_lowrank.federated.objective import add_to_loss, part_of, recorded, with_weights
+from lightning_lowrank.federated.state import Base, ClientContext
+
+
+class FedNTD(Algorithm):
+    r"""Federated not-true distillation (Lee et al., NeurIPS 2022, Eqs. 3 to 5, Algorithm 1).
+
+    With the logits of the client's model and of the model that it received, without that of each sample's own class,
+    softened by :math:`\tau`, the loss is
+    :math:`\ell + \beta\,\mathrm{KL}(\tilde q_\mathrm{received} \,\|\, \tilde q_\mathrm{client})`, averaged over the
+    batch. No gradient flows through the received model. The messages are those of `FedAvg`. The
+    authors' release multiplies the divergence by :math:`\tau^2`; at the paper's :math:`\tau = 1` that is the same.
+
+    Args:
+        logits: Name of the submodule whose output, ``[batch, classes]``, is the logits, called once in
+            ``training_step``. Default ``"network"``.
+        beta: Weight :math:`\beta` of the distillation, 0 or more. Default 1, the paper's.
+        temperature: :math:`\tau`, above 0. Default 1, the paper's.
+        targets: Where a batch has its classes: the index or key. Default 1.
+
+    Raises:
+        MisconfigurationException: If an argument is out of range, or the module has no such submodule.
+
+    Example:
+        >>> from lightning_lowrank import FederatedLoop, FedNTD, LabelCount
+        >>> loop = FederatedLoop(FedNTD(), clients=20, partition=LabelCount(2))
+    """
+
+    def __init__(
+        self, logits: str = "network", beta: float = 1.0, temperature: float = 1.0, targets: int | str = 1
+    ) -> None:
+        check_number("beta", beta, least=0)
+        check_number("temperature", temperature, above=0)
+        self.logits, self.beta, self.temperature, self.targets = logits, beta, temperature, targets
+
+    def setup(self, base: Base) -> None:
+        """Check that the submodule exists."""
+        part_of(base.module, self.logits)
+
+    def begin(self, client: ClientContext, message: Message) -> None:
+        """Install the received model, and remember it."""
+        super().begin(client, message)
+        client.round_state["received"] = detached(client.model)
+
+    def loss(self, step: LocalStep, batch: Any, training_step: Callable[[], Any]) -> Any:
+        """Add the distillation."""
+        with recorded(step.base.module, self.logits) as calls:
+            output = training_step()
+        (call,) = calls
+        teacher = with_weights(step.base.module, self.logits, step.round_state["received"], call)
+        own, known = (self._not_true(logits, batch[self.targets]) for logits in (call.output, teacher))
+        return add_to_loss(output, self.beta * F.kl_div(own, known, reduction="batchmean", log_target=True))
+
+    def _not_true(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the log-probabilities of the classes other than each sample's, ``[batch, classes - 1]``."""
+        others = torch.arange(logits.shape[1] - 1, device=logits.device)
+        # From the sample's own class on, the next one is taken.
+        others = others + (others >= targets.unsqueeze(1)).long()
+        return F.log_softmax(logits.gather(1, others) / self.temperature, dim=1)

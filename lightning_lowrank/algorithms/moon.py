@@ -1,0 +1,77 @@
+"""MOON: a contrastive loss pulls features to the global model's, away from those of the client's last model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from lightning_lowrank.configuration import check_number
+from lightning_lowrank.federated.algorithm import Algorithm, LocalStep, detached
+from lightning_lowrank.federated.messages import Message
+from lightning_lowrank.federated.objective import add_to_loss, part_of, recorded, with_weights
+from lightning_lowrank.federated.state import Base, ClientContext
+
+
+class MOON(Algorithm):
+    r"""Model-contrastive federated learning (Li et al., CVPR 2021, Eqs. 3 and 4, Algorithm 1).
+
+    With the features :math:`z` of a batch under the client's model, :math:`z_g` under the model that it received, and
+    :math:`z_p` under its own model at the end of the last round in which it took part, the loss is
+
+    .. math:: \ell + \mu\,\ell_\mathrm{con}, \qquad
+        \ell_\mathrm{con} = -\log\frac{\exp(\cos(z, z_g)/\tau)}{\exp(\cos(z, z_g)/\tau) + \exp(\cos(z, z_p)/\tau)},
+
+    averaged over the batch. In a client's first round :math:`z_p` is :math:`z_g`. The messages are those of `FedAvg`. A
+    client keeps its last model.
+
+    Args:
+        features: Name of the submodule whose output, flattened, is :math:`z`. The module's direct child that holds it,
+            such as ``network`` of ``network.hidden``, has to be called once in ``training_step``, with the batch's
+            inputs.
+        mu: Weight :math:`\mu` of the contrastive loss, 0 or more. Default 1. The paper tunes it over 0.1, 1, 5, 10.
+        temperature: :math:`\tau`, above 0. Default 0.5, the paper's.
+
+    Raises:
+        MisconfigurationException: If an argument is out of range, or the module has no such submodule.
+
+    Example:
+        >>> from lightning_lowrank import MOON, Dirichlet, FederatedLoop
+        >>> loop = FederatedLoop(MOON(features="network.hidden"), clients=10, partition=Dirichlet(0.5))
+    """
+
+    def __init__(self, features: str, mu: float = 1.0, temperature: float = 0.5) -> None:
+        check_number("mu", mu, least=0)
+        check_number("temperature", temperature, above=0)
+        self.features, self.mu, self.temperature = features, mu, temperature
+
+    def setup(self, base: Base) -> None:
+        """Check that the submodule exists."""
+        part_of(base.module, self.features)
+
+    def begin(self, client: ClientContext, message: Message) -> None:
+        """Install the received model, and remember it and the client's last one."""
+        super().begin(client, message)
+        received = detached(client.model)
+        client.round_state.update(received=received, last=client.state.get("last", received))
+
+    def loss(self, step: LocalStep, batch: Any, training_step: Callable[[], Any]) -> Any:
+        """Add the contrastive loss."""
+        module, network = step.base.module, self.features.split(".")[0]
+        with recorded(module, network) as calls, recorded(module, self.features) as own:
+            output = training_step()
+        (call,) = calls
+        similarities = []
+        for model in (step.round_state["received"], step.round_state["last"]):
+            with recorded(module, self.features) as other:
+                with_weights(module, network, model, call)
+            similarities.append(F.cosine_similarity(own[0].output.flatten(1), other[0].output.flatten(1)))
+        logits = torch.stack(similarities, dim=1) / self.temperature
+        return add_to_loss(output, -self.mu * F.log_softmax(logits, dim=1)[:, 0].mean())
+
+    def end(self, client: ClientContext) -> Message:
+        """Keep the client's model, and return it."""
+        client.state["last"] = detached(client.model)
+        return super().end(client)

@@ -1,0 +1,12 @@
+"""The console command ``lightning-lowrank``.
+
+- `parser`: the objects that a recipe describes.
+- `commands`: what the command's words do.
+- `inspection`: what a run would cost.
+- `runs`: what runs left behind, read from their folders.
+- `report`: their table. `plots`: their curves.
+"""
+
+from lightning_lowrank.cli.commands import main
+
+__all__ = ["main"]

@@ -1,0 +1,142 @@
+"""The commands of ``lightning-lowrank``: one function each, which parses its own part of the command line.
+
+``fit --seeds 0 1 2`` makes one run for each seed. ``export``, ``flower`` and ``report`` need no model section.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from lightning.pytorch.cli import ArgsType
+from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from rich.console import Console
+
+from lightning_lowrank.cli.parser import CLI_SETTINGS, LowRankCLI
+from lightning_lowrank.cli.report import report
+from lightning_lowrank.interop.checkpoints import adapter_checkpoint, dense_checkpoint
+
+_FLOWER = "lightning_lowrank.flower"
+"""The bridge imports `lightning_lowrank.cli.parser`, and needs Flower, so it is imported by name when it is used."""
+
+
+def main(args: ArgsType = None) -> None:
+    """Run ``lightning-lowrank``.
+
+    Args:
+        args: Command line, without the program's name; ``sys.argv`` by default.
+    """
+    words = sys.argv[1:] if args is None else args
+    command = words[0] if isinstance(words, list) and words else None
+    try:
+        if isinstance(words, list) and command in _WITHOUT_MODEL:
+            run, summary = _WITHOUT_MODEL[command]
+            run(argparse.ArgumentParser(prog=f"lightning-lowrank {command}", description=summary), words[1:])
+        else:
+            _run(args)
+    except MisconfigurationException as error:
+        sys.exit(f"lightning-lowrank: {' '.join(str(error).splitlines())}")
+
+
+def _run(args: ArgsType) -> None:
+    """Run one of LightningCLI's subcommands; ``fit`` once for each of the seeds."""
+    seeds = _run_once(args)
+    for seed in seeds[1:]:
+        _run_once(args, seed)
+
+
+def _run_once(args: ArgsType, seed: int | None = None) -> list[int]:
+    """Make one run, and return the seeds of all that were asked for."""
+    others = " ".join(f"{name}: {summary}" for name, (_, summary) in _WITHOUT_MODEL.items())
+    parser_kwargs = {**CLI_SETTINGS["parser_kwargs"], "epilog": f"Commands that need no model section: {others}"}
+    done = LowRankCLI(**{**CLI_SETTINGS, "parser_kwargs": parser_kwargs}, args=args, seed=seed)
+    if done.subcommand != "fit":
+        return []
+    for logger in done.trainer.loggers if done.seeds else []:
+        folder = getattr(logger, "log_dir", None)
+        if isinstance(folder, str):
+            rank_zero_info(f"seed {done.seed}: {folder}")
+    return done.seeds
+
+
+def _export(parser: argparse.ArgumentParser, words: list[str]) -> None:
+    parser.add_argument("checkpoint", type=Path, help="a .ckpt file of a run, with or without LowRank")
+    parser.add_argument("output", type=Path, help="the .safetensors file to write, or the adapter's folder")
+    parser.add_argument(
+        "--format",
+        choices=("safetensors", "peft"),
+        default="safetensors",
+        help="dense weights, or a folder that PEFT's PeftModel.from_pretrained loads",
+    )
+    parser.add_argument(
+        "--prefix",
+        default=None,
+        help="keep the names that begin with this and cut it off: `network.` exports that attribute; for PEFT by"
+        " default the attribute that holds all low-rank layers",
+    )
+    parser.add_argument("--client", type=int, default=None, help="id of a client whose own model is exported")
+    options = parser.parse_args(words)
+    if not options.checkpoint.is_file():
+        raise MisconfigurationException(f"{options.checkpoint} is not a checkpoint: there is no such file.")
+    if options.format == "peft":
+        adapter_checkpoint(options.checkpoint, options.output, options.client, options.prefix)
+        print(f"wrote {options.output}: PeftModel.from_pretrained(base_model, {str(options.output)!r}) loads it")
+        return
+    found = dense_checkpoint(options.checkpoint, options.client)
+    prefix = options.prefix or ""
+    # safetensors refuses tensors that share memory, as tied weights do.
+    weights = {
+        name.removeprefix(prefix): value.clone(memory_format=torch.contiguous_format)
+        for name, value in found.items()
+        if name.startswith(prefix)
+    }
+    if not weights:
+        raise MisconfigurationException(f"no tensor's name begins with --prefix {prefix!r}: {sorted(found)}")
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    safetensors.torch.save_file(weights, options.output)
+    numbers = sum(value.numel() for value in weights.values())
+    print(f"wrote {len(weights)} tensors, {numbers:,} numbers: {options.output}")
+
+
+def _report(parser: argparse.ArgumentParser, words: list[str]) -> None:
+    parser.add_argument("runs", type=Path, nargs="+", help="run folders, or folders that hold some")
+    parser.add_argument("--metric", default=None, help="logged metric to compare; by default val_acc or the like")
+    parser.add_argument("--output", type=Path, default=Path("report"), help="folder for the table and the plots")
+    parser.add_argument(
+        "--each",
+        action="store_true",
+        help="show runs that differ only in their seed one by one, not as mean ± deviation",
+    )
+    options = parser.parse_args(words)
+    report(options.runs, metric=options.metric, output=options.output, each=options.each, console=Console())
+
+
+def _flower(parser: argparse.ArgumentParser, words: list[str]) -> None:
+    parser.add_argument(
+        "--config", type=Path, action="append", required=True, help="a recipe; a later one changes an earlier one"
+    )
+    parser.add_argument("output", type=Path, help="the folder to write")
+    options = parser.parse_args(words)
+    try:
+        bridge = import_module(_FLOWER)
+    except ImportError as error:
+        raise MisconfigurationException(str(error)) from error
+    bridge.write_project(options.config, options.output)
+    print(f"wrote {options.output}: start it with `flwr run {options.output}`")
+
+
+_WITHOUT_MODEL: dict[str, tuple[Callable[[argparse.ArgumentParser, list[str]], None], str]] = {
+    "export": (
+        _export,
+        "Turn a checkpoint into dense weights that load into the unconverted module, or a PEFT adapter.",
+    ),
+    "report": (_report, "Compare runs: one table, and accuracy against rounds and bytes."),
+    "flower": (_flower, "Write the Flower project of a recipe: `flwr run OUTPUT` then runs it across sites."),
+}
+"""The commands that need no model section: what each does, and a summary for the help."""

@@ -1,0 +1,288 @@
+"""What a run would cost, and whether a module would work, before any data is read.
+
+``lightning-lowrank inspect`` prints it; Python users call `inspect_run` with a module and the two callbacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from lightning_lowrank.callbacks.lowrank import LowRank
+from lightning_lowrank.federated.checks import in_no_optimizer, notes
+from lightning_lowrank.federated.coordinator import first_transfers
+from lightning_lowrank.federated.loop import FederatedLoop
+from lightning_lowrank.federated.state import persistent_buffers
+from lightning_lowrank.internals.torch import CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS
+from lightning_lowrank.layers import LowRankLayer
+
+_COUNTED = (nn.Linear, *CONVOLUTIONS, nn.Embedding, LowRankLayer)
+
+
+def inspect_run(
+    module: pl.LightningModule, lowrank: LowRank | None = None, loop: FederatedLoop | None = None
+) -> dict[str, Any]:
+    """Return what a run of ``module`` would cost.
+
+    The module is converted in place, and its optimizers make one step with zero gradients to size their state. Do not
+    use the module for anything else afterwards.
+
+    Args:
+        module: The module as the user wrote it.
+        lowrank: The `LowRank` callback of the run, if any.
+        loop: The `FederatedLoop` of the run, if any.
+
+    Returns:
+        A dictionary that JSON can hold:
+
+        - ``parameters``: numbers of the ``dense`` module, of the ``model`` as it is stored after the conversion (frozen
+          weights included), and ``trainable``.
+        - ``layers``: for each linear layer, convolution and embedding ``name``, ``kind``, ``shape``, ``rank`` (None if
+          not converted), ``parameters`` (of the dense weight), ``trainable`` (of the layer, without the bias), ``macs``
+          and ``left_alone`` (why `LowRank` did not convert it, or None). MACs are the multiply-adds of one sample's
+          forward pass through the layer, as a low-rank layer computes it without gradients. Composing its weight, once
+          a batch, is not included. They are counted on the module's ``example_input_array``. Without one, a linear
+          layer counts a single position, and other layers have None. A layer that the example does not reach has None.
+        - ``traffic``: ``up`` and ``down`` for one client in the first round. Each has ``numbers``, the sum of
+          ``parameters`` and ``buffers``, and ``bytes`` of the encoding. Later rounds may add a seed or the like. Empty
+          without ``loop``.
+        - ``optimizer_state_bytes``: what the optimizers keep for the trained parameters; None where
+          ``configure_optimizers`` cannot run without a trainer.
+        - ``problems``: what would stop the run or leave something untrained.
+        - ``notes``: what to know about the module in rounds, and what could not be checked.
+
+    Raises:
+        MisconfigurationException: If ``lowrank`` cannot convert the module, as with a budget below its floor.
+
+    Example:
+        >>> from lightning_lowrank import FedAvg, FederatedLoop, LowRank, MatrixProduct
+        >>> from lightning_lowrank.models import MLP, Classifier
+        >>> module = Classifier(MLP(in_features=64, hidden=[32], out_features=10))
+        >>> figures = inspect_run(module, LowRank(MatrixProduct(), rank=2), FederatedLoop(FedAvg(), clients=10))
+        >>> figures["parameters"]
+        {'dense': 2410, 'model': 2686, 'trainable': 318}
+    """
+    if is_overridden("configure_model", module):
+        module.configure_model()
+    dense = sum(parameter.numel() for parameter in module.parameters())
+    report = {} if lowrank is None else {layer.name: layer for layer in lowrank.convert(module).layers}
+    problems: list[str] = []
+    remarks = [] if loop is None else notes(module, loop.buffers)
+    macs = _multiply_adds(module, problems)
+    layers = []
+    for name, layer in module.named_modules():
+        if isinstance(layer, _COUNTED):
+            found = report.get(name)
+            layers.append(
+                {
+                    "name": name,
+                    "kind": found.kind if found else type(layer).__name__,
+                    "shape": list(layer.weight.shape),
+                    "rank": layer.rank if isinstance(layer, LowRankLayer) else None,
+                    "parameters": layer.weight.numel(),
+                    "trainable": _trainable(value for part, value in layer.named_parameters() if part != "bias"),
+                    "macs": macs.get(name),
+                    "left_alone": found.reason if found and not found.converted else None,
+                }
+            )
+    optimizers = _optimizers(module, problems, remarks)
+    forgotten = in_no_optimizer(module, optimizers) if optimizers else []
+    problems += [f"{name} is trainable and in no optimizer" for name in forgotten]
+    try:
+        traffic = {} if loop is None else _traffic(module, loop, optimizers or [])
+    except MisconfigurationException as error:
+        traffic = {}
+        problems.append(str(error))
+    return {
+        "parameters": {
+            "dense": dense,
+            "model": sum(parameter.numel() for parameter in module.parameters()),
+            "trainable": _trainable(module.parameters()),
+        },
+        "layers": layers,
+        "traffic": traffic,
+        "optimizer_state_bytes": None if optimizers is None else sum(map(_state_bytes, optimizers)),
+        "problems": problems,
+        "notes": remarks,
+    }
+
+
+def render(figures: dict[str, Any], console: Console) -> None:
+    """Print `inspect_run`'s result as tables."""
+
+    def line(text: str, style: str | None = None) -> None:
+        console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("layer", overflow="fold")
+    for column in ("kind", "shape"):
+        table.add_column(column, no_wrap=True)
+    for column in ("rank", "weight", "trained", "MACs"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for layer in figures["layers"]:
+        table.add_row(
+            layer["name"],
+            layer["kind"],
+            "×".join(map(str, layer["shape"])),
+            "" if layer["rank"] is None else str(layer["rank"]),
+            f"{layer['parameters']:,}",
+            f"{layer['trainable']:,}",
+            "" if layer["macs"] is None else f"{layer['macs']:,}",
+        )
+    console.print(table)
+    for layer in figures["layers"]:
+        if layer["left_alone"]:
+            line(f"{layer['name']} is left alone: {layer['left_alone']}")
+    numbers = figures["parameters"]
+    share = numbers["trainable"] / numbers["dense"] if numbers["dense"] else 0.0
+    line(
+        f"parameters: {numbers['dense']:,} dense, {numbers['model']:,} stored, {numbers['trainable']:,} trained"
+        f" ({share:.2%} of dense)"
+    )
+    for direction, way in figures["traffic"].items():
+        line(
+            f"{direction:>4}: {way['bytes']:,} bytes per client and round ({way['parameters']:,} parameters,"
+            f" {way['buffers']:,} buffer entries)"
+        )
+    if figures["optimizer_state_bytes"] is not None:
+        line(f"optimizer state: {figures['optimizer_state_bytes']:,} bytes")
+    for problem in figures["problems"]:
+        line(f"would not work: {problem}", style="bold red")
+    for note in figures["notes"]:
+        line(f"note: {note}")
+
+
+def _trainable(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+
+
+def _multiply_adds(module: pl.LightningModule, problems: list[str]) -> dict[str, int]:
+    example = module.example_input_array
+    if example is None:
+        return {name: _of_one_position(layer) for name, layer in module.named_modules() if isinstance(layer, nn.Linear)}
+    counts: dict[str, int] = {}
+    samples = _batch_size(example)
+
+    def count(name: str) -> Any:
+        def hook(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            if isinstance(layer, LowRankLayer):
+                made = layer.multiply_adds(inputs[0])
+            elif isinstance(layer, nn.Embedding):
+                made = 0
+            else:
+                weight = layer.get_parameter("weight")
+                positions = inputs[0] if isinstance(layer, TRANSPOSED_CONVOLUTIONS) else output
+                made = positions.numel() * (weight.numel() // len(weight))
+            counts[name] = counts.get(name, 0) + made // samples
+
+        return hook
+
+    handles = [
+        layer.register_forward_hook(count(name))
+        for name, layer in module.named_modules()
+        if isinstance(layer, _COUNTED)
+    ]
+    training = {part: part.training for part in module.modules()}
+    module.eval()
+    try:
+        with torch.no_grad():
+            if isinstance(example, dict):
+                module(**example)
+            elif isinstance(example, tuple):
+                module(*example)
+            else:
+                module(example)
+    except Exception as error:
+        problems.append(f"the forward pass of example_input_array fails: {type(error).__name__}: {error}")
+        return {}
+    finally:
+        for part, mode in training.items():
+            part.training = mode
+        for handle in handles:
+            handle.remove()
+    return counts
+
+
+@torch.no_grad()
+def _of_one_position(layer: nn.Linear) -> int:
+    if isinstance(layer, LowRankLayer):
+        return layer.multiply_adds(torch.empty(1, layer.in_features, device="meta"))
+    return layer.weight.numel()
+
+
+def _batch_size(example: Any) -> int:
+    """Return the length of the first tensor in an example, which may be nested."""
+    if isinstance(example, Tensor):
+        return len(example) if example.ndim else 1
+    parts = example.values() if isinstance(example, dict) else example if isinstance(example, (list, tuple)) else ()
+    return next((_batch_size(part) for part in parts if isinstance(part, (Tensor, dict, list, tuple))), 1)
+
+
+def _optimizers(
+    module: pl.LightningModule, problems: list[str], remarks: list[str]
+) -> list[torch.optim.Optimizer] | None:
+    try:
+        configured = module.configure_optimizers()
+    except Exception as error:
+        remarks.append(
+            "configure_optimizers() does not run without a trainer and its data, so the optimizers were not looked at:"
+            f" {type(error).__name__}: {error}"
+        )
+        return None
+    if configured is None:
+        problems.append("configure_optimizers() gives no optimizer")
+        return []
+    found: list[torch.optim.Optimizer] = []
+
+    def walk(entry: Any) -> None:
+        if isinstance(entry, torch.optim.Optimizer):
+            found.append(entry)
+        elif isinstance(entry, dict):
+            walk(entry.get("optimizer"))
+        elif isinstance(entry, (list, tuple)):
+            for part in entry:
+                walk(part)
+
+    walk(configured)
+    return found
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+    optimizer.step(lambda: torch.zeros(()))  # type: ignore[arg-type, return-value]
+    return sum(
+        value.numel() * value.element_size()
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor)
+    )
+
+
+def _traffic(
+    module: pl.LightningModule, loop: FederatedLoop, optimizers: list[torch.optim.Optimizer]
+) -> dict[str, dict[str, int]]:
+    """Return what client 0 sends and receives in the first round if it makes no step."""
+    buffered = persistent_buffers(module).keys()
+    traffic = {}
+    for direction, packet in first_transfers(loop, module, optimizers).items():
+        elements = sum(value.numel() for value in packet.tensors.values())
+        buffers = sum(value.numel() for name, value in packet.tensors.items() if name in buffered)
+        traffic[direction] = {
+            "numbers": elements,
+            "parameters": elements - buffers,
+            "buffers": buffers,
+            "bytes": packet.nbytes,
+        }
+    return traffic

@@ -1,0 +1,289 @@
+"""The objects that a recipe describes: a LightningCLI with the two callbacks as sections of the YAML.
+
+``fit``, ``validate``, ``test`` and ``predict`` are Lightning's own; ``inspect`` takes the same sections.
+"""
+
+from __future__ import annotations
+
+import gc
+import json as json_module
+import os
+import sys
+import traceback
+from functools import partial, update_wrapper
+from pathlib import Path
+from types import MethodType
+from typing import Any, NoReturn
+
+import lightning.pytorch as pl
+from lightning.pytorch.cli import (
+    ArgsType,
+    LightningArgumentParser,
+    LightningCLI,
+    Namespace,
+    SaveConfigCallback,
+    instantiate_class,
+)
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from rich.console import Console
+
+# jsonargparse finds imported classes by their short names.
+import lightning_lowrank.data
+import lightning_lowrank.models  # noqa: F401
+from lightning_lowrank.callbacks.lowrank import LowRank
+from lightning_lowrank.cli.inspection import inspect_run, render
+from lightning_lowrank.federated.checks import check_callbacks
+from lightning_lowrank.federated.loop import FederatedLoop
+from lightning_lowrank.internals.cli import SubcommandCLI
+
+_RUN_LOGGER = {
+    "class_path": "lightning.pytorch.loggers.CSVLogger",
+    "init_args": {"save_dir": "runs", "name": None},
+}
+
+_PARSER_NOISE = (
+    "Does not validate against any",
+    "Subtypes:",
+    "Errors:",
+    "Expected a <class 'NoneType'>",
+    "Expected a path but",
+    "Given value",
+)
+_CHECKPOINT_NAMES = ("best", "last", "hpc")
+# inspect accepts seeds so that a recipe with seeds can be inspected. What a run costs does not depend on its seed.
+_SEEDED = ("fit", "inspect")
+_LARGEST_SEED = 2**32 - 1
+
+
+class _Trainer(pl.Trainer):
+    def inspect(self, model: pl.LightningModule, datamodule: Any = None, json: bool = False) -> None:
+        """Tell what a run would cost and whether the module would work, without touching data.
+
+        Args:
+            model: The module.
+            datamodule: Not used; LightningCLI passes it to every subcommand.
+            json: Print JSON instead of tables.
+        """
+        callbacks: list[pl.Callback] = vars(self)["callbacks"]
+        lowrank = next((callback for callback in callbacks if isinstance(callback, LowRank)), None)
+        loop = next((callback for callback in callbacks if isinstance(callback, FederatedLoop)), None)
+        figures = inspect_run(model, lowrank, loop)
+        if loop is not None:
+            try:
+                check_callbacks(loop, self, model)
+            except MisconfigurationException as error:
+                figures["problems"].append(str(error))
+        if json:
+            print(json_module.dumps(figures, indent=2))
+        else:
+            render(figures, Console())
+
+
+class _SaveRunConfig(SaveConfigCallback):
+    """Saves ``config.yaml`` into the run's folder. A run without a logger has no folder, and saves nothing."""
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if trainer.loggers:
+            super().setup(trainer, pl_module, stage)
+
+
+class RecipeParser(LightningArgumentParser):
+    """Parser whose errors are one line."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """End with one line, where jsonargparse prints every option and every type that was tried."""
+        if self.exit_on_error and "JSONARGPARSE_DEBUG" not in os.environ:
+            lines = (line.strip().removeprefix("- ") for line in message.splitlines())
+            said = " ".join(line for line in lines if line and not line.startswith(_PARSER_NOISE))
+            said = said.replace("Expected a dot import path string:", "no class is known as")
+            # `seeds` is the only option of several words, and jsonargparse does not say which it could not iterate.
+            said = said.replace("'int' object is not iterable", "seeds must be a list such as [0, 1, 2]")
+            self.exit(2, f"lightning-lowrank: {said}\n")
+        super().error(message, ex)
+
+
+class LowRankCLI(SubcommandCLI):
+    """LightningCLI with ``federated:`` and ``lowrank:`` sections, ``seeds`` and an ``inspect`` subcommand.
+
+    An ``optimizer:`` section is built inside ``configure_optimizers``, after `LowRank` has made the factors. Lightning
+    would build it before, with the dense parameters.
+
+    One object is one run. If ``seeds`` are given, it is the run of one of them: ``seed_everything`` has that value, and
+    the saved ``config.yaml`` has no ``seeds``. `main` makes the other runs.
+
+    Args:
+        *arguments: As for LightningCLI.
+        seed: Which of ``seeds`` this run is for; by default the first.
+        **keywords: As for LightningCLI.
+
+    Attributes:
+        seeds: All seeds that were asked for; empty if ``seeds`` is not given.
+        seed: The one that this run is for; ``None`` if ``seeds`` is not given.
+
+    Raises:
+        MisconfigurationException: If ``seeds`` are not distinct integers from 0 to 2³² − 1, are given together with
+            ``--seed_everything`` on the command line, or would share one run folder. Also if the run of one of several
+            seeds is refused. The message then begins with the seed.
+    """
+
+    def __init__(self, *arguments: Any, seed: int | None = None, **keywords: Any) -> None:
+        self.seeds: list[int] = []
+        self.seed = seed
+        try:
+            super().__init__(*arguments, **keywords)
+        except MisconfigurationException as error:
+            if self._among_several():
+                raise MisconfigurationException(f"{self._failure()}: {error}") from error
+            raise
+        except BaseException:
+            if self._among_several():
+                print(f"lightning-lowrank: {self._failure()}", file=sys.stderr)
+            raise
+
+    def _section(self, config: Namespace) -> Namespace:
+        """Return the subcommand's part of a configuration."""
+        return config.get(str(self.subcommand), config)
+
+    def _entry(self, config: Namespace, key: str) -> Any:
+        return self._section(config).get(key)
+
+    def _among_several(self) -> bool:
+        return self.seed is not None and len(self.seeds) > 1
+
+    def _failure(self) -> str:
+        assert self.seed is not None
+        place = self.seeds.index(self.seed)
+        told = [
+            f"{what} {' '.join(map(str, seeds))}"
+            for what, seeds in (("whole:", self.seeds[:place]), ("not begun:", self.seeds[place + 1 :]))
+            if seeds
+        ]
+        return f"the run with seed {self.seed} failed ({', '.join(told)})"
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Name the subcommands and the arguments that the command line does not set."""
+        return {**LightningCLI.subcommands(), "inspect": {"model", "datamodule", "json"}}
+
+    def add_arguments_of_subcommand(self, parser: LightningArgumentParser, subcommand: str) -> list[str]:
+        """Add ``--seeds``, and what only ``inspect`` has."""
+        if subcommand in _SEEDED:
+            parser.add_argument(
+                "--seeds",
+                type=int,
+                nargs="+",
+                default=None,
+                help="make one run after another, one for each of these values of seed_everything",
+            )
+        if subcommand != "inspect":
+            return []
+        parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+        return ["json"]
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add the two sections; a recipe may leave out either."""
+        parser.add_argument("--lowrank", type=LowRank | None, default=None, help="arguments of LowRank")
+        parser.add_argument("--federated", type=FederatedLoop | None, default=None, help="arguments of FederatedLoop")
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Read the command line and files; this run's seed of ``seeds`` becomes ``seed_everything``."""
+        super().parse_arguments(parser, args)
+        section = self.config.get(str(self.config.get("subcommand")), self.config)
+        seeds = section.get("seeds")
+        if seeds is None:
+            return
+        words = sys.argv[1:] if args is None else args
+        options = [word.split("=")[0] for word in words] if isinstance(words, list) else []
+        # argparse accepts abbreviated options.
+        if any(option.startswith("--seed_") and "--seed_everything".startswith(option) for option in options):
+            raise MisconfigurationException(
+                f"--seed_everything stands beside seeds={seeds}, which give seed_everything its values: leave out one,"
+                " or give `--seeds` with a single value for a single run."
+            )
+        wrong = [seed for seed in seeds if not 0 <= seed <= _LARGEST_SEED]
+        if wrong or not seeds or len(set(seeds)) < len(seeds):
+            raise MisconfigurationException(
+                f"seeds must be one or more distinct integers from 0 to {_LARGEST_SEED}; got {seeds}."
+            )
+        logger = section.get("trainer.logger")
+        for one in logger if isinstance(logger, list) else [logger]:
+            version = one.get("init_args.version") if isinstance(one, Namespace) else None
+            if len(seeds) > 1 and version is not None:
+                raise MisconfigurationException(
+                    f"the logger's version={version!r} is one run folder, which the {len(seeds)} runs of seeds={seeds}"
+                    " would share: leave it out, and each gets its own."
+                )
+        self.seeds = seeds
+        self.seed = seeds[0] if self.seed is None else self.seed
+        section["seed_everything"] = self.seed
+
+    def before_instantiate_classes(self) -> None:
+        """Refuse a missing checkpoint before anything is built, and free the memory of the previous run."""
+        if self._among_several():
+            # A trainer and its module refer to each other. jsonargparse keeps its last parser, and so both of them,
+            # until another parser has run. Without this, the previous run's memory would add to this one's.
+            gc.collect()
+        # The saved config describes one run. Other subcommands read it too, and have no `seeds`.
+        self._section(self.config).pop("seeds", None)
+        path = self._entry(self.config, "ckpt_path")
+        if path and path not in _CHECKPOINT_NAMES and "://" not in path and not Path(path).exists():
+            raise MisconfigurationException(f"ckpt_path={path!r} is not there.")
+
+    def instantiate_classes(self) -> None:
+        """Build model, data, callbacks and trainer; an error that our classes raise keeps only its own message."""
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            # jsonargparse wraps a constructor's error once for every union of types around it.
+            cause: BaseException | None = error
+            while cause is not None:
+                *_, (frame, _line) = traceback.walk_tb(cause.__traceback__)
+                ours = frame.f_globals.get("__name__", "").startswith("lightning_lowrank.")
+                if ours and isinstance(cause, (ValueError, MisconfigurationException)):
+                    raise MisconfigurationException(str(cause)) from error
+                cause = cause.__cause__
+            raise
+
+    def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
+        """Put the two callbacks before all others, which may read weights."""
+        ours = [self._entry(self.config_init, section) for section in ("lowrank", "federated")]
+        others = self._entry(self.config_init, "trainer").get("callbacks") or []
+        others = others if isinstance(others, list) else [others]
+        callbacks = [callback for callback in ours if callback is not None] + others
+        return super().instantiate_trainer(callbacks=callbacks, **kwargs)
+
+    def install_optimizers(self) -> None:
+        """Build the optimizers of the configuration when the module asks for them, after it has its factors."""
+        optimizer_init = self._entry(self.config_init, "optimizer")
+        scheduler_init = self._entry(self.config_init, "lr_scheduler")
+        if not optimizer_init:
+            if scheduler_init:
+                raise MisconfigurationException(
+                    "lr_scheduler is given and optimizer is not: add an `optimizer:` section, or give the module's own"
+                    " scheduler among its init_args."
+                )
+            return
+        if is_overridden("configure_optimizers", self.model):
+            rank_zero_warn(
+                f"the `optimizer:` section takes the place of {type(self.model).__name__}.configure_optimizers()."
+            )
+
+        def build(module: pl.LightningModule) -> Any:
+            optimizer = instantiate_class(module.parameters(), optimizer_init)
+            scheduler = instantiate_class(optimizer, scheduler_init) if scheduler_init else None
+            return self.configure_optimizers(module, optimizer, scheduler)
+
+        self.model.configure_optimizers = MethodType(update_wrapper(partial(build), build), self.model)
+
+
+CLI_SETTINGS: dict[str, Any] = {
+    "trainer_class": _Trainer,
+    "trainer_defaults": {"logger": _RUN_LOGGER},
+    "seed_everything_default": 0,
+    "parser_class": RecipeParser,
+    "parser_kwargs": {"prog": "lightning-lowrank"},
+    "save_config_callback": _SaveRunConfig,
+    "save_config_kwargs": {"overwrite": True},
+}

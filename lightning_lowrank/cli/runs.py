@@ -1,0 +1,193 @@
+"""Runs read from their folders, which runs differ only in the seed, and short names for them."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+# Arguments that only say where a run writes to.
+_PLACES = ("trainer.logger", "trainer.default_root_dir", "trainer.callbacks.init_args.dirpath")
+
+
+@dataclass
+class Run:
+    """One run's logged figures by round.
+
+    Args:
+        folder: Where it was read from.
+        rounds: For each round (Lightning's epoch) the last value logged under each name.
+    """
+
+    folder: Path
+    rounds: dict[int, dict[str, float]]
+
+    def series(self, metric: str) -> list[tuple[int, float]]:
+        """Return ``metric`` by round number, counted from 1, where it was logged."""
+        return [(number + 1, figures[metric]) for number, figures in self.rounds.items() if metric in figures]
+
+    def last(self, name: str) -> float | None:
+        """Return the last logged value of ``name``."""
+        values = self.series(name)
+        return values[-1][1] if values else None
+
+
+def read_run(folder: Path) -> Run:
+    """Read the ``metrics.csv`` of one run folder."""
+    rounds: dict[int, dict[str, float]] = {}
+    with open(folder / "metrics.csv", newline="") as file:
+        for row in csv.DictReader(file):
+            if row.get("epoch"):
+                figures = rounds.setdefault(int(float(row["epoch"])), {})
+                figures.update({key: float(value) for key, value in row.items() if value and key != "epoch"})
+    return Run(folder, dict(sorted(rounds.items())))
+
+
+def find_runs(paths: Sequence[Path]) -> list[Run]:
+    """Find every run in ``paths``, which are run folders or hold some.
+
+    Raises:
+        MisconfigurationException: If a path holds no run.
+    """
+    folders: list[Path] = []
+    for path in paths:
+        found = sorted(file.parent for file in path.resolve().rglob("metrics.csv"))
+        if not found:
+            raise MisconfigurationException(
+                f"{path} holds no run: expected metrics.csv, which lightning.pytorch.loggers.CSVLogger writes."
+            )
+        folders += [folder for folder in found if folder not in folders]
+    return [read_run(folder) for folder in folders]
+
+
+def group_by_seed(runs: Sequence[Run]) -> list[list[Run]]:
+    """Group the runs whose configurations differ in nothing but the seed.
+
+    Two runs belong together if their ``config.yaml`` files are equal except for:
+
+    - ``seed_everything``;
+    - arguments called ``seed`` or ``…_seed`` that have the value of ``seed_everything``, or none, in every such run;
+    - where the runs write to: ``trainer.logger``, ``trainer.default_root_dir``, a callback's ``dirpath``.
+
+    If several runs have the same seed too, only one of them joins the runs of other seeds: the one with most rounds,
+    or the last of these. Repeated runs would make the deviation look smaller than it is.
+
+    Args:
+        runs: The runs, in order.
+
+    Returns:
+        The groups, in the order of their first runs; within a group by seed. A run without a ``config.yaml`` of
+        LightningCLI is a group of its own.
+    """
+    alike: dict[str, list[_Configured]] = {}
+    groups: list[list[Run]] = []
+    for run in runs:
+        configured = _read_config(run)
+        if configured is None:
+            groups.append([run])
+        else:
+            alike.setdefault(configured.rest, []).append(configured)
+    for similar in alike.values():
+        following = {path for path in similar[0].seeds if all(one.seeds[path] in (None, one.seed) for one in similar)}
+        kinds: dict[str, list[_Configured]] = {}
+        for one in similar:
+            own = {path: value for path, value in one.seeds.items() if path not in following}
+            kinds.setdefault(json.dumps(own, sort_keys=True), []).append(one)
+        for kind in kinds.values():
+            by_seed: dict[Any, list[Run]] = {}
+            for one in kind:
+                by_seed.setdefault(one.seed, []).append(one.run)
+            for repeats in by_seed.values():
+                repeats.sort(key=lambda run: max(run.rounds, default=-1))
+            while any(by_seed.values()):
+                groups.append([by_seed[seed].pop() for seed in sorted(by_seed) if by_seed[seed]])
+    place = {id(run): number for number, run in enumerate(runs)}
+    return sorted(groups, key=lambda group: min(place[id(run)] for run in group))
+
+
+@dataclass
+class _Configured:
+    """A run with its seed, other arguments that are seeds by their path, and all else of its configuration as JSON."""
+
+    run: Run
+    seed: int
+    seeds: dict[str, Any]
+    rest: str
+
+
+def _read_config(run: Run) -> _Configured | None:
+    try:
+        config = yaml.safe_load((run.folder / "config.yaml").read_text())
+    except (FileNotFoundError, yaml.YAMLError):
+        return None
+    # Two runs without a seed cannot be told apart from repetitions.
+    if not isinstance(config, dict) or type(config.get("seed_everything")) is not int:
+        return None
+    seed = config.pop("seed_everything")
+    seeds: dict[str, Any] = {}
+
+    def without_seeds(value: Any, path: str, place: str) -> Any:
+        if isinstance(value, list):
+            return [without_seeds(each, f"{path}.{number}", place) for number, each in enumerate(value)]
+        if not isinstance(value, dict):
+            return value
+        kept = {}
+        for key, each in value.items():
+            inner, inner_place = f"{path}.{key}", f"{place}.{key}" if place else str(key)
+            if inner_place in _PLACES:
+                continue
+            if str(key) == "seed" or str(key).endswith("_seed"):
+                seeds[inner] = each
+            else:
+                kept[str(key)] = without_seeds(each, inner, inner_place)
+        return kept
+
+    rest = without_seeds(config, "", "")
+    return _Configured(run, seed, seeds, json.dumps([rest, sorted(seeds)], sort_keys=True, default=str))
+
+
+def short_names(groups: Sequence[Sequence[Run]]) -> list[str]:
+    """Return a name for each group of runs: its folders, as far as they differ from other groups' folders."""
+    parts = [_common_parts(group) for group in groups]
+    if len(parts) == 1:
+        return ["/".join(parts[0][-2:])]
+    while all(len(part) > 1 for part in parts) and len({part[0] for part in parts}) == 1:
+        parts = [part[1:] for part in parts]
+    while all(len(part) > 1 for part in parts) and len({part[-1] for part in parts}) == 1:
+        parts = [part[:-1] for part in parts]
+    return ["/".join(part) for part in parts]
+
+
+def _shared(sequences: Sequence[Sequence[str]]) -> int:
+    """Return how many items all sequences begin with alike."""
+    return sum(1 for _ in takewhile(lambda items: len(set(items)) == 1, zip(*sequences, strict=False)))
+
+
+def _common_parts(group: Sequence[Run]) -> tuple[str, ...]:
+    """Write several folders as one, with braces around what differs, as a shell would read them."""
+    parts = [run.folder.parts for run in group]
+    if len(parts) == 1:
+        return parts[0]
+    ahead = _shared(parts)
+    behind = _shared([part[ahead:][::-1] for part in parts])
+    stop = len(parts[0]) - behind
+    inner = ["/".join(part[ahead : len(part) - behind]) for part in parts]
+    # Where only a number differs, all of it stands in the braces.
+    start = inner[0][: _shared(inner)].rstrip("0123456789")
+    braces = f"{start}{{{','.join(text[len(start) :] for text in inner)}}}"
+    return (*parts[0][:ahead], braces, *parts[0][stop:])
+
+
+def mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
+    """Return the mean and the sample standard deviation (n − 1) of two or more values."""
+    # A run that diverged makes both figures not a number. The table shows that, so NumPy need not warn.
+    with np.errstate(invalid="ignore", over="ignore"):
+        return float(np.mean(values)), float(np.std(values, ddof=1))

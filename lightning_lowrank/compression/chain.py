@@ -1,0 +1,148 @@
+"""Several codecs in a row: what one leaves as floating-point values, the next compresses further."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from typing_extensions import Self
+
+from lightning_lowrank.compression.base import Codec, FloatingCodec
+from lightning_lowrank.compression.dense import Dense
+from lightning_lowrank.compression.split import Split
+from lightning_lowrank.compression.wire import Entry, Layout
+from lightning_lowrank.seeding import derive_seed
+
+
+class Chain(FloatingCodec[list[tuple[Layout, Any]]]):
+    """Pass the floating-point values that each codec leaves through the next one.
+
+    The values are a sparse codec's numbers, the scales of `Sign` and `Quantize`, and the rounded tensors of `Half`. The
+    last codec's values are sent, and the codes of all: positions, masks, signs and levels. A chain of one codec
+    writes that codec's bytes. The chain is unbiased if all its codecs are.
+
+    Args:
+        codecs: The codecs, the first one first. Only the first may have error feedback.
+
+    Raises:
+        TypeError: If a codec is not a `FloatingCodec` and so leaves no values to the next one.
+        ValueError: If there are no codecs, or one that is not the first has error feedback.
+
+    Example:
+        >>> import torch
+        >>> from lightning_lowrank.compression import Half, TopK
+        >>> codec = Chain([TopK(count=1), Half("bfloat16")])
+        >>> codec.transmit({"weight": torch.tensor([1.0, -5.001, 0.5])})
+        {'weight': tensor([ 0., -5.,  0.])}
+    """
+
+    def __init__(self, codecs: Sequence[FloatingCodec[Any]]) -> None:
+        if not codecs:
+            raise ValueError("codecs must be at least one codec, but is empty; use Dense() to compress nothing.")
+        for codec in codecs:
+            if not isinstance(codec, FloatingCodec):
+                raise TypeError(
+                    f"codecs must be instances of FloatingCodec, such as TopK or Half, but one is {codec!r}, which "
+                    "leaves no floating-point values to another codec."
+                )
+        self.codecs: list[FloatingCodec[Any]] = [
+            part for codec in codecs for part in (codec.codecs if isinstance(codec, Chain) else [codec])
+        ]
+        for codec in self.codecs[1:]:
+            if codec.error_feedback:
+                raise ValueError(
+                    f"{type(codec).__name__} has error_feedback=True, but comes after "
+                    f"{type(self.codecs[0]).__name__}. Give error_feedback=True to the first codec, which then keeps "
+                    "the loss of all codecs."
+                )
+        self.error_feedback = self.codecs[0].error_feedback
+        self.unbiased = all(codec.unbiased for codec in self.codecs)
+        self.values_part = _part(len(self.codecs) - 1, self.codecs[-1].values_part)
+
+    def seeded(self, seed: int) -> Self:
+        """Return a copy whose codecs draw from seeds of their own, the first from ``seed`` itself."""
+        other = copy.copy(self)
+        other.codecs = [
+            codec.seeded(derive_seed(seed, "chain", place) if place else seed)
+            for place, codec in enumerate(self.codecs)
+        ]
+        return other
+
+    def entries(self, layout: Layout, parts: Mapping[str, Tensor] | None = None) -> dict[str, Entry]:
+        """Return types and shapes of the last codec's values."""
+        *_, (codec, layout, own) = self._stages(layout, parts)
+        return codec.entries(layout, own)
+
+    def lengths(self, layout: Layout, parts: Mapping[str, Tensor] | None = None) -> dict[str, int]:
+        """Return the lengths of all codecs' parts."""
+        return {
+            _part(place, name): length
+            for place, (codec, stage, own) in enumerate(self._stages(layout, parts))
+            for name, length in codec.lengths(stage, own).items()
+        }
+
+    def compress(
+        self, tensors: Mapping[str, Tensor], layout: Layout
+    ) -> tuple[dict[str, Tensor], list[tuple[Layout, Any]]]:
+        """Return the last codec's values, and for each codec the layout that it was given and its codes."""
+        values, codes = dict(tensors), []
+        for codec in self.codecs:
+            values, own = codec.compress({name: values[name] for name in layout.floating}, layout)
+            codes.append((layout, own))
+            layout = Layout.of(values)
+        return values, codes
+
+    def restore(
+        self, values: Mapping[str, Tensor], codes: list[tuple[Layout, Any]], layout: Layout
+    ) -> dict[str, Tensor]:
+        """Return the tensors, from the last codec to the first."""
+        restored = dict(values)
+        for codec, (stage, own) in zip(reversed(self.codecs), reversed(codes), strict=True):
+            restored = codec.restore(restored, own, stage)
+        return restored
+
+    def pack(self, codes: list[tuple[Layout, Any]], layout: Layout) -> dict[str, Tensor]:
+        """Return all codecs' parts."""
+        return {
+            _part(place, name): part
+            for place, (codec, (stage, own)) in enumerate(zip(self.codecs, codes, strict=True))
+            for name, part in codec.pack(own, stage).items()
+        }
+
+    def unpack(self, parts: Mapping[str, Tensor], layout: Layout) -> list[tuple[Layout, Any]]:
+        """Return the codes of each codec, with the layout that it restores."""
+        return [(stage, codec.unpack(own or {}, stage)) for codec, stage, own in self._stages(layout, parts)]
+
+    def _stages(
+        self, layout: Layout, parts: Mapping[str, Tensor] | None
+    ) -> Iterator[tuple[FloatingCodec[Any], Layout, dict[str, Tensor] | None]]:
+        """Yield each codec, the layout of what it compresses, and in a decoder its own parts, of checked lengths."""
+        for place, codec in enumerate(self.codecs):
+            own = None
+            if parts is not None:
+                lengths = codec.lengths(layout)
+                own = {name: parts[_part(place, name)] for name in lengths}
+                codec.check_lengths(own, lengths)
+            yield codec, layout, own
+            layout = Layout.grouped(codec.entries(layout, own))
+
+
+def chained(codec: Codec, following: Sequence[FloatingCodec[Any]]) -> Codec:
+    """Return a codec that passes what ``codec`` leaves through the ``following`` ones.
+
+    What `Dense` sends stays exact, also within a `Split`.
+
+    Raises:
+        TypeError: If one of the codecs cannot be part of a `Chain`.
+    """
+    if not following or isinstance(codec, Dense):
+        return codec
+    if isinstance(codec, Split):
+        return Split(codec.names, chained(codec.chosen, following), chained(codec.others, following))
+    return Chain([codec, *following])  # type: ignore[list-item]  # Chain refuses other codecs
+
+
+def _part(place: int, name: str) -> str:
+    return f"{place}.{name}" if place else name

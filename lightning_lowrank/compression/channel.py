@@ -1,0 +1,229 @@
+"""One direction of the wire: the codecs of messages, their references and the error feedback."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_lowrank.compression.base import Codec
+from lightning_lowrank.compression.chain import Chain, chained
+from lightning_lowrank.compression.dense import Dense
+from lightning_lowrank.compression.split import Split
+from lightning_lowrank.compression.wire import FLOATING
+
+
+@dataclass(frozen=True)
+class Packet:
+    """A message as a `Channel` sends it.
+
+    Tensors that travel exactly are not copied. Encode the packet before anything changes them.
+
+    Args:
+        tensors: The encoded tensors: differences, where there is a reference.
+        codec: Their codec.
+        received: What the other side holds afterwards, on the tensors' own devices.
+        residual: Added to the next message; empty without error feedback.
+    """
+
+    tensors: Mapping[str, Tensor]
+    codec: Codec
+    received: dict[str, Tensor]
+    residual: dict[str, Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Length in bytes of what `encode` returns."""
+        return self.codec.nbytes(self.tensors) if self.tensors else 0
+
+    def encode(self) -> bytes:
+        """Return the bytes that cross the wire; none if there is nothing to send."""
+        return self.codec.encode(self.tensors) if self.tensors else b""
+
+
+class Channel:
+    r"""Codecs that every message of one direction passes.
+
+    With codecs, floating-point tensors for which both sides know a reference are sent as differences to it. With error
+    feedback, the sender keeps what the codecs lose and adds it to its next message: from a message :math:`x` (the
+    differences) and its residual :math:`e`, which is zero at first, it sends
+
+    .. math:: c = C(x + e), \qquad e \leftarrow x + e - c,
+
+    where :math:`C` is all codecs together (Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019). Residuals
+    are kept in the tensor's type, but at least in float32. A number of the residual that would not be finite becomes
+    zero.
+
+    A channel without codecs sends everything exactly, and takes no differences. A channel has no state: the
+    sender keeps the residual.
+
+    Args:
+        codecs: The codecs, the first one first: none, any single one, or several that can form a `Chain`. Only the
+            first may have ``error_feedback=True``.
+
+    Raises:
+        TypeError: If ``codecs`` are not codecs, or several that cannot form a `Chain`.
+        ValueError: If a codec that is not the first has error feedback.
+
+    Example:
+        >>> import torch
+        >>> from lightning_lowrank.compression import Half, TopK
+        >>> channel = Channel([TopK(0.5, error_feedback=True), Half()])
+        >>> reference = {"weight": torch.tensor([1.0, 1.0])}
+        >>> packet = channel.send({"weight": torch.tensor([1.5, 3.0])}, reference=reference, seed=0)
+        >>> packet.received, packet.residual
+        ({'weight': tensor([1., 3.])}, {'weight': tensor([0.5000, 0.0000])})
+        >>> channel.receive(packet.encode(), reference=reference)
+        {'weight': tensor([1., 3.])}
+        >>> len(packet.encode()) == packet.nbytes
+        True
+    """
+
+    def __init__(self, codecs: Sequence[Codec] = ()) -> None:
+        self.codecs: tuple[Any, ...] = tuple(codecs)
+        for codec in self.codecs:
+            if not isinstance(codec, Codec):
+                raise TypeError(f"codecs must be instances of Codec, such as TopK(0.1), but one is {codec!r}.")
+        self._codec: Codec | None = (
+            None if not self.codecs else self.codecs[0] if len(self.codecs) == 1 else Chain(self.codecs)
+        )
+
+    @property
+    def error_feedback(self) -> bool:
+        """Whether the sender keeps a residual."""
+        return self._codec is not None and self._codec.error_feedback
+
+    @torch.no_grad()
+    def send(
+        self,
+        tensors: Mapping[str, Tensor],
+        *,
+        reference: Mapping[str, Tensor] | None = None,
+        exact: Collection[str] = (),
+        seed: int,
+        residual: Mapping[str, Tensor] | None = None,
+        own: Codec | None = None,
+    ) -> Packet:
+        """Return a message as it is sent, what of it arrives, and the new residual.
+
+        Args:
+            tensors: The message.
+            reference: Tensors that both sides hold. A floating-point tensor of the same name and shape is sent as
+                its difference to it, computed in the tensor's type, but at least in float32. Default: nothing.
+            exact: Names of tensors that the channel's codecs leave alone. Tensors that are not of floating-point
+                numbers are left alone anyway. Default: none.
+            seed: Seed of the channel's codecs; use a different one for each message.
+            residual: The residual of the sender's last message; ``None`` before the first. A tensor whose shape has
+                changed since then starts at zero. Tensors that this message does not have stay in the residual.
+            own: The message's own codec. It is applied first, unchanged, then the channel's codecs to the values that
+                it leaves; no differences are taken. Default: none.
+
+        Raises:
+            TypeError: If the channel's codecs cannot follow ``own``.
+            ValueError: If the channel has error feedback and ``own`` is given.
+        """
+        if own is not None and self.error_feedback:
+            raise ValueError(
+                f"the message has its own codec, {type(own).__name__}, which error feedback cannot be combined with; "
+                f"construct the channel's {type(self.codecs[0]).__name__} without error_feedback=True."
+            )
+        codec = self._message_codec(exact, own, seed)
+        if self._codec is None or own is not None:
+            return Packet(tensors, codec, codec.transmit(tensors) if tensors else {}, {})
+        sent = {name: tensor.detach() for name, tensor in tensors.items()}
+        references = {name: reference[name] for name in _differing(sent, reference or {}, exact)} if reference else {}
+        wanted: dict[str, Tensor] = {}
+        for name, tensor in sent.items():
+            held, lost = references.get(name), (residual or {}).get(name)
+            feedback = self.error_feedback and tensor.dtype in FLOATING and name not in exact
+            if held is None and not feedback:
+                continue
+            wide = _wide(tensor)
+            if held is not None:
+                wide = wide - held.detach().to(wide)
+            if feedback:
+                wanted[name] = wide + lost.to(wide) if lost is not None and lost.shape == wide.shape else wide
+                wide = wanted[name]
+            sent[name] = wide.to(tensor.dtype)
+        arrived = codec.transmit(sent) if sent else {}
+        received = {name: _added(tensor, references.get(name)) for name, tensor in arrived.items()}
+        if not self.error_feedback:
+            return Packet(sent, codec, received, {})
+        lost_now = {
+            name: (wide - arrived[name].to(wide)).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+            for name, wide in wanted.items()
+        }
+        return Packet(sent, codec, received, {**(residual or {}), **lost_now})
+
+    @torch.no_grad()
+    def receive(
+        self,
+        data: bytes,
+        *,
+        reference: Mapping[str, Tensor] | None = None,
+        exact: Collection[str] = (),
+        own: Codec | None = None,
+    ) -> dict[str, Tensor]:
+        """Return the message, on the CPU, bit for bit as the sender's `Packet.received` has it.
+
+        Args:
+            data: What `Packet.encode` returned.
+            reference: As it was given to `send`.
+            exact: As it was given to `send`.
+            own: As it was given to `send`, or a codec of the same arguments.
+
+        Raises:
+            DecodingError: If no sender with these arguments writes such bytes.
+        """
+        if not data:
+            return {}
+        tensors = self._message_codec(exact, own).decode(data)
+        if self._codec is None or own is not None or not reference:
+            return tensors
+        references = {name: reference[name] for name in _differing(tensors, reference, exact)}
+        return {name: _added(tensor, references.get(name)) for name, tensor in tensors.items()}
+
+    def nbytes(self, tensors: Mapping[str, Tensor], *, exact: Collection[str] = (), own: Codec | None = None) -> int:
+        """Return how many bytes a message of these names, types and shapes takes; meta tensors will do.
+
+        Args:
+            tensors: The message.
+            exact: As for `send`.
+            own: As for `send`.
+        """
+        return self._message_codec(exact, own).nbytes(tensors) if tensors else 0
+
+    def _message_codec(self, exact: Collection[str], own: Codec | None, seed: int | None = None) -> Codec:
+        if self._codec is None:
+            return own or Dense()
+        codec = self._codec if seed is None else self._codec.seeded(seed)
+        if own is not None:
+            codec = chained(own, [codec])  # type: ignore[list-item]  # refused there if it cannot follow
+        return Split(exact, Dense(), codec) if exact else codec
+
+
+def _differing(tensors: Mapping[str, Tensor], reference: Mapping[str, Tensor], exact: Collection[str]) -> list[str]:
+    """Return the names of the tensors that are sent as differences."""
+    return [
+        name
+        for name, tensor in tensors.items()
+        if name in reference
+        and name not in exact
+        and tensor.dtype in FLOATING
+        and reference[name].dtype in FLOATING
+        and reference[name].shape == tensor.shape
+    ]
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _added(tensor: Tensor, reference: Tensor | None) -> Tensor:
+    if reference is None:
+        return tensor
+    wide = _wide(tensor)
+    return (reference.detach().to(wide) + wide).to(tensor.dtype)

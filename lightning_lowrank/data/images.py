@@ -1,0 +1,167 @@
+"""Images in memory: one ``uint8`` tensor, from which a batch is one gather.
+
+Normalisation and augmentation are operations on the whole batch, because a federated round reads many small,
+differently shuffled pieces of one data set and pays the cost of fetching a batch often.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import Dataset, default_collate
+
+
+class ImageBatch:
+    """Samples that already lie in one tensor, readable as a sequence of ``(image, target)`` pairs.
+
+    `TensorImages` returns it for a batch of indices. `collate_images` takes the tensors out at no cost; other collate
+    functions, such as ``torch.utils.data.default_collate``, find the samples they expect.
+
+    Args:
+        images: Float images, ``(samples, channels, height, width)``.
+        targets: Class indices, ``(samples,)``.
+
+    Example:
+        >>> batch = ImageBatch(torch.zeros(2, 1, 8, 8), torch.tensor([3, 5]))
+        >>> [(image.shape, target) for image, target in batch]
+        [(torch.Size([1, 8, 8]), 3), (torch.Size([1, 8, 8]), 5)]
+    """
+
+    def __init__(self, images: Tensor, targets: Tensor) -> None:
+        self.images = images
+        self.targets = targets
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.images[index], int(self.targets[index])
+
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        return zip(self.images.unbind(), self.targets.tolist(), strict=True)
+
+
+def collate_images(samples: Any) -> Any:
+    """Collate function that passes an `ImageBatch` through and collates anything else as PyTorch does.
+
+    Args:
+        samples: What the data set returned for a batch of indices: an `ImageBatch` or a list of samples.
+
+    Returns:
+        ``[images, targets]``, as ``torch.utils.data.default_collate`` returns for such samples.
+
+    Example:
+        >>> images, targets = collate_images(ImageBatch(torch.zeros(2, 1, 8, 8), torch.tensor([3, 5])))
+        >>> images.shape, targets
+        (torch.Size([2, 1, 8, 8]), tensor([3, 5]))
+        >>> collate_images([(torch.zeros(1, 8, 8), 3), (torch.zeros(1, 8, 8), 5)])[1]
+        tensor([3, 5])
+    """
+    if isinstance(samples, ImageBatch):
+        return [samples.images, samples.targets]
+    return default_collate(samples)
+
+
+collate_images.deterministic = True  # type: ignore[attr-defined]
+
+
+class TensorImages(Dataset[tuple[Tensor, int]]):
+    """Images and class indices in memory, normalised and optionally augmented when they are fetched.
+
+    A sample is ``(image, target)``: ``(pixels / pixel_max - mean) / std`` as ``float32``, and an ``int``. It works with
+    any ``DataLoader`` and inside any number of ``torch.utils.data.Subset``; with ``collate_fn=collate_images`` a batch
+    is never taken apart.
+
+    Augmentation pads the raw pixels with zeros (black), crops each image at a random place back to its size, and
+    mirrors each with probability one half. All draws of a batch (first the offsets, then the flips) come from PyTorch's
+    *global* generator when the batch is fetched: ``torch.manual_seed`` before the fetch fixes them (the federated loop
+    seeds every batch that way), and each ``DataLoader`` worker has its own seed.
+
+    Args:
+        images: ``uint8`` pixels, ``(samples, channels, height, width)``.
+        targets: Class indices, ``(samples,)``; kept as a ``LongTensor`` in the attribute of the same name.
+        mean: Mean of each channel, of pixels scaled to [0, 1].
+        std: Standard deviation of each channel, of pixels scaled to [0, 1].
+        pixel_max: The pixel value that stands for full intensity.
+        crop_padding: Zeros added at each side before the random crop, in pixels. Default 0: no crop.
+        mirror: Whether an image is flipped left to right with probability one half. Default no.
+
+    Raises:
+        ValueError: If shapes, types or ranges do not fit each other.
+
+    Example:
+        >>> from torch.utils.data import DataLoader
+        >>> pixels = torch.arange(256, dtype=torch.uint8).view(4, 1, 8, 8)
+        >>> dataset = TensorImages(pixels, torch.tensor([0, 1, 0, 1]), mean=[0.5], std=[0.25])
+        >>> image, target = dataset[3]
+        >>> image.max(), target
+        (tensor(2.), 1)
+        >>> [images.shape for images, targets in DataLoader(dataset, 3, collate_fn=collate_images)]
+        [torch.Size([3, 1, 8, 8]), torch.Size([1, 1, 8, 8])]
+    """
+
+    def __init__(
+        self,
+        images: Tensor,
+        targets: Tensor,
+        mean: Sequence[float],
+        std: Sequence[float],
+        pixel_max: int = 255,
+        crop_padding: int = 0,
+        mirror: bool = False,
+    ) -> None:
+        if images.dtype != torch.uint8 or images.ndim != 4:
+            raise ValueError(
+                "images must be a uint8 tensor (samples, channels, height, width), "
+                f"got {images.dtype} {tuple(images.shape)}"
+            )
+        if targets.shape != images.shape[:1]:
+            raise ValueError(
+                f"targets must hold one class index per image, shape ({len(images)},), got {tuple(targets.shape)}"
+            )
+        channels = images.shape[1]
+        if len(mean) != channels or len(std) != channels:
+            raise ValueError(f"mean and std must have {channels} values, one per channel, got {mean}, {std}")
+        if min(std) <= 0 or pixel_max <= 0:
+            raise ValueError(f"std and pixel_max must be positive, got std={std}, pixel_max={pixel_max}")
+        if crop_padding < 0:
+            raise ValueError(f"crop_padding must be a number of pixels >= 0, got {crop_padding}")
+        self.images = images.contiguous()
+        self.targets = targets.long()
+        self.mean = torch.tensor(mean).view(-1, 1, 1)
+        self.std = torch.tensor(std).view(-1, 1, 1)
+        self.pixel_max = pixel_max
+        self.crop_padding = crop_padding
+        self.mirror = mirror
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether a sample is the same whenever it is fetched: without augmentation."""
+        return not self.crop_padding and not self.mirror
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.__getitems__([range(len(self))[index]])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> ImageBatch:
+        """Fetch the samples at ``indices`` (non-negative) with one gather, normalised and augmented."""
+        rows = torch.as_tensor(indices, dtype=torch.long)
+        pixels = self._augment(self.images.index_select(0, rows))
+        images = pixels.float().div_(self.pixel_max).sub_(self.mean).div_(self.std)
+        return ImageBatch(images, self.targets.index_select(0, rows))
+
+    def _augment(self, pixels: Tensor) -> Tensor:
+        samples, _, height, width = pixels.shape
+        if self.crop_padding:
+            top, left = torch.randint(2 * self.crop_padding + 1, (2, samples))
+            padded = F.pad(pixels, (self.crop_padding,) * 4)
+            windows = padded.unfold(2, height, 1).unfold(3, width, 1)
+            pixels = windows[torch.arange(samples), :, top, left]
+        if self.mirror:
+            flipped = torch.rand(samples) < 0.5
+            pixels = torch.where(flipped.view(-1, 1, 1, 1), pixels.flip(-1), pixels)
+        return pixels

@@ -1,0 +1,267 @@
+"""The server's half of the rounds, as an execution sees it.
+
+An execution asks a `Coordinator` for the message that a client is sent, and hands over the message that the client
+sends back. In a simulation the coordinator runs the server's half of the method. Processes that share a round have one
+that exchanges what arrives; a real site has one that stands for the wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+
+from lightning_lowrank.compression import Packet
+from lightning_lowrank.federated.algorithm import inherits, show_global
+from lightning_lowrank.federated.data.planner import RoundPlan
+from lightning_lowrank.federated.messages import Ledger, Message
+from lightning_lowrank.federated.offload import ClientStates
+from lightning_lowrank.federated.settings import FederatedSettings
+from lightning_lowrank.federated.state import ClientContext, ClientInfo, Server, trained_tensors
+from lightning_lowrank.federated.wire import Wire
+
+__all__ = ["Coordinator", "first_transfers"]
+
+
+class Coordinator:
+    """Runs the server's half of the method in a simulation.
+
+    Args:
+        settings: The experiment's settings.
+        server: The server.
+        samples: Number of training samples of each client.
+        states: What clients keep between rounds.
+        ledger: Where the sizes of messages are entered.
+        labels: Returns the labels of a client's training samples, ``None`` where there are none.
+    """
+
+    def __init__(
+        self,
+        settings: FederatedSettings,
+        server: Server,
+        samples: Sequence[int],
+        states: ClientStates,
+        ledger: Ledger,
+        labels: Callable[[int], Tensor | None] = lambda client: None,
+    ) -> None:
+        self.settings = settings
+        self.algorithm = settings.algorithm
+        self.server = server
+        self.samples = samples
+        self.states = states
+        self.ledger = ledger
+        self.wire = Wire(self.algorithm, settings.uplink, settings.downlink)
+        self._labels = labels
+        self._broadcast_to_all: Packet | None = None
+        self._received: dict[int, dict[str, Tensor]] = {}
+
+    def setup(self) -> None:
+        """Let the method and the wire look at the module, before the first round."""
+        self.algorithm.setup(self.server.base)
+        self.wire.setup(self.server.base)
+
+    def info(self, client: int, round_number: int | None = None) -> ClientInfo:
+        """Return what the server knows of a client, by default in the present round."""
+        number = self.server.round if round_number is None else round_number
+        return ClientInfo(client, int(self.samples[client]), number, self.server.seed)
+
+    def context(self, client: int, model: Mapping[str, Tensor], steps: int = 0) -> ClientContext:
+        """Return what a client's half may read.
+
+        Args:
+            client: The client's id.
+            model: The client's live values.
+            steps: Number of steps that the client makes in the round.
+        """
+        return ClientContext(
+            **vars(self.info(client)),
+            base=self.server.base,
+            model=model,
+            state=self.states[client],
+            steps=steps,
+            find_labels=lambda: self._labels(client),
+        )
+
+    def begin_round(self, plan: RoundPlan, live: Mapping[str, Tensor], idle: int) -> None:
+        """Begin a round on the server.
+
+        Args:
+            plan: The round.
+            live: The module's trained parameters and persistent buffers.
+            idle: Number of clients that could take part and are not drawn.
+        """
+        server = self.server
+        server.round, server.cohort = plan.round, plan.clients
+        server.adopt(live, shown=self.algorithm.global_model(server))
+        self.ledger.begin_round()
+        self.algorithm.begin_round(server)
+        self._hold_copy()
+        for client in plan.failed:
+            self.ledger.down(self.broadcast(self.info(client)).nbytes)
+        if self.broadcasts_to_all:
+            self.ledger.idle(idle * self.broadcast(self.info(plan.clients[0])).nbytes)
+
+    def _hold_copy(self) -> None:
+        """Where all clients hold a copy of the broadcast, bring it up to the round's."""
+        if self.wire.holds_copy:
+            first = self.info(self.server.cohort[0])
+            self._broadcast_to_all = self.wire.down(self.server.base, self.message(first), first)
+            self.wire.hold(self.server.base, self._broadcast_to_all.received)
+
+    @property
+    def broadcasts_to_all(self) -> bool:
+        """Whether clients that sit the round out must hear its broadcast as well."""
+        return bool(self.server.announcement) or self.wire.holds_copy
+
+    def message(self, client: ClientInfo) -> Message:
+        """Return what the method sends to a client, with what the server has announced."""
+        message = self.algorithm.broadcast(self.server, client)
+        if not self.server.announcement:
+            return message
+        return Message({**message.tensors, **self.server.announcement}, message.codec)
+
+    def broadcast(self, client: ClientInfo) -> Packet:
+        """Return the round's broadcast as it is sent to a client.
+
+        Raises:
+            MisconfigurationException: If the method sends clients different values, and all are to hold one copy.
+        """
+        message = self.message(client)
+        if not self.wire.holds_copy:
+            return self.wire.down(self.server.base, message, client)
+        first_client = self.info(self.server.cohort[0])
+        first = self.message(first_client)
+        if message.tensors.keys() != first.tensors.keys() or any(
+            value is not first.tensors[name] and not torch.equal(value, first.tensors[name])
+            for name, value in message.tensors.items()
+        ):
+            raise MisconfigurationException(
+                f"{type(self.algorithm).__name__} sends clients different values, and a downlink with error feedback"
+                " needs one broadcast for all: leave out error_feedback."
+            )
+        if self._broadcast_to_all is None:
+            # The run was resumed inside the round.
+            packet = self.wire.down(self.server.base, first, first_client)
+            self._broadcast_to_all = self.wire.held(self.server.base, packet)
+        return self._broadcast_to_all
+
+    @property
+    def sends_global_model(self) -> bool:
+        """Whether every client is sent the global model as it is, so that clients may be given it without a message."""
+        own = inherits(self.algorithm, "broadcast", "global_model") and not self.server.announcement
+        return own and not self.settings.downlink and not self.settings.uplink
+
+    @property
+    def averages_models(self) -> bool:
+        """Whether stacks of clients' values may be handed over in place of their messages."""
+        own = inherits(self.algorithm, "end", "receive")
+        return own and not self.settings.uplink and not self.wire.holds_copy
+
+    def send(self, client: ClientInfo) -> Message:
+        """Send a client its broadcast, and return the message as the client receives it."""
+        packet = self.broadcast(client)
+        self.ledger.down(packet.nbytes)
+        if self.settings.uplink:
+            self._received[client.id] = {name: value.detach().clone() for name, value in packet.received.items()}
+        return Message(packet.received)
+
+    def send_global_model(self, clients: Sequence[ClientInfo]) -> None:
+        """Send clients the global model, which they are given by the caller; see `sends_global_model`."""
+        self.ledger.down(self.broadcast(clients[0]).nbytes, len(clients))
+
+    def receive(self, client: ClientContext, message: Message) -> None:
+        """Take in what a client sends."""
+        packet = self.wire.up(client, message, self._received.pop(client.id, {}))
+        self.ledger.up(packet.nbytes)
+        self.take(self.info(client.id), packet.received)
+
+    def take(self, client: ClientInfo, tensors: Mapping[str, Tensor]) -> None:
+        """Let the method take in what arrived from a client."""
+        if self.wire.holds_copy:
+            tensors = self.wire.onto_own(self.server.base, tensors, self.message(client).tensors)
+        self._take(client, Message(tensors), self.settings.weight_of(client))
+
+    def _take(self, client: ClientInfo, message: Message, weight: float) -> None:
+        self.algorithm.receive(self.server, client, message, weight)
+
+    def receive_stacks(self, clients: Sequence[ClientContext], stacks: Mapping[str, Tensor], message: Message) -> None:
+        """Take in what several clients send, stacked ``[clients, …]``, of whom the first sends ``message``."""
+        nbytes = self.wire.uplink.nbytes(message.tensors, own=message.codec)
+        self.ledger.up(nbytes, len(clients))
+        weights = [self.settings.weight_of(self.info(client.id)) for client in clients]
+        self.server.aggregator.add_stacks(stacks, weights)
+
+    def aggregate(self) -> None:
+        """Fold the round's arrivals into the global model."""
+        server = self.server
+        server.announcement = {}
+        self.algorithm.aggregate(server)
+        server.aggregator = server.aggregator.fresh()
+        self._broadcast_to_all = None
+
+    def show_global(self, live: Mapping[str, Tensor]) -> None:
+        """Put the global model into the module's live values."""
+        show_global(self.algorithm, self.server, live)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs, as tensors and plain Python."""
+        server = self.server
+        shown = self.algorithm.global_model(server)
+        return {
+            "round": server.round,
+            "cohort": list(server.cohort),
+            # What the module's own state holds is not saved twice.
+            "model": {name: value for name, value in server.model.items() if shown.get(name) is not value},
+            "state": server.state,
+            "announcement": server.announcement,
+            "aggregator": server.aggregator.state_dict(),
+            "initial_buffers": server.base.initial_buffers,
+            "base": server.base.state,
+            "received": self._received,
+            "clients": dict(self.states.items()),
+            "ledger": self.ledger.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], to_device: Callable[[Any], Any]) -> None:
+        """Go on from `state_dict`'s result, but for what clients keep, with which the caller makes ``states``."""
+        server = self.server
+        server.round, server.cohort = state["round"], tuple(state["cohort"])
+        server.model = to_device(state["model"])
+        server.state = to_device(state["state"])
+        server.announcement = to_device(state["announcement"])
+        server.aggregator.load_state_dict(state["aggregator"], server.base.device)
+        server.base.initial_buffers = to_device(state["initial_buffers"])
+        server.base.state = to_device(state["base"])
+        self._received = to_device(state["received"])
+        self.ledger.load_state_dict(state["ledger"])
+        for _, kept in self.states.items():
+            kept.update(to_device(kept))
+
+
+def first_transfers(
+    settings: FederatedSettings, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+) -> dict[str, Packet]:
+    """Return what client 0 is sent (``"down"``) and sends (``"up"``) in the first round if it makes no step.
+
+    The method's `Algorithm.setup` and the client's `Algorithm.begin` change the module: use it for nothing else
+    afterwards.
+
+    Raises:
+        MisconfigurationException: If the method cannot work on this module.
+    """
+    server = settings.make_server(module, optimizers, settings.clients or 1)
+    base = server.base
+    coordinator = Coordinator(settings, server, [1] * server.clients, ClientStates(), Ledger(0))
+    coordinator.setup()
+    live = trained_tensors(module)
+    coordinator.begin_round(RoundPlan(0, (0,), (1,), (), ()), live, idle=0)
+    info, client = coordinator.info(0), coordinator.context(0, live, steps=1)
+    settings.algorithm.configure(base, info)
+    down = coordinator.broadcast(info)
+    settings.algorithm.begin(client, Message(down.received))
+    up = coordinator.wire.up(client, settings.algorithm.end(client), down.received)
+    settings.algorithm.configure(base, None)
+    return {"up": up, "down": down}

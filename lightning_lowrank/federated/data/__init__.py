@@ -1,0 +1,7 @@
+"""Which samples each client has, which clients a round trains, and in which order their batches come."""
+
+from lightning_lowrank.federated.data.indices import ClientIndices
+from lightning_lowrank.federated.data.labels import find_labels
+from lightning_lowrank.federated.data.partitions import IID, ByKey, Dirichlet, FromIndices, LabelCount, Partition
+
+__all__ = ["IID", "ByKey", "ClientIndices", "Dirichlet", "FromIndices", "LabelCount", "Partition", "find_labels"]

@@ -1,0 +1,126 @@
+"""One integer or string for each sample of a dataset, read from its attributes, its samples, or by a function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.seed import isolate_rng
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+from torch.utils.data import ConcatDataset, Dataset, Subset
+
+__all__ = ["Column", "call_on", "describe", "find_column", "length_of", "to_column"]
+
+Column: TypeAlias = np.ndarray
+
+
+def find_column(dataset: Dataset, names: Sequence[str], pick: Callable[[Any], Any], what: str, advice: str) -> Column:
+    """Return the first attribute that has one entry for each sample, or else what `pick` finds in the samples.
+
+    Attributes are found through `torch.utils.data.Subset` and `torch.utils.data.ConcatDataset` as well, without
+    loading a sample; of ``tensors`` the last is meant.
+
+    Args:
+        dataset: A map-style dataset.
+        names: Attributes to look for.
+        pick: Returns a sample's entry. The dataset is read once, and the global random number generators are given
+            back as they were.
+        what: What is read, for the progress bar.
+        advice: Last part of error messages: what would work.
+
+    Raises:
+        MisconfigurationException: If the entries are not one integer or string for each sample.
+    """
+    values = _attribute_values(dataset, names, advice)
+    if values is None:
+        # A console of its own: only one live display fits on a console, and the trainer's bar may be one.
+        console = Console(stderr=True)
+        positions = track(range(length_of(dataset)), f"Reading {what}", console=console, transient=True)
+        with isolate_rng(include_cuda=torch.cuda.is_initialized()):
+            entries = [pick(dataset[position]) for position in positions]
+        values = to_column(entries, "the dataset's samples", advice)
+    return values
+
+
+def call_on(dataset: Dataset, function: Callable[[Any], Any], name: str, advice: str) -> Column:
+    """Return a user's function of the dataset as a column; ``name`` is the argument that holds it."""
+    with isolate_rng(include_cuda=torch.cuda.is_initialized()):
+        values = to_column(function(dataset), f"{name}(dataset)", advice)
+    if len(values) != length_of(dataset):
+        raise MisconfigurationException(
+            f"{name}(dataset) returned {len(values)} entries for {length_of(dataset)} samples: return one for each."
+        )
+    return values
+
+
+def to_column(values: Any, source: str, advice: str) -> Column:
+    """Return one integer or string for each sample as a flat array."""
+    if isinstance(values, Tensor):
+        values = values.detach().cpu()
+        array = values.double().numpy() if values.is_floating_point() else values.numpy()
+    elif isinstance(values, np.ndarray) and values.dtype != object:
+        array = values
+    else:
+        entries = [entry.tolist() if isinstance(entry, Tensor) else entry for entry in values]
+        if len({isinstance(entry, str) for entry in entries}) > 1:
+            raise MisconfigurationException(f"{source} mixes strings with other types: {advice}")
+        try:
+            array = np.asarray(entries)
+        except ValueError as error:
+            raise MisconfigurationException(f"{source} has entries of different lengths: {advice}") from error
+    if array.ndim != 1 or (array.dtype.kind not in "iubU" and len(array)):
+        raise MisconfigurationException(f"{source} holds {array.dtype} of shape {list(array.shape)}: {advice}")
+    return array
+
+
+def length_of(dataset: Dataset) -> int:
+    """Return the number of samples of a map-style dataset."""
+    try:
+        return len(dataset)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise MisconfigurationException(
+            f"{type(dataset).__name__} has no length, so it cannot be divided among clients: give a map-style"
+            " dataset (with __getitem__ and __len__)."
+        ) from error
+
+
+def describe(sample: Any) -> str:
+    """Say what a sample is, for an error message."""
+    if isinstance(sample, Mapping):
+        return f"dictionaries with {list(sample)}"
+    if isinstance(sample, (tuple, list)):
+        return f"{type(sample).__name__} of length {len(sample)}"
+    return f"of type {type(sample).__name__}"
+
+
+def _attribute_values(dataset: Dataset, names: Sequence[str], advice: str) -> Column | None:
+    """Return the first of the attributes with one entry for each sample, looking through wrappers."""
+    for name in names:
+        values = getattr(dataset, name, None)
+        if name == "tensors" and isinstance(values, (tuple, list)) and values:
+            values = values[-1]
+        if _is_column(values, length_of(dataset)):
+            return to_column(values, f"{type(dataset).__name__}.{name}", advice)
+    if isinstance(dataset, Subset):
+        values = _attribute_values(dataset.dataset, names, advice)
+        return None if values is None else values[[int(index) for index in dataset.indices]]
+    if isinstance(dataset, ConcatDataset):
+        parts = [_attribute_values(part, names, advice) for part in dataset.datasets]
+        found = [part for part in parts if part is not None]
+        if len(found) == len(parts):
+            # numpy would turn integers into strings.
+            if len({part.dtype.kind == "U" for part in found}) > 1:
+                raise MisconfigurationException(f"the parts of a ConcatDataset mix strings and integers: {advice}")
+            return np.concatenate(found)
+    return None
+
+
+def _is_column(values: Any, size: int) -> bool:
+    if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__len__"):
+        return False
+    return getattr(values, "ndim", 1) > 0 and len(values) == size

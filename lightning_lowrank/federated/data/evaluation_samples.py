@@ -1,0 +1,89 @@
+"""Which samples each client's own model is evaluated on."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from lightning_lowrank.federated.data.indices import ClientIndices
+from lightning_lowrank.federated.data.labels import check_labels
+from lightning_lowrank.seeding import generator
+
+__all__ = ["hold_out", "matched_labels"]
+
+
+def matched_labels(clients: ClientIndices, train_labels: Tensor, test_labels: Tensor) -> list[Tensor]:
+    """Give each client all evaluation samples of the labels that it trains on.
+
+    This is how pFedMe (arXiv:2006.08848) and TDPFed evaluate personal models: a client with two labels is tested on the
+    samples of those two. Clients may share test samples. Those with the same labels share one tensor.
+
+    Args:
+        clients: The training samples of each client.
+        train_labels: Label of each training sample, integers of shape ``[clients.size]``.
+        test_labels: Label of each evaluation sample, integers of shape ``[test samples]``, numbered as those of the
+            training set are. (`find_labels` numbers strings by those that occur: the two sets must have the same.)
+
+    Returns:
+        For each client its evaluation samples, ascending, int64; none where it has no training samples, or none with a
+        label that occurs in the evaluation set.
+
+    Raises:
+        MisconfigurationException: If labels are not an integer for each sample.
+
+    Example:
+        >>> clients = ClientIndices([[0, 1, 2], [3]], size=4)
+        >>> matched_labels(clients, torch.tensor([7, 9, 7, 5]), torch.tensor([9, 5, 7, 8, 9]))
+        [tensor([0, 2, 4]), tensor([1])]
+    """
+    train = check_labels(train_labels, clients.size)
+    test = check_labels(test_labels, len(test_labels)).numpy()
+    labels, codes = np.unique(train.numpy(), return_inverse=True)
+    by_label = np.argsort(test, kind="stable")
+    starts = np.searchsorted(test[by_label], labels, side="left")
+    stops = np.searchsorted(test[by_label], labels, side="right")
+    found: dict[bytes, Tensor] = {}
+    matched = []
+    for indices in clients:
+        held = np.unique(codes[indices.numpy()])
+        key = held.tobytes()
+        if key not in found:
+            groups = [by_label[starts[code] : stops[code]] for code in held]
+            found[key] = torch.from_numpy(np.sort(np.concatenate([np.zeros(0, np.int64), *groups])))
+        matched.append(found[key])
+    return matched
+
+
+def hold_out(indices: ClientIndices, share: float, seed: int) -> tuple[ClientIndices, list[Tensor]]:
+    """Split each client's samples at random into a training part and a test part.
+
+    Args:
+        indices: The samples of each client.
+        share: Share of each client's samples that becomes its test part, above 0 and below 1. The number is rounded
+            (halves to the even one), and a client that has samples keeps at least one for training.
+        seed: Seed of the experiment; a client's draw depends on it and the client's number alone.
+
+    Returns:
+        The training parts, and each client's test part; both keep the order of the client's samples.
+
+    Raises:
+        MisconfigurationException: If ``share`` is not between 0 and 1.
+
+    Example:
+        >>> train, test = hold_out(ClientIndices([[0, 2, 4, 6], [1]], size=8), share=0.25, seed=0)
+        >>> train.sizes, [len(part) for part in test]
+        (tensor([3, 1]), [1, 0])
+    """
+    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share < 1:
+        raise MisconfigurationException(f"share must be above 0 and below 1, such as 0.2; got {share!r}.")
+    training, test = [], []
+    for client, samples in enumerate(indices):
+        count = max(0, min(round(share * len(samples)), len(samples) - 1))
+        chosen = torch.zeros(len(samples), dtype=torch.bool)
+        chosen[torch.randperm(len(samples), generator=generator(seed, "hold-out", client))[:count]] = True
+        training.append(samples[~chosen])
+        test.append(samples[chosen])
+    sizes = torch.tensor([len(part) for part in training])
+    return ClientIndices(torch.cat(training), indices.size, indices.names, sizes), test

@@ -1,0 +1,344 @@
+"""The loader that delivers a round's batches, each read by its samples' indices under a seed of its own.
+
+`FederatedLoop` hands Lightning one `RoundLoader` in place of the user's training loader. Clients' own evaluations read
+their batches with the same `SeededBatches`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    default_collate,
+)
+
+from lightning_lowrank.federated.data.indices import ClientIndices
+from lightning_lowrank.federated.data.planner import Chunk, RoundPlan
+from lightning_lowrank.federated.randomness import StepRandomness, seed_process, step_seed
+from lightning_lowrank.seeding import derive_seed, generator
+
+__all__ = [
+    "Places",
+    "Request",
+    "Requests",
+    "RoundLoader",
+    "SeededBatches",
+    "batch_reader",
+    "batches_of",
+    "check_loader",
+    "shuffles",
+]
+
+
+class Request(NamedTuple):
+    """The sample indices of one batch, and the seed of whatever is drawn while they are read."""
+
+    indices: np.ndarray
+    seed: int
+
+
+class Requests(list[Request]):
+    """The batches of clients that step together, in the order of their stack."""
+
+
+class Places:
+    """Places of clients in their stack. Not a collection, so that Lightning does not search it for tensors.
+
+    Args:
+        numbers: The places, ascending.
+        samples: Number of samples in the batch of each of these clients.
+    """
+
+    def __init__(self, numbers: list[int], samples: int) -> None:
+        self.numbers = numbers
+        self.samples = samples
+        self.contiguous = numbers[-1] - numbers[0] + 1 == len(numbers)
+
+
+class SeededBatches(Dataset):
+    """Reads and collates a whole batch at a time, its random draws seeded by the request.
+
+    Collating here rather than in the loader puts a random ``collate_fn`` under the same seed, and makes the result
+    independent of the number of workers.
+
+    Where nothing is drawn (tensors in memory, or a dataset and collate function that say they are ``deterministic``),
+    the batches of all clients that step together are one gather.
+    """
+
+    def __init__(self, dataset: Dataset, collate: Callable[[list[Any]], Any]) -> None:
+        self.dataset = dataset
+        self.collate = collate
+        self._tensors = dataset.tensors if type(dataset) is TensorDataset and collate is default_collate else None
+        self._deterministic = self._tensors is not None or (
+            getattr(dataset, "deterministic", False)
+            and (collate is default_collate or getattr(collate, "deterministic", False))
+        )
+
+    def __getitem__(self, request: Request | Requests) -> Any:
+        return self.__getitems__(request)
+
+    def __getitems__(self, request: Request | Requests) -> Any:
+        return self._stacked(request) if isinstance(request, Requests) else self._read(request)
+
+    def _read(self, request: Request) -> Any:
+        if self._tensors is not None:
+            rows = torch.from_numpy(request.indices)
+            return [_gather(tensor, rows.to(tensor.device)) for tensor in self._tensors]
+        seed_process(request.seed)
+        indices = request.indices.tolist()
+        fetch = getattr(self.dataset, "__getitems__", None)
+        return self.collate(fetch(indices) if fetch else [self.dataset[index] for index in indices])
+
+    def _stacked(self, requests: Requests) -> list[tuple[Places, Any]]:
+        """Return, for each batch size, the clients' places in the stack and their batches, stacked."""
+        by_size: dict[int, list[int]] = {}
+        for place, request in enumerate(requests):
+            by_size.setdefault(len(request.indices), []).append(place)
+        parts = []
+        for size, places in by_size.items():
+            if self._deterministic:
+                rows = np.concatenate([requests[place].indices for place in places])
+                whole = self._read(Request(rows, requests[places[0]].seed))
+                shape = (len(places), size)
+                batch = apply_to_collection(whole, Tensor, lambda t, shape=shape: t.unflatten(0, shape))
+            else:
+                batch = default_collate([self._read(requests[place]) for place in places])
+            parts.append((Places(places, size), batch))
+        return parts
+
+
+def _gather(tensor: Tensor, rows: Tensor) -> Tensor:
+    """Select rows; an embedding lookup, where possible, is several times faster than index_select."""
+    if tensor.ndim > 1 and tensor.is_floating_point() and not tensor.requires_grad:
+        return torch.nn.functional.embedding(rows, tensor.flatten(1)).unflatten(1, tensor.shape[1:])
+    return tensor.index_select(0, rows)
+
+
+def batch_reader(
+    loader: DataLoader, batches: SeededBatches, requests: Iterable[Request | Requests]
+) -> Callable[[], Iterator[Any]]:
+    """Return a function that reads the requested batches with a loader's workers and pinned memory.
+
+    Args:
+        loader: The user's loader.
+        batches: What is read.
+        requests: One for each batch; iterated whenever the function is called.
+    """
+    workers = loader.num_workers
+    if not (workers or loader.pin_memory):
+        # torch's loader would only add its own time to each batch.
+        return lambda: map(batches.__getitems__, requests)
+    with_workers = DataLoader(
+        batches,
+        batch_sampler=cast(Any, requests),
+        collate_fn=_unchanged,
+        num_workers=workers,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context if workers else None,
+        prefetch_factor=loader.prefetch_factor if workers else None,
+        persistent_workers=loader.persistent_workers,
+        generator=torch.Generator(),
+    )
+    return lambda: iter(with_workers)
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
+
+
+class RoundLoader:
+    """The training loader of a federated experiment: a round's batches, one client after another.
+
+    It keeps the batch size, collate function, workers, pinned memory and ``drop_last`` of the user's loader. Everything
+    it draws comes from generators of (seed, round, client). Iteration starts at ``position()``, so that a resumed run
+    continues where it stopped. Each step of the plan's padding is a ``None`` at the end.
+
+    Args:
+        loader: The user's training loader, checked by `check_loader`.
+        clients: Sample indices of each client.
+        seed: Seed of the experiment.
+        plan: Returns the current round's plan.
+        position: Returns the number of batches of the round that are done.
+        randomness: Opened before a batch is read, left open for the training step.
+        shuffle: Whether a client's samples are permuted, again for each of its local epochs.
+        stacked: Whether a batch is that of a whole chunk: for each batch size the clients' places in the chunk and
+            their batches, stacked.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader,
+        clients: ClientIndices,
+        seed: int,
+        plan: Callable[[], RoundPlan],
+        position: Callable[[], int],
+        randomness: StepRandomness,
+        shuffle: bool,
+        stacked: bool = False,
+    ) -> None:
+        self.shuffle = shuffle
+        self.stacked = stacked
+        self.batch_size = cast(int, loader.batch_size)
+        self.drop_last = loader.drop_last
+        self._clients = clients
+        self._seed = seed
+        self._plan = plan
+        self._position = position
+        self._randomness = randomness
+        self._batches = SeededBatches(loader.dataset, loader.collate_fn)
+        self._read_requests = batch_reader(loader, self._batches, _RequestsOf(self))
+
+    def __len__(self) -> int:
+        return self._plan().total
+
+    def __iter__(self) -> Iterator[Any]:
+        # Lightning calls iter() more often than it iterates: nothing may start before the first batch is requested.
+        plan = self._plan()
+        padding = plan.total - max(self._position(), plan.trained)
+        batches: Iterator[Any] | None = None
+        for chunk, steps in self._remaining(plan):
+            seed = derive_seed(self._seed, "training", plan.round, chunk.clients[0])
+            for step in steps:
+                self._randomness.open()
+                if batches is None:
+                    batches = self._read_requests()
+                batch = next(batches)
+                seed_process(step_seed(seed, step))
+                yield batch
+        for _ in range(padding):
+            yield None
+
+    def requests(self) -> Iterator[Request | Requests]:
+        """Yield the indices of the round's batches from the current position on."""
+        plan = self._plan()
+        for chunk, steps in self._remaining(plan):
+            for requests in islice(self._chunk_requests(plan.round, chunk), steps.start, None):
+                yield requests if self.stacked else requests[0]
+
+    def read(self, chunk: Chunk, round_number: int, steps: int) -> tuple[list[Any], list[Any]]:
+        """Read the first batches of clients that step together, outside any round.
+
+        Args:
+            chunk: The clients.
+            round_number: The round whose batches they are.
+            steps: Number of steps to read; less where the clients have fewer.
+
+        Returns:
+            The chunk's batches step by step, and the first batch of each client on its own.
+        """
+        requests = list(islice(self._chunk_requests(round_number, chunk), steps))
+        return [self._batches[each] for each in requests], [self._batches[each] for each in requests[0][:steps]]
+
+    def _chunk_requests(self, round_number: int, chunk: Chunk) -> Iterator[Requests]:
+        """Yield what the clients that are still active read, step by step."""
+        streams = [
+            self._client_requests(round_number, client, count)
+            for client, count in zip(chunk.clients, chunk.batches, strict=True)
+        ]
+        for step in range(chunk.steps):
+            yield Requests(next(stream) for stream in streams[: chunk.active(step)])
+
+    def _client_requests(self, round_number: int, client: int, count: int) -> Iterator[Request]:
+        seed = derive_seed(self._seed, "data", round_number, client)
+        for step, indices in enumerate(self._client_batches(round_number, client, count)):
+            yield Request(indices, step_seed(seed, step))
+
+    def _remaining(self, plan: RoundPlan) -> list[tuple[Chunk, range]]:
+        """Return the chunks that are not done, with the steps that each has left."""
+        position = self._position()
+        return [
+            (chunk, range(max(0, position - (end - chunk.steps)), chunk.steps))
+            for chunk, end in zip(plan.chunks, plan.ends, strict=True)
+            if position < end
+        ]
+
+    def _client_batches(self, round_number: int, client: int, count: int) -> Iterator[np.ndarray]:
+        indices = self._clients[client]
+        draws = generator(self._seed, "order", round_number, client)
+        while True:
+            order = indices[torch.randperm(len(indices), generator=draws)] if self.shuffle else indices
+            samples = np.asarray(order)
+            stop = len(samples) - self.batch_size + 1 if self.drop_last else len(samples)
+            for start in range(0, stop, self.batch_size):
+                yield samples[start : start + self.batch_size]
+                count -= 1
+                if not count:
+                    return
+
+
+class _RequestsOf:
+    def __init__(self, loader: RoundLoader) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[Request | Requests]:
+        return self._loader.requests()
+
+
+def shuffles(loader: DataLoader) -> bool:
+    """Return whether a plain training loader shuffles its samples."""
+    return isinstance(loader.sampler, RandomSampler)
+
+
+def check_loader(loader: Any, hook: str = "train_dataloader()", training: bool = True) -> DataLoader:
+    """Return a loader whose dataset can be read by the samples' indices.
+
+    Args:
+        loader: What the user's hook returned.
+        hook: Name of that hook, for error messages.
+        training: Whether batches are drawn as the loader's sampler draws them. Otherwise only its dataset is read.
+
+    Raises:
+        MisconfigurationException: If it is anything but a plain `torch.utils.data.DataLoader` over a map-style
+            dataset, in order or shuffled.
+    """
+    needed = f"{hook} must return one plain torch.utils.data.DataLoader, whose dataset is read by the samples' indices;"
+    if not isinstance(loader, DataLoader):
+        several = f" of {len(loader)} loaders" if isinstance(loader, (list, tuple, dict)) else ""
+        raise MisconfigurationException(f"{needed} got {type(loader).__name__}{several}.")
+    if isinstance(loader.dataset, IterableDataset):
+        raise MisconfigurationException(
+            f"{needed} got one of {type(loader.dataset).__name__}, an IterableDataset without indices: give a map-style"
+            " dataset (with __getitem__ and __len__)."
+        )
+    if loader.batch_size is None:
+        raise MisconfigurationException(
+            f"{needed} got one with a batch_sampler or batch_size=None, whose batches cannot be cut client by client:"
+            " give it batch_size and shuffle instead."
+        )
+    sampler = loader.sampler
+    plain = isinstance(sampler, SequentialSampler) or (
+        isinstance(sampler, RandomSampler)
+        and not (training and (sampler.replacement or sampler.num_samples != len(sampler.data_source)))
+    )
+    if not plain:
+        raise MisconfigurationException(
+            f"{needed} got one that draws with {type(sampler).__name__}, which cannot be done client by client: use"
+            " shuffle=True or shuffle=False without a sampler, and choose samples with torch.utils.data.Subset."
+        )
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        raise MisconfigurationException(
+            f"{needed} {type(loader).__name__} iterates in its own way, which would be replaced: put what it does into"
+            " the dataset or collate_fn."
+        )
+    return loader
+
+
+def batches_of(samples: np.ndarray, loader: DataLoader) -> np.ndarray:
+    """Return how many batches one pass over these numbers of samples gives."""
+    size = cast(int, loader.batch_size)
+    return samples // size if loader.drop_last else -(-samples // size)

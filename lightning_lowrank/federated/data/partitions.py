@@ -1,0 +1,483 @@
+"""How a training set is divided among clients.
+
+A `Partition` assigns samples to clients and `ClientIndices` is what it returns. `IID`, `Dirichlet` and `LabelCount` are
+the synthetic splits of the federated learning literature, `ByKey` takes the clients that the data itself names
+(writers, speakers, hospitals) and `FromIndices` repeats a division made elsewhere. All draws come from generators
+derived from the seed, never from the global ones.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from lightning_lowrank.federated.data.columns import Column, call_on, describe, find_column, length_of, to_column
+from lightning_lowrank.federated.data.indices import ClientIndices, index_tensor
+from lightning_lowrank.federated.data.labels import check_labels, find_labels
+from lightning_lowrank.seeding import generator
+
+__all__ = ["IID", "ByKey", "Dirichlet", "FromIndices", "LabelCount", "Partition"]
+
+_MAX_DRAWS = 1000
+_KEY_ADVICE = "keys must be one integer or string for each sample; ByKey takes a function dataset -> keys."
+
+
+def _check_count(name: str, value: int, minimum: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise MisconfigurationException(f"{name} must be an integer of {minimum} or more, got {value!r}.")
+    return value
+
+
+def _agreed(clients: int | None, number: int, known: str) -> int:
+    if clients is not None and clients != number:
+        raise MisconfigurationException(f"clients={clients}, but {known}: set clients={number}, or leave it out.")
+    return number
+
+
+class Partition(ABC):
+    """A rule that divides a training set among clients.
+
+    A rule of your own overrides `assign`, and sets ``needs_labels`` if it reads them.
+
+    Attributes:
+        needs_labels: Whether `split` needs the samples' labels.
+
+    Example:
+        >>> class Blocks(Partition):
+        ...     def assign(self, size, clients, seed, labels, keys):
+        ...         return ClientIndices(torch.arange(size).tensor_split(clients), size)
+        >>> Blocks().split(7, clients=2, seed=0)[0]
+        tensor([0, 1, 2, 3])
+    """
+
+    needs_labels: ClassVar[bool] = False
+
+    def split(
+        self,
+        dataset: Dataset | int,
+        clients: int | None,
+        seed: int,
+        labels: Tensor | None = None,
+        keys: Sequence[Any] | Tensor | np.ndarray | None = None,
+    ) -> ClientIndices:
+        """Divide a training set.
+
+        Args:
+            dataset: The training set, or only its number of samples. From a dataset, labels and keys that are needed
+                and not given are found with `find_labels` and `find_keys`.
+            clients: Number of clients. ``None`` where the partition knows it (`ByKey`, `FromIndices`).
+            seed: Seed of every draw. The global random number generators are neither read nor changed.
+            labels: Label of each sample, integers of shape ``[size]``; only for partitions that need them.
+            keys: Key of each sample; only for `ByKey`.
+
+        Returns:
+            The clients' samples; within a client in ascending order, so that the data's own order is kept where a
+            loader does not shuffle (`FromIndices` keeps the order given).
+
+        Raises:
+            MisconfigurationException: If the number of clients is missing, below 1, or above the number of samples, if
+                labels or keys are missing or do not fit, or if the partition cannot be made.
+        """
+        if isinstance(dataset, int):
+            size = _check_count("size", dataset, 1)
+        else:
+            size = _check_count("the number of samples of dataset", length_of(dataset), 1)
+            if self.needs_labels and labels is None:
+                labels = find_labels(dataset)
+            if keys is None:
+                keys = self.find_keys(dataset)
+        if self.needs_labels and labels is None:
+            raise MisconfigurationException(
+                f"{type(self).__name__} divides by label, so labels is needed: give"
+                " labels=find_labels(dataset), or the dataset instead of its size."
+            )
+        key_array = None if keys is None else to_column(keys, "keys", _KEY_ADVICE)
+        if key_array is not None and len(key_array) != size:
+            raise MisconfigurationException(f"keys has {len(key_array)} entries for {size} samples: give one for each.")
+        if clients is not None:
+            _check_count("clients", clients, 1)
+        clients = self.count_clients(clients, key_array)
+        if clients > size:
+            raise MisconfigurationException(
+                f"there are more clients than samples: clients={clients}, and the training set has {size}."
+            )
+        labels = None if labels is None else check_labels(labels, size)
+        return self.assign(size, clients, seed, labels, key_array)
+
+    def find_keys(self, dataset: Dataset) -> Sequence[Any] | Column | None:
+        """Return the key of each sample, or ``None`` for a partition that takes no keys."""
+        return None
+
+    def count_clients(self, clients: int | None, keys: Column | None) -> int:
+        """Return the number of clients, given what the user asked for.
+
+        Raises:
+            MisconfigurationException: If ``clients`` is missing, or contradicts what the partition knows.
+        """
+        if clients is None:
+            raise MisconfigurationException(f"{type(self).__name__} needs the number of clients: give clients=.")
+        return clients
+
+    @abstractmethod
+    def assign(self, size: int, clients: int, seed: int, labels: Tensor | None, keys: Column | None) -> ClientIndices:
+        """Assign samples to clients; called by `split` with checked arguments.
+
+        Args:
+            size: Number of samples.
+            clients: Number of clients, from 1 to ``size``.
+            seed: Seed of every draw, for `lightning_lowrank.seeding.generator`.
+            labels: Label of each sample, int64 of shape ``[size]``. Never ``None`` where ``needs_labels`` is true.
+            keys: Key of each sample, where `find_keys` returned or the caller gave them.
+        """
+
+
+def _from_owners(owners: Tensor, clients: int, names: Sequence[str | int] | None = None) -> ClientIndices:
+    """Build the indices from the client of each sample, -1 for none."""
+    order = torch.argsort(owners, stable=True)
+    counts = torch.bincount(owners + 1, minlength=clients + 1)
+    return ClientIndices(order[int(counts[0]) :], len(owners), names, sizes=counts[1:])
+
+
+def _deal(codes: Tensor, counts: Tensor, draws: torch.Generator) -> ClientIndices:
+    """Give client j ``counts[k, j]`` random samples of class k, for codes 0 to classes - 1."""
+    clients = torch.arange(counts.shape[1])
+    owners = torch.full_like(codes, -1)
+    for code, row in enumerate(counts):
+        members = (codes == code).nonzero().flatten()
+        shuffled = members[torch.randperm(len(members), generator=draws)]
+        owners[shuffled[: int(row.sum())]] = torch.repeat_interleave(clients, row)
+    return _from_owners(owners, counts.shape[1])
+
+
+class IID(Partition):
+    """Every client holds a uniformly random part of the training set; sizes differ by at most one.
+
+    Example:
+        >>> IID().split(10, clients=3, seed=0).sizes
+        tensor([4, 3, 3])
+    """
+
+    def assign(self, size: int, clients: int, seed: int, labels: Tensor | None, keys: Column | None) -> ClientIndices:
+        """See `Partition.assign`."""
+        owners = torch.empty(size, dtype=torch.int64)
+        owners[torch.randperm(size, generator=generator(seed, "partition", "samples"))] = torch.arange(size) % clients
+        return _from_owners(owners, clients)
+
+
+class Dirichlet(Partition):
+    r"""Each label's samples are divided in shares that follow a symmetric Dirichlet distribution.
+
+    For each label :math:`p \sim \mathrm{Dir}_C(\alpha)` is drawn over the :math:`C` clients, and client :math:`j` gets
+    a share :math:`p_j` of the label's samples: the "distribution-based label imbalance" of `Li et al. 2022
+    <https://arxiv.org/abs/2102.02079>`_ after `Yurochkin et al. 2019 <https://arxiv.org/abs/1905.12022>`_, and
+    Non-IID-1 of FedMUD. Every sample is assigned. Shares are drawn in the logarithm, so that an arbitrarily small
+    ``alpha`` works.
+
+    Args:
+        alpha: Concentration, above 0. Small: each label sits with few clients. Large: close to `IID` in labels.
+        min_samples: Fewest samples of a client. The whole division is drawn again until every client has them, 1,000
+            times at most. With 0, some clients may have no samples.
+        capped: Labels are visited in ascending order, and a client that already holds the mean number of samples
+            (training set / clients) or more gets none of the next label: its share becomes zero and the others' are
+            scaled up to sum to one. That keeps the sizes closer together, and is what most published code does.
+            ``False``: the plain distribution.
+
+    Raises:
+        MisconfigurationException: If an argument is out of range, if the clients would need more than all samples, or
+            if no draw gave each of them ``min_samples``.
+
+    Example:
+        >>> labels = torch.arange(1000) % 10
+        >>> indices = Dirichlet(0.3, min_samples=10).split(1000, clients=20, seed=0, labels=labels)
+        >>> bool(indices.sizes.min() >= 10), int(indices.sizes.sum())
+        (True, 1000)
+    """
+
+    needs_labels = True
+
+    def __init__(self, alpha: float, min_samples: int = 0, capped: bool = True) -> None:
+        if not (math.isfinite(alpha) and alpha > 0):
+            raise MisconfigurationException(f"alpha must be a finite number above 0, got {alpha}.")
+        self.alpha = float(alpha)
+        self.min_samples = _check_count("min_samples", min_samples, 0)
+        self.capped = capped
+
+    def assign(self, size: int, clients: int, seed: int, labels: Tensor | None, keys: Column | None) -> ClientIndices:
+        """See `Partition.assign`."""
+        if self.min_samples * clients > size:
+            raise MisconfigurationException(
+                f"min_samples={self.min_samples} for each of clients={clients} makes"
+                f" {self.min_samples * clients}, and the training set has {size} samples: lower one of them."
+            )
+        _, codes, class_sizes = torch.unique(labels, return_inverse=True, return_counts=True)
+        draws = generator(seed, "partition", "shares")
+        for _ in range(_MAX_DRAWS):
+            counts = self._draw_counts(class_sizes.tolist(), clients, draws)
+            if int(counts.sum(0).min()) >= self.min_samples:
+                return _deal(codes, counts, generator(seed, "partition", "samples"))
+        raise MisconfigurationException(
+            f"none of {_MAX_DRAWS:,} draws of Dirichlet(alpha={self.alpha}) over clients={clients} gave every"
+            f" client min_samples={self.min_samples} of {size} samples: raise alpha, or lower min_samples or"
+            " clients."
+        )
+
+    def _draw_counts(self, class_sizes: list[int], clients: int, draws: torch.Generator) -> Tensor:
+        total = sum(class_sizes)
+        # Normalised Gamma(alpha) variables are Dir(alpha). With G ~ Gamma(alpha + 1) and E ~ Exp(1), the
+        # product G * exp(-E / alpha) is one; its logarithm exists where it underflows itself.
+        ones = torch.ones(len(class_sizes), clients, dtype=torch.float64)
+        log_gamma = _standard_gamma(ones * (self.alpha + 1), draws).log()
+        log_gamma -= ones.exponential_(generator=draws) / self.alpha
+        held = torch.zeros(clients, dtype=torch.int64)
+        rows = []
+        for log_shares, class_size in zip(log_gamma, class_sizes, strict=True):
+            if self.capped:
+                # Not all are full: they would hold the whole training set, this label included.
+                log_shares = log_shares.masked_fill(held * clients >= total, -math.inf)
+            cumulative = log_shares.softmax(0).cumsum(0)
+            # Dividing by the last entry makes the last cut exact, and a share of zero an empty one.
+            cuts = (cumulative / cumulative[-1] * class_size).floor().long()
+            rows.append(cuts.diff(prepend=cuts.new_zeros(1)))
+            held += rows[-1]
+        return torch.stack(rows)
+
+
+class LabelCount(Partition):
+    """Each client holds a fixed number of labels, and a label's samples are split equally among its holders.
+
+    This is the "quantity-based label imbalance" of `Li et al. 2022 <https://arxiv.org/abs/2102.02079>`_ and Non-IID-2
+    of FedMUD. The shares of a label's holders differ by one sample at most, and who gets the odd ones is drawn.
+
+    By default the labels are drawn, each label being as likely as any other for every client, under the condition that
+    no label is left out: every label is first given to one random client (a client never has more than
+    ``labels_per_client``), then each client draws the rest of its labels among those that it does not hold. Only where
+    ``clients * labels_per_client`` is below the number of labels, some have no holder; their samples are unused, and a
+    warning says so.
+
+    Args:
+        labels_per_client: Number of different labels of each client.
+        balanced: Nothing is drawn about who holds which label: client after client takes the labels that have the
+            fewest holders so far, the lower first. Numbers of holders differ by one at most (FedMUD's released code).
+
+    Raises:
+        MisconfigurationException: If ``labels_per_client`` is below 1 or above the number of labels.
+
+    Example:
+        >>> labels = torch.arange(40) % 4
+        >>> LabelCount(2, balanced=True).split(40, clients=4, seed=0, labels=labels).label_counts(labels)
+        tensor([[5, 5, 0, 0],
+                [0, 0, 5, 5],
+                [5, 5, 0, 0],
+                [0, 0, 5, 5]])
+    """
+
+    needs_labels = True
+
+    def __init__(self, labels_per_client: int, balanced: bool = False) -> None:
+        self.labels_per_client = _check_count("labels_per_client", labels_per_client, 1)
+        self.balanced = balanced
+
+    def assign(self, size: int, clients: int, seed: int, labels: Tensor | None, keys: Column | None) -> ClientIndices:
+        """See `Partition.assign`."""
+        names, codes, class_sizes = torch.unique(labels, return_inverse=True, return_counts=True)
+        if self.labels_per_client > len(names):
+            raise MisconfigurationException(
+                f"labels_per_client={self.labels_per_client} is more than the {len(names)} different labels"
+                " of the training set."
+            )
+        held = self._held(clients, len(names), generator(seed, "partition", "labels of clients"))
+        holders = held.sum(0)
+        self._warn_about(names, class_sizes, holders)
+
+        draws = generator(seed, "partition", "samples")
+        counts = held.T * (class_sizes // holders.clamp(min=1))[:, None]
+        for label, (class_size, number) in enumerate(zip(class_sizes.tolist(), holders.tolist(), strict=True)):
+            if number:
+                lucky = torch.randperm(number, generator=draws)[: class_size % number]
+                counts[label, held[:, label].nonzero().flatten()[lucky]] += 1
+        return _deal(codes, counts, draws)
+
+    def _held(self, clients: int, classes: int, draws: torch.Generator) -> Tensor:
+        """Return which client holds which label: bool, shape ``[clients, classes]``."""
+        held = torch.zeros(clients, classes, dtype=torch.bool)
+        if self.balanced:
+            holders = torch.zeros(classes, dtype=torch.int64)
+            for client in range(clients):
+                taken = holders.argsort(stable=True)[: self.labels_per_client]
+                held[client, taken] = True
+                holders[taken] += 1
+            return held
+        places = clients * self.labels_per_client
+        first = min(places, classes)
+        first_holders = torch.randperm(places, generator=draws)[:first] // self.labels_per_client
+        scores = torch.rand(clients, classes, generator=draws, dtype=torch.float64)
+        scores[first_holders, torch.randperm(classes, generator=draws)[:first]] = 2.0
+        return held.scatter_(1, scores.topk(self.labels_per_client).indices, True)
+
+    def _warn_about(self, names: Tensor, class_sizes: Tensor, holders: Tensor) -> None:
+        unused = holders == 0
+        if unused.any():
+            rank_zero_warn(
+                f"clients * labels_per_client is below the number of labels: {int(class_sizes[unused].sum())}"
+                f" samples of the labels {names[unused].tolist()} belong to no client."
+            )
+        scarce = holders > class_sizes
+        if scarce.any():
+            rank_zero_warn(
+                f"the labels {names[scarce].tolist()} have fewer samples than holders: some clients hold"
+                f" fewer than labels_per_client={self.labels_per_client} labels."
+            )
+
+
+class ByKey(Partition):
+    """Natural clients: one for each different key, such as a writer, speaker or hospital.
+
+    Clients are numbered in ascending order of their keys, which the result keeps as its ``names``. All samples are
+    assigned and nothing is drawn.
+
+    Args:
+        key: Where the samples' keys are. A name: that attribute of the dataset if it holds one entry for each sample
+            (found through `torch.utils.data.Subset` and `torch.utils.data.ConcatDataset` as well), or else that field
+            of the samples, which must be dictionaries (one pass over the dataset). Or a function that takes the dataset
+            and returns one key for each sample. Keys are integers or strings.
+
+    Raises:
+        MisconfigurationException: If the keys cannot be found, are of another type, or ``clients`` is given and is not
+            their number.
+
+    Example:
+        >>> dataset = [{"x": 1.0, "writer": "ben"}, {"x": 2.0, "writer": "ada"}, {"x": 3.0, "writer": "ben"}]
+        >>> indices = ByKey("writer").split(dataset, clients=None, seed=0)
+        >>> indices.names, indices[1]
+        (('ada', 'ben'), tensor([0, 2]))
+    """
+
+    def __init__(self, key: Callable[[Any], Any] | str) -> None:
+        if not (callable(key) or isinstance(key, str)):
+            raise MisconfigurationException(
+                f"key must be a name or a function of the dataset, got {key!r} of type {type(key).__name__}."
+            )
+        self.key = key
+
+    def find_keys(self, dataset: Dataset) -> Column:
+        """Return the key of each sample, an array of integers or strings."""
+        if callable(self.key):
+            return call_on(dataset, self.key, "key", _KEY_ADVICE)
+        return find_column(dataset, (self.key,), self._key_of, self.key, _KEY_ADVICE)
+
+    def _key_of(self, sample: Any) -> Any:
+        if isinstance(sample, Mapping) and self.key in sample:
+            return sample[self.key]
+        raise MisconfigurationException(
+            f"key={self.key!r} is neither an attribute of the dataset with one entry for each sample nor a"
+            f" field of its samples ({describe(sample)}): give another name, or a function dataset -> keys."
+        )
+
+    def count_clients(self, clients: int | None, keys: Column | None) -> int:
+        """Return the number of different keys."""
+        number = len(self._categories(keys)[0])
+        return _agreed(clients, number, f"key={self.key!r} has {number} different values, each a client")
+
+    def _categories(self, keys: Column | None) -> tuple[np.ndarray, np.ndarray]:
+        if keys is None:
+            raise MisconfigurationException(
+                "ByKey needs the key of each sample: give keys=, or the dataset instead of its size."
+            )
+        return np.unique(keys, return_inverse=True)
+
+    def assign(self, size: int, clients: int, seed: int, labels: Tensor | None, keys: Column | None) -> ClientIndices:
+        """See `Partition.assign`."""
+        names, codes = self._categories(keys)
+        return _from_owners(torch.from_numpy(codes.astype(np.int64)), clients, names.tolist())
+
+
+class FromIndices(Partition):
+    """A division that was made elsewhere; nothing is drawn, and samples that it leaves out are unused.
+
+    Args:
+        indices: The sample indices of each client: a list with a list for each client; or a dictionary from the
+            clients' names to such lists, numbered in ascending order of the names (as numbers where all names are
+            integers, such as JSON's ``"0"`` to ``"10"``), which the result keeps; or the path of a ``.json`` or ``.pt``
+            file that holds either (``.pt`` as written by `torch.save`, tensors or plain lists).
+
+    Raises:
+        MisconfigurationException: If the file cannot be read, an index is out of range or occurs twice, or ``clients``
+            is given and is not the number of lists.
+
+    Example:
+        >>> FromIndices({"ward b": [2, 0], "ward a": [1]}).split(4, clients=None, seed=0)[1]
+        tensor([2, 0])
+    """
+
+    def __init__(
+        self,
+        indices: Sequence[Sequence[int]] | Mapping[str, Sequence[int]] | Mapping[int, Sequence[int]] | str | Path,
+    ) -> None:
+        content = _read_indices(Path(indices)) if isinstance(indices, (str, os.PathLike)) else indices
+        self._names: list[str | int] | None = None
+        if isinstance(content, Mapping):
+            by_name = _sorted_clients(content)
+            self._names, content = list(by_name), list(by_name.values())
+        if not isinstance(content, (Sequence, Tensor)):
+            raise MisconfigurationException(
+                "indices must be a list with the sample indices of each client, a dictionary of such lists,"
+                f" or a path, got {type(content).__name__}."
+            )
+        if not len(content):
+            raise MisconfigurationException("indices is empty: give the sample indices of at least one client.")
+        self._lists = [index_tensor(part, client) for client, part in enumerate(content)]
+
+    def count_clients(self, clients: int | None, keys: Column | None) -> int:
+        """Return the number of lists."""
+        return _agreed(clients, len(self._lists), f"indices has {len(self._lists)} lists, one for each client")
+
+    def assign(self, size: int, clients: int, seed: int, labels: Tensor | None, keys: Column | None) -> ClientIndices:
+        """See `Partition.assign`."""
+        return ClientIndices(self._lists, size, self._names)
+
+
+def _read_indices(path: Path) -> Any:
+    if not path.is_file():
+        raise MisconfigurationException(f"indices names the file {str(path)!r}, which does not exist.")
+    if path.suffix == ".json":
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise MisconfigurationException(f"indices names {str(path)!r}, which is no valid JSON: {error}.") from error
+    if path.suffix == ".pt":
+        return torch.load(path, map_location="cpu", weights_only=True)
+    raise MisconfigurationException(f"indices names {str(path)!r}: only .json and .pt files can be read.")
+
+
+def _sorted_clients(content: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Sort by name, as numbers where all names are written integers."""
+    if all(isinstance(name, str) and re.fullmatch("[0-9]+", name) for name in content):
+        content = {int(name): part for name, part in content.items()}
+    try:
+        return dict(sorted(content.items(), key=lambda item: item[0]))
+    except TypeError as error:
+        raise MisconfigurationException(
+            "the names of the clients in indices must be all strings or all integers."
+        ) from error
+
+
+def _standard_gamma(alpha: Tensor, draws: torch.Generator) -> Tensor:
+    """Draw from Gamma(alpha, 1) with a generator of the CPU, which torch's distribution does not take."""
+    with torch.random.fork_rng(devices=[]):
+        torch.set_rng_state(draws.get_state())
+        values = torch.distributions.Gamma(alpha, torch.ones_like(alpha)).sample()
+        draws.set_state(torch.get_rng_state())
+    return values

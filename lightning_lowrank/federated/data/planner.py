@@ -1,0 +1,230 @@
+"""Which clients a round trains, how many batches each has, and which of them step together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_lowrank.seeding import generator
+
+__all__ = ["Chunk", "RoundPlan", "RoundPlanner", "divide"]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Clients that step together; one alone where clients train one after another.
+
+    Args:
+        clients: Their ids, those with most batches first.
+        batches: Number of batches of each.
+    """
+
+    clients: tuple[int, ...]
+    batches: tuple[int, ...]
+
+    @property
+    def steps(self) -> int:
+        """Number of steps of the client with most."""
+        return self.batches[0]
+
+    def active(self, step: int) -> int:
+        """Return how many clients, from the first on, make a step of this number."""
+        return sum(count > step for count in self.batches)
+
+
+@dataclass(frozen=True)
+class RoundPlan:
+    """One round: its cohort, how many batches each client trains on, and which clients step together.
+
+    Args:
+        round: Number of the round, from 0.
+        clients: Ids of the clients that train, ascending.
+        batches: Number of batches of each.
+        failed: Ids of the clients that are sent the model and never answer.
+        chunks: The same clients in the order in which they train; where several processes share the round, those of
+            this process.
+        padding: Number of steps in which this process waits for one that has more to train.
+    """
+
+    round: int
+    clients: tuple[int, ...]
+    batches: tuple[int, ...]
+    failed: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+    padding: int = 0
+
+    @cached_property
+    def ends(self) -> tuple[int, ...]:
+        """Number of steps of the round when each chunk has finished."""
+        return tuple(accumulate(chunk.steps for chunk in self.chunks))
+
+    @property
+    def trained(self) -> int:
+        """Number of steps in which this process trains."""
+        return self.ends[-1] if self.ends else 0
+
+    @property
+    def total(self) -> int:
+        """Number of steps of the round."""
+        return self.trained + self.padding
+
+
+def divide(batches: Mapping[int, int], processes: int) -> list[list[int]]:
+    """Divide clients among processes of about equal load: the client with most batches to the least loaded process.
+
+    Args:
+        batches: Number of batches of each client, by its id.
+        processes: Number of processes. Those that are left over have no clients.
+
+    Returns:
+        For each process its clients, ascending.
+
+    Example:
+        >>> divide({0: 5, 3: 9, 4: 2, 7: 2}, processes=2)
+        [[3], [0, 4, 7]]
+    """
+    parts: list[list[int]] = [[] for _ in range(processes)]
+    load = [0] * processes
+    for client in sorted(batches, key=lambda client: (-batches[client], client)):
+        least = load.index(min(load))
+        parts[least].append(client)
+        load[least] += batches[client]
+    return [sorted(part) for part in parts]
+
+
+@dataclass(frozen=True)
+class RoundPlanner:
+    """Draws a round's cohort and counts its batches; a pure function of the round.
+
+    Args:
+        seed: Seed of the experiment.
+        batches: Batches of each client of the partition in a round, an array; a client with none is never drawn.
+        per_round: Clients to draw, a count.
+        sampling_weights: Relative chance of each client to be drawn; uniform by default.
+        participants: Clients of each round, given instead of drawn.
+        availability: Chance that each client is there in a round, or a function of client and round.
+        failure_probability: Chance that a drawn client never answers.
+        truncate: Largest number of batches in a round (Lightning's ``fast_dev_run``).
+        chunk_size: Largest number of clients that step together; 1 for one after another.
+        samples: Number of samples of each client, by which those that step together are sorted.
+        group_key: Returns what must be equal for clients that step together, by client and round; by default all may.
+        process: Number of this process, from 0, among those that share a round.
+        processes: Number of processes that share a round.
+
+    Example:
+        >>> plan = RoundPlanner(seed=0, batches=np.array([2, 0, 3]), per_round=2).plan(0)
+        >>> plan.clients, plan.batches, plan.total
+        ((0, 2), (2, 3), 5)
+    """
+
+    seed: int
+    batches: np.ndarray
+    per_round: int
+    sampling_weights: Sequence[float] | None = None
+    participants: Sequence[Sequence[int]] | None = None
+    availability: Sequence[float] | Callable[[int, int], bool] | None = None
+    failure_probability: float = 0.0
+    truncate: int | None = None
+    chunk_size: int = 1
+    samples: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    group_key: Callable[[int, int], Hashable] | None = None
+    process: int = 0
+    processes: int = 1
+
+    def plan(self, round_number: int, chunks: Sequence[Sequence[int]] | None = None) -> RoundPlan:
+        """Return the plan of one round.
+
+        Args:
+            round_number: The round, from 0.
+            chunks: Which clients step together, where a checkpoint says so: the state by which they are grouped
+                changes during a round.
+
+        Raises:
+            MisconfigurationException: If ``participants`` has no entry for the round, or no client is available.
+        """
+        drawn = self._drawn(round_number)
+        answering, failed = self._answering(round_number, drawn)
+        batches = self.batches[answering].tolist()
+        if self.truncate is not None:
+            share = -(-self.truncate // len(answering))
+            left, kept = self.truncate, []
+            for count in batches:
+                kept.append(min(count, share, left))
+                left -= kept[-1]
+            answering = [client for client, count in zip(answering, kept, strict=True) if count]
+            batches = [count for count in kept if count]
+        count = dict(zip(answering, batches, strict=True))
+        parts = []
+        for clients in divide(count, self.processes):
+            grouped = chunks or self._grouped(round_number, {client: count[client] for client in clients})
+            parts.append([Chunk(tuple(ids), tuple(count[client] for client in ids)) for ids in grouped])
+        steps = [sum(chunk.steps for chunk in part) for part in parts]
+        return RoundPlan(
+            round_number,
+            tuple(answering),
+            tuple(batches),
+            tuple(failed),
+            tuple(parts[self.process]),
+            padding=max(steps) - steps[self.process],
+        )
+
+    def _grouped(self, round_number: int, batches: Mapping[int, int]) -> list[list[int]]:
+        """Group clients of a kind with about as many batches; the longest come first."""
+        if self.chunk_size == 1:
+            return [[client] for client in sorted(batches)]
+        kinds: dict[Any, list[int]] = {}
+        for client in sorted(batches, key=lambda client: (-batches[client], -self.samples[client], client)):
+            kinds.setdefault(None if self.group_key is None else self.group_key(client, round_number), []).append(
+                client
+            )
+        return [
+            clients[start : start + self.chunk_size]
+            for clients in kinds.values()
+            for start in range(0, len(clients), self.chunk_size)
+        ]
+
+    def _drawn(self, round_number: int) -> list[int]:
+        if self.participants is not None:
+            if round_number >= len(self.participants):
+                raise MisconfigurationException(
+                    f"participants names the clients of {len(self.participants)} rounds, and round {round_number}"
+                    " (from 0) was asked for: give more, or lower max_epochs."
+                )
+            return sorted(self.participants[round_number])
+        eligible = self.batches > 0
+        if self.sampling_weights is not None:
+            eligible &= np.asarray(self.sampling_weights) > 0
+        if callable(self.availability):
+            eligible &= [bool(self.availability(client, round_number)) for client in range(len(self.batches))]
+        elif self.availability is not None:
+            eligible &= _chances(len(self.batches), self.seed, "availability", round_number) < self.availability
+        ids = np.flatnonzero(eligible)
+        if not len(ids):
+            raise MisconfigurationException(
+                f"no client is available in round {round_number}: raise `availability` or `sampling_weights`."
+            )
+        count = min(self.per_round, len(ids))
+        weights = np.ones(len(ids)) if self.sampling_weights is None else np.asarray(self.sampling_weights)[ids]
+        draws = generator(self.seed, "sampling", round_number)
+        chosen = torch.multinomial(torch.from_numpy(weights.astype(np.float64)), count, generator=draws)
+        return sorted(ids[chosen.numpy()].tolist())
+
+    def _answering(self, round_number: int, drawn: list[int]) -> tuple[list[int], list[int]]:
+        if not self.failure_probability:
+            return drawn, []
+        luck = _chances(len(self.batches), self.seed, "failure", round_number)
+        failed = [client for client in drawn if luck[client] < self.failure_probability]
+        if len(failed) == len(drawn):
+            failed.remove(max(drawn, key=luck.__getitem__))
+        return [client for client in drawn if client not in failed], failed
+
+
+def _chances(count: int, *parts: int | str) -> np.ndarray:
+    return torch.rand(count, generator=generator(*parts), dtype=torch.float64).numpy()

@@ -1,0 +1,211 @@
+"""The training set of a federated run: divided among clients once, and read round by round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import numpy as np
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_lowrank.federated.data.evaluation_samples import hold_out
+from lightning_lowrank.federated.data.indices import ClientIndices
+from lightning_lowrank.federated.data.labels import find_labels
+from lightning_lowrank.federated.data.loader import RoundLoader, batches_of, check_loader, shuffles
+from lightning_lowrank.federated.data.planner import RoundPlan, RoundPlanner
+from lightning_lowrank.federated.progress import Progress
+from lightning_lowrank.federated.randomness import StepRandomness
+from lightning_lowrank.federated.settings import FederatedSettings
+
+__all__ = ["RoundData"]
+
+
+class RoundData:
+    """Divides the training set among clients, plans rounds, and stands in the trainer for the training loader.
+
+    It divides when the loader is asked for first, which Lightning does before or after the fit begins.
+
+    Args:
+        settings: The experiment's settings.
+        progress: Where the run stands.
+        on_divided: Called once with the division, and with the labels where the division needed them.
+
+    Attributes:
+        group_key: Returns what must be equal for clients that step together, by client and round.
+        resumed_chunks: Which clients step together in the round in which a checkpoint was saved.
+    """
+
+    def __init__(
+        self,
+        settings: FederatedSettings,
+        progress: Progress,
+        on_divided: Callable[[ClientIndices, Tensor | None], None],
+    ) -> None:
+        self.settings = settings
+        self.chunk_size = 1
+        self.stacked = False
+        self.indices: ClientIndices | None = None
+        self.label_values: Tensor | None = None
+        self.held_out: list[Tensor] = []
+        self.training_loader: DataLoader | None = None
+        self.planner: RoundPlanner
+        self.plan: RoundPlan | None = None
+        self.resumed_chunks: list[list[int]] | None = None
+        self.group_key: Callable[[int, int], Hashable] = lambda client, round_number: None
+        self.randomness = StepRandomness()
+        self.running = True
+        self._progress = progress
+        self._on_divided = on_divided
+        self._loader: RoundLoader | None = None
+        self._loader_epoch = 0
+
+    def attach(self, trainer: Any, user_loader: Callable[[], Any], limit: int | float) -> None:
+        """Serve a fit, the first one or another that goes on with the same division.
+
+        Args:
+            trainer: The trainer.
+            user_loader: Returns the user's own training loader.
+            limit: The trainer's ``limit_train_batches``.
+        """
+        self._trainer, self._user_loader, self._limit = trainer, user_loader, limit
+        self._every_n_epochs = trainer.reload_dataloaders_every_n_epochs
+        self._loader, self.running = None, True
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tell Lightning that this loader can resume; the position is part of the loop's own state."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take nothing: see `state_dict`."""
+
+    def use(self, stacked: bool, chunk_size: int) -> None:
+        """Read batches of chunks of up to so many clients."""
+        if (stacked, chunk_size) != (self.stacked, self.chunk_size):
+            self.stacked, self.chunk_size = stacked, chunk_size
+            self._loader, self.plan = None, None
+
+    @property
+    def loader(self) -> RoundLoader:
+        """The round's loader; the training set is divided when that has not been done."""
+        epoch = self._trainer.current_epoch
+        renew = self._every_n_epochs and epoch - self._loader_epoch >= self._every_n_epochs
+        if self._loader is not None and not renew:
+            return self._loader
+        loader = self.training_loader = check_loader(self._user_loader())
+        if self.indices is None:
+            self.indices = self._divide(loader.dataset)
+            self._on_divided(self.indices, self.label_values)
+        size = len(loader.dataset)  # type: ignore[arg-type]
+        if size != self.indices.size:
+            raise MisconfigurationException(
+                f"the training set had {self.indices.size} samples when it was divided among the clients and has {size}"
+                " now: keep its length, or set reload_dataloaders_every_n_epochs=0."
+            )
+        self.planner = self._make_planner(self.indices, loader)
+        self._loader_epoch = epoch
+        self._loader = RoundLoader(
+            loader,
+            self.indices,
+            seed=self.planner.seed,
+            plan=lambda: self._plan_round(self._trainer.current_epoch),
+            position=lambda: self._progress.position,
+            randomness=self.randomness,
+            shuffle=shuffles(loader) and not self._trainer.overfit_batches,
+            stacked=self.stacked,
+        )
+        return self._loader
+
+    def divided(self) -> ClientIndices:
+        """Return which training samples each client has, dividing them where that has not been done."""
+        if self.indices is None:
+            assert self.loader is not None
+        assert self.indices is not None
+        return self.indices
+
+    def stop(self) -> None:
+        """Plan no further round, and give the process's random number generators back."""
+        self.running = False
+        self.randomness.release()
+
+    def current_plan(self) -> RoundPlan:
+        """Return the plan of the present round."""
+        assert self.plan is not None, "Lightning asks for the loader's length, which makes the plan, before any batch"
+        return self.plan
+
+    def labels_of(self, client: int) -> Tensor | None:
+        """Return the labels of a client's training samples, ``None`` where none are found."""
+        assert self.indices is not None
+        if self.label_values is None and self.training_loader is not None:
+            try:
+                self.label_values = find_labels(self.training_loader.dataset, self.settings.labels)
+            except MisconfigurationException:
+                return None
+        return None if self.label_values is None else self.label_values[self.indices[client]]
+
+    def _divide(self, dataset: Dataset) -> ClientIndices:
+        settings = self.settings
+        indices, self.label_values = settings.divide(dataset)
+        if isinstance(settings.personal_test, float):
+            indices, self.held_out = hold_out(indices, settings.personal_test, settings.experiment_seed)
+        return indices
+
+    def _make_planner(self, indices: ClientIndices, loader: DataLoader) -> RoundPlanner:
+        settings, trainer, limit = self.settings, self._trainer, self._limit
+        truncate = int(trainer.fast_dev_run) or None
+        samples = indices.sizes.numpy()
+        per_round = settings.cohort_size(len(samples))
+        once = batches_of(samples, loader)
+        batches = np.where(once > 0, settings.local_steps or settings.local_epochs * once, 0)
+        for client in settings.clients_with_settings(len(samples)):
+            batches[client] = settings.batches_of(client, int(once[client]))
+        if truncate is None and isinstance(limit, int):
+            batches = np.minimum(batches, limit)
+        elif truncate is None:
+            batches = np.where(batches > 0, np.maximum(1, (batches * limit).astype(np.int64)), 0)
+        idle = np.flatnonzero((samples > 0) & (batches == 0)).tolist()
+        if idle:
+            rank_zero_warn(
+                f"{len(idle)} clients hold fewer samples than batch_size={loader.batch_size} and drop_last=True leaves"
+                f" them nothing to train on, so they are never drawn: {idle[:10]}{' ...' if len(idle) > 10 else ''}"
+            )
+        asked_idle = {client for ids in settings.participants or () for client in ids if not batches[client]}
+        if asked_idle:
+            raise MisconfigurationException(
+                f"participants names clients that have nothing to train on: {sorted(asked_idle)}"
+            )
+        return RoundPlanner(
+            seed=settings.experiment_seed,
+            batches=batches,
+            per_round=per_round,
+            sampling_weights=settings.sampling_weights,
+            participants=settings.participants,
+            availability=settings.availability,
+            failure_probability=settings.client_dropout,
+            truncate=truncate,
+            chunk_size=self.chunk_size,
+            samples=samples,
+            group_key=lambda client, round_number: self.group_key(client, round_number),
+            process=trainer.global_rank,
+            processes=trainer.world_size,
+        )
+
+    def _plan_round(self, number: int) -> RoundPlan:
+        # Lightning asks for the length once more when the fit is over, and there is no next round to plan then.
+        if self.plan is None or (self.plan.round != number and self.running):
+            self.plan = self.planner.plan(number, self.resumed_chunks)
+            progress = self._progress
+            if progress.round != number:
+                progress.begin(number)
+            elif progress.position and not progress.round_open and max(progress.processes, self.planner.processes) > 1:
+                # The round is over, and other processes may have had other steps in it.
+                progress.position, progress.chunk = self.plan.total, len(self.plan.chunks)
+        return self.plan

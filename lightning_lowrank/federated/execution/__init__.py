@@ -1,0 +1,1 @@
+"""How a round's clients are run: one after another, stacked, or on several processes."""

@@ -1,0 +1,151 @@
+"""How the clients of a round are run: what `FederatedLoop` asks of an execution."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import lightning.pytorch as pl
+from torch import Tensor
+
+from lightning_lowrank.federated.algorithm import LocalStep, inherits
+from lightning_lowrank.federated.coordinator import Coordinator
+from lightning_lowrank.federated.data.planner import Chunk
+from lightning_lowrank.federated.messages import Message
+from lightning_lowrank.federated.state import ClientContext, State, copy_into, trained_tensors
+
+__all__ = ["Execution"]
+
+
+class Execution(ABC):
+    """Runs the clients' half of rounds in one process, a chunk of clients at a time.
+
+    A chunk is one client, or several that step together. `open` makes its clients begin with what they are sent; in
+    each step Lightning runs the module's training step, in which `before_batch`, `loss`, `before_step` and
+    `local_update` stand; `close` hands over what the clients send.
+
+    Args:
+        trainer: The trainer, with its optimizers set up.
+        coordinator: The server's half.
+    """
+
+    name: ClassVar[str]
+    """Its name among the values of ``FederatedLoop(execution=...)``."""
+    stacked: ClassVar[bool] = False
+    """Whether clients step together, so that batches are those of a chunk."""
+
+    def __init__(self, trainer: Any, coordinator: Coordinator) -> None:
+        self.trainer = trainer
+        self.module: pl.LightningModule = trainer.lightning_module
+        self.coordinator = coordinator
+        self.settings = coordinator.settings
+        self.algorithm = coordinator.algorithm
+        self.base = coordinator.server.base
+        self.live: dict[str, Tensor] = {}
+        self.chunk: Chunk | None = None
+        self.clients: list[ClientContext] = []
+        self.number = 0
+        self.round_state: State = {}
+        self._own_objective = not inherits(self.algorithm, "loss") or self.settings.objective is not None
+        self._own_gradients = not inherits(self.algorithm, "before_step")
+
+    def start(self) -> None:
+        """Begin a fit."""
+
+    def stop(self) -> None:
+        """End a fit, and give the module back what `start` has changed."""
+
+    def begin_round(self) -> None:
+        """Look which tensors are trained in this round."""
+        self.live = trained_tensors(self.module)
+
+    @abstractmethod
+    def open(self, chunk: Chunk) -> None:
+        """Make a chunk's clients begin the round."""
+
+    @abstractmethod
+    def resume(self, chunk: Chunk, number: int, values: Mapping[str, Tensor], round_state: State) -> None:
+        """Go on with a chunk that was open when a checkpoint was saved.
+
+        Args:
+            chunk: The chunk.
+            number: Number of the chunk's next step.
+            values: The clients' live values, as `values` gave them.
+            round_state: The clients' round states, as `round_state` was.
+        """
+
+    def resume_between(self, values: Mapping[str, Tensor]) -> None:
+        """Go on in a round in which no chunk was open when a checkpoint was saved."""
+
+    def before_batch(self, number: int) -> None:
+        """Prepare step ``number`` of the open chunk."""
+        self.number = number
+
+    @abstractmethod
+    def step(self) -> LocalStep:
+        """Return what the method sees of the present step."""
+
+    def loss(self, batch: Any, training_step: Callable[[], Any]) -> Any:
+        """Return the objective of a batch, given how the module's own training step is run on it."""
+        step, own = self.step(), training_step
+        if self.settings.objective is not None:
+            objective = self.settings.objective
+
+            def own() -> Any:
+                return objective.loss(step, batch, training_step)
+
+        return self.algorithm.loss(step, batch, own)
+
+    def before_step(self) -> None:
+        """Show the gradients to the method, before the optimizer steps."""
+        if self._own_gradients:
+            self.algorithm.before_step(self.step())
+
+    @abstractmethod
+    def close(self) -> None:
+        """Hand over what the open chunk's clients send, and let go of them."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Let go of the open chunk after an error, and leave the global model in the module."""
+
+    @abstractmethod
+    def hide(self) -> None:
+        """Make the module the global model, in the middle of the round."""
+
+    def show(self) -> None:
+        """Make the module what it was before `hide`."""
+        if self.clients:
+            self.algorithm.configure(self.base, self.clients[0])
+
+    @abstractmethod
+    def values(self) -> dict[str, Tensor]:
+        """Return the open clients' values, as a checkpoint has them; they may be live."""
+
+    def _contexts(self, chunk: Chunk, model: Callable[[int], Mapping[str, Tensor]]) -> list[ClientContext]:
+        return [
+            self.coordinator.context(client, model(place), steps)
+            for place, (client, steps) in enumerate(zip(chunk.clients, chunk.batches, strict=True))
+        ]
+
+    def _begin_client(self, client: ClientContext, message: Message) -> None:
+        self.algorithm.begin(client, message)
+        self._begin_extras(client)
+
+    def _begin_extras(self, client: ClientContext) -> None:
+        """Do what the settings ask for beside the method."""
+        if self.settings.buffers == "reset":
+            copy_into(client.model, self.base.initial_buffers)
+        elif self.settings.buffers == "local":
+            copy_into(client.model, client.state.get("buffers", self.base.initial_buffers))
+        if self.settings.objective is not None:
+            self.settings.objective.begin(client)
+
+    def _end_client(self, client: ClientContext) -> None:
+        self.coordinator.receive(client, self.algorithm.end(client))
+        self._keep_buffers(client)
+
+    def _keep_buffers(self, client: ClientContext) -> None:
+        if self.settings.buffers == "local":
+            client.state["buffers"] = {name: client.model[name].clone() for name in self.base.initial_buffers}

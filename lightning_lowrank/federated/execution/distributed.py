@@ -1,0 +1,437 @@
+"""Many devices, one simulation: processes that train different clients of the same round.
+
+Every process holds the same server and plans the same round. Each trains its share of the round's clients. When all
+have ended, what the clients sent is exchanged, so that every process has the same server again. `FederatedLoop` uses a
+`SharedCoordinator` where the trainer's strategy is `ClientParallelStrategy`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import chain
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from rich.console import Console
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+from torchmetrics import Metric
+
+from lightning_lowrank.federated.algorithm import Algorithm, inherits
+from lightning_lowrank.federated.coordinator import Coordinator
+from lightning_lowrank.federated.data.planner import RoundPlan
+from lightning_lowrank.federated.data.rounds import RoundData
+from lightning_lowrank.federated.messages import Ledger, Message
+from lightning_lowrank.federated.offload import ClientStates, flatten_state, unflatten_state
+from lightning_lowrank.federated.schedulers import SchedulersPerClient
+from lightning_lowrank.federated.settings import FederatedSettings
+from lightning_lowrank.federated.state import ClientInfo, Server
+from lightning_lowrank.internals.lightning import (
+    StepCounts,
+    checkpoint_schedule,
+    evaluate_everything,
+    stop_gathering,
+    synchronizes_layers,
+    validation_seconds,
+)
+
+__all__ = ["ClientParallelStrategy", "SharedCoordinator", "shared_by"]
+
+_ALIGNMENT = 16
+
+
+class ClientParallelStrategy(DDPStrategy):
+    """Train the clients of each round on several devices, with `FederatedLoop`.
+
+    Each process has one device, and processes are started as by Lightning's own ``DDPStrategy``: by the trainer, by
+    ``torchrun`` or by SLURM, on one or several machines. Clients are divided by their numbers of batches, the longest
+    first, each to the process with the least to do. No gradients are averaged. What a run ends with is equal to that of
+    a single process to rounding, the ledger exactly; so are checkpoints, from which a run with another number of
+    processes goes on.
+
+    - Weights are those of the first process when the fit begins, as they were before and after ``setup``.
+    - Processes make equally many steps in a round, for Lightning has them meet once a step: where one has trained its
+      clients, it waits in steps without a batch. A callback that communicates in each step itself does not expect
+      those; ``training_step`` may not communicate at all. What sets ``should_stop`` inside a round does so in every
+      process in the same step, as Lightning's own callbacks do.
+    - When a round has ended, ``global_step`` and the loggers' step are what a single process would have counted. Inside
+      a round they are the process's own. Where clients step together, each process stacks its own, and counts the steps
+      of these chunks.
+    - ``max_steps``, ``min_steps`` and checkpoints inside a round are refused.
+    - What is logged over an epoch, `torchmetrics.Metric` objects included, is that of all processes' clients; what is
+      logged on a step is that of the first process. ``sync_dist`` has no effect.
+    - Validation, test and prediction loaders are not divided: every process evaluates all samples, and has the same
+      figures. Loggers and checkpoints are written by the first process.
+
+    Args:
+        accelerator: As the trainer sets it.
+        parallel_devices: As the trainer sets them.
+        cluster_environment: As the trainer finds it.
+        checkpoint_io: How checkpoints are written; Lightning's own by default.
+        precision_plugin: As the trainer sets it.
+        process_group_backend: Backend of `torch.distributed`: by default ``"nccl"`` on CUDA, ``"gloo"`` elsewhere.
+        timeout: How long a process waits for the others, as when one has failed. Default 30 minutes.
+
+    Raises:
+        MisconfigurationException: In ``fit`` without `FederatedLoop`, or with the trainer's ``sync_batchnorm``.
+
+    Example:
+        >>> import lightning.pytorch as pl
+        >>> import lightning_lowrank
+        >>> trainer = pl.Trainer(accelerator="cpu", devices=2, strategy="client_parallel", logger=False)
+        >>> type(trainer.strategy).__name__
+        'ClientParallelStrategy'
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = timedelta(minutes=30),
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        self._gathering: list[tuple[Metric, Any]] = []
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Make the strategy known by its name."""
+        description = "Processes train different clients of a FederatedLoop"
+        strategy_registry.register("client_parallel", cls, description=description, override=True)
+
+    def setup_environment(self) -> None:
+        """Connect the processes, and give all of them the first one's weights, from which `LowRank` may convert."""
+        super().setup_environment()
+        self._send_weights()
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Check what the trainer is to do, and set the module and the optimizers up."""
+        evaluate_everything(trainer)
+        # It has no effect here.
+        warnings.filterwarnings("ignore", message=r"It is recommended to use `self.log\(.*sync_dist=True")
+        if trainer.state.fn == TrainerFn.FITTING:
+            if all(callback.state_key != "FederatedLoop" for callback in vars(trainer)["callbacks"]):
+                raise MisconfigurationException(
+                    "ClientParallelStrategy divides a FederatedLoop's clients among processes, and averages no"
+                    " gradients: put a FederatedLoop into `callbacks`, or use strategy='ddp'."
+                )
+            if synchronizes_layers(self):
+                raise MisconfigurationException(
+                    "sync_batchnorm=True would mix the statistics of different clients, which ClientParallelStrategy"
+                    " trains at the same time: set sync_batchnorm=False."
+                )
+        super().setup(trainer)
+
+    def configure_ddp(self) -> None:
+        """Give all processes the first one's weights; nothing is wrapped, for gradients stay where they are."""
+        self._send_weights()
+
+    @torch.no_grad()
+    def _send_weights(self) -> None:
+        if self.world_size == 1 or self.lightning_module is None:
+            return
+        module = self.lightning_module
+        for tensor in chain(module.parameters(), module.buffers()):
+            if not (is_lazy(tensor) or tensor.is_meta):
+                sent = tensor.detach().to(self.root_device).contiguous()
+                torch.distributed.broadcast(sent, src=0)
+                tensor.copy_(sent)
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
+        """Return ``tensor`` as it is: `FederatedLoop` puts together what processes log, and all evaluate the same."""
+        return tensor
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return whether every process has decided so, or any if not ``all``."""
+        votes = int(self.sum(torch.tensor(int(decision), device=self.root_device)))
+        return votes == self.world_size if all else votes > 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every process's ``value``, which can be pickled, in the order of their ranks."""
+        found: list[Any] = [value] * self.world_size
+        if self.world_size > 1:
+            torch.distributed.all_gather_object(found, value)
+        return found
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Return the sum of every process's ``tensor``, the same bits in all."""
+        total = tensor.clone()
+        if self.world_size > 1 and total.numel():
+            torch.distributed.all_reduce(total)
+        return total
+
+    def send(self, tensors: Sequence[Tensor], layout: Layout, source: int) -> list[Tensor]:
+        """Return in every process what ``source`` gives.
+
+        Args:
+            tensors: The tensors; only looked at in ``source``.
+            layout: Their shapes and types, which all processes know.
+            source: Rank of the process that sends.
+        """
+        ends, size = [], 0
+        for shape, dtype, _ in layout:
+            ends.append((size, size + shape.numel() * dtype.itemsize))
+            size = -(-ends[-1][1] // _ALIGNMENT) * _ALIGNMENT
+        if not layout:
+            return []
+        buffer = torch.zeros(max(size, 1), dtype=torch.uint8, device=self.root_device)
+        if source == self.global_rank:
+            for tensor, (begin, end) in zip(tensors, ends, strict=True):
+                buffer[begin:end].copy_(tensor.detach().contiguous().flatten().view(torch.uint8))
+        torch.distributed.broadcast(buffer, src=source)
+        if source == self.global_rank:
+            return list(tensors)
+        return [
+            buffer[begin:end].clone().view(dtype).view(shape).to("cpu" if on_cpu else self.root_device)
+            for (shape, dtype, on_cpu), (begin, end) in zip(layout, ends, strict=True)
+        ]
+
+    def on_validation_start(self) -> None:
+        """Keep metrics from adding up what all processes have."""
+        assert self.lightning_module is not None
+        self._gather_again()
+        self._gathering = stop_gathering(self.lightning_module)
+
+    def on_validation_end(self) -> None:
+        """Let metrics gather again."""
+        self._gather_again()
+
+    on_test_start = on_validation_start
+    on_test_end = on_validation_end
+
+    def _gather_again(self) -> None:
+        for metric, available in self._gathering:
+            metric.distributed_available_fn = available
+        self._gathering = []
+
+    def teardown(self) -> None:
+        """Leave metrics and module as they were."""
+        self._gather_again()
+        super().teardown()
+
+
+Layout = list[tuple[torch.Size, torch.dtype, bool]]
+"""Of each tensor its shape, its type, and whether it stays on the CPU whatever the processes' device is."""
+
+
+def _layout_of(tensors: Sequence[Tensor]) -> Layout:
+    return [(tensor.shape, tensor.dtype, tensor.device.type == "cpu") for tensor in tensors]
+
+
+def shared_by(trainer: Any) -> ClientParallelStrategy | None:
+    """Return the strategy by which a trainer's processes share rounds; ``None`` for a single process.
+
+    Raises:
+        MisconfigurationException: If processes are to divide something else than clients, or a setting counts steps
+            inside a round, of which each process has its own.
+    """
+    if trainer.world_size == 1:
+        return None
+    strategy = trainer.strategy
+    if not isinstance(strategy, ClientParallelStrategy):
+        raise MisconfigurationException(
+            f"{type(strategy).__name__} divides batches or weights among the trainer's {trainer.world_size} processes,"
+            " and FederatedLoop's batches are those of single clients: set strategy='client_parallel', with which"
+            " processes train different clients, or devices=1."
+        )
+    for callback in trainer.callbacks:
+        if not isinstance(callback, ModelCheckpoint):
+            continue
+        steps, interval, after_epoch = checkpoint_schedule(callback)
+        if steps or interval:
+            raise MisconfigurationException(
+                "ModelCheckpoint(every_n_train_steps=...) or (train_time_interval=...) saves inside a round, when the"
+                f" {trainer.world_size} processes are at different clients: set every_n_epochs=1 or more, which counts"
+                " rounds, or devices=1."
+            )
+        share = getattr(trainer, "val_check_interval", 1.0)
+        if share != 1.0 and not after_epoch:
+            raise MisconfigurationException(
+                f"ModelCheckpoint saves when validation ends, which val_check_interval={share} has inside a round,"
+                f" when the {trainer.world_size} processes are at different clients: give it"
+                " save_on_train_epoch_end=True, or set devices=1."
+            )
+    for name in ("max_steps", "min_steps"):
+        if getattr(trainer, name) not in (-1, None) and not trainer.fast_dev_run:
+            raise MisconfigurationException(
+                f"{name}={getattr(trainer, name)} counts batches one after another, and {trainer.world_size} processes"
+                f" train at the same time: set {name.replace('steps', 'epochs')}, which counts rounds, or devices=1."
+            )
+    seconds = validation_seconds(trainer)
+    if seconds is not None:
+        raise MisconfigurationException(
+            f"val_check_interval, here {seconds:g} seconds, goes by each process's own clock,"
+            f" and validation needs all {trainer.world_size} of them: give it in batches or as a share of a round, or"
+            " leave it out."
+        )
+    return strategy
+
+
+def check_processes(
+    strategy: ClientParallelStrategy, trainer: Any, algorithm: Algorithm, seed: int, data: RoundData
+) -> None:
+    """Refuse processes that would not do the same, and say when there are too many.
+
+    Raises:
+        MisconfigurationException: If a process has another seed, method or division of the training set.
+    """
+    assert data.indices is not None
+    mine = {"seed": seed, "method": repr(type(algorithm)), "partition": data.indices.digest()}
+    for rank, theirs in enumerate(strategy.gather(mine)):
+        for name, value in theirs.items():
+            if value != mine[name]:
+                raise MisconfigurationException(
+                    f"the {name} of process {rank} is another than that of process {trainer.global_rank}: give all"
+                    " processes the same data and arguments, with a seed for whatever is drawn."
+                )
+    per_round = data.planner.per_round
+    if trainer.world_size > per_round and trainer.is_global_zero:
+        Console().print(
+            f"client_parallel: {trainer.world_size} processes share rounds of {per_round} clients, so that"
+            f" {trainer.world_size - per_round} of them have nothing to train",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """What all processes know of a client that one of them has trained, before its tensors are sent.
+
+    Args:
+        client: What the server knows of it.
+        weight: Its weight in the mean.
+        names: The names of the message's tensors; ``None`` where the message was added up where it arrived.
+        state: What the client keeps, as `flatten_state` describes it.
+        layout: Of the message's tensors, and of those that the client keeps.
+    """
+
+    client: ClientInfo
+    weight: float
+    names: list[str] | None
+    state: list[Any]
+    layout: Layout
+
+
+class SharedCoordinator(Coordinator):
+    """The server's half in each of several processes, which exchange at a round's end what has arrived.
+
+    Every process holds the same server and plans the same round. What clients send waits until all processes have
+    trained theirs, so that the method sees what it would see in a single process.
+
+    Args:
+        strategy: Connects the processes.
+        trainer: The trainer, whose counts of steps are brought to those of one process.
+        settings: As for `Coordinator`, like what follows.
+        server: The server.
+        samples: Number of training samples of each client.
+        states: What clients keep between rounds.
+        ledger: Where the sizes of messages are entered.
+        labels: Returns the labels of a client's training samples.
+    """
+
+    averages_models = False
+
+    def __init__(
+        self,
+        strategy: ClientParallelStrategy,
+        trainer: Any,
+        settings: FederatedSettings,
+        server: Server,
+        samples: Sequence[int],
+        states: ClientStates,
+        ledger: Ledger,
+        labels: Callable[[int], Tensor | None],
+    ) -> None:
+        super().__init__(settings, server, samples, states, ledger, labels)
+        self._strategy = strategy
+        self._trainer = trainer
+        self._streams = inherits(self.algorithm, "receive")
+        self._arrivals: list[tuple[ClientInfo, Message, float]] = []
+
+    def begin_round(self, plan: RoundPlan, live: Mapping[str, Tensor], idle: int) -> None:
+        """Begin a round on the server, alike in every process."""
+        super().begin_round(plan, live, idle)
+        self._entered = self.ledger.state_dict()
+        self._counts = StepCounts(self._trainer)
+
+    def _take(self, client: ClientInfo, message: Message, weight: float) -> None:
+        if self._streams:
+            self.algorithm.receive(self.server, client, message, weight)
+            message = Message({})
+        kept = {name: tensor.clone() for name, tensor in message.tensors.items()}
+        self._arrivals.append((client, Message(kept), weight))
+
+    def exchange(
+        self, schedulers: SchedulersPerClient, client_steps: int, logged_steps: int, between_steps: bool
+    ) -> int:
+        """Have every process hold what all of them have come to.
+
+        Args:
+            schedulers: They go on from the client with the most steps of all.
+            client_steps: Number of batches that clients have been trained on in this process in the round.
+            logged_steps: Number of steps that loggers have seen here in the round.
+            between_steps: As for `StepCounts.set`.
+
+        Returns:
+            Number of batches that clients have been trained on in all processes in the round.
+        """
+        now = self.ledger.state_dict()
+        counted = {name: now[name] - value for name, value in self._entered.items()}
+        counted |= {
+            "client_steps": client_steps,
+            "logged_steps": logged_steps,
+            "optimizer_steps": self._counts.optimizer_steps(),
+        }
+        mine: dict[int, list[Tensor]] = {}
+        arrivals = []
+        for client, message, weight in self._arrivals:
+            state, kept = flatten_state(self.states[client.id])
+            tensors = mine[client.id] = [*message.tensors.values(), *kept]
+            names = None if self._streams else list(message.tensors)
+            arrivals.append(_Arrival(client, weight, names, state, _layout_of(tensors)))
+        self._arrivals = []
+        gathered = self._strategy.gather((counted, arrivals, schedulers.end))
+        schedulers.pool(end for _, _, end in gathered)
+        total = {name: sum(counts[name] for counts, _, _ in gathered) for name in counted}
+        self.ledger.load_state_dict({name: value + total[name] for name, value in self._entered.items()})
+        self._counts.set(total["optimizer_steps"], total["logged_steps"], between_steps)
+        everyone = [(arrival, rank) for rank, (_, arrivals, _) in enumerate(gathered) for arrival in arrivals]
+        for arrival, rank in sorted(everyone, key=lambda each: each[0].client.id):
+            client = arrival.client
+            tensors = self._strategy.send(mine.pop(client.id, ()), arrival.layout, rank)
+            names = arrival.names or []
+            sent, kept = tensors[: len(names)], tensors[len(names) :]
+            if rank != self._strategy.global_rank:
+                self.states[client.id] = unflatten_state(arrival.state, kept)
+            if arrival.names is not None:
+                message = Message(dict(zip(names, sent, strict=True)))
+                self.algorithm.receive(self.server, client, message, arrival.weight)
+        if self._streams:
+            self.server.aggregator.pool(self._strategy)
+        return total["client_steps"]
+
+
+ClientParallelStrategy.register_strategies(StrategyRegistry)

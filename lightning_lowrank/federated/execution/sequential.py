@@ -1,0 +1,118 @@
+"""Clients that train one after another: the module itself is each of them in turn."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_lowrank.federated import optimizers
+from lightning_lowrank.federated.algorithm import LocalStep
+from lightning_lowrank.federated.data.planner import Chunk
+from lightning_lowrank.federated.execution.base import Execution
+from lightning_lowrank.federated.state import State, copy_into
+
+__all__ = ["Sequential"]
+
+
+class Sequential(Execution):
+    """Trains one client at a time in the live module."""
+
+    name = "sequential"
+
+    _hidden: dict[str, Tensor] | None = None
+
+    def start(self) -> None:
+        """Let the method change the objective, where it has one of its own."""
+        if not self._own_objective:
+            return
+        training_step = self.module.training_step
+
+        @functools.wraps(training_step)
+        def with_objective(batch: Any, *arguments: Any, **keywords: Any) -> Any:
+            return self.loss(batch, functools.partial(training_step, batch, *arguments, **keywords))
+
+        vars(self.module)["training_step"] = with_objective
+
+    def stop(self) -> None:
+        """Give the module its own training step back."""
+        if self._own_objective:
+            vars(self.module).pop("training_step", None)
+
+    def begin_round(self) -> None:
+        """Look which tensors are trained in this round."""
+        super().begin_round()
+        self._hidden = None
+        self._parameters = {name: value for name, value in self.live.items() if value.requires_grad}
+
+    def open(self, chunk: Chunk) -> None:
+        """Make the module the chunk's one client."""
+        self.chunk = chunk
+        (client,) = self.clients = self._contexts(chunk, lambda place: self.live)
+        self.algorithm.configure(self.base, client)
+        self._begin_client(client, self.coordinator.send(self.coordinator.info(client.id)))
+        self.round_state = client.round_state
+        optimizers.begin(self.base.optimizers, [client.state], stacked=False)
+
+    def resume(self, chunk: Chunk, number: int, values: Mapping[str, Tensor], round_state: State) -> None:
+        """Go on with the client that was open when a checkpoint was saved."""
+        self.chunk, self.number = chunk, number
+        (client,) = self.clients = self._contexts(chunk, lambda place: self.live)
+        self.algorithm.configure(self.base, client)
+        client.round_state.update(round_state)
+        self.round_state = client.round_state
+        copy_into(self.live, values)
+
+    def resume_between(self, values: Mapping[str, Tensor]) -> None:
+        """Go on with the values that the last client left in the module."""
+        copy_into(self.live, values)
+
+    def step(self) -> LocalStep:
+        """Return what the method sees of the present step."""
+        assert self.chunk is not None
+        return LocalStep(
+            self.base,
+            self.clients[0].round,
+            self.chunk.clients,
+            self._parameters,
+            {name: self.live[name] for name in self.base.initial_buffers},
+            self.round_state,
+            self.number,
+            torch.tensor(self.chunk.steps, dtype=torch.float64),
+            stacked=False,
+        )
+
+    def close(self) -> None:
+        """Hand over what the client sends."""
+        (client,) = self.clients
+        self._end_client(client)
+        if self.settings.optimizer_state == "keep":
+            optimizers.keep(self.base.optimizers, client.state)
+        self._forget()
+
+    def _forget(self) -> None:
+        self.chunk, self.clients, self.round_state = None, [], {}
+
+    def abandon(self) -> None:
+        """Leave the global model in the module, and go on from there."""
+        if self._hidden is None:
+            self.hide()
+
+    def hide(self) -> None:
+        """Put the client aside, and the global model into the module."""
+        self._hidden = {name: tensor.detach().clone() for name, tensor in self.live.items()}
+        self.coordinator.show_global(self.live)
+
+    def show(self) -> None:
+        """Put the client back into the module."""
+        super().show()
+        if self._hidden is not None:
+            copy_into(self.live, self._hidden)
+            self._hidden = None
+
+    def values(self) -> dict[str, Tensor]:
+        """Return the client's values."""
+        return self.live if self._hidden is None else self._hidden

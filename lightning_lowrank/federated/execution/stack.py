@@ -1,0 +1,378 @@
+"""The values of clients that step together, stacked, and the user's own ``training_step`` mapped over them.
+
+`Vectorized` uses it. The trained values of a chunk's clients are stacks ``[clients, …]``, which the optimizers hold in
+place of the module's own parameters. A step is ``vmap`` over ``training_step``, followed by the user's elementwise
+optimizer on the stacks. What is frozen is not stacked, so that all clients share one product with it. The module
+itself keeps the global model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol, runtime_checkable
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor, nn
+from torch.func import vmap
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+from lightning_lowrank.federated.data.loader import Places
+from lightning_lowrank.federated.execution.stacked_products import StackedProducts
+from lightning_lowrank.federated.optimizers import acts_elementwise, fresh_state, is_shared
+from lightning_lowrank.federated.state import State, map_tree
+from lightning_lowrank.internals.lightning import overrides
+from lightning_lowrank.internals.torch import limit_each, own_buffers, own_parameters
+
+__all__ = ["ActsOnStacks", "ClientStack", "unsupported_reason"]
+
+_HOOKS = (
+    "configure_gradient_clipping",
+    "transfer_batch_to_device",
+    "on_before_batch_transfer",
+    "on_after_batch_transfer",
+    "optimizer_step",
+    "optimizer_zero_grad",
+    "backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+)
+
+Objective = Callable[[Mapping[str, Tensor], State, Any, Callable[[], Any]], Any]
+"""Runs one client's objective, given its values by name, its round state, its batch, and its training step."""
+
+
+@runtime_checkable
+class ActsOnStacks(Protocol):
+    """A callback that changes gradients before the optimizer steps, of clients that step together as well."""
+
+    def on_before_stacked_step(self, module: pl.LightningModule, stacks: Mapping[str, Tensor]) -> None:
+        """Change the gradients of stacks ``[clients, …]`` of trained parameters by name."""
+
+
+def unsupported_reason(trainer: Any, module: pl.LightningModule) -> str:
+    """Say what in a run's settings keeps its clients from stepping together, or return an empty string.
+
+    What ``training_step`` does is seen only when it is mapped: `ClientStack.training_step` refuses that by its cause.
+    """
+    if not module.automatic_optimization:
+        return "the module optimizes manually"
+    if trainer.accumulate_grad_batches != 1:
+        return f"accumulate_grad_batches={trainer.accumulate_grad_batches} ends a group at each client's own last batch"
+    for optimizer in trainer.optimizers:
+        if not acts_elementwise(optimizer):
+            return (
+                f"the optimizer {type(optimizer).__name__} is not known to act on each number alone (if it does,"
+                " declare it with lightning_lowrank.federated.register_elementwise)"
+            )
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        return "16-mixed precision scales the losses of all clients by one factor"
+    for hook in _HOOKS:
+        if overrides(module, hook):
+            return f"{type(module).__name__}.{hook}() expects one client's batch or gradients"
+    for callback in trainer.callbacks:
+        for hook in ("on_before_optimizer_step", "on_after_backward"):
+            acts = isinstance(callback, ActsOnStacks) or callback.state_key == "FederatedLoop"
+            if overrides(callback, hook) and not acts:
+                return f"the callback {type(callback).__name__}.{hook}() expects one client's gradients"
+    return ""
+
+
+def _homes(module: nn.Module, names: Mapping[Tensor, str]) -> list[tuple[MutableMapping[str, Any], str, str]]:
+    """Return where a module's parts keep the named tensors, a tensor that several parts hold once for each of them.
+
+    Args:
+        module: The module.
+        names: The tensors' names.
+
+    Returns:
+        The table that holds a tensor, its name there, and its name in ``names``.
+    """
+    return [
+        (table, key, names[tensor])
+        for part in module.modules()
+        for table in (own_parameters(part), own_buffers(part))
+        for key, tensor in table.items()
+        if tensor is not None and tensor in names
+    ]
+
+
+def _refuse_gradient(gradient: Tensor) -> None:
+    """Stand at the module's own parameters, which hold the global model while clients step together."""
+    raise MisconfigurationException(
+        "execution='vectorized' cannot map training_step over clients: its loss depends on a parameter that the step"
+        " does not take from the module that holds it, but from a list or another object made before, where it is one"
+        " for all clients. Take it from the module (self.parameters(), self.layer.weight) in each step, or use"
+        " execution='sequential'."
+    )
+
+
+class ClientStack:
+    """The values of clients that step together, and what of the trainer stands on them meanwhile.
+
+    Args:
+        trainer: The trainer, with its optimizers set up.
+        module: The user's module. Its ``training_step`` and gradient clipping are replaced on the instance until
+            `close`.
+        live: The module's trained parameters and persistent buffers by name.
+        count: Number of clients.
+        objective: What is trained in place of the training step's own loss.
+
+    Attributes:
+        round_state: Tensors of the clients that ``objective`` gets, stacked.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        module: pl.LightningModule,
+        live: Mapping[str, Tensor],
+        count: int,
+        objective: Objective | None = None,
+    ) -> None:
+        self._trainer = trainer
+        self._module = module
+        self._step = module.training_step
+        self.device = module.device
+        self._takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+        self.active = count
+        self._objective = objective
+        self.round_state: State = {}
+        self._homes = _homes(module, {tensor: name for name, tensor in live.items()})
+        self.values = {
+            name: value.detach().unsqueeze(0).expand(count, *value.shape).clone() for name, value in live.items()
+        }
+        self.leaves = {
+            name: self.values[name].detach().requires_grad_() for name, value in live.items() if value.requires_grad
+        }
+        leaf_of = {value: self.leaves[name] for name, value in live.items() if name in self.leaves}
+        self._parameters: list[tuple[dict[str, Any], list[Tensor]]] = []
+        for optimizer in trainer.optimizers:
+            loaded = optimizer.state
+            for group in optimizer.param_groups:
+                self._parameters.append((group, group["params"]))
+                group["params"] = [leaf_of.get(parameter, parameter) for parameter in group["params"]]
+                if "stacked" in group:
+                    group["stacked"] = True
+            optimizer.state = fresh_state(optimizer)
+            self._loaded = {leaf_of[parameter]: state for parameter, state in loaded.items() if parameter in leaf_of}
+        self._watched = [value.register_hook(_refuse_gradient) for value in live.values() if value.requires_grad]
+        vars(module)["training_step"] = self.training_step
+        vars(module)["configure_gradient_clipping"] = self._clip
+
+    def client(self, index: int) -> dict[str, Tensor]:
+        """Return one client's values by name, as views into the stacks."""
+        return {name: stack[index] for name, stack in self.values.items()}
+
+    def resume(self, values: Mapping[str, Tensor], active: int) -> None:
+        """Go on with values from a checkpoint, and with the optimizer states that the trainer has restored."""
+        with torch.no_grad():
+            for name, stack in self.values.items():
+                stack.copy_(values[name])
+        (optimizer,) = self._trainer.optimizers
+        optimizer.state.update(self._loaded)
+        self._narrow(active, of_state=False)
+
+    def narrow(self, active: int) -> None:
+        """Let the clients from ``active`` on leave the stack: they have made their last step."""
+        if active < self.active:
+            self._narrow(active, of_state=True)
+
+    def _narrow(self, active: int, of_state: bool) -> None:
+        # New leaves, for a graph that the user still holds goes on with the old ones and their sizes.
+        renewed: dict[Tensor, Tensor] = {}
+        for name, leaf in self.leaves.items():
+            self.leaves[name] = renewed[leaf] = self.values[name][:active].detach().requires_grad_()
+        for optimizer in self._trainer.optimizers:
+            for group in optimizer.param_groups:
+                group["params"] = [renewed.get(parameter, parameter) for parameter in group["params"]]
+            for old, new in renewed.items():
+                if old in optimizer.state:
+                    state = optimizer.state.pop(old)
+                    if of_state:
+                        for key, value in state.items():
+                            if not is_shared(key, value):
+                                state[key] = value[:active]
+                    optimizer.state[new] = state
+        self.active = active
+
+    def close(self) -> None:
+        """Give the optimizers their own parameters back, and the module its methods."""
+        for group, parameters in self._parameters:
+            group["params"] = parameters
+            if "stacked" in group:
+                group["stacked"] = False
+        for optimizer in self._trainer.optimizers:
+            optimizer.state = fresh_state(optimizer)
+        for watch in self._watched:
+            watch.remove()
+        for name in ("training_step", "configure_gradient_clipping"):
+            vars(self._module).pop(name, None)
+
+    def training_step(self, parts: Sequence[tuple[Places, Any]], batch_idx: int = 0) -> Tensor:
+        """Run the user's training step for all clients of a chunk's batch.
+
+        Args:
+            parts: For each batch size, the clients' places in the stack and their batches, stacked.
+            batch_idx: Passed on.
+
+        Returns:
+            The sum of the clients' losses, so that each client's gradient is its own.
+
+        Raises:
+            MisconfigurationException: If the step does something that cannot be mapped over clients; the cause is
+                named.
+        """
+        total: Tensor | None = None
+        logged: dict[str, list[tuple[Tensor, int]]] = {}
+        settings: dict[str, dict[str, Any]] = {}
+        for places, batch in parts:
+            losses, values = self._map(places, batch, batch_idx, settings)
+            total = losses.sum() if total is None else total + losses.sum()
+            for name, value in values.items():
+                logged.setdefault(name, []).append((value, places.samples))
+        for name, entries in logged.items():
+            samples = sum(len(value) * size for value, size in entries)
+            mean = sum((value.sum() * size for value, size in entries), torch.zeros(())) / samples
+            self._module.log(name, mean, **{**settings[name], "batch_size": samples})
+        assert total is not None
+        return total
+
+    def _map(
+        self, places: Places, batch: Any, batch_idx: int, settings: dict[str, dict[str, Any]]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        numbers = places.numbers
+        chosen = slice(numbers[0], numbers[-1] + 1)
+        rows = None if places.contiguous else torch.tensor(numbers, device=self._module.device)
+
+        def select(tensor: Tensor) -> Tensor:
+            if rows is not None:
+                return tensor.index_select(0, rows)
+            return tensor if len(tensor) == len(numbers) else tensor[chosen]
+
+        named = {name: select(self.leaves.get(name, stack)) for name, stack in self.values.items()}
+        round_state = map_tree(select, self.round_state)
+
+        def run(values: dict[str, Tensor], state: State, client_batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+            arguments = (client_batch, batch_idx) if self._takes_index else (client_batch,)
+
+            def own_step() -> Any:
+                return self._step(*arguments)
+
+            # Inside the map, for its own checks of its arguments would all pass through the mode.
+            with StackedProducts(), self._captured(settings) as captured, self._in_place(values):
+                if self._objective is None:
+                    output = own_step()
+                else:
+                    output = self._objective(values, state, client_batch, own_step)
+            loss = output["loss"] if isinstance(output, Mapping) else output
+            if not isinstance(loss, Tensor):
+                raise MisconfigurationException(
+                    f"execution='vectorized': training_step gave {output!r} in place of a loss, and clients that step"
+                    " together cannot leave a step out; use execution='sequential'."
+                )
+            return loss, captured
+
+        try:
+            losses, values = vmap(run, randomness="different")(named, round_state, batch)
+        except MisconfigurationException:
+            raise
+        except (RuntimeError, ValueError, NotImplementedError, TypeError) as error:
+            raise MisconfigurationException(
+                f"execution='vectorized' cannot map training_step over clients: {_cause(error)}. Use"
+                " execution='sequential', or 'auto', which falls back to it."
+            ) from error
+        if rows is not None:
+            for name in self.values.keys() - self.leaves.keys():
+                self.values[name].index_copy_(0, rows, named[name])
+            _put_back(self.round_state, rows, round_state)
+        return losses, values
+
+    @contextmanager
+    def _in_place(self, values: Mapping[str, Tensor]) -> Iterator[None]:
+        """Let the module hold other tensors; `torch.func.functional_call` takes longer for that than small products."""
+        previous = [table[key] for table, key, _ in self._homes]
+        try:
+            for table, key, name in self._homes:
+                table[key] = values[name]
+            yield
+        finally:
+            for (table, key, _), tensor in zip(self._homes, previous, strict=True):
+                table[key] = tensor
+
+    @contextmanager
+    def _captured(self, settings: dict[str, dict[str, Any]]) -> Iterator[dict[str, Tensor]]:
+        """Collect what the step logs, for one client's values are not to be logged from inside the map."""
+        captured: dict[str, Tensor] = {}
+
+        def log(name: str, value: Any, *arguments: Any, **keywords: Any) -> None:
+            if isinstance(value, Metric):
+                raise MisconfigurationException(
+                    f"execution='vectorized': training_step logs the metric {type(value).__name__} as {name!r}, whose"
+                    " state is one for all clients; log its value, or use execution='sequential'."
+                )
+            captured[name] = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
+            names = ("prog_bar", "logger", "on_step", "on_epoch")
+            settings[name] = {**dict(zip(names, arguments, strict=False)), **keywords}
+
+        attributes = vars(self._module)
+        previous = attributes.get("log")
+        attributes["log"] = log
+        try:
+            yield captured
+        finally:
+            if previous is None:
+                del attributes["log"]
+            else:
+                attributes["log"] = previous
+
+    @torch.no_grad()
+    def _clip(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip each client's gradients as Lightning clips those of one."""
+        if not gradient_clip_val:
+            return
+        gradients = [leaf.grad for leaf in self.leaves.values() if leaf.grad is not None]
+        if str(gradient_clip_algorithm) in ("value", "GradClipAlgorithmType.VALUE"):
+            limit_each(gradients, gradient_clip_val)
+            return
+        norms = torch.stack([torch.linalg.vector_norm(gradient.flatten(1), dim=1) for gradient in gradients])
+        scale = (gradient_clip_val / (torch.linalg.vector_norm(norms, dim=0) + 1e-6)).clamp(max=1.0)
+        for gradient in gradients:
+            gradient.mul_(scale.view(-1, *(1 for _ in gradient.shape[1:])).to(gradient.dtype))
+
+
+def _put_back(stacks: State, rows: Tensor, selected: State) -> None:
+    """Write what an objective has changed in the selected clients' round states back to the stacks."""
+    for name, stack in stacks.items():
+        if isinstance(stack, dict):
+            _put_back(stack, rows, selected[name])
+        elif stack.stride(0):
+            # What is one tensor for all clients has stride 0, and is not written to.
+            stack.index_copy_(0, rows, selected[name])
+
+
+_CAUSES: tuple[tuple[str, str], ...] = (
+    (".item()", "it takes a number out of a tensor (.item(), float(), a comparison in an if)"),
+    ("data-dependent control flow", "it decides by a tensor's value (an if on a tensor)"),
+    ("in-place", "it changes a tensor in place that all clients share (a metric's state, a buffer)"),
+    ("inplace", "it changes a tensor in place that all clients share (a metric's state, a buffer)"),
+    ("dynamic shape", "the shape of a result in it depends on a tensor's values (indexing with a boolean mask)"),
+    ("vmap over", "an operation in it has no batched form"),
+)
+
+
+def _cause(error: Exception) -> str:
+    said = str(error).strip().split("\n")[0]
+    for sign, sentence in _CAUSES:
+        if sign in str(error):
+            return f"{sentence}; torch says: {said[:200]}"
+    return f"{type(error).__name__}: {said[:300]}"

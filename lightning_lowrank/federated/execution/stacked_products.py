@@ -1,0 +1,336 @@
+"""Products of a cohort's stacked weights, computed otherwise than torch maps them, where that is faster.
+
+`ClientStack` runs the mapped training step under `StackedProducts`. As measured by
+``tests/benchmarks/convolutions.py``, on a CPU torch's grouped convolution of all clients, and its batch normalisation
+in several passes, take longer than the clients' own steps one after another; what is here takes less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.overrides import TorchFunctionMode
+
+from lightning_lowrank.internals.torch import is_mapped, map_level, mapped, stack_of
+
+__all__ = ["StackedProducts"]
+
+_CONVOLUTIONS = {F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}
+
+
+class StackedProducts(TorchFunctionMode):
+    """Computes some layers and losses in another way while a training step is mapped over clients.
+
+    - ``F.linear`` with a weight of each client's own: as torch maps it, the gradient of the stack comes out transposed,
+      and copying that into place costs as much as the products of a small model. Here it lies as the weights do.
+    - ``F.conv1d``, ``F.conv2d`` and ``F.conv3d`` with a weight of each client's own, on the CPU: torch makes one
+      grouped convolution of them, for which its library has no fast code. Here each client has a convolution of its
+      own, with the channels last in memory; so are those of its output, which makes what follows faster as well.
+    - ``F.cross_entropy`` with class indices, averaged: torch takes the softmax over the last dimension in memory, which
+      for a few classes is ten times slower than over the one before it. That is where the layer above leaves them.
+    - ``F.batch_norm`` of images, on the CPU: torch normalises, scales and shifts in turn. Here each client has one
+      call, with the channels last.
+
+    Everything else, a weight that all clients share, other devices, and functions inside further transforms of
+    `torch.func` are left to torch, and all of it in a torch that does not tell which tensors are mapped. The results
+    are those of torch's own way up to rounding. Convolutions and batch normalisations can't be differentiated twice.
+
+    As the channels of an output are last in memory, ``view`` cannot always join its dimensions as it would one
+    client's. There it returns a copy, and changing that in place does not change the output.
+
+    Example:
+        >>> import torch
+        >>> from torch.func import vmap
+        >>> images, weights = torch.zeros(5, 2, 3, 8, 8), torch.zeros(5, 4, 3, 3, 3)
+        >>> with StackedProducts():
+        ...     outputs = vmap(torch.conv2d)(images, weights)
+        >>> outputs.shape
+        torch.Size([5, 2, 4, 6, 6])
+    """
+
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), keywords: dict[str, Any] | None = None
+    ) -> Any:
+        keywords = keywords or {}
+        if function is F.linear:
+            return _linear(*arguments, **keywords)
+        if function in _CONVOLUTIONS:
+            return _convolution(function, *arguments, **keywords)
+        if function is F.batch_norm:
+            return _batch_norm(*arguments, **keywords)
+        if function is F.cross_entropy:
+            return _cross_entropy(*arguments, **keywords)
+        if function is Tensor.view:
+            return _view(*arguments, **keywords)
+        return function(*arguments, **keywords)
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    # A weight that all clients share is one product, which torch's own way makes of it.
+    if input.ndim < 2 or not is_mapped(weight) or map_level() != 1 or weight.ndim != 2:
+        return F.linear(input, weight, bias)
+    weights = stack_of(weight)
+    inputs = stack_of(input) if is_mapped(input) else input.expand(len(weights), *input.shape)
+    rows = (inputs.flatten(1, -2) if inputs.ndim > 3 else inputs).mT
+    if bias is None:
+        outputs = torch.bmm(weights, rows)
+    else:
+        biases = stack_of(bias) if is_mapped(bias) else bias
+        outputs = torch.baddbmm(biases.unsqueeze(-1), weights, rows)
+    outputs = outputs.mT
+    return mapped(outputs.unflatten(1, inputs.shape[1:-1]) if inputs.ndim > 3 else outputs)
+
+
+def _convolution(
+    function: Any,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] | str = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+) -> Tensor:
+    dimensions = _CONVOLUTIONS[function]
+    strides, dilations = _each(stride, dimensions), _each(dilation, dimensions)
+    if (
+        not _stacked_on_cpu(weight)
+        or input.device != weight.device
+        or weight.ndim != dimensions + 2
+        or input.ndim not in (dimensions + 1, dimensions + 2)
+        # What torch refuses, it says best itself.
+        or (
+            isinstance(padding, str) and (padding not in ("same", "valid") or (padding == "same" and {*strides} != {1}))
+        )
+    ):
+        return function(input, weight, bias, stride, padding, dilation, groups)
+    input, weight, bias = _as_autocast(input), _as_autocast(weight), None if bias is None else _as_autocast(bias)
+    if padding == "same":
+        totals = [step * (size - 1) for step, size in zip(dilations, weight.shape[2:], strict=True)]
+        paddings = [total // 2 for total in totals]
+        if any(total % 2 for total in totals):
+            input = F.pad(input, [odd for total in reversed(totals) for odd in (0, total % 2)])
+    else:
+        paddings = _each(0 if isinstance(padding, str) else padding, dimensions)
+    batch = input if input.ndim == weight.ndim else input.unsqueeze(0)
+    output = _OverStacks.apply(_StackedConvolution.apply, batch, weight, bias, strides, paddings, dilations, groups)
+    return output if input.ndim == weight.ndim else output.squeeze(0)
+
+
+def _batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    running = [value for value in (running_mean, running_var) if value is not None]
+    values_per_channel = input.numel() // max(1, input.shape[1]) if input.ndim > 1 else 0
+    if (
+        not _stacked_on_cpu(input)
+        or input.ndim not in (4, 5)
+        or (training and (values_per_channel < 2 or not all(map(is_mapped, running))))
+        or (not training and len(running) < 2)
+    ):
+        return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    return _OverStacks.apply(
+        _StackedBatchNorm.apply, input, weight, bias, running_mean, running_var, training, momentum, eps
+    )
+
+
+def _cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    usual = weight is None and size_average is None and reduce is None and reduction == "mean" and not label_smoothing
+    if (
+        not usual
+        or not is_mapped(input)
+        or not is_mapped(target)
+        or map_level() != 1
+        or input.dtype not in (torch.float32, torch.float64)
+        or input.ndim != 2
+        or target.ndim != 1
+        or target.is_floating_point()
+    ):
+        return F.cross_entropy(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+    targets = stack_of(target)
+    losses = F.cross_entropy(stack_of(input).mT, targets, ignore_index=ignore_index, reduction="none")
+    return mapped(losses.sum(1) / (targets != ignore_index).sum(1))
+
+
+def _view(tensor: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
+    try:
+        return tensor.view(*arguments, **keywords)
+    except RuntimeError:
+        if not is_mapped(tensor) or tensor.is_contiguous():
+            raise
+        return tensor.contiguous().view(*arguments, **keywords)
+
+
+def _stacked_on_cpu(tensor: Tensor) -> bool:
+    return is_mapped(tensor) and tensor.device.type == "cpu" and map_level() == 1
+
+
+def _each(value: int | Sequence[int], dimensions: int) -> list[int]:
+    values = [value] if isinstance(value, int) else list(value)
+    return values * dimensions if len(values) == 1 else values
+
+
+def _as_autocast(tensor: Tensor) -> Tensor:
+    """Cast as autocast would have, which acts below the functions that a mode gets to see."""
+    if torch.is_autocast_enabled("cpu") and tensor.is_floating_point() and tensor.dtype != torch.float64:
+        return tensor.to(torch.get_autocast_dtype("cpu"))
+    return tensor
+
+
+def _channels_last(stack: Tensor) -> Tensor:
+    """Return a stack ``[clients, batch, channels, …]`` of the same values whose channels are last in memory."""
+    dense = stack.movedim(2, -1).contiguous()
+    # Viewed twice, for a dimension of one may have any stride, and torch tells the order from all strides.
+    return dense.view(-1).view(dense.shape).movedim(-1, 2)
+
+
+def _empty_channels_last(clients: int, shape: Sequence[int], like: Tensor) -> Tensor:
+    batch, channels, *size = shape
+    return like.new_empty(clients, batch, *size, channels).movedim(-1, 2)
+
+
+class _OverStacks(Function):
+    """Calls a function with the stacks that mapped tensors stand for; what clients share is repeated."""
+
+    generate_vmap_rule = False
+
+    @staticmethod
+    def forward(run: Callable[..., Tensor], *arguments: Any) -> Tensor:
+        raise AssertionError("no argument is mapped")
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], run: Callable[..., Tensor], *arguments: Any) -> Any:
+        stacks = [
+            argument
+            if not isinstance(argument, Tensor)
+            else argument.expand(info.batch_size, *argument.shape)
+            if dimension is None
+            else argument.movedim(dimension, 0)
+            for argument, dimension in zip(arguments, in_dims[1:], strict=True)
+        ]
+        return run(*stacks), 0
+
+
+class _StackedConvolution(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inputs: Tensor,
+        weights: Tensor,
+        biases: Tensor | None,
+        stride: list[int],
+        padding: list[int],
+        dilation: list[int],
+        groups: int,
+    ) -> Tensor:
+        inputs, weights = _channels_last(inputs), _channels_last(weights)
+        ctx.save_for_backward(inputs, weights)
+        ctx.bias_shape = None if biases is None else biases.shape
+        ctx.geometry = (stride, padding, dilation, False, [0] * len(stride), groups)
+        outputs: Tensor | None = None
+        for client, weight in enumerate(weights):
+            bias = None if biases is None else biases[client]
+            output = torch.convolution(inputs[client], weight, bias, *ctx.geometry)
+            if outputs is None:
+                outputs = _empty_channels_last(len(weights), output.shape, output)
+            outputs[client] = output
+        assert outputs is not None
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        inputs, weights = ctx.saved_tensors
+        gradients = _channels_last(gradient)
+        needed = ctx.needs_input_grad[:3]
+        results = (
+            _empty_channels_last(len(inputs), inputs.shape[1:], inputs) if needed[0] else None,
+            weights.new_empty(weights.shape) if needed[1] else None,
+            weights.new_empty(ctx.bias_shape) if needed[2] else None,
+        )
+        bias_size = None if ctx.bias_shape is None else list(ctx.bias_shape[1:])
+        for client, weight in enumerate(weights):
+            parts = torch.ops.aten.convolution_backward(
+                gradients[client], inputs[client], weight, bias_size, *ctx.geometry, needed
+            )
+            for result, part in zip(results, parts, strict=True):
+                if result is not None:
+                    result[client] = part
+        return (*results, None, None, None, None)
+
+
+class _StackedBatchNorm(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inputs: Tensor,
+        weights: Tensor | None,
+        biases: Tensor | None,
+        running_means: Tensor | None,
+        running_variances: Tensor | None,
+        training: bool,
+        momentum: float,
+        eps: float,
+    ) -> Tensor:
+        inputs = _channels_last(inputs)
+        outputs = torch.empty_like(inputs)
+        stacks = (weights, biases, running_means, running_variances)
+        kept = next((stack for stack in stacks if stack is not None), inputs)
+        statistics = kept.new_empty(2, len(inputs), inputs.shape[2])
+        for client, values in enumerate(inputs):
+            own = (None if stack is None else stack[client] for stack in stacks)
+            out = (outputs[client], *statistics[:, client])
+            # The stubs of torch know neither this overload nor tensors that may be left out.
+            torch.native_batch_norm(values, *own, training, momentum, eps, out=out)  # type: ignore[call-arg, misc, arg-type]
+        # In training the gradient takes the batch's statistics, and the running ones go on changing.
+        running = (None, None) if training else (running_means, running_variances)
+        ctx.save_for_backward(inputs, weights, *running, *statistics)
+        ctx.bias_like = None if biases is None else biases.new_empty(0)
+        ctx.settings = (training, eps)
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        inputs, *stacks = ctx.saved_tensors
+        gradients = _channels_last(gradient)
+        channels = (len(inputs), inputs.shape[2])
+        needed = ctx.needs_input_grad[:3]
+        results = (
+            torch.empty_like(inputs) if needed[0] else None,
+            stacks[0].new_empty(channels) if needed[1] else None,
+            ctx.bias_like.new_empty(channels) if needed[2] else None,
+        )
+        for client, values in enumerate(inputs):
+            own = (None if stack is None else stack[client] for stack in stacks)
+            parts = torch.ops.aten.native_batch_norm_backward(gradients[client], values, *own, *ctx.settings, needed)
+            for result, part in zip(results, parts, strict=True):
+                if result is not None:
+                    result[client] = part
+        return (*results, None, None, None, None, None)

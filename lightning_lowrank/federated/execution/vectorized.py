@@ -1,0 +1,169 @@
+"""Clients that step together: their values are stacked, and each step is one for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_lowrank.federated import optimizers
+from lightning_lowrank.federated.algorithm import LocalStep, inherits
+from lightning_lowrank.federated.data.planner import Chunk
+from lightning_lowrank.federated.execution.base import Execution
+from lightning_lowrank.federated.execution.stack import ActsOnStacks, ClientStack
+from lightning_lowrank.federated.state import State, slice_tree, stack_trees
+
+__all__ = ["Vectorized"]
+
+
+class Vectorized(Execution):
+    """Trains a chunk's clients together, in stacks that stand in the optimizers' place of the module's parameters."""
+
+    name = "vectorized"
+    stacked = True
+    _stack: ClientStack | None = None
+    _mapped: LocalStep | None = None
+
+    def begin_round(self) -> None:
+        """Look which tensors are trained in this round, and who changes gradients."""
+        super().begin_round()
+        self._acting = [callback for callback in self.trainer.callbacks if isinstance(callback, ActsOnStacks)]
+
+    def open(self, chunk: Chunk) -> None:
+        """Stack the chunk's clients."""
+        stack = self._make_stack(chunk)
+        infos = [self.coordinator.info(client) for client in chunk.clients]
+        if self.coordinator.sends_global_model and inherits(self.algorithm, "begin"):
+            self.coordinator.send_global_model(infos)
+            for client in self.clients if self.settings.buffers != "average" or self.settings.objective else ():
+                self._begin_extras(client)
+        else:
+            for client, info in zip(self.clients, infos, strict=True):
+                self._begin_client(client, self.coordinator.send(info))
+        self.round_state = stack_trees([client.round_state for client in self.clients])
+        optimizers.begin(self.base.optimizers, [client.state for client in self.clients], stacked=True)
+        self._stack = stack
+
+    def _make_stack(self, chunk: Chunk) -> ClientStack:
+        run = self._run_objective if self._own_objective else None
+        stack = ClientStack(self.trainer, self.module, self.live, len(chunk.clients), run)
+        self.chunk = chunk
+        self.clients = self._contexts(chunk, stack.client)
+        self.algorithm.configure(self.base, self.clients[0])
+        return stack
+
+    def resume(self, chunk: Chunk, number: int, values: Mapping[str, Tensor], round_state: State) -> None:
+        """Go on with the clients that were open when a checkpoint was saved."""
+        self._stack = self._make_stack(chunk)
+        self._stack.resume(values, chunk.active(max(0, number - 1)))
+        self.round_state, self.number = round_state, number
+
+    def before_batch(self, number: int) -> None:
+        """Let the clients leave that have made their last step."""
+        super().before_batch(number)
+        assert self._stack is not None
+        assert self.chunk is not None
+        active = self.chunk.active(number)
+        self._keep_moments(active)
+        self._stack.narrow(active)
+        if self._own_objective:
+            self._stack.round_state = slice_tree(self.round_state, slice(active))
+
+    def _keep_moments(self, active: int) -> None:
+        """Keep the optimizers' states of clients from place ``active`` on, which have made their last step."""
+        assert self._stack is not None
+        if self.settings.optimizer_state == "keep":
+            for place in range(active, self._stack.active):
+                optimizers.keep(self.base.optimizers, self.clients[place].state, place)
+
+    def step(self) -> LocalStep:
+        """Return what the method sees of the present step; while it is mapped over clients, that of one of them."""
+        if self._mapped is not None:
+            return self._mapped
+        assert self._stack is not None
+        assert self.chunk is not None
+        active = self._stack.active
+        return LocalStep(
+            self.base,
+            self.clients[0].round,
+            self.chunk.clients[:active],
+            self._stack.leaves,
+            {name: self._stack.values[name][:active] for name in self.base.initial_buffers},
+            slice_tree(self.round_state, slice(active)),
+            self.number,
+            torch.tensor(self.chunk.batches[:active], dtype=torch.float64, device=self._stack.device),
+            stacked=True,
+        )
+
+    def _run_objective(
+        self, values: Mapping[str, Tensor], round_state: State, batch: Any, training_step: Callable[[], Any]
+    ) -> Any:
+        """Run the objective of one client, inside the map over clients."""
+        assert self.chunk is not None
+        parameters = {name: value for name, value in values.items() if name not in self.base.initial_buffers}
+        buffers = {name: values[name] for name in self.base.initial_buffers}
+        steps = torch.tensor(self.chunk.steps, dtype=torch.float64)
+        self._mapped = LocalStep(
+            self.base,
+            self.clients[0].round,
+            self.chunk.clients,
+            parameters,
+            buffers,
+            round_state,
+            self.number,
+            steps,
+            stacked=False,
+        )
+        try:
+            return self.loss(batch, training_step)
+        finally:
+            self._mapped = None
+
+    def before_step(self) -> None:
+        """Show the gradients to callbacks that act on stacks, and to the method."""
+        assert self._stack is not None
+        for callback in self._acting:
+            callback.on_before_stacked_step(self.module, self._stack.leaves)
+        super().before_step()
+
+    def close(self) -> None:
+        """Hand over what the clients send."""
+        assert self._stack is not None
+        self._keep_moments(0)
+        if self.coordinator.averages_models:
+            self._end_as_stacks(self._stack)
+        else:
+            for place in sorted(range(len(self.clients)), key=lambda place: self.clients[place].id):
+                client = self.clients[place]
+                client.round_state.clear()
+                client.round_state.update(slice_tree(self.round_state, place))
+                self._end_client(client)
+        self._forget()
+
+    def _end_as_stacks(self, stack: ClientStack) -> None:
+        message = self.algorithm.end(self.clients[0])
+        stacks = {name: stack.values[name] for name in message.tensors}
+        self.coordinator.receive_stacks(self.clients, stacks, message)
+        for client in self.clients:
+            self._keep_buffers(client)
+
+    def _forget(self) -> None:
+        assert self._stack is not None
+        self._stack.close()
+        self._stack, self.chunk, self.clients, self.round_state = None, None, [], {}
+
+    def abandon(self) -> None:
+        """Give the module and the optimizers back; the module has kept the global model."""
+        if self._stack is not None:
+            self._forget()
+        self.algorithm.configure(self.base, None)
+
+    def hide(self) -> None:
+        """Make the module compute as the global model, whose values it has."""
+        self.algorithm.configure(self.base, None)
+
+    def values(self) -> dict[str, Tensor]:
+        """Return the stacks."""
+        return self.live if self._stack is None else self._stack.values

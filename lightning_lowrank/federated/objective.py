@@ -1,0 +1,163 @@
+"""What a client's batch is trained for, where that is not just the module's own loss.
+
+A method changes the objective by `Algorithm.loss`. An `Objective` does so beside any method:
+``FederatedLoop(objective=...)``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from lightning_lowrank.federated.algorithm import LocalStep
+from lightning_lowrank.federated.state import ClientContext
+
+__all__ = ["Call", "MaskAbsentClasses", "Objective", "add_to_loss", "loss_of", "part_of", "recorded", "with_weights"]
+
+
+class Objective(ABC):
+    """Changes what a client's batch is trained for, beside any method."""
+
+    def begin(self, client: ClientContext) -> None:
+        """Put what `loss` needs in this round into ``client.round_state``. Called after the method's own `begin`."""
+
+    @abstractmethod
+    def loss(self, step: LocalStep, batch: Any, training_step: Callable[[], Any]) -> Any:
+        """Return the objective of a batch; as `Algorithm.loss`."""
+
+
+class MaskAbsentClasses(Objective):
+    r"""Leave the classes that a client has no samples of out of its loss (masked cross-entropy).
+
+    While a client trains, the logits of these classes are :math:`-\infty`: their probability is 0, and no gradient
+    flows through them. Validation sees all classes. FedHM (arXiv:2111.14655, Section 4.1) and HeteroFL
+    (arXiv:2010.01264, Section 3) train so.
+
+    Args:
+        layer: Name of the submodule whose output, ``[batch, classes, …]``, holds the logits. Default ``"network"``.
+        classes: Number of classes. ``None``: the ``num_classes`` of that submodule or of the module.
+
+    Raises:
+        MisconfigurationException: When a fit begins, if there is no such submodule, the number of classes is not
+            known, the training data has no labels, or the module has a ``label_smoothing``.
+
+    Example:
+        >>> from lightning_lowrank import FedAvg, FederatedLoop, LabelCount, MaskAbsentClasses
+        >>> loop = FederatedLoop(FedAvg(), clients=20, partition=LabelCount(2), objective=MaskAbsentClasses())
+    """
+
+    _KEY = "objective.present"
+
+    def __init__(self, layer: str = "network", classes: int | None = None) -> None:
+        self.layer = layer
+        self.classes = classes
+
+    def begin(self, client: ClientContext) -> None:
+        """Note which classes the client has samples of."""
+        module = client.base.module
+        owners = (part_of(module, self.layer), module)
+        classes = self.classes or next((each.num_classes for each in owners if hasattr(each, "num_classes")), None)
+        if not isinstance(classes, int):
+            raise MisconfigurationException(
+                f"MaskAbsentClasses needs the number of classes, and neither {self.layer!r} nor the module has"
+                " num_classes: give classes=10 or the like."
+            )
+        labels = client.labels
+        if labels is None:
+            raise MisconfigurationException("MaskAbsentClasses needs labels, and the training data has none.")
+        smoothing = getattr(module, "label_smoothing", 0)
+        if smoothing:
+            raise MisconfigurationException(
+                f"label_smoothing={smoothing} spreads over all classes, and MaskAbsentClasses leaves some out: use one"
+                " of them."
+            )
+        present = torch.zeros(classes, dtype=torch.bool).index_fill_(0, labels.unique(), True)
+        client.round_state[self._KEY] = present.to(client.base.device)
+
+    def loss(self, step: LocalStep, batch: Any, training_step: Callable[[], Any]) -> Any:
+        """Run the training step with masked logits."""
+        present = step.round_state[self._KEY]
+
+        def mask(layer: nn.Module, inputs: Any, logits: Tensor) -> Tensor:
+            shape = (1, len(present), *(1,) * (logits.ndim - 2))
+            return logits.masked_fill(~present.view(shape), float("-inf"))
+
+        handle = part_of(step.base.module, self.layer).register_forward_hook(mask)
+        try:
+            return training_step()
+        finally:
+            handle.remove()
+
+
+def part_of(module: nn.Module, name: str) -> nn.Module:
+    """Return a submodule by its name.
+
+    Raises:
+        MisconfigurationException: If there is none.
+    """
+    try:
+        return module.get_submodule(name)
+    except AttributeError as error:
+        raise MisconfigurationException(
+            f"the module has no submodule {name!r}; it has {[each for each, _ in module.named_children()]}."
+        ) from error
+
+
+@dataclass
+class Call:
+    """One call of a submodule: its arguments, and what it returned."""
+
+    inputs: tuple[Any, ...]
+    keywords: dict[str, Any]
+    output: Any
+
+
+@contextmanager
+def recorded(module: nn.Module, name: str) -> Iterator[list[Call]]:
+    """Record the calls of a submodule, such as that in a training step, whose features or logits a loss needs."""
+    calls: list[Call] = []
+    handle = part_of(module, name).register_forward_hook(
+        lambda layer, inputs, keywords, output: calls.append(Call(inputs, keywords, output)), with_kwargs=True
+    )
+    try:
+        yield calls
+    finally:
+        handle.remove()
+
+
+@torch.no_grad()
+def with_weights(module: nn.Module, name: str, model: Mapping[str, Tensor], call: Call) -> Any:
+    """Return what a submodule would have returned with other weights, without a gradient.
+
+    Args:
+        module: The module.
+        name: Name of the submodule.
+        model: Values of the module's parameters and buffers by name; those that it does not name stay.
+        call: The submodule's call, whose arguments are taken.
+    """
+    prefix = f"{name}." if name else ""
+    part = part_of(module, name)
+    # Copies, for a layer in training mode writes to its buffers.
+    own = {key: value.clone() for key, value in part.named_buffers()}
+    own |= {key.removeprefix(prefix): value.clone() for key, value in model.items() if key.startswith(prefix)}
+    return functional_call(part, own, call.inputs, call.keywords)
+
+
+def loss_of(output: Any) -> Tensor:
+    """Return the loss in what a training step returned."""
+    return output["loss"] if isinstance(output, Mapping) else output
+
+
+def add_to_loss(output: Any, term: Tensor) -> Any:
+    """Return what a training step returned, with ``term`` added to its loss."""
+    if isinstance(output, Mapping):
+        return {**output, "loss": output["loss"] + term}
+    return output + term

@@ -1,0 +1,160 @@
+"""What clients keep between rounds, in memory or on disk.
+
+A state is a nested dictionary of tensors and plain Python. `ClientStates` holds those of a simulation's clients and
+writes the least recently used ones to disk when all of them exceed a limit. A real site keeps its own with `save` and
+`load`. `flatten_state` and `unflatten_state` also serve processes that send states to each other.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from lightning_lowrank.federated.state import State
+
+__all__ = ["ClientStates", "flatten_state", "load", "save", "size", "unflatten_state"]
+
+
+def size(value: Any) -> int:
+    """Return the bytes of all tensors in nested dictionaries, lists and tuples.
+
+    Example:
+        >>> size({"a": torch.zeros(3), "b": [torch.zeros(2, dtype=torch.int64), 5]})
+        28
+    """
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, Mapping):
+        return sum(map(size, value.values()))
+    return sum(map(size, value)) if isinstance(value, (list, tuple)) else 0
+
+
+def flatten_state(value: Any) -> tuple[list[Any], list[Tensor]]:
+    """Describe nested dictionaries, lists and tuples in plain lists, with their tensors apart.
+
+    Returns:
+        The description, which JSON can hold as well, and the tensors in the order in which it numbers them.
+
+    Raises:
+        TypeError: If there is anything in ``value`` but dictionaries, lists, tuples, tensors and plain Python.
+
+    Example:
+        >>> flatten_state({"a": torch.zeros(1), "b": 5})
+        (['dict', [[['plain', 'a'], ['tensor', 0]], [['plain', 'b'], ['plain', 5]]]], [tensor([0.])])
+    """
+    tensors: list[Tensor] = []
+
+    def described(part: Any) -> list[Any]:
+        if isinstance(part, Tensor):
+            tensors.append(part.detach())
+            return ["tensor", len(tensors) - 1]
+        if isinstance(part, Mapping):
+            return ["dict", [[described(key), described(entry)] for key, entry in part.items()]]
+        if isinstance(part, (list, tuple)):
+            return ["list" if isinstance(part, list) else "tuple", [described(entry) for entry in part]]
+        if part is None or isinstance(part, (bool, int, float, str)):
+            return ["plain", part]
+        raise TypeError(f"{part!r} of type {type(part).__name__} is kept; only tensors and plain Python may be.")
+
+    return described(value), tensors
+
+
+def unflatten_state(description: list[Any], tensors: Sequence[Tensor]) -> Any:
+    """Return what `flatten_state` was given, with these tensors."""
+    kind, content = description
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "dict":
+        return {unflatten_state(key, tensors): unflatten_state(entry, tensors) for key, entry in content}
+    if kind in ("list", "tuple"):
+        entries = [unflatten_state(entry, tensors) for entry in content]
+        return entries if kind == "list" else tuple(entries)
+    return content
+
+
+def save(value: Mapping[str, Any], path: Path) -> None:
+    """Write ``value`` to ``path``, by way of a second file, so that a write that fails leaves the first one whole.
+
+    Raises:
+        TypeError: If there is anything in it but dictionaries, lists, tuples, tensors and plain Python.
+    """
+    description, tensors = flatten_state(value)
+    metadata = {"structure": json.dumps(description), "devices": json.dumps([str(each.device) for each in tensors])}
+    stored = {str(number): each.cpu().contiguous().clone() for number, each in enumerate(tensors)}
+    unfinished = path.with_suffix(".part")
+    safetensors.torch.save_file(stored, unfinished, metadata=metadata)
+    unfinished.replace(path)
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Return what `save` wrote, the tensors on the devices that they were on."""
+    with safetensors.safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+        devices = json.loads(metadata["devices"])
+        tensors = [file.get_tensor(str(number)).to(torch.device(name)) for number, name in enumerate(devices)]
+    return unflatten_state(json.loads(metadata["structure"]), tensors)
+
+
+class ClientStates:
+    """What the clients of a simulation keep between rounds; a client that keeps nothing takes no memory.
+
+    Args:
+        states: What clients keep, by their ids.
+        limit: Bytes of tensors that clients may keep in memory between rounds. Beyond it, states go to a temporary
+            folder, the least recently used first. ``None``: no limit.
+    """
+
+    def __init__(self, states: Mapping[int, State] | None = None, limit: int | None = None) -> None:
+        self._limit = limit
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._on_disk: set[int] = set()
+        # The order of the dictionary is that of last use.
+        self._present: dict[int, State] = dict(states or {})
+
+    def __getitem__(self, client: int) -> State:
+        state = self._present.pop(client, None)
+        if state is None:
+            state = load(self._path(client)) if client in self._on_disk else {}
+            self._on_disk.discard(client)
+        self._present[client] = state
+        return state
+
+    def __setitem__(self, client: int, state: State) -> None:
+        self._present.pop(client, None)
+        self._on_disk.discard(client)
+        self._present[client] = state
+
+    def _path(self, client: int) -> Path:
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="lightning_lowrank_clients_")
+        return Path(self._folder.name) / f"client_{client}.safetensors"
+
+    def items(self) -> Iterator[tuple[int, State]]:
+        """Iterate over the clients that keep something, in ascending id; what is on disk stays there."""
+        for client in sorted(self._present.keys() | self._on_disk):
+            if client in self._on_disk:
+                yield client, load(self._path(client))
+            elif self._present[client]:
+                yield client, self._present[client]
+
+    def offload(self) -> None:
+        """Forget clients that keep nothing, and put on disk what is beyond the limit."""
+        self._present = {client: state for client, state in self._present.items() if state}
+        if self._limit is None:
+            return
+        sizes = {client: size(state) for client, state in self._present.items()}
+        total = sum(sizes.values())
+        for client, nbytes in sizes.items():
+            if total <= self._limit:
+                break
+            save(self._present.pop(client), self._path(client))
+            self._on_disk.add(client)
+            total -= nbytes

@@ -1,0 +1,100 @@
+"""What is evaluated beside the global model: each client's own model, and the method's further global models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from lightning_lowrank.federated.coordinator import Coordinator
+from lightning_lowrank.federated.data.evaluation_samples import matched_labels
+from lightning_lowrank.federated.data.labels import find_labels
+from lightning_lowrank.federated.data.rounds import RoundData
+from lightning_lowrank.federated.evaluation import ClientEvaluation, figures
+from lightning_lowrank.federated.execution.distributed import ClientParallelStrategy
+from lightning_lowrank.federated.state import trained_tensors
+from lightning_lowrank.internals.lightning import log_figures
+
+__all__ = ["FurtherModels"]
+
+
+class FurtherModels:
+    """Evaluates clients' own models (``FederatedLoop(personal_test=...)``) and `Algorithm.variants`.
+
+    Args:
+        data: The divided training set; ``None`` on a server that has none, which evaluates no client's own model.
+        coordinator: The server's half, and what clients keep.
+    """
+
+    def __init__(self, data: RoundData | None, coordinator: Coordinator) -> None:
+        self._data = data
+        self._coordinator = coordinator
+        self._settings = coordinator.settings
+        self._evaluations: dict[str, tuple[Any, ClientEvaluation]] = {}
+
+    def evaluate(self, trainer: Any, module: pl.LightningModule, stage: Literal["validate", "test"]) -> None:
+        """Log how clients' own models do on their own test data, and further global models on all of it."""
+        loader = trainer.val_dataloaders if stage == "validate" else trainer.test_dataloaders
+        coordinator, algorithm = self._coordinator, self._coordinator.algorithm
+        logged: dict[str, float] = {}
+        if self._settings.personal_test is not None:
+            assert self._data is not None
+            source = loader if self._settings.personal_test == "matched_labels" else self._data.training_loader
+            evaluation = self._evaluation(f"clients {stage}", source, lambda: self._test_indices(loader))
+            live = trained_tensors(module)
+
+            def personal(client: int) -> Mapping[str, Tensor]:
+                context = coordinator.context(client, live)
+                model = algorithm.model_for(coordinator.server, coordinator.info(client))
+                return algorithm.personal_model(context, model)
+
+            for name, values in self._run(evaluation, trainer, module, stage, personal).items():
+                logged.update(figures(values, name))
+        variants = algorithm.variants(coordinator.server)
+        if variants:
+            names, models = list(variants), list(variants.values())
+            (one,) = loader if isinstance(loader, (list, tuple)) else (loader,)
+            everything = [torch.arange(len(one.dataset))] * len(names)
+            evaluation = self._evaluation(f"variants {stage}", loader, lambda: everything)
+            for name, values in self._run(evaluation, trainer, module, stage, models.__getitem__).items():
+                logged.update({f"{name}/{names[number]}": value for number, value in values.items()})
+        if logged:
+            log_figures(trainer, logged)
+        coordinator.states.offload()
+
+    def _run(
+        self,
+        evaluation: ClientEvaluation,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        stage: Literal["validate", "test"],
+        models: Callable[[int], Mapping[str, Tensor]],
+    ) -> dict[str, dict[int, float]]:
+        """Run an evaluation, of which each process that takes part in rounds does a share."""
+        processes = trainer.strategy
+        if not isinstance(processes, ClientParallelStrategy):
+            return evaluation.run(trainer, module, stage, models)
+        share = set(evaluation.clients[processes.global_rank :: processes.world_size])
+        parts = processes.gather(evaluation.run(trainer, module, stage, models, share))
+        names = {name: None for part in parts for name in part}
+        return {name: dict(sorted(entry for part in parts for entry in part.get(name, {}).items())) for name in names}
+
+    def _evaluation(self, name: str, loader: Any, indices: Callable[[], list[Tensor]]) -> ClientEvaluation:
+        """Return the evaluation that was made for this loader, or make one."""
+        if name not in self._evaluations or self._evaluations[name][0] is not loader:
+            seed = self._coordinator.server.seed
+            self._evaluations[name] = loader, ClientEvaluation(loader, indices(), seed=seed)
+        return self._evaluations[name][1]
+
+    def _test_indices(self, loader: Any) -> list[Tensor]:
+        assert self._data is not None
+        if self._settings.personal_test != "matched_labels":
+            return self._data.held_out
+        (one,) = loader if isinstance(loader, (list, tuple)) else (loader,)
+        assert self._data.indices is not None
+        assert self._data.label_values is not None
+        labels = find_labels(one.dataset, self._settings.labels)
+        return matched_labels(self._data.indices, self._data.label_values, labels)

@@ -1,0 +1,54 @@
+"""Where a federated run stands, so that it can go on from a checkpoint at any batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+__all__ = ["Progress"]
+
+
+@dataclass
+class Progress:
+    """Where a run stands.
+
+    Args:
+        round: Number of the round, from 0; -1 before the first.
+        position: Number of the round's steps that are done in this process.
+        chunk: Number of the round's chunks that are done.
+        round_open: Whether the round has begun and has not been aggregated.
+        chunk_open: Whether a chunk of clients is training.
+        group_begins: Whether the present batch is the first of a group of accumulated ones.
+        group_ends: Whether the optimizer steps after the present batch.
+        client_steps: Number of batches that clients have been trained on in all rounds before this one, and in this
+            one by this process.
+        client_steps_before: Their number when the round began.
+        logged_steps: Number of steps of the round that loggers have seen in this process.
+        processes: Number of processes that share the run.
+    """
+
+    round: int = -1
+    position: int = 0
+    chunk: int = 0
+    round_open: bool = False
+    chunk_open: bool = False
+    group_begins: bool = True
+    group_ends: bool = True
+    client_steps: int = 0
+    client_steps_before: int = 0
+    logged_steps: int = 0
+    processes: int = 1
+
+    def begin(self, number: int) -> None:
+        """Stand before the first step of a round."""
+        self.round, self.position, self.chunk = number, 0, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return it as plain Python, but for what the next batch decides."""
+        return {name: value for name, value in asdict(self).items() if name != "group_begins"}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict`'s result."""
+        for name, value in state.items():
+            setattr(self, name, value)

@@ -1,0 +1,333 @@
+"""The settings of a federated experiment, declared and checked once.
+
+`FederatedLoop` has them as its arguments, the command line as its ``federated:`` section. Real sites read them too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import Dataset
+
+from lightning_lowrank.aggregation import Aggregator, WeightedMean
+from lightning_lowrank.compression import Codec
+from lightning_lowrank.federated.algorithm import Algorithm
+from lightning_lowrank.federated.data.indices import ClientIndices
+from lightning_lowrank.federated.data.labels import find_labels
+from lightning_lowrank.federated.data.partitions import IID, Partition
+from lightning_lowrank.federated.objective import Objective
+from lightning_lowrank.federated.state import Base, BufferPolicy, ClientInfo, Server
+from lightning_lowrank.seeding import default_seed
+
+__all__ = ["FederatedSettings"]
+
+_SETTINGS_OF_LENGTH = ("local_epochs", "local_steps")
+
+
+@dataclass(eq=False)
+class FederatedSettings:
+    """The settings of `FederatedLoop`.
+
+    Args:
+        algorithm: The federated method.
+        clients: Number of clients. May be left out where the partition knows it (`ByKey`, `FromIndices`).
+        clients_per_round: Clients drawn in each round: a count, or a share of all clients in (0, 1] as a float.
+            ``None``: all of them. Clients without samples are never drawn.
+        partition: How the training set is divided; `IID` by default.
+        local_epochs: Passes of a client over its own samples in a round.
+        local_steps: Number of batches of a client in a round, instead of ``local_epochs``.
+        uplink: Codecs that every message from a client passes, such as ``[TopK(0.1, error_feedback=True), Half()]``.
+            They get the difference from `Algorithm.reference`, by default from what the client received. Buffers and
+            integers travel exactly. Empty (default): every number travels as it is.
+        downlink: Codecs that every message to a client passes. With error feedback they get the difference from a copy
+            of the broadcast that all clients hold, and the server adds clients' changes to its own model (EF21-P).
+            Clients that sit a round out must hear it too. Without error feedback they get the values.
+        aggregator: How the arrivals of a round become one value, for methods that average; `WeightedMean` by default.
+        objective: What clients are trained for beside the module's own loss, such as ``MaskAbsentClasses()``.
+        weighting: A client's weight in the mean: its number of ``"samples"``, ``"uniform"``, or a function of the
+            `ClientInfo`.
+        buffers: Persistent buffers such as BatchNorm's statistics. ``"average"``: sent, trained and averaged like
+            weights (integer ones rounded). ``"local"``: each client keeps its own, nothing is sent, and the global
+            model keeps those it began with. ``"reset"``: every client starts each round from the initial ones, and
+            only the results are sent and averaged.
+        optimizer_state: ``"reset"``: momentum and the like start anew with each client and round. ``"keep"``: each
+            client takes its own up again when it is next drawn.
+        client_dropout: Chance in [0, 1) that a drawn client fails: it is sent the model and never answers. At least
+            one client of a round always answers.
+        sampling_weights: Relative chance of each client to be drawn; uniform by default.
+        participants: Ids of the clients of each round, given instead of drawn.
+        availability: For each client the chance that it is there in a round, or a function of client id and round.
+        labels: Function from the training dataset to its labels, for partitions by label. By default they are found
+            from ``targets``, ``labels`` or ``tensors``, or in one pass over the dataset.
+        seed: Seed of partition, sampling, data order and clients' randomness. ``None``: the seed given to Lightning's
+            ``seed_everything``, or 0.
+        execution: ``"sequential"`` (default): clients train one after another. ``"vectorized"``: a round's clients step
+            together, as one batch of models. The results are equal to rounding (but for dropout and augmentation in
+            ``training_step``, whose draws differ); a frozen weight is one product for all clients, so that low-rank
+            clients gain most. ``training_step`` is mapped with `torch.func.vmap`: it may not branch on a tensor's
+            value, call ``.item()`` or update a metric, and optimizers must act on each
+            number alone (see `register_elementwise`).
+            ``global_step``, ``max_steps``, step-wise schedulers, ``val_check_interval`` and checkpoints every n steps
+            then count steps of a chunk; ``federated/client_steps`` counts clients' batches in both. ``"auto"``: a few
+            steps are tried both ways when the fit begins, the faster is taken, and a line says which and why; a resumed
+            run keeps the choice.
+        chunk_size: Largest number of clients that step together. ``None``: as many as a quarter of the free memory
+            holds. The result does not depend on it, to rounding.
+        fast_steps: Whether steps may call only those hooks that the module or a callback overrides. Off, every step is
+            Lightning's own, with the same results.
+        personal_test: What each client's own model (`Algorithm.personal_model`; for most methods the global model) is
+            tested on, each time validation runs between rounds: ``"matched_labels"``: the validation samples of the
+            labels that it has in its training samples; a share in (0, 1): that share of its own samples, drawn at
+            random and not trained on. Logged are the mean over clients, the mean of the worst tenth and the standard
+            deviation of each figure that ``validation_step`` logs: ``personal/val_acc``, ``personal/val_acc_worst10``,
+            ``personal/val_acc_std``. ``trainer.test`` after the fit does the same with the test loader. ``None``: not
+            at all.
+        client_settings: What is otherwise for single clients, by their ids or as a function of the id:
+            ``local_epochs`` or ``local_steps``, and options of the optimizers such as ``lr`` or ``weight_decay``.
+            Clients that step together have the same options.
+        client_memory_limit: Bytes of tensors that all clients together keep in memory from round to round (their own
+            models, moments, error feedback). What is beyond is put into a temporary folder as safetensors, that of the
+            clients first which have not been drawn for longest. ``None``: no limit. Checkpoints hold all of it.
+        summary: Print the partition's table when the fit begins, and a line with metrics and bytes when it ends.
+
+    Raises:
+        MisconfigurationException: If a setting is out of range, or two of them do not go together.
+    """
+
+    algorithm: Algorithm
+    clients: int | None = None
+    clients_per_round: int | float | None = None
+    partition: Partition | None = None
+    local_epochs: int = 1
+    local_steps: int | None = None
+    uplink: list[Codec] = field(default_factory=list)
+    downlink: list[Codec] = field(default_factory=list)
+    aggregator: Aggregator | None = None
+    objective: Objective | None = None
+    weighting: Literal["samples", "uniform"] | Callable[[ClientInfo], float] = "samples"
+    buffers: BufferPolicy = "average"
+    optimizer_state: Literal["reset", "keep"] = "reset"
+    client_dropout: float = 0.0
+    sampling_weights: list[float] | None = None
+    participants: list[list[int]] | None = None
+    availability: list[float] | Callable[[int, int], bool] | None = None
+    labels: Callable[[Dataset], Sequence[Any]] | None = None
+    seed: int | None = None
+    summary: bool = True
+    execution: Literal["sequential", "vectorized", "auto"] = "sequential"
+    chunk_size: int | None = None
+    fast_steps: bool = True
+    client_settings: dict[int, dict[str, Any]] | Callable[[int], Mapping[str, Any]] | None = None
+    client_memory_limit: int | None = None
+    personal_test: Literal["matched_labels"] | float | None = None
+
+    def __post_init__(self) -> None:
+        self.seed = default_seed() if self.seed is None else self.seed
+        self.partition = IID() if self.partition is None else self.partition
+        self.aggregator = WeightedMean() if self.aggregator is None else self.aggregator
+        self._check_parts()
+        self._check_rounds()
+        self._check_clients()
+
+    def _check_parts(self) -> None:
+        _check(
+            isinstance(self.algorithm, Algorithm),
+            f"algorithm must be an Algorithm such as FedAvg(), got {self.algorithm!r}",
+        )
+        _check(
+            isinstance(self.partition, Partition),
+            f"partition must be a Partition such as IID() or Dirichlet(0.3), got {self.partition!r}",
+        )
+        _check(
+            isinstance(self.aggregator, Aggregator),
+            f"aggregator must be an Aggregator such as WeightedMean(), got {self.aggregator!r}",
+        )
+        _check(
+            self.objective is None or isinstance(self.objective, Objective),
+            f"objective must be an Objective such as MaskAbsentClasses(), or None, got {self.objective!r}",
+        )
+        for name in ("uplink", "downlink"):
+            codecs = getattr(self, name)
+            _check(
+                isinstance(codecs, (list, tuple)) and all(isinstance(codec, Codec) for codec in codecs),
+                f"{name} must be a list of codecs such as [TopK(0.1), Half()], got {codecs!r}",
+            )
+
+    def _check_rounds(self) -> None:
+        _check(self.clients is None or self.clients >= 1, f"clients must be 1 or more, got {self.clients}")
+        share = self.clients_per_round
+        if isinstance(share, float):
+            _check(
+                0 < share <= 1,
+                f"clients_per_round as a share must be in (0, 1], got {share}; give a count as an int",
+            )
+        elif share is not None:
+            _check(share >= 1, f"clients_per_round must be 1 or more, got {share}")
+            _check(
+                self.clients is None or share <= self.clients,
+                f"clients_per_round={share} is more than clients={self.clients}",
+            )
+        _check(self.local_epochs >= 1, f"local_epochs must be 1 or more, got {self.local_epochs}")
+        _check(
+            self.local_steps is None or self.local_steps >= 1,
+            f"local_steps must be 1 or more, or None for local_epochs, got {self.local_steps}",
+        )
+        _check(
+            self.local_steps is None or self.local_epochs == 1,
+            f"give local_epochs={self.local_epochs} or local_steps={self.local_steps}, not both",
+        )
+        _check(
+            self.execution in ("sequential", "vectorized", "auto"),
+            f"execution must be 'sequential', 'vectorized' or 'auto', got {self.execution!r}",
+        )
+        _check(
+            self.chunk_size is None or (self.chunk_size >= 1 and self.execution != "sequential"),
+            "chunk_size must be 1 or more and goes with execution='vectorized' or 'auto', got"
+            f" {self.chunk_size} with execution={self.execution!r}",
+        )
+        if self.participants is not None:
+            drawing = ("clients_per_round", "sampling_weights", "availability")
+            given = [name for name in drawing if getattr(self, name) is not None]
+            _check(not given, f"participants names every round's clients, so leave out {', '.join(given)}")
+            for number, ids in enumerate(self.participants):
+                _check(len(ids) > 0, f"participants[{number}] is empty: every round needs at least one client")
+                _check(len(set(ids)) == len(ids), f"participants[{number}] names a client twice: {ids}")
+
+    def _check_clients(self) -> None:
+        _check(
+            callable(self.weighting) or self.weighting in ("samples", "uniform"),
+            f"weighting must be 'samples', 'uniform' or a function of the client, got {self.weighting!r}",
+        )
+        _check(
+            self.buffers in ("average", "local", "reset"),
+            f"buffers must be 'average', 'local' or 'reset', got {self.buffers!r}",
+        )
+        _check(
+            self.optimizer_state in ("reset", "keep"),
+            f"optimizer_state must be 'reset' or 'keep', got {self.optimizer_state!r}",
+        )
+        _check(
+            self.personal_test in (None, "matched_labels")
+            or (isinstance(self.personal_test, float) and 0 < self.personal_test < 1),
+            f"personal_test must be 'matched_labels' or a share above 0 and below 1, got {self.personal_test!r}",
+        )
+        _check(
+            self.client_memory_limit is None or self.client_memory_limit >= 0,
+            f"client_memory_limit must be a number of bytes, 0 or more, got {self.client_memory_limit}",
+        )
+        _check(0 <= self.client_dropout < 1, f"client_dropout must be in [0, 1), got {self.client_dropout}")
+        if self.sampling_weights is not None:
+            _check(
+                all(math.isfinite(weight) and weight >= 0 for weight in self.sampling_weights),
+                f"sampling_weights must be finite and not negative, got {self.sampling_weights}",
+            )
+        if isinstance(self.availability, Sequence):
+            _check(
+                all(0 <= chance <= 1 for chance in self.availability),
+                f"availability must be chances in [0, 1], got {self.availability}",
+            )
+
+    @property
+    def experiment_seed(self) -> int:
+        """Seed of the experiment."""
+        assert self.seed is not None
+        return self.seed
+
+    def make_server(self, module: nn.Module, optimizers: Sequence[Optimizer] = (), clients: int = 0) -> Server:
+        """Return a server that has not begun, with its copy of the module."""
+        assert self.aggregator is not None
+        base = Base(module, self.experiment_seed, self.buffers, optimizers)
+        base.remember_buffers()
+        return Server(base, clients=clients, aggregator=self.aggregator.fresh())
+
+    def divide(self, dataset: Dataset) -> tuple[ClientIndices, Tensor | None]:
+        """Return which samples of a dataset each client has, and the labels where the settings need them."""
+        assert self.partition is not None
+        needed = self.partition.needs_labels or self.personal_test == "matched_labels"
+        labels = find_labels(dataset, self.labels) if needed else None
+        return self.partition.split(dataset, self.clients, self.experiment_seed, labels), labels
+
+    def cohort_size(self, count: int) -> int:
+        """Return how many of ``count`` clients a round draws.
+
+        Raises:
+            MisconfigurationException: If a setting names more clients than there are, or is a list of another length.
+        """
+        for name in ("sampling_weights", "availability"):
+            values = getattr(self, name)
+            if isinstance(values, Sequence):
+                _check(len(values) == count, f"{name} has {len(values)} entries for {count} clients")
+        unknown = {client for ids in self.participants or () for client in ids if not 0 <= client < count}
+        _check(not unknown, f"participants names {sorted(unknown)}, and clients go from 0 to {count - 1}")
+        share = self.clients_per_round
+        if share is None:
+            return count
+        if isinstance(share, float):
+            return max(1, round(share * count))
+        _check(share <= count, f"clients_per_round={share} is more than the partition's {count} clients")
+        return share
+
+    def clients_with_settings(self, count: int) -> Sequence[int]:
+        """Return the ids of those of ``count`` clients that may have settings of their own."""
+        if callable(self.client_settings):
+            return range(count)
+        unknown = [client for client in self.client_settings or () if not 0 <= client < count]
+        _check(not unknown, f"client_settings names {unknown}, and clients go from 0 to {count - 1}")
+        return sorted(self.client_settings or ())
+
+    def settings_of(self, client: int) -> dict[str, Any]:
+        """Return what is otherwise for one client."""
+        given = self.client_settings
+        settings = dict(given(client) if callable(given) else (given or {}).get(client, {}))
+        for name in _SETTINGS_OF_LENGTH:
+            if name in settings:
+                value = settings[name]
+                _check(
+                    isinstance(value, int) and value >= 1,
+                    f"client_settings: {name} of client {client} must be 1 or more, got {value!r}",
+                )
+        return settings
+
+    def options_of(self, client: int) -> dict[str, Any]:
+        """Return the optimizers' options that are one client's own."""
+        return {name: value for name, value in self.settings_of(client).items() if name not in _SETTINGS_OF_LENGTH}
+
+    def batches_of(self, client: int, per_epoch: int) -> int:
+        """Return how many batches a client trains on in a round, given those of one pass over its samples."""
+        if not per_epoch:
+            return 0
+        own = self.settings_of(client)
+        if "local_steps" in own:
+            return own["local_steps"]
+        if "local_epochs" in own:
+            return own["local_epochs"] * per_epoch
+        return self.local_steps or self.local_epochs * per_epoch
+
+    def weight_of(self, client: ClientInfo) -> float:
+        """Return a client's weight in the mean.
+
+        Raises:
+            MisconfigurationException: If a function of the user's gives none that is finite and above 0.
+        """
+        if self.weighting == "samples":
+            return client.samples
+        if self.weighting == "uniform":
+            return 1.0
+        assert callable(self.weighting)
+        weight = self.weighting(client)
+        _check(
+            math.isfinite(weight) and weight > 0,
+            f"weighting gave {weight} for client {client.id}: a weight must be finite and more than 0.",
+        )
+        return float(weight)
+
+
+def _check(holds: bool, message: str) -> None:
+    if not holds:
+        raise MisconfigurationException(message)

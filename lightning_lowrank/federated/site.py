@@ -1,0 +1,76 @@
+"""A client that is on its own: what stands at a site for the server, which is elsewhere."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from lightning.fabric.utilities import move_data_to_device
+from torch import Tensor
+
+from lightning_lowrank.compression import Packet
+from lightning_lowrank.federated.coordinator import Coordinator
+from lightning_lowrank.federated.data.planner import RoundPlan
+from lightning_lowrank.federated.messages import Message
+from lightning_lowrank.federated.state import ClientContext, ClientInfo
+
+__all__ = ["SiteCoordinator"]
+
+
+class SiteCoordinator(Coordinator, ABC):
+    """Stands at a site for the server: what it sends comes from the wire, and what it is sent goes there.
+
+    Its `Server` is empty. It is there because `FederatedLoop` has one; the client's half reads the base.
+
+    Args:
+        *parts: As for `Coordinator`.
+    """
+
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        self.received: dict[str, Tensor] = {}
+
+    @abstractmethod
+    def broadcasts(self, round_number: int) -> Iterable[bytes]:
+        """Return the encoded broadcasts that the site has not followed yet, in the order of rounds, this round's last.
+
+        One that is empty stands for a round in which nothing was sent.
+        """
+
+    @abstractmethod
+    def upload(self, message: Message, packet: Packet) -> None:
+        """Take a message of the client's to the server.
+
+        Args:
+            message: What the client sends.
+            packet: The same as it is sent.
+        """
+
+    def begin_round(self, plan: RoundPlan, live: Mapping[str, Tensor], idle: int) -> None:
+        """Apply what has been broadcast since the client's last round."""
+        base = self.server.base
+        self.server.round, self.server.cohort = plan.round, plan.clients
+        self.ledger.begin_round()
+        for data in self.broadcasts(plan.round):
+            decoded = move_data_to_device(self.wire.decode_down(base, data), base.device)
+            # An encoding has its own order of names. Methods that draw for one tensor after another need the module's.
+            self.received = {name: decoded[name] for name in [*live, *decoded] if name in decoded}
+            self.wire.hold(base, self.received)
+            if self.received:
+                self.algorithm.update_base(base, self.received)
+
+    def send(self, client: ClientInfo) -> Message:
+        """Return what the server sent."""
+        return Message(self.received)
+
+    def receive(self, client: ClientContext, message: Message) -> None:
+        """Take what the client sends to the server."""
+        self.upload(message, self.wire.up(client, message, self.received))
+
+    def aggregate(self) -> None:
+        """Do nothing: the server aggregates."""
+
+    def show_global(self, live: Mapping[str, Tensor]) -> None:
+        """Leave the client's values in the module: a site has no global model."""
+        self.algorithm.configure(self.server.base, None)

@@ -1,0 +1,218 @@
+"""The parties of a round: what every side holds, what the server holds, and what a client may read.
+
+`FederatedLoop` makes them and saves them in checkpoints. The two halves of an `Algorithm` read and write them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lightning_lowrank.aggregation import Aggregator, WeightedMean
+from lightning_lowrank.internals.torch import copy_each
+
+BufferPolicy = Literal["average", "local", "reset"]
+
+State = dict[str, Any]
+"""What is kept, by purpose: tensors and plain Python in nested dictionaries, so that checkpoints can hold it."""
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return a module's buffers that are part of its state dict, by name."""
+    kept = module.state_dict(keep_vars=True).keys()
+    return {name: buffer for name, buffer in module.named_buffers() if name in kept}
+
+
+def trained_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return a module's trained parameters and persistent buffers by name: what a client's copy of it is."""
+    trained = {name: value for name, value in module.named_parameters() if value.requires_grad}
+    return {**trained, **persistent_buffers(module)}
+
+
+@torch.no_grad()
+def copy_into(live: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Copy ``values`` into the live tensors of the same names, in place."""
+    if values:
+        copy_each([live[name] for name in values], list(values.values()))
+
+
+@dataclass
+class Base:
+    """One copy of the module, with what every side of the federation holds beside it.
+
+    In a simulation there is one, which the server and all clients share. Between real sites the server and each site
+    have their own. Frozen parameters and ``state`` are the same everywhere: `Algorithm.update_base` changes them, on
+    every side by the same message.
+
+    Args:
+        module: The live module. Its trained parameters hold some client's values while a round runs.
+        seed: Seed of the experiment, from which a method derives its own.
+        buffer_policy: What happens to the module's persistent buffers.
+        optimizers: The trainer's optimizers, with which clients step.
+        initial_buffers: The persistent buffers' values before the first round, by name.
+        state: What the method keeps on every side between rounds. A method that has folded a change into frozen
+            weights says so by ``state["folded"] = True``: what is trained is then a part of what was learnt.
+    """
+
+    module: nn.Module
+    seed: int
+    buffer_policy: BufferPolicy = "average"
+    optimizers: Sequence[torch.optim.Optimizer] = ()
+    initial_buffers: dict[str, Tensor] = field(default_factory=dict)
+    state: State = field(default_factory=dict)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module's parameters are."""
+        return next(self.module.parameters()).device
+
+    def remember_buffers(self) -> None:
+        """Keep the persistent buffers' present values as the initial ones, unless that has been done."""
+        if not self.initial_buffers:
+            self.initial_buffers = {name: value.clone() for name, value in persistent_buffers(self.module).items()}
+
+    def parameters(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return those of ``tensors`` that are not persistent buffers."""
+        return {name: value for name, value in tensors.items() if name not in self.initial_buffers}
+
+    def sent_down(self, model: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return those of the global values that clients are sent: without the buffers unless they are averaged."""
+        return dict(model) if self.buffer_policy == "average" else self.parameters(model)
+
+    def sent_up(self, model: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return those of a client's values that it sends: without the buffers where they stay local."""
+        return self.parameters(model) if self.buffer_policy == "local" else dict(model)
+
+
+@dataclass(frozen=True)
+class ClientInfo:
+    """What the server knows of a client in a round.
+
+    Args:
+        id: Position in the partition, from 0.
+        samples: Number of training samples that the client holds.
+        round: Number of the round, from 0.
+        seed: Seed of the experiment.
+    """
+
+    id: int
+    samples: int
+    round: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class ClientContext(ClientInfo):
+    """What the client's half of a method may read, and nothing else.
+
+    Args:
+        base: The client's copy of the module, its optimizers, and what every side holds.
+        model: The client's live values: trained parameters and persistent buffers by name, to be written in place.
+        state: What the client keeps between rounds.
+        round_state: What the client needs in this round alone: tensors by name, and dictionaries of such. Clients that
+            step together have it stacked, see `LocalStep`.
+        steps: Number of steps that the client makes in this round.
+        find_labels: Returns the labels of the client's training samples, ``None`` where the data has none.
+    """
+
+    base: Base
+    model: Mapping[str, Tensor]
+    state: State = field(default_factory=dict)
+    round_state: State = field(default_factory=dict)
+    steps: int = 0
+    find_labels: Callable[[], Tensor | None] = lambda: None
+
+    @property
+    def labels(self) -> Tensor | None:
+        """Label of each of the client's training samples, or ``None`` where the data has no labels."""
+        return self.find_labels()
+
+
+@dataclass
+class Server:
+    """What the server holds: the global model, and what the method keeps there.
+
+    Args:
+        base: The server's copy of the module.
+        clients: Number of clients of the federation.
+        round: Number of the round, from 0.
+        cohort: Ids of the clients drawn for the round, ascending.
+        model: Global values of the trained parameters and persistent buffers, by name.
+        state: What the method keeps on the server between rounds.
+        aggregator: The round's arrivals so far.
+        announcement: What every side hears with the round's broadcast, clients that sit the round out included. Set by
+            `announce`.
+    """
+
+    base: Base
+    clients: int = 0
+    round: int = 0
+    cohort: tuple[int, ...] = ()
+    model: dict[str, Tensor] = field(default_factory=dict)
+    state: State = field(default_factory=dict)
+    aggregator: Aggregator = field(default_factory=WeightedMean)
+    announcement: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def seed(self) -> int:
+        """Seed of the experiment."""
+        return self.base.seed
+
+    def adopt(self, live: Mapping[str, Tensor], shown: Mapping[str, Tensor]) -> None:
+        """Take into ``model`` what the live module holds between rounds, whoever put it there.
+
+        Args:
+            live: The live trained parameters and persistent buffers, by name.
+            shown: What the method last put into the module. Where the module holds just that, ``model`` stays.
+        """
+        self.base.remember_buffers()
+        for name, value in live.items():
+            if name not in shown or not torch.equal(shown[name], value):
+                self.model[name] = value.detach().clone()
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Return the global values of the trained parameters."""
+        return self.base.parameters(self.model)
+
+    def sent_down(self) -> dict[str, Tensor]:
+        """Return the global values that clients are sent: without the buffers unless they are averaged."""
+        return self.base.sent_down(self.model)
+
+
+def stack_trees(trees: Sequence[State]) -> State:
+    """Stack what clients have under the same names; what is one tensor for all of them is not copied.
+
+    Raises:
+        KeyError: If the names differ.
+    """
+    first = trees[0]
+    for tree in trees:
+        if tree.keys() != first.keys():
+            raise KeyError(f"clients that step together have different round states: {first.keys() ^ tree.keys()}")
+    stacked: State = {}
+    for name, value in first.items():
+        values = [tree[name] for tree in trees]
+        if isinstance(value, Mapping):
+            stacked[name] = stack_trees(values)
+        elif all(other is value for other in values):
+            stacked[name] = value.detach().unsqueeze(0).expand(len(values), *value.shape)
+        else:
+            stacked[name] = torch.stack(values)
+    return stacked
+
+
+def map_tree(function: Callable[[Tensor], Tensor], tree: Mapping[str, Any]) -> State:
+    """Return a tree of what ``function`` makes of each tensor of ``tree``."""
+    return {
+        name: map_tree(function, value) if isinstance(value, Mapping) else function(value)
+        for name, value in tree.items()
+    }
+
+
+def slice_tree(stacked: Mapping[str, Any], index: int | slice) -> State:
+    """Return one client's part of a stacked tree, or that of several, as views."""
+    return map_tree(lambda value: value[index], stacked)

@@ -1,0 +1,168 @@
+"""The way between the server and the clients: a message goes in on one side, and what arrives comes out on the other.
+
+Both sides of a real federation build the same `Wire` from the recipe. In a simulation one serves both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from lightning_lowrank.compression import Channel, Codec, Packet
+from lightning_lowrank.federated.algorithm import Algorithm
+from lightning_lowrank.federated.messages import Message
+from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, trained_tensors
+from lightning_lowrank.seeding import derive_seed
+
+__all__ = ["Wire"]
+
+_HELD = "wire.held"
+_RESIDUAL = "wire.residual"
+
+
+class Wire:
+    """The two channels of an experiment, as messages of its method pass them.
+
+    An uplink with codecs sends differences from `Algorithm.reference`. With error feedback each client keeps its own
+    residual. A downlink with error feedback sends the difference between the broadcast and a copy of it that all
+    clients hold, which clients that sit the round out must hear as well; the server puts clients' changes onto its own
+    values, so that what the copy lacks is sent later (EF21-P). Without error feedback, the downlink sends the values.
+
+    Args:
+        algorithm: The method.
+        uplink: Codecs that clients' messages pass.
+        downlink: Codecs that broadcasts pass.
+
+    Raises:
+        MisconfigurationException: If the codecs do not go together, with each other or with the method.
+    """
+
+    def __init__(self, algorithm: Algorithm, uplink: Sequence[Codec] = (), downlink: Sequence[Codec] = ()) -> None:
+        self._algorithm = algorithm
+        try:
+            self.uplink, self.downlink = Channel(uplink), Channel(downlink)
+        except (TypeError, ValueError) as error:
+            raise MisconfigurationException(f"uplink={uplink!r}, downlink={downlink!r}: {error}") from error
+        if not downlink:
+            return
+        name = type(algorithm).__name__
+        if algorithm.announces:
+            raise MisconfigurationException(
+                f"{name} broadcasts a change of what every side holds, which has to arrive exactly: leave out downlink."
+            )
+        if downlink[0].sparse and not downlink[0].error_feedback:
+            raise MisconfigurationException(
+                f"{type(downlink[0]).__name__} as the downlink would set to zero what it leaves out of the model: give"
+                " it error_feedback=True, with which it sends differences, or use Half() or Quantize()."
+            )
+
+    @property
+    def holds_copy(self) -> bool:
+        """Whether all clients hold a copy of the broadcast, so that each must hear every change of it."""
+        return self.downlink.error_feedback
+
+    def setup(self, base: Base) -> None:
+        """Begin the copy that all clients hold with the initial model. Called on every side before the first round."""
+        if self.holds_copy and _HELD not in base.state:
+            initial = base.sent_down(trained_tensors(base.module))
+            base.state[_HELD] = {name: value.detach().clone() for name, value in initial.items()}
+
+    def _exact(self, base: Base) -> frozenset[str]:
+        return self._algorithm.exact | base.initial_buffers.keys()
+
+    def down(self, base: Base, message: Message, client: ClientInfo) -> Packet:
+        """Return a broadcast as it is sent to a client."""
+        if not self.downlink.codecs:
+            return self._send(self.downlink, message, seed=0)
+        # Where all hold one copy, one message goes to all.
+        seed = derive_seed(client.seed, "downlink", client.round, *(() if self.holds_copy else (client.id,)))
+        return self._send(self.downlink, message, reference=base.state.get(_HELD), exact=self._exact(base), seed=seed)
+
+    def _send(self, channel: Channel, message: Message, **arguments: Any) -> Packet:
+        try:
+            return channel.send(message.tensors, own=message.codec, **arguments)
+        except (TypeError, ValueError) as error:
+            way = "uplink" if channel is self.uplink else "downlink"
+            raise MisconfigurationException(
+                f"{type(self._algorithm).__name__} and {way}={list(channel.codecs)} do not go together: {error}"
+            ) from error
+
+    def hold(self, base: Base, received: Mapping[str, Tensor]) -> None:
+        """Keep what a broadcast brought as the copy that all clients hold. Called once for each copy of the base."""
+        if self.holds_copy:
+            base.state[_HELD] = {name: value.detach().clone() for name, value in received.items()}
+
+    def held(self, base: Base, packet: Packet) -> Packet:
+        """Return a broadcast as it was sent when `hold` was called, whatever ``packet`` brings now."""
+        return replace(packet, received=base.state[_HELD])
+
+    def onto_own(
+        self, base: Base, tensors: Mapping[str, Tensor], broadcast: Mapping[str, Tensor]
+    ) -> Mapping[str, Tensor]:
+        """Return a client's message with its changes on top of the server's own values.
+
+        Args:
+            base: The server's copy of the base.
+            tensors: The message, whose changes are on top of the copy that all clients hold.
+            broadcast: The server's own values, which the copy follows.
+        """
+        own, held = (self._algorithm.reference(base, values) for values in (broadcast, base.state[_HELD]))
+        shifted = {
+            name: value + (own[name] - held[name])
+            for name, value in tensors.items()
+            if name in own
+            and name not in self._exact(base)
+            and value.is_floating_point()
+            and own[name].shape == value.shape
+        }
+        return {**tensors, **shifted}
+
+    def decode_down(self, base: Base, data: bytes) -> dict[str, Tensor]:
+        """Return the broadcast that `down`'s encoding holds, on the CPU."""
+        held = {name: value.cpu() for name, value in base.state.get(_HELD, {}).items()}
+        exact = self._exact(base) if self.downlink.codecs else ()
+        return self.downlink.receive(data, reference=held, exact=exact, own=self._algorithm.downlink(base))
+
+    def up(self, client: ClientContext, message: Message, received: Mapping[str, Tensor]) -> Packet:
+        """Return a client's message as it is sent, and keep what error feedback adds to the next one.
+
+        Args:
+            client: The client.
+            message: What it sends.
+            received: What it received in this round.
+        """
+        if not self.uplink.codecs:
+            return self._send(self.uplink, message, seed=0)
+        packet = self._send(
+            self.uplink,
+            message,
+            reference=self._algorithm.reference(client.base, received),
+            exact=self._exact(client.base),
+            seed=derive_seed(client.seed, "uplink", client.round, client.id),
+            residual=client.state.get(_RESIDUAL),
+        )
+        if self.uplink.error_feedback:
+            client.state[_RESIDUAL] = packet.residual
+        return packet
+
+    def decode_up(
+        self, base: Base, data: bytes, received: Mapping[str, Tensor], codec: Codec | None
+    ) -> dict[str, Tensor]:
+        """Return the message that `up`'s encoding holds, on the CPU.
+
+        Args:
+            base: The server's copy of the base.
+            data: The encoding.
+            received: What the client received in this round.
+            codec: The codec with which the method has its message encoded, if any.
+        """
+        reference: Mapping[str, Tensor] = {}
+        if self.uplink.codecs:
+            reference = self._algorithm.reference(base, received)
+        on_cpu = {name: value.cpu() for name, value in reference.items()}
+        exact = self._exact(base) if self.uplink.codecs else ()
+        return self.uplink.receive(data, reference=on_cpu, exact=exact, own=codec)

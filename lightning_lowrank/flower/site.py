@@ -1,0 +1,332 @@
+"""One site: the recipe's module trained on the site's own data, one client and one round at a time.
+
+The site runs `FederatedLoop` itself, with the partition reduced to its client, and with a `SiteCoordinator` in the
+server's place. Batches, augmentation and dropout are therefore those of the simulation.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import (
+    Callback,
+    Checkpoint,
+    DeviceStatsMonitor,
+    EarlyStopping,
+    LearningRateMonitor,
+    ModelSummary,
+    ProgressBar,
+    Timer,
+)
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from lightning_lowrank.compression import Packet
+from lightning_lowrank.federated import offload
+from lightning_lowrank.federated.coordinator import Coordinator
+from lightning_lowrank.federated.data.indices import ClientIndices
+from lightning_lowrank.federated.data.partitions import Partition
+from lightning_lowrank.federated.messages import Message
+from lightning_lowrank.federated.site import SiteCoordinator
+from lightning_lowrank.federated.state import Base, State, copy_into
+from lightning_lowrank.flower.messages import signature, take_options
+from lightning_lowrank.flower.recipe import Recipe, build, check_optimizers
+from lightning_lowrank.internals.lightning import drop_schedulers, make_one_epoch
+
+__all__ = ["Site"]
+
+_QUIET = (
+    "--trainer.logger=false",
+    "--trainer.enable_progress_bar=false",
+    "--trainer.enable_model_summary=false",
+    "--trainer.num_sanity_val_steps=0",
+    "--trainer.limit_val_batches=0",
+)
+# What watches a whole run has nothing to see in one client's round.
+_ONLY_OF_WHOLE_RUNS = (
+    Checkpoint,
+    DeviceStatsMonitor,
+    EarlyStopping,
+    LearningRateMonitor,
+    ModelSummary,
+    ProgressBar,
+    Timer,
+)
+
+
+@dataclass
+class _Kept:
+    """What a site keeps from round to round, in a file that never leaves it.
+
+    Args:
+        followed: The last round that the site has trained in, whose broadcast and those before it have been applied;
+            -1 before the first.
+        pending: Encoded broadcasts of later rounds, by round.
+        upload: The encoded answer of the round ``followed``.
+        client: What the client keeps, `ClientContext.state`.
+        base: `Base.state`, where broadcasts change it.
+        frozen: The frozen parameters, where changes have been folded into them.
+    """
+
+    followed: int = -1
+    pending: dict[int, Tensor] = field(default_factory=dict)
+    upload: Tensor = field(default_factory=lambda: _tensor(b""))
+    client: State = field(default_factory=dict)
+    base: State = field(default_factory=dict)
+    frozen: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class _Round:
+    """One round on a site: what came, and what goes.
+
+    Args:
+        broadcasts: The encoded broadcasts that the site has not followed yet, by round; this round's among them.
+        options: The optimizers' options, as `options_of` writes them.
+        upload: The encoded answer.
+    """
+
+    broadcasts: dict[int, bytes] = field(default_factory=dict)
+    options: str = ""
+    upload: bytes = b""
+
+
+class Site:
+    """One site of a federation: trains its client in the rounds that ask for it, and keeps up with the others.
+
+    Module, datamodule and trainer are built once and used for every round that this object sees. What a later process
+    needs is in one file, which never leaves the site: what the client keeps, its last answer, broadcasts that it heard
+    and has not needed yet, and what earlier broadcasts have changed of what every side holds.
+
+    Args:
+        recipe: The recipe.
+        client: Number of this site's client, from 0.
+        state: The file; it need not be there yet.
+        clients: Number of clients of the federation; ``None``: the recipe says.
+        own_data: The recipe's data, read here, is this site's alone. Otherwise all sites hold the recipe's whole data,
+            and this one takes its part by the recipe's partition.
+        data_root: What the datamodule's argument ``root`` is here; ``None``: what the recipe says.
+
+    Raises:
+        MisconfigurationException: If the recipe cannot run across sites, or there is no such client.
+    """
+
+    def __init__(
+        self,
+        recipe: str | Path,
+        client: int,
+        state: str | Path,
+        clients: int | None = None,
+        own_data: bool = False,
+        data_root: str | None = None,
+    ) -> None:
+        self.client = client
+        self.round = _Round()
+        self._recipe = Path(recipe)
+        self._clients = clients
+        self._own_data = own_data
+        self._data_root = data_root
+        self._file = Path(state)
+        self._built: Recipe | None = None
+        self._base: Base | None = None
+        self._signature: dict[str, Any] = {}
+        self._load()
+
+    @property
+    def heard(self) -> int:
+        """The last round whose broadcast this site has; -1 before the first."""
+        return max(self._kept.followed, *self._kept.pending, -1)
+
+    def join(self) -> dict[str, Any]:
+        """Build everything, read the data, and return what the server wants to know of this site.
+
+        Raises:
+            MisconfigurationException: If something would not work in a round.
+        """
+        self._built = None
+        loop = self._ready().loop
+        self._fit(-1)
+        indices, plan = loop.indices, loop.plan
+        assert indices is not None
+        assert plan is not None, "the loader's length, for which Lightning asks, is that of a round of all clients"
+        if self._clients not in (None, len(indices.sizes)):
+            raise MisconfigurationException(
+                f"num-partitions={self._clients} was given to this site, and the recipe has {len(indices.sizes)}"
+                " clients."
+            )
+        return {
+            "client": self.client,
+            "clients": len(indices.sizes),
+            "samples": int(indices.sizes[self.client]),
+            "batches": dict(zip(plan.clients, plan.batches, strict=True)).get(self.client, 0),
+            "heard": self.heard,
+            **self._signature,
+        }
+
+    def listen(self, broadcasts: Mapping[int, bytes]) -> None:
+        """Keep broadcasts of rounds that this site sits out, until it trains again."""
+        for number, data in broadcasts.items():
+            if number > self._kept.followed:
+                self._kept.pending[number] = _tensor(data)
+        self._save()
+
+    def train(self, number: int, broadcasts: Mapping[int, bytes], options: str) -> bytes:
+        """Train the client for one round; a round that it has just made is answered as before.
+
+        Args:
+            number: The round, from 0.
+            broadcasts: What the server sent, encoded: this round's broadcast, if the method has any, and those of
+                earlier rounds that the site should have heard.
+            options: The optimizers' options in this round, as `options_of` writes them.
+
+        Returns:
+            The encoded message; empty where the method sends nothing.
+
+        Raises:
+            DecodingError: If a broadcast cannot be decoded.
+            MisconfigurationException: If the client cannot train, or has made a later round.
+        """
+        kept = self._kept
+        if number < kept.followed:
+            raise MisconfigurationException(
+                f"round {number} was asked of client {self.client}, which has made round {kept.followed}."
+            )
+        if number == kept.followed:
+            return _bytes(kept.upload)
+        loop = self._ready().loop
+        heard = {number: b"", **{early: _bytes(data) for early, data in kept.pending.items()}, **broadcasts}
+        new = {each: data for each, data in sorted(heard.items()) if kept.followed < each <= number}
+        self.round = _Round(new, options)
+        try:
+            loop.participants = [[self.client]] * (number + 1)
+            self._fit(number)
+        except BaseException:
+            # What this round has changed already goes with it.
+            self._built = None
+            self._load()
+            raise
+        kept.followed = number
+        kept.pending = {later: data for later, data in kept.pending.items() if later > number}
+        kept.upload = _tensor(self.round.upload)
+        kept.client = loop.coordinator.states[self.client]
+        self._keep_base(loop.coordinator)
+        self._save()
+        return self.round.upload
+
+    def _ready(self) -> Recipe:
+        if self._built is not None:
+            return self._built
+        options = list(_QUIET)
+        if self._data_root is not None:
+            options.append(f"--data.init_args.root={self._data_root}")
+        recipe = build([self._recipe], options)
+        loop = recipe.loop
+        if self._own_data:
+            if loop.clients is None:
+                raise MisconfigurationException("sites with data of their own need federated.clients in the recipe.")
+            loop.partition = _OneClient(self.client)
+        if loop.clients is not None and not 0 <= self.client < loop.clients:
+            raise MisconfigurationException(
+                f"partition-id={self.client}, and the recipe has {loop.clients} clients, from 0."
+            )
+        loop.make_coordinator = functools.partial(_FlowerCoordinator, self)
+        loop.execution, loop.chunk_size, loop.summary = "sequential", None, False
+        loop.clients_per_round = loop.sampling_weights = loop.availability = loop.participants = None
+        loop.client_memory_limit = None
+        kept = [callback for callback in recipe.trainer.callbacks if not isinstance(callback, _ONLY_OF_WHOLE_RUNS)]
+        recipe.trainer.callbacks = [_ConstantSchedules(), *kept]
+        self._built, self._base, self.round = recipe, None, _Round()
+        return recipe
+
+    def _fit(self, number: int) -> None:
+        """Make one round; none for -1."""
+        recipe = self._ready()
+        make_one_epoch(recipe.trainer, number)
+        recipe.trainer.fit(recipe.module, datamodule=recipe.datamodule)
+
+    def restore(self, coordinator: Coordinator) -> None:
+        """Give a base that is new what this site has followed before."""
+        base = coordinator.server.base
+        if base is self._base:
+            return
+        self._base = base
+        self._signature = signature(base.module, self._recipe.read_text(encoding="utf-8"))
+        base.state = dict(self._kept.base)
+        copy_into(dict(base.module.named_parameters()), self._kept.frozen)
+        coordinator.states[self.client] = self._kept.client
+
+    def _keep_base(self, coordinator: Coordinator) -> None:
+        """Keep what broadcasts have changed; the rest of the base each process makes from the recipe."""
+        base = coordinator.server.base
+        if coordinator.wire.holds_copy or coordinator.algorithm.announces:
+            self._kept.base = base.state
+        if base.state.get("folded"):
+            self._kept.frozen = {
+                name: value for name, value in base.module.named_parameters() if not value.requires_grad
+            }
+
+    def _load(self) -> None:
+        self._kept = _Kept(**offload.load(self._file)) if self._file.exists() else _Kept()
+
+    def _save(self) -> None:
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        offload.save(vars(self._kept), self._file)
+
+
+class _FlowerCoordinator(SiteCoordinator):
+    """Hands on what the site's `_Round` holds."""
+
+    def __init__(self, site: Site, *parts: Any) -> None:
+        super().__init__(*parts)
+        self._site = site
+
+    def setup(self) -> None:
+        """Let the method and the wire look at the module, as the site has followed it."""
+        self._site.restore(self)
+        super().setup()
+
+    def broadcasts(self, round_number: int) -> Iterable[bytes]:
+        """Return the broadcasts, after the optimizers have taken over the round's options."""
+        take_options(self.server.base.optimizers, self._site.round.options)
+        return self._site.round.broadcasts.values()
+
+    def upload(self, message: Message, packet: Packet) -> None:
+        """Encode what the client sends."""
+        self._site.round.upload = packet.encode()
+
+
+class _OneClient(Partition):
+    """The whole training set is one client's; the others' is elsewhere."""
+
+    def __init__(self, client: int) -> None:
+        self._client = client
+
+    def split(self, dataset: Any, clients: int | None, *arguments: Any, **keywords: Any) -> ClientIndices:
+        size = len(dataset)
+        assert clients is not None
+        return ClientIndices([range(size) if number == self._client else [] for number in range(clients)], size)
+
+    def assign(self, size: int, clients: int, seed: int, labels: Any, keys: Any) -> ClientIndices:
+        raise NotImplementedError
+
+
+class _ConstantSchedules(Callback):
+    """The server tells each round's learning rates; schedulers of the site's own would make other ones."""
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        check_optimizers(trainer, pl_module)
+        drop_schedulers(trainer)
+
+
+def _tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def _bytes(data: Tensor) -> bytes:
+    return data.numpy().tobytes()

@@ -1,0 +1,28 @@
+"""Orthonormal bases that are uniformly distributed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["haar_basis"]
+
+
+def haar_basis(gaussian: Tensor) -> Tensor:
+    """Return the orthonormal columns of a Gaussian matrix's QR decomposition, with the signs made unique.
+
+    A QR's signs are the library's choice. With a positive diagonal of the triangle the basis is unique, and Haar.
+
+    Args:
+        gaussian: Standard normal draws, ``[rows, columns]``, with at least as many rows as columns.
+
+    Returns:
+        The basis, of the same shape.
+
+    Example:
+        >>> basis = haar_basis(torch.randn(5, 2))
+        >>> torch.allclose(basis.T @ basis, torch.eye(2), atol=1e-6)
+        True
+    """
+    basis, triangle = torch.linalg.qr(gaussian)
+    return basis * torch.where(triangle.diagonal() < 0, -1.0, 1.0).to(gaussian.dtype)

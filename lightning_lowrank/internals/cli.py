@@ -1,0 +1,72 @@
+"""The private parts of Lightning's command line that ours uses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+__all__ = ["SubcommandCLI"]
+
+_NEEDED = (
+    "_add_configure_optimizers_method_to_model",
+    "_parser",
+    "_prepare_subcommand_parser",
+    "_run_subcommand",
+)
+
+
+class SubcommandCLI(LightningCLI):
+    """LightningCLI with three more methods to override: what a subcommand's arguments, optimizers and run are.
+
+    Lightning has no public way for any of them.
+
+    Raises:
+        MisconfigurationException: If Lightning's CLI has other private methods than those that are overridden here.
+    """
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        missing = [name for name in _NEEDED if not hasattr(LightningCLI, name)]
+        if missing:
+            raise MisconfigurationException(
+                f"the LightningCLI of lightning {lightning.__version__} has no {', '.join(missing)}, on which the"
+                " command line builds: use lightning 2.6, or build the trainer in Python."
+            )
+        super().__init__(*arguments, **keywords)
+
+    def add_arguments_of_subcommand(self, parser: LightningArgumentParser, subcommand: str) -> list[str]:
+        """Add arguments to one subcommand's parser.
+
+        Args:
+            parser: The subcommand's parser.
+            subcommand: Its name.
+
+        Returns:
+            The names of those that the trainer's method of this name is called with.
+        """
+        return []
+
+    def install_optimizers(self) -> None:
+        """Give the model the ``configure_optimizers`` that the configuration describes; here, as Lightning does."""
+        super()._add_configure_optimizers_method_to_model(self.subcommand)
+
+    def run_subcommand(self, subcommand: str) -> None:
+        """Run a subcommand, when everything is built; here, as Lightning does."""
+        super()._run_subcommand(subcommand)
+
+    def parser_of(self, subcommand: str) -> LightningArgumentParser:
+        """Return a subcommand's parser."""
+        return self._parser(subcommand)
+
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        self._subcommand_method_arguments[subcommand] += self.add_arguments_of_subcommand(parser, subcommand)
+        return parser
+
+    def _add_configure_optimizers_method_to_model(self, subcommand: str | None) -> None:
+        self.install_optimizers()
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        self.run_subcommand(subcommand)

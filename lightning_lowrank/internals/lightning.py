@@ -1,0 +1,537 @@
+"""The private parts of Lightning, and of torchmetrics with it, that rounds use."""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import lightning
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint, ProgressBar, Timer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+try:
+    from lightning.pytorch.trainer.connectors.logger_connector import result as _result
+except ImportError:
+    _result = None  # type: ignore[assignment]
+
+__all__ = [
+    "AccumulationPerClient",
+    "PaddedEpochs",
+    "StepCounts",
+    "TrainLoaderSource",
+    "checkpoint_schedule",
+    "count_steps",
+    "drop_schedulers",
+    "evaluate_everything",
+    "forget_batches",
+    "log_figures",
+    "make_one_epoch",
+    "missing",
+    "overrides",
+    "pool_training_results",
+    "stop_gathering",
+    "stops_now",
+    "synchronizes_layers",
+    "trainer_of",
+    "validation_seconds",
+]
+
+_SETTINGS = (
+    "fx",
+    "name",
+    "prog_bar",
+    "logger",
+    "on_step",
+    "on_epoch",
+    "enable_graph",
+    "add_dataloader_idx",
+    "dataloader_idx",
+    "metric_attribute",
+)
+_ONCE_AN_EPOCH = ("on_train_start", "on_train_epoch_start", "on_train_epoch_end")
+_COUNTED = (
+    "automatic_optimization.optim_progress.optimizer.step.total.completed",
+    "manual_optimization.optim_step_progress.total.completed",
+)
+_ONE_PROCESS = "use lightning 2.6, or devices=1"
+
+
+def missing(owner: Any, *paths: str) -> list[str]:
+    """Return those of some dotted names that lead from ``owner`` to nothing.
+
+    Example:
+        >>> missing(3.5, "real", "real.numerator.imag", "imag.real")
+        ['real.numerator.imag']
+    """
+    lacking = []
+    for path in paths:
+        try:
+            operator.attrgetter(path)(owner)
+        except AttributeError:
+            lacking.append(path)
+    return lacking
+
+
+def _need(what: str, instead: str, owner: Any, *paths: str) -> None:
+    """Refuse a version of Lightning that lacks what a feature needs and no public name offers.
+
+    Raises:
+        MisconfigurationException: If one of the dotted names leads from ``owner`` to nothing.
+    """
+    lacking = missing(owner, *paths)
+    if lacking:
+        raise MisconfigurationException(
+            f"{what} needs {type(owner).__name__}.{lacking[0]}, which lightning {lightning.__version__} does not have:"
+            f" {instead}."
+        )
+
+
+def overrides(listener: pl.Callback | pl.LightningModule | pl.LightningDataModule, hook: str) -> bool:
+    """Return whether Lightning would find another hook there than the one that does nothing.
+
+    Unlike Lightning's own ``is_overridden`` it takes a wrapped hook for one of its own, and any callable will do.
+    """
+    kinds: tuple[type, ...] = (Callback, pl.LightningModule, pl.LightningDataModule)
+    base = next(kind for kind in kinds if isinstance(listener, kind))
+    # A LambdaCallback has its hooks on the instance.
+    return hook in vars(listener) or getattr(type(listener), hook, None) is not getattr(base, hook)
+
+
+class TrainLoaderSource:
+    """Where the trainer takes its training loader from, and the way to put another one there.
+
+    There is no public way: ``trainer.fit(model, loader)`` never asks the module or datamodule, so that to override
+    their ``train_dataloader`` does not reach it.
+
+    Raises:
+        MisconfigurationException: If Lightning keeps the loader elsewhere.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        needed = ("instance", "dataloader", "is_defined")
+        _need("FederatedLoop", "use lightning 2.6", trainer, *(f"fit_loop._data_source.{name}" for name in needed))
+        _need("FederatedLoop", "use lightning 2.6", trainer.fit_loop, "_combined_loader", "setup_data", "max_batches")
+        self._trainer: Any = trainer
+        self._loop: Any = trainer.fit_loop
+        self._source = self._loop._data_source
+        self._original = self._source.instance
+
+    def is_defined(self) -> bool:
+        """Return whether there is a training loader, given to ``fit`` or defined by the module or datamodule."""
+        with self._as_the_user_left_it():
+            return self._original is not None and self._source.is_defined()
+
+    def user_loader(self) -> Any:
+        """Return what the user's own source gives."""
+        with self._as_the_user_left_it():
+            return self._source.dataloader()
+
+    def replace(self, loader: Any) -> None:
+        """Make the trainer take ``loader``, and read its length again in each epoch."""
+        self._source.instance = loader
+        setup_data = self._loop.setup_data
+
+        def setup_data_of_this_length() -> None:
+            # Lightning reads the length only when it loads the loader, which takes a good part of a small round.
+            if self._loop._combined_loader is None or len(loader) == self._loop.max_batches:
+                setup_data()
+                return
+            self._loop._combined_loader = None
+            last_validation = getattr(self._trainer, "_last_val_time", None)
+            setup_data()
+            # Loading also starts the clock of a val_check_interval that is a time.
+            if last_validation is not None:
+                self._trainer._last_val_time = last_validation
+
+        self._loop.setup_data = setup_data_of_this_length
+
+    def restore(self) -> None:
+        """Put the user's source back."""
+        self._source.instance = self._original
+        del self._loop.setup_data
+
+    @contextmanager
+    def _as_the_user_left_it(self) -> Iterator[None]:
+        replaced, self._source.instance = self._source.instance, self._original
+        try:
+            yield
+        finally:
+            self._source.instance = replaced
+
+
+class AccumulationPerClient:
+    """Counts ``accumulate_grad_batches`` within a client, where Lightning counts within the epoch.
+
+    Args:
+        trainer: The trainer.
+        group_begins: Whether the current batch is the first of a group of accumulated ones.
+        group_ends: Whether the optimizer steps after the current batch.
+
+    Where every group is one batch, Lightning's own count is right. So nothing is replaced in a Lightning that counts
+    elsewhere, and accumulation is refused there.
+
+    Raises:
+        MisconfigurationException: If batches are accumulated, and Lightning counts elsewhere.
+    """
+
+    def __init__(self, trainer: Any, group_begins: Callable[[], bool], group_ends: Callable[[], bool]) -> None:
+        needed = (
+            "_accumulated_batches_reached",
+            "automatic_optimization._make_zero_grad_fn",
+            "automatic_optimization._skip_backward",
+            "automatic_optimization._on_before_zero_grad",
+            "automatic_optimization._optimizer_zero_grad",
+        )
+        self._epoch_loop: Any = trainer.fit_loop.epoch_loop
+        self._replaced = not missing(self._epoch_loop, *needed)
+        if not self._replaced:
+            schedules = any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks)
+            if trainer.accumulate_grad_batches != 1 or schedules:
+                instead = "use lightning 2.6, or accumulate_grad_batches=1"
+                _need("accumulating batches per client", instead, self._epoch_loop, *needed)
+            return
+        automatic = self._epoch_loop.automatic_optimization
+
+        def make_zero_grad(batch_idx: int, optimizer: Optimizer) -> Callable[[], None] | None:
+            if automatic._skip_backward or not group_begins():
+                return None
+
+            def zero_grad() -> None:
+                automatic._on_before_zero_grad(optimizer)
+                automatic._optimizer_zero_grad(batch_idx, optimizer)
+
+            return zero_grad
+
+        self._epoch_loop._accumulated_batches_reached = group_ends
+        automatic._make_zero_grad_fn = make_zero_grad
+
+    def restore(self) -> None:
+        """Give Lightning's own methods back."""
+        if not self._replaced:
+            return
+        del self._epoch_loop._accumulated_batches_reached
+        del self._epoch_loop.automatic_optimization._make_zero_grad_fn
+
+
+class PaddedEpochs:
+    """Lets a process take part in a step of the epoch in which it trains nothing.
+
+    Processes that share an epoch make equally many steps, because Lightning and some of its callbacks have all of them
+    meet once a step. In a step without a batch no hook of the module, datamodule or the user's callbacks runs, nothing
+    is logged, and no step of an optimizer is counted. There is no public way.
+
+    Args:
+        trainer: The trainer.
+        without_batch: Whether the step that begins is one without a batch.
+        end_step: Called in place of all that happens in a step.
+
+    Raises:
+        MisconfigurationException: If Lightning's steps have other parts.
+    """
+
+    def __init__(self, trainer: Any, without_batch: Callable[[], bool], end_step: Callable[[], None]) -> None:
+        self._epoch_loop: Any = trainer.fit_loop.epoch_loop
+        needed = (
+            "advance",
+            "restarting",
+            "batch_progress.is_last_batch",
+            "batch_progress.increment_processed",
+            "update_lr_schedulers",
+            "val_loop.restarting",
+            "_broadcast_sigterm_tensor",
+            "_num_ready_batches_reached",
+            "_should_check_val_fx",
+        )
+        _need("strategy='client_parallel'", _ONE_PROCESS, self._epoch_loop, *needed)
+        advance = self._epoch_loop.advance
+
+        def advance_padded(data_fetcher: Any) -> None:
+            loop = self._epoch_loop
+            validates_first = loop.restarting and loop._should_check_val_fx(data_fetcher)
+            if validates_first or not without_batch():
+                advance(data_fetcher)
+                return
+            loop.val_loop.restarting = False
+            loop._broadcast_sigterm_tensor()
+            next(data_fetcher)
+            progress = loop.batch_progress
+            progress.is_last_batch = data_fetcher.done
+            progress.increment_ready()
+            progress.increment_started()
+            progress.increment_processed()
+            if loop._num_ready_batches_reached():
+                loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+            end_step()
+            for callback in trainer.callbacks:
+                if isinstance(callback, (ProgressBar, Timer)):
+                    callback.on_train_batch_end(trainer, trainer.lightning_module, None, None, loop.batch_idx)
+            progress.increment_completed()
+
+        self._epoch_loop.advance = advance_padded
+
+    def restore(self) -> None:
+        """Give Lightning's own method back."""
+        del self._epoch_loop.advance
+
+
+class StepCounts:
+    """What Lightning counts of a round's steps, to be brought to what one process would have counted.
+
+    There is no public way: ``global_step`` cannot be set.
+
+    Args:
+        trainer: The trainer, at the beginning of a round.
+
+    Raises:
+        MisconfigurationException: If Lightning counts elsewhere.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        needed = (*_COUNTED, "_batches_that_stepped", "_should_accumulate")
+        _need("strategy='client_parallel'", _ONE_PROCESS, trainer.fit_loop.epoch_loop, *needed)
+        self._trainer = trainer
+        self._optimizer_steps: int = trainer.global_step
+        self._logged_steps: int = trainer.fit_loop.epoch_loop._batches_that_stepped
+
+    def optimizer_steps(self) -> int:
+        """Return how many steps the optimizers have made in the round."""
+        return self._trainer.global_step - self._optimizer_steps
+
+    def set(self, optimizer_steps: int, logged_steps: int, between_steps: bool) -> None:
+        """Count so many steps in the round.
+
+        Args:
+            optimizer_steps: By which ``global_step`` has grown.
+            logged_steps: By which the number has grown that loggers see.
+            between_steps: Whether Lightning has already counted the last step for its loggers.
+        """
+        loop = self._trainer.fit_loop.epoch_loop
+        counted = _counted_steps(self._trainer)
+        counted.ready = counted.completed = self._optimizer_steps + optimizer_steps
+        pending = not between_steps and not loop._should_accumulate()
+        loop._batches_that_stepped = self._logged_steps + logged_steps - pending
+
+
+def _counted_steps(trainer: Any) -> Any:
+    """Return what ``global_step`` is read from."""
+    loop = trainer.fit_loop.epoch_loop
+    if trainer.lightning_module.automatic_optimization:
+        return loop.automatic_optimization.optim_progress.optimizer.step.total
+    return loop.manual_optimization.optim_step_progress.total
+
+
+def evaluate_everything(trainer: Any) -> None:
+    """Leave all samples of validation, test and prediction loaders to every process.
+
+    The public way is ``Trainer(use_distributed_sampler=False)``, which a strategy cannot set.
+
+    Raises:
+        MisconfigurationException: If Lightning keeps the setting elsewhere.
+    """
+    _need("strategy='client_parallel'", _ONE_PROCESS, trainer, "_accelerator_connector.use_distributed_sampler")
+    trainer._accelerator_connector.use_distributed_sampler = False
+
+
+def stop_gathering(module: nn.Module) -> list[tuple[Metric, Any]]:
+    """Keep a module's metrics from gathering what other processes hold.
+
+    Returns:
+        The metrics with their ``distributed_available_fn``, to be put back.
+    """
+    metrics = [part for part in module.modules() if isinstance(part, Metric)]
+    found = [(metric, metric.distributed_available_fn) for metric in metrics]
+    for metric in metrics:
+        metric.distributed_available_fn = _never
+    return found
+
+
+def _never() -> bool:
+    return False
+
+
+def pool_training_results(trainer: Any, gather: Callable[[Any], Sequence[Any]]) -> None:
+    """Bring together, in every process, what all of them logged in the steps of an epoch, to be reduced over it.
+
+    There is no public way: what is logged in a step is reduced by Lightning alone.
+
+    Args:
+        trainer: The trainer.
+        gather: Returns what every process gives, in the order of their ranks.
+
+    Raises:
+        MisconfigurationException: If Lightning keeps what is logged elsewhere.
+    """
+    _need("strategy='client_parallel'", _ONE_PROCESS, trainer, "fit_loop.epoch_loop._results.batch_size")
+    _need("strategy='client_parallel'", _ONE_PROCESS, _result, "_Metadata", "_ResultMetric", "_Sync")
+    results = trainer.fit_loop.epoch_loop._results
+    mine = {
+        key: (
+            {**{name: getattr(item.meta, name) for name in _SETTINGS}, "reduce_fx": item.meta.reduce_fx.__name__},
+            (item.value.cpu(), int(getattr(item, "cumulated_batch_size", 0))) if item.is_tensor else None,
+        )
+        for key, item in results.items()
+        if item.meta.on_epoch and not item.has_reset and not item.meta.fx.startswith(_ONCE_AN_EPOCH)
+    }
+    gathered = gather(mine)
+    settings = {key: settings for part in gathered for key, (settings, _) in part.items()}
+    pooled: set[Metric] = set()
+    for key, given in settings.items():
+        values = [part[key][1] for part in gathered if key in part]
+        if key not in results:
+            meta = _result._Metadata(**given)
+            meta.sync = _result._Sync()
+            results[key] = _result._ResultMetric(meta, values[0] is not None)
+        item = results[key]
+        item.has_reset, item._computed, item._update_count = False, None, 1
+        if values[0] is None:
+            item.value = trainer.lightning_module.get_submodule(given["metric_attribute"])
+            if item.value not in pooled:
+                pooled.add(item.value)
+                _pool_metric(item.value)
+            continue
+        numbers = torch.stack([value for value, _ in values]).to(trainer.strategy.root_device)
+        reduction = given["reduce_fx"]
+        item.value = getattr(numbers, f"a{reduction}")(0) if reduction in ("min", "max") else numbers.sum(0)
+        if reduction == "mean":
+            item.cumulated_batch_size = torch.tensor(sum(size for _, size in values), device=numbers.device)
+
+
+def _pool_metric(metric: Metric) -> None:
+    metric.sync()
+    # What is synchronised stays until the metric is reset, and is not gathered again when it computes.
+    metric._is_synced, metric._cache, metric._computed, metric._to_sync = False, None, None, False
+    metric._update_count = max(1, metric._update_count)
+
+
+def log_figures(trainer: pl.Trainer, figures: dict[str, float]) -> None:
+    """Log numbers of an epoch; `LightningModule.log` takes longer for each than a small client's step does.
+
+    Where Lightning hands figures to its loggers elsewhere, they get them at ``global_step``, which is the same but
+    where batches are accumulated or optimized manually.
+    """
+    # Lightning keeps numbers in the default type, and float32 would round bytes from 16 MiB on.
+    tensors = {name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()}
+    trainer.callback_metrics.update(tensors)
+    if not missing(trainer, "_logger_connector.log_metrics"):
+        trainer._logger_connector.log_metrics(tensors)
+        return
+    for logger in trainer.loggers:
+        logger.log_metrics({**figures, "epoch": trainer.current_epoch}, step=trainer.global_step)
+        logger.save()
+
+
+def stops_now(trainer: pl.Trainer) -> bool:
+    """Return whether the fit ends after this batch, in the middle of an epoch or not."""
+    if trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps:
+        return True
+    enough_epochs = not trainer.min_epochs or trainer.current_epoch >= trainer.min_epochs
+    enough_steps = not trainer.min_steps or trainer.global_step >= trainer.min_steps
+    return bool(trainer.should_stop and enough_epochs and enough_steps)
+
+
+def forget_batches(trainer: pl.Trainer) -> None:
+    """Let a run that is resumed from the last batch of a round start the next round with its first batch.
+
+    Lightning recognises such a checkpoint by comparing the batches that were done with the length of the loader, which
+    by then is the next round's, and goes on in the middle of the epoch if that is longer. There is no public way.
+
+    Raises:
+        MisconfigurationException: If Lightning recognises it otherwise.
+    """
+    needed = ("restarted_on_train_batch_end", "batch_progress.current.completed")
+    instead = "use lightning 2.6, or resume from a checkpoint that was saved between rounds"
+    _need("resuming from a round's last batch", instead, trainer.fit_loop.epoch_loop, *needed)
+    if trainer.fit_loop.epoch_loop.restarted_on_train_batch_end:
+        trainer.fit_loop.epoch_loop.batch_progress.current.completed = sys.maxsize - 1
+
+
+def trainer_of(module: nn.Module) -> pl.Trainer | None:
+    """Return the trainer that a module is attached to, if any."""
+    if not isinstance(module, pl.LightningModule):
+        return None
+    try:
+        found = module.trainer
+    except RuntimeError:
+        return None
+    return found if isinstance(found, pl.Trainer) else None
+
+
+def checkpoint_schedule(callback: ModelCheckpoint) -> tuple[int, timedelta | None, bool | None]:
+    """Return every how many steps and after what time a callback saves, and whether it does so at an epoch's end.
+
+    There is no public way: the callback tells of ``every_n_epochs`` only.
+
+    Raises:
+        MisconfigurationException: If Lightning keeps the settings elsewhere.
+    """
+    needed = ("_every_n_train_steps", "_train_time_interval", "_save_on_train_epoch_end")
+    _need("strategy='client_parallel' with a ModelCheckpoint", _ONE_PROCESS, callback, *needed)
+    return callback._every_n_train_steps, callback._train_time_interval, callback._save_on_train_epoch_end
+
+
+def validation_seconds(trainer: Any) -> float | None:
+    """Return after how many seconds a trainer validates, ``None`` where it goes by batches.
+
+    There is no public way: the trainer keeps a ``val_check_interval`` that is a time under another name.
+
+    Raises:
+        MisconfigurationException: If Lightning keeps it elsewhere.
+    """
+    _need("strategy='client_parallel'", _ONE_PROCESS, trainer, "_val_check_time_interval")
+    return trainer._val_check_time_interval
+
+
+def synchronizes_layers(strategy: Any) -> bool:
+    """Return whether a strategy makes batch normalisation synchronous, as ``Trainer(sync_batchnorm=True)`` asks.
+
+    There is no public way: neither trainer nor strategy tells of the setting.
+
+    Raises:
+        MisconfigurationException: If Lightning keeps it elsewhere.
+    """
+    _need("strategy='client_parallel'", _ONE_PROCESS, strategy, "_layer_sync")
+    return bool(strategy._layer_sync)
+
+
+def make_one_epoch(trainer: Any, number: int) -> None:
+    """Have the next fit make epoch ``number`` alone; -1: begin a fit and make none.
+
+    There is no public way: a trainer that goes on counts its epochs itself.
+
+    Raises:
+        MisconfigurationException: If Lightning counts elsewhere.
+    """
+    needed = ("epoch_progress.current.processed", "max_epochs", "_combined_loader")
+    _need("a site of Flower", "use lightning 2.6", trainer.fit_loop, *needed)
+    loop = trainer.fit_loop
+    done = loop.epoch_progress.current
+    done.ready = done.started = done.processed = done.completed = max(number, 0)
+    loop.max_epochs = number + 1
+    # Lightning would keep the last epoch's loader where the number of the epoch has not grown.
+    loop._combined_loader = None
+
+
+def count_steps(trainer: Any, steps: int) -> None:
+    """Let ``global_step`` count steps that others made: checkpoints are not saved where it stands still.
+
+    There is no public way: ``global_step`` cannot be set.
+
+    Raises:
+        MisconfigurationException: If Lightning counts elsewhere.
+    """
+    _need("Flower's server", "use lightning 2.6", trainer.fit_loop.epoch_loop, *_COUNTED)
+    _counted_steps(trainer).completed += steps
+
+
+def drop_schedulers(trainer: Any) -> None:
+    """Have a fit that begins step no learning rate scheduler."""
+    trainer.strategy.lr_scheduler_configs = []

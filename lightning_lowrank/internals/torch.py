@@ -1,0 +1,212 @@
+"""The private parts of torch that this package uses."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping, Sequence
+from contextlib import ContextDecorator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = [
+    "BATCH_NORMS",
+    "COMPILED",
+    "CONVOLUTIONS",
+    "INSTANCE_NORMS",
+    "TABLES",
+    "TRANSPOSED_CONVOLUTIONS",
+    "TorchDispatchMode",
+    "add_each",
+    "copy_each",
+    "copy_versions",
+    "divide_each",
+    "is_mapped",
+    "limit_each",
+    "map_level",
+    "mapped",
+    "own_buffers",
+    "own_children",
+    "own_parameters",
+    "stack_of",
+]
+
+# Tensors that `torch.func.vmap` maps
+
+try:
+    from torch._C._functorch import _add_batch_dim, current_level, get_unwrapped, is_batchedtensor, maybe_get_bdim
+except ImportError:
+
+    def is_mapped(tensor: Tensor) -> bool:
+        """Return ``False``: this torch does not tell. `StackedProducts` then leaves everything to torch."""
+        return False
+
+    def map_level() -> int:
+        """Return 0: this torch does not tell."""
+        return 0
+
+    def stack_of(tensor: Tensor) -> Tensor:
+        """Refuse: no tensor is known to be mapped."""
+        raise NotImplementedError(f"torch {torch.__version__} does not tell what a mapped tensor stands for.")
+
+    def mapped(stack: Tensor) -> Tensor:
+        """Refuse: no tensor is known to be mapped."""
+        raise NotImplementedError(f"torch {torch.__version__} does not tell what a mapped tensor stands for.")
+
+else:
+    is_mapped = is_batchedtensor
+    map_level = current_level
+
+    def stack_of(tensor: Tensor) -> Tensor:
+        """Return the stack that a mapped tensor stands for, the mapped dimension first."""
+        stack, dimension = get_unwrapped(tensor), maybe_get_bdim(tensor)
+        return stack if dimension == 0 else stack.movedim(dimension, 0)
+
+    def mapped(stack: Tensor) -> Tensor:
+        """Return the mapped tensor that stands for a stack, inside one map."""
+        return _add_batch_dim(stack, 0, 1)
+
+
+# Functions of many tensors at once
+
+
+def add_each(tensors: Sequence[Tensor], others: Sequence[Tensor], alpha: float = 1) -> None:
+    """Add ``alpha`` times its counterpart to each tensor, in place. Without torch's own function, one by one."""
+    if hasattr(torch, "_foreach_add_"):
+        torch._foreach_add_(list(tensors), list(others), alpha=alpha)
+        return
+    for tensor, other in zip(tensors, others, strict=True):
+        tensor.add_(other, alpha=alpha)
+
+
+def divide_each(tensors: Sequence[Tensor], divisor: float) -> Sequence[Tensor]:
+    """Return each tensor divided by a number. Without torch's own function, one by one."""
+    if hasattr(torch, "_foreach_div"):
+        return torch._foreach_div(list(tensors), divisor)
+    return [tensor / divisor for tensor in tensors]
+
+
+def copy_each(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Copy its counterpart into each tensor, in place. Without torch's own function, one by one."""
+    if hasattr(torch, "_foreach_copy_"):
+        torch._foreach_copy_(list(tensors), list(values))
+        return
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.copy_(value)
+
+
+def limit_each(tensors: Sequence[Tensor], bound: float) -> None:
+    """Limit the entries of each tensor to ±``bound``, in place. Without torch's own functions, one by one."""
+    if hasattr(torch, "_foreach_clamp_min_") and hasattr(torch, "_foreach_clamp_max_"):
+        torch._foreach_clamp_min_(list(tensors), -bound)
+        torch._foreach_clamp_max_(list(tensors), bound)
+        return
+    for tensor in tensors:
+        tensor.clamp_(-bound, bound)
+
+
+# What a module holds itself
+
+TABLES = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules")
+"""The attributes in which a module registers what it holds."""
+
+COMPILED = "_compiled_call_impl"
+"""The attribute in which ``Module.compile`` keeps its result, which is bound to the module."""
+
+
+def own_parameters(module: nn.Module) -> MutableMapping[str, Any]:
+    """Return the table of the parameters that a module holds itself, for reading and writing.
+
+    There is no public way: ``named_parameters`` leaves out what is registered as ``None``, and ``register_parameter``
+    refuses the name of a property.
+    """
+    return module._parameters
+
+
+def own_buffers(module: nn.Module) -> MutableMapping[str, Any]:
+    """Return the table of the buffers that a module holds itself, for reading and writing; see `own_parameters`."""
+    return module._buffers
+
+
+def own_children(module: nn.Module) -> MutableMapping[str, Any]:
+    """Return the table of the modules that a module holds itself.
+
+    There is no public way: ``named_children`` names a child that is registered twice only once.
+    """
+    return module._modules
+
+
+def copy_versions(source: Any, target: Any) -> None:
+    """Let one state dict tell the versions of the modules that another tells.
+
+    Some modules of torch load a state dict without them as one of their first version. Where state dicts have no
+    versions, nothing is copied.
+    """
+    if hasattr(source, "_metadata"):
+        target._metadata = source._metadata
+
+
+# Common base classes, which users derive from as well
+
+
+def _base(module: Any, name: str, *public: type[nn.Module]) -> tuple[Any, ...]:
+    """Return the private base class of some layers, or without it the layers themselves."""
+    found = getattr(module, name, None)
+    return public if found is None else (found,)
+
+
+BATCH_NORMS = _base(
+    nn.modules.batchnorm,
+    "_BatchNorm",
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.SyncBatchNorm,
+    nn.LazyBatchNorm1d,
+    nn.LazyBatchNorm2d,
+    nn.LazyBatchNorm3d,
+)
+"""The classes of batch normalisation, for ``isinstance``."""
+
+INSTANCE_NORMS = _base(
+    nn.modules.instancenorm,
+    "_InstanceNorm",
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+    nn.LazyInstanceNorm1d,
+    nn.LazyInstanceNorm2d,
+    nn.LazyInstanceNorm3d,
+)
+"""The classes of instance normalisation, for ``isinstance``."""
+
+TRANSPOSED_CONVOLUTIONS = _base(
+    nn.modules.conv,
+    "_ConvTransposeNd",
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
+"""The classes of transposed convolutions, for ``isinstance``. Lazy ones are among them."""
+
+CONVOLUTIONS = (
+    *_base(nn.modules.conv, "_ConvNd", nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *TRANSPOSED_CONVOLUTIONS,
+)
+"""The classes of all convolutions, transposed ones too, for ``isinstance``. Lazy ones are among them."""
+
+
+# Modes
+
+try:
+    from torch.utils._python_dispatch import TorchDispatchMode
+except ImportError:
+
+    class TorchDispatchMode(ContextDecorator):  # type: ignore[no-redef]
+        """Sees no operation: this torch does not show them. A check that watches them checks nothing."""
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *error: Any) -> None:
+            pass

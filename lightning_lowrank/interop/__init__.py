@@ -1,0 +1,7 @@
+"""Exchange of weights with Hugging Face's PEFT and transformers."""
+
+from lightning_lowrank.interop.checkpoints import load_dense
+from lightning_lowrank.interop.peft_export import export_adapter
+from lightning_lowrank.interop.peft_import import import_adapter
+
+__all__ = ["export_adapter", "import_adapter", "load_dense"]

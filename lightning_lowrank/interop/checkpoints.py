@@ -1,0 +1,117 @@
+"""Weights from a run's checkpoint: dense ones for the unconverted module, or a PEFT adapter folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from lightning_lowrank.interop.peft_export import refuse_changed_base, write_adapter
+from lightning_lowrank.interop.peft_layout import Outline
+from lightning_lowrank.layers import LayerSpec, dense_state_dict
+
+__all__ = ["adapter_checkpoint", "dense_checkpoint", "load_dense"]
+
+
+def dense_checkpoint(path: str | Path, client: int | None = None) -> dict[str, Tensor]:
+    """Return the unconverted module's state dict from a checkpoint of a converted one.
+
+    Args:
+        path: A checkpoint that a trainer with `LowRank` wrote; the state dict of one without `LowRank` is returned
+            unchanged.
+        client: Id of a client whose own model is used instead of the global one.
+
+    Raises:
+        MisconfigurationException: If the checkpoint does not describe its layers, or ``client`` keeps no
+            model of its own in it.
+    """
+    checkpoint = _read(path, client)
+    layers = checkpoint.get("callbacks", {}).get("LowRank", {}).get("layers", [])
+    if not layers and any(".factors." in name for name in checkpoint["state_dict"]):
+        raise MisconfigurationException(
+            f"{path} has low-rank layers but no description of them, because it was saved with save_weights_only=True:"
+            " convert a new module with LowRank(...).convert(module), load the state dict into that, and"
+            " call lightning_lowrank.recover(module)."
+        )
+    return dense_state_dict(checkpoint["state_dict"], [LayerSpec.from_dict(layer) for layer in layers])
+
+
+def adapter_checkpoint(
+    path: str | Path, folder: str | Path, client: int | None = None, prefix: str | None = None
+) -> Path:
+    """Write the low-rank layers of a checkpoint as a PEFT adapter folder; see `export_adapter`.
+
+    Args:
+        path: A checkpoint that a trainer with `LowRank` wrote.
+        folder: Where to write ``adapter_config.json`` and ``adapter_model.safetensors``; made if needed.
+        client: Id of a client whose own model is used instead of the global one.
+        prefix: Name of the pretrained network in the LightningModule; by default the attribute that holds all low-rank
+            layers.
+
+    Returns:
+        The folder.
+
+    Raises:
+        MisconfigurationException: If the checkpoint does not describe its layers, ``client`` keeps no model of its
+            own in it, or something trained cannot be expressed.
+    """
+    checkpoint = _read(path, client)
+    described = checkpoint.get("callbacks", {}).get("LowRank", {}).get("outline")
+    if described is None and any(".lora_" in name for name in checkpoint["state_dict"]):
+        raise MisconfigurationException(
+            f"{path} is of a module that PEFT wrapped: load its state dict into such a module, and call save_pretrained"
+            " of the model that PEFT wrapped."
+        )
+    if described is None:
+        raise MisconfigurationException(
+            f"{path} does not describe the layers of its module, as checkpoints of runs with LowRank do unless they"
+            " were saved with save_weights_only=True: convert a new module with LowRank(...).convert(module), load the"
+            " state dict into that, and call lightning_lowrank.export_adapter(module, folder)."
+        )
+    loop = checkpoint.get("callbacks", {}).get("FederatedLoop", {})
+    if loop:
+        refuse_changed_base(loop["algorithm"], loop["server"]["base"])
+    return write_adapter(Outline.from_dict(described), checkpoint["state_dict"], folder, prefix)
+
+
+def _read(path: str | Path, client: int | None) -> dict[str, Any]:
+    """Return a checkpoint; with ``client``, its own values replace the global ones."""
+    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    if client is not None:
+        loop = checkpoint.get("callbacks", {}).get("FederatedLoop", {})
+        server = loop.get("server", {})
+        kept = server.get("clients", {})
+        # Some operators of FedLoRA make a pair for each client, which the server keeps.
+        given = server.get("state", {}).get("pairs", {})
+        own = {
+            number: {**state.get("buffers", {}), **given.get(number, {}), **state.get("personal", {})}
+            for number in kept.keys() | given.keys()
+            for state in (kept.get(number, {}),)
+        }
+        with_own = sorted(number for number, tensors in own.items() if tensors)
+        if client not in with_own:
+            raise MisconfigurationException(
+                f"client {client} keeps no model of its own in {path}: "
+                + (f"clients {with_own[:10]} do." if with_own else "its method keeps none on clients.")
+            )
+        checkpoint["state_dict"].update(own[client])
+    return checkpoint
+
+
+def load_dense(path: str | Path, module: torch.nn.Module, client: int | None = None) -> torch.nn.Module:
+    """Load a checkpoint of a converted module into the plain one, and return it.
+
+    Args:
+        path: A checkpoint that a trainer with `LowRank` wrote.
+        module: A new, unconverted module of the same class.
+        client: Id of a client whose own model is used instead of the global one.
+
+    Raises:
+        MisconfigurationException: If ``client`` keeps no model of its own in the checkpoint.
+        RuntimeError: If the checkpoint is of another architecture; torch names the tensors that do not fit.
+    """
+    module.load_state_dict(dense_checkpoint(path, client))
+    return module

@@ -1,0 +1,175 @@
+"""What a PEFT adapter folder can express, and the description of a module from which one is written.
+
+An adapter folder holds ``adapter_config.json`` and ``adapter_model.safetensors``. PEFT's
+``PeftModel.from_pretrained(base_model, folder)`` and serving tools load it. Neither direction needs PEFT installed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from lightning_lowrank.aggregation.adapters import unlike_convolution
+from lightning_lowrank.federated.state import persistent_buffers
+from lightning_lowrank.layers import LowRankLayer, MatrixProduct, low_rank_layers
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+# What PEFT puts before each name of the base model.
+PREFIX = "base_model.model."
+_KINDS = ("Linear", "Conv1D", "Embedding", "Conv1d", "Conv2d", "Conv3d")
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+@dataclass(frozen=True)
+class LayerOutline:
+    """A low-rank layer as a LoRA adapter.
+
+    ``B`` and ``A`` are the names of the factors on the output's and the input's side in the state dict. ``reason`` says
+    why PEFT cannot express the layer; it is empty if it can.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    rank: int
+    alpha: float
+    rank_stabilized: bool
+    dropout: float
+    B: str
+    A: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What writing an adapter folder needs to know of a converted module besides its tensors.
+
+    Attributes:
+        layers: Each low-rank layer, in registration order.
+        modules: Names of all modules.
+        containers: Names of the lists and dictionaries among them, which PEFT cannot wrap.
+        parameters: Names of all parameters except those of low-rank layers, and whether they are trained.
+        buffers: Names of the buffers of modules without children, which training may change.
+        sources: Where pretrained models among the modules came from, by the modules' names.
+        lightning: Whether the module is a LightningModule, which usually holds the pretrained network.
+    """
+
+    layers: tuple[LayerOutline, ...]
+    modules: tuple[str, ...]
+    containers: tuple[str, ...]
+    parameters: dict[str, bool]
+    buffers: tuple[str, ...]
+    sources: dict[str, str]
+    lightning: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields in plain Python, for a checkpoint."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Outline:
+        """Build the outline that `to_dict` described."""
+        return cls(**{**fields, "layers": tuple(LayerOutline(**layer) for layer in fields["layers"])})
+
+
+def outline(module: nn.Module) -> Outline:
+    """Describe a module with low-rank layers, for `write_adapter`."""
+    names = module_names(module)
+    layers = [
+        _outline_layer(name, layer, names[layer], module.get_submodule(name.rpartition(".")[0]))
+        for name, layer in low_rank_layers(module)
+    ]
+    own = tuple(f"{layer.name}." for layer in layers)
+    return Outline(
+        layers=tuple(layers),
+        modules=tuple(name for same in names.values() for name in same),
+        containers=tuple(name for part, same in names.items() if isinstance(part, _CONTAINERS) for name in same),
+        parameters={
+            name: value.requires_grad
+            for name, value in module.named_parameters(remove_duplicate=False)
+            if not name.startswith(own) or name.removesuffix(".bias") + "." in own
+        },
+        buffers=tuple(
+            name
+            for name in persistent_buffers(module)
+            if not any(True for _ in module.get_submodule(name.rpartition(".")[0]).children())
+        ),
+        sources={
+            name: source
+            for part, (name, *_) in names.items()
+            if (source := getattr(getattr(part, "config", None), "_name_or_path", None)) and isinstance(source, str)
+        },
+        lightning=isinstance(module, pl.LightningModule),
+    )
+
+
+def _outline_layer(name: str, layer: LowRankLayer, names: Sequence[str], parent: nn.Module) -> LayerOutline:
+    left, right = ("V", "U") if layer.first_is_input else ("U", "V")
+    return LayerOutline(
+        name=name,
+        kind=layer.dense_class.__name__,
+        shape=layer.weight_shape,
+        rank=layer.rank,
+        # With α equal to the rank the update is multiplied by 1.
+        alpha=float(layer.rank) if layer.alpha is None else layer.alpha,
+        rank_stabilized=layer.rank_stabilized,
+        dropout=layer.dropout,
+        B=f"{name}.{'fixed' if left in layer.fixed else 'factors'}.{left}",
+        A=f"{name}.{'fixed' if right in layer.fixed else 'factors'}.{right}",
+        reason=_unsupported_adapter(layer, names, parent),
+    )
+
+
+def _unsupported_adapter(layer: LowRankLayer, names: Sequence[str], parent: nn.Module) -> str:
+    """Return why no PEFT adapter computes what a low-rank layer does, or an empty string."""
+    if layer.role != "update":
+        return f"its role is {layer.role!r}: its factors are the weight, and LoRA's are a change to it"
+    if not isinstance(layer.factorization, MatrixProduct):
+        return f"its factorization is {layer.factorization!r}, and LoRA's is MatrixProduct()"
+    if layer.decouple:
+        return "its factors are decoupled"
+    if layer.frozen_weight.requires_grad:
+        return "its base weight is trained as well (train_base)"
+    if isinstance(parent, nn.MultiheadAttention):
+        return "nn.MultiheadAttention reads its weight, and PEFT's adapter of such a layer is not called"
+    if len(names) > 1:
+        return f"the model holds it twice, as {' and '.join(names)}, and PEFT wraps one of them"
+    reason = unsupported_layer(layer, layer.dense_class.__name__)
+    if not reason and math.prod(layer.weight_shape[2:]) > 1 and layer.factorization.layout != "channel":
+        reason = f"its kernel is factorised in another way than PEFT's: use {MatrixProduct('channel')!r}"
+    return reason
+
+
+def unsupported_layer(layer: nn.Module, kind: str) -> str:
+    """Return why PEFT has no LoRA for a layer of the dense class ``kind``, or an empty string."""
+    if kind not in _KINDS:
+        return f"PEFT has no LoRA for {kind}"
+    unlike = unlike_convolution(layer)
+    return f"it has {unlike}, which PEFT's adapters of convolutions leave out" if unlike else ""
+
+
+def module_names(module: nn.Module) -> dict[nn.Module, list[str]]:
+    """Return all names of each module; a shared one has several."""
+    names: dict[nn.Module, list[str]] = {}
+    for name, part in module.named_modules(remove_duplicate=False):
+        names.setdefault(part, []).append(name)
+    return names
+
+
+def refuse_wrapped(module: nn.Module, remedy: str) -> None:
+    """Refuse a module whose layers PEFT has wrapped."""
+    for name, part in module.named_modules():
+        if hasattr(part, "lora_A") and hasattr(part, "get_base_layer"):
+            raise MisconfigurationException(f"PEFT has wrapped {name!r} already: {remedy}.")
+
+
+def listed(names: Sequence[str], separator: str = ", ") -> str:
+    """Join the first five names for a message, and count the rest."""
+    shown = separator.join(names[:5])
+    return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown

@@ -1,0 +1,585 @@
+"""The base class of low-rank layers, whose weight is composed from a few small tensors.
+
+A low-rank layer has a *role*: the factors are the weight (``"weight"``), or a change to a frozen weight
+(``"update"``). Two modifiers set what is trained, with f a
+:class:`~lightning_lowrank.layers.factorization.Factorization`:
+
+===========  =========================  ====================
+modifier     composed from the factors  trained
+===========  =========================  ====================
+none         f(U, V)                    U, V
+half-frozen  f(Ũ, V)                    V
+decoupled    f(U, Ṽ) + f(Ũ, V)          U, V (Ũ, Ṽ are fixed)
+===========  =========================  ====================
+
+In FedMUD (Li et al., ICML 2025) role ``"update"`` is Eq. 3, and decoupling is AAD, Eq. 8. LoRA (Hu et al.,
+2022) is role ``"update"`` with a matrix product, ``init="lora"`` and ``alpha``; FFA-LoRA also freezes the factor
+on the input's side.
+
+Each layer computes in one of two ways, equal to rounding: the *dense* way composes the weight and calls
+torch's function with it; the *contracted* way applies one factor after another to the input and never builds
+the weight. ``compute="auto"`` counts the multiply-adds of both for the input at hand and takes the fewer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Literal, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_lowrank.internals.torch import COMPILED, TABLES, own_buffers, own_children, own_parameters
+from lightning_lowrank.layers.factorization import Factorization, HalfFrozen
+from lightning_lowrank.layers.settings import Compute, LayerSettings, Role, update_scale
+from lightning_lowrank.seeding import generator
+
+__all__ = ["LowRankLayer", "low_rank_layers"]
+
+_REMEMBERED_CASES = 256
+
+_Layer = TypeVar("_Layer", bound="LowRankLayer")
+
+
+def combine(
+    factorization: Factorization,
+    shape: tuple[int, ...],
+    factors: Mapping[str, Tensor],
+    fixed: Mapping[str, Tensor],
+    decouple: bool,
+) -> Tensor:
+    """Compose trained and fixed factors into a dense tensor, by the table in this module's docstring."""
+    first, *others = terms(factors, fixed, decouple)
+    composed = factorization.compose(first, shape)
+    for term in others:
+        composed = composed + factorization.compose(term, shape)
+    return composed
+
+
+def terms(
+    factors: Mapping[str, Tensor] | nn.ParameterDict, fixed: Mapping[str, Tensor] | nn.ParameterDict, decouple: bool
+) -> list[dict[str, Tensor]]:
+    """Return the complete sets of factors whose composed weights add up: one, or two where decoupled."""
+    if decouple:
+        return [{"U": factors["U"], "V": fixed["V"]}, {"U": fixed["U"], "V": factors["V"]}]
+    return [{**fixed, **factors}]
+
+
+class LowRankLayer(nn.Module):
+    """The base class of low-rank layers; build one from a dense layer with :meth:`from_dense`.
+
+    ``weight`` is a property that composes the dense weight each time it is read, so everything in torch that
+    reads a layer's weight gets the effective one. Changing the returned tensor does not change the layer, whose
+    numbers are in these parameters.
+
+    - ``frozen_weight``: the weight before the update (role ``"update"`` only), not trained unless ``train_base``
+      is set.
+    - ``factors``: the trained factors, by name.
+    - ``fixed``: the factors that are never trained: the frozen one of a half-frozen layer, both of a decoupled one.
+    - ``bias``: the dense layer's own.
+
+    ``U`` belongs to the first dimension of the dense layer's weight and ``V`` to the second. In a linear
+    layer and a convolution these are output and input; a transposed convolution, an embedding and
+    transformers' ``Conv1D`` hold their weight the other way around.
+
+    Attributes:
+        factorization: The factorization of the weight. This and ``role``, ``decouple``, ``half_frozen``, ``alpha``,
+            ``rank_stabilized``, ``dropout`` and ``compute`` are described in :class:`LayerSettings`.
+        weight_shape: The dense weight's shape.
+        rank: The factors' rank.
+        init_scale: The ``a`` of the uniform draws U(−a, a) of :meth:`reset_factors`.
+        zero_factors: The factors that :meth:`reset_factors` sets to zero.
+        scale: What the update is multiplied by.
+        active: What the layer computes with: the update and the weight before it (``"both"``), or one of them, as
+            if the other were zero (``"base"``, ``"factors"``). ``weight`` is always made of both.
+        trainable: Whether the dense layer's weight was trainable, as it is again in :meth:`to_dense`.
+    """
+
+    dense_classes: ClassVar[tuple[type[nn.Module], ...]]
+    first_is_input: ClassVar[bool] = False
+
+    factors: nn.ParameterDict
+    fixed: nn.ParameterDict
+    bias: nn.Parameter | None
+    frozen_weight: nn.Parameter
+    merged_weight: Tensor | None
+
+    dense_class: type[nn.Module]
+    factorization: Factorization
+    weight_shape: tuple[int, ...]
+    rank: int
+    role: Role
+    decouple: bool
+    half_frozen: HalfFrozen
+    init_scale: float
+    zero_factors: tuple[str, ...]
+    alpha: float | None
+    rank_stabilized: bool
+    scale: float
+    dropout: float
+    compute: Compute
+    active: Literal["both", "base", "factors"]
+    trainable: bool
+    _contracted: dict[tuple[Any, ...], bool]
+
+    def __init__(self, *arguments: object, **keywords: object) -> None:
+        raise TypeError(
+            f"{type(self).__name__} is built from a dense layer: use {type(self).__name__}.from_dense(...)."
+        )
+
+    @classmethod
+    def why_not(cls, module: nn.Module, factorization: Factorization) -> str:
+        """Return why a module cannot become a layer of this class, or an empty string."""
+        if type(module) not in cls.dense_classes:
+            names = " or ".join(f"nn.{kind.__name__}" for kind in cls.dense_classes[:1])
+            return f"{type(module).__name__} is not exactly {names}"
+        if "forward" in vars(module):
+            return "its forward is replaced on the instance"
+        if set(own_parameters(module)) - {"bias"} != {"weight"} or own_buffers(module) or own_children(module):
+            return "it holds other tensors than weight and bias (weight normalisation, for example)"
+        if not module.get_parameter("weight").is_floating_point():
+            return f"its weight is of type {module.get_parameter('weight').dtype}"
+        return ""
+
+    @classmethod
+    def from_dense(
+        cls: type[_Layer], module: nn.Module, factorization: Factorization, rank: int, *, seed: int = 0, **settings: Any
+    ) -> _Layer:
+        """Build the low-rank layer that takes a dense layer's place.
+
+        The new layer takes over the dense layer's settings, hooks, training mode, device, dtype and its
+        bias, the same :class:`~torch.nn.Parameter`. In role ``"update"`` it also takes over the weight
+        Parameter and freezes it, so the dense layer should not be used further.
+
+        Args:
+            module: A layer of the kind that the class is for; not a subclass of it.
+            factorization: The factorization of the weight.
+            rank: The rank.
+            seed: Seed of the uniform draws. 0 by default.
+            **settings: ``role``, ``decouple``, ``init`` and the other settings of :class:`LayerSettings`.
+
+        Raises:
+            TypeError: If ``module`` is of another class, its weight is not a plain floating-point Parameter, or
+                a setting has an unknown name.
+            ValueError: If the weight cannot have this rank, :class:`LayerSettings` refuses a setting,
+                ``compute="contracted"`` where the factorization has no such form, or the dense weight is constant
+                and is to set the scale of uniform draws.
+
+        Example:
+            >>> from lightning_lowrank.layers import LowRankLinear, MatrixProduct
+            >>> dense = nn.Linear(6, 4)
+            >>> layer = LowRankLinear.from_dense(dense, MatrixProduct(), rank=2, decouple=True)
+            >>> torch.equal(layer.weight, dense.weight)
+            True
+            >>> sorted(name for name, p in layer.named_parameters() if p.requires_grad)
+            ['bias', 'factors.U', 'factors.V']
+        """
+        return cls.from_settings(module, LayerSettings(factorization, **settings), rank, seed)
+
+    @classmethod
+    def from_settings(cls: type[_Layer], module: nn.Module, settings: LayerSettings, rank: int, seed: int) -> _Layer:
+        """Build the layer from a settings object; see :meth:`from_dense`."""
+        factorization, init = settings.factorization, settings.init
+        reason = cls.why_not(module, factorization)
+        if reason:
+            raise TypeError(f"module cannot become a {cls.__name__}: {reason}.")
+        weight = module.weight
+        assert isinstance(weight, nn.Parameter)
+        shape = tuple(weight.shape)
+        factorization.check_rank(shape, rank, settings.half_frozen)
+        shapes = factorization.factor_shapes(shape, rank)
+        trained = factorization.trained_factors(shape, settings.half_frozen)
+        fixed = factorization.fixed_factors(shape, settings.decouple, settings.half_frozen)
+        if init == "lora" and not factorization.bilinear(shape):
+            raise ValueError(f'init="lora" needs two factors, and {factorization!r} has {", ".join(shapes)}.')
+
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        take_over_attributes(layer, module, hooks=True)
+        layer.dense_class = type(module)
+        layer.factorization, layer.weight_shape, layer.rank = factorization, shape, rank
+        layer.role, layer.decouple, layer.half_frozen = settings.role, settings.decouple, settings.half_frozen
+        layer.alpha, layer.rank_stabilized = settings.alpha, settings.rank_stabilized
+        layer.dropout, layer.compute = settings.dropout, settings.compute
+        layer.scale = layer.scale_at(rank)
+        layer.active = "both"
+        layer.trainable = weight.requires_grad
+        layer._contracted = {}
+        if layer.compute == "contracted" and not layer._can_contract():
+            raise ValueError(
+                f'compute="contracted" is not possible: {factorization!r} has no contracted form for a '
+                f'{layer.dense_class.__name__} with a weight of shape {shape}. Use compute="auto".'
+            )
+        layer.zero_factors = layer._choose_zero_factors(init, trained)
+        if settings.init_scale is not None:
+            layer.init_scale = float(settings.init_scale)
+        elif init == "lora":
+            layer.init_scale = 1 / math.sqrt(
+                next(rows for name, (rows, *_) in shapes.items() if name not in layer.zero_factors)
+            )
+        else:
+            layer.init_scale = layer._default_init_scale(weight)
+
+        if layer.role == "update":
+            layer.register_parameter("frozen_weight", weight)
+        if "bias" in own_parameters(module):
+            layer.register_parameter("bias", own_parameters(module)["bias"])
+        layer.register_buffer("merged_weight", None, persistent=False)
+        layer.factors = nn.ParameterDict({name: nn.Parameter(weight.new_zeros(shapes[name])) for name in trained})
+        layer.fixed = nn.ParameterDict(
+            {name: nn.Parameter(weight.new_zeros(shapes[name]), requires_grad=False) for name in fixed}
+        )
+        if settings.decomposes:
+            layer._install(layer._decompose(weight))
+        else:
+            layer.reset_factors(seed)
+        if layer.role == "update" and not settings.train_base:
+            weight.requires_grad_(False)
+            weight.grad = None
+        return layer
+
+    def _choose_zero_factors(self, init: str, trained: tuple[str, ...]) -> tuple[str, ...]:
+        if self.role == "weight":
+            return ()
+        if self.decouple or self.half_frozen:
+            return trained
+        if init == "lora":
+            return ("V",) if self.first_is_input else ("U",)
+        return (self.factorization.zero_factor(self.weight_shape),)
+
+    def _default_init_scale(self, weight: Tensor) -> float:
+        count = 2 if self.decouple else 1
+        if self.role == "update":
+            return self.factorization.default_init_scale(self.weight_shape, self.rank) / math.sqrt(count)
+        std = weight.detach().double().std(correction=0).item() / math.sqrt(count)
+        return self.factorization.init_scale_for_std(self.weight_shape, self.rank, std)
+
+    def _decompose(self, weight: Tensor) -> dict[str, Tensor]:
+        """Return the values of ``factors.*`` and ``fixed.*`` that make the nearest weight."""
+        found = self.factorization.decompose(weight, self.rank)
+        trained = {f"factors.{name}": found[name] / 2 if self.decouple else found[name] for name in self.factors}
+        return trained | {f"fixed.{name}": found[name] for name in self.fixed}
+
+    @torch.no_grad()
+    def _install(self, values: Mapping[str, Tensor]) -> None:
+        """Copy values into the parameters of these names."""
+        for name, value in values.items():
+            self.get_parameter(name).copy_(value)
+
+    @property
+    def weight(self) -> Tensor:
+        """The effective dense weight, composed at each use unless the layer is merged."""
+        if self.merged_weight is not None:
+            return self.merged_weight
+        if self.role == "update":
+            return self.frozen_weight + self.update()
+        return self.update()
+
+    def scale_at(self, rank: int) -> float:
+        """Return what the update would be multiplied by if its factors had another rank."""
+        return update_scale(rank, self.alpha, self.rank_stabilized)
+
+    def update(self, factors: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Compose the factors into a dense tensor of the weight's shape, without the frozen weight.
+
+        Args:
+            factors: Values for all trained factors, by name, such as an average over clients. By default
+                the layer's own.
+
+        Raises:
+            ValueError: If ``factors`` has other names than the layer's trained factors.
+        """
+        if factors is None:
+            factors = dict(self.factors.items())
+        elif set(factors) != set(self.factors):
+            raise ValueError(
+                f"factors must have exactly the names of the trained factors, {sorted(self.factors)}, "
+                f"but has {sorted(factors)}."
+            )
+        composed = combine(self.factorization, self.weight_shape, factors, dict(self.fixed.items()), self.decouple)
+        return composed if self.scale == 1 else composed * self.scale
+
+    @torch.no_grad()
+    def fold(self, factors: Mapping[str, Tensor] | None = None) -> None:
+        """Add the update to the frozen weight, in place; the factors stay as they are.
+
+        Follow it with :meth:`reset_factors` to start the next update at zero.
+
+        Args:
+            factors: As for :meth:`update`.
+
+        Raises:
+            ValueError: If the layer's role is ``"weight"`` (there is no frozen weight), or ``factors`` has
+                other names than the layer's trained factors.
+        """
+        if self.role != "update":
+            raise ValueError(
+                'fold needs a layer of role="update", which has a frozen weight to add to; this one has '
+                f"role={self.role!r}."
+            )
+        self.unmerge()
+        self.frozen_weight.add_(self.update(factors))
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Compose the weight once and keep it, so that the layer costs what the dense one does.
+
+        The factors and the frozen weight stay as they are, so :meth:`unmerge` restores the layer bit for bit
+        and state dicts are the same as before. A merged layer does not train: ``train()``, loading a state dict,
+        :meth:`fold` and :meth:`reset_factors` unmerge it.
+        """
+        self.unmerge()
+        self.merged_weight = self.weight.detach().clone()
+
+    def unmerge(self) -> None:
+        """Undo :meth:`merge`: compose the weight at each use again."""
+        self.merged_weight = None
+
+    def train(self: _Layer, mode: bool = True) -> _Layer:
+        """Set the training mode; training unmerges the layer."""
+        if mode:
+            self.unmerge()
+        return super().train(mode)
+
+    def _load_from_state_dict(self, *arguments: Any, **keywords: Any) -> None:
+        self.unmerge()
+        super()._load_from_state_dict(*arguments, **keywords)
+
+    def reset_factors(self, seed: int) -> None:
+        """Set the factors, trained and fixed, to the values of :meth:`draw_factors`, in place.
+
+        Args:
+            seed: As for :meth:`draw_factors`.
+
+        Raises:
+            ValueError: If the scale of the draws is zero, because it came from a constant weight.
+        """
+        values = self.draw_factors(seed)
+        self.unmerge()
+        self._install(values)
+
+    @torch.no_grad()
+    def draw_factors(self, seed: int) -> dict[str, Tensor]:
+        """Return new values of the factors as ``init="uniform"`` and ``"lora"`` draw them; the layer stays as it is.
+
+        Each factor has a generator of its own, derived from the seed, and is drawn on the CPU in single
+        precision: the same seed gives the same factors on every device.
+
+        Args:
+            seed: The seed; give each layer its own, for example with
+                :func:`~lightning_lowrank.seeding.derive_seed` from a round's seed and the layer's name.
+
+        Returns:
+            Values for ``factors.*`` and ``fixed.*`` by these names, with the factors' dtype and device.
+
+        Raises:
+            ValueError: If the scale of the draws is zero, because it came from a constant weight.
+
+        Example:
+            >>> from lightning_lowrank.layers import LowRankLinear, MatrixProduct
+            >>> layer = LowRankLinear.from_dense(nn.Linear(6, 4), MatrixProduct(), rank=2, half_frozen=True)
+            >>> {name: tuple(value.shape) for name, value in layer.draw_factors(seed=1).items()}
+            {'factors.V': (6, 2), 'fixed.U': (4, 2)}
+        """
+        if self.init_scale == 0:
+            raise ValueError(
+                "init_scale is 0, because the dense weight that it comes from is constant; give init_scale a value "
+                "above 0 to draw factors."
+            )
+        values: dict[str, Tensor] = {}
+        for table, factors in (("factors", self.factors), ("fixed", self.fixed)):
+            for name, factor in factors.items():
+                if table == "factors" and name in self.zero_factors:
+                    values[f"{table}.{name}"] = torch.zeros_like(factor)
+                else:
+                    draw = torch.empty(factor.shape, dtype=torch.float32)
+                    draw.uniform_(-self.init_scale, self.init_scale, generator=generator(seed, table, name))
+                    values[f"{table}.{name}"] = draw.to(factor)
+        return values
+
+    def reset_parameters(self) -> None:
+        """Refuse torch's hook for global re-initialisation, which would change nothing here.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} has no weight of its own to reset; use reset_factors(seed) for the "
+            "factors, or reset the parameters before conversion."
+        )
+
+    @torch.no_grad()
+    def to_dense(self, *, hooks: bool = False) -> nn.Module:
+        """Return the plain layer with the effective weight, a new Parameter, trainable if the dense one was.
+
+        The bias is the same Parameter as this layer's.
+
+        Args:
+            hooks: Whether the dense layer takes over this layer's hooks, as it should if it takes its place.
+                Off by default.
+        """
+        dense = self.dense_class.__new__(self.dense_class)
+        nn.Module.__init__(dense)
+        take_over_attributes(dense, self, hooks)
+        dense.register_parameter("weight", nn.Parameter(self.weight.clone(), self.trainable))
+        if "bias" in own_parameters(self):
+            dense.register_parameter("bias", own_parameters(self)["bias"])
+        return dense
+
+    def forward(self, input: Tensor, *geometry: Any) -> Tensor:
+        """Compute what the dense layer with the effective weight would.
+
+        Args:
+            input: As for the dense layer.
+            *geometry: Further arguments of the dense layer's forward (``output_size`` of a transposed
+                convolution).
+        """
+        bias = own_parameters(self).get("bias")
+        if self.merged_weight is not None:
+            return self._apply_dense(input, self.merged_weight, bias, *geometry)
+        if self.active == "base":
+            return self._apply_dense(input, self.frozen_weight, bias, *geometry)
+        contracts = self.contracts(input, *geometry)
+        dropout = self.dropout if self.training and input.is_floating_point() else 0.0
+        if not contracts and not dropout:
+            weight = self.weight if self._adds_to_base else self.update()
+            return self._apply_dense(input, weight, bias, *geometry)
+        dropped = F.dropout(input, dropout) if dropout else input
+        own_bias = None if self._adds_to_base else bias
+        if contracts:
+            first, *others = terms(self.factors, self.fixed, self.decouple)
+            change = self._apply_factors(dropped, first, own_bias, *geometry)
+            for term in others:
+                change = change + self._apply_factors(dropped, term, None, *geometry)
+        else:
+            change = self._apply_dense(dropped, self.update(), own_bias, *geometry)
+        if not self._adds_to_base:
+            return change
+        base = self._apply_dense(input, self.frozen_weight, bias, *geometry)
+        return torch.add(base, change, alpha=self.scale if contracts else 1)
+
+    @property
+    def _adds_to_base(self) -> bool:
+        return self.role == "update" and self.active == "both"
+
+    def contracts(self, input: Tensor, *geometry: Any) -> bool:
+        """Return whether the layer computes the contracted way for this input.
+
+        With ``compute="auto"`` the multiply-adds of the forward pass are compared and, where gradients are
+        recorded, also those of the backward pass: a gradient of the composed weight, which the contracted
+        way does not need, costs as much as the layer itself.
+
+        Args:
+            input: An input of the layer.
+            *geometry: Further arguments of :meth:`forward`.
+        """
+        if self.compute != "auto":
+            return self.compute == "contracted"
+        # Counting takes as long as the products of a small layer.
+        case = (input.shape, torch.is_grad_enabled(), input.requires_grad, self.rank, self.active, repr(geometry))
+        if case not in self._contracted:
+            if len(self._contracted) == _REMEMBERED_CASES:
+                self._contracted.clear()
+            self._contracted[case] = self._takes_less_contracted(input, *geometry)
+        return self._contracted[case]
+
+    def _takes_less_contracted(self, input: Tensor, *geometry: Any) -> bool:
+        if not self._can_contract():
+            return False
+        product, first, rest = self._multiply_adds(input, *geometry)
+        composing = self.factorization.compose_multiply_adds(self.weight_shape, self.rank)
+        base = product if self._adds_to_base else 0
+        sets = 2 if self.decouple else 1
+        if not torch.is_grad_enabled():
+            return sets * (first + rest) + base < product + sets * composing
+        through_input = int(input.requires_grad)
+        dense = (2 + through_input) * product + sets * 3 * composing
+        contracted = sets * ((2 + through_input) * first + 3 * rest) + (1 + through_input) * base
+        return contracted < dense
+
+    def multiply_adds(self, input: Tensor, *geometry: Any) -> int:
+        """Return the multiply-adds of the forward pass for this input, the way the layer computes it.
+
+        Composing the weight, which happens once a batch, is not among them.
+
+        Args:
+            input: An input of the layer.
+            *geometry: Further arguments of :meth:`forward`.
+        """
+        product, first, rest = self._multiply_adds(input, *geometry)
+        if self.merged_weight is not None or self.active == "base" or not self.contracts(input, *geometry):
+            return product
+        return (first + rest) * (2 if self.decouple else 1) + (product if self._adds_to_base else 0)
+
+    def _can_contract(self) -> bool:
+        raise NotImplementedError
+
+    def _multiply_adds(self, input: Tensor, *geometry: Any) -> tuple[int, int, int]:
+        """Count multiply-adds: of the dense product, and of one set of factors' first product and the others.
+
+        The first is the one whose input may need no gradient. Both are 0 without a contracted form.
+        """
+        raise NotImplementedError
+
+    def _apply_dense(self, input: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
+        raise NotImplementedError
+
+    def _apply_factors(
+        self, input: Tensor, factors: Mapping[str, Tensor], bias: Tensor | None, *geometry: Any
+    ) -> Tensor:
+        raise NotImplementedError
+
+    def extra_repr(self) -> str:
+        """Describe the dense layer and the low-rank settings."""
+        parts = [super().extra_repr(), f"factorization={self.factorization}", f"rank={self.rank}"]
+        parts.append(f"role={self.role!r}")
+        if self.decouple:
+            parts.append("decouple=True")
+        if self.half_frozen:
+            parts.append(f"half_frozen={self.half_frozen!r}")
+        if self.scale != 1:
+            parts.append(f"scale={self.scale:.6g}")
+        if self.dropout:
+            parts.append(f"dropout={self.dropout}")
+        if self.compute != "auto":
+            parts.append(f"compute={self.compute!r}")
+        return ", ".join(part for part in parts if part)
+
+
+def take_over_attributes(target: nn.Module, source: nn.Module, hooks: bool) -> None:
+    """Copy a module's attributes other than its tensors and children: its settings, training mode and hooks.
+
+    Copying attributes, unlike calling the constructor, does not use the global random state and includes
+    settings of unknown subclasses. Hook tables are shared, so the handles that users hold still remove their
+    hooks. The result of ``Module.compile`` is bound to the source and not copied.
+    """
+    tables = set(vars(nn.Module())) - {"training"}
+    left = {*TABLES, COMPILED}
+    if isinstance(source, LowRankLayer):
+        left |= LowRankLayer.__annotations__.keys()
+    for name, value in vars(source).items():
+        if name not in left and (hooks or name not in tables):
+            object.__setattr__(target, name, value)
+
+
+def low_rank_layers(model: nn.Module, tied: bool = True) -> Iterator[tuple[str, LowRankLayer]]:
+    """Yield the name and module of each low-rank layer, once each, in registration order.
+
+    Args:
+        model: A converted model, or one that holds one.
+        tied: Whether to also yield layers that share the factors of an earlier one. On by default.
+
+    Example:
+        >>> from lightning_lowrank.layers import MatrixProduct, convert, low_rank_layers
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+        >>> _ = convert(model, MatrixProduct(), rank=1)
+        >>> [name for name, _ in low_rank_layers(model)]
+        ['0', '2']
+    """
+    seen: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, LowRankLayer) and (tied or module.factors not in seen):
+            seen.add(module.factors)
+            yield name, module

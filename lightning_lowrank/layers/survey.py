@@ -1,0 +1,220 @@
+"""The survey of a model before a conversion: its layers with a weight, which are left alone, and why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from lightning_lowrank.internals.torch import own_parameters
+from lightning_lowrank.layers.attention import LowRankMultiheadAttention
+from lightning_lowrank.layers.convolution import (
+    LowRankConv1d,
+    LowRankConv2d,
+    LowRankConv3d,
+    LowRankConvTranspose1d,
+    LowRankConvTranspose2d,
+    LowRankConvTranspose3d,
+)
+from lightning_lowrank.layers.factorization import Factorization
+from lightning_lowrank.layers.layer import LowRankLayer, low_rank_layers
+from lightning_lowrank.layers.linear import LowRankEmbedding, LowRankLinear
+from lightning_lowrank.layers.settings import LowRankSettings, by_pattern
+from lightning_lowrank.patterns import check_patterns, matches
+
+__all__ = ["low_rank_class"]
+
+_Number = TypeVar("_Number", int, float)
+
+_CLASSES: tuple[type[LowRankLayer], ...] = (
+    LowRankLinear,
+    LowRankConv1d,
+    LowRankConv2d,
+    LowRankConv3d,
+    LowRankConvTranspose1d,
+    LowRankConvTranspose2d,
+    LowRankConvTranspose3d,
+    LowRankEmbedding,
+)
+
+
+def low_rank_class(module: nn.Module) -> type[LowRankLayer] | None:
+    """Return the low-rank class for a layer or a subclass of one, or ``None`` for any other module.
+
+    A subclass may still not be convertible; see :meth:`LowRankLayer.why_not`.
+    """
+    kind = type(module)
+    if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils":
+        from lightning_lowrank.layers.transformers import LowRankConv1D
+
+        return LowRankConv1D
+    for candidate in _CLASSES:
+        if isinstance(module, candidate.dense_classes):
+            return candidate
+    return None
+
+
+@dataclass
+class Candidate:
+    """A weight of the model during a conversion.
+
+    Attributes:
+        projection: The weight's name without ``_weight`` where it is one of several of an attention, empty otherwise.
+        shared_with: Names of the other parameters that are the same weight.
+        reason: Why the layer is left alone, empty otherwise.
+        tied_to: The earlier layer whose factors this one shares.
+        error: The relative error of the decomposition, where there is one.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    module: nn.Module
+    projection: str
+    weight: nn.Parameter
+    shared_with: list[str]
+    reason: str = ""
+    rank: int | None = None
+    tied_to: Candidate | None = None
+    error: float | None = None
+
+    def __post_init__(self) -> None:
+        self.kind = type(self.module).__name__
+        self.shape = tuple(self.weight.shape)
+        self.trainable = self.weight.requires_grad
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers the weight has."""
+        return math.prod(self.shape)
+
+    @property
+    def suffix(self) -> str:
+        """What follows the layer's name in the weight's."""
+        return "_weight" if self.projection else ".weight"
+
+    @property
+    def output_channels(self) -> int:
+        """How many channels the layer's output has."""
+        kind = None if self.projection else low_rank_class(self.module)
+        first_is_input = kind is not None and kind.first_is_input
+        return self.shape[1] * getattr(self.module, "groups", 1) if first_is_input else self.shape[0]
+
+    @property
+    def chosen_rank(self) -> int:
+        """The rank, which layers that share factors have in common."""
+        rank = self.rank if self.tied_to is None else self.tied_to.rank
+        assert rank is not None
+        return rank
+
+    def matches(self, pattern: str) -> bool:
+        """Return whether a pattern matches one of the layer's names."""
+        return any(matches(pattern, name) for name in (self.name, *self.aliases))
+
+    def first_match(self, argument: str, setting: _Number | Mapping[str, _Number]) -> _Number | None:
+        """Return the layer's value; if no pattern matches, set the reason to leave the layer alone."""
+        for pattern, value in by_pattern(setting).items():
+            if self.matches(pattern):
+                return value
+        self.reason = f"no pattern of {argument} matches"
+        return None
+
+
+def survey(model: nn.Module, factorization: Factorization) -> list[Candidate]:
+    """Return the layers that have a weight, with the reasons why some cannot be converted."""
+    if low_rank_class(model) is not None or isinstance(model, nn.MultiheadAttention):
+        raise TypeError(
+            f"model is itself a {type(model).__name__}, which cannot be replaced in place; wrap it, for "
+            "example in nn.Sequential."
+        )
+    converted = [name for name, _ in low_rank_layers(model)]
+    if converted:
+        raise ValueError(f"model has low-rank layers already ({', '.join(converted)}); call recover(model) first.")
+    names: dict[tuple[nn.Module, str], list[str]] = {}
+    holders: dict[int, list[str]] = {}
+    for module_name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, nn.MultiheadAttention):
+            for projection in LowRankMultiheadAttention.PROJECTIONS:
+                if own_parameters(module).get(f"{projection}_weight") is not None:
+                    names.setdefault((module, projection), []).append(f"{module_name}.{projection}")
+        if low_rank_class(module) is not None:
+            names.setdefault((module, ""), []).append(module_name)
+    for module_name, module in model.named_modules():
+        for parameter_name, parameter in own_parameters(module).items():
+            holders.setdefault(id(parameter), []).append(f"{module_name}.{parameter_name}".lstrip("."))
+    layers = []
+    for (module, projection), (name, *aliases) in names.items():
+        suffix = "_weight" if projection else ".weight"
+        weight = own_parameters(module).get(f"{projection}_weight".lstrip("_"))
+        if weight is not None and is_lazy(weight):
+            raise ValueError(
+                f"layer {name!r} has no weight yet ({type(module).__name__}); run the model once on a batch "
+                "before converting it."
+            )
+        reason = _why_not(module, projection, factorization)
+        if weight is None:
+            reason = reason or "its weight is computed from other tensors"
+            weight = nn.Parameter(torch.as_tensor(module.weight).detach(), requires_grad=False)
+        others = [other for other in holders.get(id(weight), []) if other != f"{name}{suffix}"]
+        layers.append(Candidate(name, tuple(aliases), module, projection, weight, others, reason))
+    by_weight = {f"{layer.name}{layer.suffix}": layer for layer in layers}
+    for layer in layers:
+        if not all(other in by_weight for other in layer.shared_with):
+            layer.reason = layer.reason or f"its weight is shared with {', '.join(layer.shared_with)}"
+        first = next(other for other in layers if other.weight is layer.weight)
+        layer.tied_to = None if first is layer else first
+    keep_ties(layers)
+    return layers
+
+
+def keep_ties(layers: Sequence[Candidate]) -> None:
+    """Leave layers alone that share a weight with one that is left alone."""
+    for layer in layers:
+        for other in layers:
+            if other.weight is layer.weight and other.reason and not layer.reason:
+                layer.reason = f"its weight is shared with {other.name}, which is left alone"
+
+
+def _why_not(module: nn.Module, projection: str, factorization: Factorization) -> str:
+    if not projection:
+        kind = low_rank_class(module)
+        return "" if kind is None else kind.why_not(module, factorization)
+    if type(module) is not nn.MultiheadAttention:
+        return f"{type(module).__name__} is not exactly nn.MultiheadAttention"
+    return "its forward is replaced on the instance" if "forward" in vars(module) else ""
+
+
+def select(layers: Sequence[Candidate], settings: LowRankSettings) -> None:
+    """Give a reason to each layer that the settings leave alone, by name, by position or by its weight's values."""
+    convertible = [layer for layer in layers if not layer.reason]
+    names = [name for layer in convertible for name in (layer.name, *layer.aliases)]
+    for argument in ("include", "exclude", "rank", "rank_ratio", "ratio"):
+        patterns = getattr(settings, argument)
+        if isinstance(patterns, (Mapping, Sequence)):
+            check_patterns(argument, patterns, names, "layer that can be converted")
+    for position, index in (("first", 0), ("last", -1)):
+        if position in (settings.skip or ()) and convertible:
+            convertible[index].reason = f"{position} layer that can be converted (skip)"
+    for layer in convertible:
+        if not layer.reason and settings.include is not None and not any(map(layer.matches, settings.include)):
+            layer.reason = "not in include"
+        if not layer.reason and settings.exclude is not None and any(map(layer.matches, settings.exclude)):
+            layer.reason = "in exclude"
+        if not layer.reason and settings.role == "weight":
+            layer.reason = _no_start(layer.weight, settings)
+    keep_ties(layers)
+
+
+def _no_start(weight: nn.Parameter, settings: LowRankSettings) -> str:
+    """Return why factors cannot start from a weight, if so: factors of zeros have gradients of zeros."""
+    if settings.decomposes and not weight.any():
+        return "its weight is zero, and factors that start there do not train"
+    if settings.init == "uniform" and settings.init_scale is None:
+        lowest, highest = weight.detach().aminmax()
+        if lowest == highest:
+            return "its weight is constant, which gives the factors no scale (init_scale)"
+    return ""

@@ -1,0 +1,379 @@
+"""Optimizers whose moments live in a subspace of each weight matrix, as FedSLoP's clients and GaLore use them.
+
+For a weight matrix ``W`` (``out × in``; a convolution's weight is ``weight.flatten(1)``) with gradient ``G``
+and a matrix ``P`` (``in × rank``) of orthonormal columns, the optimizer sees only the coefficients ``G P``
+(``out × rank``), keeps its moments of them, and turns its step ``D`` into the change ``D Pᵀ`` of ``W``. The
+arithmetic on the coefficients is torch's own SGD and AdamW. Parameters may be those of many clients at once, stacked
+along a first dimension.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from lightning_lowrank.arguments import check_choice, check_integer, check_number
+from lightning_lowrank.haar import haar_basis
+from lightning_lowrank.seeding import generator
+
+__all__ = ["Group", "Moments", "ProjectedOptimizer", "Subspace", "Tensors", "add_product", "matrix"]
+
+Subspace = Literal["random", "gradient"]
+Moments = Literal["keep", "zero", "rotate"]
+Group = dict[str, Any]
+Tensors = list[Tensor]
+
+
+class ProjectedOptimizer(Optimizer, ABC):
+    """Subspaces, their refreshes, and a step that leaves the arithmetic of the moments to a subclass.
+
+    In addition to the options, a parameter group holds plain Python values that ``state_dict()`` includes:
+
+    - ``refresh_number``: the number of its subspaces' draw from the stream of its ``seed``;
+    - ``steps_since_refresh``;
+    - ``subspaces``: for each parameter the seed and the number of the subspace in which its moments are, and whether
+      it is due for a new one; ``None`` where the parameter has not had a step;
+    - ``stacked``: true while the parameters are stacks of clients.
+    """
+
+    _moment_names: ClassVar[tuple[str, ...]]
+
+    def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
+        super().__init__(params, defaults)
+        # By the parameters' indices, because the tensors change when clients are stacked and unstacked.
+        self._projections: dict[int, tuple[tuple[Any, ...], Tensor]] = {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._projections = {}
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group of parameters, with options of its own where it has any.
+
+        Args:
+            param_group: ``"params"`` and any of the optimizer's options; ``"rank": None`` makes the group
+                dense, ``"stacked": True`` means that its parameters are stacks of clients.
+
+        Raises:
+            RuntimeError: If a parameter is complex.
+            TypeError: If the group or its parameters are of a wrong kind.
+            ValueError: If an option is out of range or a parameter is in another group already.
+        """
+        if isinstance(param_group, Mapping):
+            self._check_options({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+        parameters = param_group["params"]
+        if any(torch.is_complex(parameter) for parameter in parameters):
+            self.param_groups.pop()
+            raise RuntimeError(
+                f"{type(self).__name__} does not support complex parameters; hold the real and the imaginary "
+                "part as parameters of their own, or use torch's optimizer for them."
+            )
+        param_group.update(refresh_number=0, steps_since_refresh=0, subspaces=(None,) * len(parameters))
+        param_group.setdefault("stacked", False)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned; training then continues bit for bit.
+
+        Args:
+            state_dict: The state of an optimizer of the same class with the same parameters.
+
+        Raises:
+            ValueError: If the state is of an optimizer without projections, or of other groups.
+        """
+        if any("subspaces" not in group for group in state_dict["param_groups"]):
+            raise ValueError(
+                f"state_dict is of an optimizer without projections, but this is a {type(self).__name__}, "
+                "whose moments have another shape; start it without a state."
+            )
+        super().load_state_dict(state_dict)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step. Parameters without a gradient stay as they are.
+
+        Args:
+            closure: Computes the gradients and returns the loss; called once, with gradients enabled.
+
+        Returns:
+            What the closure returned, or ``None`` without one.
+
+        Raises:
+            RuntimeError: If a gradient is sparse. Nothing is changed then.
+            ValueError: If stacked parameters are of different numbers of clients. Nothing is changed then.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if any(p.grad is not None and p.grad.is_sparse for group in self.param_groups for p in group["params"]):
+            raise RuntimeError(
+                f"{type(self).__name__} does not support sparse gradients; use sparse=False in the embedding, or "
+                "an optimizer such as torch.optim.SparseAdam for it."
+            )
+        self._check_stacks()
+        devices = {p.device.type for group in self.param_groups for p in group["params"]}
+        with ExitStack() as stack:
+            for device in filter(torch.amp.is_autocast_available, devices):
+                # A step inside autocast would have its matrix products in a lower precision, unlike torch's steps.
+                stack.enter_context(torch.autocast(device, enabled=False))
+            first = 0
+            for group in self.param_groups:
+                self._step_group(group, first)
+                first += len(group["params"])
+        return loss
+
+    def refresh(self, seed: int | None = None) -> None:
+        """Make the next step in new subspaces, in every group. ``moments`` sets how the moments enter them.
+
+        Args:
+            seed: A new seed, whose stream of subspaces is used from its beginning. FedSLoP's server sends one a
+                round, so that all clients share the subspaces. By default the stream in use continues.
+
+        Raises:
+            TypeError: If ``seed`` is not an integer.
+        """
+        if seed is not None:
+            check_integer("seed", seed, least=None)
+        for group in self.param_groups:
+            if seed is not None:
+                group["seed"] = seed
+            self._refresh_group(group, group["refresh_number"] + 1 if seed is None else 0)
+
+    @torch.no_grad()
+    def projection(self, parameter: Tensor) -> Tensor | None:
+        """Return the ``P`` in which the last step was made, or that of the next step after :meth:`refresh`.
+
+        The change ``D`` of the parameter (as a matrix) by :class:`ProjectedSGD` between two refreshes is
+        ``(D P) Pᵀ`` to rounding, so a client only has to send ``D P``.
+
+        Args:
+            parameter: A parameter of this optimizer.
+
+        Returns:
+            ``P`` of shape ``[in, rank]``, with the parameter's dtype and device (it is used by the next
+            steps: copy it before changing it), or ``None`` where the parameter is not projected. For a stacked
+            parameter, a random ``P`` is that of all clients, and one from the gradients is
+            ``[clients, in, rank]``.
+
+        Raises:
+            RuntimeError: If the subspace depends on the gradient of the next step.
+            ValueError: If the parameter is not one of this optimizer's.
+        """
+        index = 0
+        for group in self.param_groups:
+            for position, candidate in enumerate(group["params"]):
+                if candidate is parameter:
+                    return self._current_projection(group, position, index + position)
+            index += len(group["params"])
+        raise ValueError(
+            f"parameter of shape {tuple(parameter.shape)} is in no group of this {type(self).__name__}; it must be "
+            "the very tensor that the optimizer was given."
+        )
+
+    def _check_options(self, options: Mapping[str, Any]) -> None:
+        lr = options["lr"]
+        if isinstance(lr, Tensor) and lr.numel() != 1:
+            raise ValueError(f"lr must be a number or a tensor with one element, but has shape {tuple(lr.shape)}.")
+        check_number("lr", lr.item() if isinstance(lr, Tensor) else lr, least=0)
+        check_number("weight_decay", options["weight_decay"], least=0)
+        if options["rank"] is not None:
+            check_integer("rank", options["rank"], hint="None for no projection")
+        if options["refresh_interval"] is not None:
+            check_integer("refresh_interval", options["refresh_interval"], hint="None for refreshes on demand only")
+        check_choice("subspace", options["subspace"], Subspace)
+        check_choice("moments", options["moments"], Moments)
+        check_integer("seed", options["seed"], least=None)
+        if options["foreach"] is not None and not isinstance(options["foreach"], bool):
+            raise TypeError(f"foreach must be True, False or None, but is {options['foreach']!r}.")
+        if not isinstance(options.get("stacked", False), bool):
+            raise TypeError(f"stacked must be True or False, but is {options['stacked']!r}.")
+
+    def _check_stacks(self) -> None:
+        shapes = [
+            p.shape for group in self.param_groups if group["stacked"] for p in group["params"] if p.grad is not None
+        ]
+        if len({shape[:1] for shape in shapes}) > 1 or any(not shape for shape in shapes):
+            raise ValueError(
+                'parameters of groups with "stacked": True must all have the clients as their first dimension, but '
+                f'their shapes are {", ".join(str(tuple(shape)) for shape in shapes)}; set "stacked" to False for '
+                "parameters of one client."
+            )
+
+    def _step_group(self, group: Group, first: int) -> None:
+        interval = group["refresh_interval"]
+        if interval is not None and group["steps_since_refresh"] >= interval:
+            self._refresh_group(group, group["refresh_number"] + 1)
+        group["steps_since_refresh"] += 1
+
+        dense: list[Tensor] = []
+        projected: list[Tensor] = []
+        projections: list[Tensor] = []
+        for position, parameter in enumerate(group["params"]):
+            if parameter.grad is None:
+                continue
+            if _is_dense(group, parameter):
+                dense.append(parameter)
+            else:
+                projected.append(parameter)
+                projections.append(self._enter_subspace(group, position, first + position))
+        self._update(group, dense, dense, [p.grad for p in dense if p.grad is not None], group["weight_decay"])
+        coefficients = [self._project(group, p, q) for p, q in zip(projected, projections, strict=True)]
+        changes = [torch.zeros_like(gradient) for gradient in coefficients]
+        self._update(group, projected, changes, coefficients, 0.0)
+        for parameter, change, projection in zip(projected, changes, projections, strict=True):
+            stepped = add_product(matrix(group, parameter), change, projection.mT, beta=self._decay(group))
+            if stepped.data_ptr() != parameter.data_ptr():
+                # Memory formats such as channels_last have no view as a matrix, so this was a copy.
+                parameter.copy_(stepped.view(parameter.shape))
+
+    def _refresh_group(self, group: Group, number: int) -> None:
+        group["refresh_number"] = number
+        group["steps_since_refresh"] = 0
+        group["subspaces"] = tuple(None if entry is None else (*entry[:2], True) for entry in group["subspaces"])
+
+    def _enter_subspace(self, group: Group, position: int, index: int) -> Tensor:
+        """Return the ``P`` of this step. Where a new one is due, make it and express the moments in it."""
+        if not self._is_due(group, position):
+            projection = self._current_projection(group, position, index)
+            assert projection is not None
+            return projection
+        parameter, entry = group["params"][position], group["subspaces"][position]
+        from_gradient = group["subspace"] == "gradient"
+        # Reading a missing key would put an empty state there, where torch's SGD without momentum has none.
+        state = self.state[parameter] if from_gradient else self.state.get(parameter, {})
+        has_moments = any(name in state for name in self._moment_names)
+        old: Tensor | None = None
+        if has_moments and group["moments"] == "rotate" and entry is not None:
+            old = state["projection"] if from_gradient else self._random_projection(group, parameter, index, *entry[:2])
+        seed, number = group["seed"], group["refresh_number"]
+        if from_gradient:
+            new = state["projection"] = _gradient_basis(
+                group, parameter, partial(generator, seed, "projection", index, number)
+            )
+        else:
+            new = self._random_projection(group, parameter, index, seed, number)
+        if has_moments and group["moments"] == "zero":
+            for name in self._moment_names:
+                state.pop(name, None)
+        elif old is not None:
+            working = _working_dtype(parameter)
+            self._rotate(group, state, old.to(working).mT @ new.to(working))
+        subspaces = group["subspaces"]
+        group["subspaces"] = (*subspaces[:position], (seed, number, False), *subspaces[position + 1 :])
+        return new
+
+    def _is_due(self, group: Group, position: int) -> bool:
+        entry = group["subspaces"][position]
+        lost = group["subspace"] == "gradient" and "projection" not in self.state.get(group["params"][position], {})
+        # Moments that a client restored may be of a subspace that is no longer in use.
+        left = entry is not None and entry[:2] != (group["seed"], group["refresh_number"])
+        return entry is None or entry[2] or left or lost
+
+    def _current_projection(self, group: Group, position: int, index: int) -> Tensor | None:
+        parameter = group["params"][position]
+        if _is_dense(group, parameter):
+            return None
+        if group["subspace"] == "random":
+            return self._random_projection(group, parameter, index, group["seed"], group["refresh_number"])
+        if self._is_due(group, position):
+            raise RuntimeError(
+                "the projection depends on the gradient of the next step; call projection() after step()."
+            )
+        projection: Tensor = self.state[parameter]["projection"]
+        return projection
+
+    def _random_projection(self, group: Group, parameter: Tensor, index: int, seed: int, number: int) -> Tensor:
+        columns = _columns(group, parameter)
+        key = (group["rank"], columns, seed, number, parameter.dtype, parameter.device)
+        cached = self._projections.get(index)
+        if cached is None or cached[0] != key:
+            shape, draws = (columns, group["rank"]), generator(seed, "projection", index, number)
+            # Drawn on the CPU, so the same on every device.
+            basis = haar_basis(torch.randn(shape, generator=draws, dtype=_working_dtype(parameter), device="cpu"))
+            cached = self._projections[index] = (key, basis.to(device=parameter.device, dtype=parameter.dtype))
+        return cached[1]
+
+    def _project(self, group: Group, parameter: Tensor, projection: Tensor) -> Tensor:
+        assert parameter.grad is not None
+        return matrix(group, parameter.grad) @ projection
+
+    def _decay(self, group: Group) -> float:
+        """Return the factor by which a projected weight itself shrinks in a step."""
+        return 1.0
+
+    @abstractmethod
+    def _update(
+        self, group: Group, parameters: Tensors, targets: Tensors, gradients: Tensors, weight_decay: float
+    ) -> None:
+        """Let torch step the targets by the gradients, with the states of ``parameters``."""
+
+    @abstractmethod
+    def _rotate(self, group: Group, state: dict[str, Tensor], rotation: Tensor) -> None:
+        """Express the moments in a new subspace; ``rotation`` is ``P_oldᵀ P_new`` (``[(clients,) rank, rank]``)."""
+
+
+def _shape(group: Group, parameter: Tensor) -> torch.Size:
+    """Return the shape of a parameter, or of one client's where clients are stacked."""
+    return parameter.shape[1:] if group["stacked"] else parameter.shape
+
+
+def _columns(group: Group, parameter: Tensor) -> int:
+    return math.prod(_shape(group, parameter)[1:])
+
+
+def _is_dense(group: Group, parameter: Tensor) -> bool:
+    rank = group["rank"]
+    return rank is None or len(_shape(group, parameter)) < 2 or rank >= _columns(group, parameter)
+
+
+def matrix(group: Group, tensor: Tensor) -> Tensor:
+    """Return a parameter or gradient as ``[out, in]``, or ``[clients, out, in]`` where clients are stacked."""
+    return tensor.flatten(2 if group["stacked"] else 1)
+
+
+def add_product(target: Tensor, left: Tensor, right: Tensor, beta: float = 1.0, alpha: float = 1.0) -> Tensor:
+    """Return ``beta · target + alpha · left @ right``, in the memory of ``target`` where its strides allow that."""
+    if right.ndim == 3:
+        return target.baddbmm_(left, right, beta=beta, alpha=alpha)
+    # One matrix for all clients, so the stack is one tall matrix.
+    return target.flatten(0, -2).addmm_(left.flatten(0, -2), right, beta=beta, alpha=alpha)
+
+
+def _working_dtype(parameter: Tensor) -> torch.dtype:
+    return torch.promote_types(parameter.dtype, torch.float32)
+
+
+def _gradient_basis(group: Group, parameter: Tensor, draws: Callable[[], torch.Generator]) -> Tensor:
+    """Return the gradient's leading right singular vectors, completed at random where its rank is smaller.
+
+    Where clients are stacked, each has those of its own gradient; ``draws`` starts the same stream for each.
+    """
+    assert parameter.grad is not None
+    rank = group["rank"]
+    gradient = matrix(group, parameter.grad).to(_working_dtype(parameter))
+    _, values, right = torch.linalg.svd(gradient, full_matrices=False)
+    negligible = values[..., :1] * max(gradient.shape[-2:]) * torch.finfo(gradient.dtype).eps
+    leading = right[..., :rank, :].mT
+    ranks = (values[..., :rank] > negligible).sum(dim=-1)
+    basis = gradient.new_empty(*leading.shape[:-1], rank)
+    for found in ranks.unique().tolist():
+        chosen = ranks == found
+        vectors = leading[chosen][..., :found]
+        if found < rank:
+            gaussian = torch.randn(
+                vectors.shape[-2], rank - found, generator=draws(), dtype=gradient.dtype, device="cpu"
+            )
+            gaussian = gaussian.to(vectors.device).expand(len(vectors), -1, -1)
+            completed = torch.linalg.qr(torch.cat([vectors, gaussian], dim=-1)).Q
+            vectors = torch.cat([vectors, completed[..., found:]], dim=-1)
+        basis[chosen] = vectors
+    return basis.to(parameter.dtype)

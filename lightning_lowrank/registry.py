@@ -1,0 +1,31 @@
+"""Classes that are registered by being defined, and are found again by their names."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+__all__ = ["registered"]
+
+
+def registered(base: type[Any]) -> dict[str, type[Any]]:
+    """Return every subclass of ``base`` that is not abstract, at any depth, by class name.
+
+    Where two classes share a name, the one that was defined last counts, as when a notebook cell is run twice.
+
+    Args:
+        base: The class whose subclasses are wanted. It is not among them.
+
+    Example:
+        >>> from lightning_lowrank.layers import Factorization
+        >>> registered(Factorization)["CP"]
+        <class 'lightning_lowrank.layers.factorization.cp.CP'>
+    """
+    found: dict[str, type[Any]] = {}
+    pending = base.__subclasses__()
+    while pending:
+        kind = pending.pop(0)
+        pending.extend(kind.__subclasses__())
+        if not inspect.isabstract(kind):
+            found[kind.__name__] = kind
+    return found

@@ -1,0 +1,22 @@
+"""Contracts that methods, codecs, factorizations, operators and partitions keep, yours included.
+
+Each check raises `AssertionError`.
+"""
+
+from lightning_lowrank.testing.algorithm import PARTS, Claims, check_algorithm
+from lightning_lowrank.testing.codec import check_codec
+from lightning_lowrank.testing.experiment import small_module
+from lightning_lowrank.testing.factorization import check_factorization
+from lightning_lowrank.testing.operator import check_operator
+from lightning_lowrank.testing.partition import check_partition
+
+__all__ = [
+    "PARTS",
+    "Claims",
+    "check_algorithm",
+    "check_codec",
+    "check_factorization",
+    "check_operator",
+    "check_partition",
+    "small_module",
+]

@@ -1,0 +1,216 @@
+"""A recorded run, replayed with every party on its own: each client beside the bytes that it was sent, and the server.
+
+What a simulation's parties could share by mistake, the module, the method's object and live tensors, these do not have
+in common, as if each were a process of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_lowrank.compression import Codec, Packet
+from lightning_lowrank.federated import FederatedLoop
+from lightning_lowrank.federated.coordinator import Coordinator
+from lightning_lowrank.federated.data.planner import RoundPlan
+from lightning_lowrank.federated.messages import Message
+from lightning_lowrank.federated.offload import flatten_state, unflatten_state
+from lightning_lowrank.federated.site import SiteCoordinator
+from lightning_lowrank.federated.state import ClientContext, ClientInfo, trained_tensors
+from lightning_lowrank.federated.wire import Wire
+from lightning_lowrank.internals.lightning import make_one_epoch
+from lightning_lowrank.testing.experiment import Experiment
+
+__all__ = ["Tape", "replay_client", "replay_server"]
+
+
+@dataclass
+class Transfer:
+    """A message as it crossed the wire.
+
+    Args:
+        data: Its encoding.
+        received: What the simulation gave to the other side.
+        codec: The codec that the method gave the message, if any.
+    """
+
+    data: bytes
+    received: dict[str, Tensor]
+    codec: Codec | None = None
+
+
+@dataclass
+class Tape:
+    """All that crossed the wire in a run.
+
+    Args:
+        plans: Of each round its plan, and how many clients sat it out.
+        down: What each client was sent, by round and client.
+        up: What each client sent, by round and client.
+        heard: Encodings of what clients that sat a round out heard, by round.
+    """
+
+    plans: list[tuple[RoundPlan, int]] = field(default_factory=list)
+    down: dict[tuple[int, int], Transfer] = field(default_factory=dict)
+    up: dict[tuple[int, int], Transfer] = field(default_factory=dict)
+    heard: dict[int, bytes] = field(default_factory=dict)
+
+    def attach(self, loop: FederatedLoop) -> FederatedLoop:
+        """Have a loop record its run, and return it."""
+        loop.make_coordinator = lambda *parts: _Recorder(self, *parts)
+        return loop
+
+
+def _transfer(packet: Packet, codec: Codec | None = None) -> Transfer:
+    received = {name: value.detach().clone() for name, value in packet.received.items()}
+    return Transfer(packet.encode(), received, copy.deepcopy(codec))
+
+
+class _Recorder(Coordinator):
+    def __init__(self, tape: Tape, *parts: Any) -> None:
+        super().__init__(*parts)
+        self._tape = tape
+        self.wire = _RecordingWire(tape, self.algorithm, self.settings.uplink, self.settings.downlink)
+
+    def begin_round(self, plan: RoundPlan, live: Mapping[str, Tensor], idle: int) -> None:
+        self._tape.plans.append((plan, idle))
+        super().begin_round(plan, live, idle)
+        if self.broadcasts_to_all:
+            self._tape.heard[plan.round] = super().broadcast(self.info(plan.clients[0])).encode()
+
+    def broadcast(self, client: ClientInfo) -> Packet:
+        packet = super().broadcast(client)
+        self._tape.down[client.round, client.id] = _transfer(packet)
+        return packet
+
+
+class _RecordingWire(Wire):
+    def __init__(self, tape: Tape, *parts: Any) -> None:
+        super().__init__(*parts)
+        self._tape = tape
+
+    def up(self, client: ClientContext, message: Message, received: Mapping[str, Tensor]) -> Packet:
+        packet = super().up(client, message, received)
+        self._tape.up[client.round, client.id] = _transfer(packet, message.codec)
+        return packet
+
+
+class _Site(SiteCoordinator):
+    """A client of its own, which hears and sends what is on the tape."""
+
+    def __init__(self, tape: Tape, followed: set[int], *parts: Any) -> None:
+        super().__init__(*parts)
+        self._tape = tape
+        self._followed = followed
+        self.sent: Transfer | None = None
+
+    def begin_round(self, plan: RoundPlan, live: Mapping[str, Tensor], idle: int) -> None:
+        super().begin_round(plan, live, idle)
+        (client,) = plan.clients
+        expected = self._tape.down[plan.round, client].received
+        _require_same(self.received, expected, f"client {client} decodes a broadcast of round {plan.round}")
+
+    def broadcasts(self, round_number: int) -> Iterator[bytes]:
+        (client,) = self.server.cohort
+        for number in range(round_number + 1):
+            if number not in self._followed:
+                self._followed.add(number)
+                taped = self._tape.down.get((number, client))
+                yield self._tape.heard.get(number, b"") if taped is None else taped.data
+
+    def upload(self, message: Message, packet: Packet) -> None:
+        self.sent = _transfer(packet, message.codec)
+
+
+def replay_client(experiment: Experiment, tape: Tape, client: int, data: TensorDataset) -> None:
+    """Train one client by what it was sent, and compare what it sends.
+
+    The method's object is another one in each round, as in a process that has been started again.
+
+    Args:
+        experiment: As it was when the tape was recorded.
+        tape: The recorded run.
+        client: The client.
+        data: The training set.
+
+    Raises:
+        AssertionError: If the client sends something else than it did in the simulation.
+    """
+    module, followed = experiment.module(dtype=data.tensors[0].dtype), set[int]()
+    loop = experiment.loop(participants=[[client]] * len(tape.plans))
+    loop.make_coordinator = lambda *parts: _Site(tape, followed, *parts)
+    trainer, loader = experiment.trainer(loop), DataLoader(data, batch_size=4, shuffle=True)
+    for plan, _ in tape.plans:
+        if client not in plan.clients:
+            continue
+        loop.algorithm = experiment.make()
+        make_one_epoch(trainer, plan.round)
+        trainer.fit(module, loader)
+        site = loop.coordinator
+        assert isinstance(site, _Site)
+        assert site.sent is not None
+        sent, expected = site.sent, tape.up[plan.round, client]
+        where = f"client {client}, run on its own with nothing but its messages, sends in round {plan.round}"
+        _require_same(sent.received, expected.received, where)
+        if sent.data != expected.data:
+            raise AssertionError(f"{where} other bytes than in the simulation: {len(sent.data)}, {len(expected.data)}.")
+        site.states[client] = unflatten_state(*flatten_state(site.states[client]))
+
+
+def replay_server(experiment: Experiment, tape: Tape, data: TensorDataset, expected: Mapping[str, Tensor]) -> None:
+    """Run the server's half by what clients sent, and compare what it sends, and the global model.
+
+    Args:
+        experiment: As it was when the tape was recorded.
+        tape: The recorded run.
+        data: The training set.
+        expected: What the recorded run's module held in the end.
+
+    Raises:
+        AssertionError: If the server sends something else than it did in the simulation, or ends with another model.
+    """
+    module, loop = experiment.module(dtype=data.tensors[0].dtype), experiment.loop()
+    trainer = experiment.trainer(loop)
+    # The fit makes no round: it converts the module, and lets the method look at it.
+    make_one_epoch(trainer, -1)
+    trainer.fit(module, DataLoader(data, batch_size=4, shuffle=True))
+    coordinator, live = loop.coordinator, trained_tensors(module)
+    for plan, idle in tape.plans:
+        coordinator.begin_round(plan, live, idle)
+        for client in plan.clients:
+            where = f"the server, run on its own with nothing but clients' messages, sends in round {plan.round}"
+            packet, taped = coordinator.broadcast(coordinator.info(client)), tape.down[plan.round, client]
+            _require_same(packet.received, taped.received, f"{where} to client {client}")
+            if packet.encode() != taped.data:
+                raise AssertionError(f"{where} other bytes to client {client} than in the simulation.")
+        for client in plan.clients:
+            info, taped = coordinator.info(client), tape.up[plan.round, client]
+            received = tape.down[plan.round, client].received
+            tensors = coordinator.wire.decode_up(coordinator.server.base, taped.data, received, taped.codec)
+            _require_same(tensors, taped.received, f"the server decodes of client {client} in round {plan.round}")
+            coordinator.take(info, tensors)
+        coordinator.aggregate()
+        coordinator.show_global(live)
+    _require_same(
+        dict(module.state_dict()), expected, "the server, run on its own with nothing but clients' messages, ends with"
+    )
+
+
+def _require_same(values: Mapping[str, Tensor], expected: Mapping[str, Tensor], what: str) -> None:
+    if values.keys() != expected.keys():
+        raise AssertionError(f"{what} the tensors {sorted(values)}, and in the simulation {sorted(expected)}.")
+    for name, value in values.items():
+        if value.dtype != expected[name].dtype or value.shape != expected[name].shape:
+            raise AssertionError(f"{what} {name!r} of another type or shape than in the simulation.")
+        if not torch.equal(value.nan_to_num(), expected[name].nan_to_num()):
+            raise AssertionError(
+                f"{what} {name!r} with other values than in the simulation. A client's half may use its ClientContext"
+                " and the message alone, the server's half the Server and messages; attributes of the method carry no"
+                " values between them, nor from one round to the next."
+            )

@@ -1,0 +1,81 @@
+"""FedNTD against Eqs. 3 to 5 of the paper, written out."""
+
+from functools import partial
+
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.func import functional_call
+
+from lightning_lowrank import FedAvg, FedNTD
+from tests.algorithms.written_out import (
+    EXECUTIONS,
+    ROUNDS,
+    SIZES,
+    assert_close,
+    batches,
+    federated,
+    initial,
+    mean,
+    resumed_ends,
+)
+from tests.helpers import network
+
+
+def not_true(logits, targets, temperature):
+    """Return the softened probabilities of the other classes, sample by sample."""
+    rows = []
+    for row, target in zip(logits / temperature, targets.tolist(), strict=True):
+        others = torch.cat([row[:target], row[target + 1 :]])
+        rows.append(others.exp() / others.exp().sum())
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+def test_rounds_follow_the_paper(tmp_path, execution, temperature):
+    algorithm = FedNTD(logits="net", beta=0.7, temperature=temperature)
+    ended, _ = federated(tmp_path, algorithm, execution, local_epochs=2)
+    net, values = network().double(), initial()
+    for ids in ROUNDS:
+        ends = []
+        for client in ids:
+            own = values
+            for inputs, targets in 2 * batches(client):
+                own = {name: value.detach().requires_grad_() for name, value in own.items()}
+                outputs = functional_call(net, own, inputs)
+                known = not_true(functional_call(net, values, inputs), targets, temperature)
+                distilled = (known * (known / not_true(outputs, targets, temperature)).log()).sum(1).mean()
+                loss = nn.functional.cross_entropy(outputs, targets) + 0.7 * distilled
+                slopes = torch.autograd.grad(loss, list(own.values()))
+                own = {name: own[name].detach() - 0.1 * slope for name, slope in zip(own, slopes, strict=True)}
+            ends.append(own)
+        values = mean(ends, [SIZES[client] for client in ids])
+    assert_close(ended, values)
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_a_round_is_resumed_from_each_of_its_steps(tmp_path, execution):
+    resumed_ends(tmp_path, partial(FedNTD, logits="net"), execution)
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_without_the_term_it_is_federated_averaging(tmp_path, execution):
+    """What the received model sees of a batch changes no statistics of the client's."""
+    ended, _ = federated(tmp_path, FedNTD("net", beta=0.0), execution, norm=nn.BatchNorm1d)
+    plain, _ = federated(tmp_path, FedAvg(), execution, norm=nn.BatchNorm1d)
+    assert_close(ended, plain)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"beta": -0.1}, "beta must be at least 0 and finite, but is -0.1"),
+        ({"temperature": 0.0}, "temperature must be above 0 and finite, but is 0.0"),
+        ({"logits": "network"}, "no submodule 'network'"),
+    ],
+)
+def test_refusals(tmp_path, arguments, message):
+    with pytest.raises(MisconfigurationException, match=message):
+        federated(tmp_path, FedNTD(**{"logits": "net", **arguments}))

@@ -1,0 +1,602 @@
+"""``lightning-lowrank``: the whole road from a YAML file to files on disk, in this process."""
+
+import shutil
+import sys
+import traceback
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import safetensors.torch
+import torch
+import yaml
+from torch import Tensor, nn
+
+from lightning_lowrank import FederatedLoop, LowRank, load_dense
+from lightning_lowrank.cli import commands, main
+from lightning_lowrank.cli.parser import LowRankCLI
+from lightning_lowrank.cli.runs import read_run
+from lightning_lowrank.data import Digits
+from lightning_lowrank.federated.algorithm import install
+from lightning_lowrank.layers import low_rank_layers
+from lightning_lowrank.models import MLP, Classifier
+from tests.helpers import assert_same, weights
+
+BASE = """
+seed_everything: 3
+federated:
+  algorithm: FedMUD
+  clients: 6
+  clients_per_round: 3
+  partition: {class_path: Dirichlet, init_args: {alpha: 0.5, min_samples: 2}}
+lowrank: {factorization: MatrixProduct, rank: 2, decouple: true, skip: [last]}
+model:
+  class_path: Classifier
+  init_args:
+    network: {class_path: MLP, init_args: {in_features: 64, hidden: [16, 16], out_features: 10}}
+    optimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.1}}
+data: {class_path: Digits, init_args: {limit_samples: 200, batch_size: 16}}
+trainer: {max_epochs: 2, enable_progress_bar: false, enable_model_summary: false}
+"""
+
+USER_CODE = """
+import os
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+
+class Bare(pl.LightningModule):
+    def __init__(self, width: int = 12) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 10))
+
+    def training_step(self, batch, batch_idx):
+        images, targets = batch
+        return nn.functional.cross_entropy(self.net(images), targets)
+
+    def validation_step(self, batch, batch_idx):
+        images, targets = batch
+        self.log("val_loss", nn.functional.cross_entropy(self.net(images), targets))
+
+
+class Broken(Bare):
+    def __init__(self) -> None:
+        raise ValueError("my own mistake")
+
+
+class Watcher(pl.Callback):
+    pass
+
+
+class StopsOneSeed(pl.Callback):
+    def __init__(self, error: str) -> None:
+        self.error = error
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        if os.environ["PL_GLOBAL_SEED"] == "1":
+            raise {"ours": MisconfigurationException, "theirs": KeyError}[self.error]("this seed is unlucky")
+
+
+def by_size(client) -> float:
+    return client.samples**0.5
+"""
+
+Run = Callable[..., LowRankCLI]
+
+
+@pytest.fixture
+def made() -> list[LowRankCLI]:
+    """Hold what the last command made, one for each run."""
+    return []
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, made) -> Run:
+    """Run a command in a folder of its own that holds ``base.yaml`` and the module ``users_code``."""
+
+    class Recorded(LowRankCLI):
+        def __init__(self, *arguments: Any, **keywords: Any) -> None:
+            made.append(self)
+            super().__init__(*arguments, **keywords)
+
+    monkeypatch.setattr(commands, "LowRankCLI", Recorded)
+    monkeypatch.setattr(sys, "argv", ["lightning-lowrank"])
+    # seed_everything sets it for the whole process, where FederatedLoop in other tests would find it.
+    monkeypatch.setenv("PL_GLOBAL_SEED", "99")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path / "code")
+    monkeypatch.delitem(sys.modules, "users_code", raising=False)
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "users_code.py").write_text(USER_CODE)
+    (tmp_path / "base.yaml").write_text(BASE)
+
+    def execute(*words: object) -> LowRankCLI:
+        made.clear()
+        main([str(word) for word in words])
+        return made[0]
+
+    return execute
+
+
+def loop_of(done: LowRankCLI) -> FederatedLoop:
+    (loop,) = (callback for callback in done.trainer.callbacks if isinstance(callback, FederatedLoop))
+    return loop
+
+
+def metrics(folder: str) -> dict[int, dict[str, float]]:
+    return read_run(Path(folder)).rounds
+
+
+def plain_module() -> Classifier:
+    return Classifier(MLP(64, [16, 16], 10), optimizer=lambda values: torch.optim.SGD(values, lr=0.1))
+
+
+def test_fit_with_both_sections_by_short_names(run):
+    done = run("fit", "--config", "base.yaml")
+    assert [type(callback) for callback in done.trainer.callbacks[:2]] == [LowRank, FederatedLoop]
+    assert [name for name, _ in low_rank_layers(done.model)] == ["network.hidden.0", "network.hidden.1"]
+    assert type(loop_of(done).algorithm).__name__ == "FedMUD"
+    rounds = metrics("runs/version_0")
+    assert sorted(rounds) == [0, 1]
+    for figures in rounds.values():
+        assert figures["federated/clients"] == 3
+        assert 0 < figures["comm/ratio"] < 1
+        assert {"val_acc", "val_loss", "train_loss", "comm/up_bytes", "comm/down_bytes"} <= set(figures)
+
+
+def test_a_recipe_without_lowrank_is_dense(run):
+    done = run("fit", "--config", "base.yaml", "--lowrank", "null", "--federated.algorithm", "FedAvg")
+    assert not any(low_rank_layers(done.model))
+    assert not any(isinstance(callback, LowRank) for callback in done.trainer.callbacks)
+    assert metrics("runs/version_0")[1]["comm/ratio"] == 1
+
+
+def test_a_recipe_without_either_section_is_plain_training(run):
+    done = run("fit", "--config", "base.yaml", "--lowrank", "null", "--federated", "null")
+    assert not any(isinstance(callback, (LowRank, FederatedLoop)) for callback in done.trainer.callbacks)
+    assert not any(name.startswith(("comm/", "federated/")) for name in metrics("runs/version_0")[0])
+
+    pl.seed_everything(3, workers=True)
+    module = plain_module()
+    trainer = pl.Trainer(max_epochs=2, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    trainer.fit(module, Digits(limit_samples=200, batch_size=16))
+    assert_same(weights(done.model), weights(module))
+
+
+def test_lowrank_without_federated_is_low_rank_training(run):
+    done = run("fit", "--config", "base.yaml", "--federated", "null")
+    assert not any(isinstance(callback, FederatedLoop) for callback in done.trainer.callbacks)
+    layers = dict(low_rank_layers(done.model))
+    assert all(factor.abs().sum() > 0 for layer in layers.values() for factor in layer.factors.values())
+
+
+def test_validate_test_and_predict_with_a_runs_checkpoint(run):
+    fitted = run("fit", "--config", "base.yaml")
+    (checkpoint,) = Path("runs/version_0/checkpoints").glob("*.ckpt")
+    at_the_end = {name: float(value) for name, value in fitted.trainer.callback_metrics.items()}
+
+    validated = run("validate", "--config", "base.yaml", "--ckpt_path", checkpoint)
+    assert float(validated.trainer.callback_metrics["val_loss"]) == at_the_end["val_loss"]
+    assert float(validated.trainer.callback_metrics["val_acc"]) == at_the_end["val_acc"]
+
+    data = Digits(limit_samples=200)
+    data.setup()
+    images, targets = next(iter(data.test_dataloader()))
+    dense = load_dense(checkpoint, plain_module()).eval()
+    with torch.no_grad():
+        probabilities = dense(images).softmax(1)
+    tested = run("test", "--config", "base.yaml", "--ckpt_path", checkpoint)
+    accuracy = float(tested.trainer.callback_metrics["test_acc"])
+    assert accuracy == pytest.approx((probabilities.argmax(1) == targets).float().mean().item())
+
+    predicted = run("predict", "--config", "base.yaml", "--ckpt_path", checkpoint)
+    (batch,) = predicted.trainer.predict_loop.predictions
+    torch.testing.assert_close(batch["probabilities"], probabilities)
+
+
+def test_later_configs_change_what_they_name_and_nothing_else(run):
+    Path("overlay.yaml").write_text(
+        yaml.safe_dump(
+            {
+                "federated": {"clients": 5, "partition": "IID"},
+                "lowrank": {"rank": None, "ratio": 0.5},
+                "model": {"init_args": {"optimizer": {"init_args": {"lr": 0.02}}}},
+                "trainer": {"max_epochs": 1},
+            }
+        )
+    )
+    done = run(
+        "fit", "--config", "base.yaml", "--config", "overlay.yaml", "--federated.clients", "4", "--data.batch_size", "8"
+    )
+    loop = loop_of(done)
+    assert (loop.number_of_clients, loop.clients_per_round, type(loop.partition).__name__) == (4, 3, "IID")
+    lowrank = next(callback for callback in done.trainer.callbacks if isinstance(callback, LowRank))
+    assert lowrank.settings.ratio == 0.5
+    assert lowrank.settings.rank is None
+    assert (lowrank.settings.decouple, lowrank.settings.skip) == (True, ["last"])
+    assert done.trainer.optimizers[0].param_groups[0]["lr"] == 0.02
+    assert done.model.network.hidden[0].out_features == 16
+    assert (done.datamodule.batch_size, done.datamodule.limit_samples) == (8, 200)
+    assert done.trainer.current_epoch == 1
+
+
+BARE = ("fit", "--config", "base.yaml", "--model", "users_code.Bare", "--optimizer", "SGD", "--optimizer.lr", "0.2")
+
+
+def test_a_top_level_optimizer_trains_the_factors(run):
+    before = run(*BARE, "--trainer.limit_train_batches", "0")
+    done = run(*BARE, "--federated.algorithm", "FedAvg")
+    assert type(done.model).__name__ == "Bare"
+    (layer,) = (layer for _, layer in low_rank_layers(done.model))
+    held = {id(value) for group in done.trainer.optimizers[0].param_groups for value in group["params"]}
+    assert all(id(factor) in held for factor in layer.factors.values())
+    start = dict(low_rank_layers(before.model))["net.1"]
+    for name in ("U", "V"):
+        assert not torch.equal(layer.factors[name], start.factors[name])
+        assert torch.equal(layer.fixed[name], start.fixed[name])
+    assert torch.equal(layer.frozen_weight, start.frozen_weight)
+
+
+@pytest.mark.parametrize("kept", ["keep", "reset"])
+@pytest.mark.parametrize("name", ["ProjectedSGD", "ProjectedAdamW"])
+def test_projected_optimizers_are_known_by_name_and_resume_bit_for_bit(run, name, kept):
+    projected = (*BARE[:4], "users_code.Bare", "--optimizer", name, "--optimizer.lr", "0.02", "--optimizer.rank", "5")
+    projected += ("--optimizer.refresh_interval", "7", "--lowrank", "null")
+    projected += ("--federated.algorithm", "FedAvg", "--federated.optimizer_state", kept)
+    whole = run("fit", *projected[1:], "--trainer.max_epochs", "3")
+    assert type(whole.trainer.optimizers[0]).__name__ == name
+    half = run("fit", *projected[1:], "--trainer.max_epochs", "2")
+    checkpoint = half.trainer.checkpoint_callback.best_model_path
+    resumed = run("fit", *projected[1:], "--trainer.max_epochs", "3", "--ckpt_path", checkpoint)
+    assert_same(weights(whole.model), weights(resumed.model))
+
+
+def test_a_top_level_scheduler_acts(run):
+    done = run(*BARE, "--lr_scheduler", "StepLR", "--lr_scheduler.step_size", "1", "--lr_scheduler.gamma", "0.5")
+    assert done.trainer.optimizers[0].param_groups[0]["lr"] == 0.2 * 0.5**2
+    Path("plateau.yaml").write_text(
+        "lr_scheduler: {class_path: ReduceLROnPlateau,"
+        " init_args: {monitor: val_loss, mode: max, patience: 0, factor: 0.1}}"
+    )
+    done = run(*BARE, "--config", "plateau.yaml", "--trainer.max_epochs", "3")
+    assert done.trainer.optimizers[0].param_groups[0]["lr"] < 0.2
+
+
+def test_a_top_level_optimizer_takes_a_modules_own_place_with_a_warning(run):
+    with pytest.warns(UserWarning, match=r"takes the place of Classifier\.configure_optimizers"):
+        done = run("fit", "--config", "base.yaml", "--optimizer", "Adam", "--optimizer.lr", "0.001")
+    assert isinstance(done.trainer.optimizers[0], torch.optim.Adam)
+
+
+@pytest.mark.parametrize("form", ["list", "single"])
+def test_both_callbacks_come_before_the_users(run, form):
+    callback = {"class_path": "users_code.Watcher"}
+    Path("mine.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks": [callback] if form == "list" else callback}}))
+    done = run("fit", "--config", "base.yaml", "--config", "mine.yaml", "--trainer.fast_dev_run", "1")
+    names = [type(callback).__name__ for callback in done.trainer.callbacks]
+    assert names[:3] == ["LowRank", "FederatedLoop", "Watcher"]
+
+
+def test_functions_are_given_by_their_path(run):
+    done = run("fit", "--config", "base.yaml", "--federated.weighting", "users_code.by_size")
+    weighting: Any = loop_of(done).weighting
+    assert weighting.__name__ == "by_size"
+
+
+def test_the_saved_config_makes_the_run_again_bit_for_bit(run):
+    first = run("fit", "--config", "base.yaml", "--federated.clients", "5", "--model.optimizer.lr", "0.05")
+    shutil.copy("runs/version_0/config.yaml", "saved.yaml")
+    again = run("fit", "--config", "saved.yaml")
+    other = run("fit", "--config", "saved.yaml", "--seed_everything", "4")
+    assert_same(weights(first.model), weights(again.model))
+    assert Path("runs/version_0/metrics.csv").read_text() == Path("runs/version_1/metrics.csv").read_text()
+    assert Path("runs/version_0/config.yaml").read_text() == Path("runs/version_1/config.yaml").read_text()
+    assert Path("runs/version_0/metrics.csv").read_text() != Path("runs/version_2/metrics.csv").read_text()
+    assert loop_of(other).seed == 4
+
+
+def test_a_run_without_a_logger_leaves_the_working_folders_config_alone(run):
+    Path("config.yaml").write_text(BASE)
+    run("fit", "--config", "config.yaml", "--trainer.logger", "false", "--trainer.enable_checkpointing", "false")
+    assert Path("config.yaml").read_text() == BASE
+    assert not Path("runs").exists()
+
+
+def test_seed_everything_is_the_federated_seed_unless_that_is_given(run):
+    quick = ("fit", "--config", "base.yaml", "--trainer.fast_dev_run", "1")
+    assert loop_of(run(*quick)).seed == 3
+    Path("unseeded.yaml").write_text(BASE.replace("seed_everything: 3", ""))
+    assert loop_of(run("fit", "--config", "unseeded.yaml", *quick[3:])).seed == 0
+    assert loop_of(run(*quick, "--seed_everything", "11")).seed == 11
+    assert loop_of(run(*quick, "--seed_everything", "11", "--federated.seed", "5")).seed == 5
+
+
+def test_seeds_are_runs_of_their_own_one_after_another(run, made):
+    run("fit", "--config", "base.yaml", "--seeds", "4", "0")
+    several = list(made)
+    assert [loop_of(done).seed for done in several] == [4, 0]
+    lowrank = [callback for done in several for callback in done.trainer.callbacks if isinstance(callback, LowRank)]
+    assert [callback.seed for callback in lowrank] == [4, 0]
+    for number, seed in enumerate((4, 0)):
+        alone = run("fit", "--config", "base.yaml", "--seed_everything", seed)
+        assert_same(weights(alone.model), weights(several[number].model))
+        for file in ("metrics.csv", "config.yaml"):
+            path = Path(f"runs/version_{number}/{file}")
+            assert path.read_text() == Path(f"runs/version_{number + 2}/{file}").read_text()
+        assert len(list(Path(f"runs/version_{number}/checkpoints").glob("*.ckpt"))) == 1
+    assert Path("runs/version_0/metrics.csv").read_text() != Path("runs/version_1/metrics.csv").read_text()
+
+
+def test_each_seeds_folder_is_told(run, caplog):
+    with caplog.at_level("INFO"):
+        run("fit", "--config", "base.yaml", "--seeds", "4", "0", "--trainer.max_epochs", "1")
+    assert [line for line in caplog.messages if line.startswith("seed ")] == [
+        "seed 4: runs/version_0",
+        "seed 0: runs/version_1",
+    ]
+
+
+def test_a_command_line_seed_takes_the_place_of_a_files_seeds(run, made):
+    Path("seeds.yaml").write_text("seeds: [4, 5]\n")
+    words = ("fit", "--config", "base.yaml", "--config", "seeds.yaml", "--trainer.max_epochs", "1")
+    run(*words)
+    assert [loop_of(done).seed for done in made] == [4, 5]
+    run(*words, "--seeds", "9")
+    assert [loop_of(done).seed for done in made] == [9]
+
+
+def test_a_seed_that_is_given_to_the_loop_stays(run, made):
+    run("fit", "--config", "base.yaml", "--seeds", "1", "2", "--federated.seed", "5", "--trainer.max_epochs", "1")
+    assert [loop_of(done).seed for done in made] == [5, 5]
+    folders = [Path(f"runs/version_{number}") for number in (0, 1)]
+    assert [yaml.safe_load((folder / "config.yaml").read_text())["seed_everything"] for folder in folders] == [1, 2]
+
+
+def test_one_seeds_model_is_freed_before_the_next_is_made(run, monkeypatch):
+    models: list[weakref.ref] = []
+    alive: list[int] = []
+
+    class Watched(LowRankCLI):
+        def instantiate_classes(self) -> None:
+            alive.append(sum(model() is not None for model in models))
+            super().instantiate_classes()
+            models.append(weakref.ref(self.model))
+
+    monkeypatch.setattr(commands, "LowRankCLI", Watched)
+    main(["fit", "--config", "base.yaml", "--seeds", "0", "1", "2", "--trainer.max_epochs", "1"])
+    assert alive == [0, 0, 0]
+
+
+@pytest.mark.parametrize("error", ["ours", "theirs"])
+def test_a_seed_that_fails_is_named_and_the_earlier_ones_stay(run, made, capsys, error):
+    callback = {"class_path": "users_code.StopsOneSeed", "init_args": {"error": error}}
+    Path("mine.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks": [callback]}}))
+    words = ("fit", "--config", "base.yaml", "--config", "mine.yaml")
+    named = "lightning-lowrank: the run with seed 1 failed (whole: 0 3, not begun: 2)"
+    if error == "ours":
+        with pytest.raises(SystemExit) as end:
+            run(*words, "--seeds", "0", "3", "1", "2")
+        assert end.value.code == f"{named}: this seed is unlucky"
+    else:
+        with pytest.raises(KeyError, match="this seed is unlucky"):
+            run(*words, "--seeds", "0", "3", "1", "2")
+        assert capsys.readouterr().err.splitlines()[-1] == named
+    assert len(made) == 3
+    assert sorted(metrics("runs/version_0")) == sorted(metrics("runs/version_1")) == [0, 1]
+    assert len(list(Path("runs/version_1/checkpoints").glob("*.ckpt"))) == 1
+    assert not Path("runs/version_3").exists()
+
+
+def test_a_single_seed_that_fails_ends_as_any_run_does(run, capsys):
+    with pytest.raises(SystemExit) as end:
+        run("fit", "--config", "base.yaml", "--seeds", "1", "--federated.clients", "0")
+    assert "clients must be 1 or more" in str(end.value.code)
+    assert "seed 1" not in str(end.value.code)
+
+
+def test_seeds_are_for_fit_and_inspect_takes_them_from_a_recipe(run, made, capsys):
+    Path("seeds.yaml").write_text(BASE + "seeds: [4, 5]\n")
+    run("inspect", "--config", "seeds.yaml", "--json")
+    assert len(made) == 1
+    assert '"optimizer_state_bytes"' in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        run("validate", "--config", "seeds.yaml")
+    assert "'validate' does not accept option 'seeds'" in capsys.readouterr().err
+    run("fit", "--config", "seeds.yaml", "--trainer.max_epochs", "1")
+    run("validate", "--config", "runs/version_0/config.yaml")
+    assert loop_of(made[0]).seed == 4
+
+
+@pytest.mark.parametrize("folder", ["single", "list"])
+def test_seeds_do_not_share_a_folder(run, folder):
+    logger: Any = {"class_path": "CSVLogger", "init_args": {"save_dir": "runs", "version": "mine"}}
+    Path("mine.yaml").write_text(yaml.safe_dump({"trainer": {"logger": [logger] if folder == "list" else logger}}))
+    words = ("fit", "--config", "base.yaml", "--config", "mine.yaml", "--trainer.max_epochs", "1")
+    with pytest.raises(SystemExit, match="version='mine' is one run folder, which the 2 runs"):
+        run(*words, "--seeds", "0", "1")
+    assert not Path("runs").exists()
+    assert loop_of(run(*words, "--seeds", "6")).seed == 6
+
+
+def test_seeds_without_a_logger(run, made):
+    run("fit", "--config", "base.yaml", "--seeds", "0", "1", "--trainer.logger", "false", "--trainer.max_epochs", "1")
+    assert [loop_of(done).seed for done in made] == [0, 1]
+
+
+def test_fit_goes_on_from_a_checkpoint(run):
+    whole = run("fit", "--config", "base.yaml", "--trainer.max_epochs", "4")
+    half = run("fit", "--config", "base.yaml", "--trainer.max_epochs", "2")
+    (checkpoint,) = Path("runs/version_1/checkpoints").glob("*.ckpt")
+    resumed = run("fit", "--config", "base.yaml", "--trainer.max_epochs", "4", "--ckpt_path", checkpoint)
+    assert_same(weights(whole.model), weights(resumed.model))
+    assert not torch.equal(half.model.network.classifier.weight, resumed.model.network.classifier.weight)
+    assert loop_of(whole).ledger.metrics() == loop_of(resumed).ledger.metrics()
+    assert sorted(metrics("runs/version_2")) == [2, 3]
+    assert metrics("runs/version_2")[3] == metrics("runs/version_0")[3]
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_export_loads_into_the_unconverted_network(run, capsys, dense):
+    section = ("--lowrank", "null", "--federated.algorithm", "FedAvg") if dense else ()
+    fitted = run("fit", "--config", "base.yaml", *section)
+    (checkpoint,) = Path("runs/version_0/checkpoints").glob("*.ckpt")
+    images = torch.randn(7, 1, 8, 8)
+    with torch.no_grad():
+        expected = fitted.model.eval()(images)
+
+    def outputs(module: nn.Module, file: str) -> Tensor:
+        module.load_state_dict(safetensors.torch.load_file(file), strict=True)
+        with torch.no_grad():
+            return module.eval()(images)
+
+    main(["export", str(checkpoint), "exported/module.safetensors"])
+    assert "wrote 6 tensors, 1,482 numbers: exported/module.safetensors" in capsys.readouterr().out
+    torch.testing.assert_close(outputs(plain_module(), "exported/module.safetensors"), expected)
+    main(["export", str(checkpoint), "network.safetensors", "--prefix", "network."])
+    torch.testing.assert_close(outputs(MLP(64, [16, 16], 10), "network.safetensors"), expected)
+    with pytest.raises(SystemExit, match="no tensor's name begins with --prefix 'nothing'"):
+        main(["export", str(checkpoint), "nothing.safetensors", "--prefix", "nothing"])
+    assert not Path("nothing.safetensors").exists()
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_export_of_a_clients_own_model(run, dense):
+    section = ("--lowrank", "null") if dense else ()
+    fitted = run("fit", "--config", "base.yaml", *section, "--federated.algorithm", "LocalTraining")
+    (checkpoint,) = Path("runs/version_0/checkpoints").glob("*.ckpt")
+    loop = loop_of(fitted)
+    own = next(loop.clients.keeping())
+    main(["export", str(checkpoint), "own.safetensors", "--client", str(own.id)])
+    main(["export", str(checkpoint), "global.safetensors"])
+    module, images = fitted.model.eval(), torch.randn(7, 1, 8, 8)
+    install(loop.algorithm.personal_state(loop.server, own), loop._live)
+    exported, unlike = plain_module(), plain_module()
+    exported.load_state_dict(safetensors.torch.load_file("own.safetensors"))
+    unlike.load_state_dict(safetensors.torch.load_file("global.safetensors"))
+    with torch.no_grad():
+        torch.testing.assert_close(exported.eval()(images), module(images))
+        assert not torch.allclose(unlike.eval()(images), module(images))
+    with pytest.raises(SystemExit, match="client 77 keeps no model of its own"):
+        main(["export", str(checkpoint), "own.safetensors", "--client", "77"])
+
+
+def test_export_of_tied_weights(run):
+    shared = torch.arange(6.0).reshape(2, 3)
+    torch.save({"state_dict": {"first": shared, "second": shared, "turned": shared.T}}, "tied.ckpt")
+    main(["export", "tied.ckpt", "tied.safetensors"])
+    loaded = safetensors.torch.load_file("tied.safetensors")
+    assert torch.equal(loaded["first"], shared)
+    assert torch.equal(loaded["second"], shared)
+    assert torch.equal(loaded["turned"], shared.T)
+
+
+def test_report_is_dispatched_without_a_model(run, capsys):
+    run("fit", "--config", "base.yaml")
+    capsys.readouterr()
+    main(["report", "runs", "--output", "out"])
+    printed = capsys.readouterr().out
+    assert "version_0" in printed
+    assert f"{metrics('runs/version_0')[1]['val_acc']:.4f}" in printed
+    assert sorted(path.name for path in Path("out").iterdir()) == ["bytes.png", "report.md", "rounds.png"]
+
+
+def test_report_puts_seeds_into_one_row_and_each_shows_them(run, capsys):
+    run("fit", "--config", "base.yaml", "--seeds", "0", "1", "--trainer.max_epochs", "1")
+    run("fit", "--config", "base.yaml", "--lowrank.rank", "3", "--trainer.max_epochs", "1")
+    capsys.readouterr()
+    main(["report", "runs"])
+    rows = capsys.readouterr().out.splitlines()[3:-1]
+    assert [row.split()[:2] for row in rows] == [["version_{0,1}", "2"], ["version_2", "1"]]
+    losses = [metrics(f"runs/version_{number}")[0]["val_acc"] for number in (0, 1)]
+    assert f"{sum(losses) / 2:.4f} ± {abs(losses[0] - losses[1]) / 2**0.5:.4f}" in rows[0]
+    main(["report", "runs", "--each"])
+    rows = capsys.readouterr().out.splitlines()[3:-1]
+    assert [row.split()[0] for row in rows] == ["version_0", "version_1", "version_2"]
+
+
+def test_help_names_every_command(run, capsys):
+    with pytest.raises(SystemExit) as end:
+        run("--help")
+    assert end.value.code == 0
+    printed = capsys.readouterr().out
+    for command in ("fit", "validate", "test", "predict", "inspect", "export:", "report:", "flower:"):
+        assert command in printed
+
+
+FLOOR = ("--lowrank.rank", "null", "--lowrank.budget", "0.001")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (FLOOR, ["budget=0.001", "at least 0.2"]),
+        (("--lowrank", "null"), ["FedMUD", "put LowRank(..., role='update') before FederatedLoop"]),
+        (("--lowrank.include", "[nothing]"), ["include has 'nothing'"]),
+        (("--federated.clients", "0"), ["clients must be 1 or more, got 0"]),
+        (("--federated.clients", "1000"), ["more clients than samples"]),
+        (("--federated.partition.alpha", "-1"), ["alpha must be a finite number above 0, got -1.0"]),
+        (("--model.network.hidden", "[0]"), ["hidden=[0]"]),
+        (("--federated.algorithm", "FedNope"), ["no class is known as FedNope"]),
+        (("--model", "Nope"), ["no class is known as Nope"]),
+        (("--federated.cliens", "3"), ["Option 'cliens' is not accepted"]),
+        (("--lowrank.role", "sideways"), ["'update', 'weight'", "sideways"]),
+        (("--trainer.max_epochs", "0.5"), ["trainer.max_epochs", "int"]),
+        (("--config", "nowhere.yaml"), ["nowhere.yaml"]),
+        (("--ckpt_path", "nowhere.ckpt"), ["ckpt_path='nowhere.ckpt' is not there"]),
+        (("--seeds", "1", "2", "--seed_everything", "3"), ["--seed_everything stands beside seeds=[1, 2]"]),
+        (("--seed_everything=3", "--seeds", "1", "2"), ["--seed_everything stands beside seeds=[1, 2]"]),
+        (("--seeds", "1", "--seed_every", "3"), ["--seed_everything stands beside seeds=[1]"]),
+        (("--seeds", "1", "2", "1"), ["distinct", "[1, 2, 1]"]),
+        (("--seeds", "1", "-1"), ["from 0 to 4294967295", "[1, -1]"]),
+        (("--seeds", "4294967296"), ["from 0 to 4294967295"]),
+        (("--seeds", "1", "x"), ["seeds", "element 2", "x"]),
+        (("--config", "scalar.yaml"), ["seeds must be a list such as [0, 1, 2]"]),
+        (("--config", "none.yaml"), ["seeds must be one or more", "got []"]),
+        (
+            ("--seeds", "8", "6", "--federated.clients", "0"),
+            ["seed 8 failed (not begun: 6): clients must be 1 or more"],
+        ),
+        (("--lr_scheduler", "StepLR", "--lr_scheduler.step_size", "1"), ["lr_scheduler is given and optimizer is not"]),
+        (
+            ("--data", "FashionMNIST", "--data.root", "nowhere", "--data.download", "false"),
+            ["torchvision cannot read FashionMNIST", "root='nowhere'"],
+        ),
+    ],
+)
+def test_errors_end_in_one_line(run, capsys, words, said):
+    Path("scalar.yaml").write_text("seeds: 3")
+    Path("none.yaml").write_text("seeds: []")
+    with pytest.raises(SystemExit) as end:
+        run("fit", "--config", "base.yaml", *words)
+    printed = capsys.readouterr().err
+    assert end.value.code not in (0, None)
+    message = end.value.code if isinstance(end.value.code, str) else printed
+    assert message.startswith("lightning-lowrank: ")
+    assert len(message.strip().splitlines()) == 1
+    assert "Traceback" not in printed
+    for words_said in said:
+        assert words_said in message
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("export", "nowhere.ckpt", "out.safetensors"), "nowhere.ckpt is not a checkpoint"),
+        (("report", "nowhere"), "nowhere holds no run"),
+    ],
+)
+def test_export_and_report_end_in_one_line_as_well(run, words, said):
+    with pytest.raises(SystemExit, match=f"^lightning-lowrank: {said}"):
+        main(list(words))
+
+
+def test_a_users_own_mistake_keeps_its_traceback(run):
+    with pytest.raises(ValueError, match="my own mistake") as failure:
+        run("fit", "--config", "base.yaml", "--model", "users_code.Broken", "--optimizer", "SGD")
+    assert "users_code.py" in "".join(traceback.format_exception(failure.value))

@@ -1,0 +1,457 @@
+"""`inspect`: the figures of a run before it runs."""
+
+import io
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from rich.console import Console
+from torch import Tensor, nn
+
+from lightning_lowrank import BlockKronecker, FedAvg, FederatedLoop, FedMUD, LowRank, MatrixProduct, convert
+from lightning_lowrank.cli import main
+from lightning_lowrank.cli.inspection import inspect_run, render
+from lightning_lowrank.cli.runs import read_run
+from lightning_lowrank.models import CNN4, MLP, Classifier
+from tests.helpers import Data, Module, fit, network, trainer
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+Inspect = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def inspect(monkeypatch, tmp_path, capsys) -> Inspect:
+    """Run ``lightning-lowrank inspect --json``, from a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["lightning-lowrank"])
+    # seed_everything sets it for the whole process, where FederatedLoop in other tests would find it.
+    monkeypatch.setenv("PL_GLOBAL_SEED", "99")
+
+    def run(*arguments: object) -> dict[str, Any]:
+        capsys.readouterr()
+        main(["inspect", "--json", *map(str, arguments)])
+        return json.loads(capsys.readouterr().out)
+
+    return run
+
+
+def recipe(*names: str) -> list[str]:
+    return [word for name in names for word in ("--config", str(RECIPES / f"{name}.yaml"))]
+
+
+def test_the_json_has_the_documented_form(inspect, tmp_path):
+    figures = inspect(*recipe("quickstart"))
+    assert set(figures) == {
+        "parameters",
+        "layers",
+        "traffic",
+        "optimizer_state_bytes",
+        "problems",
+        "notes",
+    }
+    assert set(figures["parameters"]) == {"dense", "model", "trainable"}
+    assert figures["parameters"]["dense"] == 64 * 256 + 256 + 256 * 256 + 256 + 256 * 10 + 10
+    assert [layer["name"] for layer in figures["layers"]] == [
+        "network.hidden.0",
+        "network.hidden.1",
+        "network.classifier",
+    ]
+    for layer in figures["layers"]:
+        assert {"name", "kind", "shape", "rank", "parameters", "macs"} <= set(layer)
+        assert layer["kind"] == "Linear"
+    assert [layer["shape"] for layer in figures["layers"]] == [[256, 64], [256, 256], [10, 256]]
+    assert [layer["parameters"] for layer in figures["layers"]] == [256 * 64, 256 * 256, 2560]
+    assert [layer["rank"] is None for layer in figures["layers"]] == [False, False, True]
+    biases = 256 + 256 + 10
+    assert sum(layer["trainable"] for layer in figures["layers"]) + biases == figures["parameters"]["trainable"]
+    assert set(figures["traffic"]) == {"up", "down"}
+    for way in figures["traffic"].values():
+        assert way["numbers"] == figures["parameters"]["trainable"]
+        assert way["bytes"] > 4 * way["numbers"]
+    assert figures["problems"] == figures["notes"] == []
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("recipes", "more", "trainable"),
+    [
+        pytest.param(*(["fmnist"], [], 390_880), marks=pytest.mark.slow),
+        (["fmnist", "mud"], [], 11_872),
+        pytest.param(*(["fmnist", "aad"], [], 11_872), marks=pytest.mark.slow),
+        pytest.param(*(["fmnist", "bkd"], [], 12_008), marks=pytest.mark.slow),
+        (["fmnist", "bkd_aad"], [], 12_008),
+        pytest.param(*(["fmnist", "frozen"], [], 12_544), marks=pytest.mark.slow),
+        pytest.param(*(["fmnist", "bkd_frozen"], [], 12_481), marks=pytest.mark.slow),
+        pytest.param(*(["fmnist", "mud"], ["--lowrank.budget_rule", "largest"], 11_872), marks=pytest.mark.slow),
+        pytest.param(*(["fmnist", "bkd"], ["--lowrank.budget_rule", "largest"], 12_208), marks=pytest.mark.slow),
+        pytest.param(*(["cifar10"], [], 4_719_328), marks=pytest.mark.slow),
+        (["cifar10", "mud"], [], 151_840),
+        pytest.param(*(["cifar10", "bkd_aad"], [], 152_026), marks=pytest.mark.slow),
+        pytest.param(*(["cifar100"], [], 4_765_408), marks=pytest.mark.slow),
+        pytest.param(*(["cifar100", "aad"], [], 149_536), marks=pytest.mark.slow),
+        pytest.param(*(["cifar100", "bkd"], [], 153_232), marks=pytest.mark.slow),
+    ],
+)
+def test_fedmuds_recipes_have_the_papers_exact_figures(inspect, recipes, more, trainable):
+    figures = inspect(*recipe(*(f"fedmud/{name}" for name in recipes)), *more)
+    assert figures["parameters"]["trainable"] == trainable
+    assert figures["traffic"]["up"]["parameters"] == trainable
+    assert figures["problems"] == []
+
+
+def test_fedmuds_ranks_on_fmnist(inspect):
+    ranks = [layer["rank"] for layer in inspect(*recipe("fedmud/fmnist", "fedmud/mud"))["layers"]]
+    assert ranks == [None, 2, 3, 5, None]
+
+
+def test_svhn_has_a_floor_that_is_named(inspect, capsys):
+    with pytest.raises(SystemExit) as exit_of:
+        inspect(*recipe("fedmud/svhn", "fedmud/mud"))
+    assert "budget" in str(exit_of.value)
+    figures = inspect(*recipe("fedmud/svhn", "fedmud/mud", "fedmud/svhn_floor"))
+    share = figures["parameters"]["trainable"] / figures["parameters"]["dense"]
+    assert f"{share:.2%}" == "3.53%"
+    assert f"{share:.4f}" in str(exit_of.value) or f"{share:.2%}" in str(exit_of.value)
+    assert [layer["rank"] for layer in figures["layers"]] == [None, 1, 1, 1, None]
+
+
+def real_encoding(module: nn.Module) -> int:
+    tensors = {name: value.detach() for name, value in module.named_parameters() if value.requires_grad}
+    return len(safetensors.torch.save({**tensors, **dict(module.named_buffers())}))
+
+
+@pytest.mark.parametrize("overlay", [None, "mud", "bkd_aad", "frozen"])
+def test_traffic_is_the_length_of_the_real_encoding(inspect, overlay):
+    figures = inspect(*recipe("fedmud/fmnist", *([f"fedmud/{overlay}"] if overlay else [])))
+    module = Classifier(CNN4())
+    factorization = BlockKronecker() if overlay == "bkd_aad" else MatrixProduct(layout="raw")
+    if overlay is not None:
+        convert(
+            module,
+            factorization,
+            budget=1 / 32,
+            budget_rule="authors",
+            decouple=overlay == "bkd_aad",
+            half_frozen=overlay == "frozen",
+            skip=["first", "last"],
+        )
+    for way in figures["traffic"].values():
+        assert way["bytes"] == real_encoding(module)
+        assert way["buffers"] == 2 * (32 + 64 + 128 + 256) + 4
+        assert way["numbers"] == way["parameters"] + way["buffers"]
+
+
+def test_traffic_is_what_the_ledger_of_a_real_fit_says(inspect, tmp_path):
+    figures = inspect(*recipe("quickstart"))
+    main(["fit", *recipe("quickstart"), "--trainer.max_epochs", "1", "--trainer.enable_progress_bar", "false"])
+    logged = read_run(tmp_path / "runs" / "quickstart" / "version_0").rounds[0]
+    assert logged["federated/clients"] == 10
+    assert logged["comm/up_bytes"] == 10 * figures["traffic"]["up"]["bytes"]
+    assert logged["comm/down_bytes"] == 10 * figures["traffic"]["down"]["bytes"]
+
+
+@pytest.mark.parametrize("buffers", ["average", "local", "reset"])
+def test_traffic_follows_the_buffer_policy(tmp_path, buffers):
+    def loop() -> FederatedLoop:
+        return FederatedLoop(FedAvg(), clients=5, buffers=buffers, summary=False)
+
+    figures = inspect_run(Module(network(norm=nn.BatchNorm1d)), loop=loop())
+    logger = CSVLogger(tmp_path, name="run")
+    fit(trainer(tmp_path, loop(), max_epochs=1, logger=logger), Module(network(norm=nn.BatchNorm1d)), Data())
+    logged = read_run(Path(logger.log_dir)).rounds[0]
+    for direction, way in figures["traffic"].items():
+        assert logged[f"comm/{direction}_bytes"] == 5 * way["bytes"]
+        held_back = buffers == "local" or (buffers == "reset" and direction == "down")
+        assert way["buffers"] == (0 if held_back else 16 + 16 + 1)
+
+
+@pytest.mark.parametrize("lowrank", [False, True])
+def test_optimizer_state(inspect, lowrank):
+    arguments = recipe("quickstart") if lowrank else recipe("quickstart", "quickstart_dense")
+    figures = inspect(*arguments)
+    trainable = figures["parameters"]["trainable"]
+    trained_tensors = 2 + 2 + 3 + 1 if lowrank else 6
+    assert figures["optimizer_state_bytes"] == 0
+    momentum = inspect(*arguments, "--model.init_args.optimizer.init_args.momentum", "0.9")
+    assert momentum["optimizer_state_bytes"] == 4 * trainable
+    adam = inspect(*arguments, "--optimizer", "AdamW")
+    assert adam["optimizer_state_bytes"] == 8 * trainable + 4 * trained_tensors
+
+
+def test_projected_momentum_is_rank_over_in_of_dense_momentum(inspect):
+    """The biases' momentum is dense; the weights' are out × rank, also of convolutions."""
+    arguments = [
+        *recipe("quickstart", "quickstart_dense"),
+        "--optimizer",
+        "ProjectedSGD",
+        "--optimizer.momentum",
+        "0.9",
+    ]
+    figures = inspect(*arguments, "--optimizer.rank", "8")
+    shapes = [layer["shape"] for layer in figures["layers"]]
+    assert figures["optimizer_state_bytes"] == 4 * sum(rows * 8 + rows for rows, _ in shapes)
+    full = inspect(*arguments, "--optimizer.rank", "256")
+    assert full["optimizer_state_bytes"] == 4 * figures["parameters"]["trainable"]
+    figures = inspect(
+        *recipe("fedmud/fmnist"), "--lowrank", "null", "--optimizer", "ProjectedAdamW", "--optimizer.rank", "4"
+    )
+    (first, *others) = (layer["shape"] for layer in figures["layers"])
+    norms = 2 * 2 * (32 + 64 + 128 + 256) * 4 + 4 * 2 * 4
+    assert first == [32, 1, 3, 3]
+    assert figures["optimizer_state_bytes"] == norms + 4 * 5 + 2 * 4 * 4 * (32 + sum(rows for rows, *_ in others))
+
+
+def test_macs_of_cnn4_by_hand(inspect):
+    layers = inspect(*recipe("fedmud/fmnist", "fedmud/bkd"))["layers"]
+    assert [layer["kind"] for layer in layers] == ["Conv2d"] * 4 + ["Linear"]
+    assert [layer["macs"] for layer in layers] == [
+        28 * 28 * 32 * 1 * 9,
+        14 * 14 * 64 * 32 * 9,
+        7 * 7 * 128 * 64 * 9,
+        3 * 3 * 256 * 128 * 9,
+        256 * 10,
+    ]
+
+
+class Mixed(Module):
+    """Every kind of layer that is counted, called as the tests below need it."""
+
+    def __init__(self, example: Any = None) -> None:
+        super().__init__(nn.Identity())
+        self.grouped = nn.Conv2d(4, 8, kernel_size=(3, 1), stride=2, groups=2)
+        self.transposed = nn.ConvTranspose2d(8, 6, kernel_size=2, stride=2)
+        self.line = nn.Conv1d(3, 5, kernel_size=4)
+        self.token = nn.Linear(7, 9)
+        self.unused = nn.Linear(2, 3)
+        self.unused_image = nn.Conv2d(1, 1, 1)
+        if example is not None:
+            self.example_input_array = example
+
+    def forward(self, image: Tensor, line: Tensor, tokens: dict[str, Tensor]) -> None:
+        assert not self.training
+        self.transposed(self.grouped(image))
+        self.line(line)
+        self.token(self.token(tokens["values"])[..., :7])
+
+
+def test_macs_of_other_layers_by_hand_whatever_the_examples_form():
+    image, line, tokens = torch.zeros(5, 4, 9, 6), torch.zeros(5, 3, 12), {"values": torch.zeros(5, 11, 7)}
+    expected = {
+        # 4×3 positions, each of 8 outputs sees 2 channels × 3 × 1; then 4×3 positions spread 8 channels on 6×2×2.
+        "grouped": 4 * 3 * 8 * (2 * 3),
+        "transposed": 4 * 3 * 8 * (6 * 2 * 2),
+        "line": 9 * 5 * (3 * 4),
+        "token": 2 * 11 * 7 * 9,
+        "unused": None,
+        "unused_image": None,
+    }
+    for example in ((image, line, tokens), {"line": line, "tokens": tokens, "image": image}):
+        module = Mixed(example)
+        figures = inspect_run(module)
+        assert {layer["name"]: layer["macs"] for layer in figures["layers"]} == expected
+        assert module.training
+        assert figures["problems"] == []
+        assert not any(layer._forward_hooks for layer in module.modules())
+
+
+def test_macs_without_an_example():
+    figures = inspect_run(Mixed())
+    macs = {layer["name"]: layer["macs"] for layer in figures["layers"]}
+    assert macs == {
+        "grouped": None,
+        "transposed": None,
+        "line": None,
+        "token": 63,
+        "unused": 6,
+        "unused_image": None,
+    }
+    assert figures["problems"] == []
+
+
+def test_an_example_that_does_not_fit_is_a_problem():
+    module = Module()
+    module.example_input_array = torch.zeros(2, 999)
+    module.forward = module.net.forward
+    figures = inspect_run(module)
+    (problem,) = figures["problems"]
+    assert problem.startswith("the forward pass of example_input_array fails: RuntimeError: ")
+    assert [layer["macs"] for layer in figures["layers"]] == [None] * 3
+
+
+class Forgetful(Module):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.net[0].parameters(), *self.net[4].parameters()], lr=0.1)
+
+
+def test_parameters_that_no_optimizer_would_train_are_problems():
+    assert inspect_run(Forgetful())["problems"] == [
+        "net.2.weight is trainable and in no optimizer",
+        "net.2.bias is trainable and in no optimizer",
+    ]
+    module = Module()
+    early = torch.optim.SGD(module.parameters(), lr=0.1)
+    module.configure_optimizers = lambda: {"optimizer": early}
+    assert inspect_run(module, LowRank(MatrixProduct(), rank=1, include=["net.2"]))["problems"] == [
+        "net.2.factors.U is trainable and in no optimizer",
+        "net.2.factors.V is trainable and in no optimizer",
+    ]
+
+
+def test_no_optimizer_at_all_is_a_problem():
+    module = Module()
+    module.configure_optimizers = lambda: None
+    figures = inspect_run(module)
+    assert figures["problems"] == ["configure_optimizers() gives no optimizer"]
+    assert figures["optimizer_state_bytes"] == 0
+
+
+def test_optimizers_that_need_a_trainer_are_noted_and_no_problem():
+    module = Module(scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, module.trainer.max_epochs))
+    figures = inspect_run(module)
+    assert figures["problems"] == []
+    assert figures["optimizer_state_bytes"] is None
+    (note,) = figures["notes"]
+    assert "does not run without a trainer" in note
+    assert "not attached to a `Trainer`" in note
+
+
+def test_several_optimizers_in_every_form_lightning_takes():
+    def configure(module: Module) -> Any:
+        first = torch.optim.SGD(module.net[0].parameters(), lr=0.1, momentum=0.9)
+        rest = [*module.net[2].parameters(), *module.net[4].parameters()]
+        second = torch.optim.Adagrad(rest, lr=0.1)
+        scheduler = {"scheduler": torch.optim.lr_scheduler.StepLR(second, 1), "interval": "epoch"}
+        return {
+            "dictionaries": [{"optimizer": first}, {"optimizer": second, "lr_scheduler": scheduler}],
+            "lists": ([first, second], [scheduler]),
+            "tuple": (first, second),
+        }
+
+    expected = 4 * (6 * 16 + 16) + 4 * (16 * 16 + 16 + 16 * 4 + 4) + 4 * 4
+    for form in ("dictionaries", "lists", "tuple"):
+        module = Module()
+        module.configure_optimizers = lambda module=module, form=form: configure(module)[form]
+        figures = inspect_run(module)
+        assert figures["problems"] == []
+        assert figures["optimizer_state_bytes"] == expected
+
+
+def test_fedmud_without_low_rank_layers_is_a_problem(inspect):
+    figures = inspect(*recipe("quickstart"), "--lowrank", "null")
+    (problem,) = figures["problems"]
+    assert "FedMUD trains low-rank changes to frozen weights" in problem
+    assert figures["traffic"] == {}
+    assert figures["parameters"]["trainable"] == figures["parameters"]["dense"]
+
+
+def test_callbacks_that_rule_out_rounds_are_problems(inspect):
+    figures = inspect(
+        *recipe("fedmud/fmnist"),
+        "--trainer.callbacks",
+        StochasticWeightAveraging.__name__,
+        "--trainer.callbacks.swa_lrs",
+        "0.1",
+    )
+    (problem,) = figures["problems"]
+    assert "StochasticWeightAveraging ends with a pass over the training set" in problem
+
+
+def test_what_to_know_of_the_module_is_noted(inspect):
+    figures = inspect(*recipe("fedmud/fmnist"), "--federated.buffers", "local")
+    assert figures["problems"] == []
+    (note,) = figures["notes"]
+    assert "statistics of 4 BatchNorm layers" in note
+
+
+def test_layers_left_alone_say_why(inspect):
+    reasons = {
+        layer["name"]: layer["left_alone"] for layer in inspect(*recipe("fedmud/fmnist", "fedmud/bkd"))["layers"]
+    }
+    assert "first layer" in reasons["network.blocks.0.conv"]
+    assert "last layer" in reasons["network.classifier"]
+    assert [reasons[f"network.blocks.{number}.conv"] for number in (1, 2, 3)] == [None] * 3
+    mixed = inspect_run(Mixed(), LowRank(MatrixProduct(), rank=1))["layers"]
+    assert "not fewer than the weight has" in {layer["name"]: layer["left_alone"] for layer in mixed}["unused_image"]
+
+
+UNTOUCHABLE = """
+import lightning.pytorch as pl
+
+
+class Untouchable(pl.LightningDataModule):
+    def prepare_data(self): raise AssertionError("prepare_data")
+    def setup(self, stage): raise AssertionError("setup")
+    def teardown(self, stage): raise AssertionError("teardown")
+    def state_dict(self): raise AssertionError("state_dict")
+    def train_dataloader(self): raise AssertionError("train_dataloader")
+    def val_dataloader(self): raise AssertionError("val_dataloader")
+    def test_dataloader(self): raise AssertionError("test_dataloader")
+    def predict_dataloader(self): raise AssertionError("predict_dataloader")
+"""
+
+
+def test_no_data_is_touched(inspect, tmp_path, monkeypatch):
+    modules = tmp_path / "modules"
+    modules.mkdir()
+    (modules / "untouchable_data.py").write_text(UNTOUCHABLE)
+    monkeypatch.syspath_prepend(modules)
+    arguments = [*recipe("fedmud/fmnist", "fedmud/bkd_aad"), "--data", "untouchable_data.Untouchable"]
+    figures = inspect(*arguments)
+    assert figures["parameters"]["trainable"] == 12_008
+    assert figures["problems"] == []
+    with pytest.raises(AssertionError, match="prepare_data"):
+        main(["fit", *arguments, "--trainer.enable_progress_bar", "false"])
+
+
+def test_a_module_that_builds_itself_in_configure_model():
+    class Late(Module):
+        def configure_model(self) -> None:
+            if isinstance(self.net, nn.Identity):
+                self.net = network()
+
+    figures = inspect_run(Late(nn.Identity()), LowRank(MatrixProduct(), rank=1, skip=["first"]))
+    assert figures["parameters"]["dense"] == 6 * 16 + 16 + 16 * 16 + 16 + 16 * 4 + 4
+    assert [layer["rank"] for layer in figures["layers"]] == [None, 1, 1]
+
+
+def test_an_impossible_conversion_is_refused():
+    with pytest.raises(MisconfigurationException, match="budget"):
+        inspect_run(Classifier(MLP(64, [32], 10)), LowRank(MatrixProduct(), budget=0.001))
+
+
+def test_the_printed_tables_hold_every_figure_in_eighty_columns(inspect, capsys):
+    main(["inspect", *recipe("fedmud/cifar10", "fedmud/bkd_aad")])
+    printed = capsys.readouterr().out
+    figures = inspect(*recipe("fedmud/cifar10", "fedmud/bkd_aad"))
+    lines = printed.splitlines()
+    for layer in figures["layers"]:
+        (line,) = (line for line in lines if line.split()[:1] == [layer["name"]] and layer["kind"] in line)
+        assert len(line) <= 80
+        for key in ("rank", "parameters", "trainable", "macs"):
+            assert layer[key] is None or f"{layer[key]:,}" in line
+        assert "×".join(map(str, layer["shape"])) in line
+    assert "network.classifier is left alone: last layer" in printed
+    assert "4,719,328 dense" in printed
+    assert "152,026 trained (3.22% of dense)" in printed
+    assert f"  up: {figures['traffic']['up']['bytes']:,} bytes per client and round" in printed
+
+
+def test_problems_are_printed_as_they_are():
+    figures = inspect_run(Forgetful(), loop=FederatedLoop(FedMUD(), clients=3, buffers="local"))
+    figures["problems"].append("[red] is no markup")
+    figures["notes"].append("a note")
+    text = io.StringIO()
+    render(figures, Console(file=text, width=80))
+    printed = text.getvalue()
+    for problem in figures["problems"]:
+        assert f"would not work: {problem}\n" in printed
+    assert "note: a note\n" in printed
+    assert len(figures["problems"]) == 4

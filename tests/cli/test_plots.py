@@ -1,0 +1,117 @@
+"""The plots of runs whose numbers are known."""
+
+import statistics
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+from rich.console import Console
+
+from lightning_lowrank.cli.plots import curve
+from lightning_lowrank.cli.report import report
+from lightning_lowrank.cli.runs import find_runs
+from tests.cli.run_folders import configured, make_report, rows_of, write_run
+
+
+def picture(path: Path) -> np.ndarray:
+    with open(path, "rb") as file:
+        assert file.read(8) == b"\x89PNG\r\n\x1a\n"
+        _, _, width, height = struct.unpack(">I4sII", file.read(16))
+    pixels = imread(path)
+    assert pixels.shape[:2] == (height, width)
+    return pixels
+
+
+@pytest.mark.slow
+def test_the_constants_of_convergence_are_drawn_where_they_were_logged(tmp_path):
+    constants = {"convergence/R": 3.0, "convergence/P": 2.0, "convergence/Q": 0.0}
+    write_run(tmp_path / "runs" / "products", rows_of([0.5, 0.6], 1, 1, **constants))
+    write_run(tmp_path / "runs" / "sums", rows_of([0.5, 0.6], 1, 1, **{**constants, "convergence/R": 30.0}))
+    make_report([tmp_path / "runs"], tmp_path / "both")
+    make_report([tmp_path / "runs" / "products"], tmp_path / "one")
+    both, one = picture(tmp_path / "both" / "convergence.png"), picture(tmp_path / "one" / "convergence.png")
+    assert both.shape != one.shape or not np.array_equal(both, one)
+    assert (one < 1).any()
+    write_run(tmp_path / "other", rows_of([0.5], 1, 1))
+    make_report([tmp_path / "other"], tmp_path / "none")
+    assert not (tmp_path / "none" / "convergence.png").exists()
+
+
+def test_curves_are_means_over_the_rounds_that_all_seeds_logged(tmp_path):
+    first = configured(tmp_path / "version_0", 0, rows_of([0.1, 0.9, 0.7], 100, 0))
+    second = configured(tmp_path / "version_1", 1, rows_of([0.3, 0.4], 200, 0))
+    group = find_runs([first, second])
+    deviations = [statistics.stdev(values) for values in ([0.1, 0.3], [0.9, 0.4])]
+    for against, places in ((None, [1, 2]), ("comm/total_bytes", [150, 300])):
+        points = curve(group, against, "val_acc")
+        assert [point.x for point in points] == places
+        assert [point.y for point in points] == pytest.approx([0.2, 0.65])
+        assert [point.spread for point in points] == pytest.approx(deviations)
+        (*_, last) = curve(group[:1], against, "val_acc")
+        assert (last.x, last.y, last.spread) == ((3, 0.7, 0) if against is None else (300, 0.7, 0))
+
+
+@pytest.mark.slow
+def test_the_plots_are_pictures_with_a_curve_for_each_run(tmp_path):
+    few = write_run(tmp_path / "few" / "a", rows_of([0.2, 0.5, 0.6], 10_000, 10_000))
+    console = Console(quiet=True)
+    written = report([few], output=tmp_path / "one", console=console)
+    assert [path.name for path in written] == ["report.md", "rounds.png", "bytes.png"]
+    for path in written[1:]:
+        pixels = picture(path)
+        assert pixels.shape[0] >= 600
+        assert pixels.shape[1] >= 900
+
+    def colours(path: Path) -> set[tuple[int, ...]]:
+        pixels = (picture(path)[..., :3] * 255).round().astype(int)
+        grey = (np.ptp(pixels, axis=-1) < 60).all()
+        assert not grey
+        values, counts = np.unique(pixels.reshape(-1, 3), axis=0, return_counts=True)
+        return {tuple(value) for value, count in zip(values, counts, strict=True) if count > 200 and np.ptp(value) > 60}
+
+    write_run(tmp_path / "few" / "b", rows_of([0.3, 0.4, 0.7], 1_000_000_000, 10))
+    report([tmp_path / "few"], output=tmp_path / "two", console=console)
+    for name in ("rounds.png", "bytes.png"):
+        assert len(colours(tmp_path / "one" / name)) == 1
+        assert len(colours(tmp_path / "two" / name)) == 2
+
+
+def test_the_deviation_is_a_band_in_the_curves_colour(tmp_path):
+    def pale_blue(path: Path) -> int:
+        red, green, blue = np.moveaxis(picture(path)[..., :3], -1, 0)
+        # The first colour of the cycle at an opacity of a fifth.
+        return int(((abs(red - 0.82) < 0.03) & (abs(green - 0.89) < 0.03) & (abs(blue - 0.94) < 0.03)).sum())
+
+    for seed in (0, 1):
+        configured(tmp_path / "runs" / f"version_{seed}", seed, rows_of([0.2, 0.5 + seed / 4], 10_000, 10_000))
+        configured(tmp_path / "one" / f"version_{seed}", seed, rows_of([0.2 + seed / 4], 10_000, 10_000))
+    for folder, each in (("runs", False), ("runs", True), ("one", False), ("one", True)):
+        report([tmp_path / folder], output=tmp_path / f"{folder} {each}", each=each, console=Console(quiet=True))
+    for name in ("rounds.png", "bytes.png"):
+        assert pale_blue(tmp_path / "runs False" / name) > 10_000
+        assert pale_blue(tmp_path / "runs True" / name) < 500
+        assert tallest_blue(tmp_path / "one False" / name) > 300
+        assert tallest_blue(tmp_path / "one True" / name) < 60
+
+
+def tallest_blue(path: Path) -> int:
+    """Return the largest number of pixels in the cycle's first colour that one column of the picture has."""
+    red, green, blue = np.moveaxis(picture(path)[..., :3], -1, 0)
+    return int(((abs(red - 0.12) < 0.05) & (abs(green - 0.47) < 0.05) & (abs(blue - 0.71) < 0.05)).sum(axis=0).max())
+
+
+def test_many_runs_fit_the_picture(tmp_path):
+    for number in range(13):
+        write_run(tmp_path / "runs" / f"run{number}", rows_of([0.1, 0.2 + number / 20], 10**number, 1))
+    rows, _ = make_report([tmp_path / "runs"], tmp_path / "out")
+    assert len(rows) == 13
+    assert picture(tmp_path / "out" / "bytes.png").shape == picture(tmp_path / "out" / "rounds.png").shape
+
+
+def test_a_run_that_is_not_federated_has_no_plot_by_bytes(tmp_path):
+    run = write_run(tmp_path / "run", [{"epoch": 0, "step": 5, "val_acc": 0.5}])
+    written = report([run], output=tmp_path / "out", console=Console(quiet=True))
+    assert [path.name for path in written] == ["report.md", "rounds.png"]
+    assert not (tmp_path / "out" / "bytes.png").exists()

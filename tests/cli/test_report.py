@@ -1,0 +1,231 @@
+"""The table of runs whose numbers are known."""
+
+import math
+import statistics
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_lowrank import FedAvg, FederatedLoop, FedMUD, LowRank, MatrixProduct
+from lightning_lowrank.cli.report import report
+from lightning_lowrank.cli.runs import find_runs
+from tests.cli.run_folders import configured, make_report, rows_of, write_run
+from tests.helpers import Data, Module, fit, trainer
+
+PERSONAL = {"personal/val_acc": 0.75, "personal/val_acc_worst10": 0.25, "personal/val_acc_std": 0.125}
+
+
+def test_best_last_rounds_and_bytes(tmp_path):
+    first = write_run(tmp_path / "runs" / "dense", rows_of([0.1, 0.9, 0.7], up=4_000_000, down=1_000_000))
+    second = write_run(tmp_path / "runs" / "low", rows_of([0.2, 0.3], up=500_000, down=20_000))
+    (dense, low), _ = make_report([first, second], tmp_path / "out")
+    assert dense == {
+        "run": "dense",
+        "rounds": "3",
+        "best (round) val_acc": "0.9000 (2)",
+        "last val_acc": "0.7000",
+        "MB up": "12.00",
+        "MB down": "3.00",
+        "of dense FedAvg": "6.25%",
+    }
+    assert [low[column] for column in ("rounds", "best (round) val_acc", "last val_acc", "MB up", "MB down")] == [
+        "2",
+        "0.3000 (2)",
+        "0.3000",
+        "1.00",
+        "0.04",
+    ]
+
+
+def test_a_loss_is_better_when_lower(tmp_path):
+    run = write_run(tmp_path / "run", rows_of([0.1, 0.9, 0.7], 1, 1))
+    (row,), _ = make_report([run], tmp_path / "out", metric="val_loss")
+    assert row["best (round) val_loss"] == "0.1000 (2)"
+    assert row["last val_loss"] == "0.3000"
+
+
+def test_seeds_of_one_configuration_are_one_row(tmp_path):
+    accuracies = [[0.1, 0.9, 0.7], [0.3, 0.5, 0.8], [0.2, 0.6, 0.6]]
+    for seed, (values, up) in enumerate(zip(accuracies, (4_000_000, 4_000_000, 5_000_000), strict=True)):
+        configured(tmp_path / "runs" / "low" / f"version_{seed}", seed, rows_of(values, up, 1_000_000))
+    configured(tmp_path / "runs" / "dense" / "version_0", 0, rows_of([0.4, 0.5], 1_000_000, 1_000_000))
+    (dense, low), text = make_report([tmp_path / "runs"], tmp_path / "out")
+
+    def figure(values: list[float], digits: int) -> str:
+        return f"{statistics.mean(values):.{digits}f} ± {statistics.stdev(values):.{digits}f}"
+
+    assert low == {
+        "run": "low/version_{0,1,2}",
+        "seeds": "3",
+        "rounds": "3",
+        "best (round) val_acc": f"{figure([0.9, 0.8, 0.6], 4)} ({figure([2, 3, 2], 1)})",
+        "last val_acc": figure([0.7, 0.8, 0.6], 4),
+        "MB up": figure([12, 12, 15], 2),
+        "MB down": "3.00",
+        "of dense FedAvg": "6.25%",
+    }
+    assert [
+        dense[column] for column in ("run", "seeds", "rounds", "best (round) val_acc", "last val_acc", "MB up")
+    ] == [
+        "dense/version_0",
+        "1",
+        "2",
+        "0.5000 (2)",
+        "0.5000",
+        "2.00",
+    ]
+    assert all(value in text for value in low.values())
+
+
+def test_a_loss_is_lowest_in_each_seed(tmp_path):
+    for seed, values in enumerate(([0.1, 0.9, 0.7], [0.3, 0.5, 0.8])):
+        configured(tmp_path / f"version_{seed}", seed, rows_of(values, 1, 1))
+    (row,), _ = make_report([tmp_path], tmp_path / "out", metric="val_loss")
+    assert row["best (round) val_loss"] == f"0.1500 ± {statistics.stdev([0.1, 0.2]):.4f} (2.5 ± 0.7)"
+
+
+def test_each_shows_every_seed(tmp_path):
+    for seed in (0, 1):
+        configured(tmp_path / "runs" / f"version_{seed}", seed, rows_of([0.1, 0.5 + seed / 10], 1, 1))
+    rows, _ = make_report([tmp_path / "runs"], tmp_path / "out", each=True)
+    assert [(row["run"], row["last val_acc"]) for row in rows] == [("version_0", "0.5000"), ("version_1", "0.6000")]
+    assert "seeds" not in rows[0]
+
+
+def test_unlike_configurations_are_rows_of_their_own_and_unchanged(tmp_path):
+    configured(tmp_path / "runs" / "a", 0, rows_of([0.1], 1, 1))
+    configured(tmp_path / "runs" / "b", 1, rows_of([0.2], 1, 1), federated__clients=5)
+    rows, _ = make_report([tmp_path / "runs"], tmp_path / "out")
+    assert [row["run"] for row in rows] == ["a", "b"]
+    assert "seeds" not in rows[0]
+    assert rows[0]["last val_acc"] == "0.1000"
+
+
+def test_what_not_all_seeds_logged_is_left_empty_and_what_diverged_is_not_a_number(tmp_path):
+    configured(tmp_path / "version_0", 0, rows_of([0.5, 0.6], 10**6, 10**6))
+    configured(tmp_path / "version_1", 1, [{"epoch": 0, "step": 1, "val_acc": 0.5, "comm/total_up_bytes": "nan"}])
+    # The configurations say how long a run was to be, not how long it was.
+    for number in (0, 1):
+        file = tmp_path / f"version_{number}" / "config.yaml"
+        file.write_text(file.read_text().replace("max_epochs: 0", "max_epochs: 2"))
+    (row,), _ = make_report([tmp_path], tmp_path / "out")
+    assert (row["seeds"], row["rounds"]) == ("2", f"1.5 ± {2**-0.5:.1f}")
+    assert row["last val_acc"] == f"0.5500 ± {statistics.stdev([0.5, 0.6]):.4f}"
+    assert (row["MB up"], row["MB down"]) == ("nan ± nan", "")
+
+
+def test_personal_figures_have_columns_where_they_were_logged(tmp_path):
+    write_run(tmp_path / "runs" / "global", rows_of([0.5], 1, 1))
+    write_run(tmp_path / "runs" / "local", rows_of([0.4, 0.6], 1, 1, **PERSONAL))
+    rows, _ = make_report([tmp_path / "runs"], tmp_path / "out")
+    columns = ("personal val_acc", "personal worst10", "personal std")
+    assert [rows[0][column] for column in columns] == ["", "", ""]
+    assert [rows[1][column] for column in columns] == ["0.7500", "0.2500", "0.1250"]
+    assert list(rows[1]).index("MB up") == 7
+    (row,), _ = make_report([tmp_path / "runs" / "global"], tmp_path / "out")
+    assert not any(column in row for column in columns)
+    (_, row), _ = make_report([tmp_path / "runs"], tmp_path / "out", metric="val_loss")
+    assert not any(column.startswith("personal") for column in row)
+    (row,), _ = make_report([tmp_path / "runs"], tmp_path / "out", metric="personal/val_acc")
+    assert row["last personal/val_acc"] == "0.7500"
+    assert [column for column in row if column.startswith("personal")] == ["personal worst10", "personal std"]
+
+
+def test_personal_figures_of_several_seeds(tmp_path):
+    for seed in (0, 1):
+        more = {name: value + seed / 10 for name, value in PERSONAL.items()}
+        configured(tmp_path / f"version_{seed}", seed, rows_of([0.5], 1, 1, **more))
+    (row,), _ = make_report([tmp_path], tmp_path / "out")
+    assert row["personal worst10"] == f"0.3000 ± {statistics.stdev([0.25, 0.35]):.4f}"
+
+
+def test_idle_clients_have_a_column_where_they_listened(tmp_path):
+    quiet = write_run(tmp_path / "quiet", rows_of([0.5], 1, 1, **{"comm/total_idle_down_bytes": 0}))
+    (row,), _ = make_report([quiet], tmp_path / "one")
+    assert "MB idle" not in row
+    told = write_run(tmp_path / "told", rows_of([0.5], 1, 1, **{"comm/total_idle_down_bytes": 3_000_000}))
+    rows, _ = make_report([quiet, told], tmp_path / "two")
+    assert [row["MB idle"] for row in rows] == ["0.00", "3.00"]
+
+
+def test_a_round_that_was_logged_twice_counts_once_with_its_later_figures(tmp_path):
+    cut_short = rows_of([0.1, 0.2, 0.95], 10_000_000, 0)
+    resumed = rows_of([0.3, 0.4], 10_000_000, 0, first=2)
+    run = write_run(tmp_path / "run", cut_short + resumed)
+    assert find_runs([run])[0].series("val_acc") == [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4)]
+    (row,), _ = make_report([run], tmp_path / "out")
+    assert (row["rounds"], row["best (round) val_acc"], row["MB up"]) == ("4", "0.4000 (4)", "40.00")
+
+
+def test_a_resumed_runs_rounds_go_on_where_they_were(tmp_path):
+    run = write_run(tmp_path / "run", rows_of([0.3, 0.4], 10_000_000, 0, first=7))
+    (row,), _ = make_report([run], tmp_path / "out")
+    assert (row["rounds"], row["best (round) val_acc"], row["MB up"]) == ("9", "0.4000 (9)", "90.00")
+
+
+def test_runs_without_the_metric_are_left_out_and_named(tmp_path):
+    write_run(tmp_path / "runs" / "version_0", rows_of([0.5], 1, 1))
+    write_run(tmp_path / "runs" / "version_1", [{"epoch": 0, "step": 0, "test_acc": 0.9}])
+    write_run(tmp_path / "runs" / "version_2", [])
+    rows, text = make_report([tmp_path / "runs"], tmp_path / "out")
+    assert [row["run"] for row in rows] == ["runs/version_0"]
+    for number in (1, 2):
+        assert f"version_{number} is left out: it logged no val_acc" in text
+
+
+def test_the_default_metric_is_the_first_known_one_that_was_logged(tmp_path):
+    run = write_run(tmp_path / "run", [{"epoch": 0, "step": 0, "val_loss": 0.5, "test_acc": 0.9}])
+    (row,), _ = make_report([run], tmp_path / "out")
+    assert row["last test_acc"] == "0.9000"
+    assert row["MB up"] == row["of dense FedAvg"] == ""
+
+
+def test_nothing_of_the_table_is_lost_in_a_narrow_console(tmp_path):
+    name = "a-run-with-a-name-that-is-longer-than-half-of-a-terminal-window"
+    write_run(tmp_path / "runs" / name, rows_of([0.123], 1_000_000, 1))
+    write_run(tmp_path / "runs" / "b", rows_of([0.456], 1_000_000, 1))
+    rows, text = make_report([tmp_path / "runs"], tmp_path / "out")
+    assert name in text
+    for row in rows:
+        assert all(value in text for value in row.values())
+
+
+def test_refusals_name_what_is_missing(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(MisconfigurationException, match=r"empty holds no run: expected metrics\.csv"):
+        report([tmp_path / "empty"], output=tmp_path / "out")
+    with pytest.raises(MisconfigurationException, match="nowhere holds no run"):
+        report([tmp_path / "nowhere"], output=tmp_path / "out")
+    run = write_run(tmp_path / "run", rows_of([0.5], 1, 1))
+    with pytest.raises(MisconfigurationException, match=r"no run logged val_f1; logged were: .*val_acc"):
+        report([run], metric="val_f1", output=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_real_runs(tmp_path):
+    loops = {}
+    last = {}
+    for name, algorithm in (("dense", FedAvg()), ("low", FedMUD())):
+        loops[name] = FederatedLoop(algorithm, clients=6, clients_per_round=2, seed=1, summary=False)
+        converters: list[pl.Callback] = (
+            [] if name == "dense" else [LowRank(MatrixProduct(), rank=1, skip=["last"], summary=False)]
+        )
+        logger = CSVLogger(tmp_path / "runs", name=name)
+        run = trainer(tmp_path, *converters, loops[name], logger=logger, max_epochs=2)
+        fit(run, Module(), Data())
+        last[name] = float(run.callback_metrics["val_acc"])
+    rows, _ = make_report([tmp_path / "runs"], tmp_path / "out")
+    assert [row["run"] for row in rows] == ["dense", "low"]
+    for row in rows:
+        figures = loops[row["run"]].ledger.metrics()
+        assert row["rounds"] == "2"
+        assert row["last val_acc"] == f"{last[row['run']]:.4f}"
+        assert row["MB up"] == f"{figures['comm/total_up_bytes'] / 1e6:.2f}"
+        assert row["MB down"] == f"{figures['comm/total_down_bytes'] / 1e6:.2f}"
+        assert row["MB idle"] == f"{figures['comm/total_idle_down_bytes'] / 1e6:.2f}"
+        assert row["of dense FedAvg"] == f"{figures['comm/ratio']:.2%}"
+    assert rows[0]["of dense FedAvg"] == "100.00%"
+    run = {run.folder.parent.name: run for run in find_runs([tmp_path / "runs"])}["low"]
+    assert math.isclose(run.last("comm/total_bytes") or 0, loops["low"].ledger.metrics()["comm/total_bytes"])

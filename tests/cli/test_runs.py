@@ -1,0 +1,117 @@
+"""Runs read from folders whose numbers are known."""
+
+from pathlib import Path
+
+import pytest
+
+from lightning_lowrank.cli.runs import find_runs, group_by_seed, short_names
+from tests.cli.run_folders import configured, rows_of, write_run
+
+
+def grouped(root: Path) -> list[list[str]]:
+    runs = find_runs([root])
+    return [[str(run.folder.relative_to(root.resolve())) for run in group] for group in group_by_seed(runs)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "together"),
+    [
+        ([{}, {}], True),
+        ([{}, {"federated__clients": 5}], False),
+        ([{}, {"federated__momentum": 0.9}], False),
+        ([{}, {"trainer__max_epochs": 9}], False),
+        # Seeds that follow seed_everything, whose values are 0 and 1, in both runs or in neither.
+        ([{"federated__seed": 0}, {"federated__seed": 1}], True),
+        ([{}, {"federated__seed": 1}], True),
+        ([{"federated__seed": 7}, {"federated__seed": 7}], True),
+        ([{"federated__seed": 7}, {"federated__seed": 8}], False),
+        ([{}, {"federated__seed": 7}], False),
+        ([{}, {"data__init_args__seed": 1}], True),
+        ([{}, {"data__init_args__seed": 2}], False),
+        ([{}, {"data__init_args__split_seed": 2}], False),
+        ([{"data__init_args__split_seed": 0}, {"data__init_args__split_seed": 1}], True),
+        ([{"data__init_args__split_seed": 5}, {"data__init_args__split_seed": 6}], False),
+        # What a seed is called is more than how it ends, and a list's items are told apart.
+        ([{"data__init_args__unseed": 0}, {"data__init_args__unseed": 1}], False),
+        ([{"data__parts": [{"seed": 2}, {"seed": 9}]}, {"data__parts": [{"seed": 3}, {"seed": 9}]}], False),
+        ([{"data__parts": [{"seed": 0}, {"seed": 3}]}, {"data__parts": [{"seed": 1}, {"seed": 3}]}], True),
+        # Only where a run writes to may differ otherwise.
+        ([{"trainer__logger": True}, {"trainer__logger": [{"class_path": "CSVLogger"}]}], True),
+        ([{"data__init_args__dirpath": "a"}, {"data__init_args__dirpath": "b"}], False),
+        ([{"ckpt_path": "a"}, {"ckpt_path": "b"}], False),
+        ([{"federated__share": float("nan")}, {"federated__share": float("nan")}], True),
+    ],
+)
+def test_which_runs_differ_only_in_their_seed(tmp_path, changes, together):
+    for seed, change in enumerate(changes):
+        configured(tmp_path / f"version_{seed}", seed, rows_of([0.1], 1, 1), **change)
+    expected = [["version_0", "version_1"]] if together else [["version_0"], ["version_1"]]
+    assert grouped(tmp_path) == expected
+
+
+def test_a_seed_counts_once_and_by_its_longest_run(tmp_path):
+    for number, (seed, rounds) in enumerate([(1, 3), (0, 1), (0, 3), (2, 3), (0, 3), (1, 2)]):
+        configured(tmp_path / f"version_{number}", seed, rows_of([0.5] * rounds, 1, 1), trainer__max_epochs=3)
+    assert grouped(tmp_path) == [
+        ["version_4", "version_0", "version_3"],
+        ["version_1"],
+        ["version_2", "version_5"],
+    ]
+
+
+@pytest.mark.parametrize("config", [None, "a: [", "- 1", "model: x", "seed_everything: false", "seed_everything: true"])
+def test_runs_without_a_known_seed_stand_alone(tmp_path, config):
+    for number in (0, 1):
+        folder = write_run(tmp_path / f"version_{number}", rows_of([0.5], 1, 1))
+        if config is not None:
+            (folder / "config.yaml").write_text(config)
+    assert grouped(tmp_path) == [["version_0"], ["version_1"]]
+
+
+def test_a_run_that_was_not_seeded_is_none_of_several_seeds(tmp_path):
+    for number, seed in enumerate((False, 1, 2)):
+        configured(tmp_path / f"version_{number}", seed, rows_of([0.5], 1, 1))
+    assert grouped(tmp_path) == [["version_0"], ["version_1", "version_2"]]
+
+
+@pytest.mark.parametrize(
+    ("groups", "names"),
+    [
+        ([["low/version_0", "low/version_1"]], ["low/version_{0,1}"]),
+        ([["a/version_0", "a/version_1"], ["b/version_0", "b/version_1"]], ["a", "b"]),
+        ([["a/version_9", "a/version_10"], ["a/version_3"]], ["version_{9,10}", "version_3"]),
+        ([["seed1/version_0", "seed11/version_0"], ["other/version_0"]], ["seed{1,11}", "other"]),
+        ([["a/version_0", "b/version_3"], ["c/version_0"]], ["{a/version_0,b/version_3}", "c/version_0"]),
+        ([["a", "a/version_0"], ["c"]], ["a/{,version_0}", "c"]),
+    ],
+)
+def test_names_of_several_seeds_are_as_a_shell_would_read_them(tmp_path, groups, names):
+    for number, group in enumerate(groups):
+        for seed, folder in enumerate(group):
+            configured(tmp_path / "runs" / folder, seed, rows_of([0.5], 1, 1), federated__clients=number + 1)
+    folders = [tmp_path / "runs" / folder for group in groups for folder in group]
+    found = group_by_seed(find_runs(folders))
+    assert short_names(found) == names
+
+
+@pytest.mark.parametrize(
+    ("folders", "names"),
+    [
+        (["runs/quickstart/version_0"], ["quickstart/version_0"]),
+        (["runs/a/version_0", "runs/b/version_0"], ["a", "b"]),
+        (["runs/a/version_0", "runs/a/version_1"], ["version_0", "version_1"]),
+        (["runs/a/version_0", "runs/b/c/version_0"], ["a", "b/c"]),
+        (["runs/a", "runs/a/version_0"], ["a", "a/version_0"]),
+        (["x/one/version_0", "y/one/version_0"], ["x", "y"]),
+    ],
+)
+def test_names_are_short_and_distinct(tmp_path, folders, names):
+    for folder in folders:
+        write_run(tmp_path / folder, rows_of([0.5], 1, 1))
+    assert short_names([[run] for run in find_runs([tmp_path / folder for folder in folders])]) == names
+
+
+def test_a_run_is_found_once_by_whatever_path(tmp_path, monkeypatch):
+    run = write_run(tmp_path / "runs" / "a" / "version_0", rows_of([0.5], 1, 1))
+    monkeypatch.chdir(tmp_path)
+    assert [found.folder for found in find_runs([Path("runs"), Path("runs/a"), run])] == [run]

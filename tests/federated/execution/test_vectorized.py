@@ -1,0 +1,463 @@
+"""Clients that step together end where clients that train one after another do."""
+
+import itertools
+from functools import partial
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from lightning_lowrank import (
+    FedAvg,
+    FederatedLoop,
+    FedMUD,
+    FromIndices,
+    LowRank,
+    MatrixProduct,
+)
+from lightning_lowrank.federated.optimizers import _ELEMENTWISE
+from tests.federated.execution.runs import FORMS, OPTIMIZERS, UNEVEN, Double, Manual, assert_close, both, run
+from tests.helpers import Data, Module, fit, network, trainer, weights
+from tests.pairwise import in_turn
+
+
+@pytest.mark.parametrize(
+    ("form", "algorithm"), [*((form, FedAvg) for form in FORMS), ("update", FedMUD), ("decoupled blocks", FedMUD)]
+)
+def test_equals_sequential_for_every_form(tmp_path, form, algorithm):
+    both(tmp_path, form=form, algorithm=algorithm, local_epochs=2)
+
+
+DAILY = ("momentum", "AdamW", "Adagrad", "ProjectedSGD", "ProjectedAdamW")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "form"),
+    [
+        pytest.param(name, form, marks=() if name in DAILY else pytest.mark.slow)
+        for name, form in in_turn(OPTIMIZERS, ["dense", "update"])
+    ],
+)
+def test_equals_sequential_with_every_optimizer(tmp_path, optimizer, form):
+    both(tmp_path, form=form, module=partial(Module, optimizer=OPTIMIZERS[optimizer]), local_epochs=2)
+
+
+def test_every_elementwise_optimizer_is_tested():
+    tested = {type(make([nn.Parameter(torch.ones(1))])) for make in OPTIMIZERS.values()}
+    assert tested == set(_ELEMENTWISE)
+
+
+@pytest.mark.parametrize(
+    "clip", [{"gradient_clip_val": 0.3}, {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}]
+)
+def test_clips_each_client_on_its_own(tmp_path, clip):
+    ends = both(tmp_path, trainer=clip)
+    free, _, _ = run(tmp_path, "vectorized")
+    assert not torch.allclose(weights(ends[1][0])["net.0.weight"], weights(free)["net.0.weight"])
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [pytest.param(name, marks=() if name in ("AdamW", "ProjectedAdamW") else pytest.mark.slow) for name in OPTIMIZERS],
+)
+def test_clients_that_keep_their_moments(tmp_path, optimizer):
+    settings = {
+        "form": "update",
+        "module": partial(Module, optimizer=OPTIMIZERS[optimizer]),
+        "optimizer_state": "keep",
+        "participants": [[0, 1, 2], [1, 2, 3], [0, 1, 2, 3, 4], [2, 3, 4]],
+    }
+    ends = both(tmp_path, **settings)
+    for client in range(len(UNEVEN)):
+        states, twins = (loop.coordinator.states[client]["optimizers"][0] for _, loop, _ in ends)
+        assert states.keys() == twins.keys()
+        for index, state in states.items():
+            assert state.keys() == twins[index].keys()
+            for name, value in state.items():
+                if value is not None:
+                    torch.testing.assert_close(value, twins[index][name], rtol=1e-9, atol=1e-9)
+    fresh, _, _ = run(tmp_path, "vectorized", **{**settings, "optimizer_state": "reset"})
+    kept = weights(ends[1][0])
+    changed = any(
+        not torch.allclose(value, kept[name], rtol=1e-12, atol=1e-12) for name, value in weights(fresh).items()
+    )
+    assert changed is (optimizer != "SGD")
+
+
+SETTINGS = {1: {"lr": 0.02, "local_epochs": 3}, 3: {"lr": 0.02, "weight_decay": 0.1}, 4: {"local_steps": 5}}
+
+
+@pytest.mark.parametrize("as_function", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_settings_of_single_clients(tmp_path, as_function):
+    given = (lambda client: SETTINGS.get(client, {})) if as_function else SETTINGS
+    decay = partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
+    module = partial(Module, optimizer=OPTIMIZERS["momentum"], scheduler=decay)
+    ends = both(tmp_path, module=module, client_settings=given)
+    assert ends[0][2].callback_metrics["federated/client_steps"] == 4 * (1 + 3 * 6 + 3 + 5 + 5)
+    assert ends[0][2].optimizers[0].param_groups[0]["lr"] == 0.05 / 4
+    alone = both(tmp_path, module=module, client_settings=given, participants=[[1]] * 4)
+    plain, _, _ = run(
+        tmp_path,
+        "sequential",
+        participants=[[1]] * 4,
+        module=partial(Module, optimizer=partial(torch.optim.SGD, lr=0.02, momentum=0.9, weight_decay=1e-3)),
+        local_epochs=3,
+    )
+    assert_close(weights(alone[0][0]), weights(plain))
+
+
+@pytest.mark.parametrize("execution", [pytest.param("sequential", marks=pytest.mark.slow), "vectorized"])
+@pytest.mark.slow
+def test_settings_of_single_clients_are_resumed(tmp_path, execution):
+    every = ModelCheckpoint(tmp_path / "every", "{step}", save_top_k=-1, every_n_train_steps=1)
+    settings = {"client_settings": SETTINGS, "trainer": {"max_epochs": 2}}
+    whole, _, _ = run(tmp_path, execution, callbacks=[every], **settings)
+    for file in sorted((tmp_path / "every").glob("*.ckpt"))[::3]:
+        module, _, _ = run(tmp_path, execution, ckpt_path=file, **settings)
+        assert_close(weights(whole), weights(module), tolerance=0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({9: {"lr": 0.1}}, r"names \[9\], and clients go from 0 to 4"),
+        ({1: {"rate": 0.1}}, "no option 'rate'"),
+        ({1: {"local_epochs": 0}}, "local_epochs of client 1"),
+    ],
+)
+def test_wrong_settings_of_single_clients(tmp_path, settings, message):
+    with pytest.raises(MisconfigurationException, match=message):
+        run(tmp_path, "sequential", client_settings=settings)
+
+
+def test_a_clients_learning_rate_and_a_schedule_of_steps(tmp_path):
+    decay = partial(torch.optim.lr_scheduler.StepLR, step_size=2)
+    with pytest.raises(MisconfigurationException, match="scheduler that steps on each batch"):
+        run(
+            tmp_path,
+            "sequential",
+            client_settings=SETTINGS,
+            module=partial(Module, scheduler=decay, interval="step"),
+        )
+
+
+@pytest.mark.parametrize("form", ["update", "decoupled blocks", pytest.param("CP", marks=pytest.mark.slow)])
+@pytest.mark.slow
+def test_frobenius_decay(tmp_path, monkeypatch, form):
+    made = FORMS[form]
+    monkeypatch.setitem(FORMS, form, partial(made, frobenius_decay=0.05))
+    decayed = both(tmp_path, form=form)
+    monkeypatch.setitem(FORMS, form, made)
+    plain, _, _ = run(tmp_path, "vectorized", form=form)
+    assert any(not torch.allclose(value, weights(plain)[name]) for name, value in weights(decayed[1][0]).items())
+
+
+class Anchored(FedAvg):
+    """Uses all that an algorithm has around a step: gradients, what was received, several updates, its own numbers."""
+
+    def begin(self, client, message):
+        super().begin(client, message)
+        parameters = client.base.parameters(client.model)
+        client.round_state.update(
+            received=client.base.parameters(message.tensors),
+            own={name: value.detach() * (1 + client.id) for name, value in parameters.items()},
+            strength=torch.tensor(0.1 * (1 + client.id), dtype=torch.float64),
+            steps=torch.zeros((), dtype=torch.float64),
+        )
+
+    def before_step(self, step):
+        share = step.number / step.steps
+        for name, value in step.parameters.items():
+            strength = step.expand(step.round_state["strength"] * share, value)
+            value.grad += strength * (value.detach() - step.round_state["received"][name])
+            value.grad += 0.01 * step.round_state["own"][name]
+
+    def local_update(self, step, update):
+        update()
+        update()
+        step.round_state["steps"] += 1
+        with torch.no_grad():
+            for name, value in step.parameters.items():
+                value.mul_(0.99)
+                step.round_state["own"][name].lerp_(value, 0.5)
+
+    def end(self, client):
+        assert client.round_state["steps"] == client.steps
+        client.state["own"] = {name: value.clone() for name, value in client.round_state["own"].items()}
+        return super().end(client)
+
+
+@pytest.mark.parametrize("form", ["dense", "update"])
+def test_what_an_algorithm_does_around_a_step(tmp_path, form):
+    ends = both(tmp_path, form=form, algorithm=Anchored, local_epochs=2)
+    for client in range(len(UNEVEN)):
+        assert_close(*(loop.coordinator.states[client]["own"] for _, loop, _ in ends))
+    assert all(loop.rounds.execution.round_state == {} and not loop.rounds.execution.clients for _, loop, _ in ends)
+    module, _, _ = run(tmp_path, "vectorized", form=form, local_epochs=2)
+    assert not torch.allclose(weights(module)["net.2.bias"], weights(ends[1][0])["net.2.bias"])
+    for _, _, fitted in ends:
+        assert "optimizer_step" not in vars(fitted.lightning_module)
+
+
+@pytest.mark.parametrize("execution", [pytest.param("sequential", marks=pytest.mark.slow), "vectorized"])
+@pytest.mark.slow
+def test_what_clients_keep_and_need_is_resumed(tmp_path, execution):
+    settings = {
+        "algorithm": Anchored,
+        "module": partial(Module, optimizer=OPTIMIZERS["Adam"]),
+        "optimizer_state": "keep",
+        "participants": [[0, 1, 2], [1, 2, 3], [0, 1, 2, 3]],
+        "trainer": {"max_epochs": 3},
+    }
+    every = ModelCheckpoint(tmp_path / "every", "{step}", save_top_k=-1, every_n_train_steps=1)
+    whole, loop, _ = run(tmp_path, execution, callbacks=[every], **settings)
+    for file in sorted((tmp_path / "every").glob("*.ckpt")):
+        module, again, _ = run(tmp_path, execution, ckpt_path=file, **settings)
+        assert_close(weights(whole), weights(module), tolerance=0)
+        for client in range(len(UNEVEN)):
+            kept, twin = (each.coordinator.states[client].get("own", {}) for each in (loop, again))
+            assert_close(kept, twin, tolerance=0)
+
+
+class OwnRanks(FedAvg):
+    """Client i trains the first 1 + i mod 3 columns of each factor; the others are zero."""
+
+    def begin(self, client, message):
+        super().begin(client, message)
+        for name, value in client.model.items():
+            if ".factors." in name:
+                with torch.no_grad():
+                    value[:, 1 + client.id % 3 :] = 0
+
+    def end(self, client):
+        for name, value in client.model.items():
+            if ".factors." in name:
+                assert not value[:, 1 + client.id % 3 :].any()
+                assert value[:, : 1 + client.id % 3].any()
+        return super().end(client)
+
+
+@pytest.mark.parametrize("optimizer", [pytest.param("momentum", marks=pytest.mark.slow), "AdamW"])
+def test_clients_of_different_rank_step_together(tmp_path, monkeypatch, optimizer):
+    monkeypatch.setitem(FORMS, "weight", partial(LowRank, MatrixProduct(), rank=3, role="weight", summary=False))
+    both(tmp_path, form="weight", algorithm=OwnRanks, module=partial(Module, optimizer=OPTIMIZERS[optimizer]))
+
+
+def test_an_own_way_of_stepping_needs_lightnings(tmp_path):
+    with pytest.raises(MisconfigurationException, match=r"Anchored steps .*accumulate_grad_batches=1, not 2"):
+        run(tmp_path, "sequential", algorithm=Anchored, trainer={"accumulate_grad_batches": 2})
+    with pytest.raises(MisconfigurationException, match=r"Anchored steps .*automatic optimization"):
+        run(tmp_path, "sequential", algorithm=Anchored, module=Manual)
+
+
+@pytest.mark.parametrize("interval", ["epoch", "step"])
+def test_schedulers(tmp_path, interval):
+    decay = partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
+    both(tmp_path, module=partial(Module, scheduler=decay, interval=interval))
+
+
+@pytest.mark.slow
+def test_equals_sequential_in_single_precision_after_twenty_rounds(tmp_path):
+    momentum = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+    decay = partial(torch.optim.lr_scheduler.StepLR, step_size=5, gamma=0.8)
+    for form in ("dense", "update"):
+        both(
+            tmp_path,
+            tolerance=2e-5,
+            form=form,
+            dtype=torch.float32,
+            module=partial(Module, optimizer=momentum, scheduler=decay),
+            trainer={"max_epochs": 20, "gradient_clip_val": 1.0},
+        )
+
+
+@pytest.mark.parametrize(
+    "together", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(100, marks=pytest.mark.slow)]
+)
+def test_the_number_that_steps_together_does_not_matter(tmp_path, together):
+    expected, _, _ = run(tmp_path, "sequential")
+    module, _, fitted = run(tmp_path, "vectorized", chunk_size=together)
+    assert_close(weights(expected), weights(module))
+    chunks = [sorted((6, 5, 3, 1, 1), reverse=True)[start::1][:together] for start in range(0, 5, together)]
+    assert fitted.global_step == 4 * sum(max(chunk) for chunk in chunks)
+
+
+@pytest.mark.parametrize(
+    ("norm", "buffers"),
+    [(nn.BatchNorm1d, "average"), (nn.BatchNorm1d, "local"), (nn.BatchNorm1d, "reset"), (nn.LayerNorm, "average")],
+)
+def test_buffers_and_norms(tmp_path, buffers, norm):
+    both(
+        tmp_path,
+        module=lambda: Module(network(norm=norm)),
+        data=Double(drop_last=True, batch_size=4),
+        buffers=buffers,
+        local_epochs=2,
+    )
+
+
+def test_sampling_weights_failures_and_local_steps(tmp_path):
+    both(tmp_path, clients_per_round=3, client_dropout=0.3, local_steps=3, weighting="uniform")
+
+
+def test_other_datasets_and_workers(tmp_path):
+    class Listed(torch.utils.data.Dataset):
+        def __init__(self):
+            self.inputs, self.targets = Double().train.tensors
+
+        def __len__(self):
+            return len(self.targets)
+
+        def __getitem__(self, index):
+            return self.inputs[index] + 0.01 * torch.rand(()), self.targets[index]
+
+    for workers in (0, 2):
+        both(tmp_path, data=Data(Listed(), num_workers=workers), trainer={"max_epochs": 2})
+
+
+def test_logged_values_are_the_same_means(tmp_path):
+    losses = []
+    for execution in ("sequential", "vectorized"):
+        _, _, fitted = run(tmp_path, execution, trainer={"max_epochs": 2})
+        losses.append(fitted.callback_metrics["train_loss"])
+    torch.testing.assert_close(*losses)
+
+
+def test_dropout_differs_between_clients_and_repeats(tmp_path):
+    ends = [weights(run(tmp_path, "vectorized", module=lambda: Module(network(dropout=0.5)))[0]) for _ in range(2)]
+    assert_close(*ends, tolerance=0)
+    seen = []
+
+    class Watching(Module):
+        def on_train_batch_end(self, *_):
+            (loop,) = (c for c in self.trainer.callbacks if isinstance(c, FederatedLoop))
+            if loop.rounds.execution._stack:
+                seen.append(loop.rounds.execution._stack.values["net.0.weight"].clone())
+
+    inputs, targets = Double().train.tensors
+    twice = TensorDataset(inputs[:20].repeat(2, 1), targets[:20].repeat(2))
+    for dropout in (0.5, 0.0):
+        seen.clear()
+        run(
+            tmp_path,
+            "vectorized",
+            module=lambda dropout=dropout: Watching(network(dropout=dropout)),
+            data=Data(twice, shuffle=False),
+            partition=FromIndices([list(range(20)), list(range(20, 40))]),
+        )
+        assert torch.equal(seen[0][0], seen[0][1]) is (dropout == 0)
+
+
+@pytest.mark.parametrize(("form", "together"), [pytest.param("dense", None, marks=pytest.mark.slow), ("update", 2)])
+def test_resumes_exactly_from_every_step(tmp_path, form, together):
+    momentum = partial(torch.optim.AdamW, lr=0.01)
+    decay = partial(torch.optim.lr_scheduler.StepLR, step_size=3, gamma=0.7)
+    settings = {
+        "form": form,
+        "module": partial(Module, optimizer=momentum, scheduler=decay, interval="step"),
+        "chunk_size": together,
+        "clients_per_round": 4,
+        "trainer": {"max_epochs": 3},
+    }
+    every = ModelCheckpoint(tmp_path / "every", "{step}", save_top_k=-1, every_n_train_steps=1)
+    whole, loop, fitted = run(tmp_path, "vectorized", callbacks=[every], **settings)
+    files = sorted((tmp_path / "every").glob("*.ckpt"))
+    assert len(files) == fitted.global_step
+    for file in files[:: 2 if together else 1]:
+        module, again, _ = run(tmp_path, "vectorized", ckpt_path=file, **settings)
+        assert_close(weights(whole), weights(module), tolerance=0)
+        assert again.ledger.state_dict() == loop.ledger.state_dict()
+
+
+def test_checkpoints_inside_a_round_hold_the_last_global_model(tmp_path):
+    class Start(Module):
+        def on_train_epoch_start(self):
+            self.start = weights(self)
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            if batch_idx < 3:
+                assert_close(weights(self), self.start, tolerance=0)
+
+    _, _, fitted = run(tmp_path, "vectorized", module=Start)
+    assert fitted.current_epoch == 4
+
+
+@pytest.mark.parametrize("limits", [{"limit_train_batches": 2}, {"max_steps": 9}, {"fast_dev_run": 3}])
+def test_rounds_that_are_cut_short(tmp_path, limits):
+    if "limit_train_batches" in limits:
+        both(tmp_path, trainer=limits)
+        return
+    module, loop, fitted = run(tmp_path, "vectorized", dtype=torch.float32, trainer=limits)
+    assert not loop._progress.round_open
+    assert loop.rounds.execution._stack is None
+    held = {id(value) for group in fitted.optimizers[0].param_groups for value in group["params"]}
+    assert held == {id(value) for value in module.parameters()}
+    assert not {"training_step", "configure_gradient_clipping", "log"} & vars(module).keys()
+
+
+def test_a_torchvision_network(tmp_path):
+    from torchvision.models import shufflenet_v2_x0_5
+
+    class Vision(Module):
+        def __init__(self):
+            torch.manual_seed(0)
+            super().__init__(shufflenet_v2_x0_5(num_classes=4), optimizer=partial(torch.optim.SGD, lr=0.01))
+
+    images = TensorDataset(torch.randn(24, 3, 32, 32).double(), torch.arange(24) % 4)
+    parts = FromIndices([list(range(start, start + 8)) for start in (0, 8, 16)])
+    both(
+        tmp_path,
+        module=Vision,
+        data=Data(images, batch_size=4),
+        partition=parts,
+        trainer={"max_epochs": 1},
+        tolerance=1e-6,
+    )
+
+
+class Marked(FedAvg):
+    """Shows in the module whose it is."""
+
+    def configure(self, base, client):
+        base.module.whose = "server" if client is None else "client"
+
+
+@pytest.mark.parametrize("execution", ["sequential", "vectorized"])
+def test_the_global_model_is_configured_wherever_it_is_seen(tmp_path, execution):
+    class Watching(Module):
+        def training_step(self, batch, batch_idx):
+            assert self.whose == "client"
+            if getattr(self, "fails", False) and self.global_step == 7:
+                raise KeyError("mine")
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch, batch_idx):
+            assert getattr(self, "whose", "server") == "server"
+            self.validated = getattr(self, "validated", 0) + 1
+
+        def on_train_epoch_end(self):
+            assert self.whose == "server"
+
+    loop = FederatedLoop(Marked(), partition=FromIndices(UNEVEN), execution=execution, summary=False)
+    module = Watching()
+    fit(trainer(tmp_path, loop, max_epochs=2, val_check_interval=2), module, Data())
+    assert module.validated > 5
+    module.fails = True
+    with pytest.raises(KeyError):
+        fit(
+            trainer(tmp_path, FederatedLoop(Marked(), partition=FromIndices(UNEVEN), execution=execution)),
+            module,
+            Data(),
+        )
+    assert module.whose == "server"
+
+
+@pytest.mark.parametrize("buffers", ["average", pytest.param("local", marks=pytest.mark.slow)])
+def test_statistics_of_clients_whose_batches_are_of_one_size_but_not_neighbours(tmp_path, buffers):
+    ends = [0, 10, 32, 46, 76, 88]
+    parts = FromIndices([list(range(start, stop)) for start, stop in itertools.pairwise(ends)])
+    norm = lambda: Module(network(norm=nn.BatchNorm1d))  # noqa: E731
+    both(tmp_path, module=norm, partition=parts, local_epochs=2, buffers=buffers, data=Double(batch_size=8))

@@ -1,0 +1,85 @@
+"""How a round's arrivals become one value: by the rule that the user gives, in every method that averages."""
+
+from functools import partial
+
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_lowrank import FedAvg, FedAvgM, FederatedLoop, FedProx, TopK
+from lightning_lowrank.aggregation import KeepsArrivals, WeightedMean
+from tests.algorithms.written_out import (
+    CLIENTS,
+    EXECUTIONS,
+    ROUNDS,
+    assert_close,
+    batches,
+    federated,
+    initial,
+    resumed_ends,
+    sgd,
+)
+
+
+class Median(KeepsArrivals):
+    """The coordinate-wise median; of an even number of arrivals, the lower one."""
+
+    def result(self):
+        return {name: torch.stack(values).median(dim=0).values for name, values in self.values().items()}
+
+
+class Clipped(WeightedMean):
+    """Takes no arrival whose weight is more than ``most`` for more than that."""
+
+    def __init__(self, most):
+        super().__init__()
+        self.most = most
+
+    def add(self, tensors, weight):
+        super().add(tensors, min(weight, self.most))
+
+    def add_stacks(self, stacks, weights):
+        super().add_stacks(stacks, [min(weight, self.most) for weight in weights])
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.parametrize("chunk_size", [None, 2])
+def test_a_rule_of_the_users_own(tmp_path, execution, chunk_size):
+    if execution == "sequential" and chunk_size:
+        pytest.skip("clients step together")
+    rule = Median()
+    ended, loop = federated(tmp_path, FedAvg(), execution, aggregator=rule, chunk_size=chunk_size)
+    values = initial()
+    for ids in ROUNDS:
+        ends = [sgd(values, batches(client)) for client in ids]
+        values = {name: torch.stack([end[name] for end in ends]).median(dim=0).values for name in values}
+    assert_close(ended, values)
+    # The user's own object is left alone, and the server's holds no arrivals between rounds.
+    assert rule.arrivals == loop.server.aggregator.arrivals == 0
+    assert loop.server.aggregator is not rule
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_its_arguments_come_with_it(tmp_path, execution):
+    ended, _ = federated(tmp_path, FedAvg(), execution, aggregator=Clipped(15.0))
+    expected, _ = federated(tmp_path, FedAvg(), execution, weighting=lambda client: min(client.samples, 15))
+    assert_close(ended, expected)
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.parametrize("method", [FedAvg, partial(FedAvgM, momentum=0.5), partial(FedProx, 0.1)])
+def test_a_round_is_resumed_with_what_has_arrived(tmp_path, execution, method):
+    resumed_ends(tmp_path, method, execution, aggregator=Median())
+
+
+def test_a_channel_and_a_rule_go_together(tmp_path):
+    channels = {"uplink": [TopK(0.3, error_feedback=True)], "downlink": [TopK(0.5, error_feedback=True)]}
+    ends = [federated(tmp_path, FedAvg(), name, aggregator=Median(), **channels)[0] for name in EXECUTIONS]
+    assert_close(*ends)
+    plain, _ = federated(tmp_path, FedAvg(), aggregator=Median())
+    assert not torch.allclose(plain["0.weight"], ends[0]["0.weight"])
+
+
+def test_a_rule_must_be_one():
+    with pytest.raises(MisconfigurationException, match="aggregator must be an Aggregator"):
+        FederatedLoop(FedAvg(), clients=len(CLIENTS), aggregator="median")

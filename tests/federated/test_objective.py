@@ -1,0 +1,251 @@
+"""What clients are trained for beside the module's own loss: by a method, and by an objective beside any method."""
+
+from functools import partial
+
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from lightning_lowrank import FedAvg, FedDyn, FederatedLoop, FromIndices, MaskAbsentClasses, Objective
+from lightning_lowrank.federated.objective import Call, add_to_loss, loss_of, part_of, recorded, with_weights
+from lightning_lowrank.models import Classifier
+from tests.algorithms.written_out import assert_close, bare, resumed_ends
+from tests.helpers import Data, Module, assert_same, blobs, fit, network, trainer, weights
+
+EXECUTIONS = ["sequential", "vectorized"]
+MASK = partial(MaskAbsentClasses, "net", classes=4)
+
+
+def few_classes() -> list[list[int]]:
+    """Return clients of which each has some of the four classes."""
+    targets = blobs().tensors[1]
+    of_class = [torch.nonzero(targets == label).flatten().tolist() for label in range(4)]
+    return [of_class[0] + of_class[1][:7], of_class[1][7:], of_class[2] + of_class[3]]
+
+
+def run(tmp_path, execution, algorithm=FedAvg, module=Module, double=True, **arguments):
+    inputs, targets = blobs().tensors
+    data = Data(TensorDataset(inputs.double() if double else inputs, targets), shuffle=False)
+    settings = {"partition": FromIndices(few_classes()), "participants": [[0, 1, 2], [0, 2], [1, 2]]}
+    loop = FederatedLoop(algorithm(), execution=execution, summary=False, **{**settings, **arguments})
+    made = module().double() if double else module()
+    fit(trainer(tmp_path, loop, max_epochs=3, limit_val_batches=0), made, data)
+    return made, loop
+
+
+def masked_rounds(double: bool) -> dict[str, torch.Tensor]:
+    """FedAvg in plain PyTorch, with the logits of the classes that a client lacks at minus infinity."""
+    net, parts, (inputs, targets) = network(), few_classes(), blobs().tensors
+    net, inputs = (net.double(), inputs.double()) if double else (net, inputs)
+    for clients in [[0, 1, 2], [0, 2], [1, 2]]:
+        start = weights(net)
+        sums = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in start.items()}
+        for client in clients:
+            net.load_state_dict(start)
+            present = torch.isin(torch.arange(4), targets[parts[client]])
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            for rows in torch.tensor(parts[client]).split(8):
+                optimizer.zero_grad()
+                logits = net(inputs[rows]).masked_fill(~present, -torch.inf)
+                nn.functional.cross_entropy(logits, targets[rows]).backward()
+                optimizer.step()
+            for name, value in net.state_dict().items():
+                sums[name] += len(parts[client]) * value.double()
+        total = sum(len(parts[client]) for client in clients)
+        net.load_state_dict({name: (value / total).to(start[name].dtype) for name, value in sums.items()})
+    return weights(net)
+
+
+def test_masked_clients_are_those_of_a_plain_loop(tmp_path):
+    module, _ = run(tmp_path, "sequential", objective=MASK(), double=False)
+    assert_same(bare(weights(module)), masked_rounds(double=False))
+    stacked, _ = run(tmp_path, "vectorized", objective=MASK())
+    assert_close(bare(weights(stacked)), masked_rounds(double=True))
+
+
+def test_a_class_that_no_client_has_is_never_trained(tmp_path):
+    def classifier():
+        torch.manual_seed(1)
+        return Classifier(nn.Linear(6, 5))
+
+    for execution in EXECUTIONS:
+        start = classifier().network.bias
+        # The number of classes is the module's.
+        masked, _ = run(tmp_path, execution, module=classifier, objective=MaskAbsentClasses(), double=False)
+        free, _ = run(tmp_path, execution, module=classifier, double=False)
+        assert (masked.network.bias == start).tolist() == [False, False, False, False, True]
+        assert not (free.network.bias == start).any()
+        assert not masked.network._forward_hooks
+
+
+def test_validation_sees_all_classes(tmp_path):
+    module, seen = Module(), []
+    module.net.register_forward_hook(lambda net, inputs, logits: seen.append((net.training, logits.isinf().any())))
+    loop = FederatedLoop(FedAvg(), partition=FromIndices(few_classes()), objective=MASK(), summary=False)
+    fit(trainer(tmp_path, loop, max_epochs=2, val_check_interval=3), module, Data())
+    assert not any(infinite for training, infinite in seen if not training)
+    assert "training_step" not in vars(module)
+
+
+@pytest.mark.parametrize(
+    ("objective", "module", "message"),
+    [
+        (MaskAbsentClasses(), Module, "no submodule 'network'"),
+        (MaskAbsentClasses("net"), Module, "neither 'net' nor the module has num_classes"),
+        (MaskAbsentClasses(), lambda: Classifier(network(), label_smoothing=0.1), r"label_smoothing=0\.1 spreads"),
+    ],
+)
+def test_what_cannot_be_masked_is_refused(tmp_path, objective, module, message):
+    with pytest.raises(MisconfigurationException, match=message):
+        run(tmp_path, "sequential", module=module, objective=objective)
+
+
+def test_masking_needs_labels(tmp_path):
+    class Unlabelled(torch.utils.data.Dataset):
+        def __len__(self):
+            return 20
+
+        def __getitem__(self, index):
+            return {"inputs": blobs()[index][0], "wanted": torch.zeros(4)}
+
+    class Regression(Module):
+        def loss(self, batch):
+            return nn.functional.mse_loss(self.net(batch["inputs"]), batch["wanted"])
+
+    loop = FederatedLoop(FedAvg(), clients=2, objective=MASK(), summary=False)
+    with pytest.raises(MisconfigurationException, match="needs labels"):
+        fit(trainer(tmp_path, loop, max_epochs=1, limit_val_batches=0), Regression(), Data(Unlabelled()))
+
+
+def test_an_objective_must_be_one():
+    with pytest.raises(MisconfigurationException, match="objective must be an Objective"):
+        FederatedLoop(FedAvg(), clients=2, objective=FedDyn())
+
+
+class Pulled(FedAvg):
+    """Adds to each batch's loss what depends on the client, the batch, and the present parameters and step."""
+
+    def begin(self, client, message):
+        super().begin(client, message)
+        client.round_state["strength"] = torch.tensor(0.1 * (1 + client.id), dtype=torch.float64)
+
+    def loss(self, step, batch, training_step):
+        assert not step.stacked
+        assert step.parameters["net.0.weight"].shape == (16, 6)
+        squares = sum(value.square().sum() for value in step.parameters.values())
+        return add_to_loss(training_step(), step.round_state["strength"] * squares * batch[0].abs().mean())
+
+
+class Scaled(Objective):
+    """Puts a factor before the module's loss, another one for each client."""
+
+    def begin(self, client):
+        client.round_state["factor"] = torch.tensor(1.0 + client.id, dtype=torch.float64)
+
+    def loss(self, step, batch, training_step):
+        return training_step() * step.round_state["factor"]
+
+
+def test_an_objective_and_a_methods_own_loss_go_together(tmp_path):
+    ends = [run(tmp_path, execution, Pulled, objective=Scaled(), local_epochs=2)[0] for execution in EXECUTIONS]
+    assert_close(weights(ends[0]), weights(ends[1]))
+
+    net, parts, (inputs, targets) = network().double(), few_classes(), blobs().tensors
+    for clients in [[0, 1, 2], [0, 2], [1, 2]]:
+        start, sums, total = weights(net), {}, 0
+        for client in clients:
+            net.load_state_dict(start)
+            for rows in 2 * torch.tensor(parts[client]).split(8):
+                batch = inputs[rows].double()
+                loss = (1 + client) * nn.functional.cross_entropy(net(batch), targets[rows])
+                squares = sum(value.square().sum() for value in net.parameters())
+                loss = loss + 0.1 * (1 + client) * squares * batch.abs().mean()
+                slopes = torch.autograd.grad(loss, list(net.parameters()))
+                with torch.no_grad():
+                    for value, slope in zip(net.parameters(), slopes, strict=True):
+                        value -= 0.1 * slope
+            size = len(parts[client])
+            total += size
+            sums = {name: sums.get(name, 0) + size * value for name, value in weights(net).items()}
+        net.load_state_dict({name: value / total for name, value in sums.items()})
+    assert_close(bare(weights(ends[0])), weights(net))
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_an_objective_is_resumed_inside_a_round(tmp_path, execution):
+    resumed_ends(tmp_path, FedAvg, execution, objective=MASK())
+    resumed_ends(tmp_path / "own", Pulled, execution, objective=Scaled())
+
+
+def test_the_training_step_is_given_back_after_an_error(tmp_path):
+    class Failing(Module):
+        def training_step(self, batch, batch_idx):
+            if self.global_step == 5:
+                raise KeyError("mine")
+            return super().training_step(batch, batch_idx)
+
+    for execution in EXECUTIONS:
+        module = Failing()
+        with pytest.raises(KeyError, match="mine"):
+            run(tmp_path, execution, Pulled, lambda module=module: module)
+        assert "training_step" not in vars(module)
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_a_step_may_return_more_than_its_loss(tmp_path, execution):
+    class Extras(Module):
+        def training_step(self, batch, batch_idx):
+            return {"loss": super().training_step(batch, batch_idx), "more": batch[1]}
+
+    plain, _ = run(tmp_path, execution, Pulled)
+    extra, _ = run(tmp_path, execution, Pulled, Extras)
+    assert_same(weights(plain), weights(extra))
+
+
+def test_calls_are_recorded_and_repeated_with_other_weights():
+    module = nn.Module()
+    module.net = network(norm=nn.BatchNorm1d)
+    inputs = torch.randn(5, 6)
+    with recorded(module, "net.1") as calls:
+        output = module.net(inputs)
+    module.net(inputs)
+    (call,) = calls
+    assert torch.equal(call.output, nn.functional.batch_norm(call.inputs[0], None, None, training=True))
+    before = weights(module)
+    last = list(module.net)[-1]
+    name = f"net.{len(module.net) - 1}"
+    zeros = {f"{name}.weight": torch.zeros_like(last.weight), f"{name}.bias": torch.arange(4.0)}
+    other = with_weights(module, "net", zeros, Call((inputs,), {}, output))
+    assert torch.equal(other, torch.arange(4.0).expand(5, 4))
+    assert not other.requires_grad
+    assert_same(before, weights(module))
+    with pytest.raises(MisconfigurationException, match=r"no submodule 'head'; it has \['net'\]"):
+        part_of(module, "head")
+
+
+class SummedLoss(FedAvg):
+    """Sums each client's losses in its round state, from inside the objective."""
+
+    def begin(self, client, message):
+        super().begin(client, message)
+        client.round_state["sums"] = {"loss": torch.zeros((), dtype=torch.float64)}
+
+    def loss(self, step, batch, training_step):
+        output = training_step()
+        step.round_state["sums"]["loss"].add_(loss_of(output).detach())
+        return output
+
+    def end(self, client):
+        client.state["sum"] = client.round_state["sums"]["loss"].clone()
+        return super().end(client)
+
+
+def test_an_objective_writes_to_round_states_wherever_clients_stand_in_the_stack(tmp_path):
+    """The clients of one batch size are not neighbours: 24, 20 and 12 samples in batches of 8, twice."""
+    partition = FromIndices([range(24), range(24, 44), range(44, 56)])
+    settings = {"partition": partition, "participants": [[0, 1, 2]] * 3, "local_epochs": 2}
+    ends = [run(tmp_path, execution, SummedLoss, **settings)[1] for execution in EXECUTIONS]
+    sums = [[loop.coordinator.states[client]["sum"] for client in range(3)] for loop in ends]
+    torch.testing.assert_close(torch.stack(sums[0]), torch.stack(sums[1]), rtol=1e-9, atol=1e-9)

@@ -1,0 +1,222 @@
+"""Channels between the halves of a method: what they lose, what error feedback brings back, and what it all weighs."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+
+from lightning_lowrank import (
+    EF21P,
+    SCAFFOLD,
+    FedAvg,
+    FedAvgM,
+    FederatedLoop,
+    FedMUD,
+    FromIndices,
+    Half,
+    Quantize,
+    RandomCoordinates,
+    Sign,
+    TopK,
+)
+from lightning_lowrank.compression import Channel, Dense
+from lightning_lowrank.seeding import derive_seed
+from tests.algorithms import plain
+from tests.algorithms.plain import CLIENTS, PARTICIPANTS, double
+from tests.helpers import Data, Module, assert_same, fit, network, trainer, weights
+from tests.pairwise import in_turn
+
+CHANNELS: dict[str, dict[str, Any]] = {
+    "sparse changes in half precision up": {"uplink": [TopK(0.1, error_feedback=True), Half()]},
+    "eight bits up": {"uplink": [Quantize(8)]},
+    "signs up": {"uplink": [Sign(error_feedback=True)]},
+    "half precision down": {"downlink": [Half()]},
+    "eight bits down": {"downlink": [Quantize(8)]},
+    "sparse changes down": {"downlink": [TopK(0.3, error_feedback=True)]},
+    "both ways": {"uplink": [TopK(0.2, error_feedback=True)], "downlink": [TopK(0.3, error_feedback=True), Half()]},
+}
+
+
+def run(tmp_path, algorithm=FedAvg, module=Module, data=None, callbacks=(), ckpt_path=None, **arguments):
+    settings = {"partition": FromIndices(CLIENTS), "participants": PARTICIPANTS, "summary": False, **arguments}
+    loop = FederatedLoop(algorithm(), **settings)
+    made = module().double()
+    fitted = trainer(tmp_path, loop, *callbacks, max_epochs=len(PARTICIPANTS), limit_val_batches=0)
+    fit(fitted, made, Data(double(), shuffle=False) if data is None else data, ckpt_path=ckpt_path)
+    return made, loop
+
+
+def normed():
+    return Module(network(norm=nn.BatchNorm1d))
+
+
+def as_tensors(net: nn.Module, vector: Tensor) -> dict[str, Tensor]:
+    names = [f"net.{name}" for name, _ in net.named_parameters()]
+    sizes = [value.numel() for value in net.parameters()]
+    parts = zip(names, vector.split(sizes), net.parameters(), strict=True)
+    return {name: part.view_as(value).clone() for name, part, value in parts}
+
+
+def as_vector(tensors: dict[str, Tensor]) -> Tensor:
+    return torch.cat([value.reshape(-1) for value in tensors.values()])
+
+
+@pytest.mark.parametrize("kind", [[TopK(0.1, error_feedback=True), Half()], [Quantize(8)], [Sign(error_feedback=True)]])
+def test_an_uplink_carries_changes_with_each_clients_own_residual(tmp_path, kind):
+    module, loop = run(tmp_path, uplink=kind)
+    net, channel, nbytes = plain.initial(), Channel(kind), 0
+    residuals = {client: torch.zeros(plain.flat(net).numel(), dtype=torch.float64) for client in range(4)}
+    for number, clients in enumerate(PARTICIPANTS):
+        start, ends = plain.flat(net), {}
+        for client in clients:
+            plain.load(net, start)
+            wanted = plain.train(net, client) - start + residuals[client]
+            seeded = channel._codec.seeded(derive_seed(0, "uplink", number, client))
+            data = seeded.encode(as_tensors(net, wanted))
+            arrived = as_vector(channel._codec.decode(data))
+            residuals[client] = wanted - arrived if channel.error_feedback else residuals[client]
+            ends[client] = start + arrived
+            nbytes += len(data)
+        plain.load(net, plain.mean(ends))
+    plain.close(module.net, net)
+    assert loop.ledger.total_up == nbytes
+    sent = as_tensors(net, plain.flat(net))
+    assert loop.ledger.total_down == len(Dense().encode(sent)) * sum(map(len, PARTICIPANTS))
+    kept = [loop.coordinator.states[client].get("wire.residual") for client in range(4)]
+    assert all((residual is not None) is channel.error_feedback for residual in kept)
+
+
+@pytest.mark.parametrize("share", [0.05, 0.5])
+def test_a_downlink_with_error_feedback_is_that_of_ef21p(tmp_path, share):
+    sparse = {"downlink": [TopK(share, error_feedback=True)]}
+    module, loop = run(tmp_path, **sparse)
+    expected, twin = run(tmp_path, partial(EF21P, share, 1.0))
+    plain.close(module.net, expected.net)
+    for name, value in twin.server.base.state["held"].items():
+        torch.testing.assert_close(loop.server.base.state["wire.held"][name], value, rtol=1e-10, atol=1e-10)
+    size = len(sparse["downlink"][0].encode(dict(loop.server.model)))
+    assert loop.ledger.total_down == size * sum(map(len, PARTICIPANTS))
+    assert loop.ledger.total_idle == size * sum(4 - len(clients) for clients in PARTICIPANTS)
+    # A share of 1 loses nothing.
+    whole, _ = run(tmp_path, downlink=[TopK(1.0, error_feedback=True)])
+    free, _ = run(tmp_path)
+    plain.close(whole.net, free.net)
+    assert not torch.allclose(module.net[0].weight, free.net[0].weight)
+
+
+@pytest.mark.parametrize("kind", [[Half()], [Quantize(8)]])
+def test_a_downlink_without_error_feedback_rounds_the_values(tmp_path, kind):
+    module, loop = run(tmp_path, downlink=kind)
+    net, channel, nbytes = plain.initial(), Channel(kind), 0
+    for number, clients in enumerate(PARTICIPANTS):
+        model, ends = as_tensors(net, plain.flat(net)), {}
+        for client in clients:
+            data = channel._codec.seeded(derive_seed(0, "downlink", number, client)).encode(model)
+            plain.load(net, as_vector(channel._codec.decode(data)))
+            ends[client] = plain.train(net, client)
+            nbytes += len(data)
+        plain.load(net, plain.mean(ends))
+    plain.close(module.net, net)
+    assert loop.ledger.total_down == nbytes
+    assert loop.ledger.total_idle == 0
+
+
+@pytest.mark.parametrize(
+    ("channels", "algorithm"), in_turn(CHANNELS, [FedAvg, SCAFFOLD, partial(FedAvgM, momentum=0.5)])
+)
+def test_both_executions_agree(tmp_path, channels, algorithm):
+    ends = []
+    # Rounding differs between the executions, and may tip the choice of a coordinate or a level where two are close.
+    for execution in ("sequential", "vectorized"):
+        module, loop = run(tmp_path, algorithm, execution=execution, **CHANNELS[channels])
+        ends.append((module, loop))
+    plain.close(ends[0][0], ends[1][0], tolerance=1e-9)
+    assert ends[0][1].ledger.state_dict() == ends[1][1].ledger.state_dict()
+    for client in range(4):
+        states = [loop.coordinator.states[client].get("wire.residual", {}) for _, loop in ends]
+        for name, value in states[0].items():
+            torch.testing.assert_close(value, states[1][name], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("channels", "execution"),
+    [
+        pytest.param(channels, execution, marks=() if "both" in channels or "signs" in channels else pytest.mark.slow)
+        for channels, execution in in_turn(CHANNELS, ["sequential", "vectorized"])
+    ],
+)
+def test_a_round_is_resumed_from_each_of_its_steps(tmp_path, channels, execution):
+    settings = {"execution": execution, **CHANNELS[channels]}
+    if execution == "vectorized":
+        settings["chunk_size"] = 2
+    module = partial(Module, optimizer=partial(torch.optim.SGD, lr=0.05, momentum=0.9))
+    every = ModelCheckpoint(tmp_path / "every", "{step}", save_top_k=-1, every_n_train_steps=1)
+    whole, loop = run(tmp_path, module=module, callbacks=[every], **settings)
+    files = sorted((tmp_path / "every").glob("*.ckpt"), key=lambda file: int(file.stem.split("=")[1]))
+    for file in files[3:30:2]:
+        again, resumed = run(tmp_path, module=module, ckpt_path=file, **settings)
+        assert_same(weights(whole), weights(again))
+        assert resumed.ledger.state_dict() == loop.ledger.state_dict()
+        for client in range(4):
+            kept, twin = (each.coordinator.states[client].get("wire.residual", {}) for each in (loop, resumed))
+            assert_same(kept, twin)
+
+
+@pytest.mark.parametrize("buffers", ["average", "local", "reset"])
+def test_buffers_travel_exactly(tmp_path, buffers):
+    seen = []
+
+    class Watching(FedAvg):
+        def receive(self, server, client, message, weight):
+            seen.append({name: value.clone() for name, value in message.tensors.items()})
+            super().receive(server, client, message, weight)
+
+        def end(self, client):
+            ended.append({name: value.detach().clone() for name, value in client.model.items()})
+            return super().end(client)
+
+    ended: list[dict[str, Tensor]] = []
+    channels = {"uplink": [TopK(0.1, error_feedback=True)], "downlink": [TopK(0.1, error_feedback=True)]}
+    run(tmp_path, Watching, normed, Data(double(), batch_size=4, drop_last=True), buffers=buffers, **channels)
+    for arrived, sent in zip(seen, ended, strict=True):
+        names = [name for name in arrived if "running" in name or "tracked" in name]
+        assert len(names) == (0 if buffers == "local" else 3)
+        assert all(torch.equal(arrived[name], sent[name]) for name in names)
+        assert arrived["net.0.weight"].dtype == sent["net.0.weight"].dtype
+
+
+class Unequal(FedAvg):
+    """Sends each client other values."""
+
+    def broadcast(self, server, client):
+        message = super().broadcast(server, client)
+        message.tensors = {name: value * (1 + client.id) for name, value in message.tensors.items()}
+        return message
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "channels", "message"),
+    [
+        (FedAvg, {"uplink": TopK(0.1)}, "uplink must be a list of codecs"),
+        (FedAvg, {"downlink": [0.1]}, "downlink must be a list of codecs"),
+        (FedAvg, {"uplink": [Half(), TopK(0.1, error_feedback=True)]}, "error_feedback=True to the first"),
+        (FedAvg, {"uplink": [Dense(), Half()]}, "leaves no floating-point values"),
+        (FedAvg, {"downlink": [TopK(0.1)]}, "set to zero .* error_feedback=True"),
+        (FedMUD, {"downlink": [Half()]}, "FedMUD .* leave out downlink"),
+        (Unequal, {"downlink": [Half(error_feedback=True)]}, "Unequal sends clients different values"),
+        (
+            partial(RandomCoordinates, 0.5, 0.5),
+            {"uplink": [TopK(0.5, error_feedback=True)]},
+            "RandomCoordinates and uplink=.* without error_feedback",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(tmp_path, algorithm, channels, message):
+    with pytest.raises(MisconfigurationException, match=message):
+        run(tmp_path, algorithm, **channels)

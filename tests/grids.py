@@ -1,0 +1,98 @@
+"""Grids of which every day runs a part that covers all pairs of values; CI runs the rest as well.
+
+Most faults need one value or two together, not one of each axis.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+
+def covering(sizes: Sequence[int], strength: int = 2) -> list[tuple[int, ...]]:
+    """Return rows of a grid in which every combination of values of so many axes occurs.
+
+    Rows are chosen greedily and in order, so that the same grid has the same rows.
+
+    Args:
+        sizes: Number of values of each axis.
+        strength: 2 for all pairs, 1 for each value.
+
+    Example:
+        >>> covering([2, 2, 2])
+        [(0, 0, 0), (0, 1, 1), (1, 0, 1), (1, 1, 0)]
+        >>> covering([2, 3], strength=1)
+        [(0, 0), (1, 1), (0, 2)]
+    """
+    chosen_axes = list(itertools.combinations(range(len(sizes)), min(strength, len(sizes))))
+    met = {
+        row: {(axes, tuple(row[axis] for axis in axes)) for axes in chosen_axes}
+        for row in itertools.product(*map(range, sizes))
+    }
+    missing, rows = set().union(*met.values()), []
+    while missing:
+        rows.append(max(met, key=lambda row: len(met[row] & missing)))
+        missing -= met[rows[-1]]
+    return rows
+
+
+def pairwise(strength: int = 2) -> Callable[[Any], Any]:
+    """Mark those cases of a test as slow that are not needed to meet each pair of its parameters' values.
+
+    It stands above the ``parametrize`` decorators, each of which is an axis. With ``strength=1``, for two axes that
+    have little to do with each other, each value is met once.
+    """
+
+    def decorate(test: Any) -> Any:
+        marks = list(test.pytestmark)
+        axes = [mark for mark in marks if mark.name == "parametrize"]
+        names = [[name.strip() for name in _names(mark.args[0])] for mark in axes]
+        entries = [list(mark.args[1]) for mark in axes]
+        values = [
+            [_Value(entry, number, mark.kwargs.get("ids"), len(own)) for number, entry in enumerate(each)]
+            for mark, own, each in zip(axes, names, entries, strict=True)
+        ]
+        often = set(covering([len(each) for each in values], strength))
+        rows = []
+        for row in itertools.product(*(range(len(each)) for each in values)):
+            parts = [each[number] for each, number in zip(values, row, strict=True)]
+            slow = [] if row in often else [pytest.mark.slow]
+            rows.append(
+                pytest.param(
+                    *(value for part in parts for value in part.values),
+                    id="-".join(part.id for part in parts),
+                    marks=[*slow, *(mark for part in parts for mark in part.marks)],
+                )
+            )
+        test.pytestmark = [mark for mark in marks if mark.name != "parametrize"]
+        return pytest.mark.parametrize([name for own in names for name in own], rows)(test)
+
+    return decorate
+
+
+def _names(given: str | Sequence[str]) -> Sequence[str]:
+    return given.split(",") if isinstance(given, str) else given
+
+
+class _Value:
+    """One entry of a ``parametrize`` decorator: its values, marks and id."""
+
+    def __init__(self, entry: Any, number: int, given: Any, width: int) -> None:
+        own = None
+        if all(hasattr(entry, name) for name in ("values", "marks", "id")):
+            self.values, self.marks, own = tuple(entry.values), list(entry.marks), entry.id
+        else:
+            self.values, self.marks = (tuple(entry) if width > 1 else (entry,)), []
+        if own is None and given is not None and not callable(given):
+            own = list(given)[number]
+        made = [(given(value) if callable(given) else None) or _label(value, number) for value in self.values]
+        self.id = "-".join(map(str, made)) if own is None else str(own)
+
+
+def _label(value: Any, number: int) -> str:
+    if isinstance(value, (str, int, float, bool)) or value is None:
+        return str(value)
+    return getattr(value, "__name__", None) or f"case{number}"

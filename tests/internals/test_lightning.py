@@ -1,0 +1,229 @@
+"""What `internals.lightning` takes from Lightning is there, and what happens where it is not."""
+
+from datetime import timedelta
+from typing import Any
+
+import lightning
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torchmetrics import SumMetric
+
+from lightning_lowrank import FedAvg, FederatedLoop, FromIndices
+from lightning_lowrank.internals import lightning as internals
+from tests.helpers import Data, Module, assert_same, fit, trainer, weights
+
+RELEASE = lightning.__version__
+
+
+class Lacking:
+    """An object that lacks some attributes of another."""
+
+    def __init__(self, other: Any, *names: str) -> None:
+        vars(self).update(other=other, names=names)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.names:
+            raise AttributeError(name)
+        return getattr(self.other, name)
+
+
+def loop(**arguments: Any) -> FederatedLoop:
+    clients = [list(range(5)), list(range(5, 47)), list(range(47, 103))]
+    return FederatedLoop(FedAvg(), partition=FromIndices(clients), summary=False, **arguments)
+
+
+@pytest.fixture
+def fitting(tmp_path):
+    """A trainer and its module, as they are when a callback is set up."""
+    run, module = trainer(tmp_path), Module()
+    run.strategy.connect(module)
+    module.trainer = run
+    return run
+
+
+def test_the_training_loader_can_be_replaced(tmp_path):
+    source = internals.TrainLoaderSource(trainer(tmp_path))
+    assert not source.is_defined()
+    given, other = object(), [1, 2]
+    run = trainer(tmp_path)
+    run.fit_loop._data_source.instance = given
+    source = internals.TrainLoaderSource(run)
+    source.replace(other)
+    assert source.is_defined()
+    assert source.user_loader() is given
+    assert run.fit_loop._data_source.dataloader() is other
+    source.restore()
+    assert run.fit_loop._data_source.dataloader() is given
+
+
+def test_another_source_of_loaders_is_refused(fitting):
+    run = Lacking(fitting, "fit_loop")
+    vars(run)["fit_loop"] = Lacking(fitting.fit_loop, "_data_source")
+    with pytest.raises(MisconfigurationException, match=rf"_data_source.*lightning {RELEASE} does not have.*2\.6"):
+        internals.TrainLoaderSource(run)
+
+
+def test_accumulation_is_counted_where_it_was(fitting):
+    epoch_loop = fitting.fit_loop.epoch_loop
+    counted = internals.AccumulationPerClient(fitting, lambda: False, lambda: True)
+    assert vars(epoch_loop)["_accumulated_batches_reached"]()
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    assert epoch_loop.automatic_optimization._make_zero_grad_fn(0, optimizer) is None
+    counted.restore()
+    assert "_accumulated_batches_reached" not in vars(epoch_loop)
+    assert epoch_loop.automatic_optimization._make_zero_grad_fn(0, optimizer) is not None
+
+
+@pytest.mark.parametrize("case", ["one batch", "several", "scheduled"])
+def test_accumulation_counted_elsewhere(tmp_path, monkeypatch, case):
+    module, plain = Module(), Module()
+    fit(trainer(tmp_path, loop()), plain, Data())
+    callbacks = [GradientAccumulationScheduler({1: 2})] if case == "scheduled" else []
+    run = trainer(tmp_path, loop(fast_steps=False), *callbacks, accumulate_grad_batches=2 if case == "several" else 1)
+    # As in a Lightning that has another name for it.
+    kind = type(run.fit_loop.epoch_loop)
+    monkeypatch.setattr(kind, "counted_elsewhere", kind._accumulated_batches_reached, raising=False)
+    monkeypatch.setattr(kind, "_num_ready_batches_reached", kind._num_ready_batches_reached)
+    monkeypatch.setattr(
+        kind, "_should_accumulate", lambda self: not self.counted_elsewhere() and not self._num_ready_batches_reached()
+    )
+    monkeypatch.delattr(kind, "_accumulated_batches_reached")
+    if case == "one batch":
+        fit(run, module, Data())
+        assert_same(weights(module), weights(plain))
+    else:
+        with pytest.raises(MisconfigurationException, match="accumulate_grad_batches=1"):
+            fit(run, module, Data())
+
+
+def test_counts_of_steps(fitting):
+    counts = internals.StepCounts(fitting)
+    counts.set(5, 5, between_steps=True)
+    assert fitting.global_step == counts.optimizer_steps() == 5
+    internals.count_steps(fitting, 2)
+    assert fitting.global_step == 7
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "lacking"),
+    [
+        (internals.PaddedEpochs, (lambda: False, lambda: None), "_should_check_val_fx"),
+        (internals.StepCounts, (), "_batches_that_stepped"),
+    ],
+)
+def test_parts_of_client_parallel_that_are_elsewhere(fitting, kind, arguments, lacking):
+    run = Lacking(fitting, "fit_loop")
+    vars(run)["fit_loop"] = Lacking(fitting.fit_loop, "epoch_loop")
+    vars(run.fit_loop)["epoch_loop"] = Lacking(fitting.fit_loop.epoch_loop, lacking)
+    with pytest.raises(MisconfigurationException, match=f"client_parallel.*{lacking}.*{RELEASE}.*devices=1"):
+        kind(run, *arguments)
+
+
+def test_padded_steps_have_all_their_parts(fitting):
+    padded = internals.PaddedEpochs(fitting, lambda: False, lambda: None)
+    assert "advance" in vars(fitting.fit_loop.epoch_loop)
+    padded.restore()
+    assert "advance" not in vars(fitting.fit_loop.epoch_loop)
+
+
+def test_results_of_an_epoch_are_pooled(fitting):
+    results = fitting.fit_loop.epoch_loop._results
+    results.log("training_step", "loss", torch.tensor(2.0), on_step=False, on_epoch=True, batch_size=4)
+
+    def gather(mine):
+        ((name, (settings, (value, size))),) = mine.items()
+        return [mine, {name: (settings, (3 * value, 3 * size))}]
+
+    internals.pool_training_results(fitting, gather)
+    assert results.metrics(on_step=False)["callback"]["loss"] == (4 * 2.0 + 3 * 8.0) / 16
+
+
+def test_a_pooled_metric_is_not_gathered_again_when_it_computes(monkeypatch):
+    metric = SumMetric()
+    metric.update(4.0)
+    asked = []
+    monkeypatch.setattr(metric, "sync", lambda **keywords: asked.append(keywords.get("should_sync", True)))
+    internals._pool_metric(metric)
+    assert metric.compute() == 4.0
+    assert asked == [True, False]
+
+
+def test_evaluation_loaders_are_left_whole(fitting):
+    assert fitting._accelerator_connector.use_distributed_sampler is True
+    internals.evaluate_everything(fitting)
+    assert fitting._accelerator_connector.use_distributed_sampler is False
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_figures_are_logged(tmp_path, monkeypatch, elsewhere):
+    class Figures(pl.Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            internals.log_figures(trainer, {"bytes": 2.0**30 + trainer.current_epoch})
+
+    run = trainer(tmp_path, Figures(), logger=CSVLogger(tmp_path, name="", version=0), max_epochs=2)
+    if elsewhere:
+        missing = internals.missing
+        monkeypatch.setattr(internals, "missing", lambda owner, *paths: [*paths] or missing(owner, *paths))
+    fit(run, Module(), Data())
+    assert int(run.callback_metrics["bytes"]) == 2**30 + 1
+    text = (tmp_path / "version_0" / "metrics.csv").read_text()
+    head, *lines = [line.split(",") for line in text.splitlines()]
+    logged = [dict(zip(head, line, strict=True)) for line in lines]
+    logged = [(float(row["bytes"]), int(row["epoch"]), int(row["step"])) for row in logged if row["bytes"]]
+    assert logged == [(2.0**30, 0, 13), (2.0**30 + 1, 1, 26)]
+
+
+def test_when_a_fit_stops(fitting):
+    assert not internals.stops_now(fitting)
+    fitting.should_stop = True
+    assert internals.stops_now(fitting)
+    fitting.fit_loop.min_epochs = 1
+    assert not internals.stops_now(fitting)
+    assert fitting.fit_loop._can_stop_early is False
+    fitting.fit_loop.epoch_loop.max_steps = 0
+    assert internals.stops_now(fitting)
+
+
+def test_batches_are_forgotten(fitting):
+    internals.forget_batches(fitting)
+    assert fitting.fit_loop.epoch_loop.batch_progress.current.completed == 0
+
+
+def test_one_epoch_alone(fitting):
+    internals.make_one_epoch(fitting, 4)
+    assert fitting.current_epoch == 4
+    assert fitting.max_epochs == 5
+    assert fitting.fit_loop._combined_loader is None
+
+
+def test_the_trainer_of_a_module(fitting):
+    assert internals.trainer_of(fitting.lightning_module) is fitting
+    assert internals.trainer_of(Module()) is None
+    assert internals.trainer_of(nn.Linear(1, 1)) is None
+
+
+def test_the_schedule_of_checkpoints():
+    assert internals.checkpoint_schedule(ModelCheckpoint()) == (0, None, None)
+    assert internals.checkpoint_schedule(ModelCheckpoint(every_n_train_steps=3))[0] == 3
+    assert internals.checkpoint_schedule(ModelCheckpoint(train_time_interval=timedelta(1)))[1] == timedelta(1)
+    assert internals.checkpoint_schedule(ModelCheckpoint(save_on_train_epoch_end=True))[2] is True
+    with pytest.raises(MisconfigurationException, match="ModelCheckpoint"):
+        internals.checkpoint_schedule(Lacking(ModelCheckpoint(), "_train_time_interval"))
+
+
+def test_seconds_between_validations(tmp_path):
+    assert internals.validation_seconds(trainer(tmp_path)) is None
+    assert internals.validation_seconds(trainer(tmp_path, val_check_interval=timedelta(seconds=5))) == 5
+
+
+def test_synchronous_layers(tmp_path):
+    for synchronous in (False, True):
+        run = trainer(tmp_path, devices=2, strategy="ddp", sync_batchnorm=synchronous)
+        assert isinstance(run.strategy, DDPStrategy)
+        assert internals.synchronizes_layers(run.strategy) is synchronous

@@ -1,0 +1,167 @@
+"""What `internals.torch` takes from torch is there, and the public ways beside it give the same."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.func import vmap
+
+from lightning_lowrank.internals import torch as internals
+from tests.helpers import network
+
+
+def test_mapped_tensors_stand_for_stacks():
+    assert internals.is_mapped is torch._C._functorch.is_batchedtensor, (
+        "torch has none of the functions that tell of mapped tensors: StackedProducts leaves all products to torch"
+    )
+    seen = []
+
+    def look(tensor):
+        seen.append((internals.is_mapped(tensor), internals.map_level(), internals.stack_of(tensor)))
+        return internals.mapped(internals.stack_of(tensor) + 1)
+
+    stack = torch.arange(6.0).view(3, 2)
+    assert torch.equal(vmap(look)(stack), stack + 1)
+    assert torch.equal(vmap(look, in_dims=1)(stack.mT), stack + 1)
+    for is_mapped, level, found in seen:
+        assert is_mapped
+        assert level == 1
+        assert torch.equal(found, stack)
+    assert not internals.is_mapped(stack)
+
+
+def values(seed: int) -> list[torch.Tensor]:
+    draws = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=draws, dtype=torch.float64) for shape in ((7,), (3, 5), ())]
+
+
+FUNCTIONS: dict[str, tuple[tuple[str, ...], Callable[[list[torch.Tensor]], object]]] = {
+    "add": (("_foreach_add_",), lambda tensors: internals.add_each(tensors, values(1), alpha=0.3)),
+    "divide": (("_foreach_div",), lambda tensors: internals.divide_each(tensors, 3.0)),
+    "copy": (("_foreach_copy_",), lambda tensors: internals.copy_each(tensors, values(1))),
+    "limit": (("_foreach_clamp_min_", "_foreach_clamp_max_"), lambda tensors: internals.limit_each(tensors, 0.4)),
+}
+
+
+@pytest.mark.parametrize("kind", FUNCTIONS)
+def test_functions_of_many_tensors(monkeypatch, kind):
+    names, function = FUNCTIONS[kind]
+    assert all(hasattr(torch, name) for name in names), f"torch has no {names}: {kind}_each goes one by one"
+    fast = values(0)
+    fast_result = function(fast) or fast
+    for name in names:
+        monkeypatch.delattr(torch, name)
+    slow = values(0)
+    slow_result = function(slow) or slow
+    for first, second, before in zip(fast_result, slow_result, values(0), strict=True):
+        assert torch.equal(first, second)
+        assert not torch.equal(first, before)
+
+
+def test_the_tables_of_a_module():
+    assert {*internals.TABLES} < vars(nn.Module()).keys()
+    assert hasattr(nn.Module, internals.COMPILED)
+    norm = nn.BatchNorm1d(3)
+    norm.register_parameter("nothing", None)
+    internals.own_parameters(norm)["weight"] = replaced = nn.Parameter(torch.ones(3))
+    assert norm.weight is replaced
+    assert [*internals.own_parameters(norm)] == ["weight", "bias", "nothing"]
+    assert internals.own_buffers(norm).keys() == {"running_mean", "running_var", "num_batches_tracked"}
+    child = nn.Linear(1, 1)
+    assert [*internals.own_children(nn.Sequential(child, child))] == ["0", "1"]
+
+
+def test_state_dicts_tell_versions():
+    source, target = nn.BatchNorm1d(3).state_dict(), {}
+    holder = type(source)(target)
+    internals.copy_versions(source, holder)
+    assert holder._metadata[""]["version"] == nn.BatchNorm1d._version
+    internals.copy_versions({}, holder)
+
+
+PUBLIC = {
+    "BATCH_NORMS": ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm", "LazyBatchNorm2d"),
+    "INSTANCE_NORMS": ("InstanceNorm1d", "InstanceNorm2d", "InstanceNorm3d", "LazyInstanceNorm2d"),
+    "CONVOLUTIONS": ("Conv1d", "Conv2d", "Conv3d", "LazyConv2d", "ConvTranspose2d", "LazyConvTranspose2d"),
+    "TRANSPOSED_CONVOLUTIONS": ("ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d", "LazyConvTranspose2d"),
+}
+
+
+@pytest.mark.parametrize("group", PUBLIC)
+def test_base_classes_of_layers(group):
+    classes = getattr(internals, group)
+    assert all(kind.__name__.startswith("_") for kind in classes), f"torch has no base class of {group}"
+    for name in PUBLIC[group]:
+        assert issubclass(getattr(nn, name), classes), name
+    assert not issubclass(nn.Linear, classes)
+
+
+def test_base_classes_that_are_not_there_are_their_layers():
+    assert internals._base(nn, "_Nothing", nn.Conv1d, nn.Conv2d) == (nn.Conv1d, nn.Conv2d)
+
+
+def test_a_mode_sees_operations():
+    seen = []
+
+    class Seeing(internals.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+            seen.append(function)
+            return function(*arguments, **(keywords or {}))
+
+    with Seeing():
+        torch.zeros(2) + 1
+    assert torch.ops.aten.add.Tensor in seen
+
+
+SCRIPT = """
+import builtins
+import sys
+
+import torch
+
+plain_import = builtins.__import__
+
+
+def without_private_modules(name, globals=None, *arguments, **keywords):
+    # torch and Lightning do not work without them, so only this package is refused.
+    importer = (globals or {}).get("__name__", "")
+    if name in ("torch._C._functorch", "torch.utils._python_dispatch") and importer.startswith("lightning_lowrank"):
+        raise ImportError(f"{importer} imports {name}, which is not there")
+    return plain_import(name, globals, *arguments, **keywords)
+
+
+builtins.__import__ = without_private_modules
+import lightning_lowrank
+import lightning_lowrank.testing
+from lightning_lowrank import FedAvg, FederatedLoop, FromIndices
+from lightning_lowrank.internals import torch as internals
+from tests.helpers import Data, Module, fit, network, trainer, weights
+
+assert not internals.is_mapped(torch.zeros(1))
+found = {}
+for execution in ("sequential", "vectorized", "auto"):
+    module = Module(network())
+    parts = FromIndices([list(range(5)), list(range(5, 47)), list(range(47, 103))])
+    loop = FederatedLoop(FedAvg(), partition=parts, execution=execution, summary=False)
+    fit(trainer(sys.argv[1], loop, max_epochs=2), module, Data())
+    found[execution] = weights(module)
+for execution in ("vectorized", "auto"):
+    for name, value in found["sequential"].items():
+        torch.testing.assert_close(found[execution][name], value)
+torch.save(found["sequential"], sys.argv[1] + "/weights.pt")
+"""
+
+
+@pytest.mark.slow
+def test_a_torch_that_does_not_tell_of_mapped_tensors(tmp_path):
+    subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path)], check=True)
+    from lightning_lowrank import FedAvg, FederatedLoop, FromIndices
+    from tests.helpers import Data, Module, assert_same, fit, trainer, weights
+
+    module = Module(network())
+    parts = FromIndices([list(range(5)), list(range(5, 47)), list(range(47, 103))])
+    fit(trainer(tmp_path, FederatedLoop(FedAvg(), partition=parts, summary=False), max_epochs=2), module, Data())
+    assert_same(weights(module), torch.load(tmp_path / "weights.pt"))

@@ -1,0 +1,329 @@
+"""Adapter folders that we write: PEFT and `import_adapter` must compute what our layers compute."""
+
+import copy
+
+import lightning.pytorch as pl
+import pytest
+import safetensors.torch
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from lightning_lowrank import (
+    BlockKronecker,
+    MatrixProduct,
+    convert,
+    export_adapter,
+    import_adapter,
+)
+from lightning_lowrank.layers import low_rank_layers
+from tests.interop.helpers import (
+    INPUTS,
+    LORA,
+    Gpt,
+    Images,
+    Shared,
+    Tokens,
+    config_of,
+    conv,
+    peft,
+    perturbed,
+    same_function,
+)
+
+CASES = [
+    (Images, {"exclude": ["head"]}),
+    (Images, {"exclude": ["head"], "freeze_rest": True, "keep_trained": ["head"]}),
+    (Images, {"include": ["stem", "block.*"], "freeze_rest": True, "dropout": 0.1}),
+    (Tokens, {"freeze_rest": True}),
+    (Tokens, {"half_frozen": "V", "init": "auto"}),
+    (Gpt, {"exclude": ["last"]}),
+    (Gpt, {"rank_stabilized": True, "freeze_rest": True}),
+]
+
+
+@pytest.mark.parametrize(("network", "settings"), CASES, ids=lambda case: getattr(case, "__name__", None))
+@pytest.mark.parametrize("several", [False, True], ids=["one rank", "several"])
+def test_peft_loads_the_same_function_and_so_do_we(tmp_path, network, settings, several):
+    base = network().eval()
+    rank = {"block.2": 1, "out": 3, "wide": 3, "*": 2}
+    rank = {name: rank[name] for name in rank if name == "*" or name in dict(base.named_modules())} if several else 2
+    inputs = INPUTS[network]()
+    converted = copy.deepcopy(base)
+    convert(converted, MatrixProduct("channel"), rank=rank, alpha=3, **{**LORA, **settings})
+    perturbed(converted)
+    export_adapter(converted, tmp_path / "folder")
+
+    loaded = peft().PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "folder")
+    outputs = same_function(converted, loaded, inputs)
+    assert not torch.allclose(outputs, base(inputs), atol=1e-4)
+
+    ours = import_adapter(tmp_path / "folder", copy.deepcopy(base))
+    same_function(converted, ours, inputs)
+    for (name, layer), (again, other) in zip(low_rank_layers(converted), low_rank_layers(ours), strict=True):
+        assert (name, layer.rank, layer.alpha, layer.dropout) == (again, other.rank, other.alpha, other.dropout)
+        assert layer.rank_stabilized == other.rank_stabilized
+    trained = {name.replace(".fixed.", ".factors.") for name, value in ours.named_parameters() if value.requires_grad}
+    wanted = {name for name, value in converted.named_parameters() if value.requires_grad}
+    assert wanted <= trained
+    assert not any("frozen_weight" in name for name in trained)
+
+    # What PEFT saves of it is the same adapter, and loads as well.
+    loaded.save_pretrained(tmp_path / "again", save_embedding_layers=False)
+    same_function(converted, import_adapter(tmp_path / "again", copy.deepcopy(base)), inputs)
+    first, second = (
+        safetensors.torch.load_file(tmp_path / name / "adapter_model.safetensors") for name in ("folder", "again")
+    )
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_the_configuration_says_what_differs_between_layers(tmp_path):
+    base = Gpt()
+    convert(base, MatrixProduct(), rank={"square": 2, "wide": 2, "last": 1}, alpha=3, **LORA, freeze_rest=True)
+    config = config_of(export_adapter(base, tmp_path))
+    assert (config["peft_type"], config["r"], config["lora_alpha"], config["bias"]) == ("LORA", 2, 3, "none")
+    assert config["rank_pattern"] == {"^last": 1}
+    assert config["alpha_pattern"] == {}
+    assert config["target_modules"] == ["square", "wide", "last"]
+    assert config["fan_in_fan_out"]
+    assert config["modules_to_save"] is None
+
+    without_alpha = Gpt()
+    convert(without_alpha, MatrixProduct(), rank={"square": 2, "wide": 2, "last": 1}, **LORA)
+    config = config_of(export_adapter(without_alpha, tmp_path))
+    assert (config["lora_alpha"], config["alpha_pattern"], config["bias"]) == (2, {"^last": 1}, "lora_only")
+
+
+@pytest.mark.parametrize("alpha", [5.5, None])
+def test_a_mix_of_stabilised_and_plain_layers_keeps_its_scales(tmp_path, alpha):
+    base = Gpt()
+    converted = copy.deepcopy(base)
+    convert(converted, MatrixProduct(), rank=3, alpha=alpha, **LORA)
+    converted.square.alpha, converted.square.rank_stabilized = 2.0, True
+    converted.square.scale = converted.square.scale_at(3)
+    perturbed(converted)
+    config = config_of(export_adapter(converted, tmp_path))
+    assert not config["use_rslora"]
+    inputs = INPUTS[Gpt]()
+    same_function(converted, peft().PeftModel.from_pretrained(copy.deepcopy(base), tmp_path), inputs)
+    same_function(converted, import_adapter(tmp_path, base), inputs)
+
+
+def test_names_that_others_end_with_mean_the_layer_alone(tmp_path):
+    base = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), nn.Linear(4, 4)), nn.Linear(4, 4))
+    converted = copy.deepcopy(base)
+    convert(converted, MatrixProduct(), rank={"2": 1, "0": 1}, **LORA, freeze_rest=True)
+    perturbed(converted)
+    assert config_of(export_adapter(converted, tmp_path))["target_modules"] == "0|2"
+    inputs = torch.randn(3, 4)
+    same_function(converted, peft().PeftModel.from_pretrained(copy.deepcopy(base), tmp_path), inputs)
+    ours = import_adapter(tmp_path, base)
+    assert [name for name, _ in low_rank_layers(ours)] == ["0", "2"]
+    same_function(converted, ours, inputs)
+
+
+def test_a_saved_module_whose_name_others_end_with_is_refused(tmp_path):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head, self.forehead = nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(4, 2)
+
+    net = Net()
+    convert(net, MatrixProduct(), rank=1, include=["body"], freeze_rest=True, keep_trained=["head"])
+    with pytest.raises(MisconfigurationException, match=r"head was trained whole.*would take forehead for it"):
+        export_adapter(net, tmp_path / "folder")
+    adapted = nn.ModuleDict({"body": nn.ModuleDict({"head": nn.Linear(4, 4)}), "head": nn.Linear(4, 4)})
+    convert(adapted, MatrixProduct(), rank=1, include=["body"], freeze_rest=True, keep_trained=["head"])
+    with pytest.raises(MisconfigurationException, match=r"head was trained whole.*would take body\.head for it"):
+        export_adapter(adapted, tmp_path / "folder")
+    assert not (tmp_path / "folder").exists()
+
+
+def test_tied_layers_are_adapters_of_their_own(tmp_path):
+    base, inputs = Tokens(tied=True), INPUTS[Tokens]()
+    converted = copy.deepcopy(base)
+    convert(converted, MatrixProduct(), rank=2, alpha=4, **LORA, freeze_rest=True)
+    assert converted.out.factors is converted.table.factors
+    perturbed(converted)
+    with torch.no_grad():
+        converted.table.factors["U"][0] = 0  # the padding's, which stays zero in training
+    export_adapter(converted, tmp_path)
+    same_function(converted, peft().PeftModel.from_pretrained(copy.deepcopy(base), tmp_path), inputs)
+    apart = import_adapter(tmp_path, copy.deepcopy(base))
+    same_function(converted, apart, inputs)
+
+    tied = copy.deepcopy(base)
+    convert(tied, MatrixProduct(), rank=2, alpha=8, **LORA, freeze_rest=True)
+    same_function(converted, import_adapter(tmp_path, tied), inputs)
+    perturbed(apart)
+    export_adapter(apart, tmp_path / "apart")
+    with pytest.raises(MisconfigurationException, match="table, out share their factors"):
+        import_adapter(tmp_path / "apart", tied)
+    same_function(converted, tied, inputs)
+
+
+def test_what_differs_from_the_base_is_written_where_the_base_is_given(tmp_path):
+    base, inputs = Images().eval(), INPUTS[Images]()
+    converted = copy.deepcopy(base)
+    convert(converted, MatrixProduct("channel"), rank=2, include=["stem", "line"], **LORA)
+    with torch.no_grad():
+        converted.line.factors["U"].fill_(0.3)
+        converted.head.weight.add_(1)
+    converted.requires_grad_(False)
+    config = config_of(export_adapter(converted, tmp_path, base=base))
+    assert (config["modules_to_save"], config["bias"]) == (["head"], "none")
+    same_function(converted, peft().PeftModel.from_pretrained(copy.deepcopy(base), tmp_path), inputs)
+    with torch.no_grad():
+        converted.line.bias.add_(1)
+    assert config_of(export_adapter(converted, tmp_path, base=base))["bias"] == "lora_only"
+    same_function(converted, peft().PeftModel.from_pretrained(copy.deepcopy(base), tmp_path), inputs)
+
+    converted.line.fold()
+    with pytest.raises(MisconfigurationException, match=r"frozen weight line\.weight is not that of base"):
+        export_adapter(converted, tmp_path, base=base)
+    with pytest.raises(MisconfigurationException, match=r"base has no stem\.weight of shape \(6, 3, 3, 3\)"):
+        export_adapter(converted, tmp_path, base=Tokens())
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2)
+        self.body = nn.Linear(4, 4)
+
+
+class Root(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+        self.token = nn.Parameter(torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("module", "factorization", "settings", "said"),
+    [
+        (conv(), MatrixProduct(), {}, r"0: its kernel is factorised in another way.*MatrixProduct\(layout='channel'\)"),
+        (conv(), MatrixProduct("raw"), {}, r"0: its kernel is factorised in another way"),
+        (conv(groups=2), MatrixProduct("channel"), {}, r"0: it has groups=2"),
+        (conv(dilation=2), MatrixProduct("channel"), {}, r"0: it has dilation=\(2, 2\)"),
+        (conv(padding=1, padding_mode="circular"), MatrixProduct("channel"), {}, "0: it has padding_mode='circular'"),
+        (
+            nn.Sequential(nn.ConvTranspose2d(4, 4, 3)),
+            MatrixProduct("channel"),
+            {},
+            "0: PEFT has no LoRA for ConvTransp",
+        ),
+        (Attention(), MatrixProduct(), {}, r"attention\.in_proj: nn\.MultiheadAttention reads its weight"),
+        (
+            Attention(),
+            MatrixProduct(),
+            {"include": ["*out_proj"]},
+            r"attention\.out_proj: nn\.MultiheadAttention reads",
+        ),
+        (Shared(), MatrixProduct(), {}, "first: the model holds it twice, as first and second"),
+        (Root(), BlockKronecker(), {}, r"body: its factorization is BlockKronecker\("),
+        (Root(), MatrixProduct(), {"role": "weight"}, "body: its role is 'weight'"),
+        (Root(), MatrixProduct(), {"decouple": True}, "body: its factors are decoupled"),
+        (Root(), MatrixProduct(), {"train_base": True}, r"body: its base weight is trained as well \(train_base\)"),
+        (Root(), MatrixProduct(), {}, "token has changed, and PEFT saves only whole modules"),
+    ],
+)
+def test_what_peft_cannot_express_is_refused_by_name(tmp_path, module, factorization, settings, said):
+    convert(module, factorization, rank=1, allow_larger=True, **settings)
+    with pytest.raises(MisconfigurationException, match=rf"(?is){said}.*export dense"):
+        export_adapter(module, tmp_path / "folder")
+    assert not (tmp_path / "folder").exists()
+
+
+def test_different_dropouts_and_dense_modules_are_refused(tmp_path):
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(MisconfigurationException, match="no low-rank layers"):
+        export_adapter(net, tmp_path)
+    convert(net, MatrixProduct(), rank=1, dropout=0.1)
+    net[1].dropout = 0.5
+    with pytest.raises(
+        MisconfigurationException, match=r"one lora_dropout for all layers, and these have \[0.1, 0.5\]"
+    ):
+        export_adapter(net, tmp_path)
+
+
+class Twin(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.backbone, self.head = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), nn.Linear(4, 2)
+
+    def forward(self, inputs):
+        return self.head(self.backbone(inputs))
+
+
+def test_names_are_relative_to_the_network_in_a_lightning_module(tmp_path):
+    module = Twin()
+    base, inputs = copy.deepcopy(module.backbone), torch.randn(3, 4)
+    convert(module, MatrixProduct(), rank=1, include=["backbone"], freeze_rest=True)
+    perturbed(module)
+    assert config_of(export_adapter(module, tmp_path))["target_modules"] == ["0", "2"]
+    same_function(module.backbone, peft().PeftModel.from_pretrained(copy.deepcopy(base), tmp_path), inputs)
+    same_function(module.backbone, import_adapter(tmp_path, copy.deepcopy(base)), inputs)
+    fresh = Twin()
+    fresh.backbone = copy.deepcopy(base)
+    same_function(module.backbone, import_adapter(tmp_path, fresh).backbone, inputs)
+    assert fresh.head.weight.requires_grad
+
+    names = config_of(export_adapter(module, tmp_path, prefix=""))["target_modules"]
+    assert names == ["backbone.0", "backbone.2"]
+    with pytest.raises(MisconfigurationException, match=r"prefix is 'nothing', and .* are backbone, head"):
+        export_adapter(module, tmp_path, prefix="nothing")
+    module.head.requires_grad_(True)
+    with pytest.raises(MisconfigurationException, match=r"head.weight, head.bias are trained outside 'backbone'"):
+        export_adapter(module, tmp_path)
+    module.head.requires_grad_(False)
+    with pytest.raises(MisconfigurationException, match=r"backbone.0, backbone.2 are trained outside 'head'"):
+        export_adapter(module, tmp_path, prefix="head.")
+
+
+def test_a_lightning_module_that_is_itself_the_network(tmp_path):
+    class Net(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Linear(4, 3)
+
+    net = Net()
+    convert(net, MatrixProduct(), rank=1, init="lora", freeze_rest=True)
+    assert config_of(export_adapter(net, tmp_path))["target_modules"] == ["body"]
+    import_adapter(tmp_path, net)
+
+
+def test_lists_of_parameters_are_saved_with_the_module_that_holds_them(tmp_path):
+    class Scales(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.values = nn.ParameterList([torch.ones(4), torch.ones(4)])
+
+        def forward(self, inputs):
+            return inputs * self.values[0] * self.values[1]
+
+    base, inputs = nn.Sequential(nn.Linear(4, 4), Scales()), torch.randn(3, 4)
+    converted = copy.deepcopy(base)
+    convert(converted, MatrixProduct(), rank=1, init="lora", freeze_rest=True, keep_trained=["1"])
+    perturbed(converted)
+    assert config_of(export_adapter(converted, tmp_path))["modules_to_save"] == ["1"]
+    same_function(converted, peft().PeftModel.from_pretrained(copy.deepcopy(base), tmp_path), inputs)
+    same_function(converted, import_adapter(tmp_path, base), inputs)
+
+
+def test_a_module_with_parameters_of_its_own_is_saved_with_its_parts(tmp_path):
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.dense, self.offset = nn.Linear(4, 2), nn.Parameter(torch.zeros(2))
+
+        def forward(self, inputs):
+            return self.dense(inputs) + self.offset
+
+    base, inputs = nn.Sequential(nn.Linear(4, 4), Head()), torch.randn(3, 4)
+    converted = copy.deepcopy(base)
+    convert(converted, MatrixProduct(), rank=1, include=["0"], init="lora", freeze_rest=True, keep_trained=["1"])
+    perturbed(converted)
+    assert config_of(export_adapter(converted, tmp_path))["modules_to_save"] == ["1"]
+    same_function(converted, peft().PeftModel.from_pretrained(copy.deepcopy(base), tmp_path), inputs)

@@ -1,0 +1,268 @@
+"""Adapter folders that PEFT wrote, folders that are refused, and modules that do not fit."""
+
+import copy
+import json
+import shutil
+
+import lightning.pytorch as pl
+import pytest
+import safetensors.torch
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from lightning_lowrank import (
+    LowRank,
+    MatrixProduct,
+    convert,
+    export_adapter,
+    import_adapter,
+    recover,
+)
+from lightning_lowrank.layers import low_rank_layers
+from tests.helpers import Module
+from tests.interop.helpers import (
+    INPUTS,
+    LORA,
+    Images,
+    Shared,
+    config_of,
+    conv,
+    peft,
+    perturbed,
+    same_function,
+)
+
+
+def test_an_adapter_of_peft_with_embeddings_saved(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=13, n_positions=9, n_embd=8, n_layer=1, n_head=2)
+    base = transformers.GPT2LMHeadModel(config).eval()
+    settings = peft().LoraConfig(
+        r=4,
+        lora_alpha=6,
+        target_modules=["wte", "c_attn", "c_proj"],
+        rank_pattern={"mlp.c_proj": 2},
+        alpha_pattern={"c_attn": 5},
+        bias="all",
+        init_lora_weights=False,
+        use_rslora=True,
+        lora_dropout=0.2,
+    )
+    wrapped = perturbed(peft().get_peft_model(copy.deepcopy(base), settings)).eval()
+    wrapped.save_pretrained(tmp_path, save_embedding_layers=True)
+    tokens = torch.randint(13, (2, 5))
+
+    class Logits(pl.LightningModule):
+        def __init__(self, model):
+            super().__init__()
+            self.gpt = model
+            self.metric = nn.Linear(2, 2)
+
+        def forward(self, tokens):
+            return self.gpt(tokens).logits
+
+    ours = import_adapter(tmp_path, Logits(copy.deepcopy(base)))
+    with torch.no_grad():
+        torch.testing.assert_close(ours.eval()(tokens), wrapped(tokens).logits, rtol=1e-4, atol=1e-5)
+    ranks = {name: (layer.rank, layer.alpha, layer.dropout) for name, layer in low_rank_layers(ours)}
+    assert ranks == {
+        "gpt.transformer.wte": (4, 6, 0.2),
+        "gpt.transformer.h.0.attn.c_attn": (4, 5, 0.2),
+        "gpt.transformer.h.0.attn.c_proj": (4, 6, 0.2),
+        "gpt.transformer.h.0.mlp.c_proj": (2, 6, 0.2),
+    }
+    assert ours.metric.weight.requires_grad
+    assert ours.gpt.transformer.ln_f.bias.requires_grad
+    assert not ours.gpt.transformer.ln_f.weight.requires_grad
+    assert not ours.gpt.transformer.wte.frozen_weight.requires_grad
+    assert not ours.gpt.lm_head.weight.requires_grad
+
+    # And back: the biases of norms that were trained make the norms modules to save.
+    ours.metric.requires_grad_(False)
+    export_adapter(ours, tmp_path / "back")
+    assert config_of(tmp_path / "back")["modules_to_save"] == [
+        "transformer.h.0.ln_1",
+        "transformer.h.0.ln_2",
+        "transformer.h.0.mlp.c_fc",
+        "transformer.ln_f",
+    ]
+    back = peft().PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "back").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(back(tokens).logits, wrapped(tokens).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_import_into_layers_that_lowrank_has_converted(tmp_path):
+    base, inputs = Images().eval(), INPUTS[Images]()
+    first = copy.deepcopy(base)
+    convert(first, MatrixProduct("channel"), rank=2, alpha=3, exclude=["head"], **LORA)
+    export_adapter(perturbed(first), tmp_path)
+    second = Module(copy.deepcopy(base))
+    lowrank = LowRank(MatrixProduct("channel"), rank=2, alpha=16, exclude=["head"], summary=False, **LORA)
+    lowrank.convert(second)
+    trained = {name for name, value in second.named_parameters() if value.requires_grad}
+    assert import_adapter(tmp_path, second) is second
+    same_function(first, second.net, inputs)
+    assert {name for name, value in second.named_parameters() if value.requires_grad} == trained
+    assert {layer.alpha for _, layer in low_rank_layers(second)} == {16}
+    assert lowrank.convert(second) is lowrank.conversion
+    same_function(first, recover(copy.deepcopy(second.net)), inputs)
+
+    merged = copy.deepcopy(base)
+    convert(merged, MatrixProduct("channel"), rank=2, exclude=["head"], **LORA)
+    for _, layer in low_rank_layers(merged.eval()):
+        layer.merge()
+    same_function(first, import_adapter(tmp_path, merged), inputs)
+
+
+def test_import_finds_the_part_or_asks(tmp_path):
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    convert(net, MatrixProduct(), rank=1)
+    export_adapter(perturbed(net), tmp_path)
+    pair = nn.ModuleDict({"one": nn.Sequential(nn.Linear(4, 4)), "two": nn.Sequential(nn.Linear(4, 4))})
+    with pytest.raises(MisconfigurationException, match="give as prefix one of one, two"):
+        import_adapter(tmp_path, pair)
+    import_adapter(tmp_path, pair, prefix="two")
+    assert [name for name, _ in low_rank_layers(pair)] == ["two.0"]
+    torch.testing.assert_close(pair["two"][0].update(), net[0].update())
+    with pytest.raises(MisconfigurationException, match=r"has adapters for three\.0, and the module has no such"):
+        import_adapter(tmp_path, pair, prefix="three")
+
+
+@pytest.fixture
+def saved(tmp_path):
+    net = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4))
+    convert(net, MatrixProduct(), rank=2, alpha=2, exclude=["2"], freeze_rest=True, keep_trained=["2"])
+    return export_adapter(perturbed(net), tmp_path / "saved")
+
+
+def plain():
+    return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4))
+
+
+def rewrite(folder, config=None, **tensors):
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **(config or {})}))
+    contents = safetensors.torch.load_file(folder / "adapter_model.safetensors")
+    for name, value in tensors.items():
+        contents[f"base_model.model.{name}"] = value
+    contents = {name: value for name, value in contents.items() if value is not None}
+    safetensors.torch.save_file(contents, folder / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "said"),
+    [
+        ({"peft_type": "LOHA"}, {}, "PEFT's type 'LOHA', and only 'LORA' is read"),
+        ({"use_dora": True}, {}, "use_dora=True: DoRA's magnitudes"),
+        ({"lora_bias": True}, {}, "lora_bias=True: its adapters have biases"),
+        ({"trainable_token_indices": [1]}, {}, r"trainable_token_indices=\[1\]"),
+        ({"init_lora_weights": "pissa"}, {}, "init_lora_weights='pissa', which changes the base weights"),
+        ({}, {"0.lora_magnitude_vector": torch.ones(5)}, r"holds 0\.lora_magnitude_vector"),
+        ({}, {"0.lora_B.bias": torch.ones(5)}, r"holds 0\.lora_B\.bias, which is not a factor"),
+        ({}, {"0.lora_A.weight": None}, "lacks lora_A of layer '0'"),
+        ({}, {"0.lora_B.weight": torch.ones(5, 3)}, r"factors of layer '0' do not fit: .*\(5, 3\), and the rank is 2"),
+        ({"r": 3}, {}, r"factors of layer '0' do not fit: .* and the rank is 3"),
+        ({"lora_alpha": 0}, {}, "lora_alpha of layer '0' must be above 0"),
+        ({}, {"0.lora_A.weight": torch.ones(2, 7)}, r"shapes \(2, 7\) \(A\) and \(5, 2\) \(B\).*Linear.*\(5, 6\)"),
+        (
+            {},
+            {"1.lora_A.weight": torch.ones(2, 7), "1.lora_B.weight": torch.ones(5, 2)},
+            "'1' cannot be loaded: PEFT's ",
+        ),
+        ({}, {"9.lora_A.weight": torch.ones(2, 7), "9.lora_B.weight": torch.ones(5, 2)}, "adapters for 9, and the mod"),
+        (
+            {},
+            {
+                "0.lora_A.weight": None,
+                "0.lora_B.weight": None,
+                "0.lora_embedding_A": torch.ones(2, 6),
+                "0.lora_embedding_B": torch.ones(5, 2),
+            },
+            "factors of layer '0' .* do not fit a Linear",
+        ),
+        ({}, {"3.weight": torch.ones(2)}, r"holds 3\.weight, and the module has no parameter or buffer 3\.weight"),
+        ({}, {"2.weight": torch.ones(2)}, r"holds 2\.weight of shape \(2,\), and the module's has \(4, 5\)"),
+        (
+            {"r": 6},
+            {"0.lora_A.weight": torch.ones(6, 6), "0.lora_B.weight": torch.ones(5, 6)},
+            "rank must be an integer",
+        ),
+    ],
+)
+def test_folders_that_are_no_plain_lora_of_the_module_change_nothing(saved, config, tensors, said):
+    module = plain()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    rewrite(saved, config, **tensors)
+    with pytest.raises(MisconfigurationException, match=f"(?s){said}"):
+        import_adapter(saved, module)
+    assert not list(low_rank_layers(module))
+    assert all(value.requires_grad for value in module.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+def test_pickles_are_never_read(saved, tmp_path):
+    class Boom:
+        def __reduce__(self):
+            return (shutil.rmtree, (str(saved),))
+
+    (saved / "adapter_model.safetensors").unlink()
+    with pytest.raises(MisconfigurationException, match=r"holds no adapter_model\.safetensors\.$"):
+        import_adapter(saved, plain())
+    torch.save({"x": Boom()}, saved / "adapter_model.bin")
+    with pytest.raises(MisconfigurationException, match=r"adapter_model\.bin is a pickle, which is not read"):
+        import_adapter(saved, plain())
+    shutil.copy(saved / "adapter_model.bin", saved / "adapter_model.safetensors")
+    with pytest.raises(MisconfigurationException, match="is not a safetensors file"):
+        import_adapter(saved, plain())
+    assert saved.exists()
+    (saved / "adapter_config.json").write_text("{")
+    with pytest.raises(MisconfigurationException, match=r"adapter_config\.json is not JSON"):
+        import_adapter(saved, plain())
+    with pytest.raises(MisconfigurationException, match=r"not a PEFT adapter folder: it holds no adapter_config\.json"):
+        import_adapter(tmp_path, plain())
+
+
+def test_converted_layers_that_are_not_the_folders_are_refused(saved):
+    other = plain()
+    convert(other, MatrixProduct(), rank=2)
+    with pytest.raises(MisconfigurationException, match="but differ in 2: convert the folder's layers"):
+        import_adapter(saved, other)
+    larger = plain()
+    convert(larger, MatrixProduct(), rank=1, include=["0"])
+    with pytest.raises(
+        MisconfigurationException, match="layer '0' cannot be loaded: its rank is 1, and the folder's 2"
+    ):
+        import_adapter(saved, larger)
+    weight = plain()
+    convert(weight, MatrixProduct(), rank=2, include=["0"], role="weight")
+    with pytest.raises(MisconfigurationException, match="layer '0' cannot be loaded: its role is 'weight'"):
+        import_adapter(saved, weight)
+
+
+@pytest.mark.parametrize("setting", [{"dilation": 2}, {"groups": 2}, {"padding": 1, "padding_mode": "reflect"}])
+def test_convolutions_whose_adapter_is_none_of_their_weight_are_not_imported(tmp_path, setting):
+    net = conv()
+    convert(net, MatrixProduct("channel"), rank=2, freeze_rest=True)
+    export_adapter(net, tmp_path)
+    with pytest.raises(MisconfigurationException, match=f"layer '0' cannot be loaded: it has {list(setting)[-1]}="):
+        import_adapter(tmp_path, conv(**setting))
+    assert import_adapter(tmp_path, conv())[0].rank == 2
+
+
+def test_a_layer_that_the_model_holds_twice_is_not_imported(tmp_path):
+    apart = nn.ModuleDict({"first": nn.Linear(4, 4), "second": nn.Linear(4, 4)})
+    convert(apart, MatrixProduct(), rank=1, include=["first"], freeze_rest=True)
+    shared = Shared()
+    with pytest.raises(MisconfigurationException, match="the model holds first twice, and PEFT wraps one of them"):
+        import_adapter(export_adapter(apart, tmp_path), shared)
+    assert isinstance(shared.second, nn.Linear)
+    assert shared.first.weight.requires_grad
+
+
+def test_what_peft_has_wrapped_is_left_to_peft(saved):
+    wrapped = peft().get_peft_model(plain(), peft().LoraConfig(target_modules=["0"]))
+    with pytest.raises(MisconfigurationException, match=r"PEFT has wrapped 'base_model.model.0' already: call save_"):
+        export_adapter(wrapped, saved)
+    with pytest.raises(MisconfigurationException, match=r"PEFT has wrapped .* call load_adapter"):
+        import_adapter(saved, wrapped)
