@@ -25,7 +25,6 @@ other processes at work, `--threads 1` still gives a sound ratio.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -34,6 +33,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from json_option import add_json_option, write_json
 
 from lightning_lowrank.aggregation import LowRankPair, SumProduct
 
@@ -155,7 +155,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=9, help="at least 5; 9 by default")
     parser.add_argument("--threads", type=int, default=2, help="torch's threads; 2 by default")
-    parser.add_argument("--json", type=Path)
+    add_json_option(parser)
     parser.add_argument("--peak", choices=WAYS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -190,27 +190,24 @@ def main() -> int:
     time_met = ratio(times, "lightning_lowrank") <= TIME_LIMIT
     memory_met = peaks["lightning_lowrank"] <= MEMORY_LIMIT * MATRIX_BYTES
     print(f"\n{time_met + memory_met} of 2 limits met")
-    if options.json:
-        options.json.write_text(
-            json.dumps(
-                {
-                    "torch": torch.__version__,
-                    "threads": options.threads,
-                    "repetitions": options.repetitions,
-                    "milliseconds": {name: statistics.median(values) for name, values in times.items()},
-                    "ratio": ratio(times, "lightning_lowrank"),
-                    "limit": TIME_LIMIT,
-                    "milliseconds_of_all_layers": {"lightning_lowrank": whole, "dense, extrapolated": extrapolated},
-                    "wide": {
-                        "milliseconds": {name: statistics.median(values) for name, values in many.items()},
-                        "ratio": {name: ratio(many, name) for name in many},
-                    },
-                    "peak_bytes": peaks,
-                    "met": {"time": time_met, "memory": memory_met},
-                },
-                indent=2,
-            )
-        )
+    write_json(
+        options.json,
+        {
+            "torch": torch.__version__,
+            "threads": options.threads,
+            "repetitions": options.repetitions,
+            "milliseconds": {name: statistics.median(values) for name, values in times.items()},
+            "ratio": ratio(times, "lightning_lowrank"),
+            "limit": TIME_LIMIT,
+            "milliseconds_of_all_layers": {"lightning_lowrank": whole, "dense, extrapolated": extrapolated},
+            "wide": {
+                "milliseconds": {name: statistics.median(values) for name, values in many.items()},
+                "ratio": {name: ratio(many, name) for name in many},
+            },
+            "peak_bytes": peaks,
+            "met": {"time": time_met, "memory": memory_met},
+        },
+    )
     return 0 if time_met and memory_met else 1
 
 

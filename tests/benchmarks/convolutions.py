@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import statistics
 import sys
 import time
@@ -38,13 +37,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from json_option import add_json_option, write_json
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from lightning_lowrank.federated import stacked_products
-from lightning_lowrank.federated.stacked_products import StackedProducts
+from lightning_lowrank.federated.execution import stacked_products
+from lightning_lowrank.federated.execution.stacked_products import StackedProducts
 from lightning_lowrank.layers import BlockKronecker, MatrixProduct, convert
 from lightning_lowrank.models import CNN4
 
@@ -322,7 +322,7 @@ def main() -> int:
     parser.add_argument("--cohorts", type=int, nargs="+", default=[5, 10, 20])
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--only", default="", help="run the forms whose name has this in it")
-    parser.add_argument("--json", type=Path)
+    add_json_option(parser)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     print(f"torch {torch.__version__}, {options.threads} threads, batches of {options.batch}, CNN4")
@@ -345,9 +345,8 @@ def main() -> int:
             )
     met = sum(row["factor"][OURS] >= 1 for row in rows)
     print(f"\n{met} of {len(rows)} rows at least as fast together as one after another")
-    if options.json:
-        head = {"torch": torch.__version__, "threads": options.threads, "batch": options.batch}
-        options.json.write_text(json.dumps({**head, "repetitions": options.repetitions, "rows": rows}, indent=2))
+    head = {"torch": torch.__version__, "threads": options.threads, "batch": options.batch}
+    write_json(options.json, {**head, "repetitions": options.repetitions, "rows": rows})
     return 0 if met == len(rows) else 1
 
 

@@ -12,7 +12,6 @@ accuracies that ``recipes/fedslop/RESULTS.md`` holds the recipes' against.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from json_option import add_json_option, write_json
 from torch.nn.functional import cross_entropy
 from torchvision.datasets import MNIST
 
@@ -109,16 +109,19 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--plain", type=int, metavar="SEED", help="accuracies of a loop of plain PyTorch, and no times")
-    parser.add_argument("--json", type=Path, help="write the figures to this file too")
+    add_json_option(parser)
     arguments = parser.parse_args()
     if not (arguments.data / "MNIST").exists():
         parser.error(f"--data {arguments.data} holds no MNIST")
     if arguments.plain is not None:
         torch.set_num_threads(arguments.threads)
+        plain = {}
         for method, (server, client, rank) in PLAIN.items():
             got = plain_accuracies(arguments.data, arguments.plain, arguments.rounds, server, client, rank)
-            told = f"last {got[-1]:.4f}   best {max(got):.4f}   last ten {np.mean(got[-10:]):.4f}"
+            plain[method] = {"last": got[-1], "best": max(got), "last ten": float(np.mean(got[-10:]))}
+            told = "   ".join(f"{name} {value:.4f}" for name, value in plain[method].items())
             print(f"{method:16s} seed {arguments.plain}   {told}", flush=True)
+        write_json(arguments.json, plain)
         return 0
     found, all_met = {}, True
     for method, (overlays, limit) in LIMITS.items():
@@ -128,8 +131,7 @@ def main() -> int:
         told = f"limit {limit:.0f} s: {verdict}" if arguments.rounds == 100 else "no limit for other numbers of rounds"
         found[method] = {"seconds": seconds, "limit": limit, "rounds": arguments.rounds}
         print(f"{method:10s}{seconds:8.1f} s   {told}", flush=True)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=2))
+    write_json(arguments.json, found)
     return 0 if all_met else 1
 
 

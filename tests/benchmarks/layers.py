@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import copy
 import io
-import json
 import logging
 import re
 import statistics
@@ -40,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from json_option import add_json_option, write_json
 from torch import Tensor, nn
 
 THREADS = 2
@@ -487,22 +487,21 @@ def compare(chosen: list[Row], repetitions: int, file: Path | None) -> int:
         print_result(results[-1])
     met = sum(result.met for result in results)
     print(f"\n{met} of {len(results)} limits met")
-    if file:
-        table = [
-            {
-                "row": result.row.name,
-                "limit": result.row.limit,
-                "met": result.met,
-                "baseline": result.baseline,
-                "spread": result.spread,
-                "milliseconds": {name: statistics.median(times) for name, times in result.times.items()},
-                "ratio": {name: result.ratio(name) for name in result.times},
-                "missing": result.missing,
-            }
-            for result in results
-        ]
-        head = {"versions": versions, "threads": torch.get_num_threads(), "repetitions": repetitions}
-        file.write_text(json.dumps({**head, "rows": table}, indent=2))
+    table = [
+        {
+            "row": result.row.name,
+            "limit": result.row.limit,
+            "met": result.met,
+            "baseline": result.baseline,
+            "spread": result.spread,
+            "milliseconds": {name: statistics.median(times) for name, times in result.times.items()},
+            "ratio": {name: result.ratio(name) for name in result.times},
+            "missing": result.missing,
+        }
+        for result in results
+    ]
+    head = {"versions": versions, "threads": torch.get_num_threads(), "repetitions": repetitions}
+    write_json(file, {**head, "rows": table})
     return 0 if met == len(results) else 1
 
 
@@ -792,8 +791,9 @@ def failures() -> list[Failure]:
     ]
 
 
-def show_failures(chosen: list[Failure]) -> int:
-    lines = [("peer", "case", "what happens", "ours")]
+def show_failures(chosen: list[Failure], file: Path | None) -> int:
+    heads = ("peer", "case", "what happens", "ours")
+    lines = []
     as_claimed = True
     for failure in chosen:
         torch.manual_seed(0)
@@ -807,10 +807,11 @@ def show_failures(chosen: list[Failure]) -> int:
         except Exception as error:
             as_claimed, right = False, f"FAILS: {first_line(error)}"
         lines.append((failure.peer, failure.case, happens, right))
-    lines.insert(1, ("---",) * 4)
-    print(", ".join(f"{name} {installed_version(name)}" for name in ("torch", *PEERS)))
-    for line in lines:
+    versions = {name: installed_version(name) for name in ("torch", *PEERS)}
+    print(", ".join(f"{name} {number}" for name, number in versions.items()))
+    for line in [heads, ("---",) * 4, *lines]:
         print(f"| {' | '.join(line)} |")
+    write_json(file, {"versions": versions, "rows": [dict(zip(heads, line, strict=True)) for line in lines]})
     return 0 if as_claimed else 1
 
 
@@ -819,13 +820,14 @@ def main() -> int:
     parser.add_argument("--repetitions", type=int, default=9, help="at least 2; 9 by default")
     parser.add_argument("--only", default="", help="run the rows whose name has this in it")
     parser.add_argument("--failures", action="store_true", help="show where others fail; nothing is timed")
-    parser.add_argument("--json", type=Path)
+    add_json_option(parser)
     options = parser.parse_args()
     torch.set_num_threads(THREADS)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     if options.failures:
-        return show_failures([failure for failure in failures() if options.only in f"{failure.peer} {failure.case}"])
+        chosen = [failure for failure in failures() if options.only in f"{failure.peer} {failure.case}"]
+        return show_failures(chosen, options.json)
     return compare([row for row in rows() if options.only in row.name], options.repetitions, options.json)
 
 

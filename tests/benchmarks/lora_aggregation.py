@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from json_option import add_json_option, write_json
 from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 from torchvision.datasets import MNIST
@@ -124,14 +125,18 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--learning-rate", type=float, default=0.05)
     parser.add_argument("--seed", type=int, default=0)
+    add_json_option(parser)
     arguments = parser.parse_args()
     if not (arguments.data / "MNIST").exists():
         parser.error(f"--data {arguments.data} holds no MNIST")
+    cells = []
     for operator in arguments.operator:
         for delta in arguments.delta:
             for every in arguments.every:
                 accuracy = best_accuracy(operator, delta, every, arguments)
                 print(f"{operator} E={every:<3d} delta={delta:<4g} best {accuracy:.4f}", flush=True)
+                cells.append({"operator": operator, "every": every, "delta": delta, "best": accuracy})
+    write_json(arguments.json, cells)
 
 
 if __name__ == "__main__":

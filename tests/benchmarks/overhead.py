@@ -10,17 +10,16 @@ medians of time per step. The limit is 15 % over the plain fit; the exit status 
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import statistics
 import sys
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
+from json_option import add_json_option, write_json
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -76,7 +75,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument("--epochs", type=int, default=6)
-    parser.add_argument("--json", type=Path)
+    add_json_option(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -108,8 +107,8 @@ def main() -> int:
     met = ratio <= LIMIT
     verdict = "met" if met else "NOT met"
     print(f"median of paired ratios: {ratio:.3f} (limit {LIMIT}, {len(ratios)} repetitions): {verdict}")
-    if options.json:
-        options.json.write_text(json.dumps({"ms_per_step": medians, "ratio": ratio, "limit": LIMIT, "met": met}))
+    milliseconds = {name: 1000 * median for name, median in medians.items()}
+    write_json(options.json, {"ms_per_step": milliseconds, "ratio": ratio, "limit": LIMIT, "met": met})
     return 0 if met else 1
 
 

@@ -28,6 +28,7 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
+from json_option import add_json_option, write_json
 from torch.utils.data import DataLoader, TensorDataset
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -68,7 +69,7 @@ def work(processes: int, clients: int, steps: int, out: Path) -> None:
     )
     trainer.fit(Classifier(CNN4(), optimizer=partial(torch.optim.SGD, lr=0.1)), DataLoader(data, batch_size=BATCH))
     if trainer.is_global_zero:
-        out.write_text(json.dumps([end - begin for begin, end in pairwise(marks)]))
+        write_json(out, [end - begin for begin, end in pairwise(marks)])
 
 
 def seconds(processes: int, clients: int, steps: int) -> float:
@@ -88,7 +89,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=10)
     parser.add_argument("--steps", type=int, default=5, help="batches of each client in a round")
     parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--json", type=Path)
+    add_json_option(parser)
     parser.add_argument("--work", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
@@ -109,8 +110,7 @@ def main() -> None:
     for name in list(found)[:2]:
         print(f"  {name:14}{found[name]:8.2f} s a round")
     print(f"  ratio         {ratio:8.3f}    limit {LIMIT:.2f}: {'met' if met else 'NOT met'}")
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=2))
+    write_json(options.json, {**found, "limit": LIMIT, "met": met})
     sys.exit(0 if met else 1)
 
 

@@ -52,6 +52,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from json_option import add_json_option, write_json
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))
 
@@ -588,7 +590,7 @@ def relative(outcome: Outcome, contender: Contender) -> float:
     return statistics.median(slow.steady / fast.steady for slow, fast in runs)
 
 
-def as_json(outcome: Outcome) -> dict[str, Any]:
+def figures(outcome: Outcome) -> dict[str, Any]:
     return {
         "experiment": outcome.name,
         "setting": asdict(outcome.setting),
@@ -622,7 +624,7 @@ def main() -> int:
     parser.add_argument(
         "--repetitions", type=int, default=7, help=f"turns; at least {FEWEST_REPETITIONS} for a verdict"
     )
-    parser.add_argument("--json", type=Path)
+    add_json_option(parser)
     options = parser.parse_args()
     root = options.root.resolve()
     if not (root / "MNIST" / "raw" / "train-images-idx3-ubyte").is_file():
@@ -646,11 +648,8 @@ def main() -> int:
     as_agreed = all(row.met for outcome in outcomes for row in outcome.rows)
     same = all(outcome.same_accuracy for outcome in outcomes)
     print(f"{'all' if as_agreed else 'NOT all'} limits met; accuracies {'agree' if same else 'DIFFER'}")
-    if options.json:
-        head = {"versions": versions, "threads": options.threads, "repetitions": options.repetitions}
-        options.json.write_text(
-            json.dumps({**head, "experiments": [as_json(outcome) for outcome in outcomes]}, indent=2)
-        )
+    head = {"versions": versions, "threads": options.threads, "repetitions": options.repetitions}
+    write_json(options.json, {**head, "experiments": [figures(outcome) for outcome in outcomes]})
     return 0 if as_agreed and same else 1
 
 

@@ -13,7 +13,6 @@ The exit status is 1 if a limit is not met. The machine must have nothing else t
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import statistics
 import sys
@@ -24,6 +23,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from json_option import add_json_option, write_json
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -80,13 +80,13 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--root", default=str(REPOSITORY.parent / "shared" / "data"), help="folder with MNIST/raw")
-    parser.add_argument("--json", type=Path)
+    add_json_option(parser)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     data = TensorDataset(*Setting("", options.root).mnist(train=True))
-    found: dict[str, dict[str, float]] = {}
+    found: dict[str, dict[str, Any]] = {}
     met = True
     for name, low_rank in MODELS.items():
         turns = [
@@ -95,18 +95,20 @@ def main() -> None:
         ]
         ratio = statistics.median(alone / together for alone, together in turns)
         _, loop = seconds(low_rank, "auto", data)
-        chosen = "together" if loop._vectorized else "one after another"
+        vectorized = loop.rounds.execution.name == "vectorized"
+        chosen = "together" if vectorized else "one after another"
         limit = LIMIT if low_rank else None
-        kept = ratio >= LIMIT if low_rank else ratio >= LIMIT or not loop._vectorized
+        kept = ratio >= LIMIT if low_rank else ratio >= LIMIT or not vectorized
         met = met and kept
-        found[name] = {"ratio": ratio, "sequential": turns[0][0] / ROUNDS, "vectorized": turns[0][1] / ROUNDS}
+        alone, together = (seconds_of_a_turn / ROUNDS for seconds_of_a_turn in turns[0])
+        found[name] = {"sequential": alone, "vectorized": together, "ratio": ratio}
+        found[name] |= {"auto": chosen, "limit": limit, "met": kept}
         verdict = f"limit ≥ {limit}: " if limit else "auto must not lose: "
         print(
-            f"{name:26} {1000 * found[name]['sequential']:8.1f} ms a round alone, together {ratio:5.2f} times as fast;"
+            f"{name:26} {1000 * alone:8.1f} ms a round alone, together {ratio:5.2f} times as fast;"
             f" auto: {chosen}; {verdict}{'met' if kept else 'NOT met'}"
         )
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=2))
+    write_json(options.json, found)
     sys.exit(0 if met else 1)
 
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from tests.benchmarks.rounds_contenders.experiment import MEAN, STD, Rounds, Setting, contend
-from tests.benchmarks.rounds_contenders.with_lightning import TimedModule, execution, quiet, trainer
+from tests.benchmarks.rounds_contenders.with_lightning import TimedModule, quiet, trainer
 
 
 def read(setting: Setting, rounds: Rounds, batches: Callable[[], Iterable[Any]]) -> None:
@@ -49,8 +49,7 @@ def run(setting: Setting, rounds: Rounds) -> dict[str, Any]:
             trainer.should_stop = True
 
     data = MNIST(root=setting.root, download=False, batch_size=setting.batch_size)
-    mode = execution(setting.contender)
-    loop = FederatedLoop(FedAvg(), clients=setting.clients, partition=IID(), summary=False, **mode)
+    loop = FederatedLoop(FedAvg(), clients=setting.clients, partition=IID(), execution=setting.contender, summary=False)
     module = TimedModule(torch.nn.Sequential(torch.nn.Flatten(), setting.network()), setting.learning_rate)
     training = trainer(1, loop, Reader())
     training.limit_val_batches = 0

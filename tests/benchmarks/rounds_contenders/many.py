@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.benchmarks.rounds_contenders.experiment import Rounds, Setting, contend
-from tests.benchmarks.rounds_contenders.with_lightning import Report, TimedModule, execution, quiet, trainer
+from tests.benchmarks.rounds_contenders.with_lightning import Report, TimedModule, quiet, trainer
 
 SAMPLES, FEATURES = 500_000, 16
 SAMPLES_PER_BATCH = 5
@@ -45,8 +45,8 @@ def run(setting: Setting, rounds: Rounds) -> dict[str, Any]:
         clients_per_round=setting.cohort,
         partition=IID(),
         local_steps=1,
+        execution=setting.contender,  # type: ignore[arg-type]
         summary=False,
-        **execution(setting.contender),
     )
     network = torch.nn.Sequential(torch.nn.Linear(FEATURES, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
     first_round = FirstRound()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import warnings
 from collections.abc import Iterator
@@ -70,29 +69,16 @@ class RoundsInOrder(Sampler):
         yield from next(self._rounds)
 
 
-def execution(mode: str) -> dict[str, Any]:
-    """The argument that chooses the mode, as far as there is a choice.
-
-    Raises:
-        NotImplementedError: If this version knows only the sequential mode and another one is asked for.
-    """
-    from lightning_lowrank import FederatedLoop
-
-    if "execution" in inspect.signature(FederatedLoop).parameters:
-        return {"execution": mode}
-    if mode == "sequential":
-        return {}
-    raise NotImplementedError(f"FederatedLoop has no argument `execution` yet, so there is no {mode} mode")
-
-
 def federated_loop(setting: Setting, mode: str) -> pl.Callback:
     from lightning_lowrank import FedAvg, FederatedLoop, FromIndices
 
-    arguments: dict[str, Any] = execution(mode)
-    if setting.cohort < setting.clients:
-        arguments["participants"] = setting.cohorts()
     return FederatedLoop(
-        FedAvg(), clients=setting.clients, partition=FromIndices(setting.client_indices()), summary=False, **arguments
+        FedAvg(),
+        clients=setting.clients,
+        partition=FromIndices(setting.client_indices()),
+        participants=setting.cohorts() if setting.cohort < setting.clients else None,
+        execution=mode,  # type: ignore[arg-type]
+        summary=False,
     )
 
 
