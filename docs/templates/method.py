@@ -1,0 +1,68 @@
+"""FedCM: a client steps along its own gradient and the direction in which all clients moved last (template).
+
+A method is one file in ``lightning_lowrank/algorithms``: the idea in a line, the class with paper and formula, and the
+hooks of `Algorithm` in which it differs from federated averaging. Its two halves meet only in messages.
+"""
+
+from __future__ import annotations
+
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_lowrank.federated import Algorithm, ClientContext, ClientInfo, LocalStep, Message, Server
+from lightning_lowrank.federated.state import copy_into
+
+# No tensor of a module has a name of this form.
+_PREFIX, _RATES = "fedcm.direction.", "fedcm.rates"
+
+
+class FedCM(Algorithm):
+    r"""Federated learning with client-level momentum (Xu et al., 2021, arXiv:2106.10874, Algorithm 1).
+
+    A client steps along :math:`\alpha g + (1 - \alpha) \Delta` with its gradient :math:`g` and the direction that it
+    was sent. The server averages the models. The next :math:`\Delta` is the mean change over the mean sum of the
+    clients' learning rates, 0 at first. Down go the model and :math:`\Delta`; up come the model and a number.
+
+    Args:
+        alpha: Share :math:`\alpha` of the client's own gradient, above 0 and at most 1. Default 0.5.
+
+    Raises:
+        MisconfigurationException: If ``alpha`` is out of range.
+    """
+
+    exact = frozenset({_RATES})  # Channels leave it as it is.
+
+    def __init__(self, alpha: float = 0.5) -> None:
+        if not 0 < alpha <= 1:
+            raise MisconfigurationException(f"alpha must be above 0 and at most 1, got {alpha}")
+        self.alpha = alpha
+
+    # The server's half: what it keeps is in server.state, which checkpoints hold.
+
+    def broadcast(self, server: Server, client: ClientInfo) -> Message:
+        zeros = {name: torch.zeros_like(value) for name, value in server.parameters().items()}
+        direction = server.state.get("direction", zeros)
+        return Message({**server.sent_down(), **{_PREFIX + name: value for name, value in direction.items()}})
+
+    def aggregate(self, server: Server) -> None:
+        mean = server.aggregator.result()
+        rates, start = mean.pop(_RATES), server.parameters()
+        server.state["direction"] = {name: (start[name] - mean[name]) / rates for name in start}
+        server.model.update(mean)
+
+    # The client's half: it reads its context and the message, and keeps what lasts in client.state.
+
+    def begin(self, client: ClientContext, message: Message) -> None:
+        received = dict(message.tensors)
+        direction = {name: received.pop(_PREFIX + name) for name in client.base.parameters(client.model)}
+        copy_into(client.model, received)
+        client.round_state.update(direction=direction, rates=torch.zeros((), device=client.base.device))
+
+    def before_step(self, step: LocalStep) -> None:
+        # Where clients step together, each tensor has them as its first dimension.
+        for name, value in step.parameters.items():
+            value.grad.mul_(self.alpha).add_(step.round_state["direction"][name], alpha=1 - self.alpha)
+        step.round_state["rates"] += step.base.optimizers[0].param_groups[0]["lr"]
+
+    def end(self, client: ClientContext) -> Message:
+        return Message({**super().end(client).tensors, _RATES: client.round_state["rates"]})
