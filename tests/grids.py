@@ -1,12 +1,13 @@
-"""Grids of which every day runs a part that covers all pairs of values; CI runs the rest as well.
+"""Covering sets of test cases, where the full grid would guard the same thing many times.
 
-Most faults need one value or two together, not one of each axis.
+Most faults need one value or two together, not one of each axis. :func:`all_pairs` and :func:`in_turn` return the cases
+of a test; :func:`pairwise` marks the cases that are not needed as slow, so that CI still runs the full grid.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -37,6 +38,47 @@ def covering(sizes: Sequence[int], strength: int = 2) -> list[tuple[int, ...]]:
         rows.append(max(met, key=lambda row: len(met[row] & missing)))
         missing -= met[rows[-1]]
     return rows
+
+
+def all_pairs(*values: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Return few rows in which any two values of different lists occur together.
+
+    Two lists give their full product.
+
+    Args:
+        values: One list of values for each parameter of the test.
+
+    Returns:
+        Rows with one value of each list, in the order of the lists.
+
+    Example:
+        >>> all_pairs("ab", [1, 2], [False, True])
+        [('a', 1, False), ('a', 2, True), ('b', 1, True), ('b', 2, False)]
+    """
+    lists = [list(each) for each in values]
+    rows = sorted(covering([len(each) for each in lists]))
+    return [tuple(each[i] for each, i in zip(lists, row, strict=True)) for row in rows]
+
+
+def in_turn(*values: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Return as many rows as the longest list has values; each value of each list occurs.
+
+    The shorter lists start over. A list whose length is a multiple of another's would always meet the same value of it,
+    so each pass through the shorter list starts one value later.
+
+    Args:
+        values: One list of values for each parameter of the test.
+
+    Returns:
+        Rows with one value of each list, in the order of the lists.
+
+    Example:
+        >>> in_turn("abcd", [1, 2])
+        [('a', 1), ('b', 2), ('c', 2), ('d', 1)]
+    """
+    lists = [list(each) for each in values]
+    count = max(map(len, lists))
+    return [tuple(each[(i + i // len(each)) % len(each)] for each in lists) for i in range(count)]
 
 
 def pairwise(strength: int = 2) -> Callable[[Any], Any]:

@@ -22,8 +22,8 @@ from tests.algorithms.written_out import (
     mean,
     own_state,
 )
+from tests.grids import all_pairs, in_turn
 from tests.helpers import Data, Module, assert_same, fit, network, trainer, weights
-from tests.pairwise import in_turn, pairwise
 
 OPTIMIZERS = {
     "SGD": partial(torch.optim.SGD, lr=0.1),
@@ -78,7 +78,7 @@ def check(tmp_path, execution, make, norm=None, rounds=ROUNDS, keep=False):
     return ended, loop, settings
 
 
-@pytest.mark.parametrize(("optimizer", "keep", "execution"), pairwise(OPTIMIZERS, [False, True], EXECUTIONS))
+@pytest.mark.parametrize(("optimizer", "keep", "execution"), all_pairs(OPTIMIZERS, [False, True], EXECUTIONS))
 def test_rounds_follow_the_paper(tmp_path, optimizer, keep, execution):
     check(tmp_path, execution, OPTIMIZERS[optimizer], keep=keep)
 

@@ -22,8 +22,8 @@ from tests.algorithms.written_out import (
     mean,
     own_state,
 )
+from tests.grids import all_pairs
 from tests.helpers import assert_same, network, weights
-from tests.pairwise import pairwise
 
 NORM = {"1.weight", "1.bias", "1.running_mean", "1.running_var", "1.num_batches_tracked"}
 
@@ -59,7 +59,7 @@ METHODS = {
 
 
 @pytest.mark.parametrize(
-    ("method", "execution", "rounds"), pairwise(METHODS, EXECUTIONS, [ROUNDS, ROUNDS[:2]]), ids=str
+    ("method", "execution", "rounds"), all_pairs(METHODS, EXECUTIONS, [ROUNDS, ROUNDS[:2]]), ids=str
 )
 def test_rounds_follow_the_papers(tmp_path, method, execution, rounds):
     make, own_names = METHODS[method]

@@ -36,8 +36,8 @@ from lightning_lowrank.federated import Base, ClientContext, ClientInfo, Message
 from lightning_lowrank.federated.algorithm import detached
 from lightning_lowrank.federated.state import copy_into, trained_tensors
 from lightning_lowrank.layers import low_rank_layers
+from tests.grids import in_turn
 from tests.helpers import Data, Module, assert_same, blobs, fit, network, trainer, weights
-from tests.pairwise import in_turn
 
 CLIENTS = [list(range(40)), list(range(40, 60)), list(range(60, 103))]
 SIZES = torch.tensor([len(indices) for indices in CLIENTS], dtype=torch.float64)

@@ -17,8 +17,8 @@ from tests.algorithms.written_out import (
     federated,
     initial,
 )
+from tests.grids import in_turn
 from tests.helpers import network, weights
-from tests.pairwise import in_turn
 
 SGD = torch.optim.SGD
 OPTIMIZERS = {

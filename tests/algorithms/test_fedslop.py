@@ -24,8 +24,8 @@ from lightning_lowrank.federated.state import trained_tensors
 from lightning_lowrank.models import MLP
 from lightning_lowrank.optim import projected_parameter_groups
 from lightning_lowrank.seeding import derive_seed
+from tests.grids import all_pairs
 from tests.helpers import Data, Module, assert_same, blobs, fit, network, trainer, weights
-from tests.pairwise import pairwise
 
 CLIENTS = [list(range(40)), list(range(40, 60)), list(range(60, 103))]
 PARTICIPANTS = [[0, 1], [1, 2], [0, 2], [0, 1, 2]]
@@ -126,7 +126,7 @@ def convolutions():
 
 @pytest.mark.parametrize(
     ("execution", "options", "factorized"),
-    pairwise(["sequential", "vectorized"], [{"weight_decay": 0.1}, {"nesterov": True}], [False, True]),
+    all_pairs(["sequential", "vectorized"], [{"weight_decay": 0.1}, {"nesterov": True}], [False, True]),
 )
 def test_the_coefficients_say_all_of_the_change(tmp_path, execution, options, factorized):
     settings = {"optimizer": partial(SGD, **options), "execution": execution, "weighting": "samples"}

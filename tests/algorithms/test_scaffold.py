@@ -21,8 +21,8 @@ from tests.algorithms.written_out import (
     initial,
     mean,
 )
+from tests.grids import in_turn
 from tests.helpers import assert_same, network, weights
-from tests.pairwise import in_turn
 
 SGD = torch.optim.SGD
 

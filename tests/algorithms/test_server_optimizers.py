@@ -8,8 +8,8 @@ from torch import nn
 from lightning_lowrank import FedAdam, FedAvg, FedAvgM, FedYogi
 from lightning_lowrank.federated.state import Base, Server
 from tests.algorithms.written_out import EXECUTIONS, ROUNDS, SIZES, assert_close, batches, federated, initial, mean, sgd
+from tests.grids import in_turn
 from tests.helpers import assert_same
-from tests.pairwise import in_turn
 
 
 def fedavgm(delta, state, lr=0.5, momentum=0.8):

@@ -12,8 +12,8 @@ from lightning_lowrank.federated import Base, ClientContext, ClientInfo, LocalSt
 from lightning_lowrank.federated.state import trained_tensors
 from lightning_lowrank.seeding import derive_seed, generator
 from tests.algorithms import plain
+from tests.grids import all_pairs
 from tests.helpers import Data, Module, fit, network, trainer
-from tests.pairwise import pairwise
 
 METHODS = [GradientMask, SlidingWindowMask, RandomMask]
 
@@ -34,7 +34,7 @@ def largest_gradients(net, clients, count):
 
 @pytest.mark.parametrize(
     ("method", "share", "settings"),
-    pairwise(METHODS, [0.15, 0.4], [{}, {"execution": "vectorized"}, {"execution": "vectorized", "chunk_size": 2}]),
+    all_pairs(METHODS, [0.15, 0.4], [{}, {"execution": "vectorized"}, {"execution": "vectorized", "chunk_size": 2}]),
 )
 def test_rounds_in_plain_pytorch(tmp_path, method, share, settings):
     module, _ = plain.fitted(tmp_path, method(share), **settings)

@@ -17,8 +17,8 @@ from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, Multicl
 from lightning_lowrank.federated import evaluation
 from lightning_lowrank.federated.evaluation import ClientEvaluation, figures
 from lightning_lowrank.federated.state import copy_into, trained_tensors
+from tests.grids import in_turn
 from tests.helpers import Module, blobs, network, trainer, weights
-from tests.pairwise import in_turn
 
 CLIENTS = [[0, 3, 5, 7, 9, 11, 12], [], [1, 2, 3, 30], [39]]
 

@@ -29,8 +29,8 @@ from lightning_lowrank.compression import Channel, Dense
 from lightning_lowrank.seeding import derive_seed
 from tests.algorithms import plain
 from tests.algorithms.plain import CLIENTS, PARTICIPANTS, double
+from tests.grids import in_turn
 from tests.helpers import Data, Module, assert_same, fit, network, trainer, weights
-from tests.pairwise import in_turn
 
 CHANNELS: dict[str, dict[str, Any]] = {
     "sparse changes in half precision up": {"uplink": [TopK(0.1, error_feedback=True), Half()]},

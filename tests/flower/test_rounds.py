@@ -15,7 +15,7 @@ from tests.flower.helpers import (
     simulate,
     write_recipe,
 )
-from tests.pairwise import in_turn
+from tests.grids import in_turn
 
 RESETS = {"federated": {"algorithm": "FedMUD"}, "lowrank": MUD}
 

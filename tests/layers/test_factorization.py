@@ -25,7 +25,7 @@ from lightning_lowrank.layers import (
     registered_factorizations,
 )
 from lightning_lowrank.testing import check_factorization
-from tests.pairwise import in_turn, pairwise
+from tests.grids import all_pairs, in_turn
 
 VARIANTS = {
     "MatrixProduct": [{"layout": "permuted"}, {"layout": "channel"}, {"layout": "raw"}],
@@ -436,7 +436,7 @@ def test_stages_can_be_mapped_and_differentiated(factorization, shape):
 MATRICES = [(6, 4), (5, 7), (6, 1), (1, 5), (12, 9), (10, 9), (20, 4), (8, 8), (6, 8), (3, 8)]
 
 
-@pytest.mark.parametrize(("factorization", "shape", "transposed"), pairwise(FORMS, MATRICES, [False, True]), ids=str)
+@pytest.mark.parametrize(("factorization", "shape", "transposed"), all_pairs(FORMS, MATRICES, [False, True]), ids=str)
 def test_multiply_equals_the_composed_weight_and_so_do_its_gradients(factorization, shape, transposed):
     for rank in ranks_to_apply(factorization, shape):
         factors = random_factors(factorization, shape, rank)

@@ -22,7 +22,7 @@ from lightning_lowrank.layers import (
 )
 from lightning_lowrank.layers.layer import combine
 from lightning_lowrank.seeding import derive_seed
-from tests.pairwise import in_turn, pairwise
+from tests.grids import all_pairs, in_turn
 
 DENSE = {
     "linear": (lambda: nn.Linear(10, 8), (3, 10)),
@@ -327,7 +327,7 @@ def test_dropout_acts_on_the_update_alone_and_in_training_alone(compute):
 
 
 @pytest.mark.parametrize(
-    ("dense", "frozen", "init"), pairwise(["linear", "conv", "transposed"], ["U", "V", True], ["auto", "lora"])
+    ("dense", "frozen", "init"), all_pairs(["linear", "conv", "transposed"], ["U", "V", True], ["auto", "lora"])
 )
 def test_either_factor_may_be_frozen(dense, frozen, init):
     module, batch = make(dense)
@@ -347,7 +347,7 @@ def test_either_factor_may_be_frozen(dense, frozen, init):
 
 
 @pytest.mark.parametrize(
-    ("role", "modifier", "dense"), pairwise(ROLES, MODIFIERS, ["linear", "conv", "transposed", "embedding"])
+    ("role", "modifier", "dense"), all_pairs(ROLES, MODIFIERS, ["linear", "conv", "transposed", "embedding"])
 )
 def test_merging_composes_once_and_is_undone_bit_for_bit(role, modifier, dense):
     module, batch = make(dense)
@@ -397,7 +397,7 @@ def test_compiles_as_one_graph(role, dense, factorization):
 
 @pytest.mark.parametrize(
     ("role", "compute", "dense", "factorization"),
-    pairwise(
+    all_pairs(
         ROLES,
         ["dense", "contracted"],
         ["linear", "conv", "transposed", "embedding"],
@@ -421,7 +421,7 @@ def test_autocast_and_half_precision_stay_close_to_the_dense_layer(role, compute
     torch.testing.assert_close(half(inputs).float(), reference(batch), rtol=0.05, atol=0.05)
 
 
-@pytest.mark.parametrize(("dense", "role", "modifier"), pairwise(DENSE, ROLES, MODIFIERS))
+@pytest.mark.parametrize(("dense", "role", "modifier"), all_pairs(DENSE, ROLES, MODIFIERS))
 def test_parameters_and_their_training(dense, role, modifier):
     module, batch = make(dense)
     weight, bias = module.weight, module.bias
@@ -466,7 +466,7 @@ def test_an_update_starts_at_zero(dense, modifier, factorization):
     assert all(factor.any() for factor in layer.fixed.values())
 
 
-@pytest.mark.parametrize(("dense", "modifier", "factorization"), pairwise(DENSE, MODIFIERS, BILINEAR), ids=str)
+@pytest.mark.parametrize(("dense", "modifier", "factorization"), all_pairs(DENSE, MODIFIERS, BILINEAR), ids=str)
 def test_a_weight_starts_at_the_nearest_one(dense, modifier, factorization):
     module, _ = make(dense)
     module.double()
@@ -628,7 +628,7 @@ def test_fold_needs_a_frozen_weight():
 
 @pytest.mark.parametrize(
     ("role", "modifier", "clone"),
-    pairwise(ROLES, MODIFIERS, [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))]),
+    all_pairs(ROLES, MODIFIERS, [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))]),
 )
 def test_copies_are_equal_and_independent(role, modifier, clone):
     module, batch = make("conv")

@@ -37,7 +37,7 @@ from lightning_lowrank.layers import (
     recover,
     unmerge,
 )
-from tests.pairwise import in_turn, pairwise
+from tests.grids import all_pairs, in_turn
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
@@ -371,7 +371,7 @@ def encoder(**settings):
 
 @pytest.mark.parametrize(
     ("form", "role", "norm_first"),
-    pairwise([PRODUCT, KRONECKER, PARALLEL, HADAMARD], ["update", "weight"], [False, True]),
+    all_pairs([PRODUCT, KRONECKER, PARALLEL, HADAMARD], ["update", "weight"], [False, True]),
     ids=str,
 )
 def test_transformer_encoders(norm_first, role, form, monkeypatch):
@@ -533,7 +533,7 @@ def hidden(each, ids):
     ("make", "feed_forward", "everything", "role"),
     [
         pytest.param(*made, everything, role, id=f"{made[1]}-{everything}-{role}")
-        for made, everything, role in pairwise(
+        for made, everything, role in all_pairs(
             [(bert, "intermediate"), (distilbert, "ffn")], [False, True], ["update", "weight"]
         )
     ],
@@ -822,7 +822,7 @@ def small_transformer():
 
 @pytest.mark.parametrize(
     ("form", "made", "clone", "merged"),
-    pairwise(
+    all_pairs(
         [PRODUCT, KRONECKER, PARALLEL, HADAMARD],
         [(ConvolutionalNetwork, random(2, 3, 9, 9)), (small_transformer, tokens(20, 2, 5))],
         [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],

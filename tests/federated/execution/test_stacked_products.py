@@ -18,7 +18,7 @@ from lightning_lowrank.federated.execution.stacked_products import (
 )
 from lightning_lowrank.layers import convert
 from lightning_lowrank.models import CNN4
-from tests.pairwise import in_turn, pairwise
+from tests.grids import all_pairs, in_turn
 
 CLIENTS = 3
 FUNCTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
@@ -397,7 +397,7 @@ def normalisation(size=(4, 3), batch=3, channels=5):
 
 @pytest.mark.parametrize(
     ("size", "training", "without"),
-    pairwise([(4, 3), (1, 1), (2, 3, 2)], [True, False], [(), ("weight", "bias"), ("bias",)]),
+    all_pairs([(4, 3), (1, 1), (2, 3, 2)], [True, False], [(), ("weight", "bias"), ("bias",)]),
     ids=str,
 )
 def test_batch_norm(size, training, without):

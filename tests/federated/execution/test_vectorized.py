@@ -20,8 +20,8 @@ from lightning_lowrank import (
 )
 from lightning_lowrank.federated.optimizers import _ELEMENTWISE
 from tests.federated.execution.runs import FORMS, OPTIMIZERS, UNEVEN, Double, Manual, assert_close, both, run
+from tests.grids import in_turn
 from tests.helpers import Data, Module, fit, network, trainer, weights
-from tests.pairwise import in_turn
 
 
 @pytest.mark.parametrize(
