@@ -8,7 +8,7 @@ always see.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -40,9 +40,6 @@ from lightning_lowrank.internals.lightning import (
     pool_training_results,
     stops_now,
 )
-
-# Of these a resumed run must have the same.
-_SAME_WHEN_RESUMED = ("algorithm", "seed", "execution")
 
 
 class FederatedLoop(FederatedSettings, Callback):
@@ -330,16 +327,13 @@ class FederatedLoop(FederatedSettings, Callback):
         """
         if not state_dict:
             return
-        execution = state_dict["execution"] if self.execution == "auto" else self.execution
-        mine: Mapping[str, Any] = {
-            "algorithm": type(self.algorithm).__name__,
-            "seed": self.seed,
-            "execution": execution,
-        }
-        for name in _SAME_WHEN_RESUMED:
-            if state_dict[name] != mine[name]:
+        mine: dict[str, Any] = {"algorithm": type(self.algorithm).__name__, "seed": self.seed}
+        if self.execution != "auto":
+            mine["execution"] = self.execution
+        for name, value in mine.items():
+            if state_dict[name] != value:
                 raise MisconfigurationException(
-                    f"the checkpoint's run had {name}={state_dict[name]!r} and this one has {mine[name]!r}: resume with"
+                    f"the checkpoint's run had {name}={state_dict[name]!r} and this one has {value!r}: resume with"
                     " the same."
                 )
         processes = 1 if self._processes is None else self._processes.world_size

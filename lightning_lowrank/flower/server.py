@@ -25,6 +25,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_lowrank.compression import DecodingError, Packet
+from lightning_lowrank.configuration import check_choice
 from lightning_lowrank.federated.checks import check_callbacks, notes
 from lightning_lowrank.federated.checks import check_optimizers as check_all_are_trained
 from lightning_lowrank.federated.coordinator import Coordinator
@@ -131,8 +132,7 @@ class RemoteRounds(Callback):
         on_bad_payload: OnBadPayload = "skip",
         poll: float = 0.5,
     ) -> None:
-        if on_bad_payload not in ("skip", "stop"):
-            raise MisconfigurationException(f"on-bad-payload must be 'skip' or 'stop', got {on_bad_payload!r}")
+        check_choice("on-bad-payload", on_bad_payload, OnBadPayload)
         for name, value in (("start-timeout", start_timeout), ("round-timeout", round_timeout)):
             if not value > 0:
                 raise MisconfigurationException(f"{name} must be a number of seconds above 0, got {value!r}")
