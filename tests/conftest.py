@@ -1,4 +1,16 @@
+import functools
+import gc
+import importlib.metadata
+
 import pytest
+
+# Each Trainer asks for the callbacks that installed packages register, and reads the metadata of all of them for that.
+importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
+
+
+def pytest_collection_finish():
+    """Keep what was imported out of later garbage collections, which would walk through all of it."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
