@@ -7,8 +7,6 @@ import operator
 from numbers import Real
 from typing import Any, get_args
 
-__all__ = ["check_choice", "check_integer", "check_number"]
-
 
 def check_choice(name: str, value: object, choices: Any) -> None:
     """Check that a value is one of a Literal's.

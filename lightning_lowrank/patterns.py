@@ -10,8 +10,6 @@ import difflib
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
-__all__ = ["check_patterns", "matches"]
-
 
 def matches(pattern: str, name: str) -> bool:
     """Return whether a pattern means a name.

@@ -11,8 +11,6 @@ import os
 
 import torch
 
-__all__ = ["default_seed", "derive_seed", "generator"]
-
 
 def default_seed() -> int:
     """Return the seed given to Lightning's ``seed_everything``, or 0."""

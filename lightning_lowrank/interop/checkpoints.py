@@ -13,8 +13,6 @@ from lightning_lowrank.interop.peft_export import refuse_changed_base, write_ada
 from lightning_lowrank.interop.peft_layout import Outline
 from lightning_lowrank.layers import LayerSpec, dense_state_dict
 
-__all__ = ["adapter_checkpoint", "dense_checkpoint", "load_dense"]
-
 
 def dense_checkpoint(path: str | Path, client: int | None = None) -> dict[str, Tensor]:
     """Return the unconverted module's state dict from a checkpoint of a converted one.

@@ -27,8 +27,6 @@ from lightning_lowrank.interop.peft_layout import (
     refuse_wrapped,
 )
 
-__all__ = ["export_adapter", "refuse_changed_base", "write_adapter"]
-
 _DENSE = "export dense weights instead, as `lightning-lowrank export` does by default"
 
 

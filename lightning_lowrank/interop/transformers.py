@@ -6,8 +6,6 @@ from types import ModuleType
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-__all__ = ["import_transformers"]
-
 
 def import_transformers(user: str) -> ModuleType:
     """Import transformers, which is an optional dependency.

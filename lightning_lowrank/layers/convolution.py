@@ -16,15 +16,6 @@ from torch import Tensor, nn
 from lightning_lowrank.layers.factorization import Stage
 from lightning_lowrank.layers.layer import LowRankLayer
 
-__all__ = [
-    "LowRankConv1d",
-    "LowRankConv2d",
-    "LowRankConv3d",
-    "LowRankConvTranspose1d",
-    "LowRankConvTranspose2d",
-    "LowRankConvTranspose3d",
-]
-
 
 class _LowRankConvolution(LowRankLayer):
     """What convolutions share: the stages of a chain, each with the geometry of the dimensions it owns.
@@ -47,9 +38,6 @@ class _LowRankConvolution(LowRankLayer):
     def _stage_shapes(self) -> tuple[Stage, ...]:
         return self.factorization.stage_shapes(self.weight_shape, self.rank) or ()
 
-    def _can_contract(self) -> bool:
-        return bool(self._stage_shapes())
-
     def _owners(self, stages: Sequence[Stage]) -> list[int]:
         """Return, for each kernel dimension, the position of the stage it belongs to."""
         return [
@@ -61,16 +49,10 @@ class _LowRankConvolution(LowRankLayer):
         return input if input.dim() == len(self.kernel_size) + 2 else input.unsqueeze(0)
 
     def _split_groups(self, input: Tensor) -> Tensor:
-        if self.groups == 1:
-            return input
-        batch, channels, *size = input.shape
-        return input.reshape(batch * self.groups, channels // self.groups, *size)
+        return input if self.groups == 1 else input.unflatten(1, (self.groups, -1)).flatten(0, 1)
 
     def _join_groups(self, input: Tensor) -> Tensor:
-        if self.groups == 1:
-            return input
-        batch, channels, *size = input.shape
-        return input.reshape(batch // self.groups, channels * self.groups, *size)
+        return input if self.groups == 1 else input.unflatten(0, (-1, self.groups)).flatten(1, 2)
 
     def _count(
         self, input: Tensor, before: Sequence[int], after: Sequence[int], positions: int
@@ -83,13 +65,10 @@ class _LowRankConvolution(LowRankLayer):
         batch = 1 if input.dim() == len(self.kernel_size) + 1 else input.shape[0]
         stages = self._stage_shapes()
         owners = self._owners(stages)
+        done, left = (before, after) if self.first_is_input else (after, before)
         counts = []
         for index, stage in enumerate(stages):
-            own_side = before if self.first_is_input else after
-            other_side = after if self.first_is_input else before
-            sizes = [
-                own_side[position] if owner <= index else other_side[position] for position, owner in enumerate(owners)
-            ]
+            sizes = [done[position] if owner <= index else left[position] for position, owner in enumerate(owners)]
             copies = 1 if index == len(stages) - 1 else self.groups
             counts.append(batch * copies * math.prod(stage.kernel) * math.prod(sizes))
         first = counts[-1 if self.first_is_input else 0] if counts else 0
@@ -127,27 +106,20 @@ class _LowRankConv(_LowRankConvolution):
         totals = [step * (size - 1) if self.padding == "same" else 0 for step, size in reaches]
         return [part for total in totals for part in (total // 2, total - total // 2)]
 
-    def _left_to_stages(self) -> Sequence[int] | None:
-        """Return the padding of each dimension that its stage applies, ``None`` where a stage cannot."""
-        if self.padding_mode != "zeros":
-            return None
-        if not isinstance(self.padding, str):
-            return self.padding
+    def _split_padding(self) -> tuple[list[int], list[int]]:
+        """Return the padding that comes before all stages, as ``F.pad`` takes it, and what each stage can apply."""
         pads = self._pads()
-        return pads[::-2] if pads[::2] == pads[1::2] else None
+        if self.padding_mode == "zeros" and pads[::2] == pads[1::2]:
+            return [0] * len(pads), pads[::-2]
+        return pads, [0] * len(self.kernel_size)
 
     def _multiply_adds(self, input: Tensor, *geometry: Any) -> tuple[int, int, int]:
-        dimensions = len(self.kernel_size)
-        left = self._left_to_stages()
-        pads = self._pads()
-        both = [pads[index] + pads[index + 1] for index in range(2 * dimensions - 2, -1, -2)] if left is None else None
+        pads, by_stages = self._split_padding()
         before, after = [], []
-        for position, size in enumerate(input.shape[-dimensions:]):
-            padded = size + (both[position] if both is not None else 0)
-            before.append(padded)
-            padded += 2 * left[position] if left is not None else 0
+        for position, size in enumerate(input.shape[-len(self.kernel_size) :]):
+            before.append(size + pads[-2 * position - 2] + pads[-2 * position - 1])
             reach = self.dilation[position] * (self.kernel_size[position] - 1)
-            after.append((padded - reach - 1) // self.stride[position] + 1)
+            after.append((before[-1] + 2 * by_stages[position] - reach - 1) // self.stride[position] + 1)
         return self._count(input, before, after, math.prod(after))
 
     def _apply_dense(self, input: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
@@ -160,11 +132,9 @@ class _LowRankConv(_LowRankConvolution):
         self, input: Tensor, factors: Mapping[str, Tensor], bias: Tensor | None, *geometry: Any
     ) -> Tensor:
         output = self._batched(input)
-        padding = self._left_to_stages()
-        if padding is None:
-            mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
-            output = F.pad(output, self._pads(), mode=mode)
-            padding = (0,) * len(self.kernel_size)
+        pads, padding = self._split_padding()
+        if any(pads):
+            output = F.pad(output, pads, mode="constant" if self.padding_mode == "zeros" else self.padding_mode)
         stages = self._stage_shapes()
         *kernels, last = self.factorization.stages(factors, self.weight_shape)
         output = self._split_groups(output)

@@ -16,8 +16,6 @@ from torch.func import grad, vmap
 from lightning_lowrank.arguments import check_number
 from lightning_lowrank.layers.layer import LowRankLayer, low_rank_layers, terms
 
-__all__ = ["add_frobenius_decay", "frobenius_norm_squared", "frobenius_penalty"]
-
 
 def frobenius_norm_squared(layer: LowRankLayer) -> Tensor:
     """Return the squared Frobenius norm of what a layer's factors compose, its update or its weight.

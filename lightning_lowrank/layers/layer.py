@@ -36,8 +36,6 @@ from lightning_lowrank.layers.factorization import Factorization, HalfFrozen
 from lightning_lowrank.layers.settings import Compute, LayerSettings, Role, update_scale
 from lightning_lowrank.seeding import generator
 
-__all__ = ["LowRankLayer", "low_rank_layers"]
-
 _REMEMBERED_CASES = 256
 
 _Layer = TypeVar("_Layer", bound="LowRankLayer")
@@ -49,13 +47,14 @@ def combine(
     factors: Mapping[str, Tensor],
     fixed: Mapping[str, Tensor],
     decouple: bool,
+    scale: float = 1,
 ) -> Tensor:
     """Compose trained and fixed factors into a dense tensor, by the table in this module's docstring."""
     first, *others = terms(factors, fixed, decouple)
     composed = factorization.compose(first, shape)
     for term in others:
         composed = composed + factorization.compose(term, shape)
-    return composed
+    return composed if scale == 1 else composed * scale
 
 
 def terms(
@@ -133,8 +132,7 @@ class LowRankLayer(nn.Module):
     def why_not(cls, module: nn.Module, factorization: Factorization) -> str:
         """Return why a module cannot become a layer of this class, or an empty string."""
         if type(module) not in cls.dense_classes:
-            names = " or ".join(f"nn.{kind.__name__}" for kind in cls.dense_classes[:1])
-            return f"{type(module).__name__} is not exactly {names}"
+            return f"{type(module).__name__} is not exactly nn.{cls.dense_classes[0].__name__}"
         if "forward" in vars(module):
             return "its forward is replaced on the instance"
         if set(own_parameters(module)) - {"bias"} != {"weight"} or own_buffers(module) or own_children(module):
@@ -298,8 +296,8 @@ class LowRankLayer(nn.Module):
                 f"factors must have exactly the names of the trained factors, {sorted(self.factors)}, "
                 f"but has {sorted(factors)}."
             )
-        composed = combine(self.factorization, self.weight_shape, factors, dict(self.fixed.items()), self.decouple)
-        return composed if self.scale == 1 else composed * self.scale
+        fixed = dict(self.fixed.items())
+        return combine(self.factorization, self.weight_shape, factors, fixed, self.decouple, self.scale)
 
     @torch.no_grad()
     def fold(self, factors: Mapping[str, Tensor] | None = None) -> None:
@@ -514,7 +512,7 @@ class LowRankLayer(nn.Module):
         return (first + rest) * (2 if self.decouple else 1) + (product if self._adds_to_base else 0)
 
     def _can_contract(self) -> bool:
-        raise NotImplementedError
+        return self.factorization.stage_shapes(self.weight_shape, self.rank) is not None
 
     def _multiply_adds(self, input: Tensor, *geometry: Any) -> tuple[int, int, int]:
         """Count multiply-adds: of the dense product, and of one set of factors' first product and the others.

@@ -27,8 +27,6 @@ from lightning_lowrank.layers.linear import LowRankEmbedding, LowRankLinear
 from lightning_lowrank.layers.settings import LowRankSettings, by_pattern
 from lightning_lowrank.patterns import check_patterns, matches
 
-__all__ = ["low_rank_class"]
-
 _Number = TypeVar("_Number", int, float)
 
 _CLASSES: tuple[type[LowRankLayer], ...] = (
@@ -65,7 +63,6 @@ class Candidate:
 
     Attributes:
         projection: The weight's name without ``_weight`` where it is one of several of an attention, empty otherwise.
-        shared_with: Names of the other parameters that are the same weight.
         reason: Why the layer is left alone, empty otherwise.
         tied_to: The earlier layer whose factors this one shares.
         error: The relative error of the decomposition, where there is one.
@@ -76,7 +73,6 @@ class Candidate:
     module: nn.Module
     projection: str
     weight: nn.Parameter
-    shared_with: list[str]
     reason: str = ""
     rank: int | None = None
     tied_to: Candidate | None = None
@@ -148,7 +144,6 @@ def survey(model: nn.Module, factorization: Factorization) -> list[Candidate]:
             holders.setdefault(id(parameter), []).append(f"{module_name}.{parameter_name}".lstrip("."))
     layers = []
     for (module, projection), (name, *aliases) in names.items():
-        suffix = "_weight" if projection else ".weight"
         weight = own_parameters(module).get(f"{projection}_weight".lstrip("_"))
         if weight is not None and is_lazy(weight):
             raise ValueError(
@@ -159,12 +154,12 @@ def survey(model: nn.Module, factorization: Factorization) -> list[Candidate]:
         if weight is None:
             reason = reason or "its weight is computed from other tensors"
             weight = nn.Parameter(torch.as_tensor(module.weight).detach(), requires_grad=False)
-        others = [other for other in holders.get(id(weight), []) if other != f"{name}{suffix}"]
-        layers.append(Candidate(name, tuple(aliases), module, projection, weight, others, reason))
-    by_weight = {f"{layer.name}{layer.suffix}": layer for layer in layers}
+        layers.append(Candidate(name, tuple(aliases), module, projection, weight, reason))
+    surveyed = {f"{layer.name}{layer.suffix}" for layer in layers}
     for layer in layers:
-        if not all(other in by_weight for other in layer.shared_with):
-            layer.reason = layer.reason or f"its weight is shared with {', '.join(layer.shared_with)}"
+        others = [other for other in holders.get(id(layer.weight), []) if other != f"{layer.name}{layer.suffix}"]
+        if not surveyed.issuperset(others):
+            layer.reason = layer.reason or f"its weight is shared with {', '.join(others)}"
         first = next(other for other in layers if other.weight is layer.weight)
         layer.tied_to = None if first is layer else first
     keep_ties(layers)

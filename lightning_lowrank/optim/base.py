@@ -24,8 +24,6 @@ from lightning_lowrank.arguments import check_choice, check_integer, check_numbe
 from lightning_lowrank.haar import haar_basis
 from lightning_lowrank.seeding import generator
 
-__all__ = ["Group", "Moments", "ProjectedOptimizer", "Subspace", "Tensors", "add_product", "matrix"]
-
 Subspace = Literal["random", "gradient"]
 Moments = Literal["keep", "zero", "rotate"]
 Group = dict[str, Any]

@@ -16,8 +16,6 @@ from lightning_lowrank.optim.adamw import ProjectedAdamW
 from lightning_lowrank.optim.sgd import ProjectedSGD
 from lightning_lowrank.patterns import check_patterns, matches
 
-__all__ = ["projected_parameter_groups"]
-
 _NOT_PROJECTED = (nn.Embedding, nn.EmbeddingBag, *BATCH_NORMS, *INSTANCE_NORMS, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 

@@ -19,8 +19,6 @@ from lightning_lowrank.layers.factorization.base import (
     working_precision,
 )
 
-__all__ = ["BlockKronecker"]
-
 
 class BlockKronecker(Factorization):
     """The weight as K blocks, each a Kronecker product of two z×z matrices (FedMUD's BKD, section 3.2).
