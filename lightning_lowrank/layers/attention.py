@@ -61,10 +61,8 @@ class LowRankMultiheadAttention(nn.MultiheadAttention):
         nn.Module.__init__(dense)
         take_over_attributes(dense, self, hooks=True)
         for name in self.PROJECTIONS:
-            weight = own_parameters(self).get(f"{name}_weight")
-            if name in own_children(self):
-                projection = own_children(self)[name]
-                assert isinstance(projection, LowRankLayer)
+            weight, projection = own_parameters(self).get(f"{name}_weight"), own_children(self).get(name)
+            if projection is not None:
                 weight = projection.to_dense().get_parameter("weight")
             dense.register_parameter(f"{name}_weight", weight)
         for name, parameter in own_parameters(self).items():

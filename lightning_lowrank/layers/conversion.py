@@ -176,23 +176,22 @@ def _spec(layer: Candidate, settings: LayerSettings) -> LayerSpec:
 
 
 def _report(layer: Candidate, settings: LowRankSettings, spared: bool) -> LayerReport:
-    converted = not layer.reason
-    reason = layer.reason
-    if not converted:
+    reason, rank = layer.reason, None if layer.reason else layer.chosen_rank
+    if rank is None:
         trainable = layer.numbers if layer.trainable and (spared or not settings.freeze_rest) else 0
     elif layer.tied_to is not None:
         trainable, reason = 0, f"shares the factors of {layer.tied_to.name}"
     else:
-        trainable = settings.factorization.trained_numbers(layer.shape, layer.chosen_rank, settings.half_frozen)
+        trainable = settings.factorization.trained_numbers(layer.shape, rank, settings.half_frozen)
         trainable += layer.numbers if settings.train_base and layer.trainable else 0
     return LayerReport(
         name=layer.name,
         kind=layer.kind,
         shape=layer.shape,
-        rank=layer.chosen_rank if converted else None,
+        rank=rank,
         parameters=layer.numbers,
         trainable=trainable,
-        converted=converted,
+        converted=rank is not None,
         reason=reason,
         error=layer.error,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -81,17 +80,9 @@ class Candidate:
     def __post_init__(self) -> None:
         self.kind = type(self.module).__name__
         self.shape = tuple(self.weight.shape)
+        self.numbers = self.weight.numel()
         self.trainable = self.weight.requires_grad
-
-    @property
-    def numbers(self) -> int:
-        """How many numbers the weight has."""
-        return math.prod(self.shape)
-
-    @property
-    def suffix(self) -> str:
-        """What follows the layer's name in the weight's."""
-        return "_weight" if self.projection else ".weight"
+        self.suffix = "_weight" if self.projection else ".weight"
 
     @property
     def output_channels(self) -> int:

@@ -9,7 +9,6 @@ along a first dimension.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -319,18 +318,14 @@ class ProjectedOptimizer(Optimizer, ABC):
         """Express the moments in a new subspace; ``rotation`` is ``P_oldᵀ P_new`` (``[(clients,) rank, rank]``)."""
 
 
-def _shape(group: Group, parameter: Tensor) -> torch.Size:
-    """Return the shape of a parameter, or of one client's where clients are stacked."""
-    return parameter.shape[1:] if group["stacked"] else parameter.shape
-
-
 def _columns(group: Group, parameter: Tensor) -> int:
-    return math.prod(_shape(group, parameter)[1:])
+    """Return the columns of a parameter as a matrix, or of one client's where clients are stacked."""
+    return parameter.shape[2 if group["stacked"] else 1 :].numel()
 
 
 def _is_dense(group: Group, parameter: Tensor) -> bool:
     rank = group["rank"]
-    return rank is None or len(_shape(group, parameter)) < 2 or rank >= _columns(group, parameter)
+    return rank is None or parameter.ndim - group["stacked"] < 2 or rank >= _columns(group, parameter)
 
 
 def matrix(group: Group, tensor: Tensor) -> Tensor:
