@@ -22,14 +22,8 @@ def assign_ranks(
 ) -> None:
     """Give each layer its rank, or the reason to leave it alone.
 
-    Args:
-        model: The model that holds the layers.
-        layers: The layers to convert, without those that share the weight of an earlier one.
-        settings: The settings of the conversion.
-        spared: Parameters that ``freeze_rest`` leaves trained.
-
-    Raises:
-        ValueError: If a layer cannot have its rank, or the budget is below what the smallest ranks need.
+    ``layers`` are without those that share the weight of an earlier one, ``spared`` is what ``freeze_rest`` leaves
+    trained. A rank that a layer cannot have, or a budget below what the smallest ranks need, is a ``ValueError``.
     """
     for layer in layers:
         if settings.rank is not None:
@@ -121,11 +115,7 @@ class _Budget:
         }
 
     def ranks(self) -> list[int]:
-        """Return the weights' ranks, allocated by the settings.
-
-        Raises:
-            ValueError: If the budget is below what the smallest ranks need.
-        """
+        """Return the weights' ranks, allocated by the settings."""
         authors = self.settings.budget_rule == "authors"
         allowed = self.allowed(_AUTHORS_STEP if authors else 0.0)
         self._check_floor(allowed)

@@ -1,8 +1,4 @@
-"""Low-rank convolutions and transposed convolutions of one, two and three dimensions.
-
-They apply a weight's stages as a chain of torch's own convolutions, each with the stride, padding and dilation
-of the dimensions that are its own.
-"""
+"""Low-rank convolutions and transposed convolutions of one, two and three dimensions."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ from lightning_lowrank.layers.layer import LowRankLayer
 
 
 class _LowRankConvolution(LowRankLayer):
-    """What convolutions share: the stages of a chain, each with the geometry of the dimensions it owns.
+    """What convolutions share: a chain of torch's convolutions, each with the geometry of the dimensions it owns.
 
     A kernel dimension belongs to the stage whose kernel extends in it, or to the first stage where none
     does. Padding, stride and dilation of a dimension act at its stage: what the others do along other
@@ -57,11 +53,7 @@ class _LowRankConvolution(LowRankLayer):
     def _count(
         self, input: Tensor, before: Sequence[int], after: Sequence[int], positions: int
     ) -> tuple[int, int, int]:
-        """Count as ``_multiply_adds`` does, from the sizes before and after each dimension's own stage.
-
-        A stage has its multiply-adds at each position of the side where its dimensions have been convolved, or
-        have not been transposed yet.
-        """
+        """Count as ``_multiply_adds`` does, from the sizes before and after each dimension's own stage."""
         batch = 1 if input.dim() == len(self.kernel_size) + 1 else input.shape[0]
         stages = self._stage_shapes()
         owners = self._owners(stages)

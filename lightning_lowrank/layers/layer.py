@@ -16,9 +16,8 @@ In FedMUD (Li et al., ICML 2025) role ``"update"`` is Eq. 3, and decoupling is A
 2022) is role ``"update"`` with a matrix product, ``init="lora"`` and ``alpha``; FFA-LoRA also freezes the factor
 on the input's side.
 
-Each layer computes in one of two ways, equal to rounding: the *dense* way composes the weight and calls
-torch's function with it; the *contracted* way applies one factor after another to the input and never builds
-the weight. ``compute="auto"`` counts the multiply-adds of both for the input at hand and takes the fewer.
+Each layer computes in one of two ways, equal to rounding: the *dense* way composes the weight and calls torch's
+function with it; the *contracted* way applies one factor after another to the input.
 """
 
 from __future__ import annotations

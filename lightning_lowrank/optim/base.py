@@ -1,10 +1,7 @@
 """Optimizers whose moments live in a subspace of each weight matrix, as FedSLoP's clients and GaLore use them.
 
-For a weight matrix ``W`` (``out × in``; a convolution's weight is ``weight.flatten(1)``) with gradient ``G``
-and a matrix ``P`` (``in × rank``) of orthonormal columns, the optimizer sees only the coefficients ``G P``
-(``out × rank``), keeps its moments of them, and turns its step ``D`` into the change ``D Pᵀ`` of ``W``. The
-arithmetic on the coefficients is torch's own SGD and AdamW. Parameters may be those of many clients at once, stacked
-along a first dimension.
+For a weight matrix with gradient ``G`` and a matrix ``P`` of orthonormal columns, the optimizer sees only the
+coefficients ``G P``, and turns its step ``D`` into the change ``D Pᵀ``. The arithmetic on the coefficients is torch's.
 """
 
 from __future__ import annotations
@@ -346,10 +343,7 @@ def _working_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def _gradient_basis(group: Group, parameter: Tensor, draws: Callable[[], torch.Generator]) -> Tensor:
-    """Return the gradient's leading right singular vectors, completed at random where its rank is smaller.
-
-    Where clients are stacked, each has those of its own gradient; ``draws`` starts the same stream for each.
-    """
+    """Return the leading right singular vectors of each client's gradient, completed from the stream of ``draws``."""
     assert parameter.grad is not None
     rank = group["rank"]
     gradient = matrix(group, parameter.grad).to(_working_dtype(parameter))
