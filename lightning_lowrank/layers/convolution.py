@@ -194,15 +194,13 @@ class _LowRankConvTranspose(_LowRankConvolution):
         (output_padding,) = geometry
         assert not isinstance(self.padding, str)
         stages = self._stage_shapes()
-        *kernels, last = self.factorization.stages(factors, self.weight_shape)
-        own_bias = bias if self.groups == 1 else None
+        kernels = self.factorization.stages(factors, self.weight_shape)
         output = self._batched(input)
-        output = self._split_groups(
-            self._run(stages, len(kernels), output, last, None if kernels else own_bias, self.padding, output_padding)
-        )
         for index in reversed(range(len(kernels))):
-            added = own_bias if index == 0 else None
+            added = bias if index == 0 and self.groups == 1 else None
             output = self._run(stages, index, output, kernels[index], added, self.padding, output_padding)
+            if index == len(kernels) - 1:
+                output = self._split_groups(output)
         output = self._join_groups(output)
         if bias is not None and self.groups > 1:
             output = output + bias.to(output.dtype).view(-1, *(1 for _ in self.kernel_size))

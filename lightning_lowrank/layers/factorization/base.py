@@ -49,11 +49,7 @@ class Stage(NamedTuple):
 
 
 def frozen_factor(half_frozen: HalfFrozen) -> Literal["U", "V"] | None:
-    """Return the name of the factor that ``half_frozen`` freezes, or ``None``.
-
-    Raises:
-        ValueError: If it is not ``False``, ``True``, ``"U"`` or ``"V"``.
-    """
+    """Return the name of the factor that ``half_frozen`` freezes, or ``None``; refuse another value."""
     if isinstance(half_frozen, bool):
         return "U" if half_frozen else None
     if half_frozen not in ("U", "V"):
@@ -98,7 +94,7 @@ class Factorization(ABC):
     - ``rank``: an integer that :meth:`check_rank` accepts.
     - ``ratio``: trained numbers over the weight's numbers, above 0.
     - ``half_frozen``: which factor is drawn and never trained, if any. The same ratio then affords a higher
-      rank. It needs a :meth:`bilinear` form.
+      rank. It needs a :meth:`bilinear` form; elsewhere it is a ``ValueError``, and so is ``decouple``.
     - ``factors``: all factors by name, shaped as :meth:`factor_shapes` says.
     - ``std``: the standard deviation of the dense weight's numbers.
     """
@@ -111,8 +107,7 @@ class Factorization(ABC):
             A rank between 1 and :meth:`max_rank`.
 
         Raises:
-            ValueError: If ``ratio`` is not positive, or needs more than :meth:`max_rank`, or a factor is
-                to be frozen where the form is not bilinear.
+            ValueError: If ``ratio`` is not positive, or needs more than :meth:`max_rank`.
         """
 
     @abstractmethod
@@ -169,8 +164,7 @@ class Factorization(ABC):
         smallest rank that holds the ratio.
 
         Raises:
-            ValueError: If the weight cannot have this rank, or a factor is to be frozen where the form is
-                not bilinear.
+            ValueError: If the weight cannot have this rank.
         """
         self.check_rank(shape, rank, half_frozen)
         return self.trained_numbers(shape, rank, half_frozen) / math.prod(shape)
@@ -188,22 +182,14 @@ class Factorization(ABC):
         return self.factor_names(shape) == ("U", "V")
 
     def trained_factors(self, shape: Sequence[int], half_frozen: HalfFrozen = False) -> tuple[str, ...]:
-        """Return the names of the trained factors: all, or the one that is not frozen.
-
-        Raises:
-            ValueError: If a factor is to be frozen where the form is not bilinear.
-        """
+        """Return the names of the trained factors: all, or the one that is not frozen."""
         fixed = self.fixed_factors(shape, half_frozen=half_frozen)
         return tuple(name for name in self.factor_names(shape) if name not in fixed)
 
     def fixed_factors(
         self, shape: Sequence[int], decouple: bool = False, half_frozen: HalfFrozen = False
     ) -> tuple[str, ...]:
-        """Return the names of the factors that are never trained: none, both (decoupled) or the frozen one.
-
-        Raises:
-            ValueError: If either modifier is on where the form is not bilinear.
-        """
+        """Return the names of the factors that are never trained: none, both (decoupled) or the frozen one."""
         frozen = frozen_factor(half_frozen)
         if (decouple or frozen is not None) and not self.bilinear(shape):
             raise ValueError(

@@ -101,9 +101,7 @@ class BlockKronecker(Factorization):
     def compose(self, factors: Mapping[str, Tensor], shape: Sequence[int]) -> Tensor:
         rank, size, _ = factors["U"].shape
         products = torch.einsum("kij,kpq->kipjq", factors["U"], factors["V"])
-        if self.grid:
-            side = math.isqrt(rank)
-            products = products.reshape(side, side, size**2, size**2).transpose(1, 2)
+        products = products.reshape(*self._sides(rank), size**2, size**2).transpose(1, 2)
         return products.reshape(-1)[: math.prod(shape)].reshape(tuple(shape))
 
     @override
@@ -198,10 +196,9 @@ class BlockKronecker(Factorization):
         size = self.block_size(weight.shape, rank)
         flat = working_precision(weight).reshape(-1)
         padded = F.pad(flat, (0, rank * size**4 - flat.numel()))
-        if self.grid:
-            side = math.isqrt(rank)
-            padded = padded.reshape(side, size**2, side, size**2).transpose(1, 2)
-        tiles = padded.reshape(rank, size, size, size, size).transpose(2, 3)
+        down, across = self._sides(rank)
+        blocks = padded.reshape(down, size**2, across, size**2).transpose(1, 2)
+        tiles = blocks.reshape(rank, size, size, size, size).transpose(2, 3)
         left, values, right = torch.linalg.svd(tiles.reshape(rank, size**2, size**2), full_matrices=False)
         roots = values[:, :1].sqrt()
         factors = {"U": left[:, :, 0] * roots, "V": right[:, 0] * roots}
