@@ -64,10 +64,6 @@ def generator(*parts: int | str) -> torch.Generator:
         A fresh generator on the CPU: drawing there and moving the result gives the same numbers whatever
         device they are for.
 
-    Raises:
-        TypeError: If a part is neither an ``int`` nor a ``str``.
-        ValueError: If there are no parts.
-
     Example:
         >>> first = torch.rand(3, generator=generator(0, "order", 1))
         >>> torch.equal(first, torch.rand(3, generator=generator(0, "order", 1)))

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lightning_lowrank.layers.factorization import Stage
 from lightning_lowrank.layers.layer import LowRankLayer
@@ -173,13 +174,8 @@ class _LowRankConvTranspose(_LowRankConvolution):
         before = list(input.shape[-len(self.kernel_size) :])
         return self._count(input, before, self._sizes(input, output_padding), math.prod(before))
 
+    @override
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
-        """Compute what the dense layer with the effective weight would.
-
-        Args:
-            input: As for the dense layer.
-            output_size: As for the dense layer.
-        """
         return super().forward(input, self._crop(input, output_size))
 
     def _apply_dense(self, input: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:

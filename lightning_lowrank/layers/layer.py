@@ -462,15 +462,11 @@ class LowRankLayer(nn.Module):
         return self.role == "update" and self.active == "both"
 
     def contracts(self, input: Tensor, *geometry: Any) -> bool:
-        """Return whether the layer computes the contracted way for this input.
+        """Return whether the layer computes the contracted way for these arguments of :meth:`forward`.
 
         With ``compute="auto"`` the multiply-adds of the forward pass are compared and, where gradients are
         recorded, also those of the backward pass: a gradient of the composed weight, which the contracted
         way does not need, costs as much as the layer itself.
-
-        Args:
-            input: An input of the layer.
-            *geometry: Further arguments of :meth:`forward`.
         """
         if self.compute != "auto":
             return self.compute == "contracted"
@@ -497,13 +493,9 @@ class LowRankLayer(nn.Module):
         return contracted < dense
 
     def multiply_adds(self, input: Tensor, *geometry: Any) -> int:
-        """Return the multiply-adds of the forward pass for this input, the way the layer computes it.
+        """Return the multiply-adds of the forward pass for these arguments of it, the way the layer computes it.
 
         Composing the weight, which happens once a batch, is not among them.
-
-        Args:
-            input: An input of the layer.
-            *geometry: Further arguments of :meth:`forward`.
         """
         product, first, rest = self._multiply_adds(input, *geometry)
         if self.merged_weight is not None or self.active == "base" or not self.contracts(input, *geometry):

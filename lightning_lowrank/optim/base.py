@@ -77,9 +77,6 @@ class ProjectedOptimizer(Optimizer, ABC):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` returned; training then continues bit for bit.
 
-        Args:
-            state_dict: The state of an optimizer of the same class with the same parameters.
-
         Raises:
             ValueError: If the state is of an optimizer without projections, or of other groups.
         """
@@ -92,13 +89,7 @@ class ProjectedOptimizer(Optimizer, ABC):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step. Parameters without a gradient stay as they are.
-
-        Args:
-            closure: Computes the gradients and returns the loss; called once, with gradients enabled.
-
-        Returns:
-            What the closure returned, or ``None`` without one.
+        """Take one step, as torch's optimizers do. Parameters without a gradient stay as they are.
 
         Raises:
             RuntimeError: If a gradient is sparse. Nothing is changed then.

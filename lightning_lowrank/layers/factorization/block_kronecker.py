@@ -81,11 +81,7 @@ class BlockKronecker(Factorization):
         return (math.isqrt(rank) - 1) ** 2 if rank > 1 else None
 
     def check_rank(self, shape: Sequence[int], rank: int, half_frozen: HalfFrozen = False) -> None:
-        """Refuse a number of blocks that is out of range or, in a grid, not a perfect square.
-
-        Raises:
-            ValueError: If a weight of this shape cannot have ``rank`` blocks.
-        """
+        """Refuse a number of blocks that is out of range or, in a grid, not a perfect square."""
         super().check_rank(shape, rank, half_frozen)
         if self.grid and math.isqrt(rank) ** 2 != rank:
             raise ValueError(
@@ -132,11 +128,7 @@ class BlockKronecker(Factorization):
         transposed: bool = False,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """Multiply by the composed weight block by block: ``(U ⊗ V) vec(X) = vec(U X Vᵀ)`` for row-major vec.
-
-        Raises:
-            ValueError: If the weight is not of two dimensions and as wide as a block.
-        """
+        """Multiply by the composed weight block by block: ``(U ⊗ V) vec(X) = vec(U X Vᵀ)`` for row-major vec."""
         rank, size, _ = factors["U"].shape
         rows = self._rows_of_blocks(shape, rank, size)
         if rows is None:
