@@ -7,31 +7,17 @@ import operator
 from numbers import Real
 from typing import Any, get_args
 
-__all__ = ["check_choice", "check_integer", "check_number"]
-
 
 def check_choice(name: str, value: object, choices: Any) -> None:
-    """Check that a value is one of a Literal's.
-
-    Raises:
-        ValueError: If it is not.
-    """
+    """Refuse a value that is not one of a Literal's, with a ``ValueError``."""
     if value not in get_args(choices):
         raise ValueError(f"{name} must be one of {', '.join(map(repr, get_args(choices)))}, but is {value!r}.")
 
 
 def check_integer(name: str, value: object, least: int | None = 1, hint: str = "") -> None:
-    """Check that a value is an integer of at least ``least``.
+    """Refuse what is not an integer (``TypeError``) of at least ``least`` (``ValueError``; ``None``: no limit).
 
-    Args:
-        name: The argument.
-        value: Its value.
-        least: The smallest integer that is allowed. ``None``: no limit.
-        hint: What to use instead of a smaller integer, for the message.
-
-    Raises:
-        TypeError: If the value is not an integer.
-        ValueError: If it is too small.
+    ``hint`` is what to use instead of a smaller integer, for the message.
     """
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an integer, but is {value!r} of type {type(value).__name__}.")
@@ -49,20 +35,10 @@ def check_number(
     most: float | None = None,
     hint: str = "",
 ) -> None:
-    """Check that a value is a finite number within bounds.
+    """Refuse what is not a number (``TypeError``), or is not finite or out of bounds (``ValueError``).
 
-    Args:
-        name: The argument.
-        value: Its value.
-        least: The smallest number that is allowed. ``None``, here and below: no limit.
-        above: A number that the value must exceed.
-        below: A number that the value must not reach.
-        most: The largest number that is allowed.
-        hint: What to use instead of a number out of bounds, for the message.
-
-    Raises:
-        TypeError: If the value is not a number.
-        ValueError: If it is out of bounds or not finite.
+    ``least`` and ``most`` are allowed themselves, ``above`` and ``below`` are not. ``hint`` is what to use instead of
+    a number out of bounds, for the message.
     """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, but is {value!r} of type {type(value).__name__}.")

@@ -10,8 +10,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank import arguments, patterns
 
-__all__ = ["check_choice", "check_integer", "check_number", "check_patterns"]
-
 P = ParamSpec("P")
 
 

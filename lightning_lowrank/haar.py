@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["haar_basis"]
-
 
 def haar_basis(gaussian: Tensor) -> Tensor:
     """Return the orthonormal columns of a Gaussian matrix's QR decomposition, with the signs made unique.

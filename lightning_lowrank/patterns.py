@@ -10,8 +10,6 @@ import difflib
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
-__all__ = ["check_patterns", "matches"]
-
 
 def matches(pattern: str, name: str) -> bool:
     """Return whether a pattern means a name.
@@ -35,17 +33,10 @@ def matches(pattern: str, name: str) -> bool:
 def check_patterns(
     argument: str, patterns: Iterable[str], names: Sequence[str], what: str, also: Sequence[str] = ()
 ) -> None:
-    """Refuse a pattern that means none of the names.
+    """Refuse a pattern that means none of the names, with a ``ValueError`` that proposes names that come close.
 
-    Args:
-        argument: The argument that holds the patterns.
-        patterns: The patterns.
-        names: The names that they choose among.
-        what: What has these names, with what a user must know of it: ``"layer that can be converted"``.
-        also: Further names to propose where they come close.
-
-    Raises:
-        ValueError: If there is one; it proposes names that come close.
+    ``what`` says what has these names, with what a user must know of it: ``"layer that can be converted"``. ``also``
+    are further names to propose.
     """
     for pattern in patterns:
         if not any(matches(pattern, name) for name in names):

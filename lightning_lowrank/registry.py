@@ -5,8 +5,6 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-__all__ = ["registered"]
-
 
 def registered(base: type[Any]) -> dict[str, type[Any]]:
     """Return every subclass of ``base`` that is not abstract, at any depth, by class name.

@@ -11,8 +11,6 @@ import os
 
 import torch
 
-__all__ = ["default_seed", "derive_seed", "generator"]
-
 
 def default_seed() -> int:
     """Return the seed given to Lightning's ``seed_everything``, or 0."""
@@ -65,10 +63,6 @@ def generator(*parts: int | str) -> torch.Generator:
     Returns:
         A fresh generator on the CPU: drawing there and moving the result gives the same numbers whatever
         device they are for.
-
-    Raises:
-        TypeError: If a part is neither an ``int`` nor a ``str``.
-        ValueError: If there are no parts.
 
     Example:
         >>> first = torch.rand(3, generator=generator(0, "order", 1))

@@ -1,8 +1,4 @@
-"""`LowRank`: converts a module's layers to low-rank ones before Lightning builds optimizers or loads checkpoints.
-
-It calls `lightning_lowrank.layers.convert`. Put it in ``callbacks``, before `FederatedLoop` or without it; `load_dense`
-loads the trained weights into the unconverted module.
-"""
+"""`LowRank`: converts a module's layers to low-rank ones before Lightning builds optimizers or loads checkpoints."""
 
 from __future__ import annotations
 
@@ -44,7 +40,7 @@ class _Converted:
 
 
 class LowRank(Callback):
-    r"""Replace a module's layers by low-rank ones, in place, when a run begins.
+    r"""Replace a module's layers by low-rank ones, in place, when a run begins. Put it before `FederatedLoop`.
 
     Linear layers, convolutions (transposed ones too), embeddings, the projections of ``nn.MultiheadAttention`` and
     transformers' ``Conv1D`` can be converted; see `lightning_lowrank.layers.convert`.

@@ -1,7 +1,4 @@
-"""`StaticBatchNorm`: BatchNorm whose statistics are recomputed when they are needed, not tracked in training.
-
-HeteroFL introduced it for federated rounds, and all methods in FedHM's comparison use it. It works with any training.
-"""
+"""`StaticBatchNorm`: BatchNorm whose statistics are recomputed when they are needed, not tracked in training."""
 
 from __future__ import annotations
 

@@ -13,20 +13,11 @@ from lightning_lowrank.interop.peft_export import refuse_changed_base, write_ada
 from lightning_lowrank.interop.peft_layout import Outline
 from lightning_lowrank.layers import LayerSpec, dense_state_dict
 
-__all__ = ["adapter_checkpoint", "dense_checkpoint", "load_dense"]
-
 
 def dense_checkpoint(path: str | Path, client: int | None = None) -> dict[str, Tensor]:
-    """Return the unconverted module's state dict from a checkpoint of a converted one.
+    """Return the unconverted module's state dict from a checkpoint of a converted one; see `load_dense`.
 
-    Args:
-        path: A checkpoint that a trainer with `LowRank` wrote; the state dict of one without `LowRank` is returned
-            unchanged.
-        client: Id of a client whose own model is used instead of the global one.
-
-    Raises:
-        MisconfigurationException: If the checkpoint does not describe its layers, or ``client`` keeps no
-            model of its own in it.
+    The state dict of a run without `LowRank` is returned unchanged.
     """
     checkpoint = _read(path, client)
     layers = checkpoint.get("callbacks", {}).get("LowRank", {}).get("layers", [])
@@ -42,22 +33,7 @@ def dense_checkpoint(path: str | Path, client: int | None = None) -> dict[str, T
 def adapter_checkpoint(
     path: str | Path, folder: str | Path, client: int | None = None, prefix: str | None = None
 ) -> Path:
-    """Write the low-rank layers of a checkpoint as a PEFT adapter folder; see `export_adapter`.
-
-    Args:
-        path: A checkpoint that a trainer with `LowRank` wrote.
-        folder: Where to write ``adapter_config.json`` and ``adapter_model.safetensors``; made if needed.
-        client: Id of a client whose own model is used instead of the global one.
-        prefix: Name of the pretrained network in the LightningModule; by default the attribute that holds all low-rank
-            layers.
-
-    Returns:
-        The folder.
-
-    Raises:
-        MisconfigurationException: If the checkpoint does not describe its layers, ``client`` keeps no model of its
-            own in it, or something trained cannot be expressed.
-    """
+    """Write the low-rank layers of a checkpoint as a PEFT adapter folder; see `export_adapter` and `load_dense`."""
     checkpoint = _read(path, client)
     described = checkpoint.get("callbacks", {}).get("LowRank", {}).get("outline")
     if described is None and any(".lora_" in name for name in checkpoint["state_dict"]):
@@ -110,7 +86,8 @@ def load_dense(path: str | Path, module: torch.nn.Module, client: int | None = N
         client: Id of a client whose own model is used instead of the global one.
 
     Raises:
-        MisconfigurationException: If ``client`` keeps no model of its own in the checkpoint.
+        MisconfigurationException: If the checkpoint does not describe its layers, or ``client`` keeps no model of its
+            own in it.
         RuntimeError: If the checkpoint is of another architecture; torch names the tensors that do not fit.
     """
     module.load_state_dict(dense_checkpoint(path, client))

@@ -27,8 +27,6 @@ from lightning_lowrank.interop.peft_layout import (
     refuse_wrapped,
 )
 
-__all__ = ["export_adapter", "refuse_changed_base", "write_adapter"]
-
 _DENSE = "export dense weights instead, as `lightning-lowrank export` does by default"
 
 
@@ -81,12 +79,7 @@ def export_adapter(
 
 
 def refuse_changed_base(algorithm: str, state: Mapping[str, Any]) -> None:
-    """Refuse a federated run that has changed the frozen weights.
-
-    Args:
-        algorithm: The algorithm's class name.
-        state: What it keeps on every side, with ``"folded"`` where it has folded changes into frozen weights.
-    """
+    """Refuse a federated run whose algorithm, by its state, has folded changes into the frozen weights."""
     if state.get("folded"):
         raise MisconfigurationException(
             f"{algorithm} with this operator or setting folds updates into the frozen weights, so the adapters are only"

@@ -30,8 +30,6 @@ from lightning_lowrank.interop.peft_layout import (
 )
 from lightning_lowrank.layers import LowRankLayer, MatrixProduct, low_rank_class, low_rank_layers
 
-__all__ = ["import_adapter"]
-
 # Settings with which an adapter does not compute W + scaling · B A.
 _UNSUPPORTED = {
     "use_dora": "DoRA's magnitudes are not LoRA factors",

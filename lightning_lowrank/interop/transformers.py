@@ -6,18 +6,9 @@ from types import ModuleType
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-__all__ = ["import_transformers"]
-
 
 def import_transformers(user: str) -> ModuleType:
-    """Import transformers, which is an optional dependency.
-
-    Args:
-        user: Name of the class that needs it, for the message.
-
-    Raises:
-        MisconfigurationException: If it is not installed; the message names the extra.
-    """
+    """Import transformers, or say that ``user`` needs it and which extra installs it."""
     try:
         import transformers
     except ImportError as error:

@@ -20,36 +20,21 @@ from lightning_lowrank.layers.factorization import (
     MatrixProduct,
     Stage,
     factorization_from_dict,
-    registered_factorizations,
 )
 from lightning_lowrank.layers.layer import LowRankLayer, low_rank_layers
 from lightning_lowrank.layers.linear import LowRankEmbedding, LowRankLinear
 from lightning_lowrank.layers.recovery import LayerSpec, dense_state_dict, merge, recover, unmerge
 from lightning_lowrank.layers.report import Conversion, LayerReport
-from lightning_lowrank.layers.settings import (
-    Allocation,
-    BudgetRule,
-    BudgetUnit,
-    Compute,
-    Init,
-    LayerSettings,
-    LowRankSettings,
-    Role,
-)
+from lightning_lowrank.layers.settings import LayerSettings, LowRankSettings
 from lightning_lowrank.layers.survey import low_rank_class
 
 __all__ = [
     "CP",
-    "Allocation",
     "BlockKronecker",
-    "BudgetRule",
-    "BudgetUnit",
-    "Compute",
     "Conversion",
     "Factorization",
     "Hadamard",
     "HalfFrozen",
-    "Init",
     "LayerReport",
     "LayerSettings",
     "LayerSpec",
@@ -65,7 +50,6 @@ __all__ = [
     "LowRankMultiheadAttention",
     "LowRankSettings",
     "MatrixProduct",
-    "Role",
     "Stage",
     "add_frobenius_decay",
     "convert",
@@ -77,6 +61,5 @@ __all__ = [
     "low_rank_layers",
     "merge",
     "recover",
-    "registered_factorizations",
     "unmerge",
 ]

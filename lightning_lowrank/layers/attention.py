@@ -8,10 +8,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from lightning_lowrank.internals.torch import own_children, own_parameters
-from lightning_lowrank.layers.layer import take_over_attributes
-from lightning_lowrank.layers.linear import LowRankLinear
-
-__all__ = ["LowRankMultiheadAttention"]
+from lightning_lowrank.layers.layer import LowRankLayer, take_over_attributes
 
 
 class LowRankMultiheadAttention(nn.MultiheadAttention):
@@ -28,9 +25,7 @@ class LowRankMultiheadAttention(nn.MultiheadAttention):
         raise TypeError("LowRankMultiheadAttention is built from a dense one: use its from_dense, or convert(...).")
 
     @classmethod
-    def from_dense(
-        cls, module: nn.MultiheadAttention, projections: Mapping[str, LowRankLinear]
-    ) -> LowRankMultiheadAttention:
+    def from_dense(cls, module: nn.Module, projections: Mapping[str, LowRankLayer]) -> LowRankMultiheadAttention:
         """Put low-rank projections in the place of weights.
 
         Args:
@@ -66,10 +61,8 @@ class LowRankMultiheadAttention(nn.MultiheadAttention):
         nn.Module.__init__(dense)
         take_over_attributes(dense, self, hooks=True)
         for name in self.PROJECTIONS:
-            weight = own_parameters(self).get(f"{name}_weight")
-            if name in own_children(self):
-                projection = own_children(self)[name]
-                assert isinstance(projection, LowRankLinear)
+            weight, projection = own_parameters(self).get(f"{name}_weight"), own_children(self).get(name)
+            if projection is not None:
                 weight = projection.to_dense().get_parameter("weight")
             dense.register_parameter(f"{name}_weight", weight)
         for name, parameter in own_parameters(self).items():

@@ -6,8 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -24,14 +22,8 @@ def assign_ranks(
 ) -> None:
     """Give each layer its rank, or the reason to leave it alone.
 
-    Args:
-        model: The model that holds the layers.
-        layers: The layers to convert, without those that share the weight of an earlier one.
-        settings: The settings of the conversion.
-        spared: Parameters that ``freeze_rest`` leaves trained.
-
-    Raises:
-        ValueError: If a layer cannot have its rank, or the budget is below what the smallest ranks need.
+    ``layers`` are without those that share the weight of an earlier one, ``spared`` is what ``freeze_rest`` leaves
+    trained. A rank that a layer cannot have, or a budget below what the smallest ranks need, is a ``ValueError``.
     """
     for layer in layers:
         if settings.rank is not None:
@@ -45,7 +37,7 @@ def assign_ranks(
                 with _naming(layer):
                     layer.rank = settings.factorization.rank_for_ratio(layer.shape, share, settings.half_frozen)
     if settings.budget is not None and layers:
-        ranks = Budget.of(model, [layer.weight for layer in layers], settings, spared).ranks()
+        ranks = _Budget(model, [layer.weight for layer in layers], settings, spared).ranks()
         for layer, rank in zip(layers, ranks, strict=True):
             layer.rank = rank
     for layer in layers:
@@ -76,30 +68,12 @@ def _naming(layer: Candidate) -> Iterator[None]:
         raise ValueError(f"layer {layer.name!r}: {error} Exclude it or give it settings of its own.") from None
 
 
-@dataclass(frozen=True)
-class Budget:
-    """The arithmetic of a budget over the weights to factorize.
+class _Budget:
+    """The arithmetic of a budget over the weights to factorize. A number costs 1 or, in bytes, its size."""
 
-    A number of a weight costs 1 or, in bytes, its size. ``rest`` is what is trained outside these weights and
-    ``dense`` the dense model, both in that unit.
-    """
-
-    settings: LowRankSettings
-    budget: float
-    weights: tuple[Tensor, ...]
-    costs: tuple[int, ...]
-    rest: int
-    dense: int
-
-    @classmethod
-    def of(
-        cls,
-        model: nn.Module,
-        weights: Sequence[Tensor],
-        settings: LowRankSettings,
-        spared: Set[nn.Parameter] = frozenset(),
-    ) -> Budget:
-        """Count a model whose ``weights`` will be factorized."""
+    def __init__(
+        self, model: nn.Module, weights: Sequence[Tensor], settings: LowRankSettings, spared: Set[nn.Parameter]
+    ) -> None:
         assert settings.budget is not None
         in_bytes = settings.budget_unit == "bytes"
 
@@ -109,19 +83,12 @@ class Budget:
         factorized = set(weights)
         outside = [p for p in model.parameters() if p not in factorized]
         trained = [p for p in outside if (p in spared if settings.freeze_rest else p.requires_grad)]
-        return cls(
-            settings,
-            settings.budget,
-            tuple(weights),
-            tuple(map(cost, weights)),
-            rest=sum(p.numel() * cost(p) for p in trained),
-            dense=sum(p.numel() * cost(p) for p in model.parameters()),
-        )
-
-    @cached_property
-    def counts(self) -> Counter[tuple[tuple[int, ...], int]]:
-        """The number of weights by shape and cost."""
-        return Counter((tuple(weight.shape), cost) for weight, cost in zip(self.weights, self.costs, strict=True))
+        self.settings, self.budget, self.weights = settings, settings.budget, weights
+        self.costs = [cost(weight) for weight in weights]
+        self.counts = Counter((tuple(weight.shape), cost(weight)) for weight in weights)
+        # What is trained outside the weights, and the dense model.
+        self.rest = sum(p.numel() * cost(p) for p in trained)
+        self.dense = sum(p.numel() * cost(p) for p in model.parameters())
 
     def allowed(self, tolerated: float = 0.0) -> float:
         """Return the budget in the unit; its tolerance only absorbs rounding of a product: totals are integers."""
@@ -148,11 +115,7 @@ class Budget:
         }
 
     def ranks(self) -> list[int]:
-        """Return the weights' ranks, allocated by the settings.
-
-        Raises:
-            ValueError: If the budget is below what the smallest ranks need.
-        """
+        """Return the weights' ranks, allocated by the settings."""
         authors = self.settings.budget_rule == "authors"
         allowed = self.allowed(_AUTHORS_STEP if authors else 0.0)
         self._check_floor(allowed)
@@ -215,14 +178,13 @@ class Budget:
         ranks = self.at_ratio(ratio)
         factorization = self.settings.factorization
         while self.total(ranks) > allowed:
-            steps = []
-            for shape, rank in ranks.items():
-                lower = factorization.lower_rank(shape, rank)
-                if lower is not None:
-                    steps.append(factorization.ratio_for_rank(shape, lower, self.settings.half_frozen))
-            if not steps:
-                return 0.0
-            ratio = max(steps)
+            lower = {shape: factorization.lower_rank(shape, rank) for shape, rank in ranks.items()}
+            steps = [
+                factorization.ratio_for_rank(shape, rank, self.settings.half_frozen)
+                for shape, rank in lower.items()
+                if rank is not None
+            ]
+            ratio = max(steps, default=0.0)
             ranks = self.at_ratio(ratio)
         return ratio
 

@@ -21,8 +21,6 @@ from lightning_lowrank.layers.survey import Candidate, keep_ties, low_rank_class
 from lightning_lowrank.patterns import check_patterns, matches
 from lightning_lowrank.seeding import derive_seed
 
-__all__ = ["convert"]
-
 
 def convert(model: nn.Module, factorization: Factorization, *, seed: int = 0, **settings: Any) -> Conversion:
     """Replace a model's layers by low-rank ones, in place.
@@ -114,19 +112,12 @@ def _make_low_rank(model: nn.Module, chosen: Sequence[Candidate], settings: Laye
             weight.requires_grad_(requires_grad)
         raise ValueError(f"layer {layer.name!r}: {error}") from None
     replace_modules(model, {layer.module: built[layer.name] for layer in chosen if not layer.projection})
-    attentions: dict[nn.Module, dict[str, LowRankLinear]] = {}
+    attentions: dict[nn.Module, dict[str, LowRankLayer]] = {}
     for layer in chosen:
         if layer.projection:
-            projection = built[layer.name]
-            assert isinstance(projection, LowRankLinear)
-            attentions.setdefault(layer.module, {})[layer.projection] = projection
+            attentions.setdefault(layer.module, {})[layer.projection] = built[layer.name]
     replace_modules(
-        model,
-        {
-            attention: LowRankMultiheadAttention.from_dense(attention, projections)
-            for attention, projections in attentions.items()
-            if isinstance(attention, nn.MultiheadAttention)
-        },
+        model, {dense: LowRankMultiheadAttention.from_dense(dense, attentions[dense]) for dense in attentions}
     )
 
 
@@ -152,12 +143,9 @@ def _build(layer: Candidate, settings: LayerSettings, seed: int, built: Mapping[
 
 def _as_linear(weight: nn.Parameter, training: bool) -> nn.Linear:
     """Dress a weight of an attention as the linear layer it stands for, without drawing another one."""
-    linear = nn.Linear.__new__(nn.Linear)
-    nn.Module.__init__(linear)
-    linear.out_features, linear.in_features = weight.shape
-    linear.register_parameter("weight", weight)
-    linear.register_parameter("bias", None)
-    linear.training = training
+    outputs, inputs = weight.shape
+    linear = nn.Linear(inputs, outputs, bias=False, device="meta").train(training)
+    linear.weight = weight
     return linear
 
 
@@ -188,23 +176,22 @@ def _spec(layer: Candidate, settings: LayerSettings) -> LayerSpec:
 
 
 def _report(layer: Candidate, settings: LowRankSettings, spared: bool) -> LayerReport:
-    converted = not layer.reason
-    reason = layer.reason
-    if not converted:
+    reason, rank = layer.reason, None if layer.reason else layer.chosen_rank
+    if rank is None:
         trainable = layer.numbers if layer.trainable and (spared or not settings.freeze_rest) else 0
     elif layer.tied_to is not None:
         trainable, reason = 0, f"shares the factors of {layer.tied_to.name}"
     else:
-        trainable = settings.factorization.trained_numbers(layer.shape, layer.chosen_rank, settings.half_frozen)
+        trainable = settings.factorization.trained_numbers(layer.shape, rank, settings.half_frozen)
         trainable += layer.numbers if settings.train_base and layer.trainable else 0
     return LayerReport(
         name=layer.name,
         kind=layer.kind,
         shape=layer.shape,
-        rank=layer.chosen_rank if converted else None,
+        rank=rank,
         parameters=layer.numbers,
         trainable=trainable,
-        converted=converted,
+        converted=rank is not None,
         reason=reason,
         error=layer.error,
     )

@@ -1,8 +1,4 @@
-"""Low-rank convolutions and transposed convolutions of one, two and three dimensions.
-
-They apply a weight's stages as a chain of torch's own convolutions, each with the stride, padding and dilation
-of the dimensions that are its own.
-"""
+"""Low-rank convolutions and transposed convolutions of one, two and three dimensions."""
 
 from __future__ import annotations
 
@@ -12,22 +8,14 @@ from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lightning_lowrank.layers.factorization import Stage
 from lightning_lowrank.layers.layer import LowRankLayer
 
-__all__ = [
-    "LowRankConv1d",
-    "LowRankConv2d",
-    "LowRankConv3d",
-    "LowRankConvTranspose1d",
-    "LowRankConvTranspose2d",
-    "LowRankConvTranspose3d",
-]
-
 
 class _LowRankConvolution(LowRankLayer):
-    """What convolutions share: the stages of a chain, each with the geometry of the dimensions it owns.
+    """What convolutions share: a chain of torch's convolutions, each with the geometry of the dimensions it owns.
 
     A kernel dimension belongs to the stage whose kernel extends in it, or to the first stage where none
     does. Padding, stride and dilation of a dimension act at its stage: what the others do along other
@@ -47,9 +35,6 @@ class _LowRankConvolution(LowRankLayer):
     def _stage_shapes(self) -> tuple[Stage, ...]:
         return self.factorization.stage_shapes(self.weight_shape, self.rank) or ()
 
-    def _can_contract(self) -> bool:
-        return bool(self._stage_shapes())
-
     def _owners(self, stages: Sequence[Stage]) -> list[int]:
         """Return, for each kernel dimension, the position of the stage it belongs to."""
         return [
@@ -61,35 +46,22 @@ class _LowRankConvolution(LowRankLayer):
         return input if input.dim() == len(self.kernel_size) + 2 else input.unsqueeze(0)
 
     def _split_groups(self, input: Tensor) -> Tensor:
-        if self.groups == 1:
-            return input
-        batch, channels, *size = input.shape
-        return input.reshape(batch * self.groups, channels // self.groups, *size)
+        return input if self.groups == 1 else input.unflatten(1, (self.groups, -1)).flatten(0, 1)
 
     def _join_groups(self, input: Tensor) -> Tensor:
-        if self.groups == 1:
-            return input
-        batch, channels, *size = input.shape
-        return input.reshape(batch // self.groups, channels * self.groups, *size)
+        return input if self.groups == 1 else input.unflatten(0, (-1, self.groups)).flatten(1, 2)
 
     def _count(
         self, input: Tensor, before: Sequence[int], after: Sequence[int], positions: int
     ) -> tuple[int, int, int]:
-        """Count as ``_multiply_adds`` does, from the sizes before and after each dimension's own stage.
-
-        A stage has its multiply-adds at each position of the side where its dimensions have been convolved, or
-        have not been transposed yet.
-        """
+        """Count as ``_multiply_adds`` does, from the sizes before and after each dimension's own stage."""
         batch = 1 if input.dim() == len(self.kernel_size) + 1 else input.shape[0]
         stages = self._stage_shapes()
         owners = self._owners(stages)
+        done, left = (before, after) if self.first_is_input else (after, before)
         counts = []
         for index, stage in enumerate(stages):
-            own_side = before if self.first_is_input else after
-            other_side = after if self.first_is_input else before
-            sizes = [
-                own_side[position] if owner <= index else other_side[position] for position, owner in enumerate(owners)
-            ]
+            sizes = [done[position] if owner <= index else left[position] for position, owner in enumerate(owners)]
             copies = 1 if index == len(stages) - 1 else self.groups
             counts.append(batch * copies * math.prod(stage.kernel) * math.prod(sizes))
         first = counts[-1 if self.first_is_input else 0] if counts else 0
@@ -127,27 +99,20 @@ class _LowRankConv(_LowRankConvolution):
         totals = [step * (size - 1) if self.padding == "same" else 0 for step, size in reaches]
         return [part for total in totals for part in (total // 2, total - total // 2)]
 
-    def _left_to_stages(self) -> Sequence[int] | None:
-        """Return the padding of each dimension that its stage applies, ``None`` where a stage cannot."""
-        if self.padding_mode != "zeros":
-            return None
-        if not isinstance(self.padding, str):
-            return self.padding
+    def _split_padding(self) -> tuple[list[int], list[int]]:
+        """Return the padding that comes before all stages, as ``F.pad`` takes it, and what each stage can apply."""
         pads = self._pads()
-        return pads[::-2] if pads[::2] == pads[1::2] else None
+        if self.padding_mode == "zeros" and pads[::2] == pads[1::2]:
+            return [0] * len(pads), pads[::-2]
+        return pads, [0] * len(self.kernel_size)
 
     def _multiply_adds(self, input: Tensor, *geometry: Any) -> tuple[int, int, int]:
-        dimensions = len(self.kernel_size)
-        left = self._left_to_stages()
-        pads = self._pads()
-        both = [pads[index] + pads[index + 1] for index in range(2 * dimensions - 2, -1, -2)] if left is None else None
+        pads, by_stages = self._split_padding()
         before, after = [], []
-        for position, size in enumerate(input.shape[-dimensions:]):
-            padded = size + (both[position] if both is not None else 0)
-            before.append(padded)
-            padded += 2 * left[position] if left is not None else 0
+        for position, size in enumerate(input.shape[-len(self.kernel_size) :]):
+            before.append(size + pads[-2 * position - 2] + pads[-2 * position - 1])
             reach = self.dilation[position] * (self.kernel_size[position] - 1)
-            after.append((padded - reach - 1) // self.stride[position] + 1)
+            after.append((before[-1] + 2 * by_stages[position] - reach - 1) // self.stride[position] + 1)
         return self._count(input, before, after, math.prod(after))
 
     def _apply_dense(self, input: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
@@ -160,11 +125,9 @@ class _LowRankConv(_LowRankConvolution):
         self, input: Tensor, factors: Mapping[str, Tensor], bias: Tensor | None, *geometry: Any
     ) -> Tensor:
         output = self._batched(input)
-        padding = self._left_to_stages()
-        if padding is None:
-            mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
-            output = F.pad(output, self._pads(), mode=mode)
-            padding = (0,) * len(self.kernel_size)
+        pads, padding = self._split_padding()
+        if any(pads):
+            output = F.pad(output, pads, mode="constant" if self.padding_mode == "zeros" else self.padding_mode)
         stages = self._stage_shapes()
         *kernels, last = self.factorization.stages(factors, self.weight_shape)
         output = self._split_groups(output)
@@ -211,13 +174,8 @@ class _LowRankConvTranspose(_LowRankConvolution):
         before = list(input.shape[-len(self.kernel_size) :])
         return self._count(input, before, self._sizes(input, output_padding), math.prod(before))
 
+    @override
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
-        """Compute what the dense layer with the effective weight would.
-
-        Args:
-            input: As for the dense layer.
-            output_size: As for the dense layer.
-        """
         return super().forward(input, self._crop(input, output_size))
 
     def _apply_dense(self, input: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
@@ -232,15 +190,13 @@ class _LowRankConvTranspose(_LowRankConvolution):
         (output_padding,) = geometry
         assert not isinstance(self.padding, str)
         stages = self._stage_shapes()
-        *kernels, last = self.factorization.stages(factors, self.weight_shape)
-        own_bias = bias if self.groups == 1 else None
+        kernels = self.factorization.stages(factors, self.weight_shape)
         output = self._batched(input)
-        output = self._split_groups(
-            self._run(stages, len(kernels), output, last, None if kernels else own_bias, self.padding, output_padding)
-        )
         for index in reversed(range(len(kernels))):
-            added = own_bias if index == 0 else None
+            added = bias if index == 0 and self.groups == 1 else None
             output = self._run(stages, index, output, kernels[index], added, self.padding, output_padding)
+            if index == len(kernels) - 1:
+                output = self._split_groups(output)
         output = self._join_groups(output)
         if bias is not None and self.groups > 1:
             output = output + bias.to(output.dtype).view(-1, *(1 for _ in self.kernel_size))

@@ -8,6 +8,7 @@ the gradients. ``‖U Vᵀ‖²`` comes from Gram matrices, ``Σ (UᵀU)∘(Vᵀ
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +17,13 @@ from torch.func import grad, vmap
 from lightning_lowrank.arguments import check_number
 from lightning_lowrank.layers.layer import LowRankLayer, low_rank_layers, terms
 
-__all__ = ["add_frobenius_decay", "frobenius_norm_squared", "frobenius_penalty"]
 
-
-def frobenius_norm_squared(layer: LowRankLayer) -> Tensor:
+def frobenius_norm_squared(layer: LowRankLayer, factors: Mapping[str, Tensor] | None = None) -> Tensor:
     """Return the squared Frobenius norm of what a layer's factors compose, its update or its weight.
 
     Args:
         layer: A low-rank layer; in role ``"update"`` the frozen weight does not count.
+        factors: Values for trained factors, by name, in place of the layer's own. None by default.
 
     Returns:
         A scalar through which gradients flow to the factors.
@@ -34,11 +34,7 @@ def frobenius_norm_squared(layer: LowRankLayer) -> Tensor:
         >>> torch.allclose(frobenius_norm_squared(layer), layer.weight.square().sum())
         True
     """
-    return _norm_squared(layer, dict(layer.factors))
-
-
-def _norm_squared(layer: LowRankLayer, factors: Mapping[str, Tensor]) -> Tensor:
-    parts = terms(factors, layer.fixed, layer.decouple)
+    parts = terms({**dict(layer.factors), **(factors or {})}, layer.fixed, layer.decouple)
     inner, shape = layer.factorization.inner, layer.weight_shape
     total = inner(parts[0], parts[0], shape)
     if layer.decouple:
@@ -119,13 +115,9 @@ def add_frobenius_decay(
         }
         if not decayed:
             continue
-
-        def norm_squared(
-            factors: dict[str, Tensor], layer: LowRankLayer = layer, own: dict[str, Tensor] = own
-        ) -> Tensor:
-            return _norm_squared(layer, {**own, **factors})
-
-        gradient_of = grad(norm_squared) if stacks is None else vmap(grad(norm_squared))
+        gradient_of = grad(partial(frobenius_norm_squared, layer))
+        if stacks is not None:
+            gradient_of = vmap(gradient_of)
         gradients = gradient_of({name: factor.detach() for name, factor in decayed.items()})
         for name, factor in decayed.items():
             gradient = gradients[name] * (weight_decay / 2)

@@ -16,9 +16,8 @@ In FedMUD (Li et al., ICML 2025) role ``"update"`` is Eq. 3, and decoupling is A
 2022) is role ``"update"`` with a matrix product, ``init="lora"`` and ``alpha``; FFA-LoRA also freezes the factor
 on the input's side.
 
-Each layer computes in one of two ways, equal to rounding: the *dense* way composes the weight and calls
-torch's function with it; the *contracted* way applies one factor after another to the input and never builds
-the weight. ``compute="auto"`` counts the multiply-adds of both for the input at hand and takes the fewer.
+Each layer computes in one of two ways, equal to rounding: the *dense* way composes the weight and calls torch's
+function with it; the *contracted* way applies one factor after another to the input.
 """
 
 from __future__ import annotations
@@ -36,8 +35,6 @@ from lightning_lowrank.layers.factorization import Factorization, HalfFrozen
 from lightning_lowrank.layers.settings import Compute, LayerSettings, Role, update_scale
 from lightning_lowrank.seeding import generator
 
-__all__ = ["LowRankLayer", "low_rank_layers"]
-
 _REMEMBERED_CASES = 256
 
 _Layer = TypeVar("_Layer", bound="LowRankLayer")
@@ -49,13 +46,14 @@ def combine(
     factors: Mapping[str, Tensor],
     fixed: Mapping[str, Tensor],
     decouple: bool,
+    scale: float = 1,
 ) -> Tensor:
     """Compose trained and fixed factors into a dense tensor, by the table in this module's docstring."""
     first, *others = terms(factors, fixed, decouple)
     composed = factorization.compose(first, shape)
     for term in others:
         composed = composed + factorization.compose(term, shape)
-    return composed
+    return composed if scale == 1 else composed * scale
 
 
 def terms(
@@ -133,8 +131,7 @@ class LowRankLayer(nn.Module):
     def why_not(cls, module: nn.Module, factorization: Factorization) -> str:
         """Return why a module cannot become a layer of this class, or an empty string."""
         if type(module) not in cls.dense_classes:
-            names = " or ".join(f"nn.{kind.__name__}" for kind in cls.dense_classes[:1])
-            return f"{type(module).__name__} is not exactly {names}"
+            return f"{type(module).__name__} is not exactly nn.{cls.dense_classes[0].__name__}"
         if "forward" in vars(module):
             return "its forward is replaced on the instance"
         if set(own_parameters(module)) - {"bias"} != {"weight"} or own_buffers(module) or own_children(module):
@@ -298,8 +295,8 @@ class LowRankLayer(nn.Module):
                 f"factors must have exactly the names of the trained factors, {sorted(self.factors)}, "
                 f"but has {sorted(factors)}."
             )
-        composed = combine(self.factorization, self.weight_shape, factors, dict(self.fixed.items()), self.decouple)
-        return composed if self.scale == 1 else composed * self.scale
+        fixed = dict(self.fixed.items())
+        return combine(self.factorization, self.weight_shape, factors, fixed, self.decouple, self.scale)
 
     @torch.no_grad()
     def fold(self, factors: Mapping[str, Tensor] | None = None) -> None:
@@ -465,15 +462,11 @@ class LowRankLayer(nn.Module):
         return self.role == "update" and self.active == "both"
 
     def contracts(self, input: Tensor, *geometry: Any) -> bool:
-        """Return whether the layer computes the contracted way for this input.
+        """Return whether the layer computes the contracted way for these arguments of :meth:`forward`.
 
         With ``compute="auto"`` the multiply-adds of the forward pass are compared and, where gradients are
         recorded, also those of the backward pass: a gradient of the composed weight, which the contracted
         way does not need, costs as much as the layer itself.
-
-        Args:
-            input: An input of the layer.
-            *geometry: Further arguments of :meth:`forward`.
         """
         if self.compute != "auto":
             return self.compute == "contracted"
@@ -500,13 +493,9 @@ class LowRankLayer(nn.Module):
         return contracted < dense
 
     def multiply_adds(self, input: Tensor, *geometry: Any) -> int:
-        """Return the multiply-adds of the forward pass for this input, the way the layer computes it.
+        """Return the multiply-adds of the forward pass for these arguments of it, the way the layer computes it.
 
         Composing the weight, which happens once a batch, is not among them.
-
-        Args:
-            input: An input of the layer.
-            *geometry: Further arguments of :meth:`forward`.
         """
         product, first, rest = self._multiply_adds(input, *geometry)
         if self.merged_weight is not None or self.active == "base" or not self.contracts(input, *geometry):
@@ -514,7 +503,7 @@ class LowRankLayer(nn.Module):
         return (first + rest) * (2 if self.decouple else 1) + (product if self._adds_to_base else 0)
 
     def _can_contract(self) -> bool:
-        raise NotImplementedError
+        return self.factorization.stage_shapes(self.weight_shape, self.rank) is not None
 
     def _multiply_adds(self, input: Tensor, *geometry: Any) -> tuple[int, int, int]:
         """Count multiply-adds: of the dense product, and of one set of factors' first product and the others.

@@ -15,8 +15,6 @@ from typing_extensions import override
 from lightning_lowrank.layers.factorization import Factorization
 from lightning_lowrank.layers.layer import LowRankLayer
 
-__all__ = ["LowRankEmbedding", "LowRankLinear", "LowRankProjection"]
-
 
 class LowRankProjection(LowRankLayer):
     """What layers share that multiply the last dimension by a matrix."""
@@ -100,9 +98,6 @@ class LowRankEmbedding(LowRankLayer, nn.Embedding):  # type: ignore[override]
             name: value.index_fill(0, row.to(value.device), 0) if name.split(".")[1].startswith("U") else value
             for name, value in values.items()
         }
-
-    def _can_contract(self) -> bool:
-        return self.factorization.stage_shapes(self.weight_shape, self.rank) is not None
 
     def _multiply_adds(self, input: Tensor, *geometry: Any) -> tuple[int, int, int]:
         stages = self.factorization.stage_shapes(self.weight_shape, self.rank) or ()

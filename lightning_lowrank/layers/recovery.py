@@ -15,8 +15,6 @@ from lightning_lowrank.layers.factorization import HalfFrozen, factorization_fro
 from lightning_lowrank.layers.layer import LowRankLayer, combine, low_rank_layers
 from lightning_lowrank.layers.settings import Role
 
-__all__ = ["LayerSpec", "dense_state_dict", "merge", "recover", "unmerge"]
-
 
 @dataclass(frozen=True)
 class LayerSpec:
@@ -160,16 +158,17 @@ def dense_state_dict(state_dict: Mapping[str, Tensor], specs: Sequence[LayerSpec
     weights: dict[str, tuple[str, Tensor]] = {}
     absorbed: dict[str, str] = {}
     for spec in specs:
+        keys = _tensor_keys(spec)
         for name in (spec.name, *spec.aliases):
-            keys = _tensor_keys(spec, name)
-            missing = [key for key in keys if key not in state_dict]
+            missing = [f"{name}.{key}" for key in keys if f"{name}.{key}" not in state_dict]
             if missing:
                 raise ValueError(
                     f"state_dict lacks {missing} of the low-rank layer {name!r}; it must be the state dict "
                     "of the module whose conversion gave the specs."
                 )
-            weights[name] = (f"{name}{spec.suffix}", _dense_weight(spec, name, state_dict))
-            absorbed.update(dict.fromkeys(keys, name))
+            tensors = {key: state_dict[f"{name}.{key}"].detach() for key in keys}
+            weights[name] = (f"{name}{spec.suffix}", _dense_weight(spec, tensors))
+            absorbed.update((f"{name}.{key}", name) for key in keys)
     dense: OrderedDict[str, Tensor] = OrderedDict()
     copy_versions(state_dict, dense)
     for key, value in state_dict.items():
@@ -181,21 +180,19 @@ def dense_state_dict(state_dict: Mapping[str, Tensor], specs: Sequence[LayerSpec
     return dense
 
 
-def _tensor_keys(spec: LayerSpec, name: str) -> list[str]:
+def _tensor_keys(spec: LayerSpec) -> list[str]:
     factorization = factorization_from_dict(spec.factorization)
-    keys = [f"{name}.frozen_weight"] if spec.role == "update" else []
-    keys += [f"{name}.factors.{factor}" for factor in factorization.trained_factors(spec.shape, spec.half_frozen)]
+    keys = ["frozen_weight"] if spec.role == "update" else []
+    keys += [f"factors.{factor}" for factor in factorization.trained_factors(spec.shape, spec.half_frozen)]
     fixed = factorization.fixed_factors(spec.shape, spec.decouple, spec.half_frozen)
-    return keys + [f"{name}.fixed.{factor}" for factor in fixed]
+    return keys + [f"fixed.{factor}" for factor in fixed]
 
 
-def _dense_weight(spec: LayerSpec, name: str, state_dict: Mapping[str, Tensor]) -> Tensor:
-    tensors = {key.removeprefix(f"{name}."): state_dict[key].detach() for key in _tensor_keys(spec, name)}
+def _dense_weight(spec: LayerSpec, tensors: Mapping[str, Tensor]) -> Tensor:
     factors = {key.removeprefix("factors."): t for key, t in tensors.items() if key.startswith("factors.")}
     fixed = {key.removeprefix("fixed."): t for key, t in tensors.items() if key.startswith("fixed.")}
     factorization = factorization_from_dict(spec.factorization)
-    change = combine(factorization, spec.shape, factors, fixed, spec.decouple)
-    change = change if spec.scale == 1 else change * spec.scale
+    change = combine(factorization, spec.shape, factors, fixed, spec.decouple, spec.scale)
     return tensors["frozen_weight"] + change if spec.role == "update" else change
 
 

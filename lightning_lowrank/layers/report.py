@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 
 from lightning_lowrank.layers.recovery import LayerSpec
 
-__all__ = ["Conversion", "LayerReport"]
-
 
 @dataclass(frozen=True)
 class LayerReport:

@@ -15,17 +15,6 @@ from typing import Literal, TypeVar
 from lightning_lowrank.arguments import check_choice, check_integer, check_number
 from lightning_lowrank.layers.factorization import Factorization, HalfFrozen, MatrixProduct
 
-__all__ = [
-    "Allocation",
-    "BudgetRule",
-    "BudgetUnit",
-    "Compute",
-    "Init",
-    "LayerSettings",
-    "LowRankSettings",
-    "Role",
-]
-
 Role = Literal["update", "weight"]
 Init = Literal["auto", "uniform", "lora", "spectral"]
 Compute = Literal["auto", "dense", "contracted"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -26,8 +25,6 @@ from lightning_lowrank.layers.layer import LowRankLayer, low_rank_layers
 from lightning_lowrank.layers.linear import LowRankEmbedding, LowRankLinear
 from lightning_lowrank.layers.settings import LowRankSettings, by_pattern
 from lightning_lowrank.patterns import check_patterns, matches
-
-__all__ = ["low_rank_class"]
 
 _Number = TypeVar("_Number", int, float)
 
@@ -65,7 +62,6 @@ class Candidate:
 
     Attributes:
         projection: The weight's name without ``_weight`` where it is one of several of an attention, empty otherwise.
-        shared_with: Names of the other parameters that are the same weight.
         reason: Why the layer is left alone, empty otherwise.
         tied_to: The earlier layer whose factors this one shares.
         error: The relative error of the decomposition, where there is one.
@@ -76,7 +72,6 @@ class Candidate:
     module: nn.Module
     projection: str
     weight: nn.Parameter
-    shared_with: list[str]
     reason: str = ""
     rank: int | None = None
     tied_to: Candidate | None = None
@@ -85,17 +80,9 @@ class Candidate:
     def __post_init__(self) -> None:
         self.kind = type(self.module).__name__
         self.shape = tuple(self.weight.shape)
+        self.numbers = self.weight.numel()
         self.trainable = self.weight.requires_grad
-
-    @property
-    def numbers(self) -> int:
-        """How many numbers the weight has."""
-        return math.prod(self.shape)
-
-    @property
-    def suffix(self) -> str:
-        """What follows the layer's name in the weight's."""
-        return "_weight" if self.projection else ".weight"
+        self.suffix = "_weight" if self.projection else ".weight"
 
     @property
     def output_channels(self) -> int:
@@ -148,7 +135,6 @@ def survey(model: nn.Module, factorization: Factorization) -> list[Candidate]:
             holders.setdefault(id(parameter), []).append(f"{module_name}.{parameter_name}".lstrip("."))
     layers = []
     for (module, projection), (name, *aliases) in names.items():
-        suffix = "_weight" if projection else ".weight"
         weight = own_parameters(module).get(f"{projection}_weight".lstrip("_"))
         if weight is not None and is_lazy(weight):
             raise ValueError(
@@ -159,12 +145,12 @@ def survey(model: nn.Module, factorization: Factorization) -> list[Candidate]:
         if weight is None:
             reason = reason or "its weight is computed from other tensors"
             weight = nn.Parameter(torch.as_tensor(module.weight).detach(), requires_grad=False)
-        others = [other for other in holders.get(id(weight), []) if other != f"{name}{suffix}"]
-        layers.append(Candidate(name, tuple(aliases), module, projection, weight, others, reason))
-    by_weight = {f"{layer.name}{layer.suffix}": layer for layer in layers}
+        layers.append(Candidate(name, tuple(aliases), module, projection, weight, reason))
+    surveyed = {f"{layer.name}{layer.suffix}" for layer in layers}
     for layer in layers:
-        if not all(other in by_weight for other in layer.shared_with):
-            layer.reason = layer.reason or f"its weight is shared with {', '.join(layer.shared_with)}"
+        others = [other for other in holders.get(id(layer.weight), []) if other != f"{layer.name}{layer.suffix}"]
+        if not surveyed.issuperset(others):
+            layer.reason = layer.reason or f"its weight is shared with {', '.join(others)}"
         first = next(other for other in layers if other.weight is layer.weight)
         layer.tied_to = None if first is layer else first
     keep_ties(layers)

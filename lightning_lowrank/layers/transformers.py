@@ -10,8 +10,6 @@ from transformers.pytorch_utils import Conv1D
 
 from lightning_lowrank.layers.linear import LowRankProjection
 
-__all__ = ["LowRankConv1D"]
-
 
 class LowRankConv1D(LowRankProjection, Conv1D):
     """A ``transformers.pytorch_utils.Conv1D`` whose weight (in × out) is composed from factors.

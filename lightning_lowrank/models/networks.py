@@ -129,12 +129,7 @@ class ConvBlock(nn.Module):
 
 
 class _BlockCNN(ImageNetwork):
-    """Convolution blocks ``blocks.0``, ``blocks.1``, … and one bias-free linear layer ``classifier``.
-
-    Args:
-        init_std: Standard deviation of the normal distribution from which convolution and linear weights are drawn.
-            Default 0.01, as in the paper's experiments. ``None``: PyTorch's initialisation.
-    """
+    """Convolution blocks ``blocks.0``, ``blocks.1``, … and one bias-free linear layer ``classifier``."""
 
     def __init__(
         self,

@@ -10,12 +10,7 @@ from lightning_lowrank.models.networks import ImageNetwork
 
 
 class _ResNet(ImageNetwork):
-    """A stem, four stages of basic blocks, global average pooling and a linear layer, named as in torchvision.
-
-    Args:
-        width: Channels of the stem and the first stage.
-        image_size: Height and width of the images in ``example_input_shape``. The network takes any size.
-    """
+    """A stem, four stages of basic blocks, global average pooling and a linear layer, named as in torchvision."""
 
     blocks: ClassVar[tuple[int, int, int, int]]
 

@@ -14,8 +14,6 @@ from typing_extensions import override
 from lightning_lowrank.arguments import check_number
 from lightning_lowrank.optim.base import Group, Moments, ProjectedOptimizer, Subspace, Tensors
 
-__all__ = ["ProjectedAdamW"]
-
 
 class ProjectedAdamW(ProjectedOptimizer):
     """AdamW whose moments live in a subspace of each weight matrix.

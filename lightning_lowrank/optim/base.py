@@ -1,15 +1,11 @@
 """Optimizers whose moments live in a subspace of each weight matrix, as FedSLoP's clients and GaLore use them.
 
-For a weight matrix ``W`` (``out × in``; a convolution's weight is ``weight.flatten(1)``) with gradient ``G``
-and a matrix ``P`` (``in × rank``) of orthonormal columns, the optimizer sees only the coefficients ``G P``
-(``out × rank``), keeps its moments of them, and turns its step ``D`` into the change ``D Pᵀ`` of ``W``. The
-arithmetic on the coefficients is torch's own SGD and AdamW. Parameters may be those of many clients at once, stacked
-along a first dimension.
+For a weight matrix with gradient ``G`` and a matrix ``P`` of orthonormal columns, the optimizer sees only the
+coefficients ``G P``, and turns its step ``D`` into the change ``D Pᵀ``. The arithmetic on the coefficients is torch's.
 """
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -23,8 +19,6 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from lightning_lowrank.arguments import check_choice, check_integer, check_number
 from lightning_lowrank.haar import haar_basis
 from lightning_lowrank.seeding import generator
-
-__all__ = ["Group", "Moments", "ProjectedOptimizer", "Subspace", "Tensors", "add_product", "matrix"]
 
 Subspace = Literal["random", "gradient"]
 Moments = Literal["keep", "zero", "rotate"]
@@ -83,9 +77,6 @@ class ProjectedOptimizer(Optimizer, ABC):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` returned; training then continues bit for bit.
 
-        Args:
-            state_dict: The state of an optimizer of the same class with the same parameters.
-
         Raises:
             ValueError: If the state is of an optimizer without projections, or of other groups.
         """
@@ -98,13 +89,7 @@ class ProjectedOptimizer(Optimizer, ABC):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step. Parameters without a gradient stay as they are.
-
-        Args:
-            closure: Computes the gradients and returns the loss; called once, with gradients enabled.
-
-        Returns:
-            What the closure returned, or ``None`` without one.
+        """Take one step, as torch's optimizers do. Parameters without a gradient stay as they are.
 
         Raises:
             RuntimeError: If a gradient is sparse. Nothing is changed then.
@@ -321,18 +306,14 @@ class ProjectedOptimizer(Optimizer, ABC):
         """Express the moments in a new subspace; ``rotation`` is ``P_oldᵀ P_new`` (``[(clients,) rank, rank]``)."""
 
 
-def _shape(group: Group, parameter: Tensor) -> torch.Size:
-    """Return the shape of a parameter, or of one client's where clients are stacked."""
-    return parameter.shape[1:] if group["stacked"] else parameter.shape
-
-
 def _columns(group: Group, parameter: Tensor) -> int:
-    return math.prod(_shape(group, parameter)[1:])
+    """Return the columns of a parameter as a matrix, or of one client's where clients are stacked."""
+    return parameter.shape[2 if group["stacked"] else 1 :].numel()
 
 
 def _is_dense(group: Group, parameter: Tensor) -> bool:
     rank = group["rank"]
-    return rank is None or len(_shape(group, parameter)) < 2 or rank >= _columns(group, parameter)
+    return rank is None or parameter.ndim - group["stacked"] < 2 or rank >= _columns(group, parameter)
 
 
 def matrix(group: Group, tensor: Tensor) -> Tensor:
@@ -353,10 +334,7 @@ def _working_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def _gradient_basis(group: Group, parameter: Tensor, draws: Callable[[], torch.Generator]) -> Tensor:
-    """Return the gradient's leading right singular vectors, completed at random where its rank is smaller.
-
-    Where clients are stacked, each has those of its own gradient; ``draws`` starts the same stream for each.
-    """
+    """Return the leading right singular vectors of each client's gradient, completed from the stream of ``draws``."""
     assert parameter.grad is not None
     rank = group["rank"]
     gradient = matrix(group, parameter.grad).to(_working_dtype(parameter))

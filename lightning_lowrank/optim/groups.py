@@ -16,8 +16,6 @@ from lightning_lowrank.optim.adamw import ProjectedAdamW
 from lightning_lowrank.optim.sgd import ProjectedSGD
 from lightning_lowrank.patterns import check_patterns, matches
 
-__all__ = ["projected_parameter_groups"]
-
 _NOT_PROJECTED = (nn.Embedding, nn.EmbeddingBag, *BATCH_NORMS, *INSTANCE_NORMS, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
@@ -36,9 +34,8 @@ def projected_parameter_groups(
     transposed ones, as ``weight.flatten(1)``), except those of embeddings and of torch's normalisation
     layers. Frozen parameters are left out. A shared parameter appears once.
 
-    Patterns are matched case-sensitively with the wildcards of :mod:`fnmatch` against a parameter's whole
-    name and every run of its parts between dots: ``"encoder"`` means all of that module, ``"fc*"`` also
-    ``encoder.0.fc1.weight``.
+    A pattern, as in :mod:`lightning_lowrank.patterns`, is matched against a parameter's whole name and every run of
+    its parts between dots: ``"encoder"`` means all of that module, ``"fc*"`` also ``encoder.0.fc1.weight``.
 
     Args:
         model: The model.

@@ -13,8 +13,6 @@ from typing_extensions import override
 from lightning_lowrank.arguments import check_number
 from lightning_lowrank.optim.base import Group, Moments, ProjectedOptimizer, Subspace, Tensors, add_product, matrix
 
-__all__ = ["ProjectedSGD"]
-
 
 class ProjectedSGD(ProjectedOptimizer):
     """SGD whose momentum lives in a subspace of each weight matrix (FedSLoP, Algorithm 1, lines 18 and 19).

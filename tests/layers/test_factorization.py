@@ -22,8 +22,8 @@ from lightning_lowrank.layers import (
     MatrixProduct,
     Stage,
     factorization_from_dict,
-    registered_factorizations,
 )
+from lightning_lowrank.registry import registered
 from lightning_lowrank.testing import check_factorization
 from tests.grids import all_pairs, in_turn
 
@@ -33,7 +33,7 @@ VARIANTS = {
 }
 FACTORIZATIONS = [
     pytest.param(kind(**arguments), id="-".join(map(str, (name, *arguments.values()))))
-    for name, kind in registered_factorizations().items()
+    for name, kind in registered(Factorization).items()
     if kind.__module__.startswith("lightning_lowrank.")
     for arguments in VARIANTS.get(name, [{}])
 ]
@@ -294,7 +294,7 @@ def test_plain_description_roundtrips(factorization):
     again = factorization_from_dict(description)
     assert again == factorization == pickle.loads(pickle.dumps(factorization))
     assert hash(again) == hash(factorization)
-    assert eval(repr(factorization), {**registered_factorizations()}) == factorization
+    assert eval(repr(factorization), {**registered(Factorization)}) == factorization
     assert description["name"] == type(factorization).__name__
 
 
@@ -326,11 +326,11 @@ def test_names_of_trained_and_fixed_factors(factorization, shape):
 @pytest.mark.parametrize(
     ("factorization", "shape", "names"),
     [
-        (CP(), (4, 3, 5), "three factors (U, V, K0)"),
-        (CP(), (4, 3, 3, 3), "four factors (U, V, K0, K1)"),
-        (CP(), (3, 2, 2, 3, 2), "five factors (U, V, K0, K1, K2)"),
-        (Hadamard(), (6, 4), "four factors (U1, V1, U2, V2)"),
-        (Hadamard(), (4, 3, 3, 3), "six factors (U1, V1, T1, U2, V2, T2)"),
+        (CP(), (4, 3, 5), "U, V, K0"),
+        (CP(), (4, 3, 3, 3), "U, V, K0, K1"),
+        (CP(), (3, 2, 2, 3, 2), "U, V, K0, K1, K2"),
+        (Hadamard(), (6, 4), "U1, V1, U2, V2"),
+        (Hadamard(), (4, 3, 3, 3), "U1, V1, T1, U2, V2, T2"),
     ],
     ids=str,
 )
@@ -338,7 +338,7 @@ def test_names_of_trained_and_fixed_factors(factorization, shape):
 def test_modifiers_are_refused_where_there_are_more_than_two_factors(factorization, shape, names, half_frozen):
     assert factorization.fixed_factors(shape) == ()
     assert not factorization.bilinear(shape)
-    message = re.escape(f"{factorization!r} gives a weight of shape {shape} {names}; half_frozen needs two")
+    message = re.escape(f"{factorization!r} gives a weight of shape {shape} the factors {names}; half_frozen needs two")
     for ask, arguments in (
         (factorization.trained_factors, (half_frozen,)),
         (factorization.fixed_factors, (False, half_frozen)),
@@ -567,8 +567,8 @@ def test_a_subclass_registers_by_being_defined():
             super().__init__(layout)
             self.by = by
 
-    assert registered_factorizations()["Halved"] is Halved
-    assert Factorization not in registered_factorizations().values()
+    assert registered(Factorization)["Halved"] is Halved
+    assert Factorization not in registered(Factorization).values()
     restored = factorization_from_dict(Halved("raw", by=3).to_dict())
     assert isinstance(restored, Halved)
     assert (restored.layout, restored.by) == ("raw", 3)

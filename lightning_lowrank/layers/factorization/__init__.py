@@ -1,12 +1,6 @@
 """Factorizations of a weight into a few small tensors: the base class, and one file for each."""
 
-from lightning_lowrank.layers.factorization.base import (
-    Factorization,
-    HalfFrozen,
-    Stage,
-    factorization_from_dict,
-    registered_factorizations,
-)
+from lightning_lowrank.layers.factorization.base import Factorization, HalfFrozen, Stage, factorization_from_dict
 from lightning_lowrank.layers.factorization.block_kronecker import BlockKronecker
 from lightning_lowrank.layers.factorization.cp import CP
 from lightning_lowrank.layers.factorization.hadamard import Hadamard
@@ -21,5 +15,4 @@ __all__ = [
     "MatrixProduct",
     "Stage",
     "factorization_from_dict",
-    "registered_factorizations",
 ]

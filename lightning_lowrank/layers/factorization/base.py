@@ -32,18 +32,8 @@ from torch import Tensor
 
 from lightning_lowrank.registry import registered
 
-__all__ = [
-    "Factorization",
-    "HalfFrozen",
-    "Stage",
-    "factorization_from_dict",
-    "registered_factorizations",
-]
-
 HalfFrozen = bool | Literal["U", "V"]
 """Which of the factors ``U`` and ``V`` is drawn and never trained; ``True`` means ``"U"``."""
-
-_COUNTS = {1: "one", 2: "two", 3: "three", 4: "four", 5: "five", 6: "six"}
 
 
 class Stage(NamedTuple):
@@ -59,11 +49,7 @@ class Stage(NamedTuple):
 
 
 def frozen_factor(half_frozen: HalfFrozen) -> Literal["U", "V"] | None:
-    """Return the name of the factor that ``half_frozen`` freezes, or ``None``.
-
-    Raises:
-        ValueError: If it is not ``False``, ``True``, ``"U"`` or ``"V"``.
-    """
+    """Return the name of the factor that ``half_frozen`` freezes, or ``None``; refuse another value."""
     if isinstance(half_frozen, bool):
         return "U" if half_frozen else None
     if half_frozen not in ("U", "V"):
@@ -108,7 +94,7 @@ class Factorization(ABC):
     - ``rank``: an integer that :meth:`check_rank` accepts.
     - ``ratio``: trained numbers over the weight's numbers, above 0.
     - ``half_frozen``: which factor is drawn and never trained, if any. The same ratio then affords a higher
-      rank. It needs a :meth:`bilinear` form.
+      rank. It needs a :meth:`bilinear` form; elsewhere it is a ``ValueError``, and so is ``decouple``.
     - ``factors``: all factors by name, shaped as :meth:`factor_shapes` says.
     - ``std``: the standard deviation of the dense weight's numbers.
     """
@@ -121,8 +107,7 @@ class Factorization(ABC):
             A rank between 1 and :meth:`max_rank`.
 
         Raises:
-            ValueError: If ``ratio`` is not positive, or needs more than :meth:`max_rank`, or a factor is
-                to be frozen where the form is not bilinear.
+            ValueError: If ``ratio`` is not positive, or needs more than :meth:`max_rank`.
         """
 
     @abstractmethod
@@ -179,8 +164,7 @@ class Factorization(ABC):
         smallest rank that holds the ratio.
 
         Raises:
-            ValueError: If the weight cannot have this rank, or a factor is to be frozen where the form is
-                not bilinear.
+            ValueError: If the weight cannot have this rank.
         """
         self.check_rank(shape, rank, half_frozen)
         return self.trained_numbers(shape, rank, half_frozen) / math.prod(shape)
@@ -198,39 +182,24 @@ class Factorization(ABC):
         return self.factor_names(shape) == ("U", "V")
 
     def trained_factors(self, shape: Sequence[int], half_frozen: HalfFrozen = False) -> tuple[str, ...]:
-        """Return the names of the trained factors: all, or the one that is not frozen.
-
-        Raises:
-            ValueError: If a factor is to be frozen where the form is not bilinear.
-        """
-        frozen = frozen_factor(half_frozen)
-        if frozen is not None:
-            self._check_bilinear(shape, "half_frozen")
-        return tuple(name for name in self.factor_names(shape) if name != frozen)
+        """Return the names of the trained factors: all, or the one that is not frozen."""
+        fixed = self.fixed_factors(shape, half_frozen=half_frozen)
+        return tuple(name for name in self.factor_names(shape) if name not in fixed)
 
     def fixed_factors(
         self, shape: Sequence[int], decouple: bool = False, half_frozen: HalfFrozen = False
     ) -> tuple[str, ...]:
-        """Return the names of the factors that are never trained: none, both (decoupled) or the frozen one.
-
-        Raises:
-            ValueError: If either modifier is on where the form is not bilinear.
-        """
+        """Return the names of the factors that are never trained: none, both (decoupled) or the frozen one."""
         frozen = frozen_factor(half_frozen)
-        if frozen is not None:
-            self._check_bilinear(shape, "half_frozen")
+        if (decouple or frozen is not None) and not self.bilinear(shape):
+            raise ValueError(
+                f"{self!r} gives a weight of shape {tuple(shape)} the factors {', '.join(self.factor_names(shape))}; "
+                f"{'half_frozen' if frozen else 'decouple'} needs two, U and V. Use MatrixProduct() or "
+                "BlockKronecker()."
+            )
         if decouple:
-            self._check_bilinear(shape, "decouple")
             return ("U", "V")
         return () if frozen is None else (frozen,)
-
-    def _check_bilinear(self, shape: Sequence[int], argument: str) -> None:
-        if not self.bilinear(shape):
-            names = self.factor_names(shape)
-            raise ValueError(
-                f"{self!r} gives a weight of shape {tuple(shape)} {_COUNTS.get(len(names), len(names))} factors "
-                f"({', '.join(names)}); {argument} needs two, U and V. Use MatrixProduct() or BlockKronecker()."
-            )
 
     def trained_numbers(self, shape: Sequence[int], rank: int, half_frozen: HalfFrozen = False) -> int:
         """Return how many numbers the trained factors hold."""
@@ -363,16 +332,6 @@ class Factorization(ABC):
         return hash(repr(self))
 
 
-def registered_factorizations() -> dict[str, type[Factorization]]:
-    """Return every factorization that has been defined, by class name.
-
-    Example:
-        >>> sorted(registered_factorizations())[0]
-        'BlockKronecker'
-    """
-    return registered(Factorization)
-
-
 def factorization_from_dict(description: Mapping[str, Any]) -> Factorization:
     """Build the factorization that :meth:`Factorization.to_dict` described.
 
@@ -390,10 +349,10 @@ def factorization_from_dict(description: Mapping[str, Any]) -> Factorization:
         raise ValueError(
             f'a factorization\'s description must have the keys "name" and "arguments", but has {sorted(description)}.'
         )
-    registered = registered_factorizations()
-    if description["name"] not in registered:
+    defined = registered(Factorization)
+    if description["name"] not in defined:
         raise ValueError(
             f"no factorization is named {description['name']!r}; defined are "
-            f"{', '.join(sorted(registered))}. Import the module that defines it first."
+            f"{', '.join(sorted(defined))}. Import the module that defines it first."
         )
-    return registered[description["name"]](**description["arguments"])
+    return defined[description["name"]](**description["arguments"])

@@ -19,8 +19,6 @@ from lightning_lowrank.layers.factorization.base import (
     working_precision,
 )
 
-__all__ = ["BlockKronecker"]
-
 
 class BlockKronecker(Factorization):
     """The weight as K blocks, each a Kronecker product of two z×z matrices (FedMUD's BKD, section 3.2).
@@ -83,11 +81,7 @@ class BlockKronecker(Factorization):
         return (math.isqrt(rank) - 1) ** 2 if rank > 1 else None
 
     def check_rank(self, shape: Sequence[int], rank: int, half_frozen: HalfFrozen = False) -> None:
-        """Refuse a number of blocks that is out of range or, in a grid, not a perfect square.
-
-        Raises:
-            ValueError: If a weight of this shape cannot have ``rank`` blocks.
-        """
+        """Refuse a number of blocks that is out of range or, in a grid, not a perfect square."""
         super().check_rank(shape, rank, half_frozen)
         if self.grid and math.isqrt(rank) ** 2 != rank:
             raise ValueError(
@@ -103,9 +97,7 @@ class BlockKronecker(Factorization):
     def compose(self, factors: Mapping[str, Tensor], shape: Sequence[int]) -> Tensor:
         rank, size, _ = factors["U"].shape
         products = torch.einsum("kij,kpq->kipjq", factors["U"], factors["V"])
-        if self.grid:
-            side = math.isqrt(rank)
-            products = products.reshape(side, side, size**2, size**2).transpose(1, 2)
+        products = products.reshape(*self._sides(rank), size**2, size**2).transpose(1, 2)
         return products.reshape(-1)[: math.prod(shape)].reshape(tuple(shape))
 
     @override
@@ -136,11 +128,7 @@ class BlockKronecker(Factorization):
         transposed: bool = False,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """Multiply by the composed weight block by block: ``(U ⊗ V) vec(X) = vec(U X Vᵀ)`` for row-major vec.
-
-        Raises:
-            ValueError: If the weight is not of two dimensions and as wide as a block.
-        """
+        """Multiply by the composed weight block by block: ``(U ⊗ V) vec(X) = vec(U X Vᵀ)`` for row-major vec."""
         rank, size, _ = factors["U"].shape
         rows = self._rows_of_blocks(shape, rank, size)
         if rows is None:
@@ -200,10 +188,9 @@ class BlockKronecker(Factorization):
         size = self.block_size(weight.shape, rank)
         flat = working_precision(weight).reshape(-1)
         padded = F.pad(flat, (0, rank * size**4 - flat.numel()))
-        if self.grid:
-            side = math.isqrt(rank)
-            padded = padded.reshape(side, size**2, side, size**2).transpose(1, 2)
-        tiles = padded.reshape(rank, size, size, size, size).transpose(2, 3)
+        down, across = self._sides(rank)
+        blocks = padded.reshape(down, size**2, across, size**2).transpose(1, 2)
+        tiles = blocks.reshape(rank, size, size, size, size).transpose(2, 3)
         left, values, right = torch.linalg.svd(tiles.reshape(rank, size**2, size**2), full_matrices=False)
         roots = values[:, :1].sqrt()
         factors = {"U": left[:, :, 0] * roots, "V": right[:, 0] * roots}

@@ -23,8 +23,6 @@ from lightning_lowrank.layers.factorization.base import (
     working_precision,
 )
 
-__all__ = ["CP"]
-
 
 class CP(Factorization):
     r"""The weight as a sum of ``rank`` outer products of one vector per dimension (canonical polyadic form).

@@ -19,9 +19,8 @@ from lightning_lowrank.layers.factorization.base import (
     check_two_dimensions,
     working_precision,
 )
+from lightning_lowrank.layers.factorization.matrix_product import MatrixProduct
 from lightning_lowrank.seeding import generator
-
-__all__ = ["Hadamard"]
 
 
 class Hadamard(Factorization):
@@ -126,11 +125,8 @@ class Hadamard(Factorization):
     @staticmethod
     def _core(factors: Mapping[str, Tensor]) -> Tensor:
         """Return the Kronecker product of the cores, (rank², rank², kernel positions)."""
-        return (
-            torch.einsum("acx,bdx->abcdx", factors["T1"].flatten(2), factors["T2"].flatten(2))
-            .flatten(2, 3)
-            .flatten(0, 1)
-        )
+        blocks = torch.einsum("acx,bdx->abcdx", factors["T1"].flatten(2), factors["T2"].flatten(2))
+        return blocks.flatten(2, 3).flatten(0, 1)
 
     def inner(self, left: Mapping[str, Tensor], right: Mapping[str, Tensor], shape: Sequence[int]) -> Tensor:
         """Return the inner product by Gram matrices of the factors of rank ``rank²``.
@@ -170,9 +166,7 @@ class Hadamard(Factorization):
     def _start(self, weight: Tensor, rank: int) -> dict[str, Tensor]:
         """Return factors of the best (or, with a kernel, a near to best) plain weight of this rank times ones."""
         if weight.dim() == 2:
-            left, values, right = torch.linalg.svd(weight, full_matrices=False)
-            roots = values[:rank].sqrt()
-            first = {"U": left[:, :rank] * roots, "V": right[:rank].mT * roots}
+            first = MatrixProduct().decompose(weight, rank)
         else:
             sides = []
             for dimension in (0, 1):
@@ -183,12 +177,11 @@ class Hadamard(Factorization):
             first = {"U": sides[0], "V": sides[1], "T": core}
             sizes = {name: _root_mean_square(factor) for name, factor in first.items()}
             common = math.prod(sizes.values()) ** (1 / 3)
-            first = {name: factor * (common / sizes[name]) for name, factor in first.items()}
+            first = {name: (factor * (common / sizes[name])).contiguous() for name, factor in first.items()}
         one = rank ** (-1 / 2 if weight.dim() == 2 else -2 / 3)
         shapes = self.factor_shapes(weight.shape, rank)
         return {
-            name: first[name[0]].contiguous() if name[1] == "1" else weight.new_full(shape, one)
-            for name, shape in shapes.items()
+            name: first[name[0]] if name[1] == "1" else weight.new_full(shape, one) for name, shape in shapes.items()
         }
 
     def _fit(self, weight: Tensor, start: Mapping[str, Tensor]) -> dict[str, Tensor]:

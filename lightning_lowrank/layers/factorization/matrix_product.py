@@ -21,8 +21,6 @@ from lightning_lowrank.layers.factorization.base import (
     working_precision,
 )
 
-__all__ = ["MatrixProduct"]
-
 Layout = Literal["permuted", "channel", "raw"]
 
 
