@@ -84,6 +84,10 @@ class _Check:
             away <= tolerance * (1 + expected.abs().max().item()), f"{otherwise}: the largest difference is {away:.3g}"
         )
 
+    def identical(self, found: Broadcast, expected: Broadcast, otherwise: str) -> None:
+        both = zip(_pairs(found), _pairs(expected), strict=True)
+        self.require(all(_same(one, other) for one, other in both), otherwise)
+
     def clients(
         self,
         ranks: Sequence[int],
@@ -120,10 +124,10 @@ class _Check:
         try:
             return self.operator.aggregate(pairs, weights, **{"round": self.round, "seed": _SEED, **settings})
         except Exception as error:
-            ranks = [pair.rank for pair in pairs]
+            ranks, further = [pair.rank for pair in pairs], "".join(f", {key}={settings[key]}" for key in settings)
             raise AssertionError(
                 f"{self.operator!r} in round {self.round}: it refuses clients of ranks {ranks} (mixed_ranks is "
-                f"{self.operator.mixed_ranks}){_listed(settings)}: {error!r}"
+                f"{self.operator.mixed_ranks}){further}: {error!r}"
             ) from error
 
     def what_it_says(self) -> None:
@@ -266,10 +270,7 @@ class _Check:
             self.require(torch.equal(state, torch.get_rng_state()), "it draws from the global generator")
             torch.manual_seed(2)
             again = self.run(pairs)
-        self.require(
-            all(_same(one, other) for one, other in zip(_pairs(first), _pairs(again), strict=True)),
-            "a repeated run gives other numbers",
-        )
+        self.identical(again, first, "a repeated run gives other numbers")
 
     def inputs(self) -> None:
         for dtype in (torch.float64, torch.float32):
@@ -325,10 +326,7 @@ class _Check:
             [{"layer": pair} for pair in pairs], _WEIGHTS, round=self.round, seed=_SEED
         ).values()
         expected = self.run(pairs, seed=derive_seed(_SEED, "layer"))
-        self.require(
-            all(_same(one, other) for one, other in zip(_pairs(found), _pairs(expected), strict=True)),
-            "a layer in aggregate_model is not aggregated as one in aggregate",
-        )
+        self.identical(found, expected, "a layer in aggregate_model is not aggregated as one in aggregate")
 
     def next_round(self) -> None:
         result = self.run(self.clients(self.mixed, alpha=6.0))
@@ -359,10 +357,6 @@ class _Largest(TorchDispatchMode):
         ]
         self.numbers = max([self.numbers, *made])
         return out
-
-
-def _listed(settings: dict[str, Any]) -> str:
-    return "".join(f", {name}={value}" for name, value in settings.items())
 
 
 def _pairs(result: Broadcast) -> list[LowRankPair]:

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch import Tensor
 from torch.utils.data import Dataset
 
 from lightning_lowrank.federated.data import ClientIndices, Partition, find_labels
@@ -68,25 +67,26 @@ def check_partition(
     """
     with isolate_rng(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        _Check(partition, _Targets() if dataset is None else dataset, clients).run(complete, draws, ascending)
+        _Check(partition, _Targets() if dataset is None else dataset, clients, ascending).run(complete, draws)
 
 
 class _Check:
-    def __init__(self, partition: Partition, dataset: Any, clients: int | None) -> None:
+    def __init__(self, partition: Partition, dataset: Any, clients: int | None, ascending: bool) -> None:
         self.partition = partition
         self.name = type(partition).__name__
         self.dataset = dataset
         self.size = len(dataset)
         self.clients = clients
+        self.ascending = ascending
         self.labels = find_labels(dataset) if partition.needs_labels else torch.arange(self.size) % _LABELS
         self.keys = partition.find_keys(dataset)
 
-    def run(self, complete: bool, draws: bool, ascending: bool) -> None:
+    def run(self, complete: bool, draws: bool) -> None:
         torch.manual_seed(0)
         generators = _generators()
         first = self._split(self.dataset)
         self._require(_generators() == generators, "changes the global random number generators")
-        self._check_division(first, self.clients, ascending)
+        self._check_division(first, self.clients)
         if complete:
             held = int(first.sizes.sum())
             self._require(held == self.size, f"assigns {held} of {self.size} samples, but complete=True")
@@ -103,9 +103,9 @@ class _Check:
             " keep nothing between calls",
         )
         self._check_labels(first)
-        self._check_numbers_of_clients(ascending)
+        self._check_numbers_of_clients()
 
-    def _check_division(self, indices: Any, clients: int | None, ascending: bool) -> None:
+    def _check_division(self, indices: Any, clients: int | None) -> None:
         kind = type(indices).__name__
         self._require(isinstance(indices, ClientIndices), f"returns a {kind} in place of a ClientIndices")
         asked = len(indices) if clients is None else clients
@@ -120,7 +120,7 @@ class _Check:
         self._require(not outside, f"returns the indices {outside[:5]} for samples 0 to {self.size - 1}")
         repeated = (torch.bincount(held, minlength=self.size) > 1).nonzero().flatten().tolist()
         self._require(not repeated, f"assigns the samples {repeated[:5]} more than once")
-        if ascending:
+        if self.ascending:
             unsorted = [client for client, part in enumerate(parts) if not part.equal(part.sort().values)]
             self._require(not unsorted, f"gives the clients {unsorted[:5]} samples that do not ascend")
         same = ClientIndices(parts, self.size).digest() == indices.digest()
@@ -140,7 +140,7 @@ class _Check:
             same = first.digest() == without.digest() == explicit.digest()
             self._require(same, "divides otherwise where it is given labels, but needs_labels is false")
 
-    def _check_numbers_of_clients(self, ascending: bool) -> None:
+    def _check_numbers_of_clients(self) -> None:
         for number in (-1, 0, self.size + 1):
             self._check_refused(f"clients={number} for {self.size} samples", self.dataset, clients=number)
         for number in (1, self.size) if self.clients is not None else ():
@@ -148,7 +148,7 @@ class _Check:
                 indices = self._split(self.dataset, clients=number)
             except MisconfigurationException:
                 continue
-            self._check_division(indices, number, ascending)
+            self._check_division(indices, number)
 
     def _split(self, dataset: Any, seed: int = 0, **arguments: Any) -> ClientIndices:
         try:
@@ -180,5 +180,4 @@ class _Check:
 
 def _generators() -> list[Any]:
     name, keys, *rest = np.random.get_state(legacy=True)
-    numbers: Tensor = torch.get_rng_state()
-    return [numbers.tolist(), name, list(keys), rest, random.getstate()]
+    return [torch.get_rng_state().tolist(), name, list(keys), rest, random.getstate()]
