@@ -38,12 +38,7 @@ Fields = Mapping[str, Any]
 
 
 def pack(fields: Fields, payloads: Mapping[int, bytes] | None = None) -> RecordDict:
-    """Return the content of a message.
-
-    Args:
-        fields: Numbers, strings, booleans, and lists of one of these.
-        payloads: Encoded payloads by the round that they are of.
-    """
+    """Return the content of a message: numbers, strings, booleans or lists of them, and encoded payloads by round."""
     records: dict[str, Any] = {_FIELDS: ConfigRecord(dict(fields))}
     if payloads:
         arrays = {
@@ -182,15 +177,10 @@ def take_options(optimizers: Sequence[Optimizer], text: str) -> None:
 
 
 def signature(module: nn.Module, recipe: str) -> dict[str, Any]:
-    """Return by what the server recognises a site that runs something else.
+    """Return by what the server recognises a site that runs something else; ``module`` is not trained yet.
 
-    Args:
-        module: The module, converted and not yet trained.
-        recipe: The recipe's text.
-
-    Returns:
-        Hashes of the recipe and of names, types and shapes of all that is trained and frozen, and the norms of what is
-        frozen, which no broadcast would set right.
+    These are hashes of the recipe and of names, types and shapes of all that is trained and frozen, and the norms of
+    what is frozen, which no broadcast would set right.
     """
     trained = trained_tensors(module)
     layout = [[name, str(value.dtype), list(value.shape)] for name, value in sorted(module.state_dict().items())]
