@@ -45,11 +45,7 @@ def curve(group: Sequence[Run], against: str | None, metric: str) -> list[Point]
 
 
 def plot_curves(
-    curves: Mapping[str, Sequence[Point]],
-    x_label: str,
-    y_label: str,
-    path: Path,
-    in_bytes: bool = False,
+    curves: Mapping[str, Sequence[Point]], x_label: str, y_label: str, path: Path, in_bytes: bool = False
 ) -> Path:
     """Draw one curve for each group of runs, with a band of one standard deviation, into the file ``path``."""
     figure = Figure(figsize=(8, 5), layout="constrained")
