@@ -117,12 +117,11 @@ class LowRankCLI(SubcommandCLI):
 
     Args:
         *arguments: As for LightningCLI.
-        seed: Which of ``seeds`` this run is for; by default the first.
+        seed: Which of ``seeds`` this run is for; by default the first. ``None`` if ``seeds`` is not given.
         **keywords: As for LightningCLI.
 
     Attributes:
         seeds: All seeds that were asked for; empty if ``seeds`` is not given.
-        seed: The one that this run is for; ``None`` if ``seeds`` is not given.
 
     Raises:
         MisconfigurationException: If ``seeds`` are not distinct integers from 0 to 2³² − 1, are given together with

@@ -87,17 +87,13 @@ def check_upload(
     decode: Callable[[bytes], Mapping[str, Tensor]],
     limits: Mapping[str, tuple[int, ...]] | None = None,
 ) -> dict[str, Tensor]:
-    """Decode what a site sent.
+    """Decode what a site sent, where the method sends anything, into tensors on the CPU.
 
     Args:
         data: The bytes; empty where the method sends nothing.
         expected: Tensors of the names, shapes and types that are expected; meta tensors will do.
         decode: Decodes the bytes.
-        limits: The largest shapes of those tensors whose shape is the site's choice, by name; see
-            `Algorithm.upload_limits`.
-
-    Returns:
-        The tensors, on the CPU.
+        limits: `Algorithm.upload_limits`: the largest shapes of tensors whose shape is the site's choice.
 
     Raises:
         DecodingError: If the bytes are larger than any such message could be, cannot be decoded, or hold tensors of

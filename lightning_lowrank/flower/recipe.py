@@ -42,11 +42,7 @@ class _BuiltCLI(LowRankCLI):
 
 
 def build(configs: Sequence[str | Path], options: Sequence[str] = ()) -> Recipe:
-    """Build what a recipe describes, and check that it can run across sites.
-
-    Args:
-        configs: YAML files, of which later ones change earlier ones.
-        options: Further words of the command line, such as ``--trainer.logger=false``.
+    """Build what YAML files describe, and further options such as ``--trainer.logger=false``, for a run across sites.
 
     Raises:
         MisconfigurationException: If the recipe cannot be built, or cannot run across sites; it says why.

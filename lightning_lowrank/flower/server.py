@@ -76,13 +76,7 @@ class _Silence:
 
 @dataclass(frozen=True)
 class _Expected:
-    """What a client is to send in a round.
-
-    Args:
-        form: A message of the same form, of meta tensors.
-        limits: See `Algorithm.upload_limits`.
-        received: What the client was sent, where its message is decoded with it.
-    """
+    """What a client is to send: meta tensors, `Algorithm.upload_limits`, and what the message is decoded with."""
 
     form: TensorMessage
     limits: Mapping[str, tuple[int, ...]]
@@ -454,20 +448,9 @@ class _NoBatch:
 
 
 def serve(recipe: str | Path, grid: Grid, validate: bool = True, **settings: Any) -> pl.Trainer:
-    """Run a recipe across the sites that a grid reaches.
+    """Run a recipe across the sites that a grid reaches, and return the trainer, whose module is the global model.
 
-    Args:
-        recipe: The recipe's file, the same that the sites have.
-        grid: Flower's way to the sites.
-        validate: Whether to judge the global model on the recipe's validation data, as read here. Without, the server
-            reads no data.
-        **settings: Further arguments of `RemoteRounds`.
-
-    Returns:
-        The trainer, when all rounds are over; its module is the global model.
-
-    Raises:
-        MisconfigurationException: As `RemoteRounds` says.
+    ``settings`` are further arguments of `RemoteRounds`. Unless ``validate`` the server reads no data.
     """
     built = build([recipe], () if validate else ("--trainer.limit_val_batches=0",))
     rounds = RemoteRounds(built.loop, Path(recipe).read_text(encoding="utf-8"), grid, **settings)
