@@ -39,20 +39,14 @@ def main(args: ArgsType = None) -> None:
             run, summary = _WITHOUT_MODEL[command]
             run(argparse.ArgumentParser(prog=f"lightning-lowrank {command}", description=summary), words[1:])
         else:
-            _run(args)
+            for seed in _run(args)[1:]:
+                _run(args, seed)
     except MisconfigurationException as error:
         sys.exit(f"lightning-lowrank: {' '.join(str(error).splitlines())}")
 
 
-def _run(args: ArgsType) -> None:
-    """Run one of LightningCLI's subcommands; ``fit`` once for each of the seeds."""
-    seeds = _run_once(args)
-    for seed in seeds[1:]:
-        _run_once(args, seed)
-
-
-def _run_once(args: ArgsType, seed: int | None = None) -> list[int]:
-    """Make one run, and return the seeds of all that were asked for."""
+def _run(args: ArgsType, seed: int | None = None) -> list[int]:
+    """Run one of LightningCLI's subcommands once, and return the seeds of all runs that were asked for."""
     others = " ".join(f"{name}: {summary}" for name, (_, summary) in _WITHOUT_MODEL.items())
     parser_kwargs = {**CLI_SETTINGS["parser_kwargs"], "epilog": f"Commands that need no model section: {others}"}
     done = LowRankCLI(**{**CLI_SETTINGS, "parser_kwargs": parser_kwargs}, args=args, seed=seed)

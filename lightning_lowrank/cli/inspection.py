@@ -165,10 +165,17 @@ def _trainable(parameters: Iterable[nn.Parameter]) -> int:
     return sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
 
 
+@torch.no_grad()
 def _multiply_adds(module: pl.LightningModule, problems: list[str]) -> dict[str, int]:
     example = module.example_input_array
     if example is None:
-        return {name: _of_one_position(layer) for name, layer in module.named_modules() if isinstance(layer, nn.Linear)}
+        return {
+            name: layer.multiply_adds(torch.empty(1, layer.in_features, device="meta"))
+            if isinstance(layer, LowRankLayer)
+            else layer.weight.numel()
+            for name, layer in module.named_modules()
+            if isinstance(layer, nn.Linear)
+        }
     counts: dict[str, int] = {}
     samples = _batch_size(example)
 
@@ -194,13 +201,12 @@ def _multiply_adds(module: pl.LightningModule, problems: list[str]) -> dict[str,
     training = {part: part.training for part in module.modules()}
     module.eval()
     try:
-        with torch.no_grad():
-            if isinstance(example, dict):
-                module(**example)
-            elif isinstance(example, tuple):
-                module(*example)
-            else:
-                module(example)
+        if isinstance(example, dict):
+            module(**example)
+        elif isinstance(example, tuple):
+            module(*example)
+        else:
+            module(example)
     except Exception as error:
         problems.append(f"the forward pass of example_input_array fails: {type(error).__name__}: {error}")
         return {}
@@ -210,13 +216,6 @@ def _multiply_adds(module: pl.LightningModule, problems: list[str]) -> dict[str,
         for handle in handles:
             handle.remove()
     return counts
-
-
-@torch.no_grad()
-def _of_one_position(layer: nn.Linear) -> int:
-    if isinstance(layer, LowRankLayer):
-        return layer.multiply_adds(torch.empty(1, layer.in_features, device="meta"))
-    return layer.weight.numel()
 
 
 def _batch_size(example: Any) -> int:

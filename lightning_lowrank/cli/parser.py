@@ -38,10 +38,7 @@ from lightning_lowrank.federated.checks import check_callbacks
 from lightning_lowrank.federated.loop import FederatedLoop
 from lightning_lowrank.internals.cli import SubcommandCLI
 
-_RUN_LOGGER = {
-    "class_path": "lightning.pytorch.loggers.CSVLogger",
-    "init_args": {"save_dir": "runs", "name": None},
-}
+_RUN_LOGGER = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "runs", "name": None}}
 
 _PARSER_NOISE = (
     "Does not validate against any",
@@ -67,8 +64,8 @@ class _Trainer(pl.Trainer):
             json: Print JSON instead of tables.
         """
         callbacks: list[pl.Callback] = vars(self)["callbacks"]
-        lowrank = next((callback for callback in callbacks if isinstance(callback, LowRank)), None)
-        loop = next((callback for callback in callbacks if isinstance(callback, FederatedLoop)), None)
+        lowrank = next((each for each in callbacks if isinstance(each, LowRank)), None)
+        loop = next((each for each in callbacks if isinstance(each, FederatedLoop)), None)
         figures = inspect_run(model, lowrank, loop)
         if loop is not None:
             try:
@@ -87,6 +84,11 @@ class _SaveRunConfig(SaveConfigCallback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if trainer.loggers:
             super().setup(trainer, pl_module, stage)
+
+
+def _section(config: Namespace) -> Namespace:
+    """Return the subcommand's part of a configuration."""
+    return config.get(str(config.get("subcommand")), config)
 
 
 class RecipeParser(LightningArgumentParser):
@@ -115,12 +117,11 @@ class LowRankCLI(SubcommandCLI):
 
     Args:
         *arguments: As for LightningCLI.
-        seed: Which of ``seeds`` this run is for; by default the first.
+        seed: Which of ``seeds`` this run is for; by default the first. ``None`` if ``seeds`` is not given.
         **keywords: As for LightningCLI.
 
     Attributes:
         seeds: All seeds that were asked for; empty if ``seeds`` is not given.
-        seed: The one that this run is for; ``None`` if ``seeds`` is not given.
 
     Raises:
         MisconfigurationException: If ``seeds`` are not distinct integers from 0 to 2³² − 1, are given together with
@@ -134,23 +135,13 @@ class LowRankCLI(SubcommandCLI):
         try:
             super().__init__(*arguments, **keywords)
         except MisconfigurationException as error:
-            if self._among_several():
+            if len(self.seeds) > 1:
                 raise MisconfigurationException(f"{self._failure()}: {error}") from error
             raise
         except BaseException:
-            if self._among_several():
+            if len(self.seeds) > 1:
                 print(f"lightning-lowrank: {self._failure()}", file=sys.stderr)
             raise
-
-    def _section(self, config: Namespace) -> Namespace:
-        """Return the subcommand's part of a configuration."""
-        return config.get(str(self.subcommand), config)
-
-    def _entry(self, config: Namespace, key: str) -> Any:
-        return self._section(config).get(key)
-
-    def _among_several(self) -> bool:
-        return self.seed is not None and len(self.seeds) > 1
 
     def _failure(self) -> str:
         assert self.seed is not None
@@ -190,7 +181,7 @@ class LowRankCLI(SubcommandCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Read the command line and files; this run's seed of ``seeds`` becomes ``seed_everything``."""
         super().parse_arguments(parser, args)
-        section = self.config.get(str(self.config.get("subcommand")), self.config)
+        section = _section(self.config)
         seeds = section.get("seeds")
         if seeds is None:
             return
@@ -221,13 +212,14 @@ class LowRankCLI(SubcommandCLI):
 
     def before_instantiate_classes(self) -> None:
         """Refuse a missing checkpoint before anything is built, and free the memory of the previous run."""
-        if self._among_several():
+        if len(self.seeds) > 1:
             # A trainer and its module refer to each other. jsonargparse keeps its last parser, and so both of them,
             # until another parser has run. Without this, the previous run's memory would add to this one's.
             gc.collect()
         # The saved config describes one run. Other subcommands read it too, and have no `seeds`.
-        self._section(self.config).pop("seeds", None)
-        path = self._entry(self.config, "ckpt_path")
+        section = _section(self.config)
+        section.pop("seeds", None)
+        path = section.get("ckpt_path")
         if path and path not in _CHECKPOINT_NAMES and "://" not in path and not Path(path).exists():
             raise MisconfigurationException(f"ckpt_path={path!r} is not there.")
 
@@ -248,16 +240,16 @@ class LowRankCLI(SubcommandCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """Put the two callbacks before all others, which may read weights."""
-        ours = [self._entry(self.config_init, section) for section in ("lowrank", "federated")]
-        others = self._entry(self.config_init, "trainer").get("callbacks") or []
+        section = _section(self.config_init)
+        others = section["trainer"].get("callbacks") or []
         others = others if isinstance(others, list) else [others]
-        callbacks = [callback for callback in ours if callback is not None] + others
+        callbacks = [each for each in (section.get("lowrank"), section.get("federated"), *others) if each is not None]
         return super().instantiate_trainer(callbacks=callbacks, **kwargs)
 
     def install_optimizers(self) -> None:
         """Build the optimizers of the configuration when the module asks for them, after it has its factors."""
-        optimizer_init = self._entry(self.config_init, "optimizer")
-        scheduler_init = self._entry(self.config_init, "lr_scheduler")
+        section = _section(self.config_init)
+        optimizer_init, scheduler_init = section.get("optimizer"), section.get("lr_scheduler")
         if not optimizer_init:
             if scheduler_init:
                 raise MisconfigurationException(

@@ -18,13 +18,7 @@ _LEGEND_INSIDE = 6
 
 @dataclass
 class Point:
-    """One point of a curve.
-
-    Args:
-        x: Round, or bytes so far; of several runs, their mean.
-        y: The metric; of several runs, their mean.
-        spread: Sample standard deviation of the metric over the runs; 0 for a single run.
-    """
+    """Round or bytes so far, the metric, and its sample standard deviation; of several runs, their means."""
 
     x: float
     y: float
@@ -45,11 +39,7 @@ def curve(group: Sequence[Run], against: str | None, metric: str) -> list[Point]
 
 
 def plot_curves(
-    curves: Mapping[str, Sequence[Point]],
-    x_label: str,
-    y_label: str,
-    path: Path,
-    in_bytes: bool = False,
+    curves: Mapping[str, Sequence[Point]], x_label: str, y_label: str, path: Path, in_bytes: bool = False
 ) -> Path:
     """Draw one curve for each group of runs, with a band of one standard deviation, into the file ``path``."""
     figure = Figure(figsize=(8, 5), layout="constrained")
@@ -63,12 +53,12 @@ def plot_curves(
     return path
 
 
-def plot_convergence(groups: Sequence[Sequence[Run]], names: Sequence[str], path: Path) -> Path:
+def plot_convergence(groups: Mapping[str, Sequence[Run]], path: Path) -> Path:
     """Draw the constants that `ConvergenceMonitor` logged, side by side."""
     figure = Figure(figsize=(14, 4.5), layout="constrained")
     for axes, constant in zip(figure.subplots(1, 3), ("R", "P", "Q"), strict=True):
         metric = f"convergence/{constant}"
-        curves = {name: curve(group, None, metric) for name, group in zip(names, groups, strict=True)}
+        curves = {name: curve(group, None, metric) for name, group in groups.items()}
         _draw(axes, curves, "round", metric)
         if any(point.y > 0 for points in curves.values() for point in points):
             axes.set_yscale("log")

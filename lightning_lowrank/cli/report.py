@@ -6,7 +6,7 @@ seeds are one row and one curve.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -46,8 +46,8 @@ def report(
         each: Show runs that differ only in the seed one by one.
 
     Returns:
-        The files written. There is a ``bytes.png`` only if a run logged ``comm/total_bytes``, and a ``convergence.png``
-        only if a run logged the constants of `ConvergenceMonitor`.
+        The files written; ``bytes.png`` only if a run logged ``comm/total_bytes``, ``convergence.png`` only if a run
+        logged the constants of `ConvergenceMonitor`.
 
     Raises:
         MisconfigurationException: If a path holds no run, or no run logged ``metric``.
@@ -61,10 +61,10 @@ def report(
             f"no run logged {metric or 'a metric of ' + str(_METRICS)}; logged were: {known}"
         )
     runs = [run for run in found if run.series(metric)]
-    groups = [[run] for run in runs] if each else group_by_seed(runs)
-    names = short_names(groups)
+    grouped = [[run] for run in runs] if each else group_by_seed(runs)
+    groups = dict(zip(short_names(grouped), grouped, strict=True))
 
-    header, rows = _rows(groups, names, metric)
+    header, rows = _rows(groups, metric)
     for line in _text_table(header, rows):
         _print_line(console, line)
     for run in found:
@@ -75,13 +75,13 @@ def report(
     lines = [[title.replace("\n", " ") for title in header], ["---", *["---:"] * (len(header) - 1)], *rows]
     written = [output / "report.md"]
     written[0].write_text("".join(f"| {' | '.join(line)} |\n" for line in lines))
-    by_rounds = {name: curve(group, None, metric) for name, group in zip(names, groups, strict=True)}
+    by_rounds = {name: curve(group, None, metric) for name, group in groups.items()}
     written.append(plot_curves(by_rounds, "round", metric, output / "rounds.png"))
-    by_bytes = {name: curve(group, "comm/total_bytes", metric) for name, group in zip(names, groups, strict=True)}
+    by_bytes = {name: curve(group, "comm/total_bytes", metric) for name, group in groups.items()}
     if any(by_bytes.values()):
         written.append(plot_curves(by_bytes, "bytes sent up and down", metric, output / "bytes.png", in_bytes=True))
     if any(run.series("convergence/R") for run in runs):
-        written.append(plot_convergence(groups, names, output / "convergence.png"))
+        written.append(plot_convergence(groups, output / "convergence.png"))
     _print_line(console, f"wrote {', '.join(str(path) for path in written)}")
     return written
 
@@ -97,12 +97,12 @@ def _figure(values: Sequence[float | None], form: str) -> str:
     return " ± ".join(format(value, ".1f" if form == "d" else form) for value in mean_and_deviation(known))
 
 
-def _rows(groups: Sequence[Sequence[Run]], names: Sequence[str], metric: str) -> tuple[list[str], list[list[str]]]:
+def _rows(groups: Mapping[str, Sequence[Run]], metric: str) -> tuple[list[str], list[list[str]]]:
     best_of = min if "loss" in metric else max
-    several = any(len(group) > 1 for group in groups)
+    runs = [run for group in groups.values() for run in group]
 
     def column(figure: Callable[[Run], float | None], form: str) -> list[str]:
-        return [_figure([figure(run) for run in group], form) for group in groups]
+        return [_figure([figure(run) for run in group], form) for group in groups.values()]
 
     def logged(name: str, unit: float = 1) -> Callable[[Run], float | None]:
         return lambda run: None if (value := run.last(name)) is None else value / unit
@@ -110,9 +110,9 @@ def _rows(groups: Sequence[Sequence[Run]], names: Sequence[str], metric: str) ->
     def best(run: Run) -> tuple[int, float]:
         return best_of(run.series(metric), key=lambda point: point[1])
 
-    columns: dict[str, list[str]] = {"run": list(names)}
-    if several:
-        columns["seeds"] = [str(len(group)) for group in groups]
+    columns: dict[str, list[str]] = {"run": list(groups)}
+    if len(runs) > len(groups):
+        columns["seeds"] = [str(len(group)) for group in groups.values()]
     columns["rounds"] = column(lambda run: max(run.rounds) + 1, "d")
     values, numbers = column(lambda run: best(run)[1], ".4f"), column(lambda run: best(run)[0], "d")
     columns[f"best (round)\n{metric}"] = [f"{value} ({number})" for value, number in zip(values, numbers, strict=True)]
@@ -120,14 +120,14 @@ def _rows(groups: Sequence[Sequence[Run]], names: Sequence[str], metric: str) ->
     judged = metric.removeprefix("personal/")
     for suffix in ("", "_worst10", "_std"):
         name = f"personal/{judged}{suffix}"
-        if name != metric and any(run.last(name) is not None for group in groups for run in group):
+        if name != metric and any(run.last(name) is not None for run in runs):
             columns[f"personal\n{suffix.removeprefix('_') or judged}"] = column(logged(name), ".4f")
     for title, name, optional in (
         ("MB\nup", "comm/total_up_bytes", False),
         ("MB\ndown", "comm/total_down_bytes", False),
         ("MB\nidle", "comm/total_idle_down_bytes", True),
     ):
-        if not optional or any(run.last(name) for group in groups for run in group):
+        if not optional or any(run.last(name) for run in runs):
             columns[title] = column(logged(name, unit=1e6), ".2f")
     columns["of dense\nFedAvg"] = column(logged("comm/ratio"), ".2%")
     return list(columns), [list(row) for row in zip(*columns.values(), strict=True)]

@@ -20,12 +20,7 @@ _PLACES = ("trainer.logger", "trainer.default_root_dir", "trainer.callbacks.init
 
 @dataclass
 class Run:
-    """One run's logged figures by round.
-
-    Args:
-        folder: Where it was read from.
-        rounds: For each round (Lightning's epoch) the last value logged under each name.
-    """
+    """A run's folder, and for each round (Lightning's epoch) the last value logged under each name."""
 
     folder: Path
     rounds: dict[int, dict[str, float]]
@@ -80,12 +75,8 @@ def group_by_seed(runs: Sequence[Run]) -> list[list[Run]]:
     If several runs have the same seed too, only one of them joins the runs of other seeds: the one with most rounds,
     or the last of these. Repeated runs would make the deviation look smaller than it is.
 
-    Args:
-        runs: The runs, in order.
-
-    Returns:
-        The groups, in the order of their first runs; within a group by seed. A run without a ``config.yaml`` of
-        LightningCLI is a group of its own.
+    Groups are in the order of their first runs, and within a group runs are by seed. A run without a ``config.yaml`` of
+    LightningCLI is a group of its own.
     """
     alike: dict[str, list[_Configured]] = {}
     groups: list[list[Run]] = []

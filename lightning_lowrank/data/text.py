@@ -175,8 +175,7 @@ class TextClassification(SplitsInMemory):
         }
         read = {part: self._read(self.files[part]) for part, missing in wanted.items() if missing}
         if read and self.classes is None:
-            training = None if self.labels is not None else read.get("fit") or self._read(self.files["fit"])
-            self.classes = self.labels if training is None else self._labels_of(training)
+            self.classes = self.labels or self._labels_of(read.get("fit") or self._read(self.files["fit"]))
         sets = {part: self._tokenize(self.files[part], samples) for part, samples in read.items()}
         self.train_set = sets.get("fit", self.train_set)
         self.validation_set = sets.get("validate", self.validation_set)
@@ -186,12 +185,9 @@ class TextClassification(SplitsInMemory):
         """Return `PadTexts` with the tokenizer's own padding."""
         return PadTexts(self._tokenizer().pad_token_id)
 
-    def _path(self, name: str) -> Path:
-        return Path(self.root) / name
-
     def _read(self, name: str) -> list[tuple[str, str]]:
         """Return the text and the label of each line of a file, except the header's."""
-        path = self._path(name)
+        path = Path(self.root, name)
         if not path.parent.is_dir():
             raise MisconfigurationException(f"root={self.root!r}: there is no folder {path.parent}")
         if not path.is_file():
@@ -221,7 +217,7 @@ class TextClassification(SplitsInMemory):
         found = sorted({label for _, label in samples})
         if len(found) < 2:
             raise MisconfigurationException(
-                f"{self._path(self.files['fit'])} has no label but {found[0]!r}, and a classifier needs two"
+                f"{Path(self.root, self.files['fit'])} has no label but {found[0]!r}, and a classifier needs two"
             )
         return sorted(found, key=int) if all(map(str.isdecimal, found)) else found
 
@@ -232,7 +228,7 @@ class TextClassification(SplitsInMemory):
             if label not in index_of:
                 source = f"of {self.files['fit']}" if self.labels is None else "given"
                 raise MisconfigurationException(
-                    f"{self._path(name)}, line {number}: unknown label {label!r}; the labels {source} are"
+                    f"{Path(self.root, name)}, line {number}: unknown label {label!r}; the labels {source} are"
                     f" {', '.join(self.classes[:20])}"
                 )
         texts = [text for text, _ in samples]

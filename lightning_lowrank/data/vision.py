@@ -86,10 +86,10 @@ class VisionDataModule(SplitsInMemory):
     def setup(self, stage: str | None = None) -> None:
         """Load what ``stage`` reads (``None``: everything), unless it is loaded already."""
         validates_on_test = self.validation == "test"
-        if self.test_set is None and (stage in (None, "test", "predict") or validates_on_test):
+        if self.test_set is None and (validates_on_test or stage in (None, "test", "predict")):
             self.test_set = self._dataset(*self.load_images(train=False), augment=False)
-        stages_with_training_images = (None, "fit") if validates_on_test else (None, "fit", "validate")
-        if self.train_set is None and stage in stages_with_training_images:
+        trains = stage in (None, "fit") or (stage == "validate" and not validates_on_test)
+        if trains and self.train_set is None:
             images, targets = self.load_images(train=True)
             if self.validation != "test":
                 kept, held_out = _stratified_split(targets, self.validation, self.seed)
@@ -117,9 +117,9 @@ class VisionDataModule(SplitsInMemory):
         return TensorImages(
             images,
             targets,
-            self.mean if self.normalize else [0.0] * len(self.mean),
-            self.std if self.normalize else [1.0] * len(self.std),
-            self.pixel_max,
+            mean=self.mean if self.normalize else [0.0] * len(self.mean),
+            std=self.std if self.normalize else [1.0] * len(self.std),
+            pixel_max=self.pixel_max,
             crop_padding=self.crop_padding if augment else 0,
             mirror=self.mirror and augment,
         )

@@ -38,12 +38,7 @@ Fields = Mapping[str, Any]
 
 
 def pack(fields: Fields, payloads: Mapping[int, bytes] | None = None) -> RecordDict:
-    """Return the content of a message.
-
-    Args:
-        fields: Numbers, strings, booleans, and lists of one of these.
-        payloads: Encoded payloads by the round that they are of.
-    """
+    """Return the content of a message: numbers, strings, booleans or lists of them, and encoded payloads by round."""
     records: dict[str, Any] = {_FIELDS: ConfigRecord(dict(fields))}
     if payloads:
         arrays = {
@@ -92,17 +87,13 @@ def check_upload(
     decode: Callable[[bytes], Mapping[str, Tensor]],
     limits: Mapping[str, tuple[int, ...]] | None = None,
 ) -> dict[str, Tensor]:
-    """Decode what a site sent.
+    """Decode what a site sent, where the method sends anything, into tensors on the CPU.
 
     Args:
         data: The bytes; empty where the method sends nothing.
         expected: Tensors of the names, shapes and types that are expected; meta tensors will do.
         decode: Decodes the bytes.
-        limits: The largest shapes of those tensors whose shape is the site's choice, by name; see
-            `Algorithm.upload_limits`.
-
-    Returns:
-        The tensors, on the CPU.
+        limits: `Algorithm.upload_limits`: the largest shapes of tensors whose shape is the site's choice.
 
     Raises:
         DecodingError: If the bytes are larger than any such message could be, cannot be decoded, or hold tensors of
@@ -182,15 +173,10 @@ def take_options(optimizers: Sequence[Optimizer], text: str) -> None:
 
 
 def signature(module: nn.Module, recipe: str) -> dict[str, Any]:
-    """Return by what the server recognises a site that runs something else.
+    """Return by what the server recognises a site that runs something else; ``module`` is not trained yet.
 
-    Args:
-        module: The module, converted and not yet trained.
-        recipe: The recipe's text.
-
-    Returns:
-        Hashes of the recipe and of names, types and shapes of all that is trained and frozen, and the norms of what is
-        frozen, which no broadcast would set right.
+    These are hashes of the recipe and of names, types and shapes of all that is trained and frozen, and the norms of
+    what is frozen, which no broadcast would set right.
     """
     trained = trained_tensors(module)
     layout = [[name, str(value.dtype), list(value.shape)] for name, value in sorted(module.state_dict().items())]

@@ -21,15 +21,7 @@ from lightning_lowrank.internals.flower import read_counts_as_counts
 
 @dataclass
 class Recipe:
-    """What a recipe describes, built.
-
-    Args:
-        text: The whole recipe as YAML, defaults included.
-        module: The module.
-        datamodule: The datamodule, if the recipe has one.
-        trainer: The trainer; ``loop`` is among its callbacks.
-        loop: The recipe's ``federated`` section.
-    """
+    """What a recipe describes, built; its whole text, defaults included, and its ``federated`` section."""
 
     text: str
     module: pl.LightningModule
@@ -49,24 +41,16 @@ class _BuiltCLI(LowRankCLI):
         pass
 
 
-def build(configs: Sequence[str | Path], options: Sequence[str] = (), saves_config: bool = False) -> Recipe:
-    """Build what a recipe describes, and check that it can run across sites.
-
-    Args:
-        configs: YAML files, of which later ones change earlier ones.
-        options: Further words of the command line, such as ``--trainer.logger=false``.
-        saves_config: Whether a run with a logger saves its ``config.yaml``.
+def build(configs: Sequence[str | Path], options: Sequence[str] = ()) -> Recipe:
+    """Build what YAML files describe, and further options such as ``--trainer.logger=false``, for a run across sites.
 
     Raises:
         MisconfigurationException: If the recipe cannot be built, or cannot run across sites; it says why.
     """
     read_counts_as_counts()
-    settings = {**CLI_SETTINGS, "parser_class": _RaisingParser}
-    if not saves_config:
-        settings["save_config_callback"] = None
     words = [word for config in configs for word in ("--config", str(config))]
     with _without_own_words():
-        cli = _BuiltCLI(**settings, args=["fit", *words, *options])
+        cli = _BuiltCLI(**{**CLI_SETTINGS, "parser_class": _RaisingParser}, args=["fit", *words, *options])
     trainer: Any = cli.trainer
     loop = next((callback for callback in trainer.callbacks if isinstance(callback, FederatedLoop)), None)
     if loop is None:

@@ -60,6 +60,7 @@ class _Connected:
     """A site as the server knows it."""
 
     node: int
+    clients: int
     heard: int
     samples: int
     batches: int
@@ -75,13 +76,7 @@ class _Silence:
 
 @dataclass(frozen=True)
 class _Expected:
-    """What a client is to send in a round.
-
-    Args:
-        form: A message of the same form, of meta tensors.
-        limits: See `Algorithm.upload_limits`.
-        received: What the client was sent, where its message is decoded with it.
-    """
+    """What a client is to send: meta tensors, `Algorithm.upload_limits`, and what the message is decoded with."""
 
     form: TensorMessage
     limits: Mapping[str, tuple[int, ...]]
@@ -194,7 +189,14 @@ class RemoteRounds(Callback):
         self._meet_all()
         self._samples = [self._connected[client].samples for client in range(len(self._connected))]
         server.clients = len(self._samples)
-        self._planner = self._make_planner()
+        self._planner = RoundPlanner(
+            seed=self.loop.experiment_seed,
+            batches=np.array([self._connected[client].batches for client in range(server.clients)]),
+            per_round=self.loop.cohort_size(server.clients),
+            sampling_weights=self.loop.sampling_weights,
+            participants=self.loop.participants,
+            availability=self.loop.availability,
+        )
         self.coordinator = Coordinator(self.loop, server, self._samples, ClientStates(), self.ledger)
         self._further = FurtherModels(None, self.coordinator)
         self.coordinator.setup()
@@ -226,27 +228,15 @@ class RemoteRounds(Callback):
         """Log the round's figures."""
         log_figures(trainer, {**self.ledger.metrics(), **self._figures})
 
-    def _make_planner(self) -> RoundPlanner:
-        loop, count = self.loop, len(self._connected)
-        return RoundPlanner(
-            seed=loop.experiment_seed,
-            batches=np.array([self._connected[client].batches for client in range(count)]),
-            per_round=loop.cohort_size(count),
-            sampling_weights=loop.sampling_weights,
-            participants=loop.participants,
-            availability=loop.availability,
-        )
-
     def _meet_all(self) -> None:
         """Wait until the site of every client has joined."""
         deadline = time.monotonic() + self.start_timeout
         count = self.loop.clients
         while True:
-            joined, wrong = self._meet()
+            wrong = self._meet()
             if wrong:
                 raise MisconfigurationException(f"a site cannot take part: {'; '.join(wrong)}.")
-            for fields in joined.values():
-                count = field_of(fields, "clients", int) if count is None else count
+            count = count or next((site.clients for site in self._connected.values()), None)
             missing = [client for client in range(count or 1) if client not in self._connected]
             if count is not None and not missing:
                 break
@@ -260,15 +250,14 @@ class RemoteRounds(Callback):
             time.sleep(self.poll)
         rank_zero_info(f"{count} sites have joined")
 
-    def _meet(self) -> tuple[dict[int, dict[str, Any]], list[str]]:
-        """Let the sites join that are new, and return them by client, and what is wrong with those that are refused."""
+    def _meet(self) -> list[str]:
+        """Let the sites join that are new, and return what is wrong with those that are refused."""
         online = set(self.grid.get_node_ids())
         for client, site in list(self._connected.items()):
             if site.node not in online:
                 del self._connected[client]
         unknown = sorted(online - self._known_nodes)
         self._known_nodes = online
-        joined: dict[int, dict[str, Any]] = {}
         wrong = []
         for node, reply in self._exchange({node: (JOIN, pack({})) for node in unknown}).items():
             if isinstance(reply, _Silence):
@@ -282,15 +271,11 @@ class RemoteRounds(Callback):
                 reason = self._objection(fields)
                 if reason:
                     raise DecodingError(f"client {fields.get('client')}: {reason}")
-                client, heard, samples, batches = (
-                    field_of(fields, name, int) for name in ("client", "heard", "samples", "batches")
-                )
+                known = {name: field_of(fields, name, int) for name in ("clients", "heard", "samples", "batches")}
+                self._connected[field_of(fields, "client", int)] = _Connected(node, **known)
             except DecodingError as error:
                 wrong.append(f"node {node}, {error}")
-                continue
-            joined[client] = fields
-            self._connected[client] = _Connected(node, heard, samples, batches)
-        return joined, wrong
+        return wrong
 
     def _objection(self, fields: Mapping[str, Any]) -> str:
         """Return why a site cannot take part; an empty string where it can."""
@@ -298,7 +283,7 @@ class RemoteRounds(Callback):
         if differs:
             return differs
         client, clients = field_of(fields, "client", int), field_of(fields, "clients", int)
-        begun = len(self._samples) > 0
+        begun = bool(self._samples)
         expected = self.loop.clients or len(self._samples) or clients
         if clients != expected or not 0 <= client < clients:
             return f"it is client {client} of {clients}, and the recipe has {expected} clients, from 0"
@@ -315,8 +300,7 @@ class RemoteRounds(Callback):
         """Send the round's broadcasts, and take in what comes back; ask again while nobody answers."""
         deadline = time.monotonic() + self.start_timeout
         while True:
-            _, wrong = self._meet()
-            for reason in wrong:
+            for reason in self._meet():
                 rank_zero_warn(f"round {plan.round}: a site that came is left out: {reason}")
             outcome = self._ask(plan, options, live)
             for client, reason in sorted(outcome.failures.items()):
@@ -464,22 +448,11 @@ class _NoBatch:
 
 
 def serve(recipe: str | Path, grid: Grid, validate: bool = True, **settings: Any) -> pl.Trainer:
-    """Run a recipe across the sites that a grid reaches.
+    """Run a recipe across the sites that a grid reaches, and return the trainer, whose module is the global model.
 
-    Args:
-        recipe: The recipe's file, the same that the sites have.
-        grid: Flower's way to the sites.
-        validate: Whether to judge the global model on the recipe's validation data, as read here. Without, the server
-            reads no data.
-        **settings: Further arguments of `RemoteRounds`.
-
-    Returns:
-        The trainer, when all rounds are over; its module is the global model.
-
-    Raises:
-        MisconfigurationException: As `RemoteRounds` says.
+    ``settings`` are further arguments of `RemoteRounds`. Unless ``validate`` the server reads no data.
     """
-    built = build([recipe], () if validate else ("--trainer.limit_val_batches=0",), saves_config=True)
+    built = build([recipe], () if validate else ("--trainer.limit_val_batches=0",))
     rounds = RemoteRounds(built.loop, Path(recipe).read_text(encoding="utf-8"), grid, **settings)
     callbacks = built.trainer.callbacks
     callbacks[callbacks.index(built.loop)] = rounds

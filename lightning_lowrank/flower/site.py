@@ -32,6 +32,7 @@ from lightning_lowrank.federated import offload
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.indices import ClientIndices
 from lightning_lowrank.federated.data.partitions import Partition
+from lightning_lowrank.federated.loop import FederatedLoop
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.site import SiteCoordinator
 from lightning_lowrank.federated.state import Base, State, copy_into
@@ -65,11 +66,11 @@ class _Kept:
     """What a site keeps from round to round, in a file that never leaves it.
 
     Args:
-        followed: The last round that the site has trained in, whose broadcast and those before it have been applied;
-            -1 before the first.
+        followed: The last round that the site has trained in, -1 before the first. Its broadcast and those before it
+            have been applied.
         pending: Encoded broadcasts of later rounds, by round.
         upload: The encoded answer of the round ``followed``.
-        client: What the client keeps, `ClientContext.state`.
+        client: `ClientContext.state`.
         base: `Base.state`, where broadcasts change it.
         frozen: The frozen parameters, where changes have been folded into them.
     """
@@ -84,16 +85,10 @@ class _Kept:
 
 @dataclass
 class _Round:
-    """One round on a site: what came, and what goes.
+    """One round on a site: encoded broadcasts that it has not followed yet, `options_of`, and the encoded answer."""
 
-    Args:
-        broadcasts: The encoded broadcasts that the site has not followed yet, by round; this round's among them.
-        options: The optimizers' options, as `options_of` writes them.
-        upload: The encoded answer.
-    """
-
-    broadcasts: dict[int, bytes] = field(default_factory=dict)
-    options: str = ""
+    broadcasts: list[bytes]
+    options: str
     upload: bytes = b""
 
 
@@ -127,7 +122,7 @@ class Site:
         data_root: str | None = None,
     ) -> None:
         self.client = client
-        self.round = _Round()
+        self.round: _Round
         self._recipe = Path(recipe)
         self._clients = clients
         self._own_data = own_data
@@ -150,8 +145,7 @@ class Site:
             MisconfigurationException: If something would not work in a round.
         """
         self._built = None
-        loop = self._ready().loop
-        self._fit(-1)
+        loop = self._fit(-1)
         indices, plan = loop.indices, loop.plan
         assert indices is not None
         assert plan is not None, "the loader's length, for which Lightning asks, is that of a round of all clients"
@@ -199,13 +193,10 @@ class Site:
             )
         if number == kept.followed:
             return _bytes(kept.upload)
-        loop = self._ready().loop
         heard = {number: b"", **{early: _bytes(data) for early, data in kept.pending.items()}, **broadcasts}
-        new = {each: data for each, data in sorted(heard.items()) if kept.followed < each <= number}
-        self.round = _Round(new, options)
+        self.round = _Round([heard[each] for each in sorted(heard) if kept.followed < each <= number], options)
         try:
-            loop.participants = [[self.client]] * (number + 1)
-            self._fit(number)
+            loop = self._fit(number)
         except BaseException:
             # What this round has changed already goes with it.
             self._built = None
@@ -219,9 +210,7 @@ class Site:
         self._save()
         return self.round.upload
 
-    def _ready(self) -> Recipe:
-        if self._built is not None:
-            return self._built
+    def _build(self) -> Recipe:
         options = list(_QUIET)
         if self._data_root is not None:
             options.append(f"--data.init_args.root={self._data_root}")
@@ -237,18 +226,20 @@ class Site:
             )
         loop.make_coordinator = functools.partial(_FlowerCoordinator, self)
         loop.execution, loop.chunk_size, loop.summary = "sequential", None, False
-        loop.clients_per_round = loop.sampling_weights = loop.availability = loop.participants = None
-        loop.client_memory_limit = None
+        loop.clients_per_round = loop.sampling_weights = loop.availability = loop.client_memory_limit = None
         kept = [callback for callback in recipe.trainer.callbacks if not isinstance(callback, _ONLY_OF_WHOLE_RUNS)]
         recipe.trainer.callbacks = [_ConstantSchedules(), *kept]
-        self._built, self._base, self.round = recipe, None, _Round()
         return recipe
 
-    def _fit(self, number: int) -> None:
+    def _fit(self, number: int) -> FederatedLoop:
         """Make one round; none for -1."""
-        recipe = self._ready()
+        if self._built is None:
+            self._built, self._base = self._build(), None
+        recipe = self._built
+        recipe.loop.participants = [[self.client]] * (number + 1) or None
         make_one_epoch(recipe.trainer, number)
         recipe.trainer.fit(recipe.module, datamodule=recipe.datamodule)
+        return recipe.loop
 
     def restore(self, coordinator: Coordinator) -> None:
         """Give a base that is new what this site has followed before."""
@@ -294,7 +285,7 @@ class _FlowerCoordinator(SiteCoordinator):
     def broadcasts(self, round_number: int) -> Iterable[bytes]:
         """Return the broadcasts, after the optimizers have taken over the round's options."""
         take_options(self.server.base.optimizers, self._site.round.options)
-        return self._site.round.broadcasts.values()
+        return self._site.round.broadcasts
 
     def upload(self, message: Message, packet: Packet) -> None:
         """Encode what the client sends."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Callback, Checkpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
@@ -22,6 +23,7 @@ from lightning_lowrank.compression import Dense
 from lightning_lowrank.federated import Algorithm
 from lightning_lowrank.federated.state import copy_into, trained_tensors
 from lightning_lowrank.testing.experiment import Experiment, Norm, Outcome, blobs, quiet, small_module
+from lightning_lowrank.testing.require import require
 from lightning_lowrank.testing.sites import Tape, replay_client, replay_server
 
 __all__ = ["PARTS", "Claims", "check_algorithm"]
@@ -122,7 +124,7 @@ def check_algorithm(
             try:
                 _PARTS[part](check)
             except AssertionError as error:
-                raise AssertionError(f"{type(make()).__name__} breaks the part {part!r}: {error}") from error
+                raise AssertionError(f"{type(make()).__name__} breaks the part {part!r}: {error}.") from error
 
 
 class _SaveAt(Checkpoint):
@@ -147,19 +149,20 @@ class _Check:
         self.folder = folder
         self.data = blobs(28, dtype=torch.float64)
 
-    def run(self, *callbacks: Any, execution: str = "sequential", checkpoint: Path | None = None) -> Outcome:
-        """Make the recorded run's rounds, in float64."""
-        loop = self.experiment.loop(participants=_ROUNDS, execution=execution)
+    def run(
+        self, *callbacks: Callback, tape: Tape | None = None, checkpoint: Path | None = None, **settings: Any
+    ) -> Outcome:
+        """Make the recorded run's rounds, in float64, with other settings of the loop."""
+        loop = self.experiment.loop(**{"participants": _ROUNDS, **settings})
+        if tape is not None:
+            tape.attach(loop)
         return self.experiment.run(loop, *callbacks, data=self.data, checkpoint=checkpoint)
 
     @cached_property
     def recorded(self) -> tuple[Outcome, Tape, dict[int, Path]]:
         """A sequential run, what crossed the wire in it, and the checkpoints that it saved."""
-        folder = self.folder / "sequential"
-        tape, saver = Tape(), _SaveAt(folder, _SAVED_SEQUENTIAL)
-        loop = tape.attach(self.experiment.loop(participants=_ROUNDS))
-        outcome = self.experiment.run(loop, saver, data=self.data)
-        return outcome, tape, saver.files
+        tape, saver = Tape(), _SaveAt(self.folder / "sequential", _SAVED_SEQUENTIAL)
+        return self.run(saver, tape=tape), tape, saver.files
 
     @cached_property
     def vectorized(self) -> tuple[Outcome, dict[int, Path]]:
@@ -184,7 +187,7 @@ class _Check:
             accuracy = float(outcome.trainer.callback_metrics["val_acc"])
         else:
             accuracy = _own_accuracy(outcome, 1, [tensor[list(parts[1])] for tensor in blobs(103).tensors])
-        _require(
+        require(
             accuracy > self.claims.accuracy,
             f"after {rounds} rounds the accuracy is {accuracy:.2f}, and {self.claims.accuracy} is claimed (chance is"
             " 0.25); Claims(learning=...) has the number of rounds",
@@ -197,11 +200,9 @@ class _Check:
         outputs, expected = (outcome.module(inputs) for outcome in (federated, alone))
         difference = float((outputs - expected).abs().max())
         if self.claims.plain is None:
-            _require(
-                difference > 1e-5, "one client is plain training, and the method does not claim so: set plain=1e-5"
-            )
+            require(difference > 1e-5, "one client is plain training, and the method does not claim so: set plain=1e-5")
         else:
-            _require(
+            require(
                 torch.allclose(outputs, expected, rtol=1e-4, atol=self.claims.plain),
                 f"after a round of one client the module's outputs differ by {difference:.2g} from those of plain"
                 " training; Claims(plain=None) if that is meant",
@@ -216,7 +217,7 @@ class _Check:
         both = run(self.experiment.loop([range(16), range(16, 32)])).weights
         one = run(self.experiment.loop([range(16)])).weights
         for name, value in one.items():
-            _require(
+            require(
                 torch.allclose(value, both[name], rtol=1e-4, atol=self.claims.identical),
                 f"with two clients of the same samples {name} ends where it does not with one of them;"
                 " Claims(identical=None) if that is meant",
@@ -224,17 +225,15 @@ class _Check:
 
     def seed(self) -> None:
         torch.manual_seed(99)
-        first, reversed_rounds = self.recorded[0], [rounds[::-1] for rounds in _ROUNDS]
+        first = self.recorded[0]
         torch.manual_seed(100)
-        loop = self.experiment.loop(participants=reversed_rounds)
-        second = self.experiment.run(loop, data=self.data)
+        second = self.run(participants=[rounds[::-1] for rounds in _ROUNDS])
         _require_same(
             second, first, "a run of the same seed, with other states of the global generators, ends with other"
         )
         if self.claims.trains_global:
-            loop = self.experiment.loop(participants=_ROUNDS, seed=5)
-            other = self.experiment.run(loop, data=self.data).weights
-            _require(
+            other = self.run(seed=5).weights
+            require(
                 any(not torch.equal(value, other[name]) for name, value in first.weights.items()),
                 "another seed gives the same weights",
             )
@@ -247,28 +246,27 @@ class _Check:
 
     def bytes(self) -> None:
         outcome, tape, _ = self.recorded
+        module = self.experiment.module(dtype=torch.float64)
+        lowrank = None if self.experiment.lowrank is None else self.experiment.lowrank()
+        told = inspect_run(module, lowrank, self.experiment.loop(clients=4))
+        require(not told["problems"], f"inspect_run finds problems: {'; '.join(told['problems'])}")
         for direction, transfers in (("down", tape.down), ("up", tape.up)):
             counted = outcome.traffic[f"total_{direction}"]
             crossed = sum(len(transfer.data) for transfer in transfers.values())
-            _require(
+            require(
                 counted == crossed,
                 f"the ledger counts {counted} bytes {direction}, and the encodings have {crossed}: the codec's nbytes"
                 " is not the length of its encoding",
             )
-        module = self.experiment.module(dtype=torch.float64)
-        lowrank = None if self.experiment.lowrank is None else self.experiment.lowrank()
-        told = inspect_run(module, lowrank, self.experiment.loop(clients=4))
-        _require(not told["problems"], f"inspect_run finds problems: {'; '.join(told['problems'])}")
-        for direction, transfers in (("down", tape.down), ("up", tape.up)):
             known, crossed = told["traffic"][direction]["bytes"], len(transfers[0, 0].data)
-            _require(
+            require(
                 known == crossed,
                 f"inspect_run tells {known} bytes {direction} for client 0's first round, which had {crossed}",
             )
         if self.claims.same_bytes:
             model = Dense().nbytes(trained_tensors(outcome.module))
             other = {len(transfer.data) for transfer in (*tape.down.values(), *tape.up.values())} - {model}
-            _require(
+            require(
                 not other,
                 f"messages have {sorted(other)} bytes, where federated averaging's have {model};"
                 " Claims(same_bytes=False) if that is meant",
@@ -297,12 +295,12 @@ class _Check:
         one, together = self.recorded[0], self.vectorized[0]
         weights = together.weights
         for name, value in one.weights.items():
-            _require(
+            require(
                 torch.allclose(value, weights[name], rtol=1e-9, atol=1e-9),
                 f"{name} is another where clients step together: hooks that see a LocalStep get tensors [clients, …]"
                 " and may mix no clients",
             )
-        _require(one.traffic == together.traffic, "the ledger is another where clients step together")
+        require(one.traffic == together.traffic, "the ledger is another where clients step together")
 
     def precision(self) -> None:
         outcome = self.experiment.run(
@@ -313,14 +311,12 @@ class _Check:
             precision="bf16-mixed",
             limit_val_batches=1.0,
         )
-        loss = float(outcome.trainer.callback_metrics["val_loss"])
-        _require(loss == loss and loss < float("inf"), f"with bfloat16 and batch normalization the loss is {loss}")
-        norms = [layer for layer in outcome.module.modules() if isinstance(layer, nn.BatchNorm1d)]
-        expected = self.claims.averages_buffers
-        expected = self.claims.trains_global if expected is None else expected
-        for norm in norms:
+        _require_finite_loss(outcome, "with bfloat16 and batch normalization")
+        claimed = self.claims.averages_buffers
+        expected = self.claims.trains_global if claimed is None else claimed
+        for norm in (layer for layer in outcome.module.modules() if isinstance(layer, nn.BatchNorm1d)):
             moved = bool(norm.num_batches_tracked)
-            _require(
+            require(
                 moved is expected,
                 f"the global model has {'the' if moved else 'none of the'} clients' statistics;"
                 f" Claims(averages_buffers={moved}) if that is meant",
@@ -329,8 +325,7 @@ class _Check:
     def dropout(self) -> None:
         loop = self.experiment.loop(client_dropout=0.5)
         outcome = self.experiment.run(loop, max_epochs=4, limit_val_batches=1.0, check_val_every_n_epoch=4)
-        loss = float(outcome.trainer.callback_metrics["val_loss"])
-        _require(loss == loss and loss < float("inf"), f"where clients fail the loss is {loss}")
+        _require_finite_loss(outcome, "where clients fail")
 
 
 _PARTS: dict[str, Callable[[_Check], None]] = {
@@ -366,10 +361,10 @@ def _own_accuracy(outcome: Outcome, client: int, samples: Sequence[Tensor]) -> f
 def _require_same(second: Outcome, first: Outcome, what: str) -> None:
     expected, found = first.weights, second.weights
     other = [name for name, value in expected.items() if not torch.equal(value, found[name])]
-    _require(not other, f"{what} weights: {', '.join(other[:4])}")
-    _require(first.traffic == second.traffic, f"{what} bytes in the ledger: {second.traffic}, not {first.traffic}")
+    require(not other, f"{what} weights: {', '.join(other[:4])}")
+    require(first.traffic == second.traffic, f"{what} bytes in the ledger: {second.traffic}, not {first.traffic}")
 
 
-def _require(kept: bool, message: str) -> None:
-    if not kept:
-        raise AssertionError(f"{message}.")
+def _require_finite_loss(outcome: Outcome, when: str) -> None:
+    loss = float(outcome.trainer.callback_metrics["val_loss"])
+    require(math.isfinite(loss), f"{when} the loss is {loss}")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_lowrank.compression import Codec, DecodingError
+from lightning_lowrank.testing.require import require
 
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _LARGEST_DECODED = 2**26
@@ -48,113 +49,116 @@ def check_codec(codec: Codec, messages: Mapping[str, Mapping[str, Tensor]] | Non
     """
     for name, tensors in (_messages() if messages is None else messages).items():
         where = f"message {name!r}"
-        _check_arrival(codec, tensors, where)
-        for device in _devices():
-            _check_arrival(codec, {name: tensor.to(device) for name, tensor in tensors.items()}, f"{where} on {device}")
-        _check_size(codec, tensors, where)
-        _check_seeds(codec, tensors, where)
-        _check_finiteness(codec, tensors, where)
-        _check_robustness(codec, tensors, where)
-        if codec.unbiased:
-            _check_mean(codec, tensors, where, draws)
+        try:
+            _check_arrival(codec, tensors)
+            _check_size(codec, tensors)
+            _check_seeds(codec, tensors)
+            _check_finiteness(codec, tensors)
+            _check_robustness(codec, tensors, random.Random(where))
+            if codec.unbiased:
+                _check_mean(codec, tensors, draws)
+            if torch.cuda.is_available():
+                where += " on cuda"
+                _check_arrival(codec, {name: tensor.cuda() for name, tensor in tensors.items()})
+        except AssertionError as error:
+            raise AssertionError(f"{where}: {error}") from error
 
 
-def _check_arrival(codec: Codec, tensors: Mapping[str, Tensor], where: str) -> None:
+def _check_arrival(codec: Codec, tensors: Mapping[str, Tensor]) -> None:
     before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     decoded = codec.decode(codec.encode(tensors))
-    _require(decoded.keys() == tensors.keys(), f"{where}: decode gives {sorted(decoded)}, not {sorted(tensors)}")
+    require(decoded.keys() == tensors.keys(), f"decode gives {sorted(decoded)}, not {sorted(tensors)}")
     received = codec.transmit(tensors)
-    _require(_same(tensors, before), f"{where}: encode or transmit changes the tensors that it is given")
-    _require(list(received) == list(tensors), f"{where}: transmit gives {list(received)}, not {list(tensors)}")
+    require(_same(tensors, before), "encode or transmit changes the tensors that it is given")
+    require(list(received) == list(tensors), f"transmit gives {list(received)}, not {list(tensors)}")
     for name, tensor in tensors.items():
         for what, got, device in (
             ("decode", decoded[name], torch.device("cpu")),
             ("transmit", received[name], tensor.device),
         ):
-            _require(got.dtype == tensor.dtype, f"{where}: {what} gives {name!r} as {got.dtype}, not {tensor.dtype}")
-            _require(
+            require(got.dtype == tensor.dtype, f"{what} gives {name!r} as {got.dtype}, not {tensor.dtype}")
+            require(
                 got.shape == tensor.shape,
-                f"{where}: {what} gives {name!r} in shape {tuple(got.shape)}, not {tuple(tensor.shape)}",
+                f"{what} gives {name!r} in shape {tuple(got.shape)}, not {tuple(tensor.shape)}",
             )
-            _require(got.device == device, f"{where}: {what} gives {name!r} on {got.device}, not {device}")
-            _require(not got.requires_grad, f"{where}: {what} gives {name!r} with a gradient")
-            _require(
+            require(got.device == device, f"{what} gives {name!r} on {got.device}, not {device}")
+            require(not got.requires_grad, f"{what} gives {name!r} with a gradient")
+            require(
                 tensor.dtype in _FLOATING or _equal(got, tensor),
-                f"{where}: {what} changes {name!r}, which is of {tensor.dtype} and must arrive exactly",
+                f"{what} changes {name!r}, which is of {tensor.dtype} and must arrive exactly",
             )
-        _require(_equal(received[name], decoded[name]), f"{where}: transmit and decode(encode(...)) differ in {name!r}")
+        require(_equal(received[name], decoded[name]), f"transmit and decode(encode(...)) differ in {name!r}")
 
 
-def _check_size(codec: Codec, tensors: Mapping[str, Tensor], where: str) -> None:
+def _check_size(codec: Codec, tensors: Mapping[str, Tensor]) -> None:
     length = len(codec.encode(tensors))
     meta = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
     for what, given in (("nbytes", tensors), ("nbytes of meta tensors", meta)):
         try:
             claimed = codec.nbytes(given)
         except Exception as error:
-            raise AssertionError(f"{where}: {what} raises {error!r}") from error
-        _require(claimed == length, f"{where}: {what} is {claimed}, but the encoding has {length} bytes")
+            raise AssertionError(f"{what} raises {error!r}") from error
+        require(claimed == length, f"{what} is {claimed}, but the encoding has {length} bytes")
 
 
-def _check_seeds(codec: Codec, tensors: Mapping[str, Tensor], where: str) -> None:
+def _check_seeds(codec: Codec, tensors: Mapping[str, Tensor]) -> None:
     data = codec.encode(tensors)
-    _require(codec.encode(tensors) == data, f"{where}: encoding twice gives different bytes")
+    require(codec.encode(tensors) == data, "encoding twice gives different bytes")
     first, second, other = codec.seeded(1), codec.seeded(1), codec.seeded(2)
     seeded = first.encode(tensors)
-    _require(seeded == second.encode(tensors), f"{where}: two copies of one seed give different bytes")
-    _require(codec.encode(tensors) == data, f"{where}: seeded changes the codec itself")
+    require(seeded == second.encode(tensors), "two copies of one seed give different bytes")
+    require(codec.encode(tensors) == data, "seeded changes the codec itself")
     received = first.transmit(tensors)
     for decoder in (codec, other):
-        _require(_same(decoder.decode(seeded), received), f"{where}: decoding depends on the decoder's seed")
+        require(_same(decoder.decode(seeded), received), "decoding depends on the decoder's seed")
 
 
-def _check_finiteness(codec: Codec, tensors: Mapping[str, Tensor], where: str) -> None:
+def _check_finiteness(codec: Codec, tensors: Mapping[str, Tensor]) -> None:
     ones = codec.transmit(_filled(tensors, 1.0))
     arrives = [name for name, tensor in ones.items() if tensor.dtype in _FLOATING and tensor.any()]
     for value in (math.nan, math.inf, -math.inf):
         received = codec.transmit(_filled(tensors, value))
         for name in arrives:
-            _require(
+            require(
                 not bool(received[name].isfinite().all()),
-                f"{where}: {name!r} is {value} throughout, but arrives as finite numbers",
+                f"{name!r} is {value} throughout, but arrives as finite numbers",
             )
 
 
-def _check_robustness(codec: Codec, tensors: Mapping[str, Tensor], where: str) -> None:
-    rng = random.Random(where)
+def _check_robustness(codec: Codec, tensors: Mapping[str, Tensor], rng: random.Random) -> None:
     data = codec.encode(tensors)
     lengths = {0, 1, 7, 8, 9, len(data) - 8, len(data) - 1, *(rng.randrange(len(data)) for _ in range(9) if data)}
     for length in sorted(length for length in lengths if 0 <= length < len(data)):
-        _require(not _decodes(codec, data[:length], where), f"{where}: decode takes {length} of {len(data)} bytes")
-    _require(not _decodes(codec, data + b"\0", where), f"{where}: decode takes {len(data)} bytes and one more")
+        require(not _decodes(codec, data[:length]), f"decode takes {length} of {len(data)} bytes")
+    require(not _decodes(codec, data + b"\0"), f"decode takes {len(data)} bytes and one more")
     for _ in range(100):
         changed = bytearray(data)
         for _ in range(rng.choice((1, 1, 2, 8)) if data else 0):
             # Mostly what stands in front, where codecs keep names and shapes.
             end = len(data) if rng.random() < 0.3 else min(400, len(data))
             changed[rng.randrange(end)] ^= 1 << rng.randrange(8)
-        _decodes(codec, bytes(changed), where)
-        _decodes(codec, rng.randbytes(rng.randrange(64)), where)
+        _decodes(codec, bytes(changed))
+        _decodes(codec, rng.randbytes(rng.randrange(64)))
 
 
-def _decodes(codec: Codec, data: bytes, where: str) -> bool:
+def _decodes(codec: Codec, data: bytes) -> bool:
     """Return whether the bytes are taken; anything but tensors or a `DecodingError` breaks the contract."""
     try:
         decoded = codec.decode(data)
     except DecodingError:
         return False
     except Exception as error:
-        raise AssertionError(f"{where}: decode raises {error!r} for bytes that are no encoding") from error
-    _require(
+        raise AssertionError(f"decode raises {error!r} for bytes that are no encoding") from error
+    require(
         all(isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in decoded.items()),
-        f"{where}: decode returns something else than named tensors for bytes that are no encoding",
+        "decode returns something else than named tensors for bytes that are no encoding",
     )
     size = sum(tensor.nbytes for tensor in decoded.values())
-    _require(size <= _LARGEST_DECODED, f"{where}: {len(data)} bytes that are no encoding decode to {size} bytes")
+    require(size <= _LARGEST_DECODED, f"{len(data)} bytes that are no encoding decode to {size} bytes")
     return True
 
 
-def _check_mean(codec: Codec, tensors: Mapping[str, Tensor], where: str, draws: int) -> None:
+def _check_mean(codec: Codec, tensors: Mapping[str, Tensor], draws: int) -> None:
     """Compare means of random combinations of all numbers, which are normal even if few numbers arrive at a time."""
     sent = _numbers(tensors)
     if not (sent.numel() and sent.isfinite().all()):
@@ -172,16 +176,11 @@ def _check_mean(codec: Codec, tensors: Mapping[str, Tensor], where: str, draws: 
     spread, mean = torch.std_mean(torch.stack(errors), dim=0)
     # Six standard errors, and the rounding to the tensors' own types.
     allowed = 6 * spread / math.sqrt(draws) + (precision * magnitude).sum()
-    _require(
+    require(
         bool((mean.abs() <= allowed).all()),
-        f"{where}: the codec claims to be unbiased, but the mean over {draws} seeds is not what was sent: a "
+        f"the codec claims to be unbiased, but the mean over {draws} seeds is not what was sent: a "
         f"combination of its numbers is off by {float((mean.abs() - allowed).max()):.3g} more than chance allows",
     )
-
-
-def _require(kept: bool, message: str) -> None:
-    if not kept:
-        raise AssertionError(message)
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
@@ -214,10 +213,6 @@ def _filled(tensors: Mapping[str, Tensor], value: float) -> dict[str, Tensor]:
         name: torch.full_like(tensor, value, requires_grad=False) if tensor.dtype in _FLOATING else tensor
         for name, tensor in tensors.items()
     }
-
-
-def _devices() -> list[str]:
-    return ["cuda"] if torch.cuda.is_available() else []
 
 
 def _messages() -> dict[str, dict[str, Tensor]]:

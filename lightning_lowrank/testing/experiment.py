@@ -89,13 +89,7 @@ def small_module(
 
 @dataclass
 class Outcome:
-    """A run that is over.
-
-    Args:
-        module: The module as the run left it.
-        trainer: Its trainer.
-        loop: Its `FederatedLoop`; ``None`` for plain training.
-    """
+    """A run that is over: the module as it left it, its trainer, and its `FederatedLoop`, if it was federated."""
 
     module: pl.LightningModule
     trainer: pl.Trainer
@@ -168,23 +162,14 @@ class Experiment:
         batch_size: int = 4,
         **settings: Any,
     ) -> Outcome:
-        """Train a new module, and return what has come of it.
+        """Train a new module, whose type is that of ``data``, and return what has come of it.
 
-        Args:
-            loop: Makes it federated; ``None``: plain training.
-            *callbacks: Further callbacks.
-            data: The training set, in whose type the module is; 28 samples by default.
-            norm: As for `module`.
-            shuffle: Whether the loader shuffles.
-            drop_last: Whether the loader leaves incomplete batches out.
-            checkpoint: Where the run is resumed from, if anywhere.
-            batch_size: Of the loader.
-            **settings: Arguments of the trainer.
+        Without a loop it is plain training. By default there are 28 samples. ``checkpoint`` is what the run is resumed
+        from, and ``settings`` are arguments of the trainer.
         """
-        given = [] if loop is None else [loop]
         data = blobs(28) if data is None else data
         module = self.module(norm, data.tensors[0].dtype)
-        trainer = self.trainer(*given, *callbacks, **settings)
+        trainer = self.trainer(*([] if loop is None else [loop]), *callbacks, **settings)
         batches = DataLoader(data, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last)
         trainer.fit(module, batches, DataLoader(blobs(40, seed=8), batch_size=40), ckpt_path=checkpoint)
         return Outcome(module, trainer, loop)

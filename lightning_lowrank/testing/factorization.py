@@ -28,6 +28,7 @@ from lightning_lowrank.layers import (
     frobenius_norm_squared,
     recover,
 )
+from lightning_lowrank.testing.require import require
 
 __all__ = ["check_factorization"]
 
@@ -87,17 +88,12 @@ def _explained(factorization: Factorization, rule: str) -> Iterator[None]:
         raise AssertionError(f"{factorization!r}, {rule}: {kind}{error}") from error
 
 
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise AssertionError(message)
-
-
 def _require_close(value: Tensor, expected: Tensor, what: str) -> None:
-    _require(value.shape == expected.shape, f"{what} has shape {tuple(value.shape)}, not {tuple(expected.shape)}")
+    require(value.shape == expected.shape, f"{what} has shape {tuple(value.shape)}, not {tuple(expected.shape)}")
     error = (value.double() - expected.double()).abs().max().item()
     scale = expected.double().abs().max().item() + 1
     tolerance = 1e-8 if expected.dtype == torch.float64 else 1e-4
-    _require(error <= tolerance * scale, f"{what} is off by {error:.3g}")
+    require(error <= tolerance * scale, f"{what} is off by {error:.3g}")
 
 
 def _random(shape: Sequence[int], seed: int) -> Tensor:
@@ -124,8 +120,8 @@ def _ranks(factorization: Factorization, shape: Sequence[int], half_frozen: Half
         except ValueError:
             continue
         ranks.append(rank)
-    _require(bool(ranks) and ranks[0] == 1, "rank 1 must be accepted")
-    _require(ranks[-1] == largest, f"max_rank says {largest}, which check_rank refuses")
+    require(bool(ranks) and ranks[0] == 1, "rank 1 must be accepted")
+    require(ranks[-1] == largest, f"max_rank says {largest}, which check_rank refuses")
     return ranks
 
 
@@ -141,24 +137,24 @@ def _ways_to_train(factorization: Factorization, shape: Sequence[int]) -> Sequen
 def _check_description(factorization: Factorization) -> None:
     description = json.loads(json.dumps(factorization.to_dict()))
     again = factorization_from_dict(description)
-    _require(
+    require(
         again == factorization, f"factorization_from_dict(to_dict()) gives {again!r}; keep each argument under its name"
     )
-    _require(hash(again) == hash(factorization), "equal factorizations have different hashes")
+    require(hash(again) == hash(factorization), "equal factorizations have different hashes")
 
 
 def _check_factors(factorization: Factorization, shape: tuple[int, ...]) -> None:
     names = factorization.factor_names(shape)
-    _require(len(names) > 0, "factor_shapes names no factor")
-    _require(factorization.trained_factors(shape) == names, "trained_factors must be all factors, in their order")
-    _require(factorization.fixed_factors(shape) == (), "fixed_factors must be empty without modifiers")
-    _require(factorization.zero_factor(shape) in names, "zero_factor must be one of the factors")
+    require(len(names) > 0, "factor_shapes names no factor")
+    require(factorization.trained_factors(shape) == names, "trained_factors must be all factors, in their order")
+    require(factorization.fixed_factors(shape) == (), "fixed_factors must be empty without modifiers")
+    require(factorization.zero_factor(shape) in names, "zero_factor must be one of the factors")
     for rank in _some_ranks(factorization, shape):
         shapes = factorization.factor_shapes(shape, rank)
-        _require(tuple(shapes) == names, f"the names of the factors change at rank {rank}")
+        require(tuple(shapes) == names, f"the names of the factors change at rank {rank}")
         numbers = sum(math.prod(size) for size in shapes.values())
         counted = factorization.trained_numbers(shape, rank)
-        _require(counted == numbers, f"trained_numbers says {counted} at rank {rank}, the factors hold {numbers}")
+        require(counted == numbers, f"trained_numbers says {counted} at rank {rank}, the factors hold {numbers}")
     for rank in (0, factorization.max_rank(shape) + 1):
         try:
             factorization.check_rank(shape, rank)
@@ -172,14 +168,13 @@ def _check_compose(factorization: Factorization, shape: tuple[int, ...]) -> None
         factors = _factors(factorization, shape, rank)
         kept = {name: factor.clone() for name, factor in factors.items()}
         weight = factorization.compose(factors, shape)
-        _require(tuple(weight.shape) == shape, f"compose gives shape {tuple(weight.shape)} at rank {rank}")
-        _require(weight.dtype == torch.float64, f"compose gives {weight.dtype} from factors of torch.float64")
-        _require(all(torch.equal(factors[name], kept[name]) for name in kept), "compose changes its factors")
-        _require(torch.equal(weight, factorization.compose(factors, shape)), "compose gives two results for one input")
-        _require(factorization.compose_multiply_adds(shape, rank) >= 0, "compose_multiply_adds is negative")
-        gradients = _gradients(factorization, factors, weight)
-        for name, gradient in gradients.items():
-            _require(bool(gradient.any()), f"compose passes no gradient to {name} at rank {rank}")
+        require(tuple(weight.shape) == shape, f"compose gives shape {tuple(weight.shape)} at rank {rank}")
+        require(weight.dtype == torch.float64, f"compose gives {weight.dtype} from factors of torch.float64")
+        require(all(torch.equal(factors[name], kept[name]) for name in kept), "compose changes its factors")
+        require(torch.equal(weight, factorization.compose(factors, shape)), "compose gives two results for one input")
+        require(factorization.compose_multiply_adds(shape, rank) >= 0, "compose_multiply_adds is negative")
+        for name, gradient in _gradients(factorization, factors, weight).items():
+            require(bool(gradient.any()), f"compose passes no gradient to {name} at rank {rank}")
         if factorization.bilinear(shape):
             other = _factors(factorization, shape, rank, seed=1)
             for name in factors:
@@ -209,45 +204,45 @@ def _check_decompose(factorization: Factorization, shape: tuple[int, ...]) -> No
     for rank in _some_ranks(factorization, shape):
         factors = factorization.decompose(weight, rank)
         sizes = {name: tuple(factor.shape) for name, factor in factors.items()}
-        _require(sizes == factorization.factor_shapes(shape, rank), f"decompose gives shapes {sizes} at rank {rank}")
+        require(sizes == factorization.factor_shapes(shape, rank), f"decompose gives shapes {sizes} at rank {rank}")
         contiguous = all(factor.is_contiguous() for factor in factors.values())
-        _require(contiguous, "decompose gives factors that are not contiguous in memory")
+        require(contiguous, "decompose gives factors that are not contiguous in memory")
         again = factorization.decompose(weight, rank)
-        _require(
+        require(
             all(torch.equal(factor, again[name]) for name, factor in factors.items()),
             "decompose gives two results for one weight; draw from a generator with a seed",
         )
         error = (factorization.compose(factors, shape) - weight).norm().item()
-        _require(error < weight.norm().item(), f"decompose at rank {rank} is farther from the weight than zero is")
+        require(error < weight.norm().item(), f"decompose at rank {rank} is farther from the weight than zero is")
     _require_close(factorization.compose(factors, shape), weight, f"decompose at max_rank {rank}")
-    _require(torch.equal(weight, kept), "decompose changes the weight")
+    require(torch.equal(weight, kept), "decompose changes the weight")
     halves = factorization.decompose(weight.bfloat16(), 1)
     dtypes = {factor.dtype for factor in halves.values()}
-    _require(dtypes == {torch.bfloat16}, f"decompose gives {dtypes} for a weight of torch.bfloat16")
+    require(dtypes == {torch.bfloat16}, f"decompose gives {dtypes} for a weight of torch.bfloat16")
 
 
 def _check_ratios(factorization: Factorization, shape: tuple[int, ...]) -> None:
     numbers = math.prod(shape)
     for half_frozen in _ways_to_train(factorization, shape):
         ranks = _ranks(factorization, shape, half_frozen)
-        _require(factorization.lower_rank(shape, 1) is None, "lower_rank of 1 must be None")
+        require(factorization.lower_rank(shape, 1) is None, "lower_rank of 1 must be None")
         for lower, rank in itertools.pairwise(ranks):
             found = factorization.lower_rank(shape, rank)
-            _require(found == lower, f"lower_rank({rank}) is {found}, but the next lower rank is {lower}")
+            require(found == lower, f"lower_rank({rank}) is {found}, but the next lower rank is {lower}")
         for rank in ranks[:_LARGEST_RANKS]:
             ratio = factorization.ratio_for_rank(shape, rank, half_frozen)
             found = factorization.rank_for_ratio(shape, ratio, half_frozen)
-            _require(found == rank, f"rank_for_ratio(ratio_for_rank({rank})) is {found}")
+            require(found == rank, f"rank_for_ratio(ratio_for_rank({rank})) is {found}")
         highest = min(1.0, factorization.ratio_for_rank(shape, ranks[-1], half_frozen))
         one = factorization.trained_numbers(shape, 1, half_frozen)
         before = 0
         for step in range(1, 51):
             ratio = highest * step / 50
             rank = factorization.rank_for_ratio(shape, ratio, half_frozen)
-            _require(rank in ranks, f"rank_for_ratio({ratio:.3g}) is {rank}, which check_rank refuses")
-            _require(rank >= before, f"rank_for_ratio falls from {before} to {rank} as the ratio grows to {ratio:.3g}")
+            require(rank in ranks, f"rank_for_ratio({ratio:.3g}) is {rank}, which check_rank refuses")
+            require(rank >= before, f"rank_for_ratio falls from {before} to {rank} as the ratio grows to {ratio:.3g}")
             held = factorization.trained_numbers(shape, rank, half_frozen) + one
-            _require(
+            require(
                 held >= ratio * numbers - 1e-9,
                 f"rank_for_ratio({ratio:.3g}) is {rank}, whose factors and one more of rank 1 hold {held} of the "
                 f"{ratio * numbers:.1f} numbers asked for",
@@ -264,7 +259,7 @@ def _check_products(factorization: Factorization, shape: tuple[int, ...]) -> Non
         stages = factorization.stage_shapes(shape, rank)
         if stages is not None:
             sizes = [tuple(kernel.shape) for kernel in factorization.stages(left, shape)]
-            _require(sizes == [stage.kernel for stage in stages], f"stages have shapes {sizes}, not stage_shapes'")
+            require(sizes == [stage.kernel for stage in stages], f"stages have shapes {sizes}, not stage_shapes'")
         if len(shape) == 2 and factorization.multiply_adds(shape, rank) is not None:
             bias = _random(shape[:1], 4)
             for transposed, matrix in ((False, weight), (True, weight.mT)):
@@ -280,20 +275,20 @@ def _check_start(factorization: Factorization, shape: tuple[int, ...]) -> None:
             ("default_init_scale", factorization.default_init_scale(shape, rank)),
             ("init_scale_for_std", factorization.init_scale_for_std(shape, rank, 0.1)),
         ):
-            _require(scale > 0 and math.isfinite(scale), f"{name} is {scale} at rank {rank}")
+            require(scale > 0 and math.isfinite(scale), f"{name} is {scale} at rank {rank}")
         factors = _factors(factorization, shape, rank)
         zero = factorization.zero_factor(shape)
         factors[zero] = torch.zeros_like(factors[zero])
-        _require(not factorization.compose(factors, shape).any(), f"with {zero} zero the weight must be zero")
+        require(not factorization.compose(factors, shape).any(), f"with {zero} zero the weight must be zero")
         gradient = _gradients(factorization, factors, _random(shape, 6))[zero]
-        _require(bool(gradient.any()), f"where an update starts, {zero} gets no gradient and nothing trains")
+        require(bool(gradient.any()), f"where an update starts, {zero} gets no gradient and nothing trains")
     scale = factorization.init_scale_for_std(shape, rank, 0.1)
     draws = {
         name: (torch.rand(200, *factor.shape, generator=torch.Generator().manual_seed(place)) * 2 - 1) * scale
         for place, (name, factor) in enumerate(factors.items())
     }
     std = vmap(lambda given: factorization.compose(given, shape))(draws).std().item()
-    _require(0.08 < std < 0.12, f"factors drawn at init_scale_for_std(std=0.1) make a weight of std {std:.3g}")
+    require(0.08 < std < 0.12, f"factors drawn at init_scale_for_std(std=0.1) make a weight of std {std:.3g}")
 
 
 def _dense_layers(shape: tuple[int, ...]) -> list[tuple[type[LowRankLayer], nn.Module, Tensor]]:
@@ -334,10 +329,10 @@ def _check_layer(
         drawn = {name: value.clone() for name, value in layer.named_parameters()}
         layer.reset_factors(seed=2)
         same = all(torch.equal(value, drawn[name]) for name, value in layer.named_parameters())
-        _require(same, f"one seed draws two sets of factors ({said})")
+        require(same, f"one seed draws two sets of factors ({said})")
         _perturb(layer)
         effective = layer.weight.detach().clone()
-        output = _apply(dense, effective, input)
+        output = torch.func.functional_call(dense, {"weight": effective}, input)
         layer.compute = "dense"
         _require_close(layer(input), output, f"the layer computed densely ({said})")
         if layer._can_contract():
@@ -348,8 +343,8 @@ def _check_layer(
         layer.merge()
         _require_close(layer(input), output, f"the merged layer ({said})")
         layer.unmerge()
-        _require(torch.equal(layer.weight, effective), f"unmerge does not restore the layer ({said})")
-        _require(
+        require(torch.equal(layer.weight, effective), f"unmerge does not restore the layer ({said})")
+        require(
             torch.equal(layer.to_dense().get_parameter("weight"), effective), f"to_dense changes the weight ({said})"
         )
         if role == "update":
@@ -363,7 +358,7 @@ def _check_model(factorization: Factorization, dense: nn.Module, rank: int, inpu
     model = nn.Sequential(deepcopy(dense))
     conversion = convert(model, factorization, rank=rank, allow_larger=True)
     layer = model[0]
-    _require(isinstance(layer, LowRankLayer), "convert leaves the layer alone")
+    require(isinstance(layer, LowRankLayer), "convert leaves the layer alone")
     assert isinstance(layer, LowRankLayer)
     _perturb(layer)
     output = model(input)
@@ -377,10 +372,6 @@ def _perturb(layer: LowRankLayer) -> None:
     with torch.no_grad():
         for place, factor in enumerate(layer.factors.values()):
             factor.copy_(_random(factor.shape, 20 + place))
-
-
-def _apply(dense: nn.Module, weight: Tensor, input: Tensor) -> Tensor:
-    return torch.func.functional_call(dense, {"weight": weight}, input)
 
 
 _RULES = {

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_lowrank.aggregation import Broadcast, LowRankPair, Operator
 from lightning_lowrank.internals.torch import TorchDispatchMode
 from lightning_lowrank.seeding import derive_seed
+from lightning_lowrank.testing.require import require
 
 __all__ = ["check_operator"]
 
@@ -56,33 +57,26 @@ def check_operator(
     """
     for round in rounds:
         check = _Check(operator, round, exact, torch.device(device))
-        check.what_it_says()
-        check.inputs()
-        check.what_is_received()
-        check.fresh_pairs()
-        check.one_client()
-        check.weights_and_order()
-        check.repetition()
-        check.size()
-        check.ranks()
-        check.layers()
-        check.next_round()
+        try:
+            check.what_it_says()
+            check.inputs()
+            check.what_is_received()
+            check.fresh_pairs()
+            check.one_client()
+            check.weights_and_order()
+            check.repetition()
+            check.size()
+            check.ranks()
+            check.layers()
+            check.next_round()
+        except AssertionError as error:
+            raise AssertionError(f"{operator!r} in round {round}: {error}.") from error
 
 
 class _Check:
     def __init__(self, operator: Operator, round: int, exact: bool, device: torch.device) -> None:
         self.operator, self.round, self.exact, self.device = operator, round, exact, device
         self.mixed = _MIXED if operator.mixed_ranks else _EQUAL
-
-    def require(self, condition: bool, otherwise: str) -> None:
-        if not condition:
-            raise AssertionError(f"{self.operator!r} in round {self.round}: {otherwise}.")
-
-    def close(self, found: Tensor, expected: Tensor, otherwise: str, tolerance: float = 1e-7) -> None:
-        away = (found - expected).abs().max().item()
-        self.require(
-            away <= tolerance * (1 + expected.abs().max().item()), f"{otherwise}: the largest difference is {away:.3g}"
-        )
 
     def clients(
         self,
@@ -91,10 +85,9 @@ class _Check:
         alpha: float | None = None,
         shape: tuple[int, int] = _SHAPE,
         dtype: torch.dtype = torch.float64,
-        seed: int = 0,
     ) -> list[LowRankPair]:
         """Return clients after a round's training, which hold in common what they do not train."""
-        draws = torch.Generator().manual_seed(seed)
+        draws = torch.Generator().manual_seed(0)
 
         def normal(*size: int) -> Tensor:
             return torch.randn(size, generator=draws, dtype=torch.float64)
@@ -120,35 +113,34 @@ class _Check:
         try:
             return self.operator.aggregate(pairs, weights, **{"round": self.round, "seed": _SEED, **settings})
         except Exception as error:
-            ranks = [pair.rank for pair in pairs]
+            ranks, further = [pair.rank for pair in pairs], "".join(f", {key}={settings[key]}" for key in settings)
             raise AssertionError(
-                f"{self.operator!r} in round {self.round}: it refuses clients of ranks {ranks} (mixed_ranks is "
-                f"{self.operator.mixed_ranks}){_listed(settings)}: {error!r}"
+                f"it refuses clients of ranks {ranks} (mixed_ranks is {self.operator.mixed_ranks}){further}: {error!r}"
             ) from error
 
     def what_it_says(self) -> None:
         operator, names = self.operator, set(_NAMES)
         trained, up = operator.trained(self.round), operator.sent_up(self.round)
         down, of_change = operator.sent_down(self.round), operator.sent_down_of_change(self.round)
-        self.require(bool(trained) and trained <= names, f"trained is {set(trained)}, not B, A or both")
-        self.require(bool(up) and up <= trained, f"sent_up is {set(up)}, and clients train {set(trained)}")
-        self.require(down <= names, f"sent_down is {set(down)}, not some of B and A")
-        self.require(
+        require(bool(trained) and trained <= names, f"trained is {set(trained)}, not B, A or both")
+        require(bool(up) and up <= trained, f"sent_up is {set(up)}, and clients train {set(trained)}")
+        require(down <= names, f"sent_down is {set(down)}, not some of B and A")
+        require(
             bool(of_change) == operator.changes_base and of_change <= names,
             f"sent_down_of_change is {set(of_change)}, and changes_base is {operator.changes_base}",
         )
-        self.require(not (operator.redraws and down), f"redraws is true, and sent_down is {set(down)}")
+        require(not (operator.redraws and down), f"redraws is true, and sent_down is {set(down)}")
 
         pairs = self.clients([3] * 4)
         result = self.run(pairs)
         change = result.change
-        self.require(
+        require(
             (change is not None) == operator.changes_base,
             f"changes_base is {operator.changes_base}, and change is {change}",
         )
         if operator.redraws:
             expected = self.fresh(3, round=self.round + 1, scaling=0.5)
-            self.require(
+            require(
                 all(_same(pair, expected) for pair in result.clients),
                 "redraws is true, and clients do not receive what fresh draws for the next round",
             )
@@ -156,15 +148,15 @@ class _Check:
             for name in names - down:
                 both = zip(result.clients, pairs, strict=True)
                 kept = all(torch.equal(getattr(received, name), getattr(own, name)) for received, own in both)
-                self.require(kept, f"{name} is not sent down, and a client's {name} changes")
+                require(kept, f"{name} is not sent down, and a client's {name} changes")
         if change is not None:
             for name in names - of_change:
-                self.require(
+                require(
                     torch.equal(getattr(change, name), getattr(pairs[0], name)),
                     f"{name} of the change is not sent down, and is not what the clients have",
                 )
         if operator.broadcasts == "common":
-            self.require(
+            require(
                 all(_same(pair, result.clients[0]) for pair in result.clients),
                 "broadcasts is 'common', and clients of one rank receive different pairs",
             )
@@ -181,25 +173,26 @@ class _Check:
         for shape in ((6, 1), (1, 6), (1, 1), (4, 9)):
             pairs = self.clients([min(shape)] * 4, shape=shape)
             result = self.run(pairs)
-            self.require(result.server.shape == shape, f"the server's pair is of a {result.server.shape} weight")
+            require(result.server.shape == shape, f"the server's pair is of a {result.server.shape} weight")
             self.exactness(result, pairs)
 
     def received(self, result: Broadcast, ranks: Sequence[int], scalings: Sequence[float]) -> None:
         found = [(pair.rank, pair.scaling, pair.shape) for pair in result.clients]
         wanted = [(rank, scaling, _SHAPE) for rank, scaling in zip(ranks, scalings, strict=True)]
-        self.require(found == wanted, f"clients receive (rank, scaling, shape) {found}, and should receive {wanted}")
-        self.require(result.server.shape == _SHAPE, f"the server's pair is of a {result.server.shape} weight")
+        require(found == wanted, f"clients receive (rank, scaling, shape) {found}, and should receive {wanted}")
+        require(result.server.shape == _SHAPE, f"the server's pair is of a {result.server.shape} weight")
         if self.operator.broadcasts == "common":
             for pair in result.clients:
                 own = result.server.resized(pair.rank, pair.scaling)
-                self.close(_dense(pair), _dense(own), "broadcasts is 'common', and a client does not get the server's")
+                _require_close(
+                    _dense(pair), _dense(own), "broadcasts is 'common', and a client does not get the server's"
+                )
 
-    def exactness(self, result: Broadcast, pairs: Sequence[LowRankPair], weights: Sequence[float] = _WEIGHTS) -> None:
+    def exactness(self, result: Broadcast, pairs: Sequence[LowRankPair]) -> None:
         if self.exact:
-            mean = sum((w * _dense(p) for w, p in zip(weights, pairs, strict=True)), torch.zeros(())) / sum(weights)
-            self.close(
-                _effective(result, result.server), mean, "the server's effective update is not the mean of the products"
-            )
+            mean = sum((w * _dense(p) for w, p in zip(_WEIGHTS, pairs, strict=True)), torch.zeros(())) / sum(_WEIGHTS)
+            own = _effective(result, result.server)
+            _require_close(own, mean, "the server's effective update is not the mean of the products")
 
     def fresh(self, rank: int, **settings: Any) -> LowRankPair:
         settings = {"round": self.round, "seed": _SEED, "dtype": torch.float64, "device": self.device, **settings}
@@ -207,38 +200,37 @@ class _Check:
 
     def fresh_pairs(self) -> None:
         pair, small = self.fresh(4, scaling=0.5), self.fresh(2, scaling=0.5)
-        self.require((pair.rank, pair.shape, pair.scaling) == (4, _SHAPE, 0.5), "fresh ignores rank, shape or scaling")
-        self.require(not _dense(pair).any(), "the product of a fresh pair is not zero")
-        self.close(small.B, pair.B[:, :2], "B of a smaller fresh pair is not the first columns of a larger one's")
-        self.close(small.A, pair.A[:2], "A of a smaller fresh pair is not the first rows of a larger one's")
+        require((pair.rank, pair.shape, pair.scaling) == (4, _SHAPE, 0.5), "fresh ignores rank, shape or scaling")
+        require(not _dense(pair).any(), "the product of a fresh pair is not zero")
+        _require_close(small.B, pair.B[:, :2], "B of a smaller fresh pair is not the first columns of a larger one's")
+        _require_close(small.A, pair.A[:2], "A of a smaller fresh pair is not the first rows of a larger one's")
         half = self.fresh(2, dtype=torch.bfloat16)
-        self.require(half.B.dtype == half.A.dtype == torch.bfloat16, "fresh ignores dtype")
-        self.require(
-            not (_same(pair, self.fresh(4, scaling=0.5, seed=_SEED + 1))), "fresh draws the same from another seed"
-        )
+        require(half.B.dtype == half.A.dtype == torch.bfloat16, "fresh ignores dtype")
+        require(not _same(pair, self.fresh(4, scaling=0.5, seed=_SEED + 1)), "fresh draws the same from another seed")
 
     def one_client(self) -> None:
         for dtype, tolerance in _TOLERANCES.items():
             for rank in (1, 3, 5):
                 (pair,) = self.clients([rank], dtype=dtype)
                 for clients in ([pair], [pair] * 3):
-                    self.own_product(self.run(clients, None), pair, "one client or several equal ones", tolerance)
+                    self.own_product(self.run(clients, None), pair, tolerance)
         pairs = self.clients([3] * 4)
         for client in range(4):
             result = self.run(pairs, [float(client == other) for other in range(4)])
-            self.close(
+            _require_close(
                 _effective(result, result.server),
                 _dense(pairs[client]),
                 "the server's update is not the product of the client that has all the weight",
             )
 
-    def own_product(self, result: Broadcast, pair: LowRankPair, of: str, tolerance: float) -> None:
+    def own_product(self, result: Broadcast, pair: LowRankPair, tolerance: float) -> None:
         for after in (result.server, *result.clients):
-            self.require(
+            require(
                 after.B.dtype == after.A.dtype == pair.B.dtype and after.B.device == after.A.device == pair.B.device,
                 f"factors of {pair.B.dtype} on {pair.B.device} become {after.B.dtype} on {after.B.device}",
             )
-            self.close(_effective(result, after), _dense(pair), f"{of} of {pair.B.dtype} lose their product", tolerance)
+            otherwise = f"one client or several equal ones of {pair.B.dtype} lose their product"
+            _require_close(_effective(result, after), _dense(pair), otherwise, tolerance)
 
     def weights_and_order(self) -> None:
         pairs = self.clients(self.mixed)
@@ -251,11 +243,12 @@ class _Check:
         other = self.run([pairs[client] for client in order], [_WEIGHTS[client] for client in order])
         self.equivalent(other, result, order, "the order of the clients matters")
 
-    def equivalent(self, found: Broadcast, expected: Broadcast, order: Iterable[int], otherwise: str) -> None:
-        self.close(_effective(found, found.server), _effective(expected, expected.server), otherwise)
+    @staticmethod
+    def equivalent(found: Broadcast, expected: Broadcast, order: Iterable[int], otherwise: str) -> None:
+        _require_close(_effective(found, found.server), _effective(expected, expected.server), otherwise)
         for position, client in enumerate(order):
             own = _effective(expected, expected.clients[client])
-            self.close(_effective(found, found.clients[position]), own, otherwise)
+            _require_close(_effective(found, found.clients[position]), own, otherwise)
 
     def repetition(self) -> None:
         pairs = self.clients(self.mixed)
@@ -263,13 +256,10 @@ class _Check:
             torch.manual_seed(1)
             first, state = self.run(pairs), torch.get_rng_state()
             torch.manual_seed(1)
-            self.require(torch.equal(state, torch.get_rng_state()), "it draws from the global generator")
+            require(torch.equal(state, torch.get_rng_state()), "it draws from the global generator")
             torch.manual_seed(2)
             again = self.run(pairs)
-        self.require(
-            all(_same(one, other) for one, other in zip(_pairs(first), _pairs(again), strict=True)),
-            "a repeated run gives other numbers",
-        )
+        _require_same(again, first, "a repeated run gives other numbers")
 
     def inputs(self) -> None:
         for dtype in (torch.float64, torch.float32):
@@ -281,22 +271,20 @@ class _Check:
             given = {tensor.untyped_storage().data_ptr() for pair in pairs for tensor in (pair.B, pair.A)}
             for pair in _pairs(result):
                 for tensor in (pair.B, pair.A):
-                    self.require(tensor.dtype == dtype, f"factors of {dtype} become {tensor.dtype}")
-                    self.require(tensor.device == self.device, f"factors on {self.device} go to {tensor.device}")
-                    self.require(
-                        tensor.untyped_storage().data_ptr() not in given, "a result shares memory with a client"
-                    )
-                    self.require(not tensor.requires_grad, "a result requires a gradient")
+                    require(tensor.dtype == dtype, f"factors of {dtype} become {tensor.dtype}")
+                    require(tensor.device == self.device, f"factors on {self.device} go to {tensor.device}")
+                    require(tensor.untyped_storage().data_ptr() not in given, "a result shares memory with a client")
+                    require(not tensor.requires_grad, "a result requires a gradient")
             unchanged = all(
                 torch.equal(pair.B, B) and torch.equal(pair.A, A) for pair, (B, A) in zip(pairs, before, strict=True)
             )
-            self.require(unchanged and weights.tolist() == list(_WEIGHTS), "it changes what it is given")
+            require(unchanged and weights.tolist() == list(_WEIGHTS), "it changes what it is given")
 
     def size(self) -> None:
         pairs = self.clients([2] * 4, shape=_WIDE)
         with _Largest() as largest:
             self.run(pairs)
-        self.require(
+        require(
             largest.numbers < min(_WIDE) ** 2,
             f"it builds a tensor of {largest.numbers} numbers for 4 clients of rank 2 and a {_WIDE} weight",
         )
@@ -307,7 +295,7 @@ class _Check:
             previous = LowRankPair(B.to(self.device), A.to(self.device), 0.5)
             pairs = self.clients([1, 2])
             rank = self.run(pairs, None, previous=previous).server.rank
-            self.require(rank == 4, f"the server's rank shrinks from 4 to {rank} where a round's clients have less")
+            require(rank == 4, f"the server's rank shrinks from 4 to {rank} where a round's clients have less")
             return
         self.refused("clients of different ranks", self.clients(_MIXED))
         self.refused("different ranks to be received", self.clients(_EQUAL), ranks=[2, 2, 2, 1])
@@ -317,7 +305,7 @@ class _Check:
             self.operator.aggregate(pairs, round=self.round, seed=_SEED, **settings)
         except ValueError:
             return
-        self.require(False, f"mixed_ranks is false, and it accepts {what}; it should raise ValueError")
+        raise AssertionError(f"mixed_ranks is false, and it accepts {what}; it should raise ValueError")
 
     def layers(self) -> None:
         pairs = self.clients(self.mixed)
@@ -325,10 +313,7 @@ class _Check:
             [{"layer": pair} for pair in pairs], _WEIGHTS, round=self.round, seed=_SEED
         ).values()
         expected = self.run(pairs, seed=derive_seed(_SEED, "layer"))
-        self.require(
-            all(_same(one, other) for one, other in zip(_pairs(found), _pairs(expected), strict=True)),
-            "a layer in aggregate_model is not aggregated as one in aggregate",
-        )
+        _require_same(found, expected, "a layer in aggregate_model is not aggregated as one in aggregate")
 
     def next_round(self) -> None:
         result = self.run(self.clients(self.mixed, alpha=6.0))
@@ -341,7 +326,7 @@ class _Check:
                 factors[name] += noise.to(self.device)
             trained.append(LowRankPair(factors["B"], factors["A"], pair.scaling))
         after = self.run(trained, round=self.round + 1)
-        self.require(bool(_effective(after, after.server).isfinite().all()), "the next round is not finite")
+        require(bool(_effective(after, after.server).isfinite().all()), "the next round is not finite")
         self.exactness(after, trained)
 
 
@@ -361,8 +346,15 @@ class _Largest(TorchDispatchMode):
         return out
 
 
-def _listed(settings: dict[str, Any]) -> str:
-    return "".join(f", {name}={value}" for name, value in settings.items())
+def _require_close(found: Tensor, expected: Tensor, otherwise: str, tolerance: float = 1e-7) -> None:
+    away = (found - expected).abs().max().item()
+    allowed = tolerance * (1 + expected.abs().max().item())
+    require(away <= allowed, f"{otherwise}: the largest difference is {away:.3g}")
+
+
+def _require_same(found: Broadcast, expected: Broadcast, otherwise: str) -> None:
+    both = zip(_pairs(found), _pairs(expected), strict=True)
+    require(all(_same(one, other) for one, other in both), otherwise)
 
 
 def _pairs(result: Broadcast) -> list[LowRankPair]:

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch import Tensor
 from torch.utils.data import Dataset
 
 from lightning_lowrank.federated.data import ClientIndices, Partition, find_labels
+from lightning_lowrank.testing.require import require
 
 __all__ = ["check_partition"]
 
@@ -68,79 +68,80 @@ def check_partition(
     """
     with isolate_rng(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        _Check(partition, _Targets() if dataset is None else dataset, clients).run(complete, draws, ascending)
+        try:
+            _Check(partition, _Targets() if dataset is None else dataset, clients, ascending).run(complete, draws)
+        except AssertionError as error:
+            raise AssertionError(f"{type(partition).__name__} {error}.") from error
 
 
 class _Check:
-    def __init__(self, partition: Partition, dataset: Any, clients: int | None) -> None:
+    def __init__(self, partition: Partition, dataset: Any, clients: int | None, ascending: bool) -> None:
         self.partition = partition
-        self.name = type(partition).__name__
         self.dataset = dataset
         self.size = len(dataset)
         self.clients = clients
+        self.ascending = ascending
         self.labels = find_labels(dataset) if partition.needs_labels else torch.arange(self.size) % _LABELS
         self.keys = partition.find_keys(dataset)
 
-    def run(self, complete: bool, draws: bool, ascending: bool) -> None:
+    def run(self, complete: bool, draws: bool) -> None:
         torch.manual_seed(0)
         generators = _generators()
         first = self._split(self.dataset)
-        self._require(_generators() == generators, "changes the global random number generators")
-        self._check_division(first, self.clients, ascending)
+        require(_generators() == generators, "changes the global random number generators")
+        self._check_division(first, self.clients)
         if complete:
             held = int(first.sizes.sum())
-            self._require(held == self.size, f"assigns {held} of {self.size} samples, but complete=True")
+            require(held == self.size, f"assigns {held} of {self.size} samples, but complete=True")
 
         torch.manual_seed(1), np.random.seed(1), random.seed(1)
         seeds = {self._split(self.dataset, seed=seed).digest() for seed in (0, 1, 2)}
         if draws:
-            self._require(len(seeds) > 1, "gives the same division for the seeds 0, 1 and 2, but draws=True")
+            require(len(seeds) > 1, "gives the same division for the seeds 0, 1 and 2, but draws=True")
         else:
-            self._require(len(seeds) == 1, "gives other divisions for other seeds, but draws=False")
-        self._require(
+            require(len(seeds) == 1, "gives other divisions for other seeds, but draws=False")
+        require(
             self._split(self.dataset).digest() == first.digest(),
             "divides otherwise when called again with the same seed: draw from lightning_lowrank.seeding.generator, and"
             " keep nothing between calls",
         )
         self._check_labels(first)
-        self._check_numbers_of_clients(ascending)
+        self._check_numbers_of_clients()
 
-    def _check_division(self, indices: Any, clients: int | None, ascending: bool) -> None:
+    def _check_division(self, indices: Any, clients: int | None) -> None:
         kind = type(indices).__name__
-        self._require(isinstance(indices, ClientIndices), f"returns a {kind} in place of a ClientIndices")
+        require(isinstance(indices, ClientIndices), f"returns a {kind} in place of a ClientIndices")
         asked = len(indices) if clients is None else clients
-        self._require(len(indices) == asked, f"returns {len(indices)} clients where {asked} are asked for")
-        self._require(
-            indices.size == self.size, f"returns indices for {indices.size} samples where there are {self.size}"
-        )
+        require(len(indices) == asked, f"returns {len(indices)} clients where {asked} are asked for")
+        require(indices.size == self.size, f"returns indices for {indices.size} samples where there are {self.size}")
         parts = list(indices)
         held = torch.cat(parts)
-        self._require(held.dtype == torch.int64, f"returns indices of type {held.dtype} in place of int64")
+        require(held.dtype == torch.int64, f"returns indices of type {held.dtype} in place of int64")
         outside = held[(held < 0) | (held >= self.size)].tolist()
-        self._require(not outside, f"returns the indices {outside[:5]} for samples 0 to {self.size - 1}")
+        require(not outside, f"returns the indices {outside[:5]} for samples 0 to {self.size - 1}")
         repeated = (torch.bincount(held, minlength=self.size) > 1).nonzero().flatten().tolist()
-        self._require(not repeated, f"assigns the samples {repeated[:5]} more than once")
-        if ascending:
+        require(not repeated, f"assigns the samples {repeated[:5]} more than once")
+        if self.ascending:
             unsorted = [client for client, part in enumerate(parts) if not part.equal(part.sort().values)]
-            self._require(not unsorted, f"gives the clients {unsorted[:5]} samples that do not ascend")
+            require(not unsorted, f"gives the clients {unsorted[:5]} samples that do not ascend")
         same = ClientIndices(parts, self.size).digest() == indices.digest()
-        self._require(same, "returns indices whose digest is not that of its clients' samples")
+        require(same, "returns indices whose digest is not that of its clients' samples")
 
     def _check_labels(self, first: ClientIndices) -> None:
         given = self.labels.clone()
         explicit = self._split(self.size, labels=given, keys=self.keys)
-        self._require(torch.equal(given, self.labels), "changes the labels that it is given")
+        require(torch.equal(given, self.labels), "changes the labels that it is given")
         if self.partition.needs_labels:
             same = explicit.digest() == first.digest()
-            self._require(same, "divides otherwise where it is given the labels than where it finds them")
+            require(same, "divides otherwise where it is given the labels than where it finds them")
             self._check_refused("missing labels", self.size, keys=self.keys)
             self._check_refused("a label too few", self.size, labels=given[1:], keys=self.keys)
         else:
             without = self._split(self.size, keys=self.keys)
             same = first.digest() == without.digest() == explicit.digest()
-            self._require(same, "divides otherwise where it is given labels, but needs_labels is false")
+            require(same, "divides otherwise where it is given labels, but needs_labels is false")
 
-    def _check_numbers_of_clients(self, ascending: bool) -> None:
+    def _check_numbers_of_clients(self) -> None:
         for number in (-1, 0, self.size + 1):
             self._check_refused(f"clients={number} for {self.size} samples", self.dataset, clients=number)
         for number in (1, self.size) if self.clients is not None else ():
@@ -148,7 +149,7 @@ class _Check:
                 indices = self._split(self.dataset, clients=number)
             except MisconfigurationException:
                 continue
-            self._check_division(indices, number, ascending)
+            self._check_division(indices, number)
 
     def _split(self, dataset: Any, seed: int = 0, **arguments: Any) -> ClientIndices:
         try:
@@ -158,8 +159,8 @@ class _Check:
         except Exception as error:
             given = [name for name in ("labels", "keys") if arguments.get(name) is not None]
             raise AssertionError(
-                f"{self.name} fails with {error!r} (given: {', '.join(given) or 'neither labels nor keys'}). Labels are"
-                " there only where needs_labels is true."
+                f"fails with {error!r} (given: {', '.join(given) or 'neither labels nor keys'}). Labels are there only"
+                " where needs_labels is true"
             ) from error
 
     def _check_refused(self, what: str, dataset: Any, **arguments: Any) -> None:
@@ -168,17 +169,10 @@ class _Check:
         except MisconfigurationException:
             return
         except Exception as error:
-            raise AssertionError(
-                f"{self.name} refuses {what} with {error!r} in place of a MisconfigurationException."
-            ) from error
-        raise AssertionError(f"{self.name} accepts {what}; it should raise MisconfigurationException.")
-
-    def _require(self, condition: bool, otherwise: str) -> None:
-        if not condition:
-            raise AssertionError(f"{self.name} {otherwise}.")
+            raise AssertionError(f"refuses {what} with {error!r} in place of a MisconfigurationException") from error
+        raise AssertionError(f"accepts {what}; it should raise MisconfigurationException")
 
 
 def _generators() -> list[Any]:
     name, keys, *rest = np.random.get_state(legacy=True)
-    numbers: Tensor = torch.get_rng_state()
-    return [numbers.tolist(), name, list(keys), rest, random.getstate()]
+    return [torch.get_rng_state().tolist(), name, list(keys), rest, random.getstate()]

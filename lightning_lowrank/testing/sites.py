@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,23 +27,24 @@ from lightning_lowrank.federated.state import ClientContext, ClientInfo, trained
 from lightning_lowrank.federated.wire import Wire
 from lightning_lowrank.internals.lightning import make_one_epoch
 from lightning_lowrank.testing.experiment import Experiment
+from lightning_lowrank.testing.require import require
 
 __all__ = ["Tape", "replay_client", "replay_server"]
 
 
 @dataclass
 class Transfer:
-    """A message as it crossed the wire.
-
-    Args:
-        data: Its encoding.
-        received: What the simulation gave to the other side.
-        codec: The codec that the method gave the message, if any.
-    """
+    """A message as it crossed the wire: its encoding, what the other side was given, and the message's own codec."""
 
     data: bytes
     received: dict[str, Tensor]
     codec: Codec | None = None
+
+    @classmethod
+    def of(cls, packet: Packet, codec: Codec | None = None) -> Transfer:
+        """Keep a packet as it is now."""
+        received = {name: value.detach().clone() for name, value in packet.received.items()}
+        return cls(packet.encode(), received, copy.deepcopy(codec))
 
 
 @dataclass
@@ -61,15 +63,9 @@ class Tape:
     up: dict[tuple[int, int], Transfer] = field(default_factory=dict)
     heard: dict[int, bytes] = field(default_factory=dict)
 
-    def attach(self, loop: FederatedLoop) -> FederatedLoop:
-        """Have a loop record its run, and return it."""
-        loop.make_coordinator = lambda *parts: _Recorder(self, *parts)
-        return loop
-
-
-def _transfer(packet: Packet, codec: Codec | None = None) -> Transfer:
-    received = {name: value.detach().clone() for name, value in packet.received.items()}
-    return Transfer(packet.encode(), received, copy.deepcopy(codec))
+    def attach(self, loop: FederatedLoop) -> None:
+        """Have a loop record its run."""
+        loop.make_coordinator = partial(_Recorder, self)
 
 
 class _Recorder(Coordinator):
@@ -86,7 +82,7 @@ class _Recorder(Coordinator):
 
     def broadcast(self, client: ClientInfo) -> Packet:
         packet = super().broadcast(client)
-        self._tape.down[client.round, client.id] = _transfer(packet)
+        self._tape.down[client.round, client.id] = Transfer.of(packet)
         return packet
 
 
@@ -97,7 +93,7 @@ class _RecordingWire(Wire):
 
     def up(self, client: ClientContext, message: Message, received: Mapping[str, Tensor]) -> Packet:
         packet = super().up(client, message, received)
-        self._tape.up[client.round, client.id] = _transfer(packet, message.codec)
+        self._tape.up[client.round, client.id] = Transfer.of(packet, message.codec)
         return packet
 
 
@@ -125,26 +121,20 @@ class _Site(SiteCoordinator):
                 yield self._tape.heard.get(number, b"") if taped is None else taped.data
 
     def upload(self, message: Message, packet: Packet) -> None:
-        self.sent = _transfer(packet, message.codec)
+        self.sent = Transfer.of(packet, message.codec)
 
 
 def replay_client(experiment: Experiment, tape: Tape, client: int, data: TensorDataset) -> None:
-    """Train one client by what it was sent, and compare what it sends.
+    """Train one client by what it was sent.
 
     The method's object is another one in each round, as in a process that has been started again.
 
-    Args:
-        experiment: As it was when the tape was recorded.
-        tape: The recorded run.
-        client: The client.
-        data: The training set.
-
     Raises:
-        AssertionError: If the client sends something else than it did in the simulation.
+        AssertionError: If it sends something else than on the tape.
     """
     module, followed = experiment.module(dtype=data.tensors[0].dtype), set[int]()
     loop = experiment.loop(participants=[[client]] * len(tape.plans))
-    loop.make_coordinator = lambda *parts: _Site(tape, followed, *parts)
+    loop.make_coordinator = partial(_Site, tape, followed)
     trainer, loader = experiment.trainer(loop), DataLoader(data, batch_size=4, shuffle=True)
     for plan, _ in tape.plans:
         if client not in plan.clients:
@@ -158,22 +148,16 @@ def replay_client(experiment: Experiment, tape: Tape, client: int, data: TensorD
         sent, expected = site.sent, tape.up[plan.round, client]
         where = f"client {client}, run on its own with nothing but its messages, sends in round {plan.round}"
         _require_same(sent.received, expected.received, where)
-        if sent.data != expected.data:
-            raise AssertionError(f"{where} other bytes than in the simulation: {len(sent.data)}, {len(expected.data)}.")
+        lengths = f"{len(sent.data)}, {len(expected.data)}"
+        require(sent.data == expected.data, f"{where} other bytes than in the simulation: {lengths}")
         site.states[client] = unflatten_state(*flatten_state(site.states[client]))
 
 
 def replay_server(experiment: Experiment, tape: Tape, data: TensorDataset, expected: Mapping[str, Tensor]) -> None:
-    """Run the server's half by what clients sent, and compare what it sends, and the global model.
-
-    Args:
-        experiment: As it was when the tape was recorded.
-        tape: The recorded run.
-        data: The training set.
-        expected: What the recorded run's module held in the end.
+    """Run the server's half by what clients sent.
 
     Raises:
-        AssertionError: If the server sends something else than it did in the simulation, or ends with another model.
+        AssertionError: If it sends something else than on the tape, or ends with another model than ``expected``.
     """
     module, loop = experiment.module(dtype=data.tensors[0].dtype), experiment.loop()
     trainer = experiment.trainer(loop)
@@ -187,8 +171,7 @@ def replay_server(experiment: Experiment, tape: Tape, data: TensorDataset, expec
             where = f"the server, run on its own with nothing but clients' messages, sends in round {plan.round}"
             packet, taped = coordinator.broadcast(coordinator.info(client)), tape.down[plan.round, client]
             _require_same(packet.received, taped.received, f"{where} to client {client}")
-            if packet.encode() != taped.data:
-                raise AssertionError(f"{where} other bytes to client {client} than in the simulation.")
+            require(packet.encode() == taped.data, f"{where} other bytes to client {client} than in the simulation")
         for client in plan.clients:
             info, taped = coordinator.info(client), tape.up[plan.round, client]
             received = tape.down[plan.round, client].received
@@ -203,14 +186,14 @@ def replay_server(experiment: Experiment, tape: Tape, data: TensorDataset, expec
 
 
 def _require_same(values: Mapping[str, Tensor], expected: Mapping[str, Tensor], what: str) -> None:
-    if values.keys() != expected.keys():
-        raise AssertionError(f"{what} the tensors {sorted(values)}, and in the simulation {sorted(expected)}.")
+    names = f"the tensors {sorted(values)}, and in the simulation {sorted(expected)}"
+    require(values.keys() == expected.keys(), f"{what} {names}")
     for name, value in values.items():
-        if value.dtype != expected[name].dtype or value.shape != expected[name].shape:
-            raise AssertionError(f"{what} {name!r} of another type or shape than in the simulation.")
-        if not torch.equal(value.nan_to_num(), expected[name].nan_to_num()):
-            raise AssertionError(
-                f"{what} {name!r} with other values than in the simulation. A client's half may use its ClientContext"
-                " and the message alone, the server's half the Server and messages; attributes of the method carry no"
-                " values between them, nor from one round to the next."
-            )
+        same_form = value.dtype == expected[name].dtype and value.shape == expected[name].shape
+        require(same_form, f"{what} {name!r} of another type or shape than in the simulation")
+        require(
+            torch.equal(value.nan_to_num(), expected[name].nan_to_num()),
+            f"{what} {name!r} with other values than in the simulation. A client's half may use its ClientContext"
+            " and the message alone, the server's half the Server and messages; attributes of the method carry no"
+            " values between them, nor from one round to the next",
+        )

@@ -45,7 +45,7 @@ def on_sites(tmp_path, monkeypatch, method: Method, form: str, **settings):
     """Run a method between sites."""
     grid_settings = {name: settings.pop(name) for name in ("fresh", "prepare", "round_timeout") if name in settings}
 
-    def build(configs, options=(), saves_config=False):
+    def build(configs, options=()):
         torch.manual_seed(5)
         return recipe(tmp_path, method, form, options, **settings)
 
