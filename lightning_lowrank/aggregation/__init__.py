@@ -10,7 +10,6 @@ from lightning_lowrank.aggregation.mean import WeightedMean
 from lightning_lowrank.aggregation.operator import Operator
 from lightning_lowrank.aggregation.pairs import LowRankPair, inner_products, normalised_weights
 from lightning_lowrank.aggregation.products import CoLR, FedEx, FLoRA, LoRAFair, SumProduct
-from lightning_lowrank.aggregation.svd import Method, Split, svd_of_mean
 
 __all__ = [
     "FFA",
@@ -29,12 +28,10 @@ __all__ = [
     "LoRAA2",
     "LoRAFair",
     "LowRankPair",
-    "Method",
     "Operator",
     "Peers",
     "ProductSum",
     "RoLoRA",
-    "Split",
     "SumProduct",
     "WeightedMean",
     "ZeroPadding",
@@ -42,5 +39,4 @@ __all__ = [
     "find_adapters",
     "inner_products",
     "normalised_weights",
-    "svd_of_mean",
 ]

@@ -120,19 +120,18 @@ class Operator(ABC):
 
         Args:
             clients: For each client its pairs by layer.
-            weights: As for :meth:`aggregate`.
+            weights: The clients' weights.
             ranks: For each client the rank by layer.
             scalings: For each client the scaling by layer.
-            round: As for :meth:`aggregate`.
+            round: The round that ends, from 0.
             seed: A seed from which each layer's is derived, by the layer's name.
             previous: The server's pairs by layer.
 
         Returns:
-            What :meth:`aggregate` returns, by layer.
+            The results by layer.
 
         Raises:
-            TypeError: As for :meth:`aggregate`.
-            ValueError: As for :meth:`aggregate`, naming the layer, or if a client lacks a layer that another has.
+            ValueError: Naming the layer, or if a client lacks a layer that another has.
         """
         if not len(clients):
             raise ValueError("clients must hold at least one client's layers, but is empty.")
