@@ -90,14 +90,11 @@ def convergence_constants(
         )
     broadcast = broadcast.to(inputs.pairs[0].B.device)
     weak, weak_least, aggregation, received = _of_products(inputs, broadcast)
-    ratios = [pair.scaling / inputs.scaling for pair in broadcast.clients]
     lefts, rights = inputs.factors()
-    strong_left, least_left = _of_factors(
-        lefts, [pair.B.double() * ratio for pair, ratio in zip(broadcast.clients, ratios, strict=True)], inputs.weights
-    )
-    strong_right, least_right = _of_factors(
-        [right.T for right in rights], [pair.A.double().T for pair in broadcast.clients], inputs.weights
-    )
+    left = [pair.B.double() * (pair.scaling / inputs.scaling) for pair in broadcast.clients]
+    right = [pair.A.double().T for pair in broadcast.clients]
+    strong_left, least_left = _of_factors(lefts, left, inputs.weights)
+    strong_right, least_right = _of_factors([factor.T for factor in rights], right, inputs.weights)
     return ConvergenceConstants(
         weak=weak,
         strong_B=strong_left,

@@ -101,11 +101,9 @@ class LowRankPair:
         check_rank("rank", rank)
         wanted = self.scaling if scaling is None else scaling
         check_number("scaling", wanted, above=0)
-        working = torch.float64 if wanted != self.scaling else self.B.dtype
-        left = padded(self.B[:, :rank].to(working), rank, 1)
+        left, right = padded(self.B[:, :rank], rank, 1), padded(self.A[:rank], rank, 0)
         if wanted != self.scaling:
-            left = left * (self.scaling / wanted)
-        right = padded(self.A[:rank], rank, 0)
+            left = left.double() * (self.scaling / wanted)
         return LowRankPair(left.to(self.B.dtype).clone(), right.clone(), wanted)
 
     def to(self, device: torch.device) -> LowRankPair:
