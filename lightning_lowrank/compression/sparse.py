@@ -1,8 +1,7 @@
 """A few of the numbers, zeros for the rest: top-k, random-k, and a mask.
 
-EF21-P (Gruntkowska et al., ICML 2023) sends top-k differences to the clients and unbiased random-k ones back; methods
-that freeze or select coordinates send what a mask selects. The codecs differ in how the two sides come to agree on the
-positions, which are those of all floating-point tensors laid end to end.
+The codecs differ in how the two sides come to agree on the positions, which are those of all floating-point tensors
+laid end to end.
 """
 
 from __future__ import annotations
