@@ -1,8 +1,7 @@
-r"""FedLoRA: federated fine-tuning with LoRA, by any aggregation-broadcast operator.
+"""FedLoRA: federated fine-tuning with LoRA, by any aggregation-broadcast operator.
 
-Clients train the adapters :math:`B_i, A_i` of a frozen model. An operator (`lightning_lowrank.aggregation`) combines
-them and chooses what each client receives. This file has the common part: which factors are trained and sent in which
-round, clients of different rank, what a client keeps, and changes of the base weight.
+The operator combines the factors. This file has the common part: which factors are trained and sent in which round,
+clients of different rank, what a client keeps, and changes of the base weight.
 """
 
 from __future__ import annotations
@@ -208,7 +207,6 @@ class FedLoRA(Algorithm):
 
     @property
     def announces(self) -> bool:
-        """Whether the operator changes the base weights."""
         return self.operator.changes_base or self.operator.redraws
 
     def update_base(self, base: Base, message: Mapping[str, Tensor]) -> None:
@@ -337,7 +335,6 @@ class FedLoRA(Algorithm):
         return self._at_level(self._known_of(server, client.id), self._capacities.level(client))
 
     def variants(self, server: Server) -> dict[str, Mapping[str, Tensor]]:
-        """Return the global model at each level below 1, by the level."""
         return {f"{level:g}": self._at_level(server.parameters(), level) for level in self.levels if level < 1}
 
     def stand_in(self, server: Server, client: ClientInfo) -> State:
@@ -345,7 +342,6 @@ class FedLoRA(Algorithm):
         return {"received": {name: server.model[name] for name in self._factors}} if self._alternates else {}
 
     def upload_limits(self, base: Base, client: ClientInfo) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of a whole upload, where the client chooses its slots."""
         if not self.upload_ranks:
             return {}
         level, live = self._capacities.level(client), dict(base.module.named_parameters())
@@ -377,7 +373,6 @@ class FedLoRA(Algorithm):
             client.round_state["received"] = detached({name: client.model[name] for name in self._factors})
 
     def before_step(self, step: LocalStep) -> None:
-        """Drop the gradients of factors that this round does not train."""
         trained = self.operator.trained(step.round)
         for parameter, (_, name) in self._factors.items():
             if name not in trained:
@@ -407,7 +402,6 @@ class FedLoRA(Algorithm):
         return Message(sent)
 
     def personal_model(self, client: ClientContext, model: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the given model with the client's own tensors, at the client's ranks."""
         return self._at_level(super().personal_model(client, model), self._capacities.level(client))
 
     # Both halves
