@@ -8,7 +8,7 @@ from lightning_lowrank.aggregation.convergence import ConvergenceConstants, conv
 from lightning_lowrank.aggregation.inputs import Broadcast, Factors
 from lightning_lowrank.aggregation.mean import WeightedMean
 from lightning_lowrank.aggregation.operator import Operator
-from lightning_lowrank.aggregation.pairs import LowRankPair, inner_products, normalised_weights
+from lightning_lowrank.aggregation.pairs import LowRankPair
 from lightning_lowrank.aggregation.products import CoLR, FedEx, FLoRA, LoRAFair, SumProduct
 
 __all__ = [
@@ -37,6 +37,4 @@ __all__ = [
     "ZeroPadding",
     "convergence_constants",
     "find_adapters",
-    "inner_products",
-    "normalised_weights",
 ]

@@ -13,15 +13,7 @@ from torch import Tensor, nn
 from lightning_lowrank.configuration import check_choice, check_patterns
 from lightning_lowrank.federated.algorithm import Algorithm, detached
 from lightning_lowrank.federated.messages import Message
-from lightning_lowrank.federated.state import (
-    Base,
-    ClientContext,
-    ClientInfo,
-    Server,
-    copy_into,
-    persistent_buffers,
-    trained_tensors,
-)
+from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, Server, copy_into, trained_tensors
 from lightning_lowrank.internals.torch import BATCH_NORMS, INSTANCE_NORMS
 from lightning_lowrank.patterns import matches
 
@@ -57,7 +49,7 @@ class LocalPart(Algorithm, ABC):
                 f"{method} would keep all trained parameters with the clients and share none: choose fewer, or use"
                 " LocalTraining()."
             )
-        buffers = sorted(self._own & persistent_buffers(module).keys())
+        buffers = sorted(self._own - dict(module.named_parameters()).keys())
         if base.buffer_policy == "reset" and buffers:
             raise MisconfigurationException(
                 f"{method} keeps buffers such as {buffers[0]} with the clients, and buffers='reset' would reset them in"

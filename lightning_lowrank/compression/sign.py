@@ -43,12 +43,10 @@ class Sign(FloatingCodec[Tensor]):
         }
 
     def compress(self, tensors: Mapping[str, Tensor], layout: Layout) -> tuple[dict[str, Tensor], Tensor]:
-        """Return the scales, and which numbers are negative."""
         scales = {name: _scale(tensor) for name, tensor in tensors.items()}
         return scales, concatenate([(tensor < 0).reshape(-1) for tensor in tensors.values()], torch.bool)
 
     def restore(self, values: Mapping[str, Tensor], codes: Tensor, layout: Layout) -> dict[str, Tensor]:
-        """Return the tensors of scaled signs."""
         signs = codes.split(layout.numbers) if layout.numbers else ()
         return {
             name: (values[name] * (1 - 2 * negative.to(values[name]))).reshape(shape)
@@ -56,7 +54,6 @@ class Sign(FloatingCodec[Tensor]):
         }
 
     def lengths(self, layout: Layout, parts: Mapping[str, Tensor] | None = None) -> dict[str, int]:
-        """Return one bit for each number."""
         return {"signs": packed_length(sum(layout.numbers))}
 
     def pack(self, codes: Tensor, layout: Layout) -> dict[str, Tensor]:
@@ -64,7 +61,6 @@ class Sign(FloatingCodec[Tensor]):
         return {"signs": pack_bits(codes)}
 
     def unpack(self, parts: Mapping[str, Tensor], layout: Layout) -> Tensor:
-        """Return which numbers are negative."""
         return unpack_bits(parts["signs"], sum(layout.numbers))
 
 
