@@ -325,10 +325,8 @@ class FedLoRA(Algorithm):
             self.announce(server, change)
         server.model.update(server.base.state.get("factors", {}))
         if self._alternates:
-            server.state["versions"] = {
-                **self._versions(server),
-                **dict.fromkeys(self.operator.sent_up(server.round), server.round + 1),
-            }
+            changed = dict.fromkeys(self.operator.sent_up(server.round), server.round + 1)
+            server.state["versions"] = {**self._versions(server), **changed}
 
     def model_for(self, server: Server, client: ClientInfo) -> Mapping[str, Tensor]:
         """Return the global model at the client's ranks, with the factors that the server holds for it alone."""
@@ -433,8 +431,7 @@ class FedLoRA(Algorithm):
         """Return the round before which each factor changed last; -1 if every side has it from the start."""
         down = self.operator.sent_down(0)
         first = {name: 0 if name in down else -1 for name in _NAMES}
-        versions: dict[str, int] = server.state.get("versions", first)
-        return versions
+        return server.state.get("versions", first)
 
     def _due(self, server: Server, client: ClientInfo) -> set[str]:
         """Return the factors that a client must be sent."""
@@ -459,12 +456,8 @@ class FedLoRA(Algorithm):
     def _known_by(client: ClientContext) -> dict[str, Tensor]:
         """Return a client's values before the message: initial or drawn ones, the last received, and its own."""
         shared, own = client.base.state, client.state
-        return {
-            **shared["initial"],
-            **shared.get("factors", {}),
-            **own.get("received", {}),
-            **own.get("personal", {}),
-        }
+        drawn, received, personal = shared.get("factors", {}), own.get("received", {}), own.get("personal", {})
+        return {**shared["initial"], **drawn, **received, **personal}
 
     def _at_level(self, state: Mapping[str, Tensor], level: float) -> dict[str, Tensor]:
         cut = {

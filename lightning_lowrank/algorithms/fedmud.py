@@ -82,13 +82,9 @@ class FedMUD(Algorithm):
         super().aggregate(server)
         if (server.round + 1) % self.reset_interval:
             return
-        averaged = {
-            f"{name}.factors.{factor}": server.model[f"{name}.factors.{factor}"]
-            for name, layer in self._layers.items()
-            for factor in layer.factors
-        }
+        names = [f"{name}.factors.{factor}" for name, layer in self._layers.items() for factor in layer.factors]
         seed = torch.tensor(derive_seed(server.seed, "factors", server.round + 1))
-        self.announce(server, {"seed": seed, **averaged})
+        self.announce(server, {"seed": seed, **{name: server.model[name] for name in names}})
         server.model.update(server.base.state["factors"])
 
     def begin(self, client: ClientContext, message: Message) -> None:

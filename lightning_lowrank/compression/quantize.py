@@ -107,9 +107,8 @@ class Quantize(RandomCodec[Tensor]):
         return scales, concatenate(levels, torch.int8)
 
     def restore(self, values: Mapping[str, Tensor], codes: Tensor, layout: Layout) -> dict[str, Tensor]:
-        rows = codes.split(layout.numbers) if layout.numbers else ()
         tensors = {}
-        for (name, (dtype, shape)), levels in zip(layout.floating.items(), rows, strict=True):
+        for name, (dtype, shape), levels in layout.parts(codes):
             numbers = self._buckets(levels.to(values[name])) / self.levels * values[name][:, None]
             tensors[name] = numbers.flatten()[: levels.numel()].to(dtype, copy=True).reshape(shape)
         return tensors

@@ -47,10 +47,9 @@ class Sign(FloatingCodec[Tensor]):
         return scales, concatenate([(tensor < 0).reshape(-1) for tensor in tensors.values()], torch.bool)
 
     def restore(self, values: Mapping[str, Tensor], codes: Tensor, layout: Layout) -> dict[str, Tensor]:
-        signs = codes.split(layout.numbers) if layout.numbers else ()
         return {
             name: (values[name] * (1 - 2 * negative.to(values[name]))).reshape(shape)
-            for (name, (_, shape)), negative in zip(layout.floating.items(), signs, strict=True)
+            for name, (_, shape), negative in layout.parts(codes)
         }
 
     def lengths(self, layout: Layout, parts: Mapping[str, Tensor] | None = None) -> dict[str, int]:
