@@ -113,7 +113,8 @@ def _of_products(inputs: LayerInputs, broadcast: Broadcast) -> tuple[float, floa
     # Clients of one rank share the tensors that they receive, which are added once.
     terms = [*inputs.pairs, broadcast.server]
     places = {id(broadcast.server): clients}
-    for pair in [*broadcast.clients, *([] if broadcast.change is None else [broadcast.change])]:
+    changes = [] if broadcast.change is None else [broadcast.change]
+    for pair in [*broadcast.clients, *changes]:
         if id(pair) not in places:
             places[id(pair)] = len(terms)
             terms.append(pair)
@@ -122,9 +123,8 @@ def _of_products(inputs: LayerInputs, broadcast: Broadcast) -> tuple[float, floa
     def effective(pair: LowRankPair) -> Tensor:
         """As coefficients of the terms."""
         row = torch.zeros(len(terms), dtype=torch.float64)
-        row[places[id(pair)]] += 1
-        if broadcast.change is not None:
-            row[places[id(broadcast.change)]] += 1
+        for term in [pair, *changes]:
+            row[places[id(term)]] += 1
         return row
 
     own = torch.eye(clients, len(terms), dtype=torch.float64)
