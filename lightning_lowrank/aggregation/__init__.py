@@ -8,9 +8,8 @@ from lightning_lowrank.aggregation.convergence import ConvergenceConstants, conv
 from lightning_lowrank.aggregation.inputs import Broadcast, Factors
 from lightning_lowrank.aggregation.mean import WeightedMean
 from lightning_lowrank.aggregation.operator import Operator
-from lightning_lowrank.aggregation.pairs import LowRankPair, inner_products, normalised_weights
+from lightning_lowrank.aggregation.pairs import LowRankPair
 from lightning_lowrank.aggregation.products import CoLR, FedEx, FLoRA, LoRAFair, SumProduct
-from lightning_lowrank.aggregation.svd import Method, Split, svd_of_mean
 
 __all__ = [
     "FFA",
@@ -29,18 +28,13 @@ __all__ = [
     "LoRAA2",
     "LoRAFair",
     "LowRankPair",
-    "Method",
     "Operator",
     "Peers",
     "ProductSum",
     "RoLoRA",
-    "Split",
     "SumProduct",
     "WeightedMean",
     "ZeroPadding",
     "convergence_constants",
     "find_adapters",
-    "inner_products",
-    "normalised_weights",
-    "svd_of_mean",
 ]

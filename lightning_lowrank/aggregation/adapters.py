@@ -7,7 +7,7 @@ the module; here they become `LowRankPair`s of one orientation, ``[outputs, inpu
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -208,13 +208,9 @@ def find_adapters(module: nn.Module, adapter: str | None = None) -> dict[str, Ad
         reason = _why_no_pair(layer)
         if reason:
             raise ValueError(f"layer {name!r} holds no LoRA factors: {reason}.")
-        tied = {other: each for other, each in low_rank_layers(module) if each.factors is layer.factors}
-        others = [
-            other
-            for other in holders[layer.frozen_weight]
-            if not any(module.get_submodule(other.rpartition(".")[0]) is each for each in tied.values())
-        ]
-        found[name] = _LayerAdapter(name, list(tied.values()), _shared_with(others))
+        tied = [each for _, each in low_rank_layers(module) if each.factors is layer.factors]
+        shared = _shared_with(module, holders[layer.frozen_weight], tied)
+        found[name] = _LayerAdapter(name, tied, shared)
     wrapped = {name: (layer, [*layer.lora_A, *layer.lora_embedding_A]) for name, layer in _peft_layers(module)}
     names = dict.fromkeys(name for _, existing in wrapped.values() for name in existing)
     if adapter is not None and adapter not in names:
@@ -229,20 +225,18 @@ def find_adapters(module: nn.Module, adapter: str | None = None) -> dict[str, Ad
         if reason:
             raise ValueError(f"PEFT's layer {name!r} cannot be aggregated: {reason}.")
         base = layer.get_base_layer()
-        others = [
-            other
-            for other in holders.get(base.weight, [])
-            if module.get_submodule(other.rpartition(".")[0]) is not base
-        ]
+        shared = _shared_with(module, holders.get(base.weight, []), [base])
         unlike = unlike_convolution(base)
         geometry = f"its convolution has {unlike}, and PEFT's adapter of it has not" if unlike else ""
-        found[name] = _PeftAdapter(name, layer, chosen[0], _shared_with(others) or geometry)
+        found[name] = _PeftAdapter(name, layer, chosen[0], shared or geometry)
     if wrapped and not wrapped.keys() & found.keys():
         raise ValueError(f"none of PEFT's adapters is active: set one active, or name one of {', '.join(names)}.")
     return found
 
 
-def _shared_with(others: list[str]) -> str:
+def _shared_with(module: nn.Module, holders: Sequence[str], layers: Sequence[nn.Module]) -> str:
+    """Return which parameters are the same tensor as the weight of these layers."""
+    others = [name for name in holders if all(module.get_submodule(name.rpartition(".")[0]) is not i for i in layers)]
     return f"it is shared with {', '.join(others)}" if others else ""
 
 

@@ -69,15 +69,7 @@ class Aggregator(ABC):
         """
 
     def add_stacks(self, stacks: Mapping[str, Tensor], weights: Sequence[float]) -> None:
-        """Add the tensors of several parties.
-
-        Args:
-            stacks: The values, ``[parties, …]``. They may change after the call.
-            weights: The share of each party, zero or more.
-
-        Raises:
-            KeyError: If an earlier party's tensors have other names.
-        """
+        """Add the tensors of several parties, ``[parties, …]``, with a weight for each; as `add` does one's."""
         for party, weight in enumerate(weights):
             self.add({name: stack[party] for name, stack in stacks.items()}, weight)
 
@@ -99,12 +91,7 @@ class Aggregator(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
-        """Restore what `state_dict` returned.
-
-        Args:
-            state: The state.
-            device: Where the tensors go.
-        """
+        """Restore what `state_dict` returned, with the tensors on ``device``."""
 
 
 class KeepsArrivals(Aggregator):

@@ -15,7 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_lowrank.aggregation.aggregator import float64_device
-from lightning_lowrank.aggregation.inputs import ONLY_A, ONLY_B, Broadcast, Factors, LayerInputs
+from lightning_lowrank.aggregation.inputs import BOTH, ONLY_A, ONLY_B, Broadcast, Factors, LayerInputs
 from lightning_lowrank.aggregation.operator import Operator
 from lightning_lowrank.aggregation.pairs import LowRankPair
 from lightning_lowrank.arguments import check_integer
@@ -59,7 +59,7 @@ class RBLA(Operator):
         return inputs.averaged(owned=True)
 
 
-class ZeroPadding(Operator):
+class ZeroPadding(ProductSum):
     """The mean of factors that are filled with zeros to the largest rank: HetLoRA's aggregation (Cho et al., 2024).
 
     For HetLoRA's weighting by sparsity, pass such weights to :meth:`aggregate`. Its self-pruning is not included.
@@ -71,9 +71,7 @@ class ZeroPadding(Operator):
         tensor([3.0000, 2.5000])
     """
 
-    @override
-    def _aggregate(self, inputs: LayerInputs) -> Broadcast:
-        return inputs.averaged(owned=False)
+    mixed_ranks: ClassVar[bool] = True
 
 
 class FFA(Operator):
@@ -94,10 +92,12 @@ class FFA(Operator):
 
     @override
     def _aggregate(self, inputs: LayerInputs) -> Broadcast:
-        return _one_averaged(inputs, self.trained(inputs.round))
+        trained = self.trained(inputs.round)
+        (name,) = trained
+        return inputs.broadcast(*inputs.one_averaged(name), kept=BOTH - trained)
 
 
-class RoLoRA(Operator):
+class RoLoRA(FFA):
     """RoLoRA: odd rounds train and average ``B``, even rounds ``A`` (Chen et al., 2024).
 
     ``B`` starts at zero, so ``A`` would have no gradient in the first round. The source counts rounds from 1; here they
@@ -112,10 +112,6 @@ class RoLoRA(Operator):
     @override
     def trained(self, round: int) -> Factors:
         return ONLY_A if round % 2 else ONLY_B
-
-    @override
-    def _aggregate(self, inputs: LayerInputs) -> Broadcast:
-        return _one_averaged(inputs, self.trained(inputs.round))
 
 
 class LoRAA2(RoLoRA):
@@ -139,7 +135,7 @@ class LoRAA2(RoLoRA):
 
         Args:
             pair: A client's, after its training.
-            received: The same before its training.
+            received: The same before it.
             round: The round, from 0.
 
         Returns:
@@ -222,10 +218,3 @@ class FedSA(Operator):
             own = pair.resized(received.rank, received.scaling)
             clients.append(LowRankPair(own.B, received.A.clone(), received.scaling))
         return Broadcast(tuple(clients), common.server)
-
-
-def _one_averaged(inputs: LayerInputs, trained: Factors) -> Broadcast:
-    lefts, rights = inputs.factors()
-    if "B" in trained:
-        return inputs.broadcast(inputs.mean(lefts, 1, owned=False), inputs.frozen("A", rights), kept=ONLY_A)
-    return inputs.broadcast(inputs.frozen("B", lefts), inputs.mean(rights, 0, owned=False), kept=ONLY_B)

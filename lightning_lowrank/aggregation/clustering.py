@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from lightning_lowrank.aggregation.inputs import Broadcast, LayerInputs
 from lightning_lowrank.aggregation.operator import Operator
-from lightning_lowrank.aggregation.pairs import LowRankPair, inner_products
+from lightning_lowrank.aggregation.pairs import inner_products
 from lightning_lowrank.arguments import check_integer
 
 __all__ = ["FedInc"]
@@ -59,7 +59,8 @@ class FedInc(Operator):
         return self._aggregate_layers({"": inputs})[""]
 
     def _in_clusters(self, inputs: LayerInputs, members: Sequence[Sequence[int]]) -> Broadcast:
-        clients: dict[int, LowRankPair] = {}
+        whole = inputs.averaged(owned=True)
+        clients = list(whole.clients)
         for cluster in members:
             weights = inputs.weights[list(cluster)]
             inside = LayerInputs(
@@ -72,22 +73,15 @@ class FedInc(Operator):
                 inputs.seed,
                 inputs.previous,
             )
-            clients.update(zip(cluster, inside.averaged(owned=True).clients, strict=True))
-        return Broadcast(
-            tuple(clients[client] for client in range(len(inputs.pairs))), inputs.averaged(owned=True).server
-        )
+            for client, pair in zip(cluster, inside.averaged(owned=True).clients, strict=True):
+                clients[client] = pair
+        return Broadcast(tuple(clients), whole.server)
 
 
 def agglomerate(distances: Tensor, clusters: int) -> list[list[int]]:
     """Join the two nearest clusters, by the mean distance of their members, until so many are left.
 
-    Args:
-        distances: ``[clients, clients]``, symmetric.
-        clusters: How many to stop at.
-
-    Returns:
-        The members of each cluster in ascending order, clusters by their first member. Of equally near clusters,
-        those with the smallest first members are joined.
+    Members ascend, and clusters by their first one. Of equally near clusters, those of smallest first members join.
     """
     found = [[client] for client in range(len(distances))]
     between = distances.double().cpu().clone()

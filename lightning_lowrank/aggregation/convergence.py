@@ -90,14 +90,11 @@ def convergence_constants(
         )
     broadcast = broadcast.to(inputs.pairs[0].B.device)
     weak, weak_least, aggregation, received = _of_products(inputs, broadcast)
-    ratios = [pair.scaling / inputs.scaling for pair in broadcast.clients]
     lefts, rights = inputs.factors()
-    strong_left, least_left = _of_factors(
-        lefts, [pair.B.double() * ratio for pair, ratio in zip(broadcast.clients, ratios, strict=True)], inputs.weights
-    )
-    strong_right, least_right = _of_factors(
-        [right.T for right in rights], [pair.A.double().T for pair in broadcast.clients], inputs.weights
-    )
+    left = [pair.B.double() * (pair.scaling / inputs.scaling) for pair in broadcast.clients]
+    right = [pair.A.double().T for pair in broadcast.clients]
+    strong_left, least_left = _of_factors(lefts, left, inputs.weights)
+    strong_right, least_right = _of_factors([factor.T for factor in rights], right, inputs.weights)
     return ConvergenceConstants(
         weak=weak,
         strong_B=strong_left,
@@ -116,7 +113,8 @@ def _of_products(inputs: LayerInputs, broadcast: Broadcast) -> tuple[float, floa
     # Clients of one rank share the tensors that they receive, which are added once.
     terms = [*inputs.pairs, broadcast.server]
     places = {id(broadcast.server): clients}
-    for pair in [*broadcast.clients, *([] if broadcast.change is None else [broadcast.change])]:
+    changes = [] if broadcast.change is None else [broadcast.change]
+    for pair in [*broadcast.clients, *changes]:
         if id(pair) not in places:
             places[id(pair)] = len(terms)
             terms.append(pair)
@@ -125,9 +123,8 @@ def _of_products(inputs: LayerInputs, broadcast: Broadcast) -> tuple[float, floa
     def effective(pair: LowRankPair) -> Tensor:
         """As coefficients of the terms."""
         row = torch.zeros(len(terms), dtype=torch.float64)
-        row[places[id(pair)]] += 1
-        if broadcast.change is not None:
-            row[places[id(broadcast.change)]] += 1
+        for term in [pair, *changes]:
+            row[places[id(term)]] += 1
         return row
 
     own = torch.eye(clients, len(terms), dtype=torch.float64)

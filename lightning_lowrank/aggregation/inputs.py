@@ -112,10 +112,7 @@ class LayerInputs:
     def mean(self, tensors: Sequence[Tensor], dim: Literal[0, 1], *, owned: bool) -> Tensor:
         """Average factors slot by slot; ``dim`` is that of the ranks.
 
-        Args:
-            tensors: One factor per client.
-            dim: 1 for ``B``, 0 for ``A``.
-            owned: Average a slot over the clients that have it, instead of counting it as zero at the others.
+        With ``owned``, a slot is averaged over the clients that have it. Otherwise it counts as zero at the others.
         """
         shares = slot_weights([tensor.shape[dim] for tensor in tensors], self.weights, owned=owned)
         total = padded(torch.zeros_like(tensors[0]), self.largest, dim)
@@ -128,6 +125,13 @@ class LayerInputs:
         """Return the clients' left factors side by side, each times its client's weight."""
         return torch.cat([left * weight for left, weight in zip(lefts, self.weights.tolist(), strict=True)], dim=1)
 
+    def one_averaged(self, trained: Literal["B", "A"], folded: Literal["B", "A"] = "B") -> tuple[Tensor, Tensor]:
+        """Return ``B`` and ``A``: the mean of the trained factor, and the other, which all clients share."""
+        lefts, rights = self.factors(folded)
+        if trained == "B":
+            return self.mean(lefts, 1, owned=False), self.frozen("A", rights)
+        return self.frozen("B", lefts), self.mean(rights, 0, owned=False)
+
     def averaged(self, *, owned: bool) -> Broadcast:
         """Return the means of both factors, as :meth:`mean` makes them."""
         lefts, rights = self.factors()
@@ -135,11 +139,7 @@ class LayerInputs:
         return self.broadcast(self.mean(lefts, 1, owned=owned), self.mean(rights, 0, owned=owned), kept=kept)
 
     def frozen(self, name: Literal["B", "A"], factors: Sequence[Tensor]) -> Tensor:
-        """Return the factor that all clients share; those of smaller rank have its first slots.
-
-        Raises:
-            ValueError: If a client's differs.
-        """
+        """Return the factor that all clients share; those of smaller rank have its first slots."""
         dim = 1 if name == "B" else 0
         common = next(factor for factor in factors if factor.shape[dim] == self.largest)
         for client, factor in enumerate(factors):
@@ -156,13 +156,9 @@ class LayerInputs:
     def broadcast(
         self, B: Tensor, A: Tensor, change: LowRankPair | None = None, *, kept: Factors = NEITHER
     ) -> Broadcast:
-        """Return a common pair, cut to each client's rank.
+        """Return a common pair of the common scaling, cut to each client's rank.
 
-        Args:
-            B: Of the common scaling.
-            A: As many slots as ``B`` has.
-            change: Passed on.
-            kept: The factors whose further slots keep their values in ``previous``; the other's are zero.
+        The further slots of ``previous`` keep the values of the factors in ``kept``; the other's are zero.
         """
         if self.previous is not None and self.previous.rank > B.shape[1]:
             own, rank = B.shape[1], self.previous.rank
@@ -181,13 +177,7 @@ class LayerInputs:
 
 
 def slot_weights(ranks: Sequence[int], weights: Tensor, *, owned: bool) -> Tensor:
-    """Return each client's share in the mean of each rank slot, ``[clients, largest rank]``.
-
-    Args:
-        ranks: How many slots each client has.
-        weights: The clients' normalised weights.
-        owned: Let the shares of the clients that have a slot sum to 1. Otherwise they are the weights themselves.
-    """
+    """Return each client's share in the mean of each rank slot, ``[clients, largest rank]``; see `LayerInputs.mean`."""
     owns = torch.arange(max(ranks)) < torch.tensor(list(ranks))[:, None]
     shares = weights[:, None] * owns
     if not owned:

@@ -140,4 +140,4 @@ class WeightedMean(Aggregator):
 
 
 def _float64(tensor: Tensor) -> Tensor:
-    return tensor.to("cpu").double() if tensor.device.type == "mps" else tensor.double()
+    return tensor.to(float64_device(tensor.device)).double()

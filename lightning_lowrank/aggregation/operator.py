@@ -1,10 +1,4 @@
-"""Aggregation-broadcast operators (ABO): from the clients' factors to those that each client receives.
-
-An operator (Chen et al., "Convergence Analysis of Aggregation-Broadcast in LoRA-enabled Distributed Fine-Tuning",
-Definition 1) is a pure function of one layer's factors. :class:`Operator` checks its inputs and brings the clients'
-scalings to a common one, so that effective updates are aggregated; a subclass has the arithmetic, and chooses which
-factors are trained and sent. A federated algorithm calls :meth:`Operator.aggregate_model` once a round.
-"""
+"""Aggregation-broadcast operators (ABO): from the clients' factors to those that each client receives."""
 
 from __future__ import annotations
 
@@ -26,6 +20,10 @@ __all__ = ["Operator"]
 
 class Operator(ABC):
     """An aggregation-broadcast operator; :meth:`aggregate` describes its work on one layer.
+
+    It is a pure function of one layer's factors (Chen et al., "Convergence Analysis of Aggregation-Broadcast in
+    LoRA-enabled Distributed Fine-Tuning", Definition 1). A subclass has the arithmetic, and chooses which factors are
+    trained and sent. A federated algorithm calls :meth:`aggregate_model` once a round.
 
     Rounds count from 0. By default both factors are trained, sent up and sent down, clients of one rank receive the
     same pair, and the base weight does not change.
@@ -120,19 +118,18 @@ class Operator(ABC):
 
         Args:
             clients: For each client its pairs by layer.
-            weights: As for :meth:`aggregate`.
+            weights: The clients' weights.
             ranks: For each client the rank by layer.
             scalings: For each client the scaling by layer.
-            round: As for :meth:`aggregate`.
+            round: The round that ends, from 0.
             seed: A seed from which each layer's is derived, by the layer's name.
             previous: The server's pairs by layer.
 
         Returns:
-            What :meth:`aggregate` returns, by layer.
+            The results by layer.
 
         Raises:
-            TypeError: As for :meth:`aggregate`.
-            ValueError: As for :meth:`aggregate`, naming the layer, or if a client lacks a layer that another has.
+            ValueError: Naming the layer, or if a client lacks a layer that another has.
         """
         if not len(clients):
             raise ValueError("clients must hold at least one client's layers, but is empty.")

@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_lowrank.aggregation.aggregator import float64_device
 from lightning_lowrank.arguments import check_integer, check_number
 
-__all__ = ["LowRankPair", "inner_products", "normalised_weights"]
+__all__ = ["LowRankPair"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,11 +101,9 @@ class LowRankPair:
         check_rank("rank", rank)
         wanted = self.scaling if scaling is None else scaling
         check_number("scaling", wanted, above=0)
-        working = torch.float64 if wanted != self.scaling else self.B.dtype
-        left = padded(self.B[:, :rank].to(working), rank, 1)
+        left, right = padded(self.B[:, :rank], rank, 1), padded(self.A[:rank], rank, 0)
         if wanted != self.scaling:
-            left = left * (self.scaling / wanted)
-        right = padded(self.A[:rank], rank, 0)
+            left = left.double() * (self.scaling / wanted)
         return LowRankPair(left.to(self.B.dtype).clone(), right.clone(), wanted)
 
     def to(self, device: torch.device) -> LowRankPair:
@@ -128,23 +126,7 @@ def check_rank(name: str, rank: int, shape: tuple[int, int] | None = None) -> No
 
 
 def normalised_weights(weights: Sequence[float] | Tensor | None, clients: int) -> Tensor:
-    """Return the clients' weights in a mean, which sum to 1.
-
-    Args:
-        weights: One number per client, such as its number of samples; not negative, with a positive sum. ``None``:
-            equal weights.
-        clients: The number of clients.
-
-    Returns:
-        ``[clients]``, float64, on the CPU.
-
-    Raises:
-        ValueError: If there is not one weight per client, one is negative or not finite, or all are zero.
-
-    Example:
-        >>> normalised_weights([30, 10], clients=2)
-        tensor([0.7500, 0.2500], dtype=torch.float64)
-    """
+    """Return the clients' weights in a mean, which sum to 1: ``[clients]``, float64, on the CPU."""
     if weights is None:
         return torch.full((clients,), 1 / clients, dtype=torch.float64)
     values = torch.as_tensor(weights, dtype=torch.float64, device="cpu").detach()
@@ -201,21 +183,7 @@ def inner_products(pairs: Sequence[LowRankPair]) -> Tensor:
     r"""Return the Frobenius inner products of all products with each other, from the factors' Gram matrices.
 
     :math:`\langle B_i A_i, B_j A_j \rangle = \operatorname{tr}(B_j^\top B_i A_i A_j^\top)`, so that no product is
-    built; ranks may differ.
-
-    Args:
-        pairs: Pairs of one weight.
-
-    Returns:
-        ``[pairs, pairs]``, float64, symmetric; the diagonal holds the squared norms. On the pairs' device, or the
-        CPU where that has no float64.
-
-    Example:
-        >>> identity = LowRankPair(torch.eye(2), torch.eye(2))
-        >>> twice = LowRankPair(torch.eye(2), torch.eye(2), scaling=2.0)
-        >>> inner_products([identity, twice])
-        tensor([[2., 4.],
-                [4., 8.]], dtype=torch.float64)
+    built: ``[pairs, pairs]``, float64. Ranks may differ.
     """
     pairs = [pair.to(float64_device(pair.B.device)) for pair in pairs]
     left = torch.cat([pair.B.detach().double() * pair.scaling for pair in pairs], dim=1)

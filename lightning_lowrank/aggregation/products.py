@@ -28,11 +28,17 @@ class SumProduct(Operator):
     """Sum-Product (SP): the mean of the products, truncated to each client's rank by an SVD (Eqs. 3, 7-8 of ABO).
 
     FlexLoRA (Bai et al., 2024). The mean minimises the constant of the weak convergence condition; the truncation,
-    the best approximation of that rank, adds its own error. See :func:`svd_of_mean` for the SVD.
+    the best approximation of that rank, adds its own error. The largest entry of each row of ``Vᵀ`` in absolute value
+    is positive. Float16 and bfloat16 factors are computed with in float32.
 
     Args:
-        split: ``"left"`` (default, the ABO paper's): ``B = U Σ``, ``A = Vᵀ``; ``"balanced"``: ``√Σ`` on both.
-        method: ``"exact"`` (default) or ``"iterative"``.
+        split: ``"left"`` (default, the ABO paper's): ``B = U Σ``, ``A = Vᵀ``; ``"balanced"``: ``√Σ`` on both. Beyond
+            the rank of the mean, the columns of ``B`` are zero, and with ``"left"`` the rows of ``A`` orthonormal.
+        method: ``"exact"`` (default) takes the cheaper of two exact ways: QR of the stacked factors where they are
+            not wider than the matrix, else one dense mean (one matrix, whatever the number of clients). ``"iterative"``
+            is randomised subspace iteration with the stacked factors (Halko et al., 2011): no matrix of the weight's
+            size, and an error that decays with the ratio of the first singular value that is left out to the last
+            that is kept.
 
     Raises:
         ValueError: If ``split`` or ``method`` is something else.
@@ -257,11 +263,7 @@ class CoLR(Operator):
     @override
     def _aggregate(self, inputs: LayerInputs) -> Broadcast:
         # The drawn factor is the same at every scaling, so the trained one absorbs a difference.
-        lefts, rights = inputs.factors(folded=self.trained_factor)
-        if self.trained_factor == "B":
-            B, A = inputs.mean(lefts, 1, owned=False), inputs.frozen("A", rights)
-        else:
-            B, A = inputs.frozen("B", lefts), inputs.mean(rights, 0, owned=False)
+        B, A = inputs.one_averaged(self.trained_factor, folded=self.trained_factor)
         return self._redrawn(inputs, LowRankPair(B, A, inputs.scaling))
 
 

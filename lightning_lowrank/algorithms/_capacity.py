@@ -1,11 +1,12 @@
-"""Clients of different capacity: their levels, the blocks of tensors that they train, and the mean of these blocks.
+"""Clients of different capacity: their levels, the parts of the model that they train, and the mean of these parts.
 
-`FedHM`, `HeteroFL` and `SplitMix` share it. A client of less capacity trains a *leading block* of each tensor: the
-first columns of a factor, the first channels of a layer.
+A client of less capacity trains fewer tensors, or a *leading block* of each: the first columns of a factor, the first
+channels of a layer.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -14,6 +15,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_lowrank.configuration import check_choice
+from lightning_lowrank.federated.algorithm import Algorithm
+from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.state import ClientContext, ClientInfo, Server, copy_into
 from lightning_lowrank.seeding import generator
 
@@ -21,19 +24,10 @@ Capacity = Literal["fixed", "dynamic"]
 
 
 class Capacities:
-    """The level of each client: fixed, or drawn in each round.
+    """The level of each client: fixed, or drawn in each round. Error messages call the levels ``name``.
 
     Fixed levels are assigned in turns, in the order of the clients' ids. Every level has its share among any first
     clients, and a client's level does not depend on the number of clients.
-
-    Args:
-        name: Name of the levels in error messages.
-        levels: The levels.
-        capacity: ``"fixed"`` or ``"dynamic"``.
-        shares: Relative number of clients of each level, or its relative chance to be drawn; equal by default.
-
-    Raises:
-        MisconfigurationException: If an argument is out of range.
 
     Example:
         >>> capacities = Capacities("levels", (1.0, 0.5, 0.25), "fixed", (2, 1, 1))
@@ -96,33 +90,51 @@ def copy_blocks_into(live: Mapping[str, Tensor], values: Mapping[str, Tensor]) -
             whole[leading(value.shape)].copy_(value)
 
 
-def add_blocks(server: Server, blocks: Mapping[str, Tensor], weight: float) -> None:
-    """Add a client's leading blocks of some of the server's tensors to the round's mean."""
-    values: dict[str, Tensor] = {}
-    for name, whole in server.base.sent_up(server.model).items():
-        values[name] = torch.zeros_like(whole, dtype=torch.float64)
-        values[f"count.{name}"] = torch.zeros_like(whole, dtype=torch.float64)
-        if name in blocks:
-            block = leading(blocks[name].shape)
-            values[name][block] = blocks[name].double()
-            values[f"count.{name}"][block] = 1
-    server.aggregator.add(values, weight)
+class PartAveraging(Algorithm, ABC):
+    """Base class of methods in which a client trains and sends the part of the model that its capacity allows.
 
+    A number of the global model becomes the mean over the clients that sent it, or keeps its value if no client did.
+    """
 
-def average_blocks(server: Server) -> None:
-    """Average each number over the clients that sent it; the others keep their values."""
-    means = server.aggregator.result()
-    for name in server.base.sent_up(server.model):
-        old, count = server.model[name], means[f"count.{name}"]
-        average = torch.where(count > 0, means[name] / count, old.double())
-        server.model[name] = (average if old.is_floating_point() else average.round()).to(old.dtype)
+    _capacities: Capacities
+
+    @abstractmethod
+    def part(self, model: Mapping[str, Tensor], client: ClientInfo) -> dict[str, Tensor]:
+        """Return the leading blocks of those of a model's tensors that a client trains."""
+
+    @abstractmethod
+    def variant(self, server: Server, level: float) -> Mapping[str, Tensor]:
+        """Return the global model of a level."""
+
+    def broadcast(self, server: Server, client: ClientInfo) -> Message:
+        return Message(self.part(server.sent_down(), client))
+
+    def end(self, client: ClientContext) -> Message:
+        return Message(self.part(client.base.sent_up(client.model), client))
+
+    def receive(self, server: Server, client: ClientInfo, message: Message, weight: float) -> None:
+        values: dict[str, Tensor] = {}
+        for name, whole in server.base.sent_up(server.model).items():
+            values[name] = torch.zeros_like(whole, dtype=torch.float64)
+            values[f"count.{name}"] = torch.zeros_like(whole, dtype=torch.float64)
+            if name in message.tensors:
+                block = leading(message.tensors[name].shape)
+                values[name][block] = message.tensors[name].double()
+                values[f"count.{name}"][block] = 1
+        server.aggregator.add(values, weight)
+
+    def aggregate(self, server: Server) -> None:
+        means = server.aggregator.result()
+        for name in server.base.sent_up(server.model):
+            old, count = server.model[name], means[f"count.{name}"]
+            average = torch.where(count > 0, means[name] / count, old.double())
+            server.model[name] = (average if old.is_floating_point() else average.round()).to(old.dtype)
+
+    def model_for(self, server: Server, client: ClientInfo) -> Mapping[str, Tensor]:
+        return self.variant(server, self._capacities.level(client))
 
 
 def refuse_kept_moments(client: ClientContext, reason: str) -> None:
-    """Refuse optimizer states that a client kept from an earlier round, when it trained other numbers.
-
-    Raises:
-        MisconfigurationException: If the client kept some.
-    """
+    """Refuse optimizer states that a client kept from an earlier round, when it trained other numbers."""
     if "optimizers" in client.state:
         raise MisconfigurationException(f"optimizer_state='keep' is not possible: {reason}. Use 'reset'.")

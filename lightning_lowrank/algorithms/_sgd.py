@@ -9,15 +9,7 @@ from lightning_lowrank.federated.state import Base
 
 
 def parameter_groups(base: Base, method: str) -> dict[str, int]:
-    """Return the index of each trained parameter's group in the optimizer.
-
-    Args:
-        base: The copy of the module, with the optimizers that step it.
-        method: Name of the method, for the message.
-
-    Raises:
-        MisconfigurationException: If clients do not all step with one ``torch.optim.SGD``.
-    """
+    """Return the index of each trained parameter's group in the one ``torch.optim.SGD``; refuse other optimizers."""
     used = [type(optimizer) for optimizer in base.optimizers]
     if used != [torch.optim.SGD]:
         raise MisconfigurationException(

@@ -1,7 +1,4 @@
-"""Ditto: every client trains the global model and a personal model that is held near to it.
-
-The global model is that of federated averaging and does not depend on the personal ones.
-"""
+"""Ditto: every client trains the global model and a personal model that is held near to it."""
 
 from __future__ import annotations
 
@@ -27,9 +24,9 @@ class Ditto(Algorithm):
     r"""Fair and robust federated learning through personalization (Li et al., ICML 2021, Algorithm 1).
 
     On every batch a client makes a step of the module's own optimizer on the global model's copy, as in `FedAvg`, and
-    then one on its personal model :math:`v_k`, which minimizes
-    :math:`F_k(v_k) + \frac{\lambda}{2}\|v_k - w^t\|^2` with the model :math:`w^t` that it was sent. Each of the two has
-    its own optimizer state and its own buffers. What ``training_step`` logs is the mean over both.
+    then one on its personal model :math:`v_k`, which minimizes :math:`F_k(v_k) + \frac{\lambda}{2}\|v_k - w^t\|^2` with
+    the model :math:`w^t` that it was sent. Each of the two has its own optimizer state and its own buffers, and the
+    global model does not depend on the personal ones. What ``training_step`` logs is the mean over both.
 
     The messages are those of `FedAvg`. A client keeps its personal model, which starts as the first model that it
     receives, and is evaluated with it; a client that never took part is evaluated with the global model.
@@ -52,7 +49,6 @@ class Ditto(Algorithm):
         self._personal = False
 
     def begin(self, client: ClientContext, message: Message) -> None:
-        """Install the global model, and load the personal one."""
         super().begin(client, message)
         own = client.state.get("personal", {**client.base.initial_buffers, **message.tensors})
         client.round_state.update(
@@ -63,27 +59,37 @@ class Ditto(Algorithm):
         )
 
     def before_step(self, step: LocalStep) -> None:
-        """Add the pull towards the global model to the personal model's gradients."""
         if self._personal:
             pull(step.parameters, step.round_state["received"], self.regularization)
 
     def local_update(self, step: LocalStep, update: Callable[[], None]) -> None:
-        """Train the global model's copy, and then the personal model, on one batch."""
+        """Train the global model's copy, and then the personal model, on one batch.
+
+        Between steps the personal model's moments are entries of the optimizer's own state, under prefixed names. So
+        they are unstacked, saved and kept with it.
+        """
         self._personal = False
         (optimizer,) = step.base.optimizers
-        state = _TwoStates(optimizer)
+        moments, options = _personal_moments(optimizer), [dict(group) for group in optimizer.param_groups]
         live = {**step.parameters, **step.buffers}
-        personal = step.round_state["personal"]
+        personal = [step.round_state["personal"][name] for name in live]
         update()
-        state.to_personal()
-        _exchange(list(live.values()), [personal[name] for name in live])
+        state = optimizer.state
+        optimizer.state = fresh_state(optimizer)
+        optimizer.state.update(moments)
+        for group, values in zip(optimizer.param_groups, options, strict=True):
+            group.update(values)
+        _exchange(list(live.values()), personal)
         self._personal = True
         update()
-        _exchange(list(live.values()), [personal[name] for name in live])
-        state.to_global()
+        _exchange(list(live.values()), personal)
+        for parameter, own in optimizer.state.items():
+            state[parameter].update(
+                {_PREFIX + name: value for name, value in own.items() if not is_shared(name, value)}
+            )
+        optimizer.state = state
 
     def end(self, client: ClientContext) -> Message:
-        """Keep the personal model, and return the global model's copy."""
         client.state["personal"] = detached(client.round_state["personal"])
         return super().end(client)
 
@@ -96,47 +102,17 @@ def _exchange(first: Sequence[Tensor], second: Sequence[Tensor]) -> None:
     copy_each(second, kept)
 
 
-class _TwoStates:
-    """An optimizer's states for two models that are stepped in turn, the global one first.
-
-    Between steps the personal model's moments are entries of the optimizer's own state, under prefixed names. So they
-    are unstacked, saved and kept with it. The count of steps is the same for both models and is stored once.
-
-    Args:
-        optimizer: The optimizer, before the step on the global model.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        self._moments: dict[Tensor, dict[str, Any]] = {}
-        for parameter, state in optimizer.state.items():
+def _personal_moments(optimizer: Optimizer) -> dict[Tensor, dict[str, Any]]:
+    """Take the personal model's moments out of an optimizer's state, and return them by their own names."""
+    moments = {}
+    for parameter, state in optimizer.state.items():
+        own = {name.removeprefix(_PREFIX): state.pop(name) for name in list(state) if name.startswith(_PREFIX)}
+        if own:
+            # The count of steps is the same for both models, and is stored once.
             shared = {
                 name: value.clone() if isinstance(value, Tensor) else value
                 for name, value in state.items()
                 if is_shared(name, value)
             }
-            own = {name: state.pop(name) for name in list(state) if name.startswith(_PREFIX)}
-            if own:
-                self._moments[parameter] = {
-                    **shared,
-                    **{name.removeprefix(_PREFIX): value for name, value in own.items()},
-                }
-        self._groups = [
-            {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
-        ]
-
-    def to_personal(self) -> None:
-        """Give the optimizer the personal model's state, as it was when the step on the global one began."""
-        self._global = self._optimizer.state
-        self._optimizer.state = fresh_state(self._optimizer)
-        self._optimizer.state.update(self._moments)
-        for group, values in zip(self._optimizer.param_groups, self._groups, strict=True):
-            group.update(values)
-
-    def to_global(self) -> None:
-        """Restore the global model's state, with the personal model's moments under prefixed names."""
-        for parameter, state in self._optimizer.state.items():
-            for name, value in state.items():
-                if not is_shared(name, value):
-                    self._global[parameter][_PREFIX + name] = value
-        self._optimizer.state = self._global
+            moments[parameter] = {**shared, **own}
+    return moments

@@ -1,8 +1,4 @@
-"""EF21-P: both directions are compressed, and the server sends later what it left out of a broadcast.
-
-The server compresses the difference between its model and the copy that clients hold. Both sides add what was sent to
-the copy, so that the next difference contains all that is still missing: error feedback.
-"""
+"""EF21-P: both directions are compressed, and the server sends later what it left out of a broadcast."""
 
 from __future__ import annotations
 
@@ -67,11 +63,9 @@ class EF21P(Algorithm):
             base.state["held"] = initial_parameters(base)
 
     def update_base(self, base: Base, message: Mapping[str, Tensor]) -> None:
-        """Add the compressed difference to the common copy."""
         add_to_held(base, message)
 
     def downlink(self, base: Base) -> Codec:
-        """Return the codec of differences."""
         return Split(base.initial_buffers, Dense(), self._top_k)
 
     def reference(self, base: Base, received: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -79,7 +73,6 @@ class EF21P(Algorithm):
         return {}
 
     def begin_round(self, server: Server) -> None:
-        """Announce the compressed difference from the model to the common copy."""
         self.announce(server, missing(server, self._top_k.transmit))
 
     def broadcast(self, server: Server, client: ClientInfo) -> Message:
@@ -96,7 +89,6 @@ class EF21P(Algorithm):
 
     @torch.no_grad()
     def end(self, client: ClientContext) -> Message:
-        """Return random coordinates of the change, and the buffers."""
         base, held = client.base, client.base.state["held"]
         sent = {
             name: value - held[name] if name in held else value for name, value in base.sent_up(client.model).items()

@@ -1,8 +1,4 @@
-"""FedBAT: clients learn updates of one bit per weight, instead of rounding them after training.
-
-After some steps in full precision, a client's forward pass uses its initial weights plus or minus one learned number
-per tensor. These are the weights that the server would get if the client stopped at this step.
-"""
+"""FedBAT: clients learn updates of one bit per weight, instead of rounding them after training."""
 
 from __future__ import annotations
 
@@ -27,9 +23,10 @@ _NORMS = (*BATCH_NORMS, *INSTANCE_NORMS, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 class FedBAT(Algorithm):
     r"""Federated binarization-aware training (Li et al., ICML 2024, Section 3 and Algorithm 1).
 
-    A client's first :math:`\lceil\phi\tau\rceil` of :math:`\tau` steps are plain ones (the release rounds down, so that
-    a client's only step would binarise an update of zero). In the others, the update
-    :math:`x = w - w_\text{start}` of every tensor is binarised before each forward pass,
+    After some steps, a client's forward pass uses its initial weights plus or minus one learned number per tensor: what
+    the server would get if the client stopped at this step. Its first :math:`\lceil\phi\tau\rceil` of :math:`\tau`
+    steps are plain ones (the release rounds down, so that a client's only step would binarise an update of zero). In
+    the others, the update :math:`x = w - w_\text{start}` of every tensor is binarised before each forward pass,
 
     .. math::
         \hat x = +\alpha \text{ with probability } \operatorname{clip}\big((x/\alpha + 1)/2,\ 0,\ 1\big),
@@ -111,16 +108,13 @@ class FedBAT(Algorithm):
 
     @property
     def announces(self) -> bool:
-        """Whether broadcasts are differences."""
         return self.compress_down
 
     def update_base(self, base: Base, message: Mapping[str, Tensor]) -> None:
-        """With ``compress_down``, add the binarised difference to the common copy."""
         if self.compress_down:
             add_to_held(base, message)
 
     def downlink(self, base: Base) -> Codec | None:
-        """Return the code of binarised broadcasts."""
         return self._codec(base) if self.compress_down else None
 
     def reference(self, base: Base, received: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -129,7 +123,6 @@ class FedBAT(Algorithm):
         return {name: value for name, value in received.items() if name not in changes}
 
     def begin_round(self, server: Server) -> None:
-        """With ``compress_down``, announce the binarised difference from the model to the common copy."""
         if not self.compress_down:
             return
         draws = generator(server.seed, "binarise", server.round, "down")
@@ -153,15 +146,9 @@ class FedBAT(Algorithm):
         base = client.base
         start = base.state["held"] if self.compress_down else self._binarised(base, message.tensors)
         copy_into(client.model, {**message.tensors, **start})
-        client.round_state.update(
-            {
-                "start": start,
-                "first_magnitude": {
-                    name: torch.tensor(-1.0, dtype=_precise(x), device=x.device) for name, x in start.items()
-                },
-                "exponent": {name: torch.tensor(0.0, dtype=_precise(x), device=x.device) for name, x in start.items()},
-            }
-        )
+        zeros = {name: torch.tensor(0.0, dtype=_precise(x), device=x.device) for name, x in start.items()}
+        unknown = {name: zero - 1 for name, zero in zeros.items()}
+        client.round_state.update(start=start, first_magnitude=unknown, exponent=zeros)
 
     def local_update(self, step: LocalStep, update: Callable[[], None]) -> None:
         """Step on the loss of the binarised update, after a client's steps in full precision."""
@@ -221,7 +208,6 @@ class FedBAT(Algorithm):
 
     @torch.no_grad()
     def end(self, client: ClientContext) -> Message:
-        """Return the update, binarised by a last draw."""
         draws = generator(client.seed, "binarise", client.round, client.id, "up")
         sent = client.base.sent_up(client.model)
         for name, start in client.round_state["start"].items():
@@ -243,11 +229,8 @@ class FedBAT(Algorithm):
 class _Binarised(NamedTuple):
     """What `FedBAT.before_step` needs after the backward pass of binarised weights.
 
-    Args:
-        weights: The weights themselves.
-        passes: Where gradients go straight through to them.
-        slope: Derivative of the update with respect to the logarithm of the magnitude.
-        free: Whether the magnitude is within its bounds.
+    ``passes`` is where gradients go straight through to the weights, ``slope`` the derivative of the update with
+    respect to the logarithm of the magnitude, ``free`` whether the magnitude is within its bounds.
     """
 
     weights: Tensor

@@ -1,8 +1,4 @@
-"""Methods in which a part of the model stays with each client: FedBN's normalization layers, FedPer's own layers.
-
-The rest is trained and averaged by federated averaging. A client's model is the global rest with its own part, so
-evaluate the clients' own models: ``FederatedLoop(..., personal_test=...)``.
-"""
+"""Methods in which a part of the model stays with each client: FedBN's normalization layers, FedPer's own layers."""
 
 from __future__ import annotations
 
@@ -17,15 +13,7 @@ from torch import Tensor, nn
 from lightning_lowrank.configuration import check_choice, check_patterns
 from lightning_lowrank.federated.algorithm import Algorithm, detached
 from lightning_lowrank.federated.messages import Message
-from lightning_lowrank.federated.state import (
-    Base,
-    ClientContext,
-    ClientInfo,
-    Server,
-    copy_into,
-    persistent_buffers,
-    trained_tensors,
-)
+from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, Server, copy_into, trained_tensors
 from lightning_lowrank.internals.torch import BATCH_NORMS, INSTANCE_NORMS
 from lightning_lowrank.patterns import matches
 
@@ -36,7 +24,8 @@ class LocalPart(Algorithm, ABC):
     """Federated averaging of a part of the model; the other part never leaves its client.
 
     A client's own part starts with the module's initial values, is kept from round to round and never sent. In the
-    global model it keeps its initial values.
+    global model it keeps its initial values, so evaluate the clients' own models:
+    ``FederatedLoop(..., personal_test=...)``.
 
     Raises:
         MisconfigurationException: If all of the model is the client's own, or its own part has buffers, which
@@ -60,7 +49,7 @@ class LocalPart(Algorithm, ABC):
                 f"{method} would keep all trained parameters with the clients and share none: choose fewer, or use"
                 " LocalTraining()."
             )
-        buffers = sorted(self._own & persistent_buffers(module).keys())
+        buffers = sorted(self._own - dict(module.named_parameters()).keys())
         if base.buffer_policy == "reset" and buffers:
             raise MisconfigurationException(
                 f"{method} keeps buffers such as {buffers[0]} with the clients, and buffers='reset' would reset them in"
@@ -71,16 +60,13 @@ class LocalPart(Algorithm, ABC):
             base.state["initial"] = detached({name: values[name] for name in sorted(self._own)})
 
     def broadcast(self, server: Server, client: ClientInfo) -> Message:
-        """Return the global values of the shared part."""
         return Message(self._shared(server.sent_down()))
 
     def begin(self, client: ClientContext, message: Message) -> None:
-        """Install the received shared part, and the client's own."""
         super().begin(client, message)
         copy_into(client.model, client.state.get("personal") or client.base.state["initial"])
 
     def end(self, client: ClientContext) -> Message:
-        """Keep the client's own part, and return the shared one."""
         client.state["personal"] = detached({name: client.model[name] for name in sorted(self._own)})
         return Message(self._shared(client.base.sent_up(client.model)))
 

@@ -44,14 +44,12 @@ class FedDyn(Algorithm):
         self.alpha = alpha
 
     def begin(self, client: ClientContext, message: Message) -> None:
-        """Install the received model, and remember it and the linear term."""
         super().begin(client, message)
         received = detached(client.base.parameters(client.model))
         linear = client.state.get("linear") or {name: torch.zeros_like(value) for name, value in received.items()}
         client.round_state.update(received=received, linear=linear)
 
     def loss(self, step: LocalStep, batch: Any, training_step: Callable[[], Any]) -> Any:
-        """Add the linear term and the pull towards the received model."""
         output = training_step()
         received, linear = step.round_state["received"], step.round_state["linear"]
         for name, value in step.parameters.items():
@@ -61,14 +59,12 @@ class FedDyn(Algorithm):
 
     @torch.no_grad()
     def end(self, client: ClientContext) -> Message:
-        """Update the linear term, and return the model."""
         received, linear = client.round_state["received"], client.round_state["linear"]
         client.state["linear"] = {n: linear[n] - self.alpha * (client.model[n] - received[n]) for n in linear}
         return super().end(client)
 
     @torch.no_grad()
     def aggregate(self, server: Server) -> None:
-        """Step from the mean by the sum of all linear terms."""
         mean, share = server.aggregator.result(), server.aggregator.arrivals / server.clients
         terms = server.state.setdefault("h", {})
         for name, start in server.parameters().items():

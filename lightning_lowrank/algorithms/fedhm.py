@@ -1,10 +1,4 @@
-r"""FedHM: clients of different capacity train models of different rank; the server averages the composed weights.
-
-The server holds a dense model. In each round it decomposes the weights by singular value decomposition, and a client
-gets as many singular directions as its capacity allows, or the dense weight. The server composes the returned factors
-to dense weights and averages these. Layers that `LowRank` does not convert stay dense for all clients (the *hybrid*
-network).
-"""
+"""FedHM: clients of different capacity train models of different rank; the server averages the composed weights."""
 
 from __future__ import annotations
 
@@ -36,7 +30,8 @@ class FedHM(Algorithm):
     decomposition :math:`U\sqrt\Sigma, V\sqrt\Sigma` of the global weight (spectral initialisation); a client of level
     1 trains the weight itself. The server recovers :math:`U V^\top` (Eq. 1) and averages (Eq. 2) with weights
     :math:`\alpha_p \propto \exp(\gamma_p / \tau)` over the round's clients. The loop's ``weighting`` is not used.
-    Biases, normalisation, its statistics and the layers that stay dense are averaged with the same weights.
+    Biases, normalisation, its statistics and the layers that stay dense (the *hybrid* network) are averaged with the
+    same weights.
 
     Put ``LowRank(MatrixProduct(), rank_ratio=..., train_base=True)`` before the loop, with the largest level below 1 as
     ``rank_ratio``, and the layers that stay dense in ``exclude``. The paper's Frobenius decay is its
@@ -145,7 +140,6 @@ class FedHM(Algorithm):
         return self._capacities.level(client) == 1
 
     def configure(self, base: Base, client: ClientInfo | None) -> None:
-        """Let layers compute with the weights or with the factors."""
         dense = client is None or self._capacities.level(client) == 1
         for _, layer in low_rank_layers(base.module):
             layer.active = "base" if dense else "factors"
@@ -156,7 +150,6 @@ class FedHM(Algorithm):
         )
 
     def broadcast(self, server: Server, client: ClientInfo) -> Message:
-        """Return the dense weights, or the factors of the client's rank, and the rest of the model."""
         level = self._capacities.level(client)
         factors = {} if level == 1 else self._spectral_factors(server)
         return Message(self._sent({**server.sent_down(), **factors}, level))
@@ -175,11 +168,9 @@ class FedHM(Algorithm):
             step.parameters[name].grad = None
 
     def end(self, client: ClientContext) -> Message:
-        """Return what the client trained."""
         return Message(self._sent(client.base.sent_up(client.model), self._capacities.level(client)))
 
     def receive(self, server: Server, client: ClientInfo, message: Message, weight: float) -> None:
-        """Compose the dense weights, and add them with the weight of the client's level."""
         level = self._capacities.level(client)
         tensors = dict(message.tensors)
         if level == 1:
@@ -191,7 +182,6 @@ class FedHM(Algorithm):
         server.aggregator.add(tensors, self._weight(level))
 
     def aggregate(self, server: Server) -> None:
-        """Average the dense models."""
         if not server.state.pop("full_model", False) and self.server_model:
             server.aggregator.add(self._sent(server.base.sent_up(server.model), 1.0), self._weight(1.0))
         super().aggregate(server)
@@ -204,7 +194,6 @@ class FedHM(Algorithm):
         return {f"{level:g}": self._variant(server, level) for level in self.levels if level < 1}
 
     def model_for(self, server: Server, client: ClientInfo) -> Mapping[str, Tensor]:
-        """Return the global model of the client's level."""
         return self._variant(server, self._capacities.level(client))
 
     def _variant(self, server: Server, level: float) -> Mapping[str, Tensor]:

@@ -1,8 +1,7 @@
-r"""FedLoRA: federated fine-tuning with LoRA, by any aggregation-broadcast operator.
+"""FedLoRA: federated fine-tuning with LoRA, by any aggregation-broadcast operator.
 
-Clients train the adapters :math:`B_i, A_i` of a frozen model. An operator (`lightning_lowrank.aggregation`) combines
-them and chooses what each client receives. This file has the common part: which factors are trained and sent in which
-round, clients of different rank, what a client keeps, and changes of the base weight.
+The operator combines the factors. This file has the common part: which factors are trained and sent in which round,
+clients of different rank, what a client keeps, and changes of the base weight.
 """
 
 from __future__ import annotations
@@ -208,7 +207,6 @@ class FedLoRA(Algorithm):
 
     @property
     def announces(self) -> bool:
-        """Whether the operator changes the base weights."""
         return self.operator.changes_base or self.operator.redraws
 
     def update_base(self, base: Base, message: Mapping[str, Tensor]) -> None:
@@ -327,17 +325,14 @@ class FedLoRA(Algorithm):
             self.announce(server, change)
         server.model.update(server.base.state.get("factors", {}))
         if self._alternates:
-            server.state["versions"] = {
-                **self._versions(server),
-                **dict.fromkeys(self.operator.sent_up(server.round), server.round + 1),
-            }
+            changed = dict.fromkeys(self.operator.sent_up(server.round), server.round + 1)
+            server.state["versions"] = {**self._versions(server), **changed}
 
     def model_for(self, server: Server, client: ClientInfo) -> Mapping[str, Tensor]:
         """Return the global model at the client's ranks, with the factors that the server holds for it alone."""
         return self._at_level(self._known_of(server, client.id), self._capacities.level(client))
 
     def variants(self, server: Server) -> dict[str, Mapping[str, Tensor]]:
-        """Return the global model at each level below 1, by the level."""
         return {f"{level:g}": self._at_level(server.parameters(), level) for level in self.levels if level < 1}
 
     def stand_in(self, server: Server, client: ClientInfo) -> State:
@@ -345,7 +340,6 @@ class FedLoRA(Algorithm):
         return {"received": {name: server.model[name] for name in self._factors}} if self._alternates else {}
 
     def upload_limits(self, base: Base, client: ClientInfo) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of a whole upload, where the client chooses its slots."""
         if not self.upload_ranks:
             return {}
         level, live = self._capacities.level(client), dict(base.module.named_parameters())
@@ -377,7 +371,6 @@ class FedLoRA(Algorithm):
             client.round_state["received"] = detached({name: client.model[name] for name in self._factors})
 
     def before_step(self, step: LocalStep) -> None:
-        """Drop the gradients of factors that this round does not train."""
         trained = self.operator.trained(step.round)
         for parameter, (_, name) in self._factors.items():
             if name not in trained:
@@ -407,7 +400,6 @@ class FedLoRA(Algorithm):
         return Message(sent)
 
     def personal_model(self, client: ClientContext, model: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the given model with the client's own tensors, at the client's ranks."""
         return self._at_level(super().personal_model(client, model), self._capacities.level(client))
 
     # Both halves
@@ -439,8 +431,7 @@ class FedLoRA(Algorithm):
         """Return the round before which each factor changed last; -1 if every side has it from the start."""
         down = self.operator.sent_down(0)
         first = {name: 0 if name in down else -1 for name in _NAMES}
-        versions: dict[str, int] = server.state.get("versions", first)
-        return versions
+        return server.state.get("versions", first)
 
     def _due(self, server: Server, client: ClientInfo) -> set[str]:
         """Return the factors that a client must be sent."""
@@ -465,12 +456,8 @@ class FedLoRA(Algorithm):
     def _known_by(client: ClientContext) -> dict[str, Tensor]:
         """Return a client's values before the message: initial or drawn ones, the last received, and its own."""
         shared, own = client.base.state, client.state
-        return {
-            **shared["initial"],
-            **shared.get("factors", {}),
-            **own.get("received", {}),
-            **own.get("personal", {}),
-        }
+        drawn, received, personal = shared.get("factors", {}), own.get("received", {}), own.get("personal", {})
+        return {**shared["initial"], **drawn, **received, **personal}
 
     def _at_level(self, state: Mapping[str, Tensor], level: float) -> dict[str, Tensor]:
         cut = {

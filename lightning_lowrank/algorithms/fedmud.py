@@ -1,9 +1,4 @@
-"""FedMUD: clients learn a low-rank *change* to a frozen weight, which every side folds into the weight.
-
-Between two resets the factors are trained and averaged like any parameter. At a reset the server and every client add
-the averaged change to the frozen weight, and draw new factors from a seed that the server sends. The weights accumulate
-low-rank changes, so their own rank is not limited.
-"""
+"""FedMUD: clients learn a low-rank *change* to a frozen weight, which every side folds into the weight."""
 
 from __future__ import annotations
 
@@ -27,10 +22,12 @@ class FedMUD(Algorithm):
     Put ``LowRank(..., role="update")`` before the loop. Its choices give the paper's variants: ``BlockKronecker`` is
     +BKD, ``decouple=True`` is +AAD, ``half_frozen=True`` is +F.
 
-    Every ``reset_interval`` rounds, :math:`W \leftarrow W + f(\bar U, \bar V)` on every side and the factors are drawn
-    again. In the round after a reset the server sends the averaged factors, from which a client computes that change,
-    and the seed. Clients outside the cohort need that broadcast too. As in the paper, ``comm/down_bytes`` counts the
-    cohort only; the bytes for the others are logged as ``comm/idle_down_bytes``.
+    Between two resets the factors are trained and averaged like any parameter. Every ``reset_interval`` rounds,
+    :math:`W \leftarrow W + f(\bar U, \bar V)` on every side and the factors are drawn again. The weights accumulate
+    low-rank changes, so their own rank is not limited. In the round after a reset the server sends the averaged
+    factors, from which a client computes that change, and the seed. Clients outside the cohort need that broadcast too.
+    As in the paper, ``comm/down_bytes`` counts the cohort only; the bytes for the others are logged as
+    ``comm/idle_down_bytes``.
 
     Args:
         reset_interval: Rounds between resets (the paper's :math:`s`), 1 or more. 1, the paper's default, folds the
@@ -54,7 +51,6 @@ class FedMUD(Algorithm):
         self._layers: dict[str, LowRankLayer] = {}
 
     def setup(self, base: Base) -> None:
-        """Find the low-rank layers whose factors are a change to a frozen weight."""
         self._layers = {
             name: layer for name, layer in low_rank_layers(base.module, tied=False) if layer.role == "update"
         }
@@ -86,13 +82,9 @@ class FedMUD(Algorithm):
         super().aggregate(server)
         if (server.round + 1) % self.reset_interval:
             return
-        averaged = {
-            f"{name}.factors.{factor}": server.model[f"{name}.factors.{factor}"]
-            for name, layer in self._layers.items()
-            for factor in layer.factors
-        }
+        names = [f"{name}.factors.{factor}" for name, layer in self._layers.items() for factor in layer.factors]
         seed = torch.tensor(derive_seed(server.seed, "factors", server.round + 1))
-        self.announce(server, {"seed": seed, **averaged})
+        self.announce(server, {"seed": seed, **{name: server.model[name] for name in names}})
         server.model.update(server.base.state["factors"])
 
     def begin(self, client: ClientContext, message: Message) -> None:

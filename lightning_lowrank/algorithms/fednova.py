@@ -1,7 +1,4 @@
-"""FedNova: each client's change is divided by its amount of local work before the mean is taken.
-
-Clients that make more steps pull an ordinary average towards their own optima, so that it minimizes another objective.
-"""
+"""FedNova: each client's change is divided by its amount of local work before the mean is taken."""
 
 from __future__ import annotations
 
@@ -22,7 +19,8 @@ _NORMS = "fednova.norms"
 class FedNova(Algorithm):
     r"""Normalized averaging (Wang et al., NeurIPS 2020, Algorithm 1, Eqs. 4-6).
 
-    A client's change is a weighted sum of its gradients, :math:`x - y_i = \sum_k a_{i,k}\, g_{i,k}`. The new model is
+    Clients that make more steps pull an ordinary average towards their own optima. A client's change is a weighted sum
+    of its gradients, :math:`x - y_i = \sum_k a_{i,k}\, g_{i,k}`. The new model is
 
     .. math:: x \leftarrow x - \tau_\mathrm{eff} \sum_i p_i d_i, \qquad d_i = \frac{x - y_i}{\|a_i\|_1}, \qquad
         \tau_\mathrm{eff} = \sum_i p_i \|a_i\|_1,
@@ -51,7 +49,6 @@ class FedNova(Algorithm):
         self._groups: dict[str, int] = {}
 
     def setup(self, base: Base) -> None:
-        """Check the clients' optimizer."""
         self._groups = parameter_groups(base, "FedNova")
 
     def reference(self, base: Base, received: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -82,7 +79,6 @@ class FedNova(Algorithm):
 
     @torch.no_grad()
     def end(self, client: ClientContext) -> Message:
-        """Return the change per unit of work, and the amount of work."""
         norms = client.round_state["norms"]
         # Where all learning rates were 0 the change is 0, whatever it is divided by.
         divisors = torch.where(norms > 0, norms, 1.0)

@@ -48,16 +48,13 @@ class FedNTD(Algorithm):
         self.logits, self.beta, self.temperature, self.targets = logits, beta, temperature, targets
 
     def setup(self, base: Base) -> None:
-        """Check that the submodule exists."""
         part_of(base.module, self.logits)
 
     def begin(self, client: ClientContext, message: Message) -> None:
-        """Install the received model, and remember it."""
         super().begin(client, message)
         client.round_state["received"] = detached(client.model)
 
     def loss(self, step: LocalStep, batch: Any, training_step: Callable[[], Any]) -> Any:
-        """Add the distillation."""
         with recorded(step.base.module, self.logits) as calls:
             output = training_step()
         (call,) = calls

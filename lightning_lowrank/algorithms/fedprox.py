@@ -36,7 +36,6 @@ class FedProx(Algorithm):
         self.mu = mu
 
     def setup(self, base: Base) -> None:
-        """Refuse several optimizers."""
         if len(base.optimizers) > 1:
             raise MisconfigurationException(
                 f"FedProx adds its term to all gradients at each step, and the {len(base.optimizers)} optimizers of"
@@ -44,11 +43,9 @@ class FedProx(Algorithm):
             )
 
     def begin(self, client: ClientContext, message: Message) -> None:
-        """Install what was received, and remember its parameters."""
         super().begin(client, message)
         client.round_state["received"] = client.base.parameters(message.tensors)
 
     def before_step(self, step: LocalStep) -> None:
-        """Add the gradient of the proximal term."""
         if self.mu:
             pull(step.parameters, step.round_state["received"], self.mu)

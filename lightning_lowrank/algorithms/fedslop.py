@@ -1,8 +1,4 @@
-"""FedSLoP: clients train every weight, and a round changes each matrix within one random subspace.
-
-Every side draws the subspaces of `ProjectedSGD` from a seed that the server sends. A client's momentum is small, and it
-sends the coefficients of a matrix's change, from which the server composes the change.
-"""
+"""FedSLoP: clients train every weight, and a round changes each matrix within one random subspace."""
 
 from __future__ import annotations
 
@@ -83,11 +79,9 @@ class FedSLoP(Algorithm):
                         self._places[names[parameter]] = number, index, position
 
     def begin_round(self, server: Server) -> None:
-        """Draw the round's subspaces in the server's optimizers."""
         _enter(server.base, self._seed(server))
 
     def broadcast(self, server: Server, client: ClientInfo) -> Message:
-        """Return the global model and the seed of the round's subspaces."""
         return Message({**server.sent_down(), _SEED: torch.tensor(self._seed(server))})
 
     @torch.no_grad()
@@ -104,7 +98,6 @@ class FedSLoP(Algorithm):
                 server.model[name] = value
 
     def begin(self, client: ClientContext, message: Message) -> None:
-        """Install the global model, and enter the round's subspaces."""
         received = dict(message.tensors)
         _enter(client.base, int(received.pop(_SEED)))
         copy_into(client.model, received)
@@ -114,7 +107,6 @@ class FedSLoP(Algorithm):
 
     @torch.no_grad()
     def end(self, client: ClientContext) -> Message:
-        """Return the coefficients of projected changes, and the values of the rest."""
         sent: dict[str, Tensor] = {}
         for name, value in client.base.sent_up(client.model).items():
             projection = self._projection(client.base, name)

@@ -1,8 +1,7 @@
-r"""HeteroFL: clients of different capacity train networks of different width, cut from one global network.
+"""HeteroFL: clients of different capacity train networks of different width, cut from one global network.
 
-A client of rate p has the first ⌈p·c⌉ of the c channels of every hidden layer. The server averages each number of the
-global network over the clients that have it. The channels that a client lacks are zeros in the live module, which
-computes the narrower network's output, as long as only the sliced layers mix channels.
+The channels that a client lacks are zeros in the live module, which computes the narrower network's output, as long as
+only the sliced layers mix channels.
 """
 
 from __future__ import annotations
@@ -19,14 +18,13 @@ from torch.utils.hooks import RemovableHandle
 from lightning_lowrank.algorithms._capacity import (
     Capacities,
     Capacity,
-    add_blocks,
-    average_blocks,
+    PartAveraging,
     copy_blocks_into,
     leading,
     refuse_kept_moments,
 )
 from lightning_lowrank.configuration import check_number
-from lightning_lowrank.federated.algorithm import Algorithm, LocalStep, detached
+from lightning_lowrank.federated.algorithm import LocalStep, detached
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, Server
 from lightning_lowrank.internals.torch import BATCH_NORMS, INSTANCE_NORMS, own_parameters
@@ -38,14 +36,14 @@ _Extent = tuple[int, int] | None
 """The channels of a sliced dimension, and the numbers for each; ``None`` for another dimension."""
 
 
-class HeteroFL(Algorithm):
+class HeteroFL(PartAveraging):
     r"""Federated learning of networks of heterogeneous width (Diao et al., ICLR 2021, Algorithm 1).
 
-    All hidden dimensions of convolutions and linear layers are sliced, with the BatchNorm layers on them; the input of
-    the first layer and the output of the last are not ("first" and "last" as in ``LowRank(skip=...)``: in registration
-    order). The linear layer after a convolution may read its flattened output. During training a *scaler* divides the
-    output of every layer but the last by the rate (Section 3), so that activations are as large as those of the whole
-    network.
+    A client of rate p has the first ⌈p·c⌉ of the c channels of every hidden layer. All hidden dimensions of
+    convolutions and linear layers are sliced, with the BatchNorm layers on them; the input of the first layer and the
+    output of the last are not ("first" and "last" as in ``LowRank(skip=...)``: in registration order). The linear layer
+    after a convolution may read its flattened output. During training a *scaler* divides the output of every layer but
+    the last by the rate (Section 3), so that activations are as large as those of the whole network.
 
     Only the slices are sent, in both directions. A number of the global network becomes the mean over the clients that
     trained it, with the loop's ``weighting`` (the paper's is ``"uniform"``), or keeps its value if no client did. The
@@ -99,8 +97,7 @@ class HeteroFL(Algorithm):
         """Find the dimensions that are sliced; zero the channels beyond the largest rate, which no client trains."""
         self._extents, self._scaled = _survey(base.module)
         parameters: dict[str, Tensor] = dict(base.module.named_parameters())
-        widest = self._slice(parameters, max(self.rates))
-        copy_blocks_into(parameters, detached(widest))
+        copy_blocks_into(parameters, detached(self._slice(parameters, max(self.rates))))
 
     def group_key(self, client: ClientInfo) -> Hashable:
         """Clients of one rate step together: their outputs are divided by the same number."""
@@ -115,12 +112,10 @@ class HeteroFL(Algorithm):
             scale = partial(_scale_output, self._rate)
             self._hooks = [layer.register_forward_hook(scale) for layer in self._scaled]
 
-    def broadcast(self, server: Server, client: ClientInfo) -> Message:
-        """Return the client's slice of the global network."""
-        return Message(self._slice(server.sent_down(), self._capacities.level(client)))
+    def part(self, model: Mapping[str, Tensor], client: ClientInfo) -> dict[str, Tensor]:
+        return self._slice(model, self._capacities.level(client))
 
     def begin(self, client: ClientContext, message: Message) -> None:
-        """Install the slice among zeros."""
         if self._capacities.capacity == "dynamic":
             refuse_kept_moments(client, "with capacity='dynamic' a client trains other channels in each round")
         copy_blocks_into(client.model, message.tensors)
@@ -136,33 +131,17 @@ class HeteroFL(Algorithm):
             for dimension, size in enumerate(self._shape(name, whole, self._rate), start=-len(whole)):
                 parameter.grad.narrow(dimension, size, whole[dimension] - size).zero_()
 
-    def end(self, client: ClientContext) -> Message:
-        """Return the client's slice."""
-        return Message(self._slice(client.base.sent_up(client.model), self._capacities.level(client)))
-
-    def receive(self, server: Server, client: ClientInfo, message: Message, weight: float) -> None:
-        """Add the slice to the mean."""
-        add_blocks(server, message.tensors, weight)
-
-    def aggregate(self, server: Server) -> None:
-        """Average each number over the clients that have it."""
-        average_blocks(server)
-
     def variants(self, server: Server) -> dict[str, Mapping[str, Tensor]]:
         """Return the network of each rate but the largest, by the rate, cut from the global one.
 
         It has no statistics; those of the global network are used.
         """
-        return {f"{rate:g}": self._variant(server, rate) for rate in self.rates if rate < max(self.rates)}
+        return {f"{rate:g}": self.variant(server, rate) for rate in self.rates if rate < max(self.rates)}
 
-    def model_for(self, server: Server, client: ClientInfo) -> Mapping[str, Tensor]:
-        """Return the network of the client's rate, cut from the global one."""
-        return self._variant(server, self._capacities.level(client))
-
-    def _variant(self, server: Server, rate: float) -> Mapping[str, Tensor]:
+    def variant(self, server: Server, level: float) -> Mapping[str, Tensor]:
         parameters = server.parameters()
         cut = {name: torch.zeros_like(value) for name, value in parameters.items()}
-        copy_blocks_into(cut, self._slice(parameters, rate))
+        copy_blocks_into(cut, self._slice(parameters, level))
         return cut
 
     def _slice(self, model: Mapping[str, Tensor], rate: float) -> dict[str, Tensor]:
@@ -247,9 +226,8 @@ def _refuse(name: str, layer: nn.Module, reason: str) -> None:
 
 
 def _own_tensors(layer: nn.Module) -> bool:
-    return any(value is not None for value in own_parameters(layer).values()) or bool(
-        isinstance(layer, (*_NORMS, nn.GroupNorm, nn.LayerNorm))
-    )
+    found = any(value is not None for value in own_parameters(layer).values())
+    return found or isinstance(layer, (*_NORMS, nn.GroupNorm, nn.LayerNorm))
 
 
 def _join(prefix: str, name: str) -> str:

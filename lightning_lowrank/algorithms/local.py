@@ -25,15 +25,12 @@ class LocalTraining(Algorithm):
             base.state["initial"] = detached(trained_tensors(base.module))
 
     def broadcast(self, server: Server, client: ClientInfo) -> Message:
-        """Return nothing."""
         return Message({})
 
     def begin(self, client: ClientContext, message: Message) -> None:
-        """Load the client's own model."""
         copy_into(client.model, client.state.get("personal") or client.base.state["initial"])
 
     def end(self, client: ClientContext) -> Message:
-        """Keep the client's model, and return nothing."""
         client.state["personal"] = detached(client.model)
         return Message({})
 

@@ -48,11 +48,9 @@ class MOON(Algorithm):
         self.features, self.mu, self.temperature = features, mu, temperature
 
     def setup(self, base: Base) -> None:
-        """Check that the submodule exists."""
         part_of(base.module, self.features)
 
     def begin(self, client: ClientContext, message: Message) -> None:
-        """Install the received model, and remember it and the client's last one."""
         super().begin(client, message)
         received = detached(client.model)
         client.round_state.update(received=received, last=client.state.get("last", received))
@@ -72,6 +70,5 @@ class MOON(Algorithm):
         return add_to_loss(output, -self.mu * F.log_softmax(logits, dim=1)[:, 0].mean())
 
     def end(self, client: ClientContext) -> Message:
-        """Keep the client's model, and return it."""
         client.state["last"] = detached(client.model)
         return super().end(client)

@@ -1,8 +1,4 @@
-"""pFedMe: every client trains a model of its own, held near to a local copy of the global one, which follows it.
-
-The client's loss is the Moreau envelope of its data's: personalisation and the global model are two problems, of which
-the second sees the data only through the first's solution. TDPFed is the same method with factors in the copy's place.
-"""
+"""pFedMe: every client trains a model of its own, held near to a local copy of the global one, which follows it."""
 
 from __future__ import annotations
 
@@ -66,17 +62,14 @@ class PFedMe(Algorithm):
         self.mixing = mixing
 
     def begin(self, client: ClientContext, message: Message) -> None:
-        """Start both the personal model and the copy of the global one from what was received."""
         super().begin(client, message)
         received = client.base.parameters(message.tensors)
         client.round_state["global"] = {name: working_copy(value) for name, value in received.items()}
 
     def before_step(self, step: LocalStep) -> None:
-        """Add the gradient of the pull towards the copy of the global model."""
         pull(step.parameters, step.round_state["global"], self.regularization)
 
     def local_update(self, step: LocalStep, update: Callable[[], None]) -> None:
-        """Train the personal model, and move the copy of the global one towards it."""
         for _ in range(self.personal_steps):
             update()
         with torch.no_grad():
@@ -84,14 +77,12 @@ class PFedMe(Algorithm):
                 value.lerp_(step.parameters[name].to(value.dtype), self.learning_rate * self.regularization)
 
     def end(self, client: ClientContext) -> Message:
-        """Keep the personal model, and return the copy of the global one."""
         client.state["personal"] = detached(client.model)
         copy = {name: value.to(client.model[name].dtype) for name, value in client.round_state["global"].items()}
         return Message({**client.base.sent_up(client.model), **copy})
 
     @torch.no_grad()
     def aggregate(self, server: Server) -> None:
-        """Average the copies, and mix the mean into the global model."""
         mean = server.aggregator.result()
         mixed = mix(server.model, server.base.parameters(mean), self.mixing)
         server.model.update({**mean, **mixed})

@@ -1,8 +1,4 @@
-"""FedAvg in which a random share of the coordinates is transmitted each way, a baseline for compression.
-
-TDPFed's paper compares with it at equal traffic. A client keeps its own last values of the coordinates that it does not
-receive, and the server averages each coordinate over the clients that sent it.
-"""
+"""FedAvg in which a random share of the coordinates is transmitted each way, a baseline for compression."""
 
 from __future__ import annotations
 
@@ -58,7 +54,6 @@ class RandomCoordinates(Algorithm):
             base.state["initial"] = initial_parameters(base)
 
     def downlink(self, base: Base) -> Codec:
-        """Return a codec that reads the seed of the coordinates from the message."""
         return Split(base.initial_buffers, Dense(), RandomK(self.share_down))
 
     def reference(self, base: Base, received: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -66,17 +61,14 @@ class RandomCoordinates(Algorithm):
         return {}
 
     def broadcast(self, server: Server, client: ClientInfo) -> Message:
-        """Return random coordinates of the global model, and the buffers."""
         return Message(server.sent_down(), self._codec(server.base, client, "down"))
 
     def receive(self, server: Server, client: ClientInfo, message: Message, weight: float) -> None:
-        """Add the received coordinates and their positions to the sums."""
         sent = self._positions(server.base, client, "up", message)
         values = {name: value.double() if name in sent else value for name, value in message.tensors.items()}
         server.aggregator.add({**values, **{_SENT + name: mask.double() for name, mask in sent.items()}}, weight)
 
     def aggregate(self, server: Server) -> None:
-        """Average each coordinate over the clients that sent it."""
         mean = server.aggregator.result()
         for name, old in server.parameters().items():
             share = mean.pop(_SENT + name)
@@ -94,7 +86,6 @@ class RandomCoordinates(Algorithm):
         copy_into(client.model, {**message.tensors, **mixed})
 
     def end(self, client: ClientContext) -> Message:
-        """Keep the client's model, and return random coordinates of it, and the buffers."""
         client.state["model"] = detached(client.base.parameters(client.model))
         return Message(client.base.sent_up(client.model), self._codec(client.base, client, "up"))
 

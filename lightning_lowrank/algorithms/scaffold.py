@@ -1,8 +1,4 @@
-"""SCAFFOLD: every gradient is corrected by the difference between the client's own and all clients' gradients.
-
-Clients with different data drift towards their own optima between averages. Each client keeps a control variate, its
-mean gradient in its last round; the server keeps the mean of all. Their difference is the drift.
-"""
+"""SCAFFOLD: every gradient is corrected by the difference between the client's own and all clients' gradients."""
 
 from __future__ import annotations
 
@@ -26,7 +22,8 @@ _PREFIX = "scaffold."
 class SCAFFOLD(Algorithm):
     r"""Stochastic controlled averaging (Karimireddy et al., ICML 2020, Algorithm 1, option II).
 
-    With the server's control variate :math:`c` and the client's :math:`c_i`, both 0 at first, a client steps with
+    A client's control variate :math:`c_i` is its mean gradient in its last round, the server's :math:`c` the mean of
+    all. Both are 0 at first, and their difference is the client's drift. A client steps with
     :math:`y \leftarrow y - \eta(g_i(y) - c_i + c)`, clipped afterwards where the trainer clips. After its last step,
 
     .. math:: c_i^+ = c_i - c + \frac{x - y}{K\eta}, \qquad
@@ -59,7 +56,6 @@ class SCAFFOLD(Algorithm):
         self._groups: dict[str, int] = {}
 
     def setup(self, base: Base) -> None:
-        """Check the clients' optimizer."""
         self._groups = parameter_groups(base, "SCAFFOLD")
         for group in base.optimizers[0].param_groups:
             _check_plain(group)
@@ -69,12 +65,10 @@ class SCAFFOLD(Algorithm):
         return _split(received)[0]
 
     def begin_round(self, server: Server) -> None:
-        """Make the server's control variate, in the first round."""
         if "control" not in server.state:
             server.state["control"] = _zeros(server.parameters())
 
     def broadcast(self, server: Server, client: ClientInfo) -> Message:
-        """Return the global model and the server's control variate."""
         return Message({**server.sent_down(), **_prefixed(server.state["control"])})
 
     def begin(self, client: ClientContext, message: Message) -> None:
@@ -94,7 +88,6 @@ class SCAFFOLD(Algorithm):
 
     @torch.no_grad()
     def before_step(self, step: LocalStep) -> None:
-        """Correct the gradients, and count the learning rates."""
         for number, group in enumerate(step.base.optimizers[0].param_groups):
             _check_plain(group)
             step.round_state["lr"][..., number] += group["lr"]
@@ -130,7 +123,6 @@ class SCAFFOLD(Algorithm):
 
     @torch.no_grad()
     def aggregate(self, server: Server) -> None:
-        """Step on the mean change of the models, and update the control variate."""
         mean = server.aggregator.result()
         for name, value in server.base.parameters(mean).items():
             mean[name] = value.lerp(server.model[name], 1 - self.lr_server)

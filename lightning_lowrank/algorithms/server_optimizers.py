@@ -1,8 +1,4 @@
-"""Server optimizers: the server steps on the mean change of the clients' models as a gradient.
-
-Clients train as in federated averaging. The server keeps moments of the mean change from round to round, which makes
-the global model depend less on one round's cohort.
-"""
+"""Server optimizers: the server steps on the mean change of the clients' models as a gradient."""
 
 from __future__ import annotations
 
@@ -50,7 +46,6 @@ class ServerOptimizer(Algorithm, ABC):
 
     @torch.no_grad()
     def aggregate(self, server: Server) -> None:
-        """Step on the mean change of the parameters, and average the buffers."""
         mean = server.aggregator.result()
         kept: dict[str, Moments] = server.state.setdefault("moments", {})
         for name, value in server.base.parameters(mean).items():
@@ -140,15 +135,8 @@ class FedYogi(FedAdam):
     r"""Federated averaging with Yogi on the server (Reddi et al., ICLR 2021, Algorithm 2).
 
     As `FedAdam`, but :math:`v_t = v_{t-1} - (1-\beta_2)\Delta_t^2\,\mathrm{sign}(v_{t-1} - \Delta_t^2)`: the second
-    moment moves by no more than the newest square, so that it forgets large changes slowly. No bias is corrected.
-
-    Args:
-        lr: Learning rate :math:`\eta` of the server, above 0: about how far a number moves in a round. Default 0.01.
-        betas: Decay :math:`\beta_1, \beta_2` of the moments, each in [0, 1). Default (0.9, 0.99), the paper's.
-        tau: Adaptivity :math:`\tau`, above 0; the larger, the nearer to plain momentum. Default 0.001, the paper's.
-
-    Raises:
-        MisconfigurationException: If an argument is out of range.
+    moment moves by no more than the newest square, so that it forgets large changes slowly. The arguments are those of
+    `FedAdam`.
 
     Example:
         >>> from lightning_lowrank import Dirichlet, FederatedLoop, FedYogi

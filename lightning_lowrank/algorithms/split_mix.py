@@ -1,8 +1,4 @@
-"""Split-Mix: a wide network is split into narrow ones, and a client trains as many of those as it can afford.
-
-Each narrow network (*base*) is averaged over the clients that trained it. A device predicts with the averaged logits of
-as many bases as it can run. Unlike HeteroFL's channels, every base is trained by clients of every capacity.
-"""
+"""Split-Mix: a wide network is split into narrow ones, and a client trains as many of those as it can afford."""
 
 from __future__ import annotations
 
@@ -12,15 +8,9 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from lightning_lowrank.algorithms._capacity import (
-    Capacities,
-    Capacity,
-    add_blocks,
-    average_blocks,
-    refuse_kept_moments,
-)
+from lightning_lowrank.algorithms._capacity import Capacities, Capacity, PartAveraging, refuse_kept_moments
 from lightning_lowrank.configuration import check_integer
-from lightning_lowrank.federated.algorithm import Algorithm, LocalStep
+from lightning_lowrank.federated.algorithm import LocalStep
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, Server, copy_into
 from lightning_lowrank.seeding import generator
@@ -77,13 +67,13 @@ class Ensemble(nn.Module):
         return logits @ weights.to(logits.dtype)
 
 
-class SplitMix(Algorithm):
+class SplitMix(PartAveraging):
     """Federated learning of an ensemble of narrow networks (Hong et al., ICLR 2022, Algorithm 1).
 
-    The module's network is an `Ensemble`. A client with a budget of b trains b of its bases in a round, drawn each
-    time so that all are trained equally often. On every batch the client takes one step for each of its bases, on that
-    base's own loss. (The paper trains a client's bases one after another over its whole data; bases share no weights,
-    so only the order of batches differs.)
+    The module's network is an `Ensemble`. A client with a budget of b trains b of its bases in a round, drawn each time
+    so that all are trained equally often, by clients of every capacity. A device predicts with as many bases as it can
+    run. On every batch the client takes one step for each of its bases, on that base's own loss. (The paper trains a
+    client's bases one after another over its whole data; bases share no weights, so only the order of batches differs.)
 
     Only a client's own bases are sent, in both directions. A base becomes the mean over the clients that trained it,
     with the loop's ``weighting``, or does not change if no client did. The paper's customisable robustness (adversarial
@@ -122,7 +112,6 @@ class SplitMix(Algorithm):
         self._own: tuple[int, ...] = ()
 
     def setup(self, base: Base) -> None:
-        """Check that the module holds an ensemble that is large enough."""
         ensemble = self._ensemble(base)
         self._count = len(ensemble.bases)
         if self._count < max(self.budgets):
@@ -134,7 +123,6 @@ class SplitMix(Algorithm):
         self.configure(base, None)
 
     def group_key(self, client: ClientInfo) -> Hashable:
-        """Clients that train the same bases step together."""
         return self._bases_of(client)
 
     def configure(self, base: Base, client: ClientInfo | None) -> None:
@@ -142,54 +130,31 @@ class SplitMix(Algorithm):
         self._own = () if client is None else self._bases_of(client)
         self._ensemble(base).active = None if client is None else self._own[0]
 
-    def broadcast(self, server: Server, client: ClientInfo) -> Message:
-        """Return the client's bases."""
-        return Message(self._part(client, server.sent_down()))
-
     def begin(self, client: ClientContext, message: Message) -> None:
         """Install the client's bases; the others are not used."""
         refuse_kept_moments(client, "a client of SplitMix trains other bases in each round")
         copy_into(client.model, message.tensors)
 
     def local_update(self, step: LocalStep, update: Callable[[], None]) -> None:
-        """Train each of the client's bases on the batch."""
         ensemble = self._ensemble(step.base)
         for base in self._own:
             ensemble.active = base
             update()
 
-    def end(self, client: ClientContext) -> Message:
-        """Return the client's bases."""
-        return Message(self._part(client, client.base.sent_up(client.model)))
-
-    def receive(self, server: Server, client: ClientInfo, message: Message, weight: float) -> None:
-        """Add the bases to the mean."""
-        add_blocks(server, message.tensors, weight)
-
-    def aggregate(self, server: Server) -> None:
-        """Average each base over the clients that trained it."""
-        average_blocks(server)
-
     def variants(self, server: Server) -> dict[str, Mapping[str, Tensor]]:
-        """Return the ensemble of the first bases for each budget below their number, by the budget."""
-        return {str(budget): self._variant(server, budget) for budget in self.budgets if budget < self._count}
-
-    def model_for(self, server: Server, client: ClientInfo) -> Mapping[str, Tensor]:
-        """Return the ensemble of the client's budget."""
-        return self._variant(server, int(self._capacities.level(client)))
+        return {str(budget): self.variant(server, budget) for budget in self.budgets if budget < self._count}
 
     def personal_model(self, client: ClientContext, model: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the ensemble of the client's budget, with the client's statistics where these are local."""
         members = f"{self._prefix}members"
         return {**super().personal_model(client, model), members: model[members]}
 
-    def _variant(self, server: Server, budget: int) -> Mapping[str, Tensor]:
+    def variant(self, server: Server, level: float) -> Mapping[str, Tensor]:
         name = f"{self._prefix}members"
         members = torch.zeros_like(server.model[name])
-        members[:budget] = 1
+        members[: int(level)] = 1
         return {**server.parameters(), name: members}
 
-    def _part(self, client: ClientInfo, model: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def part(self, model: Mapping[str, Tensor], client: ClientInfo) -> dict[str, Tensor]:
         """Return a client's bases, and the tensors outside of the ensemble."""
         own = tuple(f"{self._prefix}bases.{base}." for base in self._bases_of(client))
         return {

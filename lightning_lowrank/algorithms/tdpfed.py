@@ -1,7 +1,6 @@
 """TDPFed: every client has a personal model, and only the factors of the global model are sent.
 
-As in pFedMe a client's own dense model is held near to a local copy of the global model, which follows it. Here that
-copy is in CP form and is fitted to the personal model without data.
+It is pFedMe with a local copy of the global model in CP form, which is fitted to the personal model without data.
 """
 
 from __future__ import annotations
@@ -131,8 +130,10 @@ class TDPFed(Algorithm):
         known: dict[str, Factors] = server.state.setdefault("factors", {})
         for name, rank in self._ranks.items():
             weight = server.model[name]
-            if name in known and _same(_CP.compose(known[name], weight.shape), weight):
-                continue
+            if name in known:
+                composed = _CP.compose(known[name], weight.shape)
+                if torch.allclose(composed, weight, rtol=0, atol=0, equal_nan=True):
+                    continue
             if not (weight.isfinite().all() and weight.any()):
                 raise MisconfigurationException(
                     f"TDPFed: {name} is zero or not finite. Factors that are all zero never change, since their"
@@ -142,7 +143,6 @@ class TDPFed(Algorithm):
             server.model[name] = _CP.compose(known[name], weight.shape)
 
     def broadcast(self, server: Server, client: ClientInfo) -> Message:
-        """Return the factors, and what stays whole."""
         whole = {name: value for name, value in server.sent_down().items() if name not in self._ranks}
         return Message({**whole, **_named(server.state["factors"])})
 
@@ -151,7 +151,7 @@ class TDPFed(Algorithm):
         """Start the personal model and the local factors from what was received."""
         factors = self._factors(message.tensors)
         whole = {name: value for name, value in message.tensors.items() if name in client.model}
-        composed = {name: _CP.compose(each, self._shapes[name]) for name, each in factors.items()}
+        composed = self._composed(factors)
         copy_into(client.model, {**whole, **composed})
         # Both are written in place, by clients one after another.
         own = {name: {key: working_copy(value) for key, value in each.items()} for name, each in factors.items()}
@@ -163,12 +163,10 @@ class TDPFed(Algorithm):
         client.round_state.update({"factors": own, "composed": composed, **moments})
 
     def before_step(self, step: LocalStep) -> None:
-        """Add the gradient of the pull towards the local factors' weights."""
         whole = {name: each[""] for name, each in step.round_state["factors"].items() if "" in each}
         pull(step.parameters, {**whole, **step.round_state["composed"]}, self.regularization)
 
     def local_update(self, step: LocalStep, update: Callable[[], None]) -> None:
-        """Train the personal model, and fit the local factors to it."""
         for _ in range(self.personal_steps):
             update()
         with torch.no_grad():
@@ -188,42 +186,27 @@ class TDPFed(Algorithm):
         for number in range(begun, begun + self.factor_steps):
             gradients = factor_gradients(weight, factors)
             for chosen in [dict(gradients)] if self.joint else ({place: value} for place, value in gradients):
-                self._step(
+                adam(
                     [factors[place] for place in chosen],
                     [value * self.regularization for value in chosen.values()],
                     [first[place] for place in chosen],
                     [second[place] for place in chosen],
-                    number,
+                    [],
+                    [torch.tensor(float(number)) for _ in chosen],
+                    amsgrad=False,
+                    beta1=0.9,
+                    beta2=0.999,
+                    lr=self.factor_learning_rate,
+                    weight_decay=0.0,
+                    eps=1e-8,
+                    maximize=False,
                 )
-
-    def _step(
-        self, factors: list[Tensor], gradients: list[Tensor], first: list[Tensor], second: list[Tensor], number: int
-    ) -> None:
-        """Take step ``number`` of Adam, from 0."""
-        adam(
-            factors,
-            gradients,
-            first,
-            second,
-            [],
-            [torch.tensor(float(number)) for _ in factors],
-            amsgrad=False,
-            beta1=0.9,
-            beta2=0.999,
-            lr=self.factor_learning_rate,
-            weight_decay=0.0,
-            eps=1e-8,
-            maximize=False,
-        )
 
     def end(self, client: ClientContext) -> Message:
         """Keep the personal model, and return the factors and what stays whole."""
         client.state["personal"] = detached(client.model)
-        buffers = {
-            name: value
-            for name, value in client.base.sent_up(client.model).items()
-            if name in client.base.initial_buffers
-        }
+        sent = client.base.sent_up(client.model)
+        buffers = {name: value for name, value in sent.items() if name in client.base.initial_buffers}
         factors = {
             name: {key: value.to(client.model[name].dtype) for key, value in each.items()}
             for name, each in client.round_state["factors"].items()
@@ -232,15 +215,11 @@ class TDPFed(Algorithm):
 
     @torch.no_grad()
     def receive(self, server: Server, client: ClientInfo, message: Message, weight: float) -> None:
-        """Add the factors (AFM) or the composed weights (ACT) to the mean."""
         if self.aggregation == "AFM":
             server.aggregator.add(message.tensors, 1.0)
             return
         whole = {name: value for name, value in message.tensors.items() if name in server.model}
-        composed = {
-            name: _CP.compose(each, self._shapes[name]) for name, each in self._factors(message.tensors).items()
-        }
-        server.aggregator.add({**whole, **composed}, weight)
+        server.aggregator.add({**whole, **self._composed(self._factors(message.tensors))}, weight)
 
     @torch.no_grad()
     def aggregate(self, server: Server) -> None:
@@ -254,9 +233,8 @@ class TDPFed(Algorithm):
             factors = {name: mix(known[name], averaged[name], self.mixing) for name in self._ranks}
         else:
             factors = {name: refit(mixed.pop(name), known[name]) for name in self._ranks}
-        composed = {name: _CP.compose(each, self._shapes[name]) for name, each in factors.items()}
         server.state["factors"] = factors
-        server.model.update({**whole, **mixed, **composed})
+        server.model.update({**whole, **mixed, **self._composed(factors)})
 
     def _factors(self, tensors: Mapping[str, Tensor]) -> dict[str, Factors]:
         """Return each weight's factors from among the tensors of a message."""
@@ -265,28 +243,22 @@ class TDPFed(Algorithm):
             for name in self._ranks
         }
 
+    def _composed(self, factors: Mapping[str, Factors]) -> dict[str, Tensor]:
+        return {name: _CP.compose(each, self._shapes[name]) for name, each in factors.items()}
+
 
 def _named(factors: Mapping[str, Factors]) -> dict[str, Tensor]:
     """Return the factors of all weights by names of their own; a tensor that is its own factor keeps its name."""
     return {f"{name}.{key}" if key else name: value for name, each in factors.items() for key, value in each.items()}
 
 
-def _same(left: Tensor, right: Tensor) -> bool:
-    return torch.allclose(left, right, rtol=0, atol=0, equal_nan=True)
-
-
 def normal_equations(weight: Tensor, factors: Sequence[Tensor]) -> Iterator[tuple[int, Tensor, Tensor]]:
     r"""Yield the terms of the least squares problem for each factor of a CP form in turn.
 
-    A factor may be changed in place before the next problem is requested, which then uses the new values.
-
-    Args:
-        weight: The weight ``W``; it and the factors may have the clients as a first dimension.
-        factors: A matrix ``[dimension, rank]`` for each dimension of the weight, two or more.
-
-    Yields:
-        The factor's place ``n``; ``W_(n) K_n``, ``[dimension, rank]``; and ``V_n``, ``[rank, rank]``. The gradient of
-        :math:`\frac12\|W - [\![A]\!]\|^2` is ``A V_n - W_(n) K_n`` (TDPFed, Eq. 23), zero at the factor's best.
+    These are the factor's place ``n``; ``W_(n) K_n``, ``[dimension, rank]``; and ``V_n``, ``[rank, rank]``. The
+    gradient of :math:`\frac12\|W - [\![A]\!]\|^2` is ``A V_n - W_(n) K_n`` (TDPFed, Eq. 23), zero at the factor's best.
+    A factor may be changed in place before the next problem is requested, which then uses the new values. All tensors
+    may have the clients as a first dimension.
     """
     first = weight.ndim - len(factors)
     matrix = weight.flatten(first + 1)
@@ -307,11 +279,8 @@ def normal_equations(weight: Tensor, factors: Sequence[Tensor]) -> Iterator[tupl
                     columns = factors[other].reshape(*weight.shape[:first], *spread, -1)
                     projected = (projected * columns).sum(first + other - 1, keepdim=True)
             projected = projected.reshape(factor.shape)
-        yield (
-            place,
-            projected,
-            functools.reduce(torch.mul, (grams[other] for other in range(len(grams)) if other != place)),
-        )
+        others = [gram for other, gram in enumerate(grams) if other != place]
+        yield place, projected, functools.reduce(torch.mul, others)
         grams[place] = factor.mT @ factor
 
 

@@ -36,8 +36,8 @@ class UploadMask(Algorithm, ABC):
     uploaded ones, and keeps its own values of the others. Buffers are sent whole.
 
     Args:
-        share: Share of the coordinates that is uploaded, above 0 and at most 1; it comes to at least one. At 1, the
-            method is `FedAvg`.
+        share: Share of the coordinates that is uploaded, above 0 and at most 1; it comes to at least one. Default
+            0.15, the paper's. At 1, the method is `FedAvg`.
 
     Raises:
         MisconfigurationException: If the share is out of its range.
@@ -56,23 +56,19 @@ class UploadMask(Algorithm, ABC):
         """Return the described positions, in general ``count`` of ``total``."""
 
     def broadcast(self, server: Server, client: ClientInfo) -> Message:
-        """Return the global model, and what describes the positions."""
         return Message({**server.sent_down(), **self.describe(server)})
 
     def aggregate(self, server: Server) -> None:
-        """Take the mean of the chosen coordinates."""
         masks = self._masks(self.describe(server), server.parameters())
         for name, mean in server.aggregator.result().items():
             server.model[name] = torch.where(masks[name], mean, server.model[name]) if name in masks else mean
 
     def begin(self, client: ClientContext, message: Message) -> None:
-        """Install the global model, and keep the description of the positions."""
         received = dict(message.tensors)
         client.round_state.update({name: received.pop(name) for name in message.tensors if name not in client.model})
         copy_into(client.model, received)
 
     def end(self, client: ClientContext) -> Message:
-        """Return the chosen coordinates of the client's model, and the buffers."""
         masks = self._masks(client.round_state, client.base.parameters(client.model))
         return Message(client.base.sent_up(client.model), Mask(masks, known=True))
 
@@ -102,11 +98,8 @@ class GradientMask(UploadMask):
     same round, which takes a second exchange within the round.
 
     That client's upload and the next broadcast contain the choice, a bit for each coordinate. The original FedMef
-    (Huang et al., CVPR 2024) is federated dynamic pruning that grows the weights of largest gradient.
-
-    Args:
-        share: Share of the coordinates that is uploaded, above 0 and at most 1; it comes to at least one. The paper
-            has 0.15. At 1, the method is `FedAvg`.
+    (Huang et al., CVPR 2024) is federated dynamic pruning that grows the weights of largest gradient. For ``share`` see
+    `UploadMask`.
 
     Raises:
         MisconfigurationException: If the share is out of its range, or the module has several optimizers, each of
@@ -118,7 +111,6 @@ class GradientMask(UploadMask):
     """
 
     def setup(self, base: Base) -> None:
-        """Refuse several optimizers."""
         if len(base.optimizers) > 1:
             raise MisconfigurationException(
                 f"GradientMask ranks the gradients of all parameters at a client's first step, and the module has"
@@ -136,19 +128,16 @@ class GradientMask(UploadMask):
         return unpack_bits(description[_BITS].cpu(), total).nonzero().flatten()
 
     def broadcast(self, server: Server, client: ClientInfo) -> Message:
-        """Return the global model, the last choice, and the id of the client that makes the next one."""
         message = super().broadcast(server, client)
         return Message({**message.tensors, _CHOOSER: torch.tensor(min(server.cohort))})
 
     def receive(self, server: Server, client: ClientInfo, message: Message, weight: float) -> None:
-        """Add what the client sent, and keep its choice, if it made one, for the next round."""
         tensors = dict(message.tensors)
         if _CHOICE in tensors:
             server.state[_CHOICE] = tensors.pop(_CHOICE).clone()
         super().receive(server, client, Message(tensors), weight)
 
     def aggregate(self, server: Server) -> None:
-        """Take the mean of the chosen coordinates, and move to the next choice."""
         super().aggregate(server)
         if _CHOICE in server.state:
             server.state[_BITS] = server.state.pop(_CHOICE)
@@ -178,7 +167,6 @@ class GradientMask(UploadMask):
         waits.zero_()
 
     def end(self, client: ClientContext) -> Message:
-        """Return the chosen coordinates of the client's model, the buffers, and its own choice where it makes one."""
         message = super().end(client)
         if not self._chooses(client):
             return message
@@ -194,14 +182,7 @@ class SlidingWindowMask(UploadMask):
 
     In round ``t``, from 0, the window of ``k`` of ``d`` coordinates begins at ``t·k mod d`` and wraps around. So
     ``d/k`` rounds visit every coordinate, layer by layer. Its two bounds are sent with the model; uploads hold values
-    only. The original NeuLite (Wu et al., 2024) trains a model block by block.
-
-    Args:
-        share: Share of the coordinates that is uploaded, above 0 and at most 1; it comes to at least one. The paper
-            has 0.15. At 1, the method is `FedAvg`.
-
-    Raises:
-        MisconfigurationException: If the share is out of its range.
+    only. The original NeuLite (Wu et al., 2024) trains a model block by block. For ``share`` see `UploadMask`.
 
     Example:
         >>> from lightning_lowrank import Dirichlet, FederatedLoop, SlidingWindowMask
@@ -224,14 +205,7 @@ class RandomMask(UploadMask):
 
     They are drawn in each round, for all clients together, from a seed that is sent with the model; uploads hold values
     only. (`RandomCoordinates` draws for each client, and compresses the broadcast too.) In the original Federated
-    Select (Charles et al., 2022) clients choose what they are sent.
-
-    Args:
-        share: Share of the coordinates that is uploaded, above 0 and at most 1; it comes to at least one. The paper
-            has 0.15. At 1, the method is `FedAvg`.
-
-    Raises:
-        MisconfigurationException: If the share is out of its range.
+    Select (Charles et al., 2022) clients choose what they are sent. For ``share`` see `UploadMask`.
 
     Example:
         >>> from lightning_lowrank import Dirichlet, FederatedLoop, RandomMask

@@ -1,9 +1,4 @@
-"""The interface of codecs, and the base class of compressing ones.
-
-A codec encodes named tensors as bytes and decodes what arrives of them. A compressing codec turns the floating-point
-tensors into two things: floating-point values, which another codec may compress further, and codes (positions, signs,
-levels), which are final. All other tensors travel exactly.
-"""
+"""The interface of codecs, and the base class of compressing ones."""
 
 from __future__ import annotations
 
@@ -91,9 +86,10 @@ class Codec(ABC):
 class FloatingCodec(Codec, Generic[Codes]):
     """Base class of codecs that compress tensors of 16-, 32- or 64-bit floating-point numbers.
 
-    Integers, booleans and every other type travel exactly. A subclass implements `compress` and `restore`, and states
-    in `entries` which floating-point values `compress` leaves. If it also leaves codes, it implements `lengths`, `pack`
-    and `unpack`. Encoding, decoding, sizes and chains (`Chain`) follow from these.
+    Such tensors become floating-point values, which another codec may compress further, and codes (positions, signs,
+    levels), which are final. Integers, booleans and every other type travel exactly. A subclass implements `compress`
+    and `restore`, and states in `entries` which floating-point values `compress` leaves. If it also leaves codes, it
+    implements `lengths`, `pack` and `unpack`. Encoding, decoding, sizes and chains (`Chain`) follow from these.
 
     A decoder compares the length of every received part with `lengths` and `entries` before it allocates anything.
     The decoded tensors are therefore no larger than the bytes and the codec's arguments allow.
@@ -227,12 +223,8 @@ class RandomCodec(FloatingCodec[Codes]):
             raise ValueError(f"seed must be a whole number from -2**63 to 2**63 - 1, but is {seed!r}.")
         self.seed = seed
 
+    @override
     def seeded(self, seed: int) -> Self:
-        """Return a copy that draws its random numbers from ``seed``.
-
-        Raises:
-            ValueError: If ``seed`` is out of its range.
-        """
         other = copy.copy(self)
         RandomCodec.__init__(other, seed)
         return other

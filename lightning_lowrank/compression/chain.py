@@ -71,12 +71,10 @@ class Chain(FloatingCodec[list[tuple[Layout, Any]]]):
         return other
 
     def entries(self, layout: Layout, parts: Mapping[str, Tensor] | None = None) -> dict[str, Entry]:
-        """Return types and shapes of the last codec's values."""
         *_, (codec, layout, own) = self._stages(layout, parts)
         return codec.entries(layout, own)
 
     def lengths(self, layout: Layout, parts: Mapping[str, Tensor] | None = None) -> dict[str, int]:
-        """Return the lengths of all codecs' parts."""
         return {
             _part(place, name): length
             for place, (codec, stage, own) in enumerate(self._stages(layout, parts))
@@ -97,14 +95,12 @@ class Chain(FloatingCodec[list[tuple[Layout, Any]]]):
     def restore(
         self, values: Mapping[str, Tensor], codes: list[tuple[Layout, Any]], layout: Layout
     ) -> dict[str, Tensor]:
-        """Return the tensors, from the last codec to the first."""
         restored = dict(values)
         for codec, (stage, own) in zip(reversed(self.codecs), reversed(codes), strict=True):
             restored = codec.restore(restored, own, stage)
         return restored
 
     def pack(self, codes: list[tuple[Layout, Any]], layout: Layout) -> dict[str, Tensor]:
-        """Return all codecs' parts."""
         return {
             _part(place, name): part
             for place, (codec, (stage, own)) in enumerate(zip(self.codecs, codes, strict=True))
@@ -112,7 +108,6 @@ class Chain(FloatingCodec[list[tuple[Layout, Any]]]):
         }
 
     def unpack(self, parts: Mapping[str, Tensor], layout: Layout) -> list[tuple[Layout, Any]]:
-        """Return the codes of each codec, with the layout that it restores."""
         return [(stage, codec.unpack(own or {}, stage)) for codec, stage, own in self._stages(layout, parts)]
 
     def _stages(

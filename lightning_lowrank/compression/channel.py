@@ -189,10 +189,7 @@ class Channel:
     def nbytes(self, tensors: Mapping[str, Tensor], *, exact: Collection[str] = (), own: Codec | None = None) -> int:
         """Return how many bytes a message of these names, types and shapes takes; meta tensors will do.
 
-        Args:
-            tensors: The message.
-            exact: As for `send`.
-            own: As for `send`.
+        The arguments are those of `send`.
         """
         return self._message_codec(exact, own).nbytes(tensors) if tensors else 0
 

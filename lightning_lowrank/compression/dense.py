@@ -1,8 +1,4 @@
-"""The plain encoding: every number of every tensor, as safetensors.
-
-`Payload` uses it for whatever a method does not compress, and the ledger reads its sizes. Names, types and
-shapes travel with the numbers, so that the receiver needs nothing but the bytes.
-"""
+"""The plain encoding: every number of every tensor, as safetensors."""
 
 from __future__ import annotations
 

@@ -44,13 +44,10 @@ class Half(FloatingCodec[None]):
         return dtype if dtype.itemsize == 2 else self.dtype
 
     def entries(self, layout: Layout, parts: Mapping[str, Tensor] | None = None) -> dict[str, Entry]:
-        """Return the tensors' own names and shapes, with types of 16 bits."""
         return {name: (self._sent(dtype), shape) for name, (dtype, shape) in layout.floating.items()}
 
     def compress(self, tensors: Mapping[str, Tensor], layout: Layout) -> tuple[dict[str, Tensor], None]:
-        """Return the rounded tensors; there are no codes."""
         return {name: tensor.to(self._sent(tensor.dtype)) for name, tensor in tensors.items()}, None
 
     def restore(self, values: Mapping[str, Tensor], codes: None, layout: Layout) -> dict[str, Tensor]:
-        """Return the tensors in their own types."""
         return {name: values[name].to(dtype) for name, (dtype, _) in layout.floating.items()}

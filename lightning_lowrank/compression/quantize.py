@@ -107,16 +107,13 @@ class Quantize(RandomCodec[Tensor]):
         return scales, concatenate(levels, torch.int8)
 
     def restore(self, values: Mapping[str, Tensor], codes: Tensor, layout: Layout) -> dict[str, Tensor]:
-        """Return the tensors of the scales and levels."""
-        rows = codes.split(layout.numbers) if layout.numbers else ()
         tensors = {}
-        for (name, (dtype, shape)), levels in zip(layout.floating.items(), rows, strict=True):
+        for name, (dtype, shape), levels in layout.parts(codes):
             numbers = self._buckets(levels.to(values[name])) / self.levels * values[name][:, None]
             tensors[name] = numbers.flatten()[: levels.numel()].to(dtype, copy=True).reshape(shape)
         return tensors
 
     def lengths(self, layout: Layout, parts: Mapping[str, Tensor] | None = None) -> dict[str, int]:
-        """Return one byte or half a byte for each number."""
         return {"levels": -(-sum(layout.numbers) * self.bits // 8)}
 
     def pack(self, codes: Tensor, layout: Layout) -> dict[str, Tensor]:
@@ -128,11 +125,6 @@ class Quantize(RandomCodec[Tensor]):
         return {"levels": levels}
 
     def unpack(self, parts: Mapping[str, Tensor], layout: Layout) -> Tensor:
-        """Return the levels.
-
-        Raises:
-            DecodingError: If one is -128, or -8 in 4 bits.
-        """
         levels = parts["levels"]
         if self.bits == 4:
             # Halves of a byte come to stand in the upper half; the division brings their sign down with them.

@@ -1,8 +1,4 @@
-"""One bit per number: the uplink of FedBAT (Li et al., ICML 2024) and of sign methods at large.
-
-FedBAT's clients learn updates that are ±α, with an α for each tensor; this codec carries those exactly. On any
-other tensor it is the scaled-sign quantiser of signSGD with error feedback (Karimireddy et al., ICML 2019).
-"""
+"""One bit per number: the uplink of FedBAT (Li et al., ICML 2024) and of sign methods at large."""
 
 from __future__ import annotations
 
@@ -18,10 +14,11 @@ from lightning_lowrank.compression.wire import Entry, Layout, concatenate, pack_
 class Sign(FloatingCodec[Tensor]):
     """Send each floating-point tensor as its signs, a bit each, and one scale in the tensor's own type.
 
-    A tensor whose magnitudes are all equal to α arrives exactly. Any other is quantised to scale·sign(x), with
-    the mean magnitude as scale, which is the best one in least squares, and sign(0) = +. A tensor with a NaN arrives
-    as NaN throughout, one with an infinity as infinities: the receiver sees that something went wrong. Integers and
-    booleans travel exactly.
+    A tensor whose magnitudes are all equal to α arrives exactly, such as FedBAT's updates. Any other is quantised to
+    scale·sign(x), with the mean magnitude as scale, which is the best one in least squares, and sign(0) = +: the
+    quantiser of signSGD with error feedback (Karimireddy et al., ICML 2019). A tensor with a NaN arrives as NaN
+    throughout, one with an infinity as infinities: the receiver sees that something went wrong. Integers and booleans
+    travel exactly.
 
     Args:
         error_feedback: Whether a `Channel` adds what is lost to the next message. Default False.
@@ -46,20 +43,16 @@ class Sign(FloatingCodec[Tensor]):
         }
 
     def compress(self, tensors: Mapping[str, Tensor], layout: Layout) -> tuple[dict[str, Tensor], Tensor]:
-        """Return the scales, and which numbers are negative."""
         scales = {name: _scale(tensor) for name, tensor in tensors.items()}
         return scales, concatenate([(tensor < 0).reshape(-1) for tensor in tensors.values()], torch.bool)
 
     def restore(self, values: Mapping[str, Tensor], codes: Tensor, layout: Layout) -> dict[str, Tensor]:
-        """Return the tensors of scaled signs."""
-        signs = codes.split(layout.numbers) if layout.numbers else ()
         return {
             name: (values[name] * (1 - 2 * negative.to(values[name]))).reshape(shape)
-            for (name, (_, shape)), negative in zip(layout.floating.items(), signs, strict=True)
+            for name, (_, shape), negative in layout.parts(codes)
         }
 
     def lengths(self, layout: Layout, parts: Mapping[str, Tensor] | None = None) -> dict[str, int]:
-        """Return one bit for each number."""
         return {"signs": packed_length(sum(layout.numbers))}
 
     def pack(self, codes: Tensor, layout: Layout) -> dict[str, Tensor]:
@@ -67,7 +60,6 @@ class Sign(FloatingCodec[Tensor]):
         return {"signs": pack_bits(codes)}
 
     def unpack(self, parts: Mapping[str, Tensor], layout: Layout) -> Tensor:
-        """Return which numbers are negative."""
         return unpack_bits(parts["signs"], sum(layout.numbers))
 
 

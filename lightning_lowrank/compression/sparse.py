@@ -1,8 +1,7 @@
 """A few of the numbers, zeros for the rest: top-k, random-k, and a mask.
 
-EF21-P (Gruntkowska et al., ICML 2023) sends top-k differences to the clients and unbiased random-k ones back; methods
-that freeze or select coordinates send what a mask selects. The codecs differ in how the two sides come to agree on the
-positions, which are those of all floating-point tensors laid end to end.
+The codecs differ in how the two sides come to agree on the positions, which are those of all floating-point tensors
+laid end to end.
 """
 
 from __future__ import annotations
@@ -46,13 +45,11 @@ class _Sparse(FloatingCodec[Tensor]):
         return {"values": (layout.dtype, (self._count(layout),))}
 
     def compress(self, tensors: Mapping[str, Tensor], layout: Layout) -> tuple[dict[str, Tensor], Tensor]:
-        """Return the numbers that are sent, and their positions."""
         flat = layout.flatten(tensors)
         positions = self._choose(flat, layout)
         return {"values": self._values(flat, positions)}, positions
 
     def restore(self, values: Mapping[str, Tensor], codes: Tensor, layout: Layout) -> dict[str, Tensor]:
-        """Return the numbers in their places, and zeros elsewhere."""
         flat = values["values"].new_zeros(sum(layout.numbers))
         flat[codes.to(flat.device)] = values["values"]
         return layout.unflatten(flat)
@@ -132,7 +129,6 @@ class TopK(_Sparse):
         return torch.cat(positions)
 
     def lengths(self, layout: Layout, parts: Mapping[str, Tensor] | None = None) -> dict[str, int]:
-        """Return the length of the Elias-Fano code or of the bitmap."""
         count, total = self._count(layout), sum(layout.numbers)
         low_bits = _low_bits(count, total)
         return {"positions": packed_length(total if low_bits is None else _code_bits(count, total, low_bits))}
@@ -149,11 +145,6 @@ class TopK(_Sparse):
         return {"positions": pack_bits(high)}
 
     def unpack(self, parts: Mapping[str, Tensor], layout: Layout) -> Tensor:
-        """Return the positions.
-
-        Raises:
-            DecodingError: If they are of another number, do not ascend, or go beyond the tensors.
-        """
         count, total = self._count(layout), sum(layout.numbers)
         low_bits = _low_bits(count, total)
         if low_bits is None:
@@ -221,15 +212,12 @@ class RandomK(_Sparse, RandomCodec[Tensor]):
         return values * (flat.numel() / positions.numel()) if self.unbiased and positions.numel() else values
 
     def lengths(self, layout: Layout, parts: Mapping[str, Tensor] | None = None) -> dict[str, int]:
-        """Return the length of the seed."""
         return {"seed": 8}
 
     def pack(self, codes: Tensor, layout: Layout) -> dict[str, Tensor]:
-        """Return the seed that the positions were drawn from."""
         return {"seed": join([torch.tensor([self.seed])])}
 
     def unpack(self, parts: Mapping[str, Tensor], layout: Layout) -> Tensor:
-        """Return the positions that the received seed gives."""
         return self._draw(int(parts["seed"].view(torch.int64)), layout)
 
 
@@ -290,15 +278,12 @@ class Mask(_Sparse):
         return {"values": (layout.dtype, (int(unpack_bits(parts["mask"], sum(layout.numbers)).sum()),))}
 
     def lengths(self, layout: Layout, parts: Mapping[str, Tensor] | None = None) -> dict[str, int]:
-        """Return the length of the mask, if it travels."""
         return {} if self.known else {"mask": packed_length(sum(layout.numbers))}
 
     def pack(self, codes: Tensor, layout: Layout) -> dict[str, Tensor]:
-        """Return the mask, if it travels."""
         return {} if self.known else {"mask": pack_bits(_bits_at(codes.cpu(), sum(layout.numbers)))}
 
     def unpack(self, parts: Mapping[str, Tensor], layout: Layout) -> Tensor:
-        """Return the positions that the mask, or the received mask, selects."""
         mask = self._mask(layout) if self.known else unpack_bits(parts["mask"], sum(layout.numbers))
         return mask.nonzero().flatten()
 

@@ -1,8 +1,4 @@
-"""Two codecs for one payload: some tensors through the one, the rest through the other.
-
-Methods that compress weights use it for payloads with numbers that must arrive exactly, such as batch normalisation's
-statistics.
-"""
+"""Two codecs for one payload: some tensors through the one, the rest through the other."""
 
 from __future__ import annotations
 
@@ -20,6 +16,7 @@ from lightning_lowrank.seeding import derive_seed
 class Split(Codec):
     """Send the tensors of some names through one codec, and all others through another.
 
+    Methods that compress weights use it for numbers that must arrive exactly, such as batch normalisation's statistics.
     The encoding is the length of the first part in eight bytes, the first codec's bytes and the second's.
 
     Args:

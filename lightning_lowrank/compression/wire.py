@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from typing import Any
@@ -118,14 +118,15 @@ class Layout:
         """Return the numbers of all floating-point tensors in one vector of type `dtype`."""
         return concatenate([tensors[name].reshape(-1) for name in self.floating], self.dtype)
 
+    def parts(self, flat: Tensor) -> Iterator[tuple[str, Entry, Tensor]]:
+        """Yield each floating-point tensor's name, its type and shape, and its part of a vector of all numbers."""
+        rows = flat.split(self.numbers) if self.numbers else ()
+        for (name, entry), row in zip(self.floating.items(), rows, strict=True):
+            yield name, entry, row
+
     def unflatten(self, flat: Tensor) -> dict[str, Tensor]:
         """Return the floating-point tensors, each in memory of its own, from `flatten`'s vector."""
-        return {
-            name: part.to(dtype, copy=True).reshape(shape)
-            for (name, (dtype, shape)), part in zip(
-                self.floating.items(), flat.split(self.numbers) if self.numbers else (), strict=True
-            )
-        }
+        return {name: row.to(dtype, copy=True).reshape(shape) for name, (dtype, shape), row in self.parts(flat)}
 
 
 def entry_bytes(entries: Mapping[str, Entry]) -> int:

@@ -25,10 +25,9 @@ from lightning_lowrank.aggregation import (
     RoLoRA,
     SumProduct,
     ZeroPadding,
-    inner_products,
-    normalised_weights,
 )
 from lightning_lowrank.aggregation.clustering import agglomerate
+from lightning_lowrank.aggregation.pairs import inner_products, normalised_weights
 from lightning_lowrank.registry import registered
 from lightning_lowrank.seeding import derive_seed
 from lightning_lowrank.testing import check_operator

@@ -5,12 +5,20 @@ from torch import nn
 
 from lightning_lowrank.algorithms._capacity import (
     Capacities,
-    add_blocks,
-    average_blocks,
+    PartAveraging,
     copy_blocks_into,
     refuse_kept_moments,
 )
+from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, Server
+
+
+class Parts(PartAveraging):
+    def part(self, model, client):
+        return dict(model)
+
+    def variant(self, server, level):
+        return server.model
 
 
 def client(number, round_number=0, seed=0):
@@ -87,9 +95,10 @@ def test_each_number_is_averaged_over_those_who_sent_it():
         "batches": torch.tensor(9),
     }
     party = Server(Base(nn.Linear(1, 1), seed=0), model=dict(old))
-    add_blocks(party, {"w": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "batches": torch.tensor(5)}, 1.0)
-    add_blocks(party, {"w": torch.tensor([[4.0]]), "batches": torch.tensor(6)}, 2.0)
-    average_blocks(party)
+    whole, part = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[4.0]])
+    Parts().receive(party, client(0), Message({"w": whole, "batches": torch.tensor(5)}), 1.0)
+    Parts().receive(party, client(1), Message({"w": part, "batches": torch.tensor(6)}), 2.0)
+    Parts().aggregate(party)
     torch.testing.assert_close(party.model["w"], torch.tensor([[3.0, 2.0], [3.0, 4.0], [10.0, 10.0]]))
     assert torch.equal(party.model["never"], old["never"])
     assert torch.equal(party.model["batches"], torch.tensor(6))
