@@ -23,8 +23,6 @@ from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.federated.state import ClientContext, ClientInfo, Server, trained_tensors
 from lightning_lowrank.federated.wire import Wire
 
-__all__ = ["Coordinator", "first_transfers"]
-
 
 class Coordinator:
     """Runs the server's half of the method in a simulation.

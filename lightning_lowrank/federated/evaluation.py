@@ -28,8 +28,6 @@ from lightning_lowrank.federated.randomness import StepRandomness, seed_process,
 from lightning_lowrank.federated.state import copy_into, trained_tensors
 from lightning_lowrank.seeding import derive_seed
 
-__all__ = ["ClientEvaluation", "figures"]
-
 _LOG_PARAMETERS = list(inspect.signature(pl.LightningModule.log).parameters)[1:]
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
 _WORST_OF = 10

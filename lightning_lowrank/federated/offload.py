@@ -20,8 +20,6 @@ from torch import Tensor
 
 from lightning_lowrank.federated.state import State
 
-__all__ = ["ClientStates", "flatten_state", "load", "save", "size", "unflatten_state"]
-
 
 def size(value: Any) -> int:
     """Return the bytes of all tensors in nested dictionaries, lists and tuples.

@@ -18,17 +18,6 @@ from torch.optim import Optimizer
 from lightning_lowrank.federated.state import State
 from lightning_lowrank.optim import ProjectedAdamW, ProjectedSGD
 
-__all__ = [
-    "ClientOptions",
-    "acts_elementwise",
-    "begin",
-    "fresh_state",
-    "is_shared",
-    "keep",
-    "moments_key",
-    "register_elementwise",
-]
-
 _SHARED = ("step", "mu_product")
 _ELEMENTWISE: list[type[Optimizer]] = [
     torch.optim.SGD,

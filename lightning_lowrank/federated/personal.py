@@ -18,8 +18,6 @@ from lightning_lowrank.federated.execution.distributed import ClientParallelStra
 from lightning_lowrank.federated.state import trained_tensors
 from lightning_lowrank.internals.lightning import log_figures
 
-__all__ = ["FurtherModels"]
-
 
 class FurtherModels:
     """Evaluates clients' own models (``FederatedLoop(personal_test=...)``) and `Algorithm.variants`.

@@ -32,8 +32,6 @@ from lightning_lowrank.federated.progress import Progress
 from lightning_lowrank.federated.schedulers import SchedulersPerClient
 from lightning_lowrank.federated.settings import FederatedSettings
 
-__all__ = ["Rounds"]
-
 
 class Rounds:
     """The rounds of one fit.

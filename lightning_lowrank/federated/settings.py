@@ -25,8 +25,6 @@ from lightning_lowrank.federated.objective import Objective
 from lightning_lowrank.federated.state import Base, BufferPolicy, ClientInfo, Server
 from lightning_lowrank.seeding import default_seed
 
-__all__ = ["FederatedSettings"]
-
 _SETTINGS_OF_LENGTH = ("local_epochs", "local_steps")
 
 

@@ -15,8 +15,6 @@ from lightning_lowrank.federated.data.planner import RoundPlan
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.state import ClientContext, ClientInfo
 
-__all__ = ["SiteCoordinator"]
-
 
 class SiteCoordinator(Coordinator, ABC):
     """Stands at a site for the server: what it sends comes from the wire, and what it is sent goes there.

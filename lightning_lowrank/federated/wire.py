@@ -18,8 +18,6 @@ from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, trained_tensors
 from lightning_lowrank.seeding import derive_seed
 
-__all__ = ["Wire"]
-
 _HELD = "wire.held"
 _RESIDUAL = "wire.residual"
 

@@ -28,8 +28,6 @@ except ImportError:
 else:
     _IMPORTED = True
 
-__all__ = ["DirectSteps"]
-
 _RELEASES = ((2, 6),)
 _STEP_HOOKS = (
     "on_train_batch_start",

@@ -23,28 +23,6 @@ try:
 except ImportError:
     _result = None  # type: ignore[assignment]
 
-__all__ = [
-    "AccumulationPerClient",
-    "PaddedEpochs",
-    "StepCounts",
-    "TrainLoaderSource",
-    "checkpoint_schedule",
-    "count_steps",
-    "drop_schedulers",
-    "evaluate_everything",
-    "forget_batches",
-    "log_figures",
-    "make_one_epoch",
-    "missing",
-    "overrides",
-    "pool_training_results",
-    "stop_gathering",
-    "stops_now",
-    "synchronizes_layers",
-    "trainer_of",
-    "validation_seconds",
-]
-
 _SETTINGS = (
     "fx",
     "name",

@@ -9,28 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = [
-    "BATCH_NORMS",
-    "COMPILED",
-    "CONVOLUTIONS",
-    "INSTANCE_NORMS",
-    "TABLES",
-    "TRANSPOSED_CONVOLUTIONS",
-    "TorchDispatchMode",
-    "add_each",
-    "copy_each",
-    "copy_versions",
-    "divide_each",
-    "is_mapped",
-    "limit_each",
-    "map_level",
-    "mapped",
-    "own_buffers",
-    "own_children",
-    "own_parameters",
-    "stack_of",
-]
-
 # Tensors that `torch.func.vmap` maps
 
 try:
@@ -199,7 +177,7 @@ CONVOLUTIONS = (
 # Modes
 
 try:
-    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 except ImportError:
 
     class TorchDispatchMode(ContextDecorator):  # type: ignore[no-redef]

@@ -14,8 +14,6 @@ from rich.progress import track
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
-__all__ = ["Column", "call_on", "describe", "find_column", "length_of", "to_column"]
-
 Column: TypeAlias = np.ndarray
 
 

@@ -11,8 +11,6 @@ from lightning_lowrank.federated.data.indices import ClientIndices
 from lightning_lowrank.federated.data.labels import check_labels
 from lightning_lowrank.seeding import generator
 
-__all__ = ["hold_out", "matched_labels"]
-
 
 def matched_labels(clients: ClientIndices, train_labels: Tensor, test_labels: Tensor) -> list[Tensor]:
     """Give each client all evaluation samples of the labels that it trains on.

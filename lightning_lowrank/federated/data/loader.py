@@ -30,18 +30,6 @@ from lightning_lowrank.federated.data.planner import Chunk, RoundPlan
 from lightning_lowrank.federated.randomness import StepRandomness, seed_process, step_seed
 from lightning_lowrank.seeding import derive_seed, generator
 
-__all__ = [
-    "Places",
-    "Request",
-    "Requests",
-    "RoundLoader",
-    "SeededBatches",
-    "batch_reader",
-    "batches_of",
-    "check_loader",
-    "shuffles",
-]
-
 
 class Request(NamedTuple):
     """The sample indices of one batch, and the seed of whatever is drawn while they are read."""

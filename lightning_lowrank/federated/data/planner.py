@@ -14,8 +14,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank.seeding import generator
 
-__all__ = ["Chunk", "RoundPlan", "RoundPlanner", "divide"]
-
 
 @dataclass(frozen=True)
 class Chunk:

@@ -20,8 +20,6 @@ from lightning_lowrank.federated.progress import Progress
 from lightning_lowrank.federated.randomness import StepRandomness
 from lightning_lowrank.federated.settings import FederatedSettings
 
-__all__ = ["RoundData"]
-
 
 class RoundData:
     """Divides the training set among clients, plans rounds, and stands in the trainer for the training loader.

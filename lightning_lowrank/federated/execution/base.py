@@ -15,8 +15,6 @@ from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.state import ClientContext, State, copy_into, trained_tensors
 
-__all__ = ["Execution"]
-
 
 class Execution(ABC):
     """Runs the clients' half of rounds in one process, a chunk of clients at a time.

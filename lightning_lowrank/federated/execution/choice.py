@@ -18,8 +18,6 @@ from lightning_lowrank.federated.execution.stack import unsupported_reason
 from lightning_lowrank.federated.execution.trial import chunk_size_that_fits, time_both
 from lightning_lowrank.federated.execution.vectorized import Vectorized
 
-__all__ = ["choose_execution"]
-
 _KINDS: dict[str, type[Execution]] = {kind.name: kind for kind in (Sequential, Vectorized)}
 
 

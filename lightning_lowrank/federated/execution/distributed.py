@@ -46,8 +46,6 @@ from lightning_lowrank.internals.lightning import (
     validation_seconds,
 )
 
-__all__ = ["ClientParallelStrategy", "SharedCoordinator", "shared_by"]
-
 _ALIGNMENT = 16
 
 

@@ -15,8 +15,6 @@ from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.execution.base import Execution
 from lightning_lowrank.federated.state import State, copy_into
 
-__all__ = ["Sequential"]
-
 
 class Sequential(Execution):
     """Trains one client at a time in the live module."""

@@ -28,8 +28,6 @@ from lightning_lowrank.federated.state import State, map_tree
 from lightning_lowrank.internals.lightning import overrides
 from lightning_lowrank.internals.torch import limit_each, own_buffers, own_parameters
 
-__all__ = ["ActsOnStacks", "ClientStack", "unsupported_reason"]
-
 _HOOKS = (
     "configure_gradient_clipping",
     "transfer_batch_to_device",

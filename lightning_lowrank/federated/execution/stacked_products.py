@@ -19,8 +19,6 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_lowrank.internals.torch import is_mapped, map_level, mapped, stack_of
 
-__all__ = ["StackedProducts"]
-
 _CONVOLUTIONS = {F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}
 
 

@@ -17,8 +17,6 @@ from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.execution.stack import ClientStack
 from lightning_lowrank.federated.state import copy_into, trained_tensors
 
-__all__ = ["chunk_size_that_fits", "time_both"]
-
 _TRIED_STEPS = 5
 _SHARE_OF_MEMORY = 0.25
 _GUESSED_MEMORY = 4 * 2**30

@@ -15,8 +15,6 @@ from lightning_lowrank.federated.execution.base import Execution
 from lightning_lowrank.federated.execution.stack import ActsOnStacks, ClientStack
 from lightning_lowrank.federated.state import State, slice_tree, stack_trees
 
-__all__ = ["Vectorized"]
-
 
 class Vectorized(Execution):
     """Trains a chunk's clients together, in stacks that stand in the optimizers' place of the module's parameters."""
