@@ -16,6 +16,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.func import vmap
 from torch.optim import Optimizer
@@ -24,9 +25,9 @@ from torchmetrics import Metric
 from lightning_lowrank.federated.data.loader import Places
 from lightning_lowrank.federated.execution.stacked_products import StackedProducts
 from lightning_lowrank.federated.optimizers import acts_elementwise, fresh_state, is_shared
-from lightning_lowrank.federated.state import State, map_tree
+from lightning_lowrank.federated.state import State
 from lightning_lowrank.internals.lightning import overrides
-from lightning_lowrank.internals.torch import limit_each, own_buffers, own_parameters
+from lightning_lowrank.internals.torch import own_buffers, own_parameters
 
 _HOOKS = (
     "configure_gradient_clipping",
@@ -253,7 +254,7 @@ class ClientStack:
             return tensor if len(tensor) == len(numbers) else tensor[chosen]
 
         named = {name: select(self.leaves.get(name, stack)) for name, stack in self.values.items()}
-        round_state = map_tree(select, self.round_state)
+        round_state = apply_to_collection(self.round_state, Tensor, select)
 
         def run(values: dict[str, Tensor], state: State, client_batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
             arguments = (client_batch, batch_idx) if self._takes_index else (client_batch,)
@@ -338,10 +339,10 @@ class ClientStack:
         """Clip each client's gradients as Lightning clips those of one."""
         if not gradient_clip_val:
             return
-        gradients = [leaf.grad for leaf in self.leaves.values() if leaf.grad is not None]
         if str(gradient_clip_algorithm) in ("value", "GradClipAlgorithmType.VALUE"):
-            limit_each(gradients, gradient_clip_val)
+            nn.utils.clip_grad_value_(self.leaves.values(), gradient_clip_val)
             return
+        gradients = [leaf.grad for leaf in self.leaves.values() if leaf.grad is not None]
         norms = torch.stack([torch.linalg.vector_norm(gradient.flatten(1), dim=1) for gradient in gradients])
         scale = (gradient_clip_val / (torch.linalg.vector_norm(norms, dim=0) + 1e-6)).clamp(max=1.0)
         for gradient in gradients:
