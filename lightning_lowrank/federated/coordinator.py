@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_lowrank.compression import Packet
-from lightning_lowrank.federated.algorithm import inherits, show_global
+from lightning_lowrank.federated.algorithm import detached, inherits, show_global
 from lightning_lowrank.federated.data.planner import RoundPlan
 from lightning_lowrank.federated.messages import Ledger, Message
 from lightning_lowrank.federated.offload import ClientStates
@@ -67,13 +67,7 @@ class Coordinator:
         return ClientInfo(client, int(self.samples[client]), number, self.server.seed)
 
     def context(self, client: int, model: Mapping[str, Tensor], steps: int = 0) -> ClientContext:
-        """Return what a client's half may read.
-
-        Args:
-            client: The client's id.
-            model: The client's live values.
-            steps: Number of steps that the client makes in the round.
-        """
+        """Return what a client's half may read, given its live values and its number of steps in the round."""
         return ClientContext(
             **vars(self.info(client)),
             base=self.server.base,
@@ -84,30 +78,20 @@ class Coordinator:
         )
 
     def begin_round(self, plan: RoundPlan, live: Mapping[str, Tensor], idle: int) -> None:
-        """Begin a round on the server.
-
-        Args:
-            plan: The round.
-            live: The module's trained parameters and persistent buffers.
-            idle: Number of clients that could take part and are not drawn.
-        """
+        """Begin a round on the server, which as many as ``idle`` clients sit out that could take part."""
         server = self.server
         server.round, server.cohort = plan.round, plan.clients
         server.adopt(live, shown=self.algorithm.global_model(server))
         self.ledger.begin_round()
         self.algorithm.begin_round(server)
-        self._hold_copy()
+        if self.wire.holds_copy:
+            first = self.info(plan.clients[0])
+            self._broadcast_to_all = self.wire.down(server.base, self.message(first), first)
+            self.wire.hold(server.base, self._broadcast_to_all.received)
         for client in plan.failed:
             self.ledger.down(self.broadcast(self.info(client)).nbytes)
         if self.broadcasts_to_all:
             self.ledger.idle(idle * self.broadcast(self.info(plan.clients[0])).nbytes)
-
-    def _hold_copy(self) -> None:
-        """Where all clients hold a copy of the broadcast, bring it up to the round's."""
-        if self.wire.holds_copy:
-            first = self.info(self.server.cohort[0])
-            self._broadcast_to_all = self.wire.down(self.server.base, self.message(first), first)
-            self.wire.hold(self.server.base, self._broadcast_to_all.received)
 
     @property
     def broadcasts_to_all(self) -> bool:
@@ -163,7 +147,7 @@ class Coordinator:
         packet = self.broadcast(client)
         self.ledger.down(packet.nbytes)
         if self.settings.uplink:
-            self._received[client.id] = {name: value.detach().clone() for name, value in packet.received.items()}
+            self._received[client.id] = detached(packet.received)
         return Message(packet.received)
 
     def send_global_model(self, clients: Sequence[ClientInfo]) -> None:

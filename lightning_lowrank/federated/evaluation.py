@@ -22,6 +22,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
+from lightning_lowrank.federated.algorithm import detached
 from lightning_lowrank.federated.data.indices import index_tensor
 from lightning_lowrank.federated.data.loader import Request, SeededBatches, batch_reader, check_loader
 from lightning_lowrank.federated.randomness import StepRandomness, seed_process, step_seed
@@ -179,7 +180,7 @@ class ClientEvaluation:
         """
         step = _Step(trainer, module, stage)
         live = trained_tensors(module)
-        kept = {name: value.detach().clone() for name, value in live.items()}
+        kept = detached(live)
         limit = trainer.limit_val_batches if stage == "validate" else trainer.limit_test_batches
         counts = self._count_batches(limit)
         if clients is not None:
@@ -280,11 +281,7 @@ class _Step:
 
 
 class _ClientLog:
-    """Replaces a module's ``log``: keeps what is logged on one client's samples, and reduces it as Lightning does.
-
-    Args:
-        metrics: The metrics and collections of the module.
-    """
+    """Replaces a module's ``log``: keeps what is logged on one client's samples, and reduces it as Lightning does."""
 
     def __init__(self, metrics: Sequence[Metric | MetricCollection]) -> None:
         self.samples = 0

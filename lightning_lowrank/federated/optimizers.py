@@ -151,21 +151,22 @@ def keep(optimizers: Sequence[Optimizer], state: State, place: int | None = None
 
 
 def _stack(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    def stack(name: str, value: Any) -> Any:
-        if not is_shared(name, value):
-            return torch.stack([state[name] for state in states])
-        return value.clone() if isinstance(value, Tensor) else value
-
-    return {name: stack(name, value) for name, value in states[0].items()}
+    return _copied(states[0], lambda name: torch.stack([state[name] for state in states]))
 
 
 def _part(state: Mapping[str, Any], place: int) -> dict[str, Any]:
-    def part(name: str, value: Any) -> Any:
+    return _copied(state, lambda name: state[name][place].clone())
+
+
+def _copied(state: Mapping[str, Any], own: Callable[[str], Tensor]) -> dict[str, Any]:
+    """Copy a parameter's state, with what ``own`` returns by name for that which is a client's own."""
+
+    def copied(name: str, value: Any) -> Any:
         if not is_shared(name, value):
-            return value[place].clone()
+            return own(name)
         return value.clone() if isinstance(value, Tensor) else value
 
-    return {name: part(name, value) for name, value in state.items()}
+    return {name: copied(name, value) for name, value in state.items()}
 
 
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:

@@ -14,7 +14,7 @@ import numpy as np
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_lowrank.federated.algorithm import inherits
+from lightning_lowrank.federated.algorithm import detached, inherits
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.rounds import RoundData
 from lightning_lowrank.federated.execution.base import Execution
@@ -160,11 +160,7 @@ class Rounds:
         self._schedulers.begin_round()
 
     def before_batch(self, group: int) -> None:
-        """Prepare a step; at a chunk's first, make its clients begin.
-
-        Args:
-            group: Number of batches whose gradients are accumulated.
-        """
+        """Prepare a step, of ``group`` whose gradients are accumulated; at a chunk's first, make its clients begin."""
         plan, progress = self._data.current_plan(), self._progress
         if not progress.round_open:
             self._begin_round()
@@ -277,7 +273,7 @@ class Rounds:
             "progress": progress.state_dict(),
             "server": self.coordinator.state_dict(),
             "chunks": [list(chunk.clients) for chunk in plan.chunks] if plan and progress.round_open else None,
-            "client_values": {name: value.detach().clone() for name, value in values.items()},
+            "client_values": detached(values),
             "round_state": execution.round_state if progress.chunk_open else {},
             "common_options": self._options.common,
             "schedulers": self._schedulers.state_dict(),

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_lowrank.compression import Channel, Codec, Packet
-from lightning_lowrank.federated.algorithm import Algorithm
+from lightning_lowrank.federated.algorithm import Algorithm, detached
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, trained_tensors
 from lightning_lowrank.seeding import derive_seed
@@ -66,8 +66,7 @@ class Wire:
     def setup(self, base: Base) -> None:
         """Begin the copy that all clients hold with the initial model. Called on every side before the first round."""
         if self.holds_copy and _HELD not in base.state:
-            initial = base.sent_down(trained_tensors(base.module))
-            base.state[_HELD] = {name: value.detach().clone() for name, value in initial.items()}
+            base.state[_HELD] = detached(base.sent_down(trained_tensors(base.module)))
 
     def _exact(self, base: Base) -> frozenset[str]:
         return self._algorithm.exact | base.initial_buffers.keys()
@@ -92,7 +91,7 @@ class Wire:
     def hold(self, base: Base, received: Mapping[str, Tensor]) -> None:
         """Keep what a broadcast brought as the copy that all clients hold. Called once for each copy of the base."""
         if self.holds_copy:
-            base.state[_HELD] = {name: value.detach().clone() for name, value in received.items()}
+            base.state[_HELD] = detached(received)
 
     def held(self, base: Base, packet: Packet) -> Packet:
         """Return a broadcast as it was sent when `hold` was called, whatever ``packet`` brings now."""
@@ -122,8 +121,7 @@ class Wire:
     def decode_down(self, base: Base, data: bytes) -> dict[str, Tensor]:
         """Return the broadcast that `down`'s encoding holds, on the CPU."""
         held = {name: value.cpu() for name, value in base.state.get(_HELD, {}).items()}
-        exact = self._exact(base) if self.downlink.codecs else ()
-        return self.downlink.receive(data, reference=held, exact=exact, own=self._algorithm.downlink(base))
+        return self.downlink.receive(data, reference=held, exact=self._exact(base), own=self._algorithm.downlink(base))
 
     def up(self, client: ClientContext, message: Message, received: Mapping[str, Tensor]) -> Packet:
         """Return a client's message as it is sent, and keep what error feedback adds to the next one.
@@ -158,9 +156,7 @@ class Wire:
             received: What the client received in this round.
             codec: The codec with which the method has its message encoded, if any.
         """
-        reference: Mapping[str, Tensor] = {}
-        if self.uplink.codecs:
-            reference = self._algorithm.reference(base, received)
-        on_cpu = {name: value.cpu() for name, value in reference.items()}
-        exact = self._exact(base) if self.uplink.codecs else ()
-        return self.uplink.receive(data, reference=on_cpu, exact=exact, own=codec)
+        if not self.uplink.codecs:
+            return self.uplink.receive(data, own=codec)
+        reference = {name: value.cpu() for name, value in self._algorithm.reference(base, received).items()}
+        return self.uplink.receive(data, reference=reference, exact=self._exact(base), own=codec)

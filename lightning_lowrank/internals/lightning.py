@@ -305,23 +305,6 @@ def evaluate_everything(trainer: Any) -> None:
     trainer._accelerator_connector.use_distributed_sampler = False
 
 
-def stop_gathering(module: nn.Module) -> list[tuple[Metric, Any]]:
-    """Keep a module's metrics from gathering what other processes hold.
-
-    Returns:
-        The metrics with their ``distributed_available_fn``, to be put back.
-    """
-    metrics = [part for part in module.modules() if isinstance(part, Metric)]
-    found = [(metric, metric.distributed_available_fn) for metric in metrics]
-    for metric in metrics:
-        metric.distributed_available_fn = _never
-    return found
-
-
-def _never() -> bool:
-    return False
-
-
 def pool_training_results(trainer: Any, gather: Callable[[Any], Sequence[Any]]) -> None:
     """Bring together, in every process, what all of them logged in the steps of an epoch, to be reduced over it.
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
+import torch
 from torch import Tensor
 
 from lightning_lowrank.federated.algorithm import LocalStep, inherits
@@ -83,6 +84,21 @@ class Execution(ABC):
     @abstractmethod
     def step(self) -> LocalStep:
         """Return what the method sees of the present step."""
+
+    def _step_of_one(self, values: Mapping[str, Tensor], round_state: State) -> LocalStep:
+        """Return the present step as that of one client with these values."""
+        assert self.chunk is not None
+        return LocalStep(
+            self.base,
+            self.clients[0].round,
+            self.chunk.clients,
+            self.base.parameters(values),
+            {name: values[name] for name in self.base.initial_buffers},
+            round_state,
+            self.number,
+            torch.tensor(self.chunk.steps, dtype=torch.float64),
+            stacked=False,
+        )
 
     def loss(self, batch: Any, training_step: Callable[[], Any]) -> Any:
         """Return the objective of a batch, given how the module's own training step is run on it."""

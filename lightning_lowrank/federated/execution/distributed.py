@@ -8,7 +8,7 @@ have ended, what the clients sent is exchanged, so that every process has the sa
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain
@@ -32,16 +32,14 @@ from lightning_lowrank.federated.algorithm import Algorithm, inherits
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.planner import RoundPlan
 from lightning_lowrank.federated.data.rounds import RoundData
-from lightning_lowrank.federated.messages import Ledger, Message
-from lightning_lowrank.federated.offload import ClientStates, flatten_state, unflatten_state
+from lightning_lowrank.federated.messages import Message
+from lightning_lowrank.federated.offload import flatten_state, unflatten_state
 from lightning_lowrank.federated.schedulers import SchedulersPerClient
-from lightning_lowrank.federated.settings import FederatedSettings
-from lightning_lowrank.federated.state import ClientInfo, Server
+from lightning_lowrank.federated.state import ClientInfo
 from lightning_lowrank.internals.lightning import (
     StepCounts,
     checkpoint_schedule,
     evaluate_everything,
-    stop_gathering,
     synchronizes_layers,
     validation_seconds,
 )
@@ -210,7 +208,10 @@ class ClientParallelStrategy(DDPStrategy):
         """Keep metrics from adding up what all processes have."""
         assert self.lightning_module is not None
         self._gather_again()
-        self._gathering = stop_gathering(self.lightning_module)
+        metrics = [part for part in self.lightning_module.modules() if isinstance(part, Metric)]
+        self._gathering = [(metric, metric.distributed_available_fn) for metric in metrics]
+        for metric in metrics:
+            metric.distributed_available_fn = _never
 
     def on_validation_end(self) -> None:
         """Let metrics gather again."""
@@ -228,6 +229,10 @@ class ClientParallelStrategy(DDPStrategy):
         """Leave metrics and module as they were."""
         self._gather_again()
         super().teardown()
+
+
+def _never() -> bool:
+    return False
 
 
 Layout = list[tuple[torch.Size, torch.dtype, bool]]
@@ -316,21 +321,16 @@ def check_processes(
 
 @dataclass(frozen=True)
 class _Arrival:
-    """What all processes know of a client that one of them has trained, before its tensors are sent.
-
-    Args:
-        client: What the server knows of it.
-        weight: Its weight in the mean.
-        names: The names of the message's tensors; ``None`` where the message was added up where it arrived.
-        state: What the client keeps, as `flatten_state` describes it.
-        layout: Of the message's tensors, and of those that the client keeps.
-    """
+    """What all processes know of a client that one of them has trained, before its tensors are sent."""
 
     client: ClientInfo
     weight: float
     names: list[str] | None
+    """The names of the message's tensors; ``None`` where the message was added up where it arrived."""
     state: list[Any]
+    """What the client keeps, as `flatten_state` describes it."""
     layout: Layout
+    """Of the message's tensors, and of those that the client keeps."""
 
 
 class SharedCoordinator(Coordinator):
@@ -342,28 +342,13 @@ class SharedCoordinator(Coordinator):
     Args:
         strategy: Connects the processes.
         trainer: The trainer, whose counts of steps are brought to those of one process.
-        settings: As for `Coordinator`, like what follows.
-        server: The server.
-        samples: Number of training samples of each client.
-        states: What clients keep between rounds.
-        ledger: Where the sizes of messages are entered.
-        labels: Returns the labels of a client's training samples.
+        *parts: As for `Coordinator`.
     """
 
     averages_models = False
 
-    def __init__(
-        self,
-        strategy: ClientParallelStrategy,
-        trainer: Any,
-        settings: FederatedSettings,
-        server: Server,
-        samples: Sequence[int],
-        states: ClientStates,
-        ledger: Ledger,
-        labels: Callable[[int], Tensor | None],
-    ) -> None:
-        super().__init__(settings, server, samples, states, ledger, labels)
+    def __init__(self, strategy: ClientParallelStrategy, trainer: Any, *parts: Any) -> None:
+        super().__init__(*parts)
         self._strategy = strategy
         self._trainer = trainer
         self._streams = inherits(self.algorithm, "receive")
@@ -377,7 +362,7 @@ class SharedCoordinator(Coordinator):
 
     def _take(self, client: ClientInfo, message: Message, weight: float) -> None:
         if self._streams:
-            self.algorithm.receive(self.server, client, message, weight)
+            super()._take(client, message, weight)
             message = Message({})
         kept = {name: tensor.clone() for name, tensor in message.tensors.items()}
         self._arrivals.append((client, Message(kept), weight))

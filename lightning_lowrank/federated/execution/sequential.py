@@ -6,11 +6,10 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_lowrank.federated import optimizers
-from lightning_lowrank.federated.algorithm import LocalStep
+from lightning_lowrank.federated.algorithm import LocalStep, detached
 from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.execution.base import Execution
 from lightning_lowrank.federated.state import State, copy_into
@@ -40,12 +39,6 @@ class Sequential(Execution):
         if self._own_objective:
             vars(self.module).pop("training_step", None)
 
-    def begin_round(self) -> None:
-        """Look which tensors are trained in this round."""
-        super().begin_round()
-        self._hidden = None
-        self._parameters = {name: value for name, value in self.live.items() if value.requires_grad}
-
     def open(self, chunk: Chunk) -> None:
         """Make the module the chunk's one client."""
         self.chunk = chunk
@@ -70,18 +63,7 @@ class Sequential(Execution):
 
     def step(self) -> LocalStep:
         """Return what the method sees of the present step."""
-        assert self.chunk is not None
-        return LocalStep(
-            self.base,
-            self.clients[0].round,
-            self.chunk.clients,
-            self._parameters,
-            {name: self.live[name] for name in self.base.initial_buffers},
-            self.round_state,
-            self.number,
-            torch.tensor(self.chunk.steps, dtype=torch.float64),
-            stacked=False,
-        )
+        return self._step_of_one(self.live, self.round_state)
 
     def close(self) -> None:
         """Hand over what the client sends."""
@@ -101,7 +83,7 @@ class Sequential(Execution):
 
     def hide(self) -> None:
         """Put the client aside, and the global model into the module."""
-        self._hidden = {name: tensor.detach().clone() for name, tensor in self.live.items()}
+        self._hidden = detached(self.live)
         self.coordinator.show_global(self.live)
 
     def show(self) -> None:

@@ -24,6 +24,7 @@ from torchmetrics import Metric
 
 from lightning_lowrank.federated.data.loader import Places
 from lightning_lowrank.federated.execution.stacked_products import StackedProducts
+from lightning_lowrank.federated.objective import loss_of
 from lightning_lowrank.federated.optimizers import acts_elementwise, fresh_state, is_shared
 from lightning_lowrank.federated.state import State
 from lightning_lowrank.internals.lightning import overrides
@@ -82,15 +83,7 @@ def unsupported_reason(trainer: Any, module: pl.LightningModule) -> str:
 
 
 def _homes(module: nn.Module, names: Mapping[Tensor, str]) -> list[tuple[MutableMapping[str, Any], str, str]]:
-    """Return where a module's parts keep the named tensors, a tensor that several parts hold once for each of them.
-
-    Args:
-        module: The module.
-        names: The tensors' names.
-
-    Returns:
-        The table that holds a tensor, its name there, and its name in ``names``.
-    """
+    """Return where parts of a module keep the named tensors: the table, the key in it, and the tensor's name."""
     return [
         (table, key, names[tensor])
         for part in module.modules()
@@ -268,7 +261,7 @@ class ClientStack:
                     output = own_step()
                 else:
                     output = self._objective(values, state, client_batch, own_step)
-            loss = output["loss"] if isinstance(output, Mapping) else output
+            loss = loss_of(output)
             if not isinstance(loss, Tensor):
                 raise MisconfigurationException(
                     f"execution='vectorized': training_step gave {output!r} in place of a loss, and clients that step"

@@ -99,21 +99,7 @@ class Vectorized(Execution):
         self, values: Mapping[str, Tensor], round_state: State, batch: Any, training_step: Callable[[], Any]
     ) -> Any:
         """Run the objective of one client, inside the map over clients."""
-        assert self.chunk is not None
-        parameters = {name: value for name, value in values.items() if name not in self.base.initial_buffers}
-        buffers = {name: values[name] for name in self.base.initial_buffers}
-        steps = torch.tensor(self.chunk.steps, dtype=torch.float64)
-        self._mapped = LocalStep(
-            self.base,
-            self.clients[0].round,
-            self.chunk.clients,
-            parameters,
-            buffers,
-            round_state,
-            self.number,
-            steps,
-            stacked=False,
-        )
+        self._mapped = self._step_of_one(values, round_state)
         try:
             return self.loss(batch, training_step)
         finally:
@@ -131,7 +117,11 @@ class Vectorized(Execution):
         assert self._stack is not None
         self._keep_moments(0)
         if self.coordinator.averages_models:
-            self._end_as_stacks(self._stack)
+            message = self.algorithm.end(self.clients[0])
+            stacks = {name: self._stack.values[name] for name in message.tensors}
+            self.coordinator.receive_stacks(self.clients, stacks, message)
+            for client in self.clients:
+                self._keep_buffers(client)
         else:
             for place in sorted(range(len(self.clients)), key=lambda place: self.clients[place].id):
                 client = self.clients[place]
@@ -139,13 +129,6 @@ class Vectorized(Execution):
                 client.round_state.update(slice_tree(self.round_state, place))
                 self._end_client(client)
         self._forget()
-
-    def _end_as_stacks(self, stack: ClientStack) -> None:
-        message = self.algorithm.end(self.clients[0])
-        stacks = {name: stack.values[name] for name in message.tensors}
-        self.coordinator.receive_stacks(self.clients, stacks, message)
-        for client in self.clients:
-            self._keep_buffers(client)
 
     def _forget(self) -> None:
         assert self._stack is not None
