@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_lowrank.federated.algorithm import detached
-from lightning_lowrank.federated.data.indices import index_tensor
 from lightning_lowrank.federated.data.loader import Request, SeededBatches, batch_reader, check_loader
 from lightning_lowrank.federated.randomness import StepRandomness, seed_process, step_seed
 from lightning_lowrank.federated.state import copy_into, trained_tensors
@@ -49,15 +48,10 @@ def figures(values: Mapping[int, float], name: str) -> dict[str, float]:
         (rounded down, at least one; a value that is not a number is worse than any number); ``personal/{name}_std``,
         the population's standard deviation.
 
-    Raises:
-        MisconfigurationException: If there are no values.
-
     Example:
         >>> figures({0: 0.5, 3: 1.0}, "val_acc")
         {'personal/val_acc': 0.75, 'personal/val_acc_worst10': 0.5, 'personal/val_acc_std': 0.25}
     """
-    if not values:
-        raise MisconfigurationException(f"there is no client with a value of {name!r}: figures need at least one.")
     numbers = np.fromiter(values.values(), np.float64, len(values))
     # NumPy sorts NaN last, so that it is among the worst for either sign.
     sign = 1 if any(word in name.lower() for word in ("loss", "error")) else -1
@@ -82,7 +76,6 @@ class ClientEvaluation:
         loader: The user's loader, whose dataset, batch size, collate function, workers and pinned memory are used, not
             its order or ``drop_last``; or a list with just one.
         indices: For each client the samples of the loader's dataset that it is tested on, in order; may be empty.
-        names: What the clients are called in error messages; by default their numbers.
         seed: Seed of the experiment.
 
     Attributes:
@@ -90,8 +83,7 @@ class ClientEvaluation:
 
     Raises:
         MisconfigurationException: If there are several loaders, if the loader is not a plain
-            `torch.utils.data.DataLoader` over a map-style dataset, if an index is out of range, or if no client has a
-            test sample.
+            `torch.utils.data.DataLoader` over a map-style dataset, or if no client has a test sample.
 
     Example:
         >>> class Distance(pl.LightningModule):
@@ -115,27 +107,15 @@ class ClientEvaluation:
         self,
         loader: Any,
         indices: Sequence[Tensor | Sequence[int]],
-        names: Sequence[str | int] | None = None,
         seed: int = 0,
     ) -> None:
         if isinstance(loader, (list, tuple)) and len(loader) == 1:
             (loader,) = loader
         plain = check_loader(loader, "val_dataloader() and test_dataloader()", training=False)
-        size = len(plain.dataset)  # type: ignore[arg-type]
         self.seed = seed
         self._batch_size = cast(int, plain.batch_size)
-        self._indices: dict[int, np.ndarray] = {}
-        for client, part in enumerate(indices):
-            samples = index_tensor(part, client).numpy()
-            if not len(samples):
-                continue
-            if samples.min() < 0 or samples.max() >= size:
-                outside = samples[(samples < 0) | (samples >= size)][0]
-                raise MisconfigurationException(
-                    f"client {client if names is None else names[client]} is to be tested on the sample {outside}, but"
-                    f" the dataset has {size} samples, 0 to {size - 1}."
-                )
-            self._indices[client] = samples
+        parts = {client: np.asarray(part, np.int64) for client, part in enumerate(indices)}
+        self._indices = {client: samples for client, samples in parts.items() if len(samples)}
         if not self._indices:
             raise MisconfigurationException(
                 "no client has a test sample: give other labels to match, or a larger share to hold out."

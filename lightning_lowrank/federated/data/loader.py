@@ -75,9 +75,6 @@ class SeededBatches(Dataset):
             and (collate is default_collate or getattr(collate, "deterministic", False))
         )
 
-    def __getitem__(self, request: Request | Requests) -> Any:
-        return self.__getitems__(request)
-
     def __getitems__(self, request: Request | Requests) -> Any:
         return self._stacked(request) if isinstance(request, Requests) else self._read(request)
 
@@ -118,13 +115,7 @@ def _gather(tensor: Tensor, rows: Tensor) -> Tensor:
 def batch_reader(
     loader: DataLoader, batches: SeededBatches, requests: Iterable[Request | Requests]
 ) -> Callable[[], Iterator[Any]]:
-    """Return a function that reads the requested batches with a loader's workers and pinned memory.
-
-    Args:
-        loader: The user's loader.
-        batches: What is read.
-        requests: One for each batch; iterated whenever the function is called.
-    """
+    """Return a function that reads the batches requested by then with a loader's workers and pinned memory."""
     workers = loader.num_workers
     if not (workers or loader.pin_memory):
         # torch's loader would only add its own time to each batch.
@@ -230,7 +221,8 @@ class RoundLoader:
             The chunk's batches step by step, and the first batch of each client on its own.
         """
         requests = list(islice(self._chunk_requests(round_number, chunk), steps))
-        return [self._batches[each] for each in requests], [self._batches[each] for each in requests[0][:steps]]
+        read = self._batches.__getitems__
+        return [read(each) for each in requests], [read(each) for each in requests[0][:steps]]
 
     def _chunk_requests(self, round_number: int, chunk: Chunk) -> Iterator[Requests]:
         """Yield what the clients that are still active read, step by step."""
@@ -275,11 +267,6 @@ class _RequestsOf:
 
     def __iter__(self) -> Iterator[Request | Requests]:
         return self._loader.requests()
-
-
-def shuffles(loader: DataLoader) -> bool:
-    """Return whether a plain training loader shuffles its samples."""
-    return isinstance(loader.sampler, RandomSampler)
 
 
 def check_loader(loader: Any, hook: str = "train_dataloader()", training: bool = True) -> DataLoader:

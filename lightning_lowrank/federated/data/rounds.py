@@ -9,12 +9,12 @@ import numpy as np
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from lightning_lowrank.federated.data.evaluation_samples import hold_out
 from lightning_lowrank.federated.data.indices import ClientIndices
 from lightning_lowrank.federated.data.labels import find_labels
-from lightning_lowrank.federated.data.loader import RoundLoader, batches_of, check_loader, shuffles
+from lightning_lowrank.federated.data.loader import RoundLoader, batches_of, check_loader
 from lightning_lowrank.federated.data.planner import RoundPlan, RoundPlanner
 from lightning_lowrank.federated.progress import Progress
 from lightning_lowrank.federated.randomness import StepRandomness
@@ -117,7 +117,7 @@ class RoundData:
             plan=lambda: self._plan_round(self._trainer.current_epoch),
             position=lambda: self._progress.position,
             randomness=self.randomness,
-            shuffle=shuffles(loader) and not self._trainer.overfit_batches,
+            shuffle=isinstance(loader.sampler, RandomSampler) and not self._trainer.overfit_batches,
             stacked=self.stacked,
         )
         return self._loader
