@@ -15,12 +15,12 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_lowrank.compression import Packet
-from lightning_lowrank.federated.algorithm import detached, inherits, show_global
+from lightning_lowrank.federated.algorithm import detached, inherits
 from lightning_lowrank.federated.data.planner import RoundPlan
 from lightning_lowrank.federated.messages import Ledger, Message
 from lightning_lowrank.federated.offload import ClientStates
 from lightning_lowrank.federated.settings import FederatedSettings
-from lightning_lowrank.federated.state import ClientContext, ClientInfo, Server, trained_tensors
+from lightning_lowrank.federated.state import ClientContext, ClientInfo, Server, copy_into, trained_tensors
 from lightning_lowrank.federated.wire import Wire
 
 
@@ -33,7 +33,7 @@ class Coordinator:
         samples: Number of training samples of each client.
         states: What clients keep between rounds.
         ledger: Where the sizes of messages are entered.
-        labels: Returns the labels of a client's training samples, ``None`` where there are none.
+        labels: Returns the labels of a client's training samples.
     """
 
     def __init__(
@@ -186,7 +186,9 @@ class Coordinator:
 
     def show_global(self, live: Mapping[str, Tensor]) -> None:
         """Put the global model into the module's live values."""
-        show_global(self.algorithm, self.server, live)
+        self.algorithm.configure(self.server.base, None)
+        model = self.algorithm.global_model(self.server)
+        copy_into(live, {name: model[name] for name in live})
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs, as tensors and plain Python."""
@@ -230,9 +232,6 @@ def first_transfers(
 
     The method's `Algorithm.setup` and the client's `Algorithm.begin` change the module: use it for nothing else
     afterwards.
-
-    Raises:
-        MisconfigurationException: If the method cannot work on this module.
     """
     server = settings.make_server(module, optimizers, settings.clients or 1)
     base = server.base

@@ -36,17 +36,9 @@ _WORST_OF = 10
 def figures(values: Mapping[int, float], name: str) -> dict[str, float]:
     """Summarize clients' values: the mean, the worst tenth, and the spread.
 
-    Each client has the same weight, whatever its number of samples.
-
-    Args:
-        values: One value for each client.
-        name: Name of the value. The largest values are the worst where "loss" or "error" is part of the name; for any
-            other name the smallest are.
-
-    Returns:
-        ``personal/{name}``, the mean; ``personal/{name}_worst10``, the mean over the worst 10 % of the clients
-        (rounded down, at least one; a value that is not a number is worse than any number); ``personal/{name}_std``,
-        the population's standard deviation.
+    Each client has the same weight, whatever its number of samples. The worst tenth is rounded down to at least one
+    client. The largest values are the worst where "loss" or "error" is part of the name, otherwise the smallest are; a
+    value that is not a number is worse than any number.
 
     Example:
         >>> figures({0: 0.5, 3: 1.0}, "val_acc")
@@ -78,9 +70,6 @@ class ClientEvaluation:
         indices: For each client the samples of the loader's dataset that it is tested on, in order; may be empty.
         seed: Seed of the experiment.
 
-    Attributes:
-        clients: The clients that have test samples, ascending: those that are evaluated.
-
     Raises:
         MisconfigurationException: If there are several loaders, if the loader is not a plain
             `torch.utils.data.DataLoader` over a map-style dataset, or if no client has a test sample.
@@ -109,9 +98,7 @@ class ClientEvaluation:
         indices: Sequence[Tensor | Sequence[int]],
         seed: int = 0,
     ) -> None:
-        if isinstance(loader, (list, tuple)) and len(loader) == 1:
-            (loader,) = loader
-        plain = check_loader(loader, "val_dataloader() and test_dataloader()", training=False)
+        plain = check_loader(loader, training=False)
         self.seed = seed
         self._batch_size = cast(int, plain.batch_size)
         parts = {client: np.asarray(part, np.int64) for client, part in enumerate(indices)}
@@ -121,6 +108,7 @@ class ClientEvaluation:
                 "no client has a test sample: give other labels to match, or a larger share to hold out."
             )
         self.clients = tuple(self._indices)
+        """Those that have test samples, ascending."""
         self._requests: list[Request] = []
         self._read_requests = batch_reader(plain, SeededBatches(plain.dataset, plain.collate_fn), self._requests)
 
@@ -144,9 +132,8 @@ class ClientEvaluation:
                 attributes that are numbers, strings or lists, dictionaries and sets of these are restored, also where
                 the step raises.
             stage: Whether ``validation_step`` or ``test_step`` runs.
-            states: Gives a client's own values by the names of trained parameters and persistent buffers; asked in
-                ascending order of the clients. A missing name keeps the module's value. The same mapping object as
-                for the previous client is not copied again.
+            states: Gives a client's own values by name, asked in ascending order of the clients. A missing name keeps
+                the module's value. The same mapping object as for the previous client is not copied again.
             clients: Those of `clients` to evaluate; all by default.
 
         Returns:
@@ -267,14 +254,13 @@ class _ClientLog:
         self.samples = 0
         self._metrics = metrics
         self._known = {id(metric) for metric in metrics}
-        self._values: dict[str, list[Tensor]] = {}
-        self._sizes: dict[str, list[int]] = {}
+        self._values: dict[str, list[tuple[Tensor, int]]] = {}
         self._reductions: dict[str, str] = {}
         self._logged_metrics: dict[str, Metric] = {}
 
     def begin(self) -> None:
-        for kept in (self._values, self._sizes, self._logged_metrics):
-            kept.clear()
+        self._values.clear()
+        self._logged_metrics.clear()
         for metric in self._metrics:
             metric.reset()
 
@@ -294,14 +280,11 @@ class _ClientLog:
         reduction = given.get("reduce_fx", "mean")
         reduction = reduction if isinstance(reduction, str) else reduction.__name__
         self._reductions[name] = reduction
-        self._values.setdefault(name, []).append(_to_float(value))
-        self._sizes.setdefault(name, []).append(given.get("batch_size") or self.samples)
+        entry = _to_float(value), given.get("batch_size") or self.samples
+        self._values.setdefault(name, []).append(entry)
 
     def result(self) -> dict[str, float]:
-        reduced = {
-            name: float(_reduce(values, self._sizes[name], self._reductions[name]))
-            for name, values in self._values.items()
-        }
+        reduced = {name: float(_reduce(values, self._reductions[name])) for name, values in self._values.items()}
         return {**reduced, **{name: float(metric.compute()) for name, metric in self._logged_metrics.items()}}
 
 
@@ -314,14 +297,16 @@ def _to_float(value: Any) -> Tensor:
     return number if number.dtype in (torch.float32, torch.float64) else number.to(default)
 
 
-def _reduce(values: Sequence[Tensor], sizes: Sequence[int], reduction: str) -> Tensor:
+def _reduce(entries: Sequence[tuple[Tensor, int]], reduction: str) -> Tensor:
+    """Reduce values and their batch sizes."""
     if reduction in ("mean", "avg"):
         # One after another, as Lightning adds them, so that the sum is equal bit for bit.
-        return sum((value * size for value, size in zip(values, sizes, strict=True)), torch.zeros(())) / sum(sizes)
+        return sum((value * size for value, size in entries), torch.zeros(())) / sum(size for _, size in entries)
+    values = [value for value, _ in entries]
     if reduction == "sum":
         return sum(values, torch.zeros(()))
     if reduction in ("min", "max"):
-        return getattr(torch.stack(list(values)), reduction)()
+        return getattr(torch.stack(values), reduction)()
     raise MisconfigurationException(f"reduce_fx={reduction!r} is not one of 'mean', 'sum', 'min' and 'max'.")
 
 

@@ -104,12 +104,9 @@ def moments_key(state: State) -> tuple[Any, ...]:
 
 
 def begin(optimizers: Sequence[Optimizer], states: Sequence[State], stacked: bool) -> None:
-    """Give optimizers the states with which clients start.
+    """Give optimizers the states with which clients start, fresh or as `keep` has put them into the clients' states.
 
-    Args:
-        optimizers: They hold one client's parameters, or the stacks of several.
-        states: What each client keeps, where `keep` has put optimizer states or not.
-        stacked: Whether the states are to be stacked. The clients must have one `moments_key`.
+    Clients whose states are ``stacked`` have one `moments_key`.
     """
     for number, optimizer in enumerate(optimizers):
         optimizer.state = fresh_state(optimizer)
@@ -126,13 +123,7 @@ def begin(optimizers: Sequence[Optimizer], states: Sequence[State], stacked: boo
 
 
 def keep(optimizers: Sequence[Optimizer], state: State, place: int | None = None) -> None:
-    """Put the states with which a client ends into what it keeps.
-
-    Args:
-        optimizers: They hold this client's parameters, or the stacks of several.
-        state: What the client keeps.
-        place: Its place in the stacks.
-    """
+    """Put the optimizer states with which a client ends into what it keeps, given its ``place`` in stacks if any."""
     state["optimizers"] = {
         number: {
             index: optimizer.state[parameter] if place is None else _part(optimizer.state[parameter], place)
@@ -174,12 +165,7 @@ def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 class ClientOptions:
-    """Gives the optimizers those options that are one client's own, and takes them back.
-
-    Args:
-        trainer: The trainer, with its optimizers set up.
-        options_of: Returns a client's own options by name.
-    """
+    """Gives the trainer's optimizers those options that are one client's own, and takes them back."""
 
     def __init__(self, trainer: Any, options_of: Callable[[int], Mapping[str, Any]]) -> None:
         self._trainer = trainer
@@ -192,11 +178,7 @@ class ClientOptions:
         return tuple(sorted(self._options_of(client).items()))
 
     def take(self, client: int) -> None:
-        """Give the optimizers a client's own options.
-
-        Raises:
-            MisconfigurationException: If the optimizer has no such option, or a scheduler would change it.
-        """
+        """Give the optimizers a client's own options; one that is unknown or that a scheduler changes is refused."""
         options = self._options_of(client)
         if not options:
             return

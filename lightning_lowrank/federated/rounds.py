@@ -34,24 +34,10 @@ from lightning_lowrank.federated.settings import FederatedSettings
 
 
 class Rounds:
-    """The rounds of one fit.
+    """The rounds of one fit of a trainer whose optimizers are set up.
 
-    Args:
-        settings: The experiment's settings.
-        trainer: The trainer, with its optimizers set up.
-        data: The training set, which is divided when that has not been done.
-        progress: Where the run stands.
-        processes: Connects the processes that share rounds, if there are several.
-
-    Attributes:
-        coordinator: The server's half, and what clients keep.
-        execution: Runs the clients' half.
-        further: Evaluates clients' own models and the method's further global models.
+    ``processes`` connects the processes that share rounds, if there are several.
     """
-
-    coordinator: Coordinator
-    execution: Execution
-    further: FurtherModels
 
     def __init__(
         self,
@@ -91,14 +77,16 @@ class Rounds:
         else:
             server, ledger, states = (getattr(before.coordinator, name) for name in ("server", "ledger", "states"))
         server.base.optimizers, server.clients = trainer.optimizers, len(samples)
-        self.coordinator = make(settings, server, samples, states, ledger, data.labels_of)
+        self.coordinator: Coordinator = make(settings, server, samples, states, ledger, data.labels_of)
         if restored is not None:
             self.coordinator.load_state_dict(restored["server"], self._to_device)
         self.further = FurtherModels(data, self.coordinator)
         self.coordinator.setup()
         data.group_key = self._group_key
         previous = None if before is None else before.execution
-        self.execution = choose_execution(trainer, self.coordinator, data, self._processes, restored, previous)
+        self.execution: Execution = choose_execution(
+            trainer, self.coordinator, data, self._processes, restored, previous
+        )
         if self._processes is not None:
             check_processes(self._processes, trainer, self._algorithm, settings.experiment_seed, data)
 
@@ -188,11 +176,9 @@ class Rounds:
             self.aggregate()
 
     def _end_chunk(self) -> None:
-        assert self.execution.chunk is not None
-        steps = self.execution.chunk.steps
         self.execution.close()
         self._options.give_back()
-        self._schedulers.end_client(steps)
+        self._schedulers.end_client(self.execution.chunk.steps)
         self._progress.chunk_open = False
 
     def aggregate(self, between_steps: bool = False) -> None:

@@ -100,13 +100,7 @@ class Wire:
     def onto_own(
         self, base: Base, tensors: Mapping[str, Tensor], broadcast: Mapping[str, Tensor]
     ) -> Mapping[str, Tensor]:
-        """Return a client's message with its changes on top of the server's own values.
-
-        Args:
-            base: The server's copy of the base.
-            tensors: The message, whose changes are on top of the copy that all clients hold.
-            broadcast: The server's own values, which the copy follows.
-        """
+        """Return a client's message, which changes the copy that all hold, as changes of the server's own broadcast."""
         own, held = (self._algorithm.reference(base, values) for values in (broadcast, base.state[_HELD]))
         shifted = {
             name: value + (own[name] - held[name])
@@ -126,10 +120,7 @@ class Wire:
     def up(self, client: ClientContext, message: Message, received: Mapping[str, Tensor]) -> Packet:
         """Return a client's message as it is sent, and keep what error feedback adds to the next one.
 
-        Args:
-            client: The client.
-            message: What it sends.
-            received: What it received in this round.
+        ``received`` is what the client received in this round.
         """
         if not self.uplink.codecs:
             return self._send(self.uplink, message, seed=0)
@@ -148,14 +139,7 @@ class Wire:
     def decode_up(
         self, base: Base, data: bytes, received: Mapping[str, Tensor], codec: Codec | None
     ) -> dict[str, Tensor]:
-        """Return the message that `up`'s encoding holds, on the CPU.
-
-        Args:
-            base: The server's copy of the base.
-            data: The encoding.
-            received: What the client received in this round.
-            codec: The codec with which the method has its message encoded, if any.
-        """
+        """Return the message that `up`'s encoding holds, on the CPU; ``codec`` is the method's own, if any."""
         if not self.uplink.codecs:
             return self.uplink.receive(data, own=codec)
         reference = {name: value.cpu() for name, value in self._algorithm.reference(base, received).items()}

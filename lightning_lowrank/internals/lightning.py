@@ -6,10 +6,10 @@ MisconfigurationException, which names the version and what to do.
 
 from __future__ import annotations
 
+import copy
 import operator
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -101,17 +101,15 @@ class TrainLoaderSource:
         self._trainer: Any = trainer
         self._loop: Any = trainer.fit_loop
         self._source = self._loop._data_source
-        self._original = self._source.instance
+        self._users = copy.copy(self._source)
 
     def is_defined(self) -> bool:
         """Return whether there is a training loader, given to ``fit`` or defined by the module or datamodule."""
-        with self._as_the_user_left_it():
-            return self._original is not None and self._source.is_defined()
+        return self._users.instance is not None and self._users.is_defined()
 
     def user_loader(self) -> Any:
         """Return what the user's own source gives."""
-        with self._as_the_user_left_it():
-            return self._source.dataloader()
+        return self._users.dataloader()
 
     def replace(self, loader: Any) -> None:
         """Make the trainer take ``loader``, and read its length again in each epoch."""
@@ -134,16 +132,8 @@ class TrainLoaderSource:
 
     def restore(self) -> None:
         """Put the user's source back."""
-        self._source.instance = self._original
+        self._source.instance = self._users.instance
         del self._loop.setup_data
-
-    @contextmanager
-    def _as_the_user_left_it(self) -> Iterator[None]:
-        replaced, self._source.instance = self._source.instance, self._original
-        try:
-            yield
-        finally:
-            self._source.instance = replaced
 
 
 def accumulate_per_client(

@@ -23,8 +23,7 @@ def matched_labels(clients: ClientIndices, train_labels: Tensor, test_labels: Te
             training set are. (`find_labels` numbers strings by those that occur: the two sets must have the same.)
 
     Returns:
-        For each client its evaluation samples, ascending, int64; none where it has no training samples, or none with a
-        label that occurs in the evaluation set.
+        For each client its evaluation samples, ascending, int64; there may be none.
 
     Example:
         >>> clients = ClientIndices([[0, 1, 2], [3]], size=4)

@@ -210,15 +210,9 @@ class RoundLoader:
                 yield requests if self.stacked else requests[0]
 
     def read(self, chunk: Chunk, round_number: int, steps: int) -> tuple[list[Any], list[Any]]:
-        """Read the first batches of clients that step together, outside any round.
+        """Return the first batches of clients that step together, and the first of each client on its own.
 
-        Args:
-            chunk: The clients.
-            round_number: The round whose batches they are.
-            steps: Number of steps to read; less where the clients have fewer.
-
-        Returns:
-            The chunk's batches step by step, and the first batch of each client on its own.
+        They are read outside any round. There are fewer than ``steps`` where the clients have fewer.
         """
         requests = list(islice(self._chunk_requests(round_number, chunk), steps))
         read = self._batches.__getitems__
@@ -269,18 +263,21 @@ class _RequestsOf:
         return self._loader.requests()
 
 
-def check_loader(loader: Any, hook: str = "train_dataloader()", training: bool = True) -> DataLoader:
+def check_loader(loader: Any, training: bool = True) -> DataLoader:
     """Return a loader whose dataset can be read by the samples' indices.
 
     Args:
         loader: What the user's hook returned.
-        hook: Name of that hook, for error messages.
-        training: Whether batches are drawn as the loader's sampler draws them. Otherwise only its dataset is read.
+        training: Whether batches are drawn as the loader's sampler draws them. Otherwise only its dataset is read, and
+            a list with just one loader will do.
 
     Raises:
         MisconfigurationException: If it is anything but a plain `torch.utils.data.DataLoader` over a map-style
             dataset, in order or shuffled.
     """
+    hook = "train_dataloader()" if training else "val_dataloader() and test_dataloader()"
+    if not training and isinstance(loader, (list, tuple)) and len(loader) == 1:
+        (loader,) = loader
     needed = f"{hook} must return one plain torch.utils.data.DataLoader, whose dataset is read by the samples' indices;"
     if not isinstance(loader, DataLoader):
         several = f" of {len(loader)} loaders" if isinstance(loader, (list, tuple, dict)) else ""

@@ -63,10 +63,7 @@ class RoundData:
     def attach(self, trainer: Any, user_loader: Callable[[], Any], limit: int | float) -> None:
         """Serve a fit, the first one or another that goes on with the same division.
 
-        Args:
-            trainer: The trainer.
-            user_loader: Returns the user's own training loader.
-            limit: The trainer's ``limit_train_batches``.
+        ``limit`` is the ``limit_train_batches`` that the user gave the trainer.
         """
         self._trainer, self._user_loader, self._limit = trainer, user_loader, limit
         self._every_n_epochs = trainer.reload_dataloaders_every_n_epochs

@@ -53,9 +53,6 @@ def choose_execution(
         processes: Connects the processes that share rounds, if there are several.
         restored: The loop's state in the checkpoint that the fit is resumed from, if any.
         previous: The execution of the fit that this one goes on from, if any.
-
-    Raises:
-        MisconfigurationException: If clients are to step together and cannot.
     """
     wanted: str = coordinator.settings.execution
     reason = "" if wanted == "sequential" else unsupported_reason(trainer, trainer.lightning_module)

@@ -111,12 +111,6 @@ class ClientParallelStrategy(DDPStrategy):
         )
         self._gathering: list[tuple[Metric, Any]] = []
 
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Make the strategy known by its name."""
-        description = "Processes train different clients of a FederatedLoop"
-        strategy_registry.register("client_parallel", cls, description=description, override=True)
-
     def setup_environment(self) -> None:
         """Connect the processes, and give all of them the first one's weights, from which `LowRank` may convert."""
         super().setup_environment()
@@ -179,19 +173,13 @@ class ClientParallelStrategy(DDPStrategy):
         return total
 
     def send(self, tensors: Sequence[Tensor], layout: Layout, source: int) -> list[Tensor]:
-        """Return in every process what ``source`` gives.
-
-        Args:
-            tensors: The tensors; only looked at in ``source``.
-            layout: Their shapes and types, which all processes know.
-            source: Rank of the process that sends.
-        """
+        """Return in every process the tensors that the one of rank ``source`` gives; all know their ``layout``."""
+        if not layout:
+            return []
         ends, size = [], 0
         for shape, dtype, _ in layout:
             ends.append((size, size + shape.numel() * dtype.itemsize))
             size = -(-ends[-1][1] // _ALIGNMENT) * _ALIGNMENT
-        if not layout:
-            return []
         buffer = torch.zeros(max(size, 1), dtype=torch.uint8, device=self.root_device)
         if source == self.global_rank:
             for tensor, (begin, end) in zip(tensors, ends, strict=True):
@@ -246,9 +234,8 @@ def _layout_of(tensors: Sequence[Tensor]) -> Layout:
 def shared_by(trainer: Any) -> ClientParallelStrategy | None:
     """Return the strategy by which a trainer's processes share rounds; ``None`` for a single process.
 
-    Raises:
-        MisconfigurationException: If processes are to divide something else than clients, or a setting counts steps
-            inside a round, of which each process has its own.
+    Refused are processes that divide something else than clients, and settings that count steps inside a round, of
+    which each process has its own.
     """
     if trainer.world_size == 1:
         return None
@@ -295,11 +282,7 @@ def shared_by(trainer: Any) -> ClientParallelStrategy | None:
 def check_processes(
     strategy: ClientParallelStrategy, trainer: Any, algorithm: Algorithm, seed: int, data: RoundData
 ) -> None:
-    """Refuse processes that would not do the same, and say when there are too many.
-
-    Raises:
-        MisconfigurationException: If a process has another seed, method or division of the training set.
-    """
+    """Refuse processes with another seed, method or division of the training set; say when there are too many."""
     assert data.indices is not None
     mine = {"seed": seed, "method": repr(type(algorithm)), "partition": data.indices.digest()}
     for rank, theirs in enumerate(strategy.gather(mine)):
@@ -370,16 +353,13 @@ class SharedCoordinator(Coordinator):
     def exchange(
         self, schedulers: SchedulersPerClient, client_steps: int, logged_steps: int, between_steps: bool
     ) -> int:
-        """Have every process hold what all of them have come to.
+        """Have every process hold what all of them have come to, and return the number of batches of all their clients.
 
         Args:
             schedulers: They go on from the client with the most steps of all.
             client_steps: Number of batches that clients have been trained on in this process in the round.
             logged_steps: Number of steps that loggers have seen here in the round.
             between_steps: As for `StepCounts.set`.
-
-        Returns:
-            Number of batches that clients have been trained on in all processes in the round.
         """
         now = self.ledger.state_dict()
         counted = {name: now[name] - value for name, value in self._entered.items()}
@@ -417,4 +397,9 @@ class SharedCoordinator(Coordinator):
         return total["client_steps"]
 
 
-ClientParallelStrategy.register_strategies(StrategyRegistry)
+StrategyRegistry.register(
+    "client_parallel",
+    ClientParallelStrategy,
+    description="Processes train different clients of a FederatedLoop",
+    override=True,
+)

@@ -12,7 +12,7 @@ from lightning_lowrank.federated import optimizers
 from lightning_lowrank.federated.algorithm import LocalStep, detached
 from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.execution.base import Execution
-from lightning_lowrank.federated.state import State, copy_into
+from lightning_lowrank.federated.state import ClientContext, State, copy_into
 
 
 class Sequential(Execution):
@@ -41,21 +41,22 @@ class Sequential(Execution):
 
     def open(self, chunk: Chunk) -> None:
         """Make the module the chunk's one client."""
-        self.chunk = chunk
-        (client,) = self.clients = self._contexts(chunk, lambda place: self.live)
-        self.algorithm.configure(self.base, client)
+        client = self._install(chunk)
         self._begin_client(client, self.coordinator.send(self.coordinator.info(client.id)))
-        self.round_state = client.round_state
         optimizers.begin(self.base.optimizers, [client.state], stacked=False)
 
     def resume(self, chunk: Chunk, number: int, values: Mapping[str, Tensor], round_state: State) -> None:
         """Go on with the client that was open when a checkpoint was saved."""
-        self.chunk, self.number = chunk, number
+        self.number = number
+        self._install(chunk).round_state.update(round_state)
+        copy_into(self.live, values)
+
+    def _install(self, chunk: Chunk) -> ClientContext:
+        self.chunk = chunk
         (client,) = self.clients = self._contexts(chunk, lambda place: self.live)
         self.algorithm.configure(self.base, client)
-        client.round_state.update(round_state)
         self.round_state = client.round_state
-        copy_into(self.live, values)
+        return client
 
     def resume_between(self, values: Mapping[str, Tensor]) -> None:
         """Go on with the values that the last client left in the module."""
@@ -71,10 +72,7 @@ class Sequential(Execution):
         self._end_client(client)
         if self.settings.optimizer_state == "keep":
             optimizers.keep(self.base.optimizers, client.state)
-        self._forget()
-
-    def _forget(self) -> None:
-        self.chunk, self.clients, self.round_state = None, [], {}
+        self.clients, self.round_state = [], {}
 
     def abandon(self) -> None:
         """Leave the global model in the module, and go on from there."""

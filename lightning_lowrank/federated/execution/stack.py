@@ -106,16 +106,14 @@ def _refuse_gradient(gradient: Tensor) -> None:
 class ClientStack:
     """The values of clients that step together, and what of the trainer stands on them meanwhile.
 
+    The module's ``training_step`` and gradient clipping are replaced on the instance until `close`.
+
     Args:
         trainer: The trainer, with its optimizers set up.
-        module: The user's module. Its ``training_step`` and gradient clipping are replaced on the instance until
-            `close`.
+        module: The user's module.
         live: The module's trained parameters and persistent buffers by name.
         count: Number of clients.
-        objective: What is trained in place of the training step's own loss.
-
-    Attributes:
-        round_state: Tensors of the clients that ``objective`` gets, stacked.
+        objective: What is trained in place of the training step's own loss. It gets ``round_state``.
     """
 
     def __init__(
@@ -206,18 +204,14 @@ class ClientStack:
             vars(self._module).pop(name, None)
 
     def training_step(self, parts: Sequence[tuple[Places, Any]], batch_idx: int = 0) -> Tensor:
-        """Run the user's training step for all clients of a chunk's batch.
+        """Return the sum of the losses of all clients of a chunk's batch, so that each one's gradient is its own.
 
         Args:
             parts: For each batch size, the clients' places in the stack and their batches, stacked.
             batch_idx: Passed on.
 
-        Returns:
-            The sum of the clients' losses, so that each client's gradient is its own.
-
         Raises:
-            MisconfigurationException: If the step does something that cannot be mapped over clients; the cause is
-                named.
+            MisconfigurationException: If the step does something that cannot be mapped over clients.
         """
         total: Tensor | None = None
         logged: dict[str, list[tuple[Tensor, int]]] = {}

@@ -62,7 +62,6 @@ class Vectorized(Execution):
         """Let the clients leave that have made their last step."""
         super().before_batch(number)
         assert self._stack is not None
-        assert self.chunk is not None
         active = self.chunk.active(number)
         self._keep_moments(active)
         self._stack.narrow(active)
@@ -81,7 +80,6 @@ class Vectorized(Execution):
         if self._mapped is not None:
             return self._mapped
         assert self._stack is not None
-        assert self.chunk is not None
         active = self._stack.active
         return LocalStep(
             self.base,
@@ -133,7 +131,7 @@ class Vectorized(Execution):
     def _forget(self) -> None:
         assert self._stack is not None
         self._stack.close()
-        self._stack, self.chunk, self.clients, self.round_state = None, None, [], {}
+        self._stack, self.clients, self.round_state = None, [], {}
 
     def abandon(self) -> None:
         """Give the module and the optimizers back; the module has kept the global model."""
