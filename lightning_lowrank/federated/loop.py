@@ -207,9 +207,10 @@ class FederatedLoop(FederatedSettings, Callback):
         make = self.make_coordinator
         if self._processes is not None:
             make = functools.partial(SharedCoordinator, self._processes, trainer)
-        rounds = Rounds(self, trainer, self._data, self._progress, self._processes)
-        rounds.setup(make, self._rounds, self._restored)
-        self._rounds, self.ledger = rounds, rounds.coordinator.ledger
+        self._rounds = Rounds(
+            self, trainer, self._data, self._progress, self._processes, make, self._rounds, self._restored
+        )
+        self.ledger = self._rounds.coordinator.ledger
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Go on where the checkpoint was taken."""

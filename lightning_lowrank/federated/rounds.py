@@ -17,7 +17,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_lowrank.federated.algorithm import detached, inherits
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.rounds import RoundData
-from lightning_lowrank.federated.execution.base import Execution
 from lightning_lowrank.federated.execution.choice import choose_execution
 from lightning_lowrank.federated.execution.distributed import (
     ClientParallelStrategy,
@@ -34,9 +33,17 @@ from lightning_lowrank.federated.settings import FederatedSettings
 
 
 class Rounds:
-    """The rounds of one fit of a trainer whose optimizers are set up.
+    """The rounds of one fit.
 
-    ``processes`` connects the processes that share rounds, if there are several.
+    Args:
+        settings: The experiment's settings.
+        trainer: The trainer, with its optimizers set up.
+        data: The training set, which is divided when that has not been done.
+        progress: Where the run stands.
+        processes: Connects the processes that share rounds, if there are several.
+        make: Makes the server's half, from the arguments of `Coordinator`.
+        before: The rounds of the fit that this one goes on from, if any.
+        restored: `state_dict`'s result in the checkpoint that the fit is resumed from, if any.
     """
 
     def __init__(
@@ -45,11 +52,13 @@ class Rounds:
         trainer: Any,
         data: RoundData,
         progress: Progress,
-        processes: ClientParallelStrategy | None = None,
+        processes: ClientParallelStrategy | None,
+        make: Callable[..., Coordinator],
+        before: Rounds | None,
+        restored: Mapping[str, Any] | None,
     ) -> None:
         self._settings = settings
         self._algorithm = settings.algorithm
-        self._trainer = trainer
         self._module = trainer.lightning_module
         self._data = data
         self._progress = progress
@@ -57,18 +66,6 @@ class Rounds:
         self._schedulers = SchedulersPerClient(trainer)
         self._options = ClientOptions(trainer, settings.options_of)
         self._to_device = functools.partial(move_data_to_device, device=self._module.device)
-
-    def setup(
-        self, make: Callable[..., Coordinator], before: Rounds | None, restored: Mapping[str, Any] | None
-    ) -> None:
-        """Make the server's half, let the algorithm look at the module, and choose the execution.
-
-        Args:
-            make: Makes the server's half, from the arguments of `Coordinator`.
-            before: The rounds of the fit that this one goes on from, if any.
-            restored: `state_dict`'s result in the checkpoint that the fit is resumed from, if any.
-        """
-        settings, data, trainer = self._settings, self._data, self._trainer
         samples = data.divided().sizes.tolist()
         if before is None:
             server, ledger = settings.make_server(self._module), Ledger(dense_bytes(self._module))
@@ -77,18 +74,16 @@ class Rounds:
         else:
             server, ledger, states = (getattr(before.coordinator, name) for name in ("server", "ledger", "states"))
         server.base.optimizers, server.clients = trainer.optimizers, len(samples)
-        self.coordinator: Coordinator = make(settings, server, samples, states, ledger, data.labels_of)
+        self.coordinator = coordinator = make(settings, server, samples, states, ledger, data.labels_of)
         if restored is not None:
-            self.coordinator.load_state_dict(restored["server"], self._to_device)
-        self.further = FurtherModels(data, self.coordinator)
-        self.coordinator.setup()
+            coordinator.load_state_dict(restored["server"], self._to_device)
+        self.further = FurtherModels(data, coordinator)
+        coordinator.setup()
         data.group_key = self._group_key
         previous = None if before is None else before.execution
-        self.execution: Execution = choose_execution(
-            trainer, self.coordinator, data, self._processes, restored, previous
-        )
-        if self._processes is not None:
-            check_processes(self._processes, trainer, self._algorithm, settings.experiment_seed, data)
+        self.execution = choose_execution(trainer, coordinator, data, processes, restored, previous)
+        if processes is not None:
+            check_processes(processes, trainer, self._algorithm, settings.experiment_seed, data)
 
     def _group_key(self, client: int, round_number: int) -> tuple[Any, ...]:
         """Return what clients that step together have in common: their method's key, moments, and options."""
