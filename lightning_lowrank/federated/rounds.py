@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_lowrank.federated.algorithm import detached, inherits
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.rounds import RoundData
+from lightning_lowrank.federated.execution.base import Execution
 from lightning_lowrank.federated.execution.choice import choose_execution
 from lightning_lowrank.federated.execution.distributed import (
     ClientParallelStrategy,
@@ -74,14 +75,15 @@ class Rounds:
         else:
             server, ledger, states = (getattr(before.coordinator, name) for name in ("server", "ledger", "states"))
         server.base.optimizers, server.clients = trainer.optimizers, len(samples)
-        self.coordinator = coordinator = make(settings, server, samples, states, ledger, data.labels_of)
+        coordinator = make(settings, server, samples, states, ledger, data.labels_of)
+        self.coordinator: Coordinator = coordinator
         if restored is not None:
             coordinator.load_state_dict(restored["server"], self._to_device)
         self.further = FurtherModels(data, coordinator)
         coordinator.setup()
         data.group_key = self._group_key
         previous = None if before is None else before.execution
-        self.execution = choose_execution(trainer, coordinator, data, processes, restored, previous)
+        self.execution: Execution = choose_execution(trainer, coordinator, data, processes, restored, previous)
         if processes is not None:
             check_processes(processes, trainer, self._algorithm, settings.experiment_seed, data)
 
