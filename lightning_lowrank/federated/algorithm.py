@@ -217,13 +217,6 @@ def inherits(algorithm: Algorithm, *methods: str) -> bool:
     return all(getattr(type(algorithm), name) is getattr(Algorithm, name) for name in methods)
 
 
-def show_global(algorithm: Algorithm, server: Server, live: Mapping[str, Tensor]) -> None:
-    """Put the global model into the live tensors."""
-    algorithm.configure(server.base, None)
-    model = algorithm.global_model(server)
-    copy_into(live, {name: model[name] for name in live})
-
-
 @torch.no_grad()
 def detached(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return copies of tensors that share neither memory nor a graph with them."""

@@ -1,4 +1,7 @@
-"""Configurations that would train the wrong thing without a word, refused before the fit begins."""
+"""Configurations that would train the wrong thing without a word, refused before the fit begins.
+
+What is refused raises a MisconfigurationException.
+"""
 
 from __future__ import annotations
 
@@ -41,11 +44,7 @@ def in_no_optimizer(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[
 
 
 def check_optimizers(trainer: pl.Trainer, module: nn.Module) -> None:
-    """Refuse trainable parameters that no optimizer holds.
-
-    Raises:
-        MisconfigurationException: If there is one; it names the first few.
-    """
+    """Refuse trainable parameters that no optimizer holds."""
     forgotten = in_no_optimizer(module, trainer.optimizers) if trainer.optimizers else []
     if forgotten:
         raise MisconfigurationException(
@@ -57,21 +56,15 @@ def check_optimizers(trainer: pl.Trainer, module: nn.Module) -> None:
 
 
 def check_callbacks(loop: Callback, trainer: Any, module: nn.Module) -> None:
-    """Refuse callbacks, or an order of callbacks, that would take a client's weights for the global model's.
-
-    Raises:
-        MisconfigurationException: If there is one; it names the callback and what to do.
-    """
+    """Refuse callbacks, or an order of callbacks, that would take a client's weights for the global model's."""
     callbacks = trainer.callbacks
-    twins = [callback for callback in callbacks if type(callback) is type(loop)]
-    if len(twins) > 1:
+    if sum(type(callback) is type(loop) for callback in callbacks) > 1:
         raise MisconfigurationException("there are two FederatedLoop callbacks: keep one.")
     for callback in callbacks[: callbacks.index(loop)]:
-        name = type(callback).__name__
         if _reads_weights(callback):
             raise MisconfigurationException(
-                f"{name} comes before FederatedLoop in `callbacks` and would read a client's weights as the global"
-                " model's: put FederatedLoop before it."
+                f"{type(callback).__name__} comes before FederatedLoop in `callbacks` and would read a client's weights"
+                " as the global model's: put FederatedLoop before it."
             )
     for callback in callbacks:
         if type(callback).__name__ == "LowRank" and callbacks.index(callback) > callbacks.index(loop):
@@ -98,11 +91,7 @@ def check_callbacks(loop: Callback, trainer: Any, module: nn.Module) -> None:
 
 
 def check_local_update(algorithm: Algorithm, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """Refuse settings under which a method cannot step the optimizer in its own way.
-
-    Raises:
-        MisconfigurationException: If the module optimizes manually, or batches are accumulated.
-    """
+    """Refuse settings under which a method cannot step the optimizer in its own way."""
     if inherits(algorithm, "local_update"):
         return
     method = type(algorithm).__name__

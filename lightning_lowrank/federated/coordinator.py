@@ -15,15 +15,13 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_lowrank.compression import Packet
-from lightning_lowrank.federated.algorithm import inherits, show_global
+from lightning_lowrank.federated.algorithm import detached, inherits
 from lightning_lowrank.federated.data.planner import RoundPlan
 from lightning_lowrank.federated.messages import Ledger, Message
 from lightning_lowrank.federated.offload import ClientStates
 from lightning_lowrank.federated.settings import FederatedSettings
-from lightning_lowrank.federated.state import ClientContext, ClientInfo, Server, trained_tensors
+from lightning_lowrank.federated.state import ClientContext, ClientInfo, Server, copy_into, trained_tensors
 from lightning_lowrank.federated.wire import Wire
-
-__all__ = ["Coordinator", "first_transfers"]
 
 
 class Coordinator:
@@ -35,7 +33,7 @@ class Coordinator:
         samples: Number of training samples of each client.
         states: What clients keep between rounds.
         ledger: Where the sizes of messages are entered.
-        labels: Returns the labels of a client's training samples, ``None`` where there are none.
+        labels: Returns the labels of a client's training samples.
     """
 
     def __init__(
@@ -69,13 +67,7 @@ class Coordinator:
         return ClientInfo(client, int(self.samples[client]), number, self.server.seed)
 
     def context(self, client: int, model: Mapping[str, Tensor], steps: int = 0) -> ClientContext:
-        """Return what a client's half may read.
-
-        Args:
-            client: The client's id.
-            model: The client's live values.
-            steps: Number of steps that the client makes in the round.
-        """
+        """Return what a client's half may read, given its live values and its number of steps in the round."""
         return ClientContext(
             **vars(self.info(client)),
             base=self.server.base,
@@ -86,30 +78,20 @@ class Coordinator:
         )
 
     def begin_round(self, plan: RoundPlan, live: Mapping[str, Tensor], idle: int) -> None:
-        """Begin a round on the server.
-
-        Args:
-            plan: The round.
-            live: The module's trained parameters and persistent buffers.
-            idle: Number of clients that could take part and are not drawn.
-        """
+        """Begin a round on the server, which as many as ``idle`` clients sit out that could take part."""
         server = self.server
         server.round, server.cohort = plan.round, plan.clients
         server.adopt(live, shown=self.algorithm.global_model(server))
         self.ledger.begin_round()
         self.algorithm.begin_round(server)
-        self._hold_copy()
+        if self.wire.holds_copy:
+            first = self.info(plan.clients[0])
+            self._broadcast_to_all = self.wire.down(server.base, self.message(first), first)
+            self.wire.hold(server.base, self._broadcast_to_all.received)
         for client in plan.failed:
             self.ledger.down(self.broadcast(self.info(client)).nbytes)
         if self.broadcasts_to_all:
             self.ledger.idle(idle * self.broadcast(self.info(plan.clients[0])).nbytes)
-
-    def _hold_copy(self) -> None:
-        """Where all clients hold a copy of the broadcast, bring it up to the round's."""
-        if self.wire.holds_copy:
-            first = self.info(self.server.cohort[0])
-            self._broadcast_to_all = self.wire.down(self.server.base, self.message(first), first)
-            self.wire.hold(self.server.base, self._broadcast_to_all.received)
 
     @property
     def broadcasts_to_all(self) -> bool:
@@ -165,7 +147,7 @@ class Coordinator:
         packet = self.broadcast(client)
         self.ledger.down(packet.nbytes)
         if self.settings.uplink:
-            self._received[client.id] = {name: value.detach().clone() for name, value in packet.received.items()}
+            self._received[client.id] = detached(packet.received)
         return Message(packet.received)
 
     def send_global_model(self, clients: Sequence[ClientInfo]) -> None:
@@ -204,7 +186,9 @@ class Coordinator:
 
     def show_global(self, live: Mapping[str, Tensor]) -> None:
         """Put the global model into the module's live values."""
-        show_global(self.algorithm, self.server, live)
+        self.algorithm.configure(self.server.base, None)
+        model = self.algorithm.global_model(self.server)
+        copy_into(live, {name: model[name] for name in live})
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs, as tensors and plain Python."""
@@ -248,9 +232,6 @@ def first_transfers(
 
     The method's `Algorithm.setup` and the client's `Algorithm.begin` change the module: use it for nothing else
     afterwards.
-
-    Raises:
-        MisconfigurationException: If the method cannot work on this module.
     """
     server = settings.make_server(module, optimizers, settings.clients or 1)
     base = server.base

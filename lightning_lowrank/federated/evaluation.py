@@ -22,13 +22,11 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
-from lightning_lowrank.federated.data.indices import index_tensor
+from lightning_lowrank.federated.algorithm import detached
 from lightning_lowrank.federated.data.loader import Request, SeededBatches, batch_reader, check_loader
 from lightning_lowrank.federated.randomness import StepRandomness, seed_process, step_seed
 from lightning_lowrank.federated.state import copy_into, trained_tensors
 from lightning_lowrank.seeding import derive_seed
-
-__all__ = ["ClientEvaluation", "figures"]
 
 _LOG_PARAMETERS = list(inspect.signature(pl.LightningModule.log).parameters)[1:]
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
@@ -38,27 +36,14 @@ _WORST_OF = 10
 def figures(values: Mapping[int, float], name: str) -> dict[str, float]:
     """Summarize clients' values: the mean, the worst tenth, and the spread.
 
-    Each client has the same weight, whatever its number of samples.
-
-    Args:
-        values: One value for each client.
-        name: Name of the value. The largest values are the worst where "loss" or "error" is part of the name; for any
-            other name the smallest are.
-
-    Returns:
-        ``personal/{name}``, the mean; ``personal/{name}_worst10``, the mean over the worst 10 % of the clients
-        (rounded down, at least one; a value that is not a number is worse than any number); ``personal/{name}_std``,
-        the population's standard deviation.
-
-    Raises:
-        MisconfigurationException: If there are no values.
+    Each client has the same weight, whatever its number of samples. The worst tenth is rounded down to at least one
+    client. The largest values are the worst where "loss" or "error" is part of the name, otherwise the smallest are; a
+    value that is not a number is worse than any number.
 
     Example:
         >>> figures({0: 0.5, 3: 1.0}, "val_acc")
         {'personal/val_acc': 0.75, 'personal/val_acc_worst10': 0.5, 'personal/val_acc_std': 0.25}
     """
-    if not values:
-        raise MisconfigurationException(f"there is no client with a value of {name!r}: figures need at least one.")
     numbers = np.fromiter(values.values(), np.float64, len(values))
     # NumPy sorts NaN last, so that it is among the worst for either sign.
     sign = 1 if any(word in name.lower() for word in ("loss", "error")) else -1
@@ -83,16 +68,11 @@ class ClientEvaluation:
         loader: The user's loader, whose dataset, batch size, collate function, workers and pinned memory are used, not
             its order or ``drop_last``; or a list with just one.
         indices: For each client the samples of the loader's dataset that it is tested on, in order; may be empty.
-        names: What the clients are called in error messages; by default their numbers.
         seed: Seed of the experiment.
-
-    Attributes:
-        clients: The clients that have test samples, ascending: those that are evaluated.
 
     Raises:
         MisconfigurationException: If there are several loaders, if the loader is not a plain
-            `torch.utils.data.DataLoader` over a map-style dataset, if an index is out of range, or if no client has a
-            test sample.
+            `torch.utils.data.DataLoader` over a map-style dataset, or if no client has a test sample.
 
     Example:
         >>> class Distance(pl.LightningModule):
@@ -116,32 +96,19 @@ class ClientEvaluation:
         self,
         loader: Any,
         indices: Sequence[Tensor | Sequence[int]],
-        names: Sequence[str | int] | None = None,
         seed: int = 0,
     ) -> None:
-        if isinstance(loader, (list, tuple)) and len(loader) == 1:
-            (loader,) = loader
-        plain = check_loader(loader, "val_dataloader() and test_dataloader()", training=False)
-        size = len(plain.dataset)  # type: ignore[arg-type]
+        plain = check_loader(loader, training=False)
         self.seed = seed
         self._batch_size = cast(int, plain.batch_size)
-        self._indices: dict[int, np.ndarray] = {}
-        for client, part in enumerate(indices):
-            samples = index_tensor(part, client).numpy()
-            if not len(samples):
-                continue
-            if samples.min() < 0 or samples.max() >= size:
-                outside = samples[(samples < 0) | (samples >= size)][0]
-                raise MisconfigurationException(
-                    f"client {client if names is None else names[client]} is to be tested on the sample {outside}, but"
-                    f" the dataset has {size} samples, 0 to {size - 1}."
-                )
-            self._indices[client] = samples
+        parts = {client: np.asarray(part, np.int64) for client, part in enumerate(indices)}
+        self._indices = {client: samples for client, samples in parts.items() if len(samples)}
         if not self._indices:
             raise MisconfigurationException(
                 "no client has a test sample: give other labels to match, or a larger share to hold out."
             )
         self.clients = tuple(self._indices)
+        """Those that have test samples, ascending."""
         self._requests: list[Request] = []
         self._read_requests = batch_reader(plain, SeededBatches(plain.dataset, plain.collate_fn), self._requests)
 
@@ -165,9 +132,8 @@ class ClientEvaluation:
                 attributes that are numbers, strings or lists, dictionaries and sets of these are restored, also where
                 the step raises.
             stage: Whether ``validation_step`` or ``test_step`` runs.
-            states: Gives a client's own values by the names of trained parameters and persistent buffers; asked in
-                ascending order of the clients. A missing name keeps the module's value. The same mapping object as
-                for the previous client is not copied again.
+            states: Gives a client's own values by name, asked in ascending order of the clients. A missing name keeps
+                the module's value. The same mapping object as for the previous client is not copied again.
             clients: Those of `clients` to evaluate; all by default.
 
         Returns:
@@ -181,7 +147,7 @@ class ClientEvaluation:
         """
         step = _Step(trainer, module, stage)
         live = trained_tensors(module)
-        kept = {name: value.detach().clone() for name, value in live.items()}
+        kept = detached(live)
         limit = trainer.limit_val_batches if stage == "validate" else trainer.limit_test_batches
         counts = self._count_batches(limit)
         if clients is not None:
@@ -282,24 +248,19 @@ class _Step:
 
 
 class _ClientLog:
-    """Replaces a module's ``log``: keeps what is logged on one client's samples, and reduces it as Lightning does.
-
-    Args:
-        metrics: The metrics and collections of the module.
-    """
+    """Replaces a module's ``log``: keeps what is logged on one client's samples, and reduces it as Lightning does."""
 
     def __init__(self, metrics: Sequence[Metric | MetricCollection]) -> None:
         self.samples = 0
         self._metrics = metrics
         self._known = {id(metric) for metric in metrics}
-        self._values: dict[str, list[Tensor]] = {}
-        self._sizes: dict[str, list[int]] = {}
+        self._values: dict[str, list[tuple[Tensor, int]]] = {}
         self._reductions: dict[str, str] = {}
         self._logged_metrics: dict[str, Metric] = {}
 
     def begin(self) -> None:
-        for kept in (self._values, self._sizes, self._logged_metrics):
-            kept.clear()
+        self._values.clear()
+        self._logged_metrics.clear()
         for metric in self._metrics:
             metric.reset()
 
@@ -319,14 +280,11 @@ class _ClientLog:
         reduction = given.get("reduce_fx", "mean")
         reduction = reduction if isinstance(reduction, str) else reduction.__name__
         self._reductions[name] = reduction
-        self._values.setdefault(name, []).append(_to_float(value))
-        self._sizes.setdefault(name, []).append(given.get("batch_size") or self.samples)
+        entry = _to_float(value), given.get("batch_size") or self.samples
+        self._values.setdefault(name, []).append(entry)
 
     def result(self) -> dict[str, float]:
-        reduced = {
-            name: float(_reduce(values, self._sizes[name], self._reductions[name]))
-            for name, values in self._values.items()
-        }
+        reduced = {name: float(_reduce(values, self._reductions[name])) for name, values in self._values.items()}
         return {**reduced, **{name: float(metric.compute()) for name, metric in self._logged_metrics.items()}}
 
 
@@ -339,14 +297,16 @@ def _to_float(value: Any) -> Tensor:
     return number if number.dtype in (torch.float32, torch.float64) else number.to(default)
 
 
-def _reduce(values: Sequence[Tensor], sizes: Sequence[int], reduction: str) -> Tensor:
+def _reduce(entries: Sequence[tuple[Tensor, int]], reduction: str) -> Tensor:
+    """Reduce values and their batch sizes."""
     if reduction in ("mean", "avg"):
         # One after another, as Lightning adds them, so that the sum is equal bit for bit.
-        return sum((value * size for value, size in zip(values, sizes, strict=True)), torch.zeros(())) / sum(sizes)
+        return sum((value * size for value, size in entries), torch.zeros(())) / sum(size for _, size in entries)
+    values = [value for value, _ in entries]
     if reduction == "sum":
         return sum(values, torch.zeros(()))
     if reduction in ("min", "max"):
-        return getattr(torch.stack(list(values)), reduction)()
+        return getattr(torch.stack(values), reduction)()
     raise MisconfigurationException(f"reduce_fx={reduction!r} is not one of 'mean', 'sum', 'min' and 'max'.")
 
 

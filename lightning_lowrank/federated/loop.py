@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import lightning.pytorch as pl
@@ -32,11 +33,11 @@ from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.federated.state import Server
 from lightning_lowrank.internals.direct_steps import DirectSteps
 from lightning_lowrank.internals.lightning import (
-    AccumulationPerClient,
-    PaddedEpochs,
     TrainLoaderSource,
+    accumulate_per_client,
     forget_batches,
     log_figures,
+    pad_epochs,
     pool_training_results,
     stops_now,
 )
@@ -87,7 +88,7 @@ class FederatedLoop(FederatedSettings, Callback):
         self.ledger = Ledger(0)
         self.make_coordinator: Callable[..., Coordinator] = Coordinator
         """Makes the server's half of a fit, from the arguments of `Coordinator`; real sites have one of their own."""
-        self._restorers: list[Callable[[], None]] = []
+        self._restore = ExitStack()
         self._forget()
 
     def _forget(self) -> None:
@@ -142,7 +143,7 @@ class FederatedLoop(FederatedSettings, Callback):
             return
         processes = shared_by(trainer)
         check_callbacks(self, trainer, pl_module)
-        self._restore_trainer()
+        self._restore.close()
         source = TrainLoaderSource(trainer)
         if not source.is_defined():
             raise MisconfigurationException(
@@ -161,31 +162,22 @@ class FederatedLoop(FederatedSettings, Callback):
         source.replace(self._data)
         if limit != 0:
             settings.limit_train_batches = 1.0
-
-        def restore_trainer() -> None:
-            source.restore()
-            settings.limit_train_batches = limit
-
-        progress = self._progress
-        accumulation = AccumulationPerClient(trainer, lambda: progress.group_begins, lambda: progress.group_ends)
+        progress, restore = self._progress, self._restore.callback
+        restore(source.restore)
+        restore(setattr, settings, "limit_train_batches", limit)
+        restore(accumulate_per_client(trainer, lambda: progress.group_begins, lambda: progress.group_ends))
         # A plain function: torch marks the hook, and a deepcopy of the module must not copy this callback.
-        state_dict_hook = pl_module.register_state_dict_post_hook(lambda *state: self._show_global_state(*state))
-        self._restorers = [restore_trainer, accumulation.restore, state_dict_hook.remove]
+        restore(pl_module.register_state_dict_post_hook(lambda *state: self._show_global_state(*state)).remove)
         if processes is not None:
-            padded = PaddedEpochs(
-                trainer, lambda: self.rounds.without_batch(), lambda: self.rounds.end_step_without_batch()
+            restore(
+                pad_epochs(trainer, lambda: self.rounds.without_batch(), lambda: self.rounds.end_step_without_batch())
             )
-            self._restorers.append(padded.restore)
         elif self.fast_steps:
-            self._restorers.append(DirectSteps(trainer).restore)
-
-    def _restore_trainer(self) -> None:
-        while self._restorers:
-            self._restorers.pop()()
+            restore(DirectSteps(trainer).restore)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Give the trainer back as it was."""
-        self._restore_trainer()
+        self._restore.close()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Leave the last global model in the module, and the trainer as it was."""
@@ -193,7 +185,7 @@ class FederatedLoop(FederatedSettings, Callback):
             self._data.stop()
         if self._rounds is not None:
             self._rounds.abandon()
-        self._restore_trainer()
+        self._restore.close()
 
     def _on_divided(self, indices: ClientIndices, labels: torch.Tensor | None) -> None:
         restored = self._restored
@@ -215,13 +207,14 @@ class FederatedLoop(FederatedSettings, Callback):
         make = self.make_coordinator
         if self._processes is not None:
             make = functools.partial(SharedCoordinator, self._processes, trainer)
-        rounds = Rounds(self, trainer, self._data, self._progress, self._processes)
-        rounds.setup(make, self._rounds, self._restored)
-        self._rounds, self.ledger = rounds, rounds.coordinator.ledger
+        self._rounds = Rounds(
+            self, trainer, self._data, self._progress, self._processes, make, self._rounds, self._restored
+        )
+        self.ledger = self._rounds.coordinator.ledger
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Go on where the checkpoint was taken."""
-        self._restorers.append(self.rounds.start())
+        self._restore.callback(self.rounds.start())
         self._progress.processes = trainer.world_size
         if self._restored is not None:
             state, self._restored = self._restored, None

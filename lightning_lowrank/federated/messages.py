@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lowrank.compression import Codec, Dense
-from lightning_lowrank.federated.state import persistent_buffers
+from lightning_lowrank.federated.state import persistent_buffers, trained_tensors
 from lightning_lowrank.layers import low_rank_layers
 
 
@@ -50,18 +50,14 @@ def dense_bytes(module: nn.Module) -> int:
         Bytes in one direction, to or from one client.
     """
     recorded = getattr(module, "lowrank_conversion", None) if any(low_rank_layers(module)) else None
-    parameters = (
-        {name: (value.shape, value.dtype) for name, value in module.named_parameters() if value.requires_grad}
-        if recorded is None
-        else recorded.dense_tensors
-    )
-    buffers = {name: (value.shape, value.dtype) for name, value in persistent_buffers(module).items()}
-    return Dense().nbytes(
-        {
+    tensors = trained_tensors(module)
+    if recorded is not None:
+        dense = {
             name: torch.empty(shape, dtype=dtype, device="meta")
-            for name, (shape, dtype) in {**parameters, **buffers}.items()
+            for name, (shape, dtype) in recorded.dense_tensors.items()
         }
-    )
+        tensors = {**dense, **persistent_buffers(module)}
+    return Dense().nbytes(tensors)
 
 
 class Ledger:

@@ -20,8 +20,6 @@ from torch.func import functional_call
 from lightning_lowrank.federated.algorithm import LocalStep
 from lightning_lowrank.federated.state import ClientContext
 
-__all__ = ["Call", "MaskAbsentClasses", "Objective", "add_to_loss", "loss_of", "part_of", "recorded", "with_weights"]
-
 
 class Objective(ABC):
     """Changes what a client's batch is trained for, beside any method."""

@@ -20,8 +20,6 @@ from torch import Tensor
 
 from lightning_lowrank.federated.state import State
 
-__all__ = ["ClientStates", "flatten_state", "load", "save", "size", "unflatten_state"]
-
 
 def size(value: Any) -> int:
     """Return the bytes of all tensors in nested dictionaries, lists and tuples.
@@ -81,11 +79,7 @@ def unflatten_state(description: list[Any], tensors: Sequence[Tensor]) -> Any:
 
 
 def save(value: Mapping[str, Any], path: Path) -> None:
-    """Write ``value`` to ``path``, by way of a second file, so that a write that fails leaves the first one whole.
-
-    Raises:
-        TypeError: If there is anything in it but dictionaries, lists, tuples, tensors and plain Python.
-    """
+    """Write ``value`` to ``path``, by way of a second file, so that a write that fails leaves the first one whole."""
     description, tensors = flatten_state(value)
     metadata = {"structure": json.dumps(description), "devices": json.dumps([str(each.device) for each in tensors])}
     stored = {str(number): each.cpu().contiguous().clone() for number, each in enumerate(tensors)}

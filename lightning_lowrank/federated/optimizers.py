@@ -18,17 +18,6 @@ from torch.optim import Optimizer
 from lightning_lowrank.federated.state import State
 from lightning_lowrank.optim import ProjectedAdamW, ProjectedSGD
 
-__all__ = [
-    "ClientOptions",
-    "acts_elementwise",
-    "begin",
-    "fresh_state",
-    "is_shared",
-    "keep",
-    "moments_key",
-    "register_elementwise",
-]
-
 _SHARED = ("step", "mu_product")
 _ELEMENTWISE: list[type[Optimizer]] = [
     torch.optim.SGD,
@@ -115,12 +104,9 @@ def moments_key(state: State) -> tuple[Any, ...]:
 
 
 def begin(optimizers: Sequence[Optimizer], states: Sequence[State], stacked: bool) -> None:
-    """Give optimizers the states with which clients start.
+    """Give optimizers the states with which clients start, fresh or as `keep` has put them into the clients' states.
 
-    Args:
-        optimizers: They hold one client's parameters, or the stacks of several.
-        states: What each client keeps, where `keep` has put optimizer states or not.
-        stacked: Whether the states are to be stacked. The clients must have one `moments_key`.
+    Clients whose states are ``stacked`` have one `moments_key`.
     """
     for number, optimizer in enumerate(optimizers):
         optimizer.state = fresh_state(optimizer)
@@ -137,13 +123,7 @@ def begin(optimizers: Sequence[Optimizer], states: Sequence[State], stacked: boo
 
 
 def keep(optimizers: Sequence[Optimizer], state: State, place: int | None = None) -> None:
-    """Put the states with which a client ends into what it keeps.
-
-    Args:
-        optimizers: They hold this client's parameters, or the stacks of several.
-        state: What the client keeps.
-        place: Its place in the stacks.
-    """
+    """Put the optimizer states with which a client ends into what it keeps, given its ``place`` in stacks if any."""
     state["optimizers"] = {
         number: {
             index: optimizer.state[parameter] if place is None else _part(optimizer.state[parameter], place)
@@ -162,21 +142,22 @@ def keep(optimizers: Sequence[Optimizer], state: State, place: int | None = None
 
 
 def _stack(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    def stack(name: str, value: Any) -> Any:
-        if not is_shared(name, value):
-            return torch.stack([state[name] for state in states])
-        return value.clone() if isinstance(value, Tensor) else value
-
-    return {name: stack(name, value) for name, value in states[0].items()}
+    return _copied(states[0], lambda name: torch.stack([state[name] for state in states]))
 
 
 def _part(state: Mapping[str, Any], place: int) -> dict[str, Any]:
-    def part(name: str, value: Any) -> Any:
+    return _copied(state, lambda name: state[name][place].clone())
+
+
+def _copied(state: Mapping[str, Any], own: Callable[[str], Tensor]) -> dict[str, Any]:
+    """Copy a parameter's state, with what ``own`` returns by name for that which is a client's own."""
+
+    def copied(name: str, value: Any) -> Any:
         if not is_shared(name, value):
-            return value[place].clone()
+            return own(name)
         return value.clone() if isinstance(value, Tensor) else value
 
-    return {name: part(name, value) for name, value in state.items()}
+    return {name: copied(name, value) for name, value in state.items()}
 
 
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -184,12 +165,7 @@ def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 class ClientOptions:
-    """Gives the optimizers those options that are one client's own, and takes them back.
-
-    Args:
-        trainer: The trainer, with its optimizers set up.
-        options_of: Returns a client's own options by name.
-    """
+    """Gives the trainer's optimizers those options that are one client's own, and takes them back."""
 
     def __init__(self, trainer: Any, options_of: Callable[[int], Mapping[str, Any]]) -> None:
         self._trainer = trainer
@@ -202,11 +178,7 @@ class ClientOptions:
         return tuple(sorted(self._options_of(client).items()))
 
     def take(self, client: int) -> None:
-        """Give the optimizers a client's own options.
-
-        Raises:
-            MisconfigurationException: If the optimizer has no such option, or a scheduler would change it.
-        """
+        """Give the optimizers a client's own options; one that is unknown or that a scheduler changes is refused."""
         options = self._options_of(client)
         if not options:
             return

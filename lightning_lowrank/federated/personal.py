@@ -12,21 +12,18 @@ from torch import Tensor
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.evaluation_samples import matched_labels
 from lightning_lowrank.federated.data.labels import find_labels
+from lightning_lowrank.federated.data.loader import check_loader
 from lightning_lowrank.federated.data.rounds import RoundData
 from lightning_lowrank.federated.evaluation import ClientEvaluation, figures
 from lightning_lowrank.federated.execution.distributed import ClientParallelStrategy
 from lightning_lowrank.federated.state import trained_tensors
 from lightning_lowrank.internals.lightning import log_figures
 
-__all__ = ["FurtherModels"]
-
 
 class FurtherModels:
     """Evaluates clients' own models (``FederatedLoop(personal_test=...)``) and `Algorithm.variants`.
 
-    Args:
-        data: The divided training set; ``None`` on a server that has none, which evaluates no client's own model.
-        coordinator: The server's half, and what clients keep.
+    A server that has no training set evaluates no client's own model.
     """
 
     def __init__(self, data: RoundData | None, coordinator: Coordinator) -> None:
@@ -56,8 +53,8 @@ class FurtherModels:
         variants = algorithm.variants(coordinator.server)
         if variants:
             names, models = list(variants), list(variants.values())
-            (one,) = loader if isinstance(loader, (list, tuple)) else (loader,)
-            everything = [torch.arange(len(one.dataset))] * len(names)
+            dataset: Any = check_loader(loader, training=False).dataset
+            everything = [torch.arange(len(dataset))] * len(names)
             evaluation = self._evaluation(f"variants {stage}", loader, lambda: everything)
             for name, values in self._run(evaluation, trainer, module, stage, models.__getitem__).items():
                 logged.update({f"{name}/{names[number]}": value for number, value in values.items()})
@@ -93,8 +90,7 @@ class FurtherModels:
         assert self._data is not None
         if self._settings.personal_test != "matched_labels":
             return self._data.held_out
-        (one,) = loader if isinstance(loader, (list, tuple)) else (loader,)
         assert self._data.indices is not None
         assert self._data.label_values is not None
-        labels = find_labels(one.dataset, self._settings.labels)
+        labels = find_labels(check_loader(loader, training=False).dataset, self._settings.labels)
         return matched_labels(self._data.indices, self._data.label_values, labels)

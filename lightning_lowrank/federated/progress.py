@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
-
-__all__ = ["Progress"]
 
 
 @dataclass
@@ -46,9 +44,8 @@ class Progress:
 
     def state_dict(self) -> dict[str, Any]:
         """Return it as plain Python, but for what the next batch decides."""
-        return {name: value for name, value in asdict(self).items() if name != "group_begins"}
+        return {name: value for name, value in vars(self).items() if name != "group_begins"}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict`'s result."""
-        for name, value in state.items():
-            setattr(self, name, value)
+        vars(self).update(state)

@@ -9,8 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["StepRandomness", "seed_process", "step_seed"]
-
 
 class StepRandomness:
     """Gives the process's random number generators back after steps that seed them.

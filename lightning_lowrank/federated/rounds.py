@@ -14,7 +14,7 @@ import numpy as np
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_lowrank.federated.algorithm import inherits
+from lightning_lowrank.federated.algorithm import detached, inherits
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.rounds import RoundData
 from lightning_lowrank.federated.execution.base import Execution
@@ -32,8 +32,6 @@ from lightning_lowrank.federated.progress import Progress
 from lightning_lowrank.federated.schedulers import SchedulersPerClient
 from lightning_lowrank.federated.settings import FederatedSettings
 
-__all__ = ["Rounds"]
-
 
 class Rounds:
     """The rounds of one fit.
@@ -44,16 +42,10 @@ class Rounds:
         data: The training set, which is divided when that has not been done.
         progress: Where the run stands.
         processes: Connects the processes that share rounds, if there are several.
-
-    Attributes:
-        coordinator: The server's half, and what clients keep.
-        execution: Runs the clients' half.
-        further: Evaluates clients' own models and the method's further global models.
+        make: Makes the server's half, from the arguments of `Coordinator`.
+        before: The rounds of the fit that this one goes on from, if any.
+        restored: `state_dict`'s result in the checkpoint that the fit is resumed from, if any.
     """
-
-    coordinator: Coordinator
-    execution: Execution
-    further: FurtherModels
 
     def __init__(
         self,
@@ -61,11 +53,13 @@ class Rounds:
         trainer: Any,
         data: RoundData,
         progress: Progress,
-        processes: ClientParallelStrategy | None = None,
+        processes: ClientParallelStrategy | None,
+        make: Callable[..., Coordinator],
+        before: Rounds | None,
+        restored: Mapping[str, Any] | None,
     ) -> None:
         self._settings = settings
         self._algorithm = settings.algorithm
-        self._trainer = trainer
         self._module = trainer.lightning_module
         self._data = data
         self._progress = progress
@@ -73,18 +67,6 @@ class Rounds:
         self._schedulers = SchedulersPerClient(trainer)
         self._options = ClientOptions(trainer, settings.options_of)
         self._to_device = functools.partial(move_data_to_device, device=self._module.device)
-
-    def setup(
-        self, make: Callable[..., Coordinator], before: Rounds | None, restored: Mapping[str, Any] | None
-    ) -> None:
-        """Make the server's half, let the algorithm look at the module, and choose the execution.
-
-        Args:
-            make: Makes the server's half, from the arguments of `Coordinator`.
-            before: The rounds of the fit that this one goes on from, if any.
-            restored: `state_dict`'s result in the checkpoint that the fit is resumed from, if any.
-        """
-        settings, data, trainer = self._settings, self._data, self._trainer
         samples = data.divided().sizes.tolist()
         if before is None:
             server, ledger = settings.make_server(self._module), Ledger(dense_bytes(self._module))
@@ -93,16 +75,17 @@ class Rounds:
         else:
             server, ledger, states = (getattr(before.coordinator, name) for name in ("server", "ledger", "states"))
         server.base.optimizers, server.clients = trainer.optimizers, len(samples)
-        self.coordinator = make(settings, server, samples, states, ledger, data.labels_of)
+        coordinator = make(settings, server, samples, states, ledger, data.labels_of)
+        self.coordinator: Coordinator = coordinator
         if restored is not None:
-            self.coordinator.load_state_dict(restored["server"], self._to_device)
-        self.further = FurtherModels(data, self.coordinator)
-        self.coordinator.setup()
+            coordinator.load_state_dict(restored["server"], self._to_device)
+        self.further = FurtherModels(data, coordinator)
+        coordinator.setup()
         data.group_key = self._group_key
         previous = None if before is None else before.execution
-        self.execution = choose_execution(trainer, self.coordinator, data, self._processes, restored, previous)
-        if self._processes is not None:
-            check_processes(self._processes, trainer, self._algorithm, settings.experiment_seed, data)
+        self.execution: Execution = choose_execution(trainer, coordinator, data, processes, restored, previous)
+        if processes is not None:
+            check_processes(processes, trainer, self._algorithm, settings.experiment_seed, data)
 
     def _group_key(self, client: int, round_number: int) -> tuple[Any, ...]:
         """Return what clients that step together have in common: their method's key, moments, and options."""
@@ -162,11 +145,7 @@ class Rounds:
         self._schedulers.begin_round()
 
     def before_batch(self, group: int) -> None:
-        """Prepare a step; at a chunk's first, make its clients begin.
-
-        Args:
-            group: Number of batches whose gradients are accumulated.
-        """
+        """Prepare a step, of ``group`` whose gradients are accumulated; at a chunk's first, make its clients begin."""
         plan, progress = self._data.current_plan(), self._progress
         if not progress.round_open:
             self._begin_round()
@@ -194,11 +173,9 @@ class Rounds:
             self.aggregate()
 
     def _end_chunk(self) -> None:
-        assert self.execution.chunk is not None
-        steps = self.execution.chunk.steps
         self.execution.close()
         self._options.give_back()
-        self._schedulers.end_client(steps)
+        self._schedulers.end_client(self.execution.chunk.steps)
         self._progress.chunk_open = False
 
     def aggregate(self, between_steps: bool = False) -> None:
@@ -279,7 +256,7 @@ class Rounds:
             "progress": progress.state_dict(),
             "server": self.coordinator.state_dict(),
             "chunks": [list(chunk.clients) for chunk in plan.chunks] if plan and progress.round_open else None,
-            "client_values": {name: value.detach().clone() for name, value in values.items()},
+            "client_values": detached(values),
             "round_state": execution.round_state if progress.chunk_open else {},
             "common_options": self._options.common,
             "schedulers": self._schedulers.state_dict(),

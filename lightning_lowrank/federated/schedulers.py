@@ -21,9 +21,6 @@ class SchedulersPerClient:
 
     Schedulers that Lightning steps once an epoch are left alone. Under manual optimization, where the module steps
     them when it likes, all are wound back. So is a projected optimizer's count of steps to its next subspaces.
-
-    Args:
-        trainer: The trainer, with its schedulers set up.
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:

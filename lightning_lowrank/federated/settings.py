@@ -25,8 +25,6 @@ from lightning_lowrank.federated.objective import Objective
 from lightning_lowrank.federated.state import Base, BufferPolicy, ClientInfo, Server
 from lightning_lowrank.seeding import default_seed
 
-__all__ = ["FederatedSettings"]
-
 _SETTINGS_OF_LENGTH = ("local_epochs", "local_steps")
 
 
@@ -136,28 +134,30 @@ class FederatedSettings:
         self._check_clients()
 
     def _check_parts(self) -> None:
-        _check(
-            isinstance(self.algorithm, Algorithm),
-            f"algorithm must be an Algorithm such as FedAvg(), got {self.algorithm!r}",
+        parts = (
+            ("algorithm", Algorithm, "an Algorithm such as FedAvg()"),
+            ("partition", Partition, "a Partition such as IID() or Dirichlet(0.3)"),
+            ("aggregator", Aggregator, "an Aggregator such as WeightedMean()"),
+            ("objective", (Objective, type(None)), "an Objective such as MaskAbsentClasses(), or None"),
         )
-        _check(
-            isinstance(self.partition, Partition),
-            f"partition must be a Partition such as IID() or Dirichlet(0.3), got {self.partition!r}",
-        )
-        _check(
-            isinstance(self.aggregator, Aggregator),
-            f"aggregator must be an Aggregator such as WeightedMean(), got {self.aggregator!r}",
-        )
-        _check(
-            self.objective is None or isinstance(self.objective, Objective),
-            f"objective must be an Objective such as MaskAbsentClasses(), or None, got {self.objective!r}",
-        )
+        for name, kind, wanted in parts:
+            part = getattr(self, name)
+            _check(isinstance(part, kind), f"{name} must be {wanted}, got {part!r}")
         for name in ("uplink", "downlink"):
             codecs = getattr(self, name)
             _check(
                 isinstance(codecs, (list, tuple)) and all(isinstance(codec, Codec) for codec in codecs),
                 f"{name} must be a list of codecs such as [TopK(0.1), Half()], got {codecs!r}",
             )
+
+        choices = (
+            ("execution", ("sequential", "vectorized", "auto")),
+            ("buffers", ("average", "local", "reset")),
+            ("optimizer_state", ("reset", "keep")),
+        )
+        for name, allowed in choices:
+            choice = getattr(self, name)
+            _check(choice in allowed, f"{name} must be one of {allowed}, got {choice!r}")
 
     def _check_rounds(self) -> None:
         _check(self.clients is None or self.clients >= 1, f"clients must be 1 or more, got {self.clients}")
@@ -183,10 +183,6 @@ class FederatedSettings:
             f"give local_epochs={self.local_epochs} or local_steps={self.local_steps}, not both",
         )
         _check(
-            self.execution in ("sequential", "vectorized", "auto"),
-            f"execution must be 'sequential', 'vectorized' or 'auto', got {self.execution!r}",
-        )
-        _check(
             self.chunk_size is None or (self.chunk_size >= 1 and self.execution != "sequential"),
             "chunk_size must be 1 or more and goes with execution='vectorized' or 'auto', got"
             f" {self.chunk_size} with execution={self.execution!r}",
@@ -203,14 +199,6 @@ class FederatedSettings:
         _check(
             callable(self.weighting) or self.weighting in ("samples", "uniform"),
             f"weighting must be 'samples', 'uniform' or a function of the client, got {self.weighting!r}",
-        )
-        _check(
-            self.buffers in ("average", "local", "reset"),
-            f"buffers must be 'average', 'local' or 'reset', got {self.buffers!r}",
-        )
-        _check(
-            self.optimizer_state in ("reset", "keep"),
-            f"optimizer_state must be 'reset' or 'keep', got {self.optimizer_state!r}",
         )
         _check(
             self.personal_test in (None, "matched_labels")

@@ -15,16 +15,11 @@ from lightning_lowrank.federated.data.planner import RoundPlan
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.state import ClientContext, ClientInfo
 
-__all__ = ["SiteCoordinator"]
-
 
 class SiteCoordinator(Coordinator, ABC):
     """Stands at a site for the server: what it sends comes from the wire, and what it is sent goes there.
 
     Its `Server` is empty. It is there because `FederatedLoop` has one; the client's half reads the base.
-
-    Args:
-        *parts: As for `Coordinator`.
     """
 
     def __init__(self, *parts: Any) -> None:
@@ -40,12 +35,7 @@ class SiteCoordinator(Coordinator, ABC):
 
     @abstractmethod
     def upload(self, message: Message, packet: Packet) -> None:
-        """Take a message of the client's to the server.
-
-        Args:
-            message: What the client sends.
-            packet: The same as it is sent.
-        """
+        """Take a message of the client's to the server, ``packet`` being the same as it is sent."""
 
     def begin_round(self, plan: RoundPlan, live: Mapping[str, Tensor], idle: int) -> None:
         """Apply what has been broadcast since the client's last round."""

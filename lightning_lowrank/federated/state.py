@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from lightning_lowrank.aggregation import Aggregator, WeightedMean
@@ -205,14 +206,6 @@ def stack_trees(trees: Sequence[State]) -> State:
     return stacked
 
 
-def map_tree(function: Callable[[Tensor], Tensor], tree: Mapping[str, Any]) -> State:
-    """Return a tree of what ``function`` makes of each tensor of ``tree``."""
-    return {
-        name: map_tree(function, value) if isinstance(value, Mapping) else function(value)
-        for name, value in tree.items()
-    }
-
-
 def slice_tree(stacked: Mapping[str, Any], index: int | slice) -> State:
     """Return one client's part of a stacked tree, or that of several, as views."""
-    return map_tree(lambda value: value[index], stacked)
+    return apply_to_collection(stacked, Tensor, lambda value: value[index])

@@ -13,12 +13,10 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_lowrank.compression import Channel, Codec, Packet
-from lightning_lowrank.federated.algorithm import Algorithm
+from lightning_lowrank.federated.algorithm import Algorithm, detached
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, trained_tensors
 from lightning_lowrank.seeding import derive_seed
-
-__all__ = ["Wire"]
 
 _HELD = "wire.held"
 _RESIDUAL = "wire.residual"
@@ -68,8 +66,7 @@ class Wire:
     def setup(self, base: Base) -> None:
         """Begin the copy that all clients hold with the initial model. Called on every side before the first round."""
         if self.holds_copy and _HELD not in base.state:
-            initial = base.sent_down(trained_tensors(base.module))
-            base.state[_HELD] = {name: value.detach().clone() for name, value in initial.items()}
+            base.state[_HELD] = detached(base.sent_down(trained_tensors(base.module)))
 
     def _exact(self, base: Base) -> frozenset[str]:
         return self._algorithm.exact | base.initial_buffers.keys()
@@ -94,7 +91,7 @@ class Wire:
     def hold(self, base: Base, received: Mapping[str, Tensor]) -> None:
         """Keep what a broadcast brought as the copy that all clients hold. Called once for each copy of the base."""
         if self.holds_copy:
-            base.state[_HELD] = {name: value.detach().clone() for name, value in received.items()}
+            base.state[_HELD] = detached(received)
 
     def held(self, base: Base, packet: Packet) -> Packet:
         """Return a broadcast as it was sent when `hold` was called, whatever ``packet`` brings now."""
@@ -103,13 +100,7 @@ class Wire:
     def onto_own(
         self, base: Base, tensors: Mapping[str, Tensor], broadcast: Mapping[str, Tensor]
     ) -> Mapping[str, Tensor]:
-        """Return a client's message with its changes on top of the server's own values.
-
-        Args:
-            base: The server's copy of the base.
-            tensors: The message, whose changes are on top of the copy that all clients hold.
-            broadcast: The server's own values, which the copy follows.
-        """
+        """Return a client's message, which changes the copy that all hold, as changes of the server's own broadcast."""
         own, held = (self._algorithm.reference(base, values) for values in (broadcast, base.state[_HELD]))
         shifted = {
             name: value + (own[name] - held[name])
@@ -124,16 +115,12 @@ class Wire:
     def decode_down(self, base: Base, data: bytes) -> dict[str, Tensor]:
         """Return the broadcast that `down`'s encoding holds, on the CPU."""
         held = {name: value.cpu() for name, value in base.state.get(_HELD, {}).items()}
-        exact = self._exact(base) if self.downlink.codecs else ()
-        return self.downlink.receive(data, reference=held, exact=exact, own=self._algorithm.downlink(base))
+        return self.downlink.receive(data, reference=held, exact=self._exact(base), own=self._algorithm.downlink(base))
 
     def up(self, client: ClientContext, message: Message, received: Mapping[str, Tensor]) -> Packet:
         """Return a client's message as it is sent, and keep what error feedback adds to the next one.
 
-        Args:
-            client: The client.
-            message: What it sends.
-            received: What it received in this round.
+        ``received`` is what the client received in this round.
         """
         if not self.uplink.codecs:
             return self._send(self.uplink, message, seed=0)
@@ -152,17 +139,8 @@ class Wire:
     def decode_up(
         self, base: Base, data: bytes, received: Mapping[str, Tensor], codec: Codec | None
     ) -> dict[str, Tensor]:
-        """Return the message that `up`'s encoding holds, on the CPU.
-
-        Args:
-            base: The server's copy of the base.
-            data: The encoding.
-            received: What the client received in this round.
-            codec: The codec with which the method has its message encoded, if any.
-        """
-        reference: Mapping[str, Tensor] = {}
-        if self.uplink.codecs:
-            reference = self._algorithm.reference(base, received)
-        on_cpu = {name: value.cpu() for name, value in reference.items()}
-        exact = self._exact(base) if self.uplink.codecs else ()
-        return self.uplink.receive(data, reference=on_cpu, exact=exact, own=codec)
+        """Return the message that `up`'s encoding holds, on the CPU; ``codec`` is the method's own, if any."""
+        if not self.uplink.codecs:
+            return self.uplink.receive(data, own=codec)
+        reference = {name: value.cpu() for name, value in self._algorithm.reference(base, received).items()}
+        return self.uplink.receive(data, reference=reference, exact=self._exact(base), own=codec)

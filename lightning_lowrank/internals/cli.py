@@ -8,8 +8,6 @@ import lightning
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-__all__ = ["SubcommandCLI"]
-
 _NEEDED = (
     "_add_configure_optimizers_method_to_model",
     "_parser",

@@ -28,8 +28,6 @@ except ImportError:
 else:
     _IMPORTED = True
 
-__all__ = ["DirectSteps"]
-
 _RELEASES = ((2, 6),)
 _STEP_HOOKS = (
     "on_train_batch_start",
@@ -74,9 +72,6 @@ class DirectSteps:
         self._advance_as_lightning = self._loop.advance
         self._is_known = _is_known(trainer)
         self._direct = False
-        self._callbacks: dict[str, list[Callable[..., Any]]] = {}
-        self._own: dict[str, Callable[..., Any]] = {}
-        self._takes_index = self._clips = False
         self._loop.advance = self._advance
 
     def restore(self) -> None:

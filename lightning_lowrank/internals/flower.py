@@ -12,8 +12,6 @@ try:
 except ImportError:
     _constant = None  # type: ignore[assignment]
 
-__all__ = ["is_passing", "read_counts_as_counts"]
-
 _RAISED_BY_SITE = ("CLIENT_APP_RAISED_EXCEPTION", "LOAD_CLIENT_APP_EXCEPTION", "INVALID_FAB")
 
 

@@ -1,11 +1,15 @@
-"""The private parts of Lightning, and of torchmetrics with it, that rounds use."""
+"""The private parts of Lightning, and of torchmetrics with it, that rounds use.
+
+Where no public way is named, there is none: a Lightning without such a part is refused by a
+MisconfigurationException, which names the version and what to do.
+"""
 
 from __future__ import annotations
 
+import copy
 import operator
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -22,28 +26,6 @@ try:
     from lightning.pytorch.trainer.connectors.logger_connector import result as _result
 except ImportError:
     _result = None  # type: ignore[assignment]
-
-__all__ = [
-    "AccumulationPerClient",
-    "PaddedEpochs",
-    "StepCounts",
-    "TrainLoaderSource",
-    "checkpoint_schedule",
-    "count_steps",
-    "drop_schedulers",
-    "evaluate_everything",
-    "forget_batches",
-    "log_figures",
-    "make_one_epoch",
-    "missing",
-    "overrides",
-    "pool_training_results",
-    "stop_gathering",
-    "stops_now",
-    "synchronizes_layers",
-    "trainer_of",
-    "validation_seconds",
-]
 
 _SETTINGS = (
     "fx",
@@ -62,7 +44,6 @@ _COUNTED = (
     "automatic_optimization.optim_progress.optimizer.step.total.completed",
     "manual_optimization.optim_step_progress.total.completed",
 )
-_ONE_PROCESS = "use lightning 2.6, or devices=1"
 
 
 def missing(owner: Any, *paths: str) -> list[str]:
@@ -82,17 +63,17 @@ def missing(owner: Any, *paths: str) -> list[str]:
 
 
 def _need(what: str, instead: str, owner: Any, *paths: str) -> None:
-    """Refuse a version of Lightning that lacks what a feature needs and no public name offers.
-
-    Raises:
-        MisconfigurationException: If one of the dotted names leads from ``owner`` to nothing.
-    """
+    """Refuse a version of Lightning in which one of the dotted names leads from ``owner`` to nothing."""
     lacking = missing(owner, *paths)
     if lacking:
         raise MisconfigurationException(
             f"{what} needs {type(owner).__name__}.{lacking[0]}, which lightning {lightning.__version__} does not have:"
             f" {instead}."
         )
+
+
+def _need_together(owner: Any, *paths: str) -> None:
+    _need("strategy='client_parallel'", "use lightning 2.6, or devices=1", owner, *paths)
 
 
 def overrides(listener: pl.Callback | pl.LightningModule | pl.LightningDataModule, hook: str) -> bool:
@@ -109,11 +90,8 @@ def overrides(listener: pl.Callback | pl.LightningModule | pl.LightningDataModul
 class TrainLoaderSource:
     """Where the trainer takes its training loader from, and the way to put another one there.
 
-    There is no public way: ``trainer.fit(model, loader)`` never asks the module or datamodule, so that to override
-    their ``train_dataloader`` does not reach it.
-
-    Raises:
-        MisconfigurationException: If Lightning keeps the loader elsewhere.
+    ``trainer.fit(model, loader)`` never asks the module or datamodule, so that to override their ``train_dataloader``
+    does not reach it.
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
@@ -123,17 +101,15 @@ class TrainLoaderSource:
         self._trainer: Any = trainer
         self._loop: Any = trainer.fit_loop
         self._source = self._loop._data_source
-        self._original = self._source.instance
+        self._users = copy.copy(self._source)
 
     def is_defined(self) -> bool:
         """Return whether there is a training loader, given to ``fit`` or defined by the module or datamodule."""
-        with self._as_the_user_left_it():
-            return self._original is not None and self._source.is_defined()
+        return self._users.instance is not None and self._users.is_defined()
 
     def user_loader(self) -> Any:
         """Return what the user's own source gives."""
-        with self._as_the_user_left_it():
-            return self._source.dataloader()
+        return self._users.dataloader()
 
     def replace(self, loader: Any) -> None:
         """Make the trainer take ``loader``, and read its length again in each epoch."""
@@ -156,148 +132,129 @@ class TrainLoaderSource:
 
     def restore(self) -> None:
         """Put the user's source back."""
-        self._source.instance = self._original
+        self._source.instance = self._users.instance
         del self._loop.setup_data
 
-    @contextmanager
-    def _as_the_user_left_it(self) -> Iterator[None]:
-        replaced, self._source.instance = self._source.instance, self._original
-        try:
-            yield
-        finally:
-            self._source.instance = replaced
 
+def accumulate_per_client(
+    trainer: Any, group_begins: Callable[[], bool], group_ends: Callable[[], bool]
+) -> Callable[[], None]:
+    """Count ``accumulate_grad_batches`` within a client, where Lightning counts within the epoch.
 
-class AccumulationPerClient:
-    """Counts ``accumulate_grad_batches`` within a client, where Lightning counts within the epoch.
+    Where every group is one batch, Lightning's own count is right. So nothing is replaced in a Lightning that counts
+    elsewhere, and accumulation is refused there.
 
     Args:
         trainer: The trainer.
         group_begins: Whether the current batch is the first of a group of accumulated ones.
         group_ends: Whether the optimizer steps after the current batch.
 
-    Where every group is one batch, Lightning's own count is right. So nothing is replaced in a Lightning that counts
-    elsewhere, and accumulation is refused there.
-
-    Raises:
-        MisconfigurationException: If batches are accumulated, and Lightning counts elsewhere.
+    Returns:
+        What gives Lightning's own methods back.
     """
+    needed = (
+        "_accumulated_batches_reached",
+        "automatic_optimization._make_zero_grad_fn",
+        "automatic_optimization._skip_backward",
+        "automatic_optimization._on_before_zero_grad",
+        "automatic_optimization._optimizer_zero_grad",
+    )
+    epoch_loop = trainer.fit_loop.epoch_loop
+    if missing(epoch_loop, *needed):
+        schedules = any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks)
+        if trainer.accumulate_grad_batches != 1 or schedules:
+            instead = "use lightning 2.6, or accumulate_grad_batches=1"
+            _need("accumulating batches per client", instead, epoch_loop, *needed)
+        return lambda: None
+    automatic = epoch_loop.automatic_optimization
 
-    def __init__(self, trainer: Any, group_begins: Callable[[], bool], group_ends: Callable[[], bool]) -> None:
-        needed = (
-            "_accumulated_batches_reached",
-            "automatic_optimization._make_zero_grad_fn",
-            "automatic_optimization._skip_backward",
-            "automatic_optimization._on_before_zero_grad",
-            "automatic_optimization._optimizer_zero_grad",
-        )
-        self._epoch_loop: Any = trainer.fit_loop.epoch_loop
-        self._replaced = not missing(self._epoch_loop, *needed)
-        if not self._replaced:
-            schedules = any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks)
-            if trainer.accumulate_grad_batches != 1 or schedules:
-                instead = "use lightning 2.6, or accumulate_grad_batches=1"
-                _need("accumulating batches per client", instead, self._epoch_loop, *needed)
-            return
-        automatic = self._epoch_loop.automatic_optimization
+    def make_zero_grad(batch_idx: int, optimizer: Optimizer) -> Callable[[], None] | None:
+        if automatic._skip_backward or not group_begins():
+            return None
 
-        def make_zero_grad(batch_idx: int, optimizer: Optimizer) -> Callable[[], None] | None:
-            if automatic._skip_backward or not group_begins():
-                return None
+        def zero_grad() -> None:
+            automatic._on_before_zero_grad(optimizer)
+            automatic._optimizer_zero_grad(batch_idx, optimizer)
 
-            def zero_grad() -> None:
-                automatic._on_before_zero_grad(optimizer)
-                automatic._optimizer_zero_grad(batch_idx, optimizer)
+        return zero_grad
 
-            return zero_grad
+    def restore() -> None:
+        del epoch_loop._accumulated_batches_reached
+        del automatic._make_zero_grad_fn
 
-        self._epoch_loop._accumulated_batches_reached = group_ends
-        automatic._make_zero_grad_fn = make_zero_grad
-
-    def restore(self) -> None:
-        """Give Lightning's own methods back."""
-        if not self._replaced:
-            return
-        del self._epoch_loop._accumulated_batches_reached
-        del self._epoch_loop.automatic_optimization._make_zero_grad_fn
+    epoch_loop._accumulated_batches_reached = group_ends
+    automatic._make_zero_grad_fn = make_zero_grad
+    return restore
 
 
-class PaddedEpochs:
-    """Lets a process take part in a step of the epoch in which it trains nothing.
+def pad_epochs(trainer: Any, without_batch: Callable[[], bool], end_step: Callable[[], None]) -> Callable[[], None]:
+    """Let a process take part in a step of the epoch in which it trains nothing.
 
     Processes that share an epoch make equally many steps, because Lightning and some of its callbacks have all of them
     meet once a step. In a step without a batch no hook of the module, datamodule or the user's callbacks runs, nothing
-    is logged, and no step of an optimizer is counted. There is no public way.
+    is logged, and no step of an optimizer is counted.
 
     Args:
         trainer: The trainer.
         without_batch: Whether the step that begins is one without a batch.
         end_step: Called in place of all that happens in a step.
 
-    Raises:
-        MisconfigurationException: If Lightning's steps have other parts.
+    Returns:
+        What gives Lightning's own method back.
     """
+    loop = trainer.fit_loop.epoch_loop
+    _need_together(
+        loop,
+        "advance",
+        "restarting",
+        "batch_progress.is_last_batch",
+        "batch_progress.increment_processed",
+        "update_lr_schedulers",
+        "val_loop.restarting",
+        "_broadcast_sigterm_tensor",
+        "_num_ready_batches_reached",
+        "_should_check_val_fx",
+    )
+    advance = loop.advance
 
-    def __init__(self, trainer: Any, without_batch: Callable[[], bool], end_step: Callable[[], None]) -> None:
-        self._epoch_loop: Any = trainer.fit_loop.epoch_loop
-        needed = (
-            "advance",
-            "restarting",
-            "batch_progress.is_last_batch",
-            "batch_progress.increment_processed",
-            "update_lr_schedulers",
-            "val_loop.restarting",
-            "_broadcast_sigterm_tensor",
-            "_num_ready_batches_reached",
-            "_should_check_val_fx",
-        )
-        _need("strategy='client_parallel'", _ONE_PROCESS, self._epoch_loop, *needed)
-        advance = self._epoch_loop.advance
+    def advance_padded(data_fetcher: Any) -> None:
+        validates_first = loop.restarting and loop._should_check_val_fx(data_fetcher)
+        if validates_first or not without_batch():
+            advance(data_fetcher)
+            return
+        loop.val_loop.restarting = False
+        loop._broadcast_sigterm_tensor()
+        next(data_fetcher)
+        progress = loop.batch_progress
+        progress.is_last_batch = data_fetcher.done
+        progress.increment_ready()
+        progress.increment_started()
+        progress.increment_processed()
+        if loop._num_ready_batches_reached():
+            loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+        end_step()
+        for callback in trainer.callbacks:
+            if isinstance(callback, (ProgressBar, Timer)):
+                callback.on_train_batch_end(trainer, trainer.lightning_module, None, None, loop.batch_idx)
+        progress.increment_completed()
 
-        def advance_padded(data_fetcher: Any) -> None:
-            loop = self._epoch_loop
-            validates_first = loop.restarting and loop._should_check_val_fx(data_fetcher)
-            if validates_first or not without_batch():
-                advance(data_fetcher)
-                return
-            loop.val_loop.restarting = False
-            loop._broadcast_sigterm_tensor()
-            next(data_fetcher)
-            progress = loop.batch_progress
-            progress.is_last_batch = data_fetcher.done
-            progress.increment_ready()
-            progress.increment_started()
-            progress.increment_processed()
-            if loop._num_ready_batches_reached():
-                loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
-            end_step()
-            for callback in trainer.callbacks:
-                if isinstance(callback, (ProgressBar, Timer)):
-                    callback.on_train_batch_end(trainer, trainer.lightning_module, None, None, loop.batch_idx)
-            progress.increment_completed()
+    def restore() -> None:
+        del loop.advance
 
-        self._epoch_loop.advance = advance_padded
-
-    def restore(self) -> None:
-        """Give Lightning's own method back."""
-        del self._epoch_loop.advance
+    loop.advance = advance_padded
+    return restore
 
 
 class StepCounts:
     """What Lightning counts of a round's steps, to be brought to what one process would have counted.
 
-    There is no public way: ``global_step`` cannot be set.
-
     Args:
         trainer: The trainer, at the beginning of a round.
-
-    Raises:
-        MisconfigurationException: If Lightning counts elsewhere.
     """
 
     def __init__(self, trainer: Any) -> None:
         needed = (*_COUNTED, "_batches_that_stepped", "_should_accumulate")
-        _need("strategy='client_parallel'", _ONE_PROCESS, trainer.fit_loop.epoch_loop, *needed)
+        _need_together(trainer.fit_loop.epoch_loop, *needed)
         self._trainer = trainer
         self._optimizer_steps: int = trainer.global_step
         self._logged_steps: int = trainer.fit_loop.epoch_loop._batches_that_stepped
@@ -333,45 +290,20 @@ def evaluate_everything(trainer: Any) -> None:
     """Leave all samples of validation, test and prediction loaders to every process.
 
     The public way is ``Trainer(use_distributed_sampler=False)``, which a strategy cannot set.
-
-    Raises:
-        MisconfigurationException: If Lightning keeps the setting elsewhere.
     """
-    _need("strategy='client_parallel'", _ONE_PROCESS, trainer, "_accelerator_connector.use_distributed_sampler")
+    _need_together(trainer, "_accelerator_connector.use_distributed_sampler")
     trainer._accelerator_connector.use_distributed_sampler = False
-
-
-def stop_gathering(module: nn.Module) -> list[tuple[Metric, Any]]:
-    """Keep a module's metrics from gathering what other processes hold.
-
-    Returns:
-        The metrics with their ``distributed_available_fn``, to be put back.
-    """
-    metrics = [part for part in module.modules() if isinstance(part, Metric)]
-    found = [(metric, metric.distributed_available_fn) for metric in metrics]
-    for metric in metrics:
-        metric.distributed_available_fn = _never
-    return found
-
-
-def _never() -> bool:
-    return False
 
 
 def pool_training_results(trainer: Any, gather: Callable[[Any], Sequence[Any]]) -> None:
     """Bring together, in every process, what all of them logged in the steps of an epoch, to be reduced over it.
 
-    There is no public way: what is logged in a step is reduced by Lightning alone.
-
     Args:
         trainer: The trainer.
         gather: Returns what every process gives, in the order of their ranks.
-
-    Raises:
-        MisconfigurationException: If Lightning keeps what is logged elsewhere.
     """
-    _need("strategy='client_parallel'", _ONE_PROCESS, trainer, "fit_loop.epoch_loop._results.batch_size")
-    _need("strategy='client_parallel'", _ONE_PROCESS, _result, "_Metadata", "_ResultMetric", "_Sync")
+    _need_together(trainer, "fit_loop.epoch_loop._results.batch_size")
+    _need_together(_result, "_Metadata", "_ResultMetric", "_Sync")
     results = trainer.fit_loop.epoch_loop._results
     mine = {
         key: (
@@ -442,10 +374,7 @@ def forget_batches(trainer: pl.Trainer) -> None:
     """Let a run that is resumed from the last batch of a round start the next round with its first batch.
 
     Lightning recognises such a checkpoint by comparing the batches that were done with the length of the loader, which
-    by then is the next round's, and goes on in the middle of the epoch if that is longer. There is no public way.
-
-    Raises:
-        MisconfigurationException: If Lightning recognises it otherwise.
+    by then is the next round's, and goes on in the middle of the epoch if that is longer.
     """
     needed = ("restarted_on_train_batch_end", "batch_progress.current.completed")
     instead = "use lightning 2.6, or resume from a checkpoint that was saved between rounds"
@@ -466,50 +395,26 @@ def trainer_of(module: nn.Module) -> pl.Trainer | None:
 
 
 def checkpoint_schedule(callback: ModelCheckpoint) -> tuple[int, timedelta | None, bool | None]:
-    """Return every how many steps and after what time a callback saves, and whether it does so at an epoch's end.
-
-    There is no public way: the callback tells of ``every_n_epochs`` only.
-
-    Raises:
-        MisconfigurationException: If Lightning keeps the settings elsewhere.
-    """
+    """Return every how many steps and after what time a callback saves, and whether it does so at an epoch's end."""
     needed = ("_every_n_train_steps", "_train_time_interval", "_save_on_train_epoch_end")
-    _need("strategy='client_parallel' with a ModelCheckpoint", _ONE_PROCESS, callback, *needed)
+    _need_together(callback, *needed)
     return callback._every_n_train_steps, callback._train_time_interval, callback._save_on_train_epoch_end
 
 
 def validation_seconds(trainer: Any) -> float | None:
-    """Return after how many seconds a trainer validates, ``None`` where it goes by batches.
-
-    There is no public way: the trainer keeps a ``val_check_interval`` that is a time under another name.
-
-    Raises:
-        MisconfigurationException: If Lightning keeps it elsewhere.
-    """
-    _need("strategy='client_parallel'", _ONE_PROCESS, trainer, "_val_check_time_interval")
+    """Return after how many seconds a trainer validates, ``None`` where it goes by batches."""
+    _need_together(trainer, "_val_check_time_interval")
     return trainer._val_check_time_interval
 
 
 def synchronizes_layers(strategy: Any) -> bool:
-    """Return whether a strategy makes batch normalisation synchronous, as ``Trainer(sync_batchnorm=True)`` asks.
-
-    There is no public way: neither trainer nor strategy tells of the setting.
-
-    Raises:
-        MisconfigurationException: If Lightning keeps it elsewhere.
-    """
-    _need("strategy='client_parallel'", _ONE_PROCESS, strategy, "_layer_sync")
+    """Return whether a strategy makes batch normalisation synchronous, as ``Trainer(sync_batchnorm=True)`` asks."""
+    _need_together(strategy, "_layer_sync")
     return bool(strategy._layer_sync)
 
 
 def make_one_epoch(trainer: Any, number: int) -> None:
-    """Have the next fit make epoch ``number`` alone; -1: begin a fit and make none.
-
-    There is no public way: a trainer that goes on counts its epochs itself.
-
-    Raises:
-        MisconfigurationException: If Lightning counts elsewhere.
-    """
+    """Have the next fit make epoch ``number`` alone; -1: begin a fit and make none."""
     needed = ("epoch_progress.current.processed", "max_epochs", "_combined_loader")
     _need("a site of Flower", "use lightning 2.6", trainer.fit_loop, *needed)
     loop = trainer.fit_loop
@@ -521,13 +426,7 @@ def make_one_epoch(trainer: Any, number: int) -> None:
 
 
 def count_steps(trainer: Any, steps: int) -> None:
-    """Let ``global_step`` count steps that others made: checkpoints are not saved where it stands still.
-
-    There is no public way: ``global_step`` cannot be set.
-
-    Raises:
-        MisconfigurationException: If Lightning counts elsewhere.
-    """
+    """Let ``global_step`` count steps that others made: checkpoints are not saved where it stands still."""
     _need("Flower's server", "use lightning 2.6", trainer.fit_loop.epoch_loop, *_COUNTED)
     _counted_steps(trainer).completed += steps
 

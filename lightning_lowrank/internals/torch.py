@@ -9,28 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = [
-    "BATCH_NORMS",
-    "COMPILED",
-    "CONVOLUTIONS",
-    "INSTANCE_NORMS",
-    "TABLES",
-    "TRANSPOSED_CONVOLUTIONS",
-    "TorchDispatchMode",
-    "add_each",
-    "copy_each",
-    "copy_versions",
-    "divide_each",
-    "is_mapped",
-    "limit_each",
-    "map_level",
-    "mapped",
-    "own_buffers",
-    "own_children",
-    "own_parameters",
-    "stack_of",
-]
-
 # Tensors that `torch.func.vmap` maps
 
 try:
@@ -95,16 +73,6 @@ def copy_each(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         tensor.copy_(value)
 
 
-def limit_each(tensors: Sequence[Tensor], bound: float) -> None:
-    """Limit the entries of each tensor to ±``bound``, in place. Without torch's own functions, one by one."""
-    if hasattr(torch, "_foreach_clamp_min_") and hasattr(torch, "_foreach_clamp_max_"):
-        torch._foreach_clamp_min_(list(tensors), -bound)
-        torch._foreach_clamp_max_(list(tensors), bound)
-        return
-    for tensor in tensors:
-        tensor.clamp_(-bound, bound)
-
-
 # What a module holds itself
 
 TABLES = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules")
@@ -155,51 +123,28 @@ def _base(module: Any, name: str, *public: type[nn.Module]) -> tuple[Any, ...]:
     return public if found is None else (found,)
 
 
-BATCH_NORMS = _base(
-    nn.modules.batchnorm,
-    "_BatchNorm",
-    nn.BatchNorm1d,
-    nn.BatchNorm2d,
-    nn.BatchNorm3d,
-    nn.SyncBatchNorm,
-    nn.LazyBatchNorm1d,
-    nn.LazyBatchNorm2d,
-    nn.LazyBatchNorm3d,
-)
+def _layers(kind: str) -> list[type[nn.Module]]:
+    """Return the layers of a kind for one to three dimensions, lazy ones too."""
+    return [getattr(nn, f"{prefix}{kind}{dimensions}d") for prefix in ("", "Lazy") for dimensions in (1, 2, 3)]
+
+
+BATCH_NORMS = _base(nn.modules.batchnorm, "_BatchNorm", *_layers("BatchNorm"), nn.SyncBatchNorm)
 """The classes of batch normalisation, for ``isinstance``."""
 
-INSTANCE_NORMS = _base(
-    nn.modules.instancenorm,
-    "_InstanceNorm",
-    nn.InstanceNorm1d,
-    nn.InstanceNorm2d,
-    nn.InstanceNorm3d,
-    nn.LazyInstanceNorm1d,
-    nn.LazyInstanceNorm2d,
-    nn.LazyInstanceNorm3d,
-)
+INSTANCE_NORMS = _base(nn.modules.instancenorm, "_InstanceNorm", *_layers("InstanceNorm"))
 """The classes of instance normalisation, for ``isinstance``."""
 
-TRANSPOSED_CONVOLUTIONS = _base(
-    nn.modules.conv,
-    "_ConvTransposeNd",
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-)
+TRANSPOSED_CONVOLUTIONS = _base(nn.modules.conv, "_ConvTransposeNd", *_layers("ConvTranspose"))
 """The classes of transposed convolutions, for ``isinstance``. Lazy ones are among them."""
 
-CONVOLUTIONS = (
-    *_base(nn.modules.conv, "_ConvNd", nn.Conv1d, nn.Conv2d, nn.Conv3d),
-    *TRANSPOSED_CONVOLUTIONS,
-)
+CONVOLUTIONS = (*_base(nn.modules.conv, "_ConvNd", *_layers("Conv")), *TRANSPOSED_CONVOLUTIONS)
 """The classes of all convolutions, transposed ones too, for ``isinstance``. Lazy ones are among them."""
 
 
 # Modes
 
 try:
-    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 except ImportError:
 
     class TorchDispatchMode(ContextDecorator):  # type: ignore[no-redef]

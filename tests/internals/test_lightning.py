@@ -71,11 +71,11 @@ def test_another_source_of_loaders_is_refused(fitting):
 
 def test_accumulation_is_counted_where_it_was(fitting):
     epoch_loop = fitting.fit_loop.epoch_loop
-    counted = internals.AccumulationPerClient(fitting, lambda: False, lambda: True)
+    restore = internals.accumulate_per_client(fitting, lambda: False, lambda: True)
     assert vars(epoch_loop)["_accumulated_batches_reached"]()
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     assert epoch_loop.automatic_optimization._make_zero_grad_fn(0, optimizer) is None
-    counted.restore()
+    restore()
     assert "_accumulated_batches_reached" not in vars(epoch_loop)
     assert epoch_loop.automatic_optimization._make_zero_grad_fn(0, optimizer) is not None
 
@@ -113,7 +113,7 @@ def test_counts_of_steps(fitting):
 @pytest.mark.parametrize(
     ("kind", "arguments", "lacking"),
     [
-        (internals.PaddedEpochs, (lambda: False, lambda: None), "_should_check_val_fx"),
+        (internals.pad_epochs, (lambda: False, lambda: None), "_should_check_val_fx"),
         (internals.StepCounts, (), "_batches_that_stepped"),
     ],
 )
@@ -126,9 +126,9 @@ def test_parts_of_client_parallel_that_are_elsewhere(fitting, kind, arguments, l
 
 
 def test_padded_steps_have_all_their_parts(fitting):
-    padded = internals.PaddedEpochs(fitting, lambda: False, lambda: None)
+    restore = internals.pad_epochs(fitting, lambda: False, lambda: None)
     assert "advance" in vars(fitting.fit_loop.epoch_loop)
-    padded.restore()
+    restore()
     assert "advance" not in vars(fitting.fit_loop.epoch_loop)
 
 
@@ -213,7 +213,7 @@ def test_the_schedule_of_checkpoints():
     assert internals.checkpoint_schedule(ModelCheckpoint(every_n_train_steps=3))[0] == 3
     assert internals.checkpoint_schedule(ModelCheckpoint(train_time_interval=timedelta(1)))[1] == timedelta(1)
     assert internals.checkpoint_schedule(ModelCheckpoint(save_on_train_epoch_end=True))[2] is True
-    with pytest.raises(MisconfigurationException, match="ModelCheckpoint"):
+    with pytest.raises(MisconfigurationException, match=f"_train_time_interval.*{RELEASE}"):
         internals.checkpoint_schedule(Lacking(ModelCheckpoint(), "_train_time_interval"))
 
 

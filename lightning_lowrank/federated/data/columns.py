@@ -14,8 +14,6 @@ from rich.progress import track
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
-__all__ = ["Column", "call_on", "describe", "find_column", "length_of", "to_column"]
-
 Column: TypeAlias = np.ndarray
 
 
@@ -23,18 +21,15 @@ def find_column(dataset: Dataset, names: Sequence[str], pick: Callable[[Any], An
     """Return the first attribute that has one entry for each sample, or else what `pick` finds in the samples.
 
     Attributes are found through `torch.utils.data.Subset` and `torch.utils.data.ConcatDataset` as well, without
-    loading a sample; of ``tensors`` the last is meant.
+    loading a sample; of ``tensors`` the last is meant. For ``pick`` the dataset is read once, and the global random
+    number generators are given back as they were.
 
     Args:
         dataset: A map-style dataset.
         names: Attributes to look for.
-        pick: Returns a sample's entry. The dataset is read once, and the global random number generators are given
-            back as they were.
+        pick: Returns a sample's entry.
         what: What is read, for the progress bar.
         advice: Last part of error messages: what would work.
-
-    Raises:
-        MisconfigurationException: If the entries are not one integer or string for each sample.
     """
     values = _attribute_values(dataset, names, advice)
     if values is None:

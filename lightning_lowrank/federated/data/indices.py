@@ -18,8 +18,6 @@ from lightning_lowrank.federated.data.labels import check_labels
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["ClientIndices", "index_tensor"]
-
 _MAX_SUMMARY_CLIENTS = 20
 _MAX_SUMMARY_LABELS = 20
 

@@ -13,8 +13,6 @@ from torch.utils.data import Dataset
 
 from lightning_lowrank.federated.data.columns import call_on, describe, find_column
 
-__all__ = ["check_labels", "find_labels"]
-
 _ADVICE = (
     "labels must be one integer or string for each sample. For regression targets, several labels or one-hot"
     " vectors give labels=, a function dataset -> labels that says how to group the samples."

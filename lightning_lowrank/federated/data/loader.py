@@ -30,18 +30,6 @@ from lightning_lowrank.federated.data.planner import Chunk, RoundPlan
 from lightning_lowrank.federated.randomness import StepRandomness, seed_process, step_seed
 from lightning_lowrank.seeding import derive_seed, generator
 
-__all__ = [
-    "Places",
-    "Request",
-    "Requests",
-    "RoundLoader",
-    "SeededBatches",
-    "batch_reader",
-    "batches_of",
-    "check_loader",
-    "shuffles",
-]
-
 
 class Request(NamedTuple):
     """The sample indices of one batch, and the seed of whatever is drawn while they are read."""
@@ -87,9 +75,6 @@ class SeededBatches(Dataset):
             and (collate is default_collate or getattr(collate, "deterministic", False))
         )
 
-    def __getitem__(self, request: Request | Requests) -> Any:
-        return self.__getitems__(request)
-
     def __getitems__(self, request: Request | Requests) -> Any:
         return self._stacked(request) if isinstance(request, Requests) else self._read(request)
 
@@ -130,13 +115,7 @@ def _gather(tensor: Tensor, rows: Tensor) -> Tensor:
 def batch_reader(
     loader: DataLoader, batches: SeededBatches, requests: Iterable[Request | Requests]
 ) -> Callable[[], Iterator[Any]]:
-    """Return a function that reads the requested batches with a loader's workers and pinned memory.
-
-    Args:
-        loader: The user's loader.
-        batches: What is read.
-        requests: One for each batch; iterated whenever the function is called.
-    """
+    """Return a function that reads the batches requested by then with a loader's workers and pinned memory."""
     workers = loader.num_workers
     if not (workers or loader.pin_memory):
         # torch's loader would only add its own time to each batch.
@@ -231,18 +210,13 @@ class RoundLoader:
                 yield requests if self.stacked else requests[0]
 
     def read(self, chunk: Chunk, round_number: int, steps: int) -> tuple[list[Any], list[Any]]:
-        """Read the first batches of clients that step together, outside any round.
+        """Return the first batches of clients that step together, and the first of each client on its own.
 
-        Args:
-            chunk: The clients.
-            round_number: The round whose batches they are.
-            steps: Number of steps to read; less where the clients have fewer.
-
-        Returns:
-            The chunk's batches step by step, and the first batch of each client on its own.
+        They are read outside any round. There are fewer than ``steps`` where the clients have fewer.
         """
         requests = list(islice(self._chunk_requests(round_number, chunk), steps))
-        return [self._batches[each] for each in requests], [self._batches[each] for each in requests[0][:steps]]
+        read = self._batches.__getitems__
+        return [read(each) for each in requests], [read(each) for each in requests[0][:steps]]
 
     def _chunk_requests(self, round_number: int, chunk: Chunk) -> Iterator[Requests]:
         """Yield what the clients that are still active read, step by step."""
@@ -289,23 +263,21 @@ class _RequestsOf:
         return self._loader.requests()
 
 
-def shuffles(loader: DataLoader) -> bool:
-    """Return whether a plain training loader shuffles its samples."""
-    return isinstance(loader.sampler, RandomSampler)
-
-
-def check_loader(loader: Any, hook: str = "train_dataloader()", training: bool = True) -> DataLoader:
+def check_loader(loader: Any, training: bool = True) -> DataLoader:
     """Return a loader whose dataset can be read by the samples' indices.
 
     Args:
         loader: What the user's hook returned.
-        hook: Name of that hook, for error messages.
-        training: Whether batches are drawn as the loader's sampler draws them. Otherwise only its dataset is read.
+        training: Whether batches are drawn as the loader's sampler draws them. Otherwise only its dataset is read, and
+            a list with just one loader will do.
 
     Raises:
         MisconfigurationException: If it is anything but a plain `torch.utils.data.DataLoader` over a map-style
             dataset, in order or shuffled.
     """
+    hook = "train_dataloader()" if training else "val_dataloader() and test_dataloader()"
+    if not training and isinstance(loader, (list, tuple)) and len(loader) == 1:
+        (loader,) = loader
     needed = f"{hook} must return one plain torch.utils.data.DataLoader, whose dataset is read by the samples' indices;"
     if not isinstance(loader, DataLoader):
         several = f" of {len(loader)} loaders" if isinstance(loader, (list, tuple, dict)) else ""

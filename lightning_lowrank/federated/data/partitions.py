@@ -29,8 +29,6 @@ from lightning_lowrank.federated.data.indices import ClientIndices, index_tensor
 from lightning_lowrank.federated.data.labels import check_labels, find_labels
 from lightning_lowrank.seeding import generator
 
-__all__ = ["IID", "ByKey", "Dirichlet", "FromIndices", "LabelCount", "Partition"]
-
 _MAX_DRAWS = 1000
 _KEY_ADVICE = "keys must be one integer or string for each sample; ByKey takes a function dataset -> keys."
 

@@ -14,8 +14,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank.seeding import generator
 
-__all__ = ["Chunk", "RoundPlan", "RoundPlanner", "divide"]
-
 
 @dataclass(frozen=True)
 class Chunk:
@@ -79,13 +77,6 @@ class RoundPlan:
 def divide(batches: Mapping[int, int], processes: int) -> list[list[int]]:
     """Divide clients among processes of about equal load: the client with most batches to the least loaded process.
 
-    Args:
-        batches: Number of batches of each client, by its id.
-        processes: Number of processes. Those that are left over have no clients.
-
-    Returns:
-        For each process its clients, ascending.
-
     Example:
         >>> divide({0: 5, 3: 9, 4: 2, 7: 2}, processes=2)
         [[3], [0, 4, 7]]
@@ -107,9 +98,7 @@ class RoundPlanner:
         seed: Seed of the experiment.
         batches: Batches of each client of the partition in a round, an array; a client with none is never drawn.
         per_round: Clients to draw, a count.
-        sampling_weights: Relative chance of each client to be drawn; uniform by default.
-        participants: Clients of each round, given instead of drawn.
-        availability: Chance that each client is there in a round, or a function of client and round.
+        sampling_weights: As for `FederatedSettings`, like `participants` and `availability`.
         failure_probability: Chance that a drawn client never answers.
         truncate: Largest number of batches in a round (Lightning's ``fast_dev_run``).
         chunk_size: Largest number of clients that step together; 1 for one after another.
@@ -134,20 +123,15 @@ class RoundPlanner:
     truncate: int | None = None
     chunk_size: int = 1
     samples: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    group_key: Callable[[int, int], Hashable] | None = None
+    group_key: Callable[[int, int], Hashable] = lambda client, round_number: None
     process: int = 0
     processes: int = 1
 
     def plan(self, round_number: int, chunks: Sequence[Sequence[int]] | None = None) -> RoundPlan:
         """Return the plan of one round.
 
-        Args:
-            round_number: The round, from 0.
-            chunks: Which clients step together, where a checkpoint says so: the state by which they are grouped
-                changes during a round.
-
-        Raises:
-            MisconfigurationException: If ``participants`` has no entry for the round, or no client is available.
+        ``chunks`` says which clients step together where a checkpoint does: the state by which they are grouped changes
+        during a round.
         """
         drawn = self._drawn(round_number)
         answering, failed = self._answering(round_number, drawn)
@@ -181,9 +165,7 @@ class RoundPlanner:
             return [[client] for client in sorted(batches)]
         kinds: dict[Any, list[int]] = {}
         for client in sorted(batches, key=lambda client: (-batches[client], -self.samples[client], client)):
-            kinds.setdefault(None if self.group_key is None else self.group_key(client, round_number), []).append(
-                client
-            )
+            kinds.setdefault(self.group_key(client, round_number), []).append(client)
         return [
             clients[start : start + self.chunk_size]
             for clients in kinds.values()

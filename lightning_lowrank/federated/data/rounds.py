@@ -9,18 +9,16 @@ import numpy as np
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from lightning_lowrank.federated.data.evaluation_samples import hold_out
 from lightning_lowrank.federated.data.indices import ClientIndices
 from lightning_lowrank.federated.data.labels import find_labels
-from lightning_lowrank.federated.data.loader import RoundLoader, batches_of, check_loader, shuffles
+from lightning_lowrank.federated.data.loader import RoundLoader, batches_of, check_loader
 from lightning_lowrank.federated.data.planner import RoundPlan, RoundPlanner
 from lightning_lowrank.federated.progress import Progress
 from lightning_lowrank.federated.randomness import StepRandomness
 from lightning_lowrank.federated.settings import FederatedSettings
-
-__all__ = ["RoundData"]
 
 
 class RoundData:
@@ -65,10 +63,7 @@ class RoundData:
     def attach(self, trainer: Any, user_loader: Callable[[], Any], limit: int | float) -> None:
         """Serve a fit, the first one or another that goes on with the same division.
 
-        Args:
-            trainer: The trainer.
-            user_loader: Returns the user's own training loader.
-            limit: The trainer's ``limit_train_batches``.
+        ``limit`` is the ``limit_train_batches`` that the user gave the trainer.
         """
         self._trainer, self._user_loader, self._limit = trainer, user_loader, limit
         self._every_n_epochs = trainer.reload_dataloaders_every_n_epochs
@@ -119,7 +114,7 @@ class RoundData:
             plan=lambda: self._plan_round(self._trainer.current_epoch),
             position=lambda: self._progress.position,
             randomness=self.randomness,
-            shuffle=shuffles(loader) and not self._trainer.overfit_batches,
+            shuffle=isinstance(loader.sampler, RandomSampler) and not self._trainer.overfit_batches,
             stacked=self.stacked,
         )
         return self._loader

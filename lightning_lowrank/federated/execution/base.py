@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
+import torch
 from torch import Tensor
 
 from lightning_lowrank.federated.algorithm import LocalStep, inherits
@@ -15,8 +16,6 @@ from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.state import ClientContext, State, copy_into, trained_tensors
 
-__all__ = ["Execution"]
-
 
 class Execution(ABC):
     """Runs the clients' half of rounds in one process, a chunk of clients at a time.
@@ -24,10 +23,6 @@ class Execution(ABC):
     A chunk is one client, or several that step together. `open` makes its clients begin with what they are sent; in
     each step Lightning runs the module's training step, in which `before_batch`, `loss`, `before_step` and
     `local_update` stand; `close` hands over what the clients send.
-
-    Args:
-        trainer: The trainer, with its optimizers set up.
-        coordinator: The server's half.
     """
 
     name: ClassVar[str]
@@ -43,7 +38,7 @@ class Execution(ABC):
         self.algorithm = coordinator.algorithm
         self.base = coordinator.server.base
         self.live: dict[str, Tensor] = {}
-        self.chunk: Chunk | None = None
+        self.chunk: Chunk
         self.clients: list[ClientContext] = []
         self.number = 0
         self.round_state: State = {}
@@ -66,14 +61,7 @@ class Execution(ABC):
 
     @abstractmethod
     def resume(self, chunk: Chunk, number: int, values: Mapping[str, Tensor], round_state: State) -> None:
-        """Go on with a chunk that was open when a checkpoint was saved.
-
-        Args:
-            chunk: The chunk.
-            number: Number of the chunk's next step.
-            values: The clients' live values, as `values` gave them.
-            round_state: The clients' round states, as `round_state` was.
-        """
+        """Go on with step ``number`` of a chunk that was open when a checkpoint was saved, with what it holds."""
 
     def resume_between(self, values: Mapping[str, Tensor]) -> None:
         """Go on in a round in which no chunk was open when a checkpoint was saved."""
@@ -85,6 +73,20 @@ class Execution(ABC):
     @abstractmethod
     def step(self) -> LocalStep:
         """Return what the method sees of the present step."""
+
+    def _step_of_one(self, values: Mapping[str, Tensor], round_state: State) -> LocalStep:
+        """Return the present step as that of one client with these values."""
+        return LocalStep(
+            self.base,
+            self.clients[0].round,
+            self.chunk.clients,
+            self.base.parameters(values),
+            {name: values[name] for name in self.base.initial_buffers},
+            round_state,
+            self.number,
+            torch.tensor(self.chunk.steps, dtype=torch.float64),
+            stacked=False,
+        )
 
     def loss(self, batch: Any, training_step: Callable[[], Any]) -> Any:
         """Return the objective of a batch, given how the module's own training step is run on it."""

@@ -8,7 +8,7 @@ have ended, what the clients sent is exchanged, so that every process has the sa
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain
@@ -32,21 +32,17 @@ from lightning_lowrank.federated.algorithm import Algorithm, inherits
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.planner import RoundPlan
 from lightning_lowrank.federated.data.rounds import RoundData
-from lightning_lowrank.federated.messages import Ledger, Message
-from lightning_lowrank.federated.offload import ClientStates, flatten_state, unflatten_state
+from lightning_lowrank.federated.messages import Message
+from lightning_lowrank.federated.offload import flatten_state, unflatten_state
 from lightning_lowrank.federated.schedulers import SchedulersPerClient
-from lightning_lowrank.federated.settings import FederatedSettings
-from lightning_lowrank.federated.state import ClientInfo, Server
+from lightning_lowrank.federated.state import ClientInfo
 from lightning_lowrank.internals.lightning import (
     StepCounts,
     checkpoint_schedule,
     evaluate_everything,
-    stop_gathering,
     synchronizes_layers,
     validation_seconds,
 )
-
-__all__ = ["ClientParallelStrategy", "SharedCoordinator", "shared_by"]
 
 _ALIGNMENT = 16
 
@@ -115,12 +111,6 @@ class ClientParallelStrategy(DDPStrategy):
         )
         self._gathering: list[tuple[Metric, Any]] = []
 
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Make the strategy known by its name."""
-        description = "Processes train different clients of a FederatedLoop"
-        strategy_registry.register("client_parallel", cls, description=description, override=True)
-
     def setup_environment(self) -> None:
         """Connect the processes, and give all of them the first one's weights, from which `LowRank` may convert."""
         super().setup_environment()
@@ -183,19 +173,13 @@ class ClientParallelStrategy(DDPStrategy):
         return total
 
     def send(self, tensors: Sequence[Tensor], layout: Layout, source: int) -> list[Tensor]:
-        """Return in every process what ``source`` gives.
-
-        Args:
-            tensors: The tensors; only looked at in ``source``.
-            layout: Their shapes and types, which all processes know.
-            source: Rank of the process that sends.
-        """
+        """Return in every process the tensors that the one of rank ``source`` gives; all know their ``layout``."""
+        if not layout:
+            return []
         ends, size = [], 0
         for shape, dtype, _ in layout:
             ends.append((size, size + shape.numel() * dtype.itemsize))
             size = -(-ends[-1][1] // _ALIGNMENT) * _ALIGNMENT
-        if not layout:
-            return []
         buffer = torch.zeros(max(size, 1), dtype=torch.uint8, device=self.root_device)
         if source == self.global_rank:
             for tensor, (begin, end) in zip(tensors, ends, strict=True):
@@ -212,7 +196,10 @@ class ClientParallelStrategy(DDPStrategy):
         """Keep metrics from adding up what all processes have."""
         assert self.lightning_module is not None
         self._gather_again()
-        self._gathering = stop_gathering(self.lightning_module)
+        metrics = [part for part in self.lightning_module.modules() if isinstance(part, Metric)]
+        self._gathering = [(metric, metric.distributed_available_fn) for metric in metrics]
+        for metric in metrics:
+            metric.distributed_available_fn = _never
 
     def on_validation_end(self) -> None:
         """Let metrics gather again."""
@@ -232,6 +219,10 @@ class ClientParallelStrategy(DDPStrategy):
         super().teardown()
 
 
+def _never() -> bool:
+    return False
+
+
 Layout = list[tuple[torch.Size, torch.dtype, bool]]
 """Of each tensor its shape, its type, and whether it stays on the CPU whatever the processes' device is."""
 
@@ -243,9 +234,8 @@ def _layout_of(tensors: Sequence[Tensor]) -> Layout:
 def shared_by(trainer: Any) -> ClientParallelStrategy | None:
     """Return the strategy by which a trainer's processes share rounds; ``None`` for a single process.
 
-    Raises:
-        MisconfigurationException: If processes are to divide something else than clients, or a setting counts steps
-            inside a round, of which each process has its own.
+    Refused are processes that divide something else than clients, and settings that count steps inside a round, of
+    which each process has its own.
     """
     if trainer.world_size == 1:
         return None
@@ -292,11 +282,7 @@ def shared_by(trainer: Any) -> ClientParallelStrategy | None:
 def check_processes(
     strategy: ClientParallelStrategy, trainer: Any, algorithm: Algorithm, seed: int, data: RoundData
 ) -> None:
-    """Refuse processes that would not do the same, and say when there are too many.
-
-    Raises:
-        MisconfigurationException: If a process has another seed, method or division of the training set.
-    """
+    """Refuse processes with another seed, method or division of the training set; say when there are too many."""
     assert data.indices is not None
     mine = {"seed": seed, "method": repr(type(algorithm)), "partition": data.indices.digest()}
     for rank, theirs in enumerate(strategy.gather(mine)):
@@ -318,21 +304,16 @@ def check_processes(
 
 @dataclass(frozen=True)
 class _Arrival:
-    """What all processes know of a client that one of them has trained, before its tensors are sent.
-
-    Args:
-        client: What the server knows of it.
-        weight: Its weight in the mean.
-        names: The names of the message's tensors; ``None`` where the message was added up where it arrived.
-        state: What the client keeps, as `flatten_state` describes it.
-        layout: Of the message's tensors, and of those that the client keeps.
-    """
+    """What all processes know of a client that one of them has trained, before its tensors are sent."""
 
     client: ClientInfo
     weight: float
     names: list[str] | None
+    """The names of the message's tensors; ``None`` where the message was added up where it arrived."""
     state: list[Any]
+    """What the client keeps, as `flatten_state` describes it."""
     layout: Layout
+    """Of the message's tensors, and of those that the client keeps."""
 
 
 class SharedCoordinator(Coordinator):
@@ -344,28 +325,13 @@ class SharedCoordinator(Coordinator):
     Args:
         strategy: Connects the processes.
         trainer: The trainer, whose counts of steps are brought to those of one process.
-        settings: As for `Coordinator`, like what follows.
-        server: The server.
-        samples: Number of training samples of each client.
-        states: What clients keep between rounds.
-        ledger: Where the sizes of messages are entered.
-        labels: Returns the labels of a client's training samples.
+        *parts: As for `Coordinator`.
     """
 
     averages_models = False
 
-    def __init__(
-        self,
-        strategy: ClientParallelStrategy,
-        trainer: Any,
-        settings: FederatedSettings,
-        server: Server,
-        samples: Sequence[int],
-        states: ClientStates,
-        ledger: Ledger,
-        labels: Callable[[int], Tensor | None],
-    ) -> None:
-        super().__init__(settings, server, samples, states, ledger, labels)
+    def __init__(self, strategy: ClientParallelStrategy, trainer: Any, *parts: Any) -> None:
+        super().__init__(*parts)
         self._strategy = strategy
         self._trainer = trainer
         self._streams = inherits(self.algorithm, "receive")
@@ -379,7 +345,7 @@ class SharedCoordinator(Coordinator):
 
     def _take(self, client: ClientInfo, message: Message, weight: float) -> None:
         if self._streams:
-            self.algorithm.receive(self.server, client, message, weight)
+            super()._take(client, message, weight)
             message = Message({})
         kept = {name: tensor.clone() for name, tensor in message.tensors.items()}
         self._arrivals.append((client, Message(kept), weight))
@@ -387,16 +353,13 @@ class SharedCoordinator(Coordinator):
     def exchange(
         self, schedulers: SchedulersPerClient, client_steps: int, logged_steps: int, between_steps: bool
     ) -> int:
-        """Have every process hold what all of them have come to.
+        """Have every process hold what all of them have come to, and return the number of batches of all their clients.
 
         Args:
             schedulers: They go on from the client with the most steps of all.
             client_steps: Number of batches that clients have been trained on in this process in the round.
             logged_steps: Number of steps that loggers have seen here in the round.
             between_steps: As for `StepCounts.set`.
-
-        Returns:
-            Number of batches that clients have been trained on in all processes in the round.
         """
         now = self.ledger.state_dict()
         counted = {name: now[name] - value for name, value in self._entered.items()}
@@ -434,4 +397,9 @@ class SharedCoordinator(Coordinator):
         return total["client_steps"]
 
 
-ClientParallelStrategy.register_strategies(StrategyRegistry)
+StrategyRegistry.register(
+    "client_parallel",
+    ClientParallelStrategy,
+    description="Processes train different clients of a FederatedLoop",
+    override=True,
+)

@@ -6,16 +6,13 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_lowrank.federated import optimizers
-from lightning_lowrank.federated.algorithm import LocalStep
+from lightning_lowrank.federated.algorithm import LocalStep, detached
 from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.execution.base import Execution
-from lightning_lowrank.federated.state import State, copy_into
-
-__all__ = ["Sequential"]
+from lightning_lowrank.federated.state import ClientContext, State, copy_into
 
 
 class Sequential(Execution):
@@ -42,29 +39,24 @@ class Sequential(Execution):
         if self._own_objective:
             vars(self.module).pop("training_step", None)
 
-    def begin_round(self) -> None:
-        """Look which tensors are trained in this round."""
-        super().begin_round()
-        self._hidden = None
-        self._parameters = {name: value for name, value in self.live.items() if value.requires_grad}
-
     def open(self, chunk: Chunk) -> None:
         """Make the module the chunk's one client."""
-        self.chunk = chunk
-        (client,) = self.clients = self._contexts(chunk, lambda place: self.live)
-        self.algorithm.configure(self.base, client)
+        client = self._install(chunk)
         self._begin_client(client, self.coordinator.send(self.coordinator.info(client.id)))
-        self.round_state = client.round_state
         optimizers.begin(self.base.optimizers, [client.state], stacked=False)
 
     def resume(self, chunk: Chunk, number: int, values: Mapping[str, Tensor], round_state: State) -> None:
         """Go on with the client that was open when a checkpoint was saved."""
-        self.chunk, self.number = chunk, number
+        self.number = number
+        self._install(chunk).round_state.update(round_state)
+        copy_into(self.live, values)
+
+    def _install(self, chunk: Chunk) -> ClientContext:
+        self.chunk = chunk
         (client,) = self.clients = self._contexts(chunk, lambda place: self.live)
         self.algorithm.configure(self.base, client)
-        client.round_state.update(round_state)
         self.round_state = client.round_state
-        copy_into(self.live, values)
+        return client
 
     def resume_between(self, values: Mapping[str, Tensor]) -> None:
         """Go on with the values that the last client left in the module."""
@@ -72,18 +64,7 @@ class Sequential(Execution):
 
     def step(self) -> LocalStep:
         """Return what the method sees of the present step."""
-        assert self.chunk is not None
-        return LocalStep(
-            self.base,
-            self.clients[0].round,
-            self.chunk.clients,
-            self._parameters,
-            {name: self.live[name] for name in self.base.initial_buffers},
-            self.round_state,
-            self.number,
-            torch.tensor(self.chunk.steps, dtype=torch.float64),
-            stacked=False,
-        )
+        return self._step_of_one(self.live, self.round_state)
 
     def close(self) -> None:
         """Hand over what the client sends."""
@@ -91,10 +72,7 @@ class Sequential(Execution):
         self._end_client(client)
         if self.settings.optimizer_state == "keep":
             optimizers.keep(self.base.optimizers, client.state)
-        self._forget()
-
-    def _forget(self) -> None:
-        self.chunk, self.clients, self.round_state = None, [], {}
+        self.clients, self.round_state = [], {}
 
     def abandon(self) -> None:
         """Leave the global model in the module, and go on from there."""
@@ -103,7 +81,7 @@ class Sequential(Execution):
 
     def hide(self) -> None:
         """Put the client aside, and the global model into the module."""
-        self._hidden = {name: tensor.detach().clone() for name, tensor in self.live.items()}
+        self._hidden = detached(self.live)
         self.coordinator.show_global(self.live)
 
     def show(self) -> None:

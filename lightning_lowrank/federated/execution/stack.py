@@ -16,6 +16,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.func import vmap
 from torch.optim import Optimizer
@@ -23,12 +24,11 @@ from torchmetrics import Metric
 
 from lightning_lowrank.federated.data.loader import Places
 from lightning_lowrank.federated.execution.stacked_products import StackedProducts
+from lightning_lowrank.federated.objective import loss_of
 from lightning_lowrank.federated.optimizers import acts_elementwise, fresh_state, is_shared
-from lightning_lowrank.federated.state import State, map_tree
+from lightning_lowrank.federated.state import State
 from lightning_lowrank.internals.lightning import overrides
-from lightning_lowrank.internals.torch import limit_each, own_buffers, own_parameters
-
-__all__ = ["ActsOnStacks", "ClientStack", "unsupported_reason"]
+from lightning_lowrank.internals.torch import own_buffers, own_parameters
 
 _HOOKS = (
     "configure_gradient_clipping",
@@ -83,15 +83,7 @@ def unsupported_reason(trainer: Any, module: pl.LightningModule) -> str:
 
 
 def _homes(module: nn.Module, names: Mapping[Tensor, str]) -> list[tuple[MutableMapping[str, Any], str, str]]:
-    """Return where a module's parts keep the named tensors, a tensor that several parts hold once for each of them.
-
-    Args:
-        module: The module.
-        names: The tensors' names.
-
-    Returns:
-        The table that holds a tensor, its name there, and its name in ``names``.
-    """
+    """Return where parts of a module keep the named tensors: the table, the key in it, and the tensor's name."""
     return [
         (table, key, names[tensor])
         for part in module.modules()
@@ -114,16 +106,14 @@ def _refuse_gradient(gradient: Tensor) -> None:
 class ClientStack:
     """The values of clients that step together, and what of the trainer stands on them meanwhile.
 
+    The module's ``training_step`` and gradient clipping are replaced on the instance until `close`.
+
     Args:
         trainer: The trainer, with its optimizers set up.
-        module: The user's module. Its ``training_step`` and gradient clipping are replaced on the instance until
-            `close`.
+        module: The user's module.
         live: The module's trained parameters and persistent buffers by name.
         count: Number of clients.
-        objective: What is trained in place of the training step's own loss.
-
-    Attributes:
-        round_state: Tensors of the clients that ``objective`` gets, stacked.
+        objective: What is trained in place of the training step's own loss. It gets ``round_state``.
     """
 
     def __init__(
@@ -214,18 +204,14 @@ class ClientStack:
             vars(self._module).pop(name, None)
 
     def training_step(self, parts: Sequence[tuple[Places, Any]], batch_idx: int = 0) -> Tensor:
-        """Run the user's training step for all clients of a chunk's batch.
+        """Return the sum of the losses of all clients of a chunk's batch, so that each one's gradient is its own.
 
         Args:
             parts: For each batch size, the clients' places in the stack and their batches, stacked.
             batch_idx: Passed on.
 
-        Returns:
-            The sum of the clients' losses, so that each client's gradient is its own.
-
         Raises:
-            MisconfigurationException: If the step does something that cannot be mapped over clients; the cause is
-                named.
+            MisconfigurationException: If the step does something that cannot be mapped over clients.
         """
         total: Tensor | None = None
         logged: dict[str, list[tuple[Tensor, int]]] = {}
@@ -255,7 +241,7 @@ class ClientStack:
             return tensor if len(tensor) == len(numbers) else tensor[chosen]
 
         named = {name: select(self.leaves.get(name, stack)) for name, stack in self.values.items()}
-        round_state = map_tree(select, self.round_state)
+        round_state = apply_to_collection(self.round_state, Tensor, select)
 
         def run(values: dict[str, Tensor], state: State, client_batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
             arguments = (client_batch, batch_idx) if self._takes_index else (client_batch,)
@@ -269,7 +255,7 @@ class ClientStack:
                     output = own_step()
                 else:
                     output = self._objective(values, state, client_batch, own_step)
-            loss = output["loss"] if isinstance(output, Mapping) else output
+            loss = loss_of(output)
             if not isinstance(loss, Tensor):
                 raise MisconfigurationException(
                     f"execution='vectorized': training_step gave {output!r} in place of a loss, and clients that step"
@@ -340,10 +326,10 @@ class ClientStack:
         """Clip each client's gradients as Lightning clips those of one."""
         if not gradient_clip_val:
             return
-        gradients = [leaf.grad for leaf in self.leaves.values() if leaf.grad is not None]
         if str(gradient_clip_algorithm) in ("value", "GradClipAlgorithmType.VALUE"):
-            limit_each(gradients, gradient_clip_val)
+            nn.utils.clip_grad_value_(self.leaves.values(), gradient_clip_val)
             return
+        gradients = [leaf.grad for leaf in self.leaves.values() if leaf.grad is not None]
         norms = torch.stack([torch.linalg.vector_norm(gradient.flatten(1), dim=1) for gradient in gradients])
         scale = (gradient_clip_val / (torch.linalg.vector_norm(norms, dim=0) + 1e-6)).clamp(max=1.0)
         for gradient in gradients:

@@ -19,8 +19,6 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_lowrank.internals.torch import is_mapped, map_level, mapped, stack_of
 
-__all__ = ["StackedProducts"]
-
 _CONVOLUTIONS = {F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}
 
 
@@ -43,15 +41,6 @@ class StackedProducts(TorchFunctionMode):
 
     As the channels of an output are last in memory, ``view`` cannot always join its dimensions as it would one
     client's. There it returns a copy, and changing that in place does not change the output.
-
-    Example:
-        >>> import torch
-        >>> from torch.func import vmap
-        >>> images, weights = torch.zeros(5, 2, 3, 8, 8), torch.zeros(5, 4, 3, 3, 3)
-        >>> with StackedProducts():
-        ...     outputs = vmap(torch.conv2d)(images, weights)
-        >>> outputs.shape
-        torch.Size([5, 2, 4, 6, 6])
     """
 
     def __torch_function__(

@@ -15,8 +15,6 @@ from lightning_lowrank.federated.execution.base import Execution
 from lightning_lowrank.federated.execution.stack import ActsOnStacks, ClientStack
 from lightning_lowrank.federated.state import State, slice_tree, stack_trees
 
-__all__ = ["Vectorized"]
-
 
 class Vectorized(Execution):
     """Trains a chunk's clients together, in stacks that stand in the optimizers' place of the module's parameters."""
@@ -64,7 +62,6 @@ class Vectorized(Execution):
         """Let the clients leave that have made their last step."""
         super().before_batch(number)
         assert self._stack is not None
-        assert self.chunk is not None
         active = self.chunk.active(number)
         self._keep_moments(active)
         self._stack.narrow(active)
@@ -83,7 +80,6 @@ class Vectorized(Execution):
         if self._mapped is not None:
             return self._mapped
         assert self._stack is not None
-        assert self.chunk is not None
         active = self._stack.active
         return LocalStep(
             self.base,
@@ -101,21 +97,7 @@ class Vectorized(Execution):
         self, values: Mapping[str, Tensor], round_state: State, batch: Any, training_step: Callable[[], Any]
     ) -> Any:
         """Run the objective of one client, inside the map over clients."""
-        assert self.chunk is not None
-        parameters = {name: value for name, value in values.items() if name not in self.base.initial_buffers}
-        buffers = {name: values[name] for name in self.base.initial_buffers}
-        steps = torch.tensor(self.chunk.steps, dtype=torch.float64)
-        self._mapped = LocalStep(
-            self.base,
-            self.clients[0].round,
-            self.chunk.clients,
-            parameters,
-            buffers,
-            round_state,
-            self.number,
-            steps,
-            stacked=False,
-        )
+        self._mapped = self._step_of_one(values, round_state)
         try:
             return self.loss(batch, training_step)
         finally:
@@ -133,7 +115,11 @@ class Vectorized(Execution):
         assert self._stack is not None
         self._keep_moments(0)
         if self.coordinator.averages_models:
-            self._end_as_stacks(self._stack)
+            message = self.algorithm.end(self.clients[0])
+            stacks = {name: self._stack.values[name] for name in message.tensors}
+            self.coordinator.receive_stacks(self.clients, stacks, message)
+            for client in self.clients:
+                self._keep_buffers(client)
         else:
             for place in sorted(range(len(self.clients)), key=lambda place: self.clients[place].id):
                 client = self.clients[place]
@@ -142,17 +128,10 @@ class Vectorized(Execution):
                 self._end_client(client)
         self._forget()
 
-    def _end_as_stacks(self, stack: ClientStack) -> None:
-        message = self.algorithm.end(self.clients[0])
-        stacks = {name: stack.values[name] for name in message.tensors}
-        self.coordinator.receive_stacks(self.clients, stacks, message)
-        for client in self.clients:
-            self._keep_buffers(client)
-
     def _forget(self) -> None:
         assert self._stack is not None
         self._stack.close()
-        self._stack, self.chunk, self.clients, self.round_state = None, None, [], {}
+        self._stack, self.clients, self.round_state = None, [], {}
 
     def abandon(self) -> None:
         """Give the module and the optimizers back; the module has kept the global model."""

@@ -1,4 +1,4 @@
-"""Which execution a run takes, and what it says of that."""
+"""Which execution a run takes, what it says of that, and how it finds out."""
 
 from functools import partial
 
@@ -12,8 +12,8 @@ from lightning_lowrank import (
     FedAvg,
     FederatedLoop,
 )
-from lightning_lowrank.federated.execution import choice, trial
-from tests.federated.execution.runs import Double, Item, Kept, Reader, assert_close, run
+from lightning_lowrank.federated.execution import choice
+from tests.federated.execution.runs import OPTIMIZERS, Double, Item, Kept, Reader, assert_close, run
 from tests.helpers import Module, network, weights
 
 
@@ -36,12 +36,15 @@ def normed():
     return Module(network(norm=nn.BatchNorm1d), optimizer=partial(torch.optim.Adam, lr=0.01))
 
 
+time_both = choice.time_both
+
+
 def test_auto_says_what_it_chose_and_leaves_no_trace(tmp_path, capsys, monkeypatch):
     for faster, times in {"vectorized": (2.0, 1.0), "sequential": (1.0, 2.0)}.items():
         tried = []
 
         def timed(*arguments, tried=tried, times=times):
-            tried.extend(trial.time_both(*arguments))
+            tried.extend(time_both(*arguments))
             return times
 
         monkeypatch.setattr(choice, "time_both", timed)
@@ -77,3 +80,30 @@ def test_a_resumed_run_keeps_the_choice(tmp_path, monkeypatch):
     module, loop, _ = run(tmp_path, "auto", ckpt_path=tmp_path / "step=4.ckpt", trainer={"max_epochs": 2})
     assert loop.rounds.execution.name == "vectorized"
     assert_close(weights(whole), weights(module), tolerance=0)
+
+
+def test_as_many_clients_as_memory_holds(monkeypatch):
+    module = nn.Linear(100, 10)
+    each = 6 * 4 * 1010
+    for free, fitting in ((4 * each * 7, 7), (0, 1)):
+        monkeypatch.setattr(choice, "_free_memory", lambda free=free: free)
+        assert choice.chunk_size_that_fits(module, torch.device("cpu")) == fitting
+
+
+def test_both_ways_are_timed_without_a_trace(tmp_path, monkeypatch):
+    seen = []
+
+    def timed(fitted, module, chunk, loader):
+        before = weights(module), [dict(group) for group in fitted.optimizers[0].param_groups]
+        seconds = time_both(fitted, module, chunk, loader)
+        after = weights(module), [dict(group) for group in fitted.optimizers[0].param_groups]
+        assert_close(before[0], after[0], tolerance=0)
+        assert all(one["params"] == two["params"] for one, two in zip(before[1], after[1], strict=True))
+        assert not fitted.optimizers[0].state
+        assert not {"training_step", "configure_gradient_clipping", "log"} & vars(module).keys()
+        seen.append(seconds)
+        return seconds
+
+    monkeypatch.setattr(choice, "time_both", timed)
+    run(tmp_path, "auto", module=partial(Module, optimizer=OPTIMIZERS["AdamW"]), trainer={"max_epochs": 1})
+    assert min(seen[0]) > 0
