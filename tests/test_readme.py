@@ -34,6 +34,7 @@ def test_the_python_example_runs(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
 def test_the_layer_examples_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     _, resnet, fine_tune, optimizer, *_ = blocks("python")
@@ -60,6 +61,7 @@ def test_the_layer_examples_run(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
 def test_the_lora_examples_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     channels, federated, operator, _ = blocks("python")[4:]
@@ -76,6 +78,7 @@ def test_the_lora_examples_run(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
 def test_the_example_with_a_pretrained_network_runs(tmp_path, monkeypatch):
     """On random weights and made-up images of the right shape, for a round of two batches."""
     import lightning as L

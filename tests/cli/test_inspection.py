@@ -107,11 +107,13 @@ def test_fedmuds_recipes_have_the_papers_exact_figures(inspect, recipes, more, t
     assert figures["problems"] == []
 
 
+@pytest.mark.slow
 def test_fedmuds_ranks_on_fmnist(inspect):
     ranks = [layer["rank"] for layer in inspect(*recipe("fedmud/fmnist", "fedmud/mud"))["layers"]]
     assert ranks == [None, 2, 3, 5, None]
 
 
+@pytest.mark.slow
 def test_svhn_has_a_floor_that_is_named(inspect, capsys):
     with pytest.raises(SystemExit) as exit_of:
         inspect(*recipe("fedmud/svhn", "fedmud/mud"))
@@ -129,6 +131,7 @@ def real_encoding(module: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("overlay", [None, "mud", "bkd_aad", "frozen"])
+@pytest.mark.slow
 def test_traffic_is_the_length_of_the_real_encoding(inspect, overlay):
     figures = inspect(*recipe("fedmud/fmnist", *([f"fedmud/{overlay}"] if overlay else [])))
     module = Classifier(CNN4())
@@ -149,6 +152,7 @@ def test_traffic_is_the_length_of_the_real_encoding(inspect, overlay):
         assert way["numbers"] == way["parameters"] + way["buffers"]
 
 
+@pytest.mark.slow
 def test_traffic_is_what_the_ledger_of_a_real_fit_says(inspect, tmp_path):
     figures = inspect(*recipe("quickstart"))
     main(["fit", *recipe("quickstart"), "--trainer.max_epochs", "1", "--trainer.enable_progress_bar", "false"])
@@ -174,6 +178,7 @@ def test_traffic_follows_the_buffer_policy(tmp_path, buffers):
 
 
 @pytest.mark.parametrize("lowrank", [False, True])
+@pytest.mark.slow
 def test_optimizer_state(inspect, lowrank):
     arguments = recipe("quickstart") if lowrank else recipe("quickstart", "quickstart_dense")
     figures = inspect(*arguments)
@@ -186,6 +191,7 @@ def test_optimizer_state(inspect, lowrank):
     assert adam["optimizer_state_bytes"] == 8 * trainable + 4 * trained_tensors
 
 
+@pytest.mark.slow
 def test_projected_momentum_is_rank_over_in_of_dense_momentum(inspect):
     """The biases' momentum is dense; the weights' are out × rank, also of convolutions."""
     arguments = [
@@ -209,6 +215,7 @@ def test_projected_momentum_is_rank_over_in_of_dense_momentum(inspect):
     assert figures["optimizer_state_bytes"] == norms + 4 * 5 + 2 * 4 * 4 * (32 + sum(rows for rows, *_ in others))
 
 
+@pytest.mark.slow
 def test_macs_of_cnn4_by_hand(inspect):
     layers = inspect(*recipe("fedmud/fmnist", "fedmud/bkd"))["layers"]
     assert [layer["kind"] for layer in layers] == ["Conv2d"] * 4 + ["Linear"]
@@ -398,6 +405,7 @@ class Untouchable(pl.LightningDataModule):
 """
 
 
+@pytest.mark.slow
 def test_no_data_is_touched(inspect, tmp_path, monkeypatch):
     modules = tmp_path / "modules"
     modules.mkdir()
@@ -427,6 +435,7 @@ def test_an_impossible_conversion_is_refused():
         inspect_run(Classifier(MLP(64, [32], 10)), LowRank(MatrixProduct(), budget=0.001))
 
 
+@pytest.mark.slow
 def test_the_printed_tables_hold_every_figure_in_eighty_columns(inspect, capsys):
     main(["inspect", *recipe("fedmud/cifar10", "fedmud/bkd_aad")])
     printed = capsys.readouterr().out

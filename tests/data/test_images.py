@@ -8,6 +8,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset
 from torchvision import transforms
 
 from lightning_lowrank.data import ImageBatch, TensorImages, collate_images
+from tests.grids import daily
 from tests.data.helpers import all_samples
 
 
@@ -37,6 +38,7 @@ def test_pixel_max_is_full_intensity():
     assert image.flatten().tolist() == [-2.0, 0.0, 2.0]
 
 
+@daily()
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("collate_fn", [None, collate_images], ids=["default_collate", "collate_images"])
 @pytest.mark.parametrize("batch_size", [1, 7, 50, 64])

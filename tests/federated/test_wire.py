@@ -29,7 +29,7 @@ from lightning_lowrank.compression import Channel, Dense
 from lightning_lowrank.seeding import derive_seed
 from tests.algorithms import plain
 from tests.algorithms.plain import CLIENTS, PARTICIPANTS, double
-from tests.grids import in_turn
+from tests.grids import daily, in_turn
 from tests.helpers import Data, Module, assert_same, fit, network, trainer, weights
 
 CHANNELS: dict[str, dict[str, Any]] = {
@@ -92,6 +92,7 @@ def test_an_uplink_carries_changes_with_each_clients_own_residual(tmp_path, kind
     assert all((residual is not None) is channel.error_feedback for residual in kept)
 
 
+@daily()
 @pytest.mark.parametrize("share", [0.05, 0.5])
 def test_a_downlink_with_error_feedback_is_that_of_ef21p(tmp_path, share):
     sparse = {"downlink": [TopK(share, error_feedback=True)]}
@@ -151,6 +152,7 @@ def test_both_executions_agree(tmp_path, channels, algorithm):
         for channels, execution in in_turn(CHANNELS, ["sequential", "vectorized"])
     ],
 )
+@pytest.mark.slow
 def test_a_round_is_resumed_from_each_of_its_steps(tmp_path, channels, execution):
     settings = {"execution": execution, **CHANNELS[channels]}
     if execution == "vectorized":

@@ -221,6 +221,7 @@ def test_a_site_whose_answer_is_lost_goes_on(tmp_path, monkeypatch, name):
     assert all(value.isfinite().all() for value in served.lightning_module.state_dict().values())
 
 
+@pytest.mark.slow
 def test_the_server_measures_convergence_as_the_simulation_does(tmp_path, monkeypatch):
     both(tmp_path, monkeypatch, METHODS["FedLoRA-RBLA"], "lora", callbacks=lambda: [ConvergenceMonitor()])
 

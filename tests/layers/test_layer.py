@@ -22,7 +22,7 @@ from lightning_lowrank.layers import (
 )
 from lightning_lowrank.layers.layer import combine
 from lightning_lowrank.seeding import derive_seed
-from tests.grids import all_pairs, in_turn
+from tests.grids import all_pairs, daily, in_turn
 
 DENSE = {
     "linear": (lambda: nn.Linear(10, 8), (3, 10)),
@@ -374,6 +374,7 @@ def test_merging_composes_once_and_is_undone_bit_for_bit(role, modifier, dense):
 # Compilation, precision
 
 
+@daily("embedding-update-BlockKronecker(grid=False)")
 @pytest.mark.parametrize(
     ("dense", "role", "factorization"),
     in_turn(

@@ -10,6 +10,7 @@ from lightning_lowrank import FedAvg, LowRank, MatrixProduct
 from lightning_lowrank.compression import Codec, Dense, Half, Quantize, TopK
 from lightning_lowrank.federated import Algorithm, Message
 from lightning_lowrank.federated.state import copy_into
+from tests.grids import daily
 from lightning_lowrank.testing import PARTS, Claims, check_algorithm, small_module
 
 UPDATE = partial(LowRank, MatrixProduct(), rank=2, summary=False)
@@ -31,10 +32,12 @@ class Momentum(Algorithm):
         client.state["rounds"] = client.state.get("rounds", 0) + 1
 
 
+@pytest.mark.slow
 def test_a_method_of_ones_own_keeps_the_contract():
     check_algorithm(Momentum)
 
 
+@daily("held copy")
 @pytest.mark.parametrize(
     "settings",
     [

@@ -20,10 +20,11 @@ from lightning_lowrank import (
 )
 from lightning_lowrank.federated.optimizers import _ELEMENTWISE
 from tests.federated.execution.runs import FORMS, OPTIMIZERS, UNEVEN, Double, Manual, assert_close, both, run
-from tests.grids import in_turn
+from tests.grids import daily, in_turn
 from tests.helpers import Data, Module, fit, network, trainer, weights
 
 
+@daily("decoupled blocks-FedAvg")
 @pytest.mark.parametrize(
     ("form", "algorithm"), [*((form, FedAvg) for form in FORMS), ("update", FedMUD), ("decoupled blocks", FedMUD)]
 )
@@ -50,6 +51,7 @@ def test_every_elementwise_optimizer_is_tested():
     assert tested == set(_ELEMENTWISE)
 
 
+@daily()
 @pytest.mark.parametrize(
     "clip", [{"gradient_clip_val": 0.3}, {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}]
 )
@@ -191,6 +193,7 @@ class Anchored(FedAvg):
 
 
 @pytest.mark.parametrize("form", ["dense", "update"])
+@pytest.mark.slow
 def test_what_an_algorithm_does_around_a_step(tmp_path, form):
     ends = both(tmp_path, form=form, algorithm=Anchored, local_epochs=2)
     for client in range(len(UNEVEN)):
@@ -285,6 +288,7 @@ def test_the_number_that_steps_together_does_not_matter(tmp_path, together):
     assert fitted.global_step == 4 * sum(max(chunk) for chunk in chunks)
 
 
+@daily("LayerNorm-average")
 @pytest.mark.parametrize(
     ("norm", "buffers"),
     [(nn.BatchNorm1d, "average"), (nn.BatchNorm1d, "local"), (nn.BatchNorm1d, "reset"), (nn.LayerNorm, "average")],
@@ -352,6 +356,7 @@ def test_dropout_differs_between_clients_and_repeats(tmp_path):
 
 
 @pytest.mark.parametrize(("form", "together"), [pytest.param("dense", None, marks=pytest.mark.slow), ("update", 2)])
+@pytest.mark.slow
 def test_resumes_exactly_from_every_step(tmp_path, form, together):
     momentum = partial(torch.optim.AdamW, lr=0.01)
     decay = partial(torch.optim.lr_scheduler.StepLR, step_size=3, gamma=0.7)
@@ -398,6 +403,7 @@ def test_rounds_that_are_cut_short(tmp_path, limits):
     assert not {"training_step", "configure_gradient_clipping", "log"} & vars(module).keys()
 
 
+@pytest.mark.slow
 def test_a_torchvision_network(tmp_path):
     from torchvision.models import shufflenet_v2_x0_5
 
