@@ -7,7 +7,6 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank import FedDyn
-from tests.grids import daily
 from tests.algorithms.written_out import (
     CLIENTS,
     EXECUTIONS,
@@ -23,6 +22,7 @@ from tests.algorithms.written_out import (
     mean,
     resumed_ends,
 )
+from tests.grids import daily
 
 
 @daily("uniform-vectorized", "samples-sequential")

@@ -156,6 +156,7 @@ def assert_close(first, second):
 PARTICIPANTS = [[0, 1, 2, 4], [1, 2], [0, 2, 3]]
 
 
+@daily()
 @pytest.mark.parametrize(
     ("settings", "weight_of", "decay", "execution"),
     [

@@ -8,8 +8,8 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset
 from torchvision import transforms
 
 from lightning_lowrank.data import ImageBatch, TensorImages, collate_images
-from tests.grids import daily
 from tests.data.helpers import all_samples
+from tests.grids import daily
 
 
 def random_images(samples=50, shape=(3, 6, 10), **kwargs):

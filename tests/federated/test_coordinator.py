@@ -8,7 +8,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank import FedAvg, FedAvgM, FederatedLoop, FedProx, TopK
 from lightning_lowrank.aggregation import KeepsArrivals, WeightedMean
-from tests.grids import daily
 from tests.algorithms.written_out import (
     CLIENTS,
     EXECUTIONS,
@@ -20,6 +19,7 @@ from tests.algorithms.written_out import (
     resumed_ends,
     sgd,
 )
+from tests.grids import daily
 
 
 class Median(KeepsArrivals):

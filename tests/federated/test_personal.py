@@ -26,7 +26,7 @@ def accuracies(module, loop, dataset, parts):
 def run(tmp_path, algorithm, personal_test, execution="sequential", callbacks=(), **arguments):
     loop = FederatedLoop(
         algorithm, personal_test=personal_test, summary=False, execution=execution, seed=1,
-        **{"clients": 12, "partition": LabelCount(2), "local_epochs": 8, **arguments},
+        **{"clients": 12, "partition": LabelCount(2), "local_epochs": 2, **arguments},
     )  # fmt: skip
     module = Module()
     fitted = trainer(tmp_path, loop, *callbacks, max_epochs=3)

@@ -128,6 +128,7 @@ def test_a_downlink_without_error_feedback_rounds_the_values(tmp_path, kind):
     assert loop.ledger.total_idle == 0
 
 
+@daily("eight bits up-SCAFFOLD", "both ways-case6")
 @pytest.mark.parametrize(
     ("channels", "algorithm"), in_turn(CHANNELS, [FedAvg, SCAFFOLD, partial(FedAvgM, momentum=0.5)])
 )
@@ -145,13 +146,7 @@ def test_both_executions_agree(tmp_path, channels, algorithm):
             torch.testing.assert_close(value, states[1][name], rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("channels", "execution"),
-    [
-        pytest.param(channels, execution, marks=() if "both" in channels or "signs" in channels else pytest.mark.slow)
-        for channels, execution in in_turn(CHANNELS, ["sequential", "vectorized"])
-    ],
-)
+@pytest.mark.parametrize(("channels", "execution"), in_turn(CHANNELS, ["sequential", "vectorized"]))
 @pytest.mark.slow
 def test_a_round_is_resumed_from_each_of_its_steps(tmp_path, channels, execution):
     settings = {"execution": execution, **CHANNELS[channels]}

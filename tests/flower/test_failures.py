@@ -17,8 +17,8 @@ from lightning_lowrank.flower.client import client_app
 from lightning_lowrank.flower.recipe import build, check_optimizers
 from lightning_lowrank.flower.server import RemoteRounds, serve
 from tests.flower.helpers import MUD, assert_equal_runs, merged, method, run_on_sites, simulate, write_recipe
-from tests.grids import daily
 from tests.flower.local_grid import LocalGrid
+from tests.grids import daily
 
 FAST = {
     "federated": {"clients_per_round": None, "local_epochs": 1},

@@ -7,8 +7,8 @@ import torchvision
 from torch import nn
 
 from lightning_lowrank.cli import main
-from tests.grids import daily
 from lightning_lowrank.models import Classifier, Network, ResNet18, ResNet34
+from tests.grids import daily
 
 REFERENCE = {ResNet18: torchvision.models.resnet18, ResNet34: torchvision.models.resnet34}
 

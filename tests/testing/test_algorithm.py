@@ -10,8 +10,8 @@ from lightning_lowrank import FedAvg, LowRank, MatrixProduct
 from lightning_lowrank.compression import Codec, Dense, Half, Quantize, TopK
 from lightning_lowrank.federated import Algorithm, Message
 from lightning_lowrank.federated.state import copy_into
-from tests.grids import daily
 from lightning_lowrank.testing import PARTS, Claims, check_algorithm, small_module
+from tests.grids import daily
 
 UPDATE = partial(LowRank, MatrixProduct(), rank=2, summary=False)
 
@@ -238,7 +238,10 @@ class KeepsStatistics(Algorithm):
         (ReadsTheServer, "sites", "no attribute 'shift'"),
         (ReadsItsLastRound, "sites", "client 0, run on its own with nothing but its messages, sends in round 2"),
         (ReadsTheClient, "sites", "the server, run on its own with nothing but clients' messages"),
-        (TellsNobody, "sites", "client 0, run on its own with nothing but its messages, sends in round 0"),
+        pytest.param(
+            *(TellsNobody, "sites", "client 0, run on its own with nothing but its messages, sends in round 0"),
+            marks=pytest.mark.slow,
+        ),
         (DrawsFromTheProcess, "seed", "a run of the same seed, .* ends with other weights: network.0.weight"),
         (IgnoresTheSeed, "seed", "another seed gives the same weights"),
         (ForgetsItsRounds, "resume", r"resumed after \d+ batches with execution='sequential'"),
