@@ -7,6 +7,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank import FedAvg, FederatedLoop, FromIndices, LabelCount, LocalTraining
 from lightning_lowrank.federated.state import copy_into, trained_tensors
+from tests.grids import daily
 from tests.helpers import Data, Module, blobs, fit, trainer
 
 
@@ -34,6 +35,7 @@ def run(tmp_path, algorithm, personal_test, execution="sequential", callbacks=()
     return module, loop, fitted
 
 
+@daily("LocalTraining-sequential", "FedAvg-vectorized")
 @pytest.mark.parametrize("execution", ["sequential", "vectorized"])
 @pytest.mark.parametrize("algorithm", [FedAvg, LocalTraining])
 def test_on_the_validation_samples_of_its_labels(tmp_path, execution, algorithm):

@@ -165,6 +165,7 @@ def test_a_round_is_resumed_from_each_of_its_steps(tmp_path, channels, execution
             assert_same(kept, twin)
 
 
+@daily("average", "local")
 @pytest.mark.parametrize("buffers", ["average", "local", "reset"])
 def test_buffers_travel_exactly(tmp_path, buffers):
     seen = []

@@ -100,7 +100,12 @@ def test_settings_of_single_clients(tmp_path, as_function):
     ends = both(tmp_path, module=module, client_settings=given)
     assert ends[0][2].callback_metrics["federated/client_steps"] == 4 * (1 + 3 * 6 + 3 + 5 + 5)
     assert ends[0][2].optimizers[0].param_groups[0]["lr"] == 0.05 / 4
-    alone = both(tmp_path, module=module, client_settings=given, participants=[[1]] * 4)
+
+
+def test_settings_of_one_client_are_those_of_a_plain_module(tmp_path):
+    decay = partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
+    module = partial(Module, optimizer=OPTIMIZERS["momentum"], scheduler=decay)
+    alone, _, _ = run(tmp_path, "sequential", module=module, client_settings=SETTINGS, participants=[[1]] * 4)
     plain, _, _ = run(
         tmp_path,
         "sequential",
@@ -108,7 +113,7 @@ def test_settings_of_single_clients(tmp_path, as_function):
         module=partial(Module, optimizer=partial(torch.optim.SGD, lr=0.02, momentum=0.9, weight_decay=1e-3)),
         local_epochs=3,
     )
-    assert_close(weights(alone[0][0]), weights(plain))
+    assert_close(weights(alone), weights(plain))
 
 
 @pytest.mark.parametrize("execution", [pytest.param("sequential", marks=pytest.mark.slow), "vectorized"])
