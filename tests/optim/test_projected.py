@@ -979,6 +979,7 @@ def test_one_stacked_client_and_none(kind, subspace):
     assert [p.shape for p in none] == [(0, 6, 9), (0, 6)]
 
 
+@pairwise(strength=1)
 @every_subspace
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @every_optimizer
