@@ -1,7 +1,8 @@
 """Covering sets of test cases, where the full grid would guard the same thing many times.
 
 Most faults need one value or two together, not one of each axis. :func:`all_pairs` and :func:`in_turn` return the cases
-of a test; :func:`pairwise` marks the cases that are not needed as slow, so that CI still runs the full grid.
+of a test; :func:`pairwise` marks the cases that are not needed as slow, so that CI still runs the full grid, and
+:func:`daily` all but the named ones.
 """
 
 from __future__ import annotations
@@ -89,34 +90,61 @@ def pairwise(strength: int = 2) -> Callable[[Any], Any]:
     """
 
     def decorate(test: Any) -> Any:
-        marks = list(test.pytestmark)
-        axes = [mark for mark in marks if mark.name == "parametrize"]
-        names = [[name.strip() for name in _names(mark.args[0])] for mark in axes]
-        entries = [list(mark.args[1]) for mark in axes]
-        values = [
-            [_Value(entry, number, mark.kwargs.get("ids"), len(own)) for number, entry in enumerate(each)]
-            for mark, own, each in zip(axes, names, entries, strict=True)
-        ]
-        often = set(covering([len(each) for each in values], strength))
-        rows = []
-        for row in itertools.product(*(range(len(each)) for each in values)):
-            parts = [each[number] for each, number in zip(values, row, strict=True)]
-            slow = [] if row in often else [pytest.mark.slow]
-            rows.append(
-                pytest.param(
-                    *(value for part in parts for value in part.values),
-                    id="-".join(part.id for part in parts),
-                    marks=[*slow, *(mark for part in parts for mark in part.marks)],
-                )
-            )
-        test.pytestmark = [mark for mark in marks if mark.name != "parametrize"]
-        return pytest.mark.parametrize([name for own in names for name in own], rows)(test)
+        rows = _rows(test)
+        often = set(covering([1 + max(axis) for axis in zip(*rows, strict=True)], strength))
+        return _parametrize(test, rows, often)
 
     return decorate
 
 
-def _names(given: str | Sequence[str]) -> Sequence[str]:
-    return given.split(",") if isinstance(given, str) else given
+def daily(*ids: str) -> Callable[[Any], Any]:
+    """Mark the cases of a test as slow but for those with these ids.
+
+    It stands above the ``parametrize`` decorators. Without ids, the first case is the one that is not slow.
+    """
+
+    def decorate(test: Any) -> Any:
+        rows = _rows(test)
+        numbers = {_id(parts): row for row, parts in reversed(rows.items())}
+        return _parametrize(test, rows, {numbers[each] for each in ids} if ids else {next(iter(rows))})
+
+    return decorate
+
+
+def _rows(test: Any) -> dict[tuple[int, ...], list[_Value]]:
+    """Return what each case of a test's ``parametrize`` decorators takes of them, by its place on each axis."""
+    axes = []
+    for mark in test.pytestmark:
+        if mark.name == "parametrize":
+            width, ids = len(_names(mark.args[0])), mark.kwargs.get("ids")
+            axes.append([_Value(entry, number, ids, width) for number, entry in enumerate(mark.args[1])])
+    return {
+        row: [axis[number] for axis, number in zip(axes, row, strict=True)]
+        for row in itertools.product(*(range(len(axis)) for axis in axes))
+    }
+
+
+def _parametrize(test: Any, rows: dict[tuple[int, ...], list[_Value]], often: set[tuple[int, ...]]) -> Any:
+    """Give a test these rows in place of its ``parametrize`` decorators; those that are not run often are slow."""
+    names = [name for mark in test.pytestmark if mark.name == "parametrize" for name in _names(mark.args[0])]
+    cases = [
+        pytest.param(
+            *(value for part in parts for value in part.values),
+            id=_id(parts),
+            marks=[*([] if row in often else [pytest.mark.slow]), *(mark for part in parts for mark in part.marks)],
+        )
+        for row, parts in rows.items()
+    ]
+    test.pytestmark = [mark for mark in test.pytestmark if mark.name != "parametrize"]
+    return pytest.mark.parametrize(names, cases)(test)
+
+
+def _id(parts: list[_Value]) -> str:
+    return "-".join(part.id for part in parts)
+
+
+def _names(given: str | Sequence[str]) -> list[str]:
+    return [name.strip() for name in (given.split(",") if isinstance(given, str) else given)]
 
 
 class _Value:

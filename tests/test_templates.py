@@ -21,6 +21,7 @@ def test_every_template_is_checked():
 
 
 @pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.slow
 def test_template(name):
     path = FOLDER / f"{name}.py"
     assert len(path.read_text(encoding="utf-8").splitlines()) < 70

@@ -22,7 +22,7 @@ from tests.algorithms.written_out import (
     mean,
     own_state,
 )
-from tests.grids import all_pairs, in_turn
+from tests.grids import all_pairs, daily, in_turn
 from tests.helpers import Data, Module, assert_same, fit, network, trainer, weights
 
 OPTIMIZERS = {
@@ -78,6 +78,7 @@ def check(tmp_path, execution, make, norm=None, rounds=ROUNDS, keep=False):
     return ended, loop, settings
 
 
+@daily("momentum-True-sequential", "Adagrad-True-vectorized")
 @pytest.mark.parametrize(("optimizer", "keep", "execution"), all_pairs(OPTIMIZERS, [False, True], EXECUTIONS))
 def test_rounds_follow_the_paper(tmp_path, optimizer, keep, execution):
     check(tmp_path, execution, OPTIMIZERS[optimizer], keep=keep)
@@ -89,6 +90,7 @@ def test_subspaces_of_the_two_models(tmp_path, optimizer, execution):
         check(tmp_path, execution, PROJECTED[optimizer], rounds=[[client]])
 
 
+@daily()
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_statistics_of_the_two_models(tmp_path, execution):
     ended, loop, _ = check(tmp_path, execution, OPTIMIZERS["momentum"], norm=nn.BatchNorm1d)
@@ -97,6 +99,7 @@ def test_statistics_of_the_two_models(tmp_path, execution):
     assert not torch.allclose(own_state(loop, 0)["1.running_mean"], ended["1.running_mean"])
 
 
+@daily("vectorized")
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_the_global_model_is_that_of_federated_averaging(tmp_path, execution):
     settings = {"norm": nn.BatchNorm1d, "optimizer": OPTIMIZERS["AdamW"]}

@@ -11,6 +11,7 @@ from lightning_lowrank import EF21P, FedAvg
 from lightning_lowrank.federated import Base, ClientInfo, Server
 from lightning_lowrank.seeding import derive_seed, generator
 from tests.algorithms import plain
+from tests.grids import daily
 from tests.helpers import Module, network
 
 
@@ -41,6 +42,7 @@ def test_rounds_follow_the_paper(tmp_path, down, up, execution):
     torch.testing.assert_close(held, copy, rtol=1e-10, atol=1e-10)
 
 
+@daily("None")
 @pytest.mark.parametrize("norm", [None, nn.BatchNorm1d])
 def test_whole_it_is_fedavg(tmp_path, norm):
     module = partial(Module, network(norm=norm))

@@ -22,8 +22,10 @@ from tests.algorithms.written_out import (
     mean,
     resumed_ends,
 )
+from tests.grids import daily
 
 
+@daily("uniform-vectorized", "samples-sequential")
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("weighting", ["uniform", "samples"])
 def test_rounds_follow_the_paper(tmp_path, execution, weighting):
@@ -54,6 +56,7 @@ def test_rounds_follow_the_paper(tmp_path, execution, weighting):
 
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.slow
 def test_a_round_is_resumed_from_each_of_its_steps(tmp_path, execution):
     resumed_ends(tmp_path, partial(FedDyn, alpha=0.3), execution)
 

@@ -21,6 +21,7 @@ from lightning_lowrank import (
     recover,
 )
 from tests.algorithms.written_out import own_model
+from tests.grids import daily
 from tests.helpers import Data, Module, assert_same, blobs, fit, trainer, weights
 
 CLIENTS = [list(range(21)), list(range(21, 30)), list(range(30, 64)), list(range(64, 79)), list(range(79, 90))]
@@ -155,6 +156,7 @@ def assert_close(first, second):
 PARTICIPANTS = [[0, 1, 2, 4], [1, 2], [0, 2, 3]]
 
 
+@daily()
 @pytest.mark.parametrize(
     ("settings", "weight_of", "decay", "execution"),
     [
@@ -267,6 +269,7 @@ def test_the_base_has_no_gradient_where_factors_train(tmp_path):
     assert {(True, False), (False, True)} <= set(seen) <= {(True, False), (False, True), (True, True)}
 
 
+@daily("momentum")
 @pytest.mark.parametrize("optimizer", ["AdamW", "momentum"])
 def test_what_a_client_lacks_stays_zero_when_clients_step_together(tmp_path, optimizer):
     optimizers = {

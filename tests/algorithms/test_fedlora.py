@@ -36,7 +36,7 @@ from lightning_lowrank.federated import Base, ClientContext, ClientInfo, Message
 from lightning_lowrank.federated.algorithm import detached
 from lightning_lowrank.federated.state import copy_into, trained_tensors
 from lightning_lowrank.layers import low_rank_layers
-from tests.grids import in_turn
+from tests.grids import daily, in_turn
 from tests.helpers import Data, Module, assert_same, blobs, fit, network, trainer, weights
 
 CLIENTS = [list(range(40)), list(range(40, 60)), list(range(60, 103))]
@@ -133,7 +133,9 @@ def test_fed_ex_is_exact_though_its_base_moves(tmp_path):
         assert (change.B @ change.A).abs().max() > 1e-9
 
 
-def test_only_what_moves_is_sent(tmp_path):
+@daily("FFA", "RoLoRA", "FLoRA")
+@pytest.mark.parametrize("operator", [ProductSum, FFA, RoLoRA, FedSA, FLoRA, FedEx, CoLR])
+def test_only_what_moves_is_sent(tmp_path, operator):
     factors = {f"net.{layer}.factors.{name}" for layer in (0, 2, 4) for name in "UV"}
     left, right = ({name for name in factors if name.endswith(letter)} for letter in "UV")
     rest = {f"net.{layer}.bias" for layer in (0, 2, 4)}
@@ -148,13 +150,13 @@ def test_only_what_moves_is_sent(tmp_path):
         FedEx: ([factors, factors | changes, factors | changes], [factors] * 3),
         CoLR: ([set(), left_changes, left_changes], [left] * 3),
     }
-    for operator, (down, up) in expected.items():
-        _, loop, wire, _ = federate(tmp_path, FedLoRA(operator()))
-        for number in range(3):
-            for client in range(3):
-                assert wire.down[number, client].keys() == down[number] | rest, (operator, number)
-                assert wire.up[number, client].keys() == up[number] | rest, (operator, number)
-        assert not loop.ledger.metrics().get("comm/total_idle_down_bytes")
+    down, up = expected[operator]
+    _, loop, wire, _ = federate(tmp_path, FedLoRA(operator()))
+    for number in range(3):
+        for client in range(3):
+            assert wire.down[number, client].keys() == down[number] | rest, number
+            assert wire.up[number, client].keys() == up[number] | rest, number
+    assert not loop.ledger.metrics().get("comm/total_idle_down_bytes")
 
 
 def test_clients_that_sat_out_get_what_they_missed(tmp_path):
@@ -220,6 +222,7 @@ class Sites:
         )
 
 
+@daily("FLoRA(), {}", "CoLR(trained_factor='A'), {}")
 @pytest.mark.parametrize(
     "make",
     [
@@ -254,6 +257,7 @@ def test_idle_clients_hear_of_a_changed_base(tmp_path):
     assert sent["net.0.change.A"].shape == (6, 6)
 
 
+@daily("SumProduct-vectorized")
 @pytest.mark.parametrize(
     ("operator", "execution"), in_turn([RBLA, ZeroPadding, SumProduct, FLoRA, FedEx], ["sequential", "vectorized"])
 )

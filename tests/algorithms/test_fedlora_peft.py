@@ -23,6 +23,7 @@ from lightning_lowrank import (
     import_adapter,
 )
 from lightning_lowrank.layers import low_rank_layers
+from tests.grids import daily
 from tests.helpers import fit, trainer
 
 CLIENTS = [list(range(12)), list(range(12, 20)), list(range(20, 32))]
@@ -164,6 +165,7 @@ CASES = [
 ]
 
 
+@daily("bert-case0-case0", "convolutions-case6-case6")
 @pytest.mark.parametrize(("network", "operator", "settings"), CASES)
 def test_a_wrapped_module_trains_as_our_own_layers_do(peft, tmp_path, network, operator, settings):
     theirs, ours = pair(peft, tmp_path / "start", network)

@@ -17,7 +17,7 @@ from tests.algorithms.written_out import (
     federated,
     initial,
 )
-from tests.grids import in_turn
+from tests.grids import daily, in_turn
 from tests.helpers import network, weights
 
 SGD = torch.optim.SGD
@@ -81,6 +81,7 @@ def test_the_amount_of_work_is_the_papers(momentum, steps):
     assert work(partial(SGD, lr=0.1, momentum=momentum), steps) == pytest.approx(formula)
 
 
+@daily("plain")
 @pytest.mark.parametrize("optimizer", ["plain", "momentum"])
 def test_equal_steps_are_federated_averaging(tmp_path, optimizer):
     settings = {"optimizer": OPTIMIZERS[optimizer], "norm": nn.LayerNorm}

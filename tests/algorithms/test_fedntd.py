@@ -20,6 +20,7 @@ from tests.algorithms.written_out import (
     mean,
     resumed_ends,
 )
+from tests.grids import daily
 from tests.helpers import network
 
 
@@ -32,6 +33,7 @@ def not_true(logits, targets, temperature):
     return torch.stack(rows)
 
 
+@daily("1.0-vectorized", "2.5-sequential")
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 def test_rounds_follow_the_paper(tmp_path, execution, temperature):
@@ -56,6 +58,7 @@ def test_rounds_follow_the_paper(tmp_path, execution, temperature):
 
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.slow
 def test_a_round_is_resumed_from_each_of_its_steps(tmp_path, execution):
     resumed_ends(tmp_path, partial(FedNTD, logits="net"), execution)
 

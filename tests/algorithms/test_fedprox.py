@@ -17,9 +17,11 @@ from tests.algorithms.written_out import (
     initial,
     mean,
 )
+from tests.grids import daily
 from tests.helpers import Module, assert_same
 
 
+@daily("vectorized")
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_rounds_follow_the_paper(tmp_path, execution):
     ended, _ = federated(tmp_path, FedProx(mu=0.7), execution, local_epochs=2)

@@ -24,7 +24,7 @@ from lightning_lowrank.federated.state import trained_tensors
 from lightning_lowrank.models import MLP
 from lightning_lowrank.optim import projected_parameter_groups
 from lightning_lowrank.seeding import derive_seed
-from tests.grids import all_pairs
+from tests.grids import all_pairs, daily
 from tests.helpers import Data, Module, assert_same, blobs, fit, network, trainer, weights
 
 CLIENTS = [list(range(40)), list(range(40, 60)), list(range(60, 103))]
@@ -124,6 +124,7 @@ def convolutions():
     )
 
 
+@daily()
 @pytest.mark.parametrize(
     ("execution", "options", "factorized"),
     all_pairs(["sequential", "vectorized"], [{"weight_decay": 0.1}, {"nesterov": True}], [False, True]),

@@ -23,6 +23,7 @@ from tests.algorithms.written_out import (
     mean,
     resumed_ends,
 )
+from tests.grids import daily
 from tests.helpers import network
 
 
@@ -42,6 +43,7 @@ def contrastive(own, received, last, inputs, temperature):
     return -(near.exp() / (near.exp() + far.exp())).log().mean()
 
 
+@daily("vectorized")
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_rounds_follow_the_paper(tmp_path, execution):
     ended, loop = federated(tmp_path, MOON("net.2", mu=2.0, temperature=0.4), execution, local_epochs=2)
@@ -66,6 +68,7 @@ def test_rounds_follow_the_paper(tmp_path, execution):
 
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.slow
 def test_a_round_is_resumed_from_each_of_its_steps(tmp_path, execution):
     resumed_ends(tmp_path, partial(MOON, "net.2", mu=2.0), execution)
 

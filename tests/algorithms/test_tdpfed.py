@@ -14,6 +14,7 @@ from lightning_lowrank.algorithms.tdpfed import factor_gradients, refit
 from lightning_lowrank.federated.state import Base, ClientInfo, Server, trained_tensors
 from lightning_lowrank.models import MLP, VGG8
 from tests.algorithms.written_out import kept_by, own_model
+from tests.grids import daily
 from tests.helpers import Data, Module, blobs, fit, network, trainer, weights
 
 CLIENTS = [list(range(40)), list(range(40, 60)), list(range(60, 103)), []]
@@ -200,6 +201,7 @@ def train_client(theirs, start, client, joint):
     return {name: [value.detach() for value in each] for name, each in factors.items()}, personal
 
 
+@daily("sequential-True-1.8")
 @pytest.mark.parametrize(
     ("execution", "joint", "mixing"), [("sequential", False, 1.0), ("vectorized", True, 1.8), ("sequential", True, 1.8)]
 )
@@ -420,6 +422,7 @@ def test_a_run_that_diverges_goes_on(tmp_path, aggregation):
     assert all(value.isnan().all() for value in module.parameters())
 
 
+@daily()
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_follows_single_precision(tmp_path, dtype):
     """Each of Adam's steps is less than what these types resolve, and its eps is zero in half precision."""

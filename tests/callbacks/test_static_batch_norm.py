@@ -214,14 +214,14 @@ def test_a_resumed_run_is_the_same(tmp_path):
     def run(ckpt_path=None):
         module = Callable()
         loop = FederatedLoop(FedAvg(), partition=FromIndices(CLIENTS), buffers="local", summary=False)
-        kept = ModelCheckpoint(tmp_path / "kept", "{step}", save_top_k=-1, every_n_train_steps=4)
+        kept = ModelCheckpoint(tmp_path / "kept", "{step}", save_top_k=-1, every_n_train_steps=11)
         callbacks = [loop, StaticBatchNorm(from_round=1)] + ([] if ckpt_path else [kept])
         fit(trainer(tmp_path, *callbacks), module, Data(blobs(102)), ckpt_path=ckpt_path)
         return weights(module)
 
     whole = run()
     files = list((tmp_path / "kept").glob("*.ckpt"))
-    assert len(files) > 5
+    assert len(files) > 2
     for file in files:
         again = run(file)
         assert all(torch.equal(value, again[name]) for name, value in whole.items())

@@ -78,6 +78,7 @@ def test_the_plots_are_pictures_with_a_curve_for_each_run(tmp_path):
         assert len(colours(tmp_path / "two" / name)) == 2
 
 
+@pytest.mark.slow
 def test_the_deviation_is_a_band_in_the_curves_colour(tmp_path):
     def pale_blue(path: Path) -> int:
         red, green, blue = np.moveaxis(picture(path)[..., :3], -1, 0)

@@ -7,6 +7,7 @@ import torch
 
 from lightning_lowrank.compression import DecodingError, Quantize
 from lightning_lowrank.compression.wire import Layout
+from tests.grids import daily
 
 
 def draw(*shape, seed=0):
@@ -17,6 +18,7 @@ def norm_of(bucket, norm):
     return bucket.abs().max() if norm == "max" else bucket.double().norm().float()
 
 
+@daily()
 @pytest.mark.parametrize(
     ("bits", "levels", "bucket_size", "norm"),
     [

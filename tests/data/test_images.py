@@ -9,6 +9,7 @@ from torchvision import transforms
 
 from lightning_lowrank.data import ImageBatch, TensorImages, collate_images
 from tests.data.helpers import all_samples
+from tests.grids import daily
 
 
 def random_images(samples=50, shape=(3, 6, 10), **kwargs):
@@ -37,6 +38,7 @@ def test_pixel_max_is_full_intensity():
     assert image.flatten().tolist() == [-2.0, 0.0, 2.0]
 
 
+@daily()
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("collate_fn", [None, collate_images], ids=["default_collate", "collate_images"])
 @pytest.mark.parametrize("batch_size", [1, 7, 50, 64])

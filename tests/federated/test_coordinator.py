@@ -19,6 +19,7 @@ from tests.algorithms.written_out import (
     resumed_ends,
     sgd,
 )
+from tests.grids import daily
 
 
 class Median(KeepsArrivals):
@@ -66,6 +67,7 @@ def test_its_arguments_come_with_it(tmp_path, execution):
     assert_close(ended, expected)
 
 
+@daily("case1-vectorized")
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("method", [FedAvg, partial(FedAvgM, momentum=0.5), partial(FedProx, 0.1)])
 def test_a_round_is_resumed_with_what_has_arrived(tmp_path, execution, method):

@@ -103,7 +103,7 @@ def test_max_steps_cuts_a_round_that_is_still_aggregated(tmp_path):
 
 def test_max_time(tmp_path):
     module, seen = Module(), Seen()
-    run = trainer(tmp_path, loop(), seen, max_epochs=10_000, max_time={"seconds": 1})
+    run = trainer(tmp_path, loop(), seen, max_epochs=10_000, max_time={"seconds": 0.2})
     fit(run, module, Data())
     assert any(isinstance(callback, Timer) for callback in run.callbacks)
     assert_same(seen.ended[-1], weights(module.net))

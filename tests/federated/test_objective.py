@@ -174,6 +174,7 @@ def test_an_objective_and_a_methods_own_loss_go_together(tmp_path):
 
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.slow
 def test_an_objective_is_resumed_inside_a_round(tmp_path, execution):
     resumed_ends(tmp_path, FedAvg, execution, objective=MASK())
     resumed_ends(tmp_path / "own", Pulled, execution, objective=Scaled())

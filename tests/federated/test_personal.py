@@ -7,6 +7,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank import FedAvg, FederatedLoop, FromIndices, LabelCount, LocalTraining
 from lightning_lowrank.federated.state import copy_into, trained_tensors
+from tests.grids import daily
 from tests.helpers import Data, Module, blobs, fit, trainer
 
 
@@ -26,7 +27,7 @@ def accuracies(module, loop, dataset, parts):
 def run(tmp_path, algorithm, personal_test, execution="sequential", callbacks=(), **arguments):
     loop = FederatedLoop(
         algorithm, personal_test=personal_test, summary=False, execution=execution, seed=1,
-        **{"clients": 12, "partition": LabelCount(2), "local_epochs": 8, **arguments},
+        **{"clients": 12, "partition": LabelCount(2), "local_epochs": 2, **arguments},
     )  # fmt: skip
     module = Module()
     fitted = trainer(tmp_path, loop, *callbacks, max_epochs=3)
@@ -34,6 +35,7 @@ def run(tmp_path, algorithm, personal_test, execution="sequential", callbacks=()
     return module, loop, fitted
 
 
+@daily("LocalTraining-sequential", "FedAvg-vectorized")
 @pytest.mark.parametrize("execution", ["sequential", "vectorized"])
 @pytest.mark.parametrize("algorithm", [FedAvg, LocalTraining])
 def test_on_the_validation_samples_of_its_labels(tmp_path, execution, algorithm):

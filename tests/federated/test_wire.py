@@ -29,7 +29,7 @@ from lightning_lowrank.compression import Channel, Dense
 from lightning_lowrank.seeding import derive_seed
 from tests.algorithms import plain
 from tests.algorithms.plain import CLIENTS, PARTICIPANTS, double
-from tests.grids import in_turn
+from tests.grids import daily, in_turn
 from tests.helpers import Data, Module, assert_same, fit, network, trainer, weights
 
 CHANNELS: dict[str, dict[str, Any]] = {
@@ -92,6 +92,7 @@ def test_an_uplink_carries_changes_with_each_clients_own_residual(tmp_path, kind
     assert all((residual is not None) is channel.error_feedback for residual in kept)
 
 
+@daily()
 @pytest.mark.parametrize("share", [0.05, 0.5])
 def test_a_downlink_with_error_feedback_is_that_of_ef21p(tmp_path, share):
     sparse = {"downlink": [TopK(share, error_feedback=True)]}
@@ -127,6 +128,7 @@ def test_a_downlink_without_error_feedback_rounds_the_values(tmp_path, kind):
     assert loop.ledger.total_idle == 0
 
 
+@daily("eight bits up-SCAFFOLD", "both ways-case6")
 @pytest.mark.parametrize(
     ("channels", "algorithm"), in_turn(CHANNELS, [FedAvg, SCAFFOLD, partial(FedAvgM, momentum=0.5)])
 )
@@ -144,13 +146,8 @@ def test_both_executions_agree(tmp_path, channels, algorithm):
             torch.testing.assert_close(value, states[1][name], rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("channels", "execution"),
-    [
-        pytest.param(channels, execution, marks=() if "both" in channels or "signs" in channels else pytest.mark.slow)
-        for channels, execution in in_turn(CHANNELS, ["sequential", "vectorized"])
-    ],
-)
+@pytest.mark.parametrize(("channels", "execution"), in_turn(CHANNELS, ["sequential", "vectorized"]))
+@pytest.mark.slow
 def test_a_round_is_resumed_from_each_of_its_steps(tmp_path, channels, execution):
     settings = {"execution": execution, **CHANNELS[channels]}
     if execution == "vectorized":
@@ -168,6 +165,7 @@ def test_a_round_is_resumed_from_each_of_its_steps(tmp_path, channels, execution
             assert_same(kept, twin)
 
 
+@daily("average", "local")
 @pytest.mark.parametrize("buffers", ["average", "local", "reset"])
 def test_buffers_travel_exactly(tmp_path, buffers):
     seen = []

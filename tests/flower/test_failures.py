@@ -18,6 +18,7 @@ from lightning_lowrank.flower.recipe import build, check_optimizers
 from lightning_lowrank.flower.server import RemoteRounds, serve
 from tests.flower.helpers import MUD, assert_equal_runs, merged, method, run_on_sites, simulate, write_recipe
 from tests.flower.local_grid import LocalGrid
+from tests.grids import daily
 
 FAST = {
     "federated": {"clients_per_round": None, "local_epochs": 1},
@@ -177,6 +178,7 @@ def test_settings_are_checked():
             RemoteRounds(None, "", LocalGrid(), **settings)  # type: ignore[arg-type]
 
 
+@daily("case2-no `federated` section")
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -201,6 +203,7 @@ def test_recipes_that_cannot_run_across_sites(tmp_path, changes, said):
         build([fast(tmp_path, changes)])
 
 
+@pytest.mark.slow
 def test_schedules_that_count_steps_are_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     projected = {"model": {"init_args": {"optimizer": method("ProjectedSGD", lr=0.1, rank=2)}}}
@@ -212,6 +215,7 @@ def test_schedules_that_count_steps_are_refused(tmp_path, monkeypatch):
         check_optimizers(trainer, SimpleNamespace(automatic_optimization=True))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_count_stays_a_count(tmp_path):
     """With Flower imported before Lightning, jsonargparse would read the counts as the shares 1.0."""
     recipe = fast(tmp_path, {"federated": {"clients_per_round": 1}, "trainer": {"limit_train_batches": 1}})
@@ -220,6 +224,7 @@ def test_a_count_stays_a_count(tmp_path):
     assert type(built.trainer.limit_train_batches) is int
 
 
+@pytest.mark.slow
 def test_the_command_line_is_not_written_to_the_log(tmp_path, monkeypatch):
     recipe = fast(tmp_path)
     monkeypatch.setattr(sys, "argv", ["flwr-clientapp", "--token", "secret"])
@@ -230,6 +235,7 @@ def test_the_command_line_is_not_written_to_the_log(tmp_path, monkeypatch):
     assert sys.argv[2] == "secret"
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_project(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     base = fast(tmp_path, {"lowrank": MUD, "federated": {"algorithm": "FedMUD"}})

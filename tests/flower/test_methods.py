@@ -1,7 +1,6 @@
 """Every method runs between sites as it does in a simulation: the same weights to rounding, the same bytes exactly."""
 
 import itertools
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ from lightning_lowrank.flower.server import RemoteRounds
 from lightning_lowrank.interop.checkpoints import adapter_checkpoint
 from tests.algorithms.methods import LOW_RANK, METHODS, MOMENTUM, Method
 from tests.flower.helpers import run_on_sites
+from tests.grids import daily
 from tests.helpers import Data, Module, fit, trainer
 
 UNEVEN = [list(range(5)), list(range(5, 47)), list(range(47, 103))]
@@ -87,24 +87,15 @@ KEEPS = {
 }
 
 
-def daily(name: str, form: str) -> bool:
-    """Whether a method is run daily: in its first form, and FedLoRA with a few of its operators."""
-    return form == METHODS[name].forms[0] and (not name.startswith("FedLoRA-") or name == "FedLoRA-RBLA")
-
-
-def some_daily(names: Iterable[str], *chosen: str) -> list:
-    """Mark all but the chosen ones as slow."""
-    return [pytest.param(name, marks=() if name in chosen else pytest.mark.slow) for name in names]
-
-
 # Those of KEEPS are compared by a test of their own.
 CASES = [
-    pytest.param(name, form, id=f"{name}-{form}", marks=() if daily(name, form) else pytest.mark.slow)
+    (name, form)
     for name, form in itertools.product(METHODS, LOW_RANK)
     if form in METHODS[name].forms and KEEPS.get(name, (None,))[0] != form
 ]
 
 
+@daily("FedLoRA-RBLA-lora", "FedPer-dense", "HeteroFL-dense")
 @pytest.mark.parametrize(("name", "form"), CASES)
 def test_is_the_simulation(tmp_path, monkeypatch, name, form):
     method = METHODS[name]
@@ -141,7 +132,8 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("name", some_daily(SETTINGS, "error feedback both ways", "random codecs", "drawn factors"))
+@daily("random codecs")
+@pytest.mark.parametrize("name", SETTINGS)
 def test_channels_send_the_simulations_bytes(tmp_path, monkeypatch, name):
     method, settings = SETTINGS[name]
     both(tmp_path, monkeypatch, METHODS[method], METHODS[method].forms[0], fresh=True, **settings)
@@ -166,11 +158,13 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("name", some_daily(MORE, "FedBAT, both ways", "FedAvg, kept momentum"))
+@daily("FedAvg, kept momentum")
+@pytest.mark.parametrize("name", MORE)
 def test_other_forms_of_a_method(tmp_path, monkeypatch, name):
     both(tmp_path, monkeypatch, *MORE[name], fresh=True)
 
 
+@daily("FedMUD", "SCAFFOLD")
 @pytest.mark.parametrize("name", KEEPS)
 def test_a_site_keeps_what_it_needs(tmp_path, monkeypatch, name):
     form, keeps = KEEPS[name]
@@ -199,7 +193,8 @@ def test_slots_that_a_client_cannot_have_chosen_are_refused(tmp_path, monkeypatc
     assert served.callback_metrics["federated/clients"] == 1
 
 
-@pytest.mark.parametrize("name", some_daily(["FedMUD", "FedLoRA-RoLoRA", "FedLoRA-FLoRA", "EF21P"], "FedMUD", "EF21P"))
+@daily("FedMUD")
+@pytest.mark.parametrize("name", ["FedMUD", "FedLoRA-RoLoRA", "FedLoRA-FLoRA", "EF21P"])
 def test_a_site_whose_answer_is_lost_goes_on(tmp_path, monkeypatch, name):
     """Client 0 trains in round 1, and nobody knows: it goes on in round 2 as if it had been there."""
 
@@ -221,6 +216,7 @@ def test_a_site_whose_answer_is_lost_goes_on(tmp_path, monkeypatch, name):
     assert all(value.isfinite().all() for value in served.lightning_module.state_dict().values())
 
 
+@pytest.mark.slow
 def test_the_server_measures_convergence_as_the_simulation_does(tmp_path, monkeypatch):
     both(tmp_path, monkeypatch, METHODS["FedLoRA-RBLA"], "lora", callbacks=lambda: [ConvergenceMonitor()])
 

@@ -23,6 +23,7 @@ RESETS = {"federated": {"algorithm": "FedMUD"}, "lowrank": MUD}
 @pytest.mark.parametrize(
     "changes", [pytest.param({}, id="FedAvg", marks=pytest.mark.slow), pytest.param(RESETS, id="FedMUD")]
 )
+@pytest.mark.slow
 def test_is_the_simulation(tmp_path, monkeypatch, changes):
     monkeypatch.chdir(tmp_path)
     recipe = write_recipe(tmp_path, changes)

@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_lowrank import FedAvg, FederatedLoop, FedProx, FromIndices
 from lightning_lowrank.internals import direct_steps
 from lightning_lowrank.internals.direct_steps import DirectSteps
+from tests.grids import daily
 from tests.helpers import Data, Module, assert_same, blobs, fit, trainer, weights
 
 CLIENTS = [list(range(5)), list(range(5, 47)), list(range(47, 69)), list(range(69, 103))]
@@ -172,7 +173,7 @@ def run(
     loop = FederatedLoop(
         algorithm(), partition=FromIndices(CLIENTS), execution=execution, fast_steps=fast, summary=False
     )
-    checkpoint = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=1)
+    checkpoint = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=3)
     quick = "fast_dev_run" in settings.get("trainer", {})
     logger = CSVLogger(folder, name="", version=0)
     keep = {} if quick else {"logger": logger, "log_every_n_steps": 2}
@@ -188,9 +189,8 @@ def run(
     return made, fitted, events, rows
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] * bool(number % 3)) for number, case in enumerate(CASES)]
-)
+@daily("plain", "together")
+@pytest.mark.parametrize("case", CASES)
 def test_nobody_sees_a_difference(tmp_path, case):
     module, fitted, events, rows = run(tmp_path / "direct", **CASES[case])
     expected, reference, told, expected_rows = run(tmp_path / "lightning", **CASES[case], fast=False)
@@ -214,7 +214,7 @@ def test_nobody_sees_a_difference(tmp_path, case):
 @pytest.mark.slow
 def test_a_round_is_resumed_from_each_of_its_steps(tmp_path):
     whole, fitted, _, _ = run(tmp_path / "whole")
-    # The fifteenth ends a round.
+    # One is saved after every third step; the fifteenth ends a round.
     files = {step: next((tmp_path / "whole").glob(f"step={step}.ckpt")) for step in range(3, fitted.global_step, 3)}
     resumed = {step: run(tmp_path / f"direct {step}", ckpt_path=file) for step, file in files.items()}
     for step, file in files.items():
@@ -287,7 +287,8 @@ LEFT_TO_LIGHTNING: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("own", LEFT_TO_LIGHTNING)
 def test_ways_of_their_own_are_left_to_lightning(tmp_path, monkeypatch, own):
     monkeypatch.setattr(DirectSteps, "_step", lambda *arguments: pytest.fail("a direct step"))
-    _, fitted, _, _ = run(tmp_path, **LEFT_TO_LIGHTNING[own])
+    settings = LEFT_TO_LIGHTNING[own]
+    _, fitted, _, _ = run(tmp_path, **{**settings, "trainer": {"max_epochs": 1, **settings.get("trainer", {})}})
     assert fitted.global_step > 0
 
 
@@ -420,11 +421,17 @@ def another_call(monkeypatch):
 
 
 @pytest.mark.parametrize("change", [another_release, another_fetcher, another_part, another_call])
+def test_another_lightning_is_not_known(tmp_path, monkeypatch, change):
+    change(monkeypatch)
+    assert not known(tmp_path)
+
+
+@daily("another_part")
+@pytest.mark.parametrize("change", [another_release, another_fetcher, another_part, another_call])
 def test_steps_of_another_lightning_are_left_to_it(tmp_path, monkeypatch, change):
     expected, _, _, _ = run(tmp_path / "known", module=Quiet)
     monkeypatch.setattr(DirectSteps, "_step", lambda *arguments: pytest.fail("a direct step"))
     change(monkeypatch)
-    assert not known(tmp_path)
     module, _, _, _ = run(tmp_path / "other", module=Quiet)
     assert_same(weights(module), weights(expected))
 

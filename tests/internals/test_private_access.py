@@ -5,6 +5,7 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -30,9 +31,9 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__") and name != "_"
 
 
-def trees() -> Iterator[tuple[str, ast.AST]]:
-    for path in FILES:
-        yield str(path.relative_to(ROOT)), ast.parse(path.read_text())
+@cache
+def trees() -> list[tuple[str, ast.AST]]:
+    return [(str(path.relative_to(ROOT)), ast.parse(path.read_text())) for path in FILES]
 
 
 def own_names() -> set[str]:
@@ -47,6 +48,7 @@ def own_names() -> set[str]:
             elif (
                 isinstance(node, ast.Attribute)
                 and isinstance(node.ctx, ast.Store)
+                and is_private(node.attr)
                 and ast.unparse(node.value) in ("self", "layer", "twin")
             ):
                 names.add(node.attr)

@@ -463,6 +463,7 @@ RESNET_DENSE = {
         pytest.param("ResNet34", 200, (21_379_592, 8_452_616, 5_036_552, 3_328_520), marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_the_hybrid_resnets_of_fedhm(network, classes, counts):
     dense, *reduced = counts
     for rank_ratio, count in zip((1 / 2, 1 / 4, 1 / 8), reduced, strict=True):

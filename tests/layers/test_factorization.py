@@ -25,7 +25,7 @@ from lightning_lowrank.layers import (
 )
 from lightning_lowrank.registry import registered
 from lightning_lowrank.testing import check_factorization
-from tests.grids import all_pairs, in_turn
+from tests.grids import all_pairs, in_turn, pairwise
 
 VARIANTS = {
     "MatrixProduct": [{"layout": "permuted"}, {"layout": "channel"}, {"layout": "raw"}],
@@ -252,6 +252,7 @@ def test_dtype_and_precision_of_decompose(factorization, dtype):
         assert errors[0] < errors[1] + (0.01 + 8 * torch.finfo(dtype).eps) * weight.norm().item()
 
 
+@pairwise(strength=1)
 @every_factorization
 @pytest.mark.parametrize("shape", [(6, 4), (4, 2, 3, 3)], ids=str)
 def test_default_init_scale_makes_the_first_step_the_dense_one_in_expectation(factorization, shape):

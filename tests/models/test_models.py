@@ -189,6 +189,7 @@ def test_conv_block_without_pooling_keeps_the_size():
     assert ConvBlock(2, 4, pool=False)(torch.randn(2, 2, 7, 5)).shape == (2, 4, 7, 5)
 
 
+@pytest.mark.slow
 def test_training_on_digits_with_a_plain_trainer():
     torch.manual_seed(0)
     data = Digits(batch_size=32)
@@ -436,6 +437,7 @@ def test_yaml_network_and_data_by_name_alone(data, name, validation, augment, mo
     assert (made.datamodule.validation, made.datamodule.augment) == (validation, augment)
 
 
+@pytest.mark.slow
 def test_command_line_changes_parts_and_takes_any_module(monkeypatch, tmp_path):
     made = cli(
         monkeypatch,

@@ -8,6 +8,7 @@ from torch import nn
 
 from lightning_lowrank.cli import main
 from lightning_lowrank.models import Classifier, Network, ResNet18, ResNet34
+from tests.grids import daily
 
 REFERENCE = {ResNet18: torchvision.models.resnet18, ResNet34: torchvision.models.resnet34}
 
@@ -42,6 +43,7 @@ def test_parameters_are_torchvisions_but_for_the_stem(network_class):
     assert list(ours.items()) == list(theirs.items())
 
 
+@daily("ResNet18")
 @pytest.mark.parametrize("network_class", REFERENCE)
 def test_forward_is_torchvisions_without_max_pooling_behind_the_same_stem(network_class):
     torch.manual_seed(0)
@@ -101,6 +103,7 @@ def test_classifier_takes_sizes_from_the_network():
     assert model.example_input_array.shape == (1, 3, 8, 8)
 
 
+@daily("ResNet34")
 @pytest.mark.parametrize("network_class", REFERENCE)
 def test_short_class_name_on_the_command_line(network_class, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

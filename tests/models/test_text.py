@@ -198,6 +198,7 @@ def test_decay_leaves_parameters_alone_by_name(folder):
 # LoRA in rounds
 
 
+@pytest.mark.slow
 def test_lora_trains_factors_and_head_alone_and_sends_nothing_else(tmp_path, folder, data):
     module = TextClassifier(folder, optimizer=ADAMW)
     before = weights(module)
@@ -317,6 +318,7 @@ class WithPeft(pl.LightningModule):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=2e-2)
 
 
+@pytest.mark.slow
 def test_a_peft_model_is_trained_in_rounds_as_it_is(tmp_path, folder, data):
     module = WithPeft(folder)
     before, adapter = weights(module), trained(module)

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_lowrank.optim import ProjectedAdamW, ProjectedSGD
 from lightning_lowrank.seeding import generator
-from tests.grids import pairwise
+from tests.grids import daily, pairwise
 from tests.helpers import blobs
 
 MATRICES = [(6, 9), (9, 6), (2, 7), (4, 2, 3, 3), (5, 3, 3), (4, 2, 2, 2, 2)]
@@ -793,6 +793,7 @@ def test_lightning_resumes_from_its_checkpoint_bit_for_bit(tmp_path):
     assert_same(whole.state_dict(), resumed.state_dict())
 
 
+@daily("random-ProjectedSGD-SGD-case0")
 @pytest.mark.parametrize(
     ("kind", "dense", "options"),
     [
@@ -978,6 +979,7 @@ def test_one_stacked_client_and_none(kind, subspace):
     assert [p.shape for p in none] == [(0, 6, 9), (0, 6)]
 
 
+@pairwise(strength=1)
 @every_subspace
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @every_optimizer

@@ -11,6 +11,7 @@ from lightning_lowrank.compression import Codec, Dense, Half, Quantize, TopK
 from lightning_lowrank.federated import Algorithm, Message
 from lightning_lowrank.federated.state import copy_into
 from lightning_lowrank.testing import PARTS, Claims, check_algorithm, small_module
+from tests.grids import daily
 
 UPDATE = partial(LowRank, MatrixProduct(), rank=2, summary=False)
 
@@ -31,10 +32,12 @@ class Momentum(Algorithm):
         client.state["rounds"] = client.state.get("rounds", 0) + 1
 
 
+@pytest.mark.slow
 def test_a_method_of_ones_own_keeps_the_contract():
     check_algorithm(Momentum)
 
 
+@daily("held copy")
 @pytest.mark.parametrize(
     "settings",
     [
@@ -235,7 +238,10 @@ class KeepsStatistics(Algorithm):
         (ReadsTheServer, "sites", "no attribute 'shift'"),
         (ReadsItsLastRound, "sites", "client 0, run on its own with nothing but its messages, sends in round 2"),
         (ReadsTheClient, "sites", "the server, run on its own with nothing but clients' messages"),
-        (TellsNobody, "sites", "client 0, run on its own with nothing but its messages, sends in round 0"),
+        pytest.param(
+            *(TellsNobody, "sites", "client 0, run on its own with nothing but its messages, sends in round 0"),
+            marks=pytest.mark.slow,
+        ),
         (DrawsFromTheProcess, "seed", "a run of the same seed, .* ends with other weights: network.0.weight"),
         (IgnoresTheSeed, "seed", "another seed gives the same weights"),
         (ForgetsItsRounds, "resume", r"resumed after \d+ batches with execution='sequential'"),

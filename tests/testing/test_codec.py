@@ -89,7 +89,7 @@ class Dither(RandomCodec):
 
 @pytest.mark.parametrize("codec", [TernGrad(), Checksum(), Dither()])
 def test_codecs_of_ones_own_pass(codec):
-    check_codec(codec)
+    check_codec(codec, draws=30)
 
 
 class Longer(Checksum):

@@ -12,6 +12,7 @@ from torch.utils.data import ConcatDataset, IterableDataset, Subset
 from lightning_lowrank.federated.data import IID, ByKey, Dirichlet, FromIndices, LabelCount, find_labels
 from lightning_lowrank.seeding import generator
 from tests.federated.data.datasets import WithAttribute
+from tests.grids import daily
 from tests.helpers import SHARED_DATA
 
 LABELS = torch.arange(1003) % 10
@@ -110,16 +111,17 @@ def test_iid_is_uniform():
 # Dirichlet
 
 
+@daily()
 @pytest.mark.parametrize(("alpha", "clients"), [(0.1, 2), (0.1, 10), (1.0, 10), (10.0, 2)])
 def test_dirichlet_shares_have_the_moments_of_the_distribution(alpha, clients):
     labels = torch.zeros(10_000, dtype=torch.int64)
     shares = np.stack(
-        [Dirichlet(alpha, capped=False).split(10_000, clients, seed, labels).sizes / 10_000 for seed in range(400)]
+        [Dirichlet(alpha, capped=False).split(10_000, clients, seed, labels).sizes / 10_000 for seed in range(200)]
     )
     reference = np.random.default_rng(0).dirichlet([alpha] * clients, size=100_000)
-    # Each Dirichlet mean has variance (1/C)(1 - 1/C)/(C alpha + 1), here over 400 draws.
+    # Each Dirichlet mean has variance (1/C)(1 - 1/C)/(C alpha + 1), here over 200 draws.
     deviation = math.sqrt((1 / clients) * (1 - 1 / clients) / (clients * alpha + 1))
-    assert shares.mean(0) == pytest.approx(1 / clients, abs=5 * deviation / math.sqrt(400))
+    assert shares.mean(0) == pytest.approx(1 / clients, abs=5 * deviation / math.sqrt(200))
     assert shares.std() == pytest.approx(deviation, rel=0.1)
     for quantile in (0.1, 0.5, 0.9):
         ours, theirs = np.quantile(shares, quantile), np.quantile(reference, quantile)
@@ -260,10 +262,10 @@ def test_label_count_gives_each_client_its_labels_and_each_label_a_holder(client
 
 def test_label_count_draws_labels_uniformly():
     held = torch.zeros(6, 10)
-    for seed in range(500):
+    for seed in range(200):
         held += LabelCount(3).split(1003, 6, seed, LABELS).label_counts(LABELS) > 0
-    # Each entry is binomial: 500 draws with chance 3/10.
-    assert float((held / 500 - 0.3).abs().max()) < 4.5 * math.sqrt(0.3 * 0.7 / 500)
+    # Each entry is binomial: 200 draws with chance 3/10.
+    assert float((held / 200 - 0.3).abs().max()) < 4.5 * math.sqrt(0.3 * 0.7 / 200)
 
 
 def test_label_count_draws_who_gets_odd_samples():

@@ -14,6 +14,7 @@ from lightning_lowrank import (
 )
 from lightning_lowrank.federated.execution import choice
 from tests.federated.execution.runs import OPTIMIZERS, Double, Item, Kept, Reader, assert_close, run
+from tests.grids import daily
 from tests.helpers import Module, network, weights
 
 
@@ -39,27 +40,32 @@ def normed():
 time_both = choice.time_both
 
 
-def test_auto_says_what_it_chose_and_leaves_no_trace(tmp_path, capsys, monkeypatch):
-    for faster, times in {"vectorized": (2.0, 1.0), "sequential": (1.0, 2.0)}.items():
-        tried = []
+@daily()
+@pytest.mark.parametrize(
+    ("faster", "times", "said"),
+    [("vectorized", (2.0, 1.0), "step together"), ("sequential", (1.0, 2.0), "one after another")],
+)
+def test_auto_says_what_it_chose_and_leaves_no_trace(tmp_path, capsys, monkeypatch, faster, times, said):
+    tried = []
 
-        def timed(*arguments, tried=tried, times=times):
-            tried.extend(time_both(*arguments))
-            return times
+    def timed(*arguments):
+        tried.extend(time_both(*arguments))
+        return times
 
-        monkeypatch.setattr(choice, "time_both", timed)
-        settings = {"module": normed, "data": Double(drop_last=True, batch_size=4)}
-        module, loop, _ = run(tmp_path, "auto", **settings)
-        assert len(tried) == 2
-        assert min(tried) > 0
-        printed = capsys.readouterr().out
-        assert ("step together" if faster == "vectorized" else "one after another") in printed
-        assert "ms alone and" in printed
-        assert loop.rounds.execution.name == faster
-        expected, _, _ = run(tmp_path, faster, **settings)
-        assert_close(weights(expected), weights(module), tolerance=0)
+    monkeypatch.setattr(choice, "time_both", timed)
+    settings = {"module": normed, "data": Double(drop_last=True, batch_size=4)}
+    module, loop, _ = run(tmp_path, "auto", **settings)
+    assert len(tried) == 2
+    assert min(tried) > 0
+    printed = capsys.readouterr().out
+    assert said in printed
+    assert "ms alone and" in printed
+    assert loop.rounds.execution.name == faster
+    expected, _, _ = run(tmp_path, faster, **settings)
+    assert_close(weights(expected), weights(module), tolerance=0)
 
 
+@daily()
 @pytest.mark.parametrize(("module", "cause"), [(Item, "takes a number out of a tensor"), (Kept, "Take it from the")])
 def test_auto_falls_back_and_says_why(tmp_path, capsys, module, cause):
     fallen, loop, _ = run(tmp_path, "auto", module=module)

@@ -20,10 +20,11 @@ from lightning_lowrank import (
 )
 from lightning_lowrank.federated.optimizers import _ELEMENTWISE
 from tests.federated.execution.runs import FORMS, OPTIMIZERS, UNEVEN, Double, Manual, assert_close, both, run
-from tests.grids import in_turn
+from tests.grids import daily, in_turn
 from tests.helpers import Data, Module, fit, network, trainer, weights
 
 
+@daily("decoupled blocks-FedAvg")
 @pytest.mark.parametrize(
     ("form", "algorithm"), [*((form, FedAvg) for form in FORMS), ("update", FedMUD), ("decoupled blocks", FedMUD)]
 )
@@ -31,7 +32,7 @@ def test_equals_sequential_for_every_form(tmp_path, form, algorithm):
     both(tmp_path, form=form, algorithm=algorithm, local_epochs=2)
 
 
-DAILY = ("momentum", "AdamW", "Adagrad", "ProjectedSGD", "ProjectedAdamW")
+DAILY = ("ProjectedSGD",)
 
 
 @pytest.mark.parametrize(
@@ -50,6 +51,7 @@ def test_every_elementwise_optimizer_is_tested():
     assert tested == set(_ELEMENTWISE)
 
 
+@daily()
 @pytest.mark.parametrize(
     "clip", [{"gradient_clip_val": 0.3}, {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}]
 )
@@ -61,7 +63,7 @@ def test_clips_each_client_on_its_own(tmp_path, clip):
 
 @pytest.mark.parametrize(
     "optimizer",
-    [pytest.param(name, marks=() if name in ("AdamW", "ProjectedAdamW") else pytest.mark.slow) for name in OPTIMIZERS],
+    [pytest.param(name, marks=() if name == "ProjectedAdamW" else pytest.mark.slow) for name in OPTIMIZERS],
 )
 def test_clients_that_keep_their_moments(tmp_path, optimizer):
     settings = {
@@ -98,7 +100,12 @@ def test_settings_of_single_clients(tmp_path, as_function):
     ends = both(tmp_path, module=module, client_settings=given)
     assert ends[0][2].callback_metrics["federated/client_steps"] == 4 * (1 + 3 * 6 + 3 + 5 + 5)
     assert ends[0][2].optimizers[0].param_groups[0]["lr"] == 0.05 / 4
-    alone = both(tmp_path, module=module, client_settings=given, participants=[[1]] * 4)
+
+
+def test_settings_of_one_client_are_those_of_a_plain_module(tmp_path):
+    decay = partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
+    module = partial(Module, optimizer=OPTIMIZERS["momentum"], scheduler=decay)
+    alone, _, _ = run(tmp_path, "sequential", module=module, client_settings=SETTINGS, participants=[[1]] * 4)
     plain, _, _ = run(
         tmp_path,
         "sequential",
@@ -106,7 +113,7 @@ def test_settings_of_single_clients(tmp_path, as_function):
         module=partial(Module, optimizer=partial(torch.optim.SGD, lr=0.02, momentum=0.9, weight_decay=1e-3)),
         local_epochs=3,
     )
-    assert_close(weights(alone[0][0]), weights(plain))
+    assert_close(weights(alone), weights(plain))
 
 
 @pytest.mark.parametrize("execution", [pytest.param("sequential", marks=pytest.mark.slow), "vectorized"])
@@ -191,6 +198,7 @@ class Anchored(FedAvg):
 
 
 @pytest.mark.parametrize("form", ["dense", "update"])
+@pytest.mark.slow
 def test_what_an_algorithm_does_around_a_step(tmp_path, form):
     ends = both(tmp_path, form=form, algorithm=Anchored, local_epochs=2)
     for client in range(len(UNEVEN)):
@@ -285,6 +293,7 @@ def test_the_number_that_steps_together_does_not_matter(tmp_path, together):
     assert fitted.global_step == 4 * sum(max(chunk) for chunk in chunks)
 
 
+@daily("LayerNorm-average")
 @pytest.mark.parametrize(
     ("norm", "buffers"),
     [(nn.BatchNorm1d, "average"), (nn.BatchNorm1d, "local"), (nn.BatchNorm1d, "reset"), (nn.LayerNorm, "average")],
@@ -303,7 +312,8 @@ def test_sampling_weights_failures_and_local_steps(tmp_path):
     both(tmp_path, clients_per_round=3, client_dropout=0.3, local_steps=3, weighting="uniform")
 
 
-def test_other_datasets_and_workers(tmp_path):
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_other_datasets_and_workers(tmp_path, workers):
     class Listed(torch.utils.data.Dataset):
         def __init__(self):
             self.inputs, self.targets = Double().train.tensors
@@ -314,8 +324,7 @@ def test_other_datasets_and_workers(tmp_path):
         def __getitem__(self, index):
             return self.inputs[index] + 0.01 * torch.rand(()), self.targets[index]
 
-    for workers in (0, 2):
-        both(tmp_path, data=Data(Listed(), num_workers=workers), trainer={"max_epochs": 2})
+    both(tmp_path, data=Data(Listed(), num_workers=workers), trainer={"max_epochs": 2})
 
 
 def test_logged_values_are_the_same_means(tmp_path):
@@ -352,6 +361,7 @@ def test_dropout_differs_between_clients_and_repeats(tmp_path):
 
 
 @pytest.mark.parametrize(("form", "together"), [pytest.param("dense", None, marks=pytest.mark.slow), ("update", 2)])
+@pytest.mark.slow
 def test_resumes_exactly_from_every_step(tmp_path, form, together):
     momentum = partial(torch.optim.AdamW, lr=0.01)
     decay = partial(torch.optim.lr_scheduler.StepLR, step_size=3, gamma=0.7)
@@ -398,6 +408,7 @@ def test_rounds_that_are_cut_short(tmp_path, limits):
     assert not {"training_step", "configure_gradient_clipping", "log"} & vars(module).keys()
 
 
+@pytest.mark.slow
 def test_a_torchvision_network(tmp_path):
     from torchvision.models import shufflenet_v2_x0_5
 
