@@ -13,6 +13,7 @@ from lightning_lowrank.federated import Base, ClientContext
 from lightning_lowrank.federated.state import trained_tensors
 from lightning_lowrank.layers import low_rank_layers
 from lightning_lowrank.seeding import generator
+from tests.grids import daily
 from tests.helpers import Data, Module, assert_same, blobs, fit, trainer, weights
 
 CLIENTS = [list(range(40)), list(range(40, 60)), list(range(60, 103))]
@@ -76,6 +77,7 @@ FORMS = [
 ]
 
 
+@daily("case1-product-True-False", "case5-blocks-False-True")
 @pytest.mark.parametrize(("factorization", "compose", "decouple", "half_frozen"), FORMS)
 def test_rounds_follow_the_paper(tmp_path, factorization, compose, decouple, half_frozen):
     low_rank = LowRank(factorization, rank=2, decouple=decouple, half_frozen=half_frozen, summary=False)

@@ -68,6 +68,7 @@ def reference(make, rounds=ROUNDS, epochs=1):
     return model
 
 
+@daily("dampening-sequential", "momentum-vectorized")
 @pytest.mark.parametrize(("name", "execution"), in_turn(OPTIMIZERS, EXECUTIONS))
 def test_rounds_follow_the_paper(tmp_path, name, execution):
     ended, _ = federated(tmp_path, FedNova(), execution, optimizer=OPTIMIZERS[name], local_epochs=2)

@@ -63,6 +63,7 @@ def test_a_round_is_resumed_from_each_of_its_steps(tmp_path, execution):
     resumed_ends(tmp_path, partial(FedNTD, logits="net"), execution)
 
 
+@daily("vectorized")
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_without_the_term_it_is_federated_averaging(tmp_path, execution):
     """What the received model sees of a batch changes no statistics of the client's."""

@@ -415,6 +415,7 @@ def test_refuses_what_it_cannot_train(tmp_path):
             run(tmp_path, TDPFed(**SMALL), net=unsuitable)
 
 
+@daily()
 @pytest.mark.parametrize("aggregation", ["AFM", "ACT"])
 def test_a_run_that_diverges_goes_on(tmp_path, aggregation):
     algorithm = TDPFed(**{**SMALL, "regularization": 1e6}, aggregation=aggregation)

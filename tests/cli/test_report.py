@@ -1,5 +1,6 @@
 """The table of runs whose numbers are known."""
 
+import importlib
 import math
 import statistics
 
@@ -15,6 +16,14 @@ from tests.cli.run_folders import configured, make_report, rows_of, write_run
 from tests.helpers import Data, Module, fit, trainer
 
 PERSONAL = {"personal/val_acc": 0.75, "personal/val_acc_worst10": 0.25, "personal/val_acc_std": 0.125}
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch, request):
+    """Draw pictures of real runs alone: they take far longer than a table does."""
+    if request.function is not test_real_runs:
+        module = importlib.import_module("lightning_lowrank.cli.report")
+        monkeypatch.setattr(module, "plot_curves", lambda curves, across, metric, file, **settings: file)
 
 
 def test_best_last_rounds_and_bytes(tmp_path):

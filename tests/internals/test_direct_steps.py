@@ -311,13 +311,6 @@ def test_usual_steps_are_direct_and_lightnings_own_after_the_fit(tmp_path, monke
     assert "advance" not in vars(fitted.fit_loop.epoch_loop)
 
 
-def test_without_fast_steps_all_are_lightnings(tmp_path, monkeypatch):
-    monkeypatch.setattr(DirectSteps, "_step", lambda *arguments: pytest.fail("a direct step"))
-    _, fitted, _, _ = run(tmp_path, fast=False)
-    assert fitted.global_step == 45
-    assert "advance" not in vars(fitted.fit_loop.epoch_loop)
-
-
 def test_hooks_of_one_object_are_heard(tmp_path):
     heard = []
     module, callback = Module(), pl.Callback()

@@ -22,7 +22,7 @@ from lightning_lowrank.layers import (
 )
 from lightning_lowrank.layers.layer import combine
 from lightning_lowrank.seeding import derive_seed
-from tests.grids import all_pairs, daily, in_turn, pairwise
+from tests.grids import all_pairs, daily, in_turn
 
 DENSE = {
     "linear": (lambda: nn.Linear(10, 8), (3, 10)),
@@ -502,7 +502,7 @@ def test_default_scale_of_a_weight_keeps_the_standard_deviation(modifier, factor
     assert layer.weight.std().item() == pytest.approx(std, rel=0.15)
 
 
-@pairwise(strength=1)
+@daily("MatrixProduct(layout='permuted')-decoupled", "BlockKronecker(grid=False)-half-frozen")
 @every_modifier
 @pytest.mark.parametrize("factorization", [MatrixProduct(), BlockKronecker()], ids=str)
 def test_default_scale_makes_the_first_step_of_an_update_the_dense_step_in_expectation(modifier, factorization):

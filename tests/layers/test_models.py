@@ -37,7 +37,7 @@ from lightning_lowrank.layers import (
     recover,
     unmerge,
 )
-from tests.grids import all_pairs, in_turn
+from tests.grids import all_pairs, daily, in_turn
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
@@ -253,6 +253,7 @@ def assert_merging_is_undone(model, run):
     assert torch.equal(run(model), output)
 
 
+@daily("vit-MatrixProduct-weight", "swin-MatrixProduct-weight", "convnext-MatrixProduct-update")
 @pytest.mark.parametrize(("make", "size", "form", "role"), ZOO)
 def test_classifiers_train_recover_and_export(make, size, form, role, tmp_path):
     model = seeded(make)

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lowrank.data import Digits
 from lightning_lowrank.models import CNN4, CNN8, MLP, VGG8, Classifier, ConvBlock, Network
+from tests.grids import daily
 
 
 def trainer(**kwargs):
@@ -412,6 +413,7 @@ def test_yaml_with_short_class_names(monkeypatch, tmp_path):
     assert torch.equal(loaded.network.classifier.weight, made.model.network.classifier.weight.cpu())
 
 
+@daily()
 @pytest.mark.parametrize(
     ("data", "name", "validation", "augment"),
     [
