@@ -22,6 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_lowrank.federated.algorithm import Algorithm, inherits
+from lightning_lowrank.federated.isolation import readers_of
 from lightning_lowrank.federated.state import BufferPolicy
 from lightning_lowrank.internals.lightning import overrides
 from lightning_lowrank.internals.torch import BATCH_NORMS
@@ -117,6 +118,13 @@ def notes(module: pl.LightningModule, buffers: BufferPolicy) -> list[str]:
         found.append(
             f"buffers='local' keeps the statistics of {len(statistics)} BatchNorm layers with their clients: the global"
             " model is validated with those it began with."
+        )
+    readers = readers_of(module, "global_step")
+    if readers:
+        found.append(
+            f"{', '.join(readers)} of {type(module).__name__} reads global_step, which counts the optimizer steps of"
+            " all clients one after another: use batch_idx, which counts a client's own batches, or current_epoch,"
+            " which counts rounds."
         )
     if not module.automatic_optimization:
         found.append("manual optimization: every learning rate scheduler is wound back at each client's start.")

@@ -257,7 +257,7 @@ class FederatedLoop(FederatedSettings, Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """At a chunk's last batch, hand over what its clients send; at the round's last, aggregate."""
-        self.rounds.after_batch()
+        self.rounds.after_batch(outputs, batch)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Aggregate a round that was cut short, and log the round's figures."""

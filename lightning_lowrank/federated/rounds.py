@@ -24,6 +24,7 @@ from lightning_lowrank.federated.execution.distributed import (
     SharedCoordinator,
     check_processes,
 )
+from lightning_lowrank.federated.isolation import ClientSteps, Isolation
 from lightning_lowrank.federated.messages import Ledger, dense_bytes
 from lightning_lowrank.federated.offload import ClientStates
 from lightning_lowrank.federated.optimizers import ClientOptions, moments_key
@@ -60,6 +61,7 @@ class Rounds:
     ) -> None:
         self._settings = settings
         self._algorithm = settings.algorithm
+        self._trainer = trainer
         self._module = trainer.lightning_module
         self._data = data
         self._progress = progress
@@ -96,16 +98,23 @@ class Rounds:
     def start(self) -> Callable[[], None]:
         """Let the algorithm train in its own way, where it has one, and return what ends that."""
         module, attributes = self._module, vars(self._module)
+        self._isolation = Isolation(module, self.execution.stacked)
+        self._steps = ClientSteps(self._trainer, self.execution)
         self.execution.start()
+
+        def stop_execution() -> None:
+            self.execution.stop()
+            self._steps.restore()
+
         if inherits(self._algorithm, "local_update"):
-            return self.execution.stop
+            return stop_execution
         step = module.optimizer_step
 
         def optimizer_step(*arguments: Any, **keywords: Any) -> None:
             self._algorithm.local_update(self.execution.step(), functools.partial(step, *arguments, **keywords))
 
         def stop() -> None:
-            self.execution.stop()
+            stop_execution()
             attributes.pop("optimizer_step", None)
 
         attributes["optimizer_step"] = optimizer_step
@@ -127,6 +136,7 @@ class Rounds:
         if progress.chunk_open:
             chunk, round_state = plan.chunks[progress.chunk], self._to_device(state["round_state"])
             execution.resume(chunk, self._step_in_chunk(), values, round_state)
+            self._isolation.load_state_dict(self._to_device(state["unsaved_buffers"]))
         else:
             execution.resume_between(values)
 
@@ -151,16 +161,20 @@ class Rounds:
             self._begin_round()
         chunk, step = plan.chunks[progress.chunk], self._step_in_chunk()
         if step == 0:
+            self._schedulers.put_options_back()
             self.execution.open(chunk)
             self._schedulers.begin_client()
             self._options.take(chunk.clients[0])
+            self._isolation.begin_client()
             progress.chunk_open = True
         self.execution.before_batch(step)
         progress.group_begins = step % group == 0
         progress.group_ends = (step + 1) % group == 0 or step + 1 == chunk.steps
 
-    def after_batch(self) -> None:
+    def after_batch(self, outputs: Any, batch: Any) -> None:
         """End a step; at a chunk's last, hand over what its clients send, and at the round's last, aggregate."""
+        self._steps.end_batch(outputs, batch)
+        self._isolation.end_step()
         self._data.randomness.close()
         plan, progress = self._data.current_plan(), self._progress
         progress.client_steps += plan.chunks[progress.chunk].active(self._step_in_chunk())
@@ -173,6 +187,7 @@ class Rounds:
             self.aggregate()
 
     def _end_chunk(self) -> None:
+        self._isolation.end_client()
         self.execution.close()
         self._options.give_back()
         self._schedulers.end_client(self.execution.chunk.steps)
@@ -195,6 +210,7 @@ class Rounds:
             progress.client_steps = progress.client_steps_before + total
         self.coordinator.aggregate()
         self.coordinator.show_global(self.execution.live)
+        self._isolation.put_back()
         self._schedulers.end_round()
         progress.round_open = False
         self.coordinator.states.offload()
@@ -258,6 +274,7 @@ class Rounds:
             "chunks": [list(chunk.clients) for chunk in plan.chunks] if plan and progress.round_open else None,
             "client_values": detached(values),
             "round_state": execution.round_state if progress.chunk_open else {},
+            "unsaved_buffers": self._isolation.state_dict() if progress.chunk_open else {},
             "common_options": self._options.common,
             "schedulers": self._schedulers.state_dict(),
         }

@@ -35,10 +35,23 @@ class SchedulersPerClient:
         self._start: dict[str, Any] = {}
         self._furthest: dict[str, Any] = {}
         self._most_steps = 0
+        self._all_optimizers = trainer.optimizers
+        self._begun: list[list[dict[str, Any]]] = []
 
     def begin_round(self) -> None:
         """Remember where the round began."""
         self._start, self._furthest, self._most_steps = self._capture(), {}, 0
+        self._begun = [
+            [{name: value for name, value in group.items() if name not in _OF_ONE_CLIENT} for group in one.param_groups]
+            for one in self._all_optimizers
+        ]
+        self._begun = copy.deepcopy(self._begun)
+
+    def put_options_back(self) -> None:
+        """Give optimizers the options back that they had when the round began: steps may set them by hand."""
+        for optimizer, groups in zip(self._all_optimizers, self._begun, strict=False):
+            for group, values in zip(optimizer.param_groups, groups, strict=False):
+                group.update(values)
 
     def begin_client(self) -> None:
         """Wind back to where the round began."""
@@ -90,9 +103,9 @@ class SchedulersPerClient:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a run resumed inside the round needs."""
-        return {"start": self._start, "furthest": self._furthest, "most_steps": self._most_steps}
+        return {"start": self._start, "furthest": self._furthest, "most_steps": self._most_steps, "begun": self._begun}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict`'s result."""
         self._start, self._furthest = state["start"], state["furthest"]
-        self._most_steps = state["most_steps"]
+        self._most_steps, self._begun = state["most_steps"], state["begun"]

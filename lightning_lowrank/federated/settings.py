@@ -22,7 +22,7 @@ from lightning_lowrank.federated.data.indices import ClientIndices
 from lightning_lowrank.federated.data.labels import find_labels
 from lightning_lowrank.federated.data.partitions import IID, Partition
 from lightning_lowrank.federated.objective import Objective
-from lightning_lowrank.federated.state import Base, BufferPolicy, ClientInfo, Server
+from lightning_lowrank.federated.state import Base, BufferPolicy, ClientInfo, Server, treat_as_buffers
 from lightning_lowrank.seeding import default_seed
 
 _SETTINGS_OF_LENGTH = ("local_epochs", "local_steps")
@@ -54,6 +54,9 @@ class FederatedSettings:
             weights (integer ones rounded). ``"local"``: each client keeps its own, nothing is sent, and the global
             model keeps those it began with. ``"reset"``: every client starts each round from the initial ones, and
             only the results are sent and averaged.
+        ema_parameters: Patterns of frozen parameters that training itself changes, such as ``["teacher.*"]`` for a
+            teacher that follows by an exponential moving average. They are sent, trained and averaged as ``buffers``
+            says. Frozen parameters that change without being named here are refused.
         optimizer_state: ``"reset"``: momentum and the like start anew with each client and round. ``"keep"``: each
             client takes its own up again when it is next drawn.
         client_dropout: Chance in [0, 1) that a drawn client fails: it is sent the model and never answers. At least
@@ -110,6 +113,7 @@ class FederatedSettings:
     objective: Objective | None = None
     weighting: Literal["samples", "uniform"] | Callable[[ClientInfo], float] = "samples"
     buffers: BufferPolicy = "average"
+    ema_parameters: list[str] = field(default_factory=list)
     optimizer_state: Literal["reset", "keep"] = "reset"
     client_dropout: float = 0.0
     sampling_weights: list[float] | None = None
@@ -230,6 +234,7 @@ class FederatedSettings:
     def make_server(self, module: nn.Module, optimizers: Sequence[Optimizer] = (), clients: int = 0) -> Server:
         """Return a server that has not begun, with its copy of the module."""
         assert self.aggregator is not None
+        treat_as_buffers(module, self.ema_parameters)
         base = Base(module, self.experiment_seed, self.buffers, optimizers)
         base.remember_buffers()
         return Server(base, clients=clients, aggregator=self.aggregator.fresh())

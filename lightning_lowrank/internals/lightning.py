@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import operator
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -85,6 +86,18 @@ def overrides(listener: pl.Callback | pl.LightningModule | pl.LightningDataModul
     base = next(kind for kind in kinds if isinstance(listener, kind))
     # A LambdaCallback has its hooks on the instance.
     return hook in vars(listener) or getattr(type(listener), hook, None) is not getattr(base, hook)
+
+
+@contextmanager
+def last_batch(trainer: Any, is_last: bool) -> Iterator[None]:
+    """Let ``trainer.is_last_batch`` say something else for a while, where this Lightning keeps it where it is known."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    before = progress.is_last_batch
+    progress.is_last_batch = is_last
+    try:
+        yield
+    finally:
+        progress.is_last_batch = before
 
 
 class TrainLoaderSource:

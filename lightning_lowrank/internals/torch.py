@@ -104,6 +104,12 @@ def own_children(module: nn.Module) -> MutableMapping[str, Any]:
     return module._modules
 
 
+def written(tensor: Tensor) -> tuple[int, int]:
+    """Return what changes when a tensor is written in place, or given other data."""
+    counted = not tensor.is_inference() and hasattr(tensor, "_version")
+    return tensor.data_ptr(), tensor._version if counted else -1
+
+
 def copy_versions(source: Any, target: Any) -> None:
     """Let one state dict tell the versions of the modules that another tells.
 

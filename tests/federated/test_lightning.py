@@ -124,7 +124,7 @@ def test_stopping_inside_a_round_validates_the_aggregate(tmp_path):
 def test_a_module_that_skips_the_rest_of_the_epoch(tmp_path):
     class Skipping(Module):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-            return -1 if batch_idx == 2 else None
+            return -1 if batch_idx == 1 else None
 
     module = Skipping()
     fit(trainer(tmp_path, loop(), max_epochs=1), module, Data())
@@ -337,7 +337,7 @@ def test_refuses_several_processes(tmp_path):
 def test_an_exception_leaves_the_last_global_model(tmp_path):
     class Failing(Module):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if self.current_epoch == 1 and batch_idx == 4:
+            if self.current_epoch == 1 and batch_idx == 2:
                 raise RuntimeError("out of luck")
             return super().training_step(batch, batch_idx)
 

@@ -151,8 +151,9 @@ class ClientStack:
             optimizer.state = fresh_state(optimizer)
             self._loaded = {leaf_of[parameter]: state for parameter, state in loaded.items() if parameter in leaf_of}
         self._watched = [value.register_hook(_refuse_gradient) for value in live.values() if value.requires_grad]
-        vars(module)["training_step"] = self.training_step
-        vars(module)["configure_gradient_clipping"] = self._clip
+        replacing = {"training_step": self.training_step, "configure_gradient_clipping": self._clip}
+        self._replaced = {name: vars(module).get(name) for name in replacing}
+        vars(module).update(replacing)
 
     def client(self, index: int) -> dict[str, Tensor]:
         """Return one client's values by name, as views into the stacks."""
@@ -200,8 +201,10 @@ class ClientStack:
             optimizer.state = fresh_state(optimizer)
         for watch in self._watched:
             watch.remove()
-        for name in ("training_step", "configure_gradient_clipping"):
-            vars(self._module).pop(name, None)
+        for name, before in self._replaced.items():
+            del vars(self._module)[name]
+            if before is not None:
+                vars(self._module)[name] = before
 
     def training_step(self, parts: Sequence[tuple[Places, Any]], batch_idx: int = 0) -> Tensor:
         """Return the sum of the losses of all clients of a chunk's batch, so that each one's gradient is its own.

@@ -1,0 +1,255 @@
+"""What a client's steps change on the module beside what clients send: put back for the next client, or named.
+
+`Rounds` calls it around each client, so that clients that train one after another in one module start alike.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_lowrank.federated.execution.base import Execution
+from lightning_lowrank.federated.state import trained_tensors
+from lightning_lowrank.internals.lightning import last_batch, overrides
+from lightning_lowrank.internals.torch import own_buffers, written
+
+_EVALUATION = ("validation_", "test_", "predict_", "on_validation_", "on_test_", "on_predict_")
+
+
+class Isolation:
+    """Keeps what one client's steps leave on the module from the next client.
+
+    - Buffers that are not part of the state dict are put back to their values at the start of the fit.
+    - A buffer that is replaced by assignment is filled in place instead, so that what is sent and loaded reaches it.
+    - Frozen parameters that change are refused, unless ``FederatedLoop(ema_parameters=...)`` has them averaged.
+    - Attributes that change cannot be told from running totals of an epoch. A warning names them.
+    - Gradients that a module left in manual optimization are dropped.
+
+    Args:
+        module: The user's module.
+        stacked: Whether clients step together. Their steps reach neither buffers nor attributes.
+    """
+
+    def __init__(self, module: pl.LightningModule, stacked: bool) -> None:
+        self._module = module
+        self._stacked = stacked
+        live = trained_tensors(module)
+        sent = {id(value) for value in live.values()}
+        buffers = list(_buffers(module))
+        self._homes = [home for home in buffers if id(home.buffer) in sent and not stacked]
+        self._unsaved = [(home, home.buffer.detach().clone()) for home in buffers if id(home.buffer) not in sent]
+        self._marks_of_unsaved = {home.name: written(home.buffer) for home, _ in self._unsaved}
+        self._frozen = {name: value for name, value in module.named_parameters() if name not in live}
+        self._marks: dict[str, Any] = {}
+        self._sums: dict[str, Tensor] | None = None
+        self._attributes: dict[str, Any] | None = None
+        self._first = True
+
+    def begin_client(self) -> None:
+        """Prepare for a client's first step, after the method has begun the client."""
+        self.put_back()
+        if not self._module.automatic_optimization:
+            self._module.zero_grad()
+        self.watch()
+
+    def watch(self) -> None:
+        """Remember what the open client must not change."""
+        self._marks = {name: written(value) for name, value in self._frozen.items()}
+        if self._first:
+            self._sums = {name: _sum(value) for name, value in self._frozen.items()}
+            self._attributes = None if self._stacked else _attributes(self._module)
+
+    @torch.no_grad()
+    def end_step(self) -> None:
+        """Take assigned buffers over, and look whether the first step has changed frozen parameters."""
+        for home in self._homes:
+            assigned = home.table.get(home.key)
+            if assigned is home.buffer:
+                continue
+            if not isinstance(assigned, Tensor) or assigned.shape != home.buffer.shape:
+                found = "None" if assigned is None else str(list(assigned.shape))
+                raise MisconfigurationException(
+                    f"training changes the buffer {home.name} from {list(home.buffer.shape)} to {found}, and clients"
+                    " are averaged: keep its shape, or register it with persistent=False."
+                )
+            home.table[home.key] = home.buffer.copy_(assigned)
+        if self._sums is not None:
+            self._refuse_changes()
+
+    def end_client(self) -> None:
+        """Refuse or name what the client has changed."""
+        self._refuse_changes()
+        if self._attributes is not None:
+            now = _attributes(self._module)
+            changed = [name for name, before in self._attributes.items() if name in now and _differs(before, now[name])]
+            if changed:
+                rank_zero_warn(
+                    f"training changes attributes of the module: {', '.join(changed[:8])}. They go on from one client"
+                    " to the next and are not averaged. Register what belongs to the model as a buffer, so that each"
+                    " client starts from the global value; totals of an epoch count the steps of all clients."
+                )
+        self._first, self._sums, self._attributes = False, None, None
+
+    def _refuse_changes(self) -> None:
+        changed = [
+            name
+            for name, value in self._frozen.items()
+            if written(value) != self._marks[name]
+            or (self._sums is not None and not torch.equal(_sum(value), self._sums[name]))
+        ]
+        self._sums = None
+        if changed:
+            raise MisconfigurationException(
+                f"training changes {len(changed)} frozen parameters, as an exponential moving average does:"
+                f" {', '.join(changed[:4])}{' ...' if len(changed) > 4 else ''}. A client would start from what the"
+                " last one left. Set FederatedLoop(ema_parameters=[...]) with patterns of their names, such as"
+                f" {changed[0].split('.')[0] + '*'!r}, so that they are sent and averaged like buffers."
+            )
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Give unsaved buffers the values that they had when the fit began."""
+        for home, value in self._changed():
+            home.table[home.key] = home.buffer.copy_(value)
+            self._marks_of_unsaved[home.name] = written(home.buffer)
+
+    def _changed(self) -> Iterator[tuple[_Home, Tensor]]:
+        for home, value in self._unsaved:
+            now = home.table.get(home.key)
+            if now is not home.buffer or written(home.buffer) != self._marks_of_unsaved[home.name]:
+                yield home, value
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the unsaved buffers that the open client has changed."""
+        found = {home.name: home.table.get(home.key) for home, _ in self._changed()}
+        return {name: value.detach().clone() for name, value in found.items() if value is not None}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on with the client that was open when `state_dict` was called."""
+        for home, _ in self._unsaved:
+            if home.name in state:
+                home.table[home.key] = home.buffer.copy_(state[home.name])
+        self.watch()
+
+
+class ClientSteps:
+    """Hands a module's training step and batch hooks the client's own batch number, and its own last batch.
+
+    Lightning counts the batches of the round. ``on_train_batch_end`` is called by `FederatedLoop` before it closes the
+    client, which Lightning would do after it.
+
+    Args:
+        trainer: The trainer.
+        execution: Knows the open clients' step.
+    """
+
+    def __init__(self, trainer: Any, execution: Execution) -> None:
+        module = trainer.lightning_module
+        self._module, self._execution = module, execution
+        self._end = module.on_train_batch_end if overrides(module, "on_train_batch_end") else None
+        step, start = module.training_step, module.on_train_batch_start
+        takes_index = "batch_idx" in inspect.signature(step).parameters
+
+        @functools.wraps(step)
+        def training_step(batch: Any, *arguments: Any) -> Any:
+            own = (execution.number, *arguments[1:]) if takes_index else arguments
+            with last_batch(trainer, execution.number + 1 == execution.chunk.steps):
+                return step(batch, *own)
+
+        self._replaced: dict[str, Any] = {}
+        if "dataloader_iter" not in inspect.signature(step).parameters:
+            self._replaced["training_step"] = training_step
+        if overrides(module, "on_train_batch_start"):
+            self._replaced["on_train_batch_start"] = lambda batch, batch_idx: start(batch, execution.number)
+        if self._end is not None:
+            self._replaced["on_train_batch_end"] = lambda *arguments: None
+        vars(module).update(self._replaced)
+
+    def end_batch(self, outputs: Any, batch: Any) -> None:
+        """Call the module's own ``on_train_batch_end``."""
+        if self._end is not None:
+            self._end(outputs, batch, self._execution.number)
+
+    def restore(self) -> None:
+        """Give the module its own methods back."""
+        for name in self._replaced:
+            vars(self._module).pop(name, None)
+
+
+def readers_of(module: pl.LightningModule, attribute: str) -> list[str]:
+    """Return the names of a module's own methods, but for those of evaluation, whose code mentions an attribute."""
+    found = []
+    for kind in type(module).__mro__:
+        if issubclass(pl.LightningModule, kind):
+            continue
+        for name, member in vars(kind).items():
+            function = inspect.unwrap(getattr(member, "__func__", None) or getattr(member, "fget", None) or member)
+            if not isinstance(function, types.FunctionType) or name.startswith(_EVALUATION):
+                continue
+            if attribute in _mentioned(function.__code__):
+                found.append(name)
+    return found
+
+
+def _mentioned(code: types.CodeType) -> set[str]:
+    inner = [_mentioned(const) for const in code.co_consts if isinstance(const, types.CodeType)]
+    return set(code.co_names).union(*inner)
+
+
+@dataclass
+class _Home:
+    """Where a part of a module keeps a buffer."""
+
+    name: str
+    table: MutableMapping[str, Any]
+    key: str
+    buffer: Tensor
+
+
+def _buffers(module: nn.Module) -> Iterator[_Home]:
+    """Yield where a module keeps its buffers, but for those of metrics."""
+    for prefix, part in _parts(module):
+        table = own_buffers(part)
+        for key, buffer in table.items():
+            if buffer is not None:
+                yield _Home(f"{prefix}.{key}" if prefix else key, table, key, buffer)
+
+
+def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the parts of a module by name, but for metrics and their parts."""
+    metrics = tuple(name + "." for name, part in module.named_modules() if isinstance(part, Metric))
+    return ((name, part) for name, part in module.named_modules() if not f"{name}.".startswith(metrics))
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """Return numbers, texts and tensors that parts of a module have as plain attributes."""
+    known = vars(pl.LightningModule()).keys()
+    return {
+        f"{prefix}.{name}" if prefix else name: value.detach().clone() if isinstance(value, Tensor) else value
+        for prefix, part in _parts(module)
+        for name, value in vars(part).items()
+        if name not in known and isinstance(value, (int, float, str, Tensor))
+    }
+
+
+def _differs(before: Any, now: Any) -> bool:
+    if isinstance(before, Tensor) and isinstance(now, Tensor):
+        return before.shape != now.shape or not torch.equal(before, now.detach())
+    return type(before) is not type(now) or before != now
+
+
+def _sum(tensor: Tensor) -> Tensor:
+    """Return a tensor's sum: unlike `written` it sees what is written through ``tensor.data``."""
+    return tensor.detach().sum(dtype=torch.complex128 if tensor.is_complex() else torch.float64)

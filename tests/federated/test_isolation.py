@@ -1,0 +1,232 @@
+"""What a client's steps leave on the module never reaches the next client without a word."""
+
+from copy import deepcopy
+from functools import partial
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_lowrank import FedAvg, FederatedLoop, FromIndices
+from lightning_lowrank.testing.experiment import blobs
+
+PARTS = [range(10), range(10, 17), range(17, 23)]
+
+
+class Base(pl.LightningModule):
+    """Each subclass changes something in its steps that its loss depends on."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(6, 4)
+
+    def training_step(self, batch, batch_idx):
+        inputs, targets = batch
+        return self.scale(batch_idx) * nn.functional.cross_entropy(self.net(inputs), targets)
+
+    def scale(self, batch_idx):
+        return 1.0
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class Unsaved(Base):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.ones(()), persistent=False)
+
+    def scale(self, batch_idx):
+        self.mean.mul_(0.7)
+        return self.mean.clone()
+
+
+class UnsavedAndAssigned(Unsaved):
+    def scale(self, batch_idx):
+        self.mean = self.mean * 0.7
+        return self.mean
+
+
+class Assigned(Base):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("centre", torch.ones(()))
+
+    def scale(self, batch_idx):
+        self.centre = self.centre * 0.9
+        return self.centre
+
+
+class Teacher(Base):
+    """Its teacher follows after each step, as BYOL's."""
+
+    def __init__(self):
+        super().__init__()
+        self.teacher = deepcopy(self.net).requires_grad_(False)
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) + (self.teacher(batch[0]) - self.net(batch[0])).square().mean()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        for mine, own in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+            self.follow(mine, own.detach())
+
+    def follow(self, mine, own):
+        mine.mul_(0.5).add_(own, alpha=0.5)
+
+
+class TeacherByData(Teacher):
+    def follow(self, mine, own):
+        mine.data = mine.data * 0.5 + own * 0.5
+
+
+class TeacherInData(Teacher):
+    def follow(self, mine, own):
+        mine.data.mul_(0.5).add_(own, alpha=0.5)
+
+
+class EverySecond(Base):
+    def scale(self, batch_idx):
+        return 2.0 if batch_idx % 2 == 0 else 0.5
+
+
+class Clamped(Base):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.clamp_(-0.1, 0.1)
+
+
+class ByHand(Base):
+    """Gradients of two batches are stepped together, and those of the last."""
+
+    automatic_optimization = property(lambda self: False, lambda self, value: None)
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(super().training_step(batch, batch_idx))
+        if (batch_idx + 1) % 2 == 0:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+    def on_train_epoch_end(self):
+        self.zero_grad()
+
+
+class LastBatch(Base):
+    def scale(self, batch_idx):
+        return 3.0 if self.trainer.is_last_batch else 1.0
+
+
+class RateByHand(Base):
+    def scale(self, batch_idx):
+        (optimizer,) = self.trainer.optimizers
+        optimizer.param_groups[0]["lr"] *= 0.5
+        return 1.0
+
+
+class Counting(Base):
+    def __init__(self):
+        super().__init__()
+        self.steps = 0
+
+    def scale(self, batch_idx):
+        self.steps += 1
+        return 1 / self.steps
+
+
+class ByGlobalStep(Base):
+    def scale(self, batch_idx):
+        return 1 / (1 + self.global_step)
+
+
+def made(kind):
+    torch.manual_seed(0)
+    return kind().double()
+
+
+def train(module, indices, *callbacks, **settings):
+    data = blobs(23, dtype=torch.float64)
+    data = TensorDataset(*(tensor[list(indices)] for tensor in data.tensors))
+    trainer = pl.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=any(isinstance(each, ModelCheckpoint) for each in callbacks),
+        callbacks=list(callbacks),
+    )
+    trainer.fit(module, DataLoader(data, batch_size=4), **settings)
+    return module
+
+
+def federated(kind, *callbacks, **settings):
+    loop = FederatedLoop(FedAvg(), partition=FromIndices(PARTS), summary=False, seed=0, **settings)
+    return train(made(kind), range(23), loop, *callbacks)
+
+
+def expected(kind):
+    """The mean of clients that plain Lightning has trained, each in a module of its own."""
+    states = [train(made(kind), part).state_dict() for part in PARTS]
+    shares = [len(part) / 23 for part in PARTS]
+    return {name: sum(share * state[name] for share, state in zip(shares, states, strict=True)) for name in states[0]}
+
+
+@pytest.mark.parametrize("fast_steps", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind",
+    [Unsaved, UnsavedAndAssigned, Assigned, EverySecond, Clamped, ByHand, LastBatch, RateByHand],
+)
+def test_is_the_mean_of_clients_trained_alone(kind, fast_steps):
+    torch.testing.assert_close(federated(kind, fast_steps=fast_steps).state_dict(), expected(kind))
+
+
+@pytest.mark.parametrize("kind", [Teacher, TeacherByData, TeacherInData])
+def test_a_teacher_is_averaged_where_it_is_named_and_refused_elsewhere(kind):
+    with pytest.raises(MisconfigurationException, match=r"frozen parameters.*teacher\.weight.*ema_parameters"):
+        federated(kind)
+    module = federated(kind, ema_parameters=["teacher"])
+    torch.testing.assert_close(module.state_dict(), expected(kind))
+    assert not any(parameter.requires_grad for parameter in module.teacher.parameters())
+
+
+@pytest.mark.parametrize(("patterns", "said"), [(["net"], "trains"), (["techer"], "teacher")])
+def test_patterns_of_other_parameters_are_refused(patterns, said):
+    with pytest.raises(MisconfigurationException, match=said):
+        federated(Teacher, ema_parameters=patterns)
+
+
+@pytest.mark.parametrize(("kind", "named"), [(Counting, "steps"), (ByGlobalStep, "global_step")])
+def test_what_cannot_be_put_right_is_named(kind, named):
+    with pytest.warns(UserWarning, match=named):
+        federated(kind)
+
+
+def test_a_buffer_that_changes_its_shape_is_refused():
+    class Growing(Assigned):
+        def scale(self, batch_idx):
+            self.centre = torch.ones(batch_idx + 2)
+            return 1.0
+
+    with pytest.raises(MisconfigurationException, match=r"centre from \[\] to \[2\]"):
+        federated(Growing)
+
+
+@pytest.mark.parametrize("kind", [Unsaved, RateByHand, Teacher])
+def test_is_resumed_inside_a_client(tmp_path, kind):
+    settings = {"ema_parameters": ["teacher"]} if kind is Teacher else {}
+    saver = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1)
+    whole = federated(kind, saver, **settings).state_dict()
+    for number in (2, 3, 5):
+        loop = FederatedLoop(FedAvg(), partition=FromIndices(PARTS), summary=False, seed=0, **settings)
+        again = train(made(kind), range(23), loop, ckpt_path=tmp_path / f"step={number}.ckpt")
+        assert all(torch.equal(value, whole[name]) for name, value in again.state_dict().items()), number
+
+
+def test_the_module_gets_its_own_methods_back():
+    module = federated(partial(EverySecond))
+    assert not {"training_step", "on_train_batch_start", "on_train_batch_end"} & vars(module).keys()
