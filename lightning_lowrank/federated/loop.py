@@ -66,6 +66,8 @@ class FederatedLoop(FederatedSettings, Callback):
       ``fast_dev_run=n`` gives ``n`` clients a batch each.
     - ``accumulate_grad_batches`` groups batches within a client; a client's last, incomplete group is stepped as
       Lightning steps an epoch's last (its loss divided by the full group's size).
+    - ``batch_idx`` in the module's steps and hooks and ``trainer.is_last_batch`` are the client's own; ``global_step``
+      counts the steps of all clients.
     - Epoch-wise learning rate schedulers step per round. Step-wise ones step within each client, from where the round
       began; the next round goes on from the client with the most steps.
 

@@ -190,6 +190,13 @@ def test_when_a_fit_stops(fitting):
     assert internals.stops_now(fitting)
 
 
+def test_the_last_batch_is_that_of_a_client(fitting):
+    before = fitting.is_last_batch
+    with internals.last_batch(fitting, not before):
+        assert fitting.is_last_batch is not before
+    assert fitting.is_last_batch is before
+
+
 def test_batches_are_forgotten(fitting):
     internals.forget_batches(fitting)
     assert fitting.fit_loop.epoch_loop.batch_progress.current.completed == 0

@@ -80,6 +80,19 @@ def test_state_dicts_tell_versions():
     internals.copy_versions({}, holder)
 
 
+def test_a_tensor_that_was_written():
+    tensor = torch.zeros(3)
+    seen = [internals.written(tensor)]
+    tensor.add_(1)
+    seen.append(internals.written(tensor))
+    tensor.data = torch.ones(3)
+    seen.append(internals.written(tensor))
+    assert len(set(seen)) == 3
+    assert seen[2] == internals.written(tensor)
+    with torch.inference_mode():
+        internals.written(torch.zeros(3))
+
+
 PUBLIC = {
     "BATCH_NORMS": ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm", "LazyBatchNorm2d"),
     "INSTANCE_NORMS": ("InstanceNorm1d", "InstanceNorm2d", "InstanceNorm3d", "LazyInstanceNorm2d"),
