@@ -363,7 +363,7 @@ def examine(exhibit: Exhibit) -> Row:
         if not changed:
             raise RuntimeError(f"{exhibit.name}: a plain Trainer.fit changes nothing")
         # A teacher that follows by a moving average is not trained either, and is to change.
-        frozen = {name: start[name] for name in held_fast - changed}
+        frozen = {name: value for name, value in start.items() if name in held_fast - changed}
         for converted in (False, True):
             _tries(exhibit, converted, start, frozen, row, folder)
     return row

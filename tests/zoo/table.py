@@ -92,10 +92,10 @@ def _introduction(rows: Sequence[Row]) -> str:
     samples = ", ".join(str(size) for size in SIZES[:-1]) + f" and {SIZES[-1]}"
     return f"""# Which modules run
 
-{len(rows)} LightningModules as people write them, each in one round of federated averaging with {len(SIZES)} clients
-of {samples} samples, on the CPU in float64. Of the modules as they are, {count("sequential", "equal")} end sequentially
-in the mean of independent plain `Trainer.fit`s. {count("vectorized", "equal", "runs")} can step together, and
-for {count("vectorized", "refused")} that is refused with a reason. {_faults(rows)}
+{len(rows)} LightningModules as people write them, each in one round of federated averaging with {len(SIZES)} clients of
+{samples} samples, on the CPU in float64. {count("sequential", "equal")} of them end sequentially in the mean of
+independent plain `Trainer.fit`s. {count("vectorized", "equal", "runs")} can step together, and for
+{count("vectorized", "refused")} that is refused with a reason. {_faults(rows)}
 
 - **sequential**: the largest difference from the mean of a plain `Trainer.fit` for each client on its samples alone,
   over the largest of a tensor's numbers. Buffers and frozen tensors are compared as well.
