@@ -24,10 +24,10 @@ CHEAP = [
     ("self_supervised", "BYOL"),
     ("forecasting", "N-BEATS"),
     ("generative", "GAN without draws"),
-    ("others", "Tabular network"),
-    ("others", "Perceptual loss, all in the optimizer"),
-    ("others", "Metric computed at the epoch's end"),
-    ("others", "Penalty on every second batch"),
+    ("applications", "Tabular network"),
+    ("applications", "Perceptual loss, all in the optimizer"),
+    ("steps", "Metric computed at the epoch's end"),
+    ("steps", "Penalty on every second batch"),
 ]
 
 

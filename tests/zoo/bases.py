@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 SAMPLES = 36
 BATCH = 4
 CLASSES = 4
+FEATURES = 6
 
 
 class Listed(Dataset):
@@ -71,3 +72,14 @@ class LitClassifier(pl.LightningModule):
         if self.hparams.optimizer is not None:
             return self.hparams.optimizer(self.parameters(), lr=self.hparams.lr)
         return torch.optim.SGD(self.parameters(), lr=self.hparams.lr, momentum=0.9)
+
+
+def rows(classes: int = CLASSES) -> Any:
+    chance = draws()
+    return tensors(torch.randn(TOTAL, FEATURES, generator=chance), torch.randint(classes, (TOTAL,), generator=chance))
+
+
+def mlp(width: int = 16, after: int = CLASSES) -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(FEATURES, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, after)
+    )
