@@ -1,0 +1,134 @@
+"""What rounds add up in modules of 16 bits is not lost to rounding."""
+
+import copy
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_lowrank import (
+    BlockKronecker,
+    CoLR,
+    FederatedLoop,
+    FedEx,
+    FedLoRA,
+    FedMUD,
+    FLoRA,
+    FromIndices,
+    LowRank,
+    MatrixProduct,
+)
+from lightning_lowrank.aggregation import find_adapters
+from lightning_lowrank.federated.state import Base
+from lightning_lowrank.layers import low_rank_layers
+from lightning_lowrank.testing import check_algorithm
+from lightning_lowrank.testing.experiment import small_module
+from tests.helpers import Module, assert_same, blobs, fit, network, trainer, weights
+
+CLIENTS = [list(range(40)), list(range(40, 60)), list(range(60, 103))]
+ROUNDS = 6
+METHODS = {
+    "FLoRA": lambda: FedLoRA(FLoRA()),
+    "FedEx": lambda: FedLoRA(FedEx()),
+    "CoLR": lambda: FedLoRA(CoLR()),
+    "FedMUD": FedMUD,
+}
+
+
+class Casting(Module):
+    """Takes inputs of the parameters' type, whatever the data's is."""
+
+    def loss(self, batch):
+        inputs, targets = batch
+        return nn.functional.cross_entropy(self.net(inputs.to(next(self.parameters()).dtype)).float(), targets)
+
+
+def federate(folder, make, dtype, wrapped=False, blocks=False, data=None, rounds=ROUNDS, checkpoint=None, **settings):
+    """Run a method on a module of ``dtype``, and return the module and the dense changes that it folded, in float64."""
+    net = network()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            # Weights of a few units have a spacing of some hundredths, and change by less.
+            parameter.add_(2)
+    net.to(dtype)
+    callbacks = []
+    if wrapped:
+        peft = pytest.importorskip("peft", reason="PEFT is not installed")
+        torch.manual_seed(1)
+        net = peft.get_peft_model(net, peft.LoraConfig(r=2, lora_alpha=2, target_modules=["0", "2"]))
+    else:
+        factorization, form = (BlockKronecker(), {"decouple": True}) if blocks else (MatrixProduct(), {"init": "lora"})
+        how = {"rank": 2, "include": ["net.0", "net.2"], "allow_larger": True, **form}
+        callbacks.append(LowRank(factorization, summary=False, freeze_rest=True, **how))
+    module = Casting(net, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.003))
+    algorithm, folded = make(), {}
+    loop = FederatedLoop(algorithm, partition=FromIndices(CLIENTS), summary=False, **settings)
+    fold = Base.fold
+
+    def watched(base, name, weight, change):
+        folded[name] = folded.get(name, 0) + change.double()
+        fold(base, name, weight, change)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Base, "fold", watched)
+        run = trainer(folder, *callbacks, loop, max_epochs=rounds, limit_val_batches=0)
+        fit(run, module, DataLoader(data or blobs(), batch_size=8), ckpt_path=checkpoint)
+    return run, module, loop, folded
+
+
+def bases(module):
+    ours = {name: layer.frozen_weight.detach() for name, layer in low_rank_layers(module)}
+    theirs = {
+        name: layer.get_base_layer().weight.detach()
+        for name, layer in module.named_modules()
+        if hasattr(layer, "get_base_layer") and hasattr(layer, "lora_A")
+    }
+    return {**ours, **theirs}
+
+
+CASES = [
+    ("FLoRA", torch.bfloat16, {}),
+    ("FedEx", torch.float16, {}),
+    ("CoLR", torch.bfloat16, {}),
+    ("FedMUD", torch.bfloat16, {"blocks": True}),
+    ("FLoRA", torch.bfloat16, {"wrapped": True}),
+    ("CoLR", torch.float16, {"wrapped": True}),
+]
+
+
+@pytest.mark.parametrize(("method", "dtype", "form"), CASES)
+def test_a_base_of_sixteen_bits_has_the_sum_of_all_changes(tmp_path, method, dtype, form):
+    _, module, _, folded = federate(tmp_path, METHODS[method], dtype, **form)
+    start = (network()[0].weight.detach() + 2).to(dtype), (network()[2].weight.detach() + 2).to(dtype)
+    for before, (name, weight) in zip(start, bases(module).items(), strict=True):
+        exact = before.double() + folded[name]
+        assert weight.dtype == dtype
+        assert (exact - before.double()).abs().max() > 0
+        # Nothing but one rounding; the sum itself is one of single precision.
+        assert torch.equal(weight, exact.float().to(dtype)) or torch.allclose(
+            weight.double(), exact, rtol=torch.finfo(dtype).eps / 2 * 1.001, atol=1e-6
+        )
+
+
+class Sixteen(Casting):
+    """Stays in 16 bits whatever it is told."""
+
+    def to(self, *arguments, **keywords):
+        return super().to(*arguments, **keywords).to_sixteen()
+
+    def to_sixteen(self):
+        return super().to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("method", ["FLoRA", "FedMUD"])
+def test_sites_and_resumed_runs_have_the_same_sum(method):
+    """The sum is part of what every side holds, so that all round alike."""
+    form = {"rank": 2, "init": "lora", "freeze_rest": True, "allow_larger": True, "summary": False}
+    check_algorithm(
+        METHODS[method],
+        module=lambda norm: Sixteen(network(norm=norm)),
+        lowrank=lambda: LowRank(MatrixProduct(), **form),
+        parts=["sites", "resume"],
+    )
