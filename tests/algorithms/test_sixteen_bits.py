@@ -1,10 +1,7 @@
 """What rounds add up in modules of 16 bits is not lost to rounding."""
 
-import copy
-
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -20,12 +17,10 @@ from lightning_lowrank import (
     LowRank,
     MatrixProduct,
 )
-from lightning_lowrank.aggregation import find_adapters
 from lightning_lowrank.federated.state import Base
 from lightning_lowrank.layers import low_rank_layers
 from lightning_lowrank.testing import check_algorithm
-from lightning_lowrank.testing.experiment import small_module
-from tests.helpers import Module, assert_same, blobs, fit, network, trainer, weights
+from tests.helpers import Module, blobs, fit, network, trainer
 
 CLIENTS = [list(range(40)), list(range(40, 60)), list(range(60, 103))]
 ROUNDS = 6
