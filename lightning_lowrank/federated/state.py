@@ -206,6 +206,27 @@ class Server:
         """Return the global values that clients are sent: without the buffers unless they are averaged."""
         return self.base.sent_down(self.model)
 
+    def aggregated(self) -> dict[str, Tensor]:
+        """Return what the aggregator makes of the round's arrivals, a mean in single precision at least; see `take`."""
+        rule = self.aggregator
+        return rule.result(least=torch.float32) if isinstance(rule, WeightedMean) else rule.result()
+
+    @torch.no_grad()
+    def take(self, values: Mapping[str, Tensor]) -> None:
+        """Put new values into ``model``, rounded to its types.
+
+        What rounding to 16 bits takes away is kept in ``state``, in single precision, and added to the next values:
+        changes by less than a weight's spacing would otherwise never add up. It takes 4 bytes for each number.
+        """
+        for name, value in values.items():
+            dtype = self.model[name].dtype if name in self.model else value.dtype
+            if dtype.is_floating_point and dtype.itemsize < value.dtype.itemsize and dtype.itemsize < 4:
+                lost = self.state.setdefault("lost", {})
+                exact = value.float() + lost[name].to(value.device) if name in lost else value.float()
+                value = exact.to(dtype)
+                lost[name] = exact - value.float()
+            self.model[name] = value.to(dtype)
+
 
 def stack_trees(trees: Sequence[State]) -> State:
     """Stack what clients have under the same names; what is one tensor for all of them is not copied.
