@@ -94,7 +94,9 @@ class WeightedMean(Aggregator):
         means = divide_each(list(self._sums.values()), self.weight)
         return {
             # The dtype first, because the device may have no float64.
-            name: (mean if dtype.is_floating_point else mean.round()).to(_at_least(dtype, least)).to(self._devices[name])
+            name: (mean if dtype.is_floating_point else mean.round())
+            .to(_at_least(dtype, least))
+            .to(self._devices[name])
             for (name, dtype), mean in zip(self._dtypes.items(), means, strict=True)
         }
 

@@ -6,8 +6,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_lowrank import (
+    SCAFFOLD,
     BlockKronecker,
     CoLR,
+    FedAvg,
+    FedAvgM,
     FederatedLoop,
     FedEx,
     FedLoRA,
@@ -16,8 +19,10 @@ from lightning_lowrank import (
     FromIndices,
     LowRank,
     MatrixProduct,
+    PFedMe,
 )
-from lightning_lowrank.federated.state import Base
+from lightning_lowrank.federated import Message
+from lightning_lowrank.federated.state import Base, ClientInfo, Server
 from lightning_lowrank.layers import low_rank_layers
 from lightning_lowrank.testing import check_algorithm
 from tests.helpers import Module, blobs, fit, network, trainer
@@ -127,3 +132,31 @@ def test_sites_and_resumed_runs_have_the_same_sum(method):
         lowrank=lambda: LowRank(MatrixProduct(), **form),
         parts=["sites", "resume"],
     )
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "share"),
+    [(FedAvg(), 1), (FedAvgM(momentum=0, lr=0.5), 0.5), (PFedMe(mixing=0.5), 0.5), (SCAFFOLD(lr_server=0.5), 0.5)],
+    ids=lambda value: type(value).__name__,
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_changes_below_the_spacing_add_up(algorithm, share, dtype):
+    """A quarter of the clients moves a weight by its spacing, in each of 40 rounds."""
+    module = nn.Linear(1, 1, bias=False).to(dtype)
+    server = Server(Base(module, seed=0), clients=100, model={"weight": torch.ones(1, 1, dtype=dtype)})
+    spacing = torch.finfo(dtype).eps
+    for _ in range(40):
+        algorithm.begin_round(server)
+        for client, weight in enumerate((3.0, 1.0)):
+            sent = {"weight": server.model["weight"] + client * spacing}
+            if isinstance(algorithm, SCAFFOLD):
+                sent["scaffold.weight"] = torch.full_like(sent["weight"], 0.01)
+            algorithm.receive(server, ClientInfo(client, 1, 0, 0), Message(sent), weight)
+        algorithm.aggregate(server)
+        server.aggregator = server.aggregator.fresh()
+    assert server.model["weight"].dtype == dtype
+    assert abs(server.model["weight"].double().item() - (1 + 10 * share * spacing)) <= spacing / 2
+    if isinstance(algorithm, SCAFFOLD):
+        control = server.state["control"]["weight"].double().item()
+        assert control == pytest.approx(40 * 2 * 0.01 / 100, rel=5e-3)
+        assert algorithm.broadcast(server, ClientInfo(0, 1, 0, 0)).tensors["scaffold.weight"].dtype == dtype
