@@ -218,7 +218,7 @@ def test_later_configs_change_what_they_name_and_nothing_else(run):
         "fit", "--config", "base.yaml", "--config", "overlay.yaml", "--federated.clients", "4", "--data.batch_size", "8"
     )
     loop = loop_of(done)
-    assert (loop.number_of_clients, loop.clients_per_round, type(loop.partition).__name__) == (4, 3, "IID")
+    assert (loop.clients, loop.clients_per_round, type(loop.partition).__name__) == (4, 3, "IID")
     lowrank = next(callback for callback in done.trainer.callbacks if isinstance(callback, LowRank))
     assert lowrank.settings.ratio == 0.5
     assert lowrank.settings.rank is None
@@ -545,7 +545,7 @@ FLOOR = ("--lowrank.rank", "null", "--lowrank.budget", "0.001")
         (("--federated.clients", "0"), ["clients must be 1 or more, got 0"]),
         (("--federated.clients", "1000"), ["more clients than samples"]),
         (("--federated.partition.alpha", "-1"), ["alpha must be a finite number above 0, got -1.0"]),
-        (("--model.network.hidden", "[0]"), ["hidden=[0]"]),
+        (("--model.network.hidden", "[0]"), ["hidden[0] must be at least 1"]),
         (("--federated.algorithm", "FedNope"), ["no class is known as FedNope"]),
         (("--model", "Nope"), ["no class is known as Nope"]),
         (("--federated.cliens", "3"), ["Option 'cliens' is not accepted"]),
