@@ -8,6 +8,14 @@ import pytest
 importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collectreport(report):
+    """Fail for a test file that cannot be imported: it is skipped as a doctest, and its tests are not found then."""
+    if report.skipped and report.nodeid.startswith("tests/") and "unable to import" in str(report.longrepr):
+        report.outcome = "failed"
+        report.longrepr = f"{report.nodeid} cannot be imported, so that none of its tests would run"
+
+
 def pytest_collection_finish():
     """Keep what was imported out of later garbage collections, which would walk through all of it."""
     gc.freeze()

@@ -45,10 +45,10 @@ class FedCM(Algorithm):
         return Message({**server.sent_down(), **{_PREFIX + name: value for name, value in direction.items()}})
 
     def aggregate(self, server: Server) -> None:
-        mean = server.aggregator.result()
+        mean = server.aggregated()
         rates, start = mean.pop(_RATES), server.parameters()
         server.state["direction"] = {name: (start[name] - mean[name]) / rates for name in start}
-        server.model.update(mean)
+        server.take(mean)
 
     # The client's half: it reads its context and the message, and keeps what lasts in client.state.
 

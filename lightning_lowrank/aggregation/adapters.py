@@ -7,19 +7,20 @@ the module; here they become `LowRankPair`s of one orientation, ``[outputs, inpu
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from lightning_lowrank.aggregation.pairs import LowRankPair
+from lightning_lowrank.aggregation.pairs import LowRankPair, working_dtype
 from lightning_lowrank.layers import LowRankLayer, MatrixProduct, low_rank_layers
 from lightning_lowrank.layers.settings import update_scale
 
 __all__ = ["Adapter", "find_adapters"]
 
 Name = Literal["B", "A"]
+Add = Callable[[Tensor, Tensor], object]
 
 
 class Adapter(ABC):
@@ -65,18 +66,23 @@ class Adapter(ABC):
         """Return the inverse of `matrix`."""
 
     @torch.no_grad()
-    def fold(self, change: LowRankPair) -> None:
+    def fold(self, change: LowRankPair, add: Add = Tensor.add_) -> None:
         """Add a change, of any rank, to the base weight.
+
+        Args:
+            change: The change. Its product is computed in single precision at least.
+            add: Adds its second argument, the product, to its first, the base weight, in place.
 
         Raises:
             ValueError: If the adapter is ``unfoldable``.
         """
         if self.unfoldable:
             raise ValueError(f"layer {self.name!r} cannot take a change of its base weight: {self.unfoldable}.")
-        self._fold(change)
+        wide = working_dtype(change.B.dtype)
+        self._fold(LowRankPair(change.B.to(wide), change.A.to(wide), change.scaling), add)
 
     @abstractmethod
-    def _fold(self, change: LowRankPair) -> None: ...
+    def _fold(self, change: LowRankPair, add: Add) -> None: ...
 
     def slots(self, name: Name, value: Tensor, rank: int) -> Tensor:
         """Return the first slots of a factor, ``rank`` of them, in the parameter's own orientation."""
@@ -129,10 +135,10 @@ class _LayerAdapter(Adapter):
     def value(self, name: Name, matrix: Tensor) -> Tensor:
         return matrix if name == "B" else matrix.T
 
-    def _fold(self, change: LowRankPair) -> None:
+    def _fold(self, change: LowRankPair, add: Add) -> None:
         layer = self._layers[0]
         change = change.resized(change.rank, layer.scale)
-        layer.fold({self._factors["B"]: change.B, self._factors["A"]: change.A.T})
+        layer.fold({self._factors["B"]: change.B, self._factors["A"]: change.A.T}, add)
 
 
 class _PeftAdapter(Adapter):
@@ -173,11 +179,11 @@ class _PeftAdapter(Adapter):
         rows = matrix.shape[0]
         return matrix.reshape(rows, -1, *self._shapes[name][2:]) if len(self._shapes[name]) > 2 else matrix
 
-    def _fold(self, change: LowRankPair) -> None:
+    def _fold(self, change: LowRankPair, add: Add) -> None:
         weight = self._layer.get_base_layer().weight
-        product = change.product().to(weight.dtype)
+        product = change.product().to(working_dtype(weight.dtype))
         stored_by_input = self._embedding or getattr(self._layer, "fan_in_fan_out", False)
-        weight.add_((product.T if stored_by_input else product).reshape(weight.shape))
+        add(weight, (product.T if stored_by_input else product).reshape(weight.shape))
 
 
 def find_adapters(module: nn.Module, adapter: str | None = None) -> dict[str, Adapter]:

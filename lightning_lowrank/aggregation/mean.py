@@ -87,13 +87,16 @@ class WeightedMean(Aggregator):
         self._devices = {name: tensor.device for name, tensor in tensors.items()}
 
     @override
-    def result(self) -> dict[str, Tensor]:
+    def result(self, least: torch.dtype | None = None) -> dict[str, Tensor]:
+        """Return the means, rounded to the types of what was added; floating-point types at least to ``least``."""
         if self._only:
-            return dict(self._only)
+            return {name: value.to(_at_least(value.dtype, least)) for name, value in self._only.items()}
         means = divide_each(list(self._sums.values()), self.weight)
         return {
             # The dtype first, because the device may have no float64.
-            name: (mean if dtype.is_floating_point else mean.round()).to(dtype).to(self._devices[name])
+            name: (mean if dtype.is_floating_point else mean.round())
+            .to(_at_least(dtype, least))
+            .to(self._devices[name])
             for (name, dtype), mean in zip(self._dtypes.items(), means, strict=True)
         }
 
@@ -137,6 +140,10 @@ class WeightedMean(Aggregator):
         self._only = {name: tensor.to(device) for name, tensor in state["only"].items()}
         self.weight = state["weight"]
         self.arrivals = state["arrivals"]
+
+
+def _at_least(dtype: torch.dtype, least: torch.dtype | None) -> torch.dtype:
+    return dtype if least is None or not dtype.is_floating_point else torch.promote_types(dtype, least)
 
 
 def _float64(tensor: Tensor) -> Tensor:

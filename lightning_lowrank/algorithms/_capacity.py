@@ -128,7 +128,7 @@ class PartAveraging(Algorithm, ABC):
         for name in server.base.sent_up(server.model):
             old, count = server.model[name], means[f"count.{name}"]
             average = torch.where(count > 0, means[name] / count, old.double())
-            server.model[name] = (average if old.is_floating_point() else average.round()).to(old.dtype)
+            server.take({name: average if old.is_floating_point() else average.round()})
 
     def model_for(self, server: Server, client: ClientInfo) -> Mapping[str, Tensor]:
         return self.variant(server, self._capacities.level(client))

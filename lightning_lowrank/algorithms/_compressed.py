@@ -37,5 +37,5 @@ def add_to_held(base: Base, difference: Mapping[str, Tensor]) -> None:
 @torch.no_grad()
 def add_changes(server: Server, changed: Mapping[str, Tensor]) -> None:
     """Fold arrivals into the model: changes of the tensors that ``changed`` names, new values of all others."""
-    for name, value in server.aggregator.result().items():
-        server.model[name] = server.model[name] + value if name in changed else value
+    arrived = server.aggregated()
+    server.take({name: server.model[name] + value if name in changed else value for name, value in arrived.items()})

@@ -65,10 +65,10 @@ class FedDyn(Algorithm):
 
     @torch.no_grad()
     def aggregate(self, server: Server) -> None:
-        mean, share = server.aggregator.result(), server.aggregator.arrivals / server.clients
+        mean, share = server.aggregated(), server.aggregator.arrivals / server.clients
         terms = server.state.setdefault("h", {})
         for name, start in server.parameters().items():
             change = (mean[name] - start) * (self.alpha * share)
             terms[name] = terms[name] - change if name in terms else -change
             mean[name] = mean[name] - terms[name] / self.alpha
-        server.model.update(mean)
+        server.take(mean)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Literal
 
@@ -61,7 +62,8 @@ class FedLoRA(Algorithm):
     ``CoLR``, :math:`A` alone for ``FedSA``, whose clients keep their :math:`B`. The server sends those that have
     changed since the client last received them. Operators that change the base weight (``FLoRA``, ``FedEx``, ``CoLR``)
     send the factors of that change to every client, also outside the cohort, which is logged as
-    ``comm/idle_down_bytes``. Redrawn factors are not sent, since both sides have the seed.
+    ``comm/idle_down_bytes``. Changes of base weights of 16 bits are summed in single precision beside them, which takes
+    4 more bytes for each of their numbers. Redrawn factors are not sent, since both sides have the seed.
 
     With ``levels`` clients have different ranks: the same share of each layer's rank, at least 1. A client's scaling is
     that of its own rank, :math:`\alpha / r_i`. The global model is that of the largest rank; the models of the other
@@ -187,8 +189,7 @@ class FedLoRA(Algorithm):
             for layer, adapter in self._adapters.items():
                 own = adapter.pair(detached(trained), adapter.rank, self._scalings[layer])
                 if own.product().any():
-                    adapter.fold(own)
-                    base.state["folded"] = True
+                    adapter.fold(own, partial(base.fold, layer))
             self._draw(base, 0)
             copy_into(trained, base.state["factors"])
 
@@ -225,8 +226,7 @@ class FedLoRA(Algorithm):
                 rank = value.shape[1 if name == "B" else 0]
                 drawn = adapter.pair(base.state["factors"], rank, scaling)
                 factors = {"B": drawn.B, "A": drawn.A, **factors}
-            adapter.fold(LowRankPair(factors["B"], factors["A"], scaling))
-        base.state["folded"] = True
+            adapter.fold(LowRankPair(factors["B"], factors["A"], scaling), partial(base.fold, layer))
         if self.operator.redraws:
             self._draw(base, base.state["draw"] + 1)
 

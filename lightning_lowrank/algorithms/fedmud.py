@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -24,7 +25,8 @@ class FedMUD(Algorithm):
 
     Between two resets the factors are trained and averaged like any parameter. Every ``reset_interval`` rounds,
     :math:`W \leftarrow W + f(\bar U, \bar V)` on every side and the factors are drawn again. The weights accumulate
-    low-rank changes, so their own rank is not limited. In the round after a reset the server sends the averaged
+    low-rank changes, so their own rank is not limited; weights of 16 bits do so in single precision, beside them, which
+    takes 4 more bytes for each number. In the round after a reset the server sends the averaged
     factors, from which a client computes that change, and the seed. Clients outside the cohort need that broadcast too.
     As in the paper, ``comm/down_bytes`` counts the cohort only; the bytes for the others are logged as
     ``comm/idle_down_bytes``.
@@ -67,10 +69,11 @@ class FedMUD(Algorithm):
             return
         drawn: dict[str, Tensor] = {}
         for name, layer in self._layers.items():
-            layer.fold({factor: message[f"{name}.factors.{factor}"] for factor in layer.factors})
+            averaged = {factor: message[f"{name}.factors.{factor}"] for factor in layer.factors}
+            layer.fold(averaged, partial(base.fold, name))
             layer.reset_factors(derive_seed(int(message["seed"]), name))
             drawn |= {f"{name}.factors.{factor}": value for factor, value in layer.factors.items()}
-        base.state.update({"factors": detached(drawn), "folded": True})
+        base.state["factors"] = detached(drawn)
 
     def reference(self, base: Base, received: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return what training starts from: the redrawn factors after a reset."""

@@ -91,8 +91,8 @@ class FedNova(Algorithm):
     @torch.no_grad()
     def aggregate(self, server: Server) -> None:
         """Take the mean change per unit of work, times the mean amount of work."""
-        mean = server.aggregator.result()
+        mean = server.aggregated()
         norms = mean.pop(_NORMS)
         for name, value in server.base.parameters(mean).items():
             mean[name] = server.model[name] - norms[self._groups[name]] * value
-        server.model.update(mean)
+        server.take(mean)

@@ -87,15 +87,14 @@ class FedSLoP(Algorithm):
     @torch.no_grad()
     def aggregate(self, server: Server) -> None:
         """Average the values, and compose the mean of the changes from the mean of the coefficients."""
-        for name, value in server.aggregator.result().items():
+        for name, value in server.aggregated().items():
             if name.startswith(_COEFFICIENTS):
                 name = name.removeprefix(_COEFFICIENTS)
                 projection = self._projection(server.base, name)
                 assert projection is not None
                 start = server.model[name]
-                server.model[name] = start + (value @ projection.mT).view(start.shape)
-            else:
-                server.model[name] = value
+                value = start + (value @ projection.to(value.dtype).mT).view(start.shape)
+            server.take({name: value})
 
     def begin(self, client: ClientContext, message: Message) -> None:
         received = dict(message.tensors)

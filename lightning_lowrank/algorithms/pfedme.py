@@ -83,9 +83,9 @@ class PFedMe(Algorithm):
 
     @torch.no_grad()
     def aggregate(self, server: Server) -> None:
-        mean = server.aggregator.result()
+        mean = server.aggregated()
         mixed = mix(server.model, server.base.parameters(mean), self.mixing)
-        server.model.update({**mean, **mixed})
+        server.take({**mean, **mixed})
 
 
 def working_copy(value: Tensor) -> Tensor:
@@ -103,4 +103,4 @@ def pull(parameters: Mapping[str, Tensor], centre: Mapping[str, Tensor], regular
 
 def mix(old: Mapping[str, Tensor], mean: Mapping[str, Tensor], share: float) -> dict[str, Tensor]:
     r"""Return :math:`(1-\beta)` ``old`` + :math:`\beta` ``mean`` of the tensors that ``mean`` names."""
-    return {name: old[name].lerp(value, share) for name, value in mean.items()}
+    return {name: old[name].to(value.dtype).lerp(value, share) for name, value in mean.items()}

@@ -72,8 +72,8 @@ class RandomCoordinates(Algorithm):
         mean = server.aggregator.result()
         for name, old in server.parameters().items():
             share = mean.pop(_SENT + name)
-            mean[name] = torch.where(share > 0, mean[name] / share, old.double()).to(old.dtype)
-        server.model.update(mean)
+            mean[name] = torch.where(share > 0, mean[name] / share, old.double())
+        server.take(mean)
 
     @torch.no_grad()
     def begin(self, client: ClientContext, message: Message) -> None:

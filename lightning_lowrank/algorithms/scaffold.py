@@ -66,10 +66,13 @@ class SCAFFOLD(Algorithm):
 
     def begin_round(self, server: Server) -> None:
         if "control" not in server.state:
-            server.state["control"] = _zeros(server.parameters())
+            # Of 16 bits, it would lose what a small cohort adds.
+            zeros = _zeros(server.parameters())
+            server.state["control"] = {name: value.to(_precise(value)) for name, value in zeros.items()}
 
     def broadcast(self, server: Server, client: ClientInfo) -> Message:
-        return Message({**server.sent_down(), **_prefixed(server.state["control"])})
+        sent = {name: value.to(server.model[name].dtype) for name, value in server.state["control"].items()}
+        return Message({**server.sent_down(), **_prefixed(sent)})
 
     def begin(self, client: ClientContext, message: Message) -> None:
         """Install the model, and prepare the correction that all of the client's steps share."""
@@ -123,12 +126,12 @@ class SCAFFOLD(Algorithm):
 
     @torch.no_grad()
     def aggregate(self, server: Server) -> None:
-        mean = server.aggregator.result()
+        mean = server.aggregated()
         for name, value in server.base.parameters(mean).items():
-            mean[name] = value.lerp(server.model[name], 1 - self.lr_server)
-        server.model.update(mean)
+            mean[name] = value.lerp(server.model[name].to(value.dtype), 1 - self.lr_server)
+        server.take(mean)
         server.state["control"] = {
-            name: (server.state["control"][name].double() + change / server.clients).to(mean[name].dtype)
+            name: (server.state["control"][name].double() + change / server.clients).to(_precise(mean[name]))
             for name, change in server.state.pop("changes").items()
         }
 
@@ -140,6 +143,10 @@ def _check_plain(group: Mapping[str, Any]) -> None:
                 f"SCAFFOLD takes a client's change over its learning rates for its mean gradient, which it is not with"
                 f" {option}={group[option]}: use torch.optim.SGD without it."
             )
+
+
+def _precise(value: Tensor) -> torch.dtype:
+    return torch.promote_types(value.dtype, torch.float32)
 
 
 def _zeros(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

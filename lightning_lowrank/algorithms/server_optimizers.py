@@ -46,15 +46,15 @@ class ServerOptimizer(Algorithm, ABC):
 
     @torch.no_grad()
     def aggregate(self, server: Server) -> None:
-        mean = server.aggregator.result()
+        mean = server.aggregated()
         kept: dict[str, Moments] = server.state.setdefault("moments", {})
         for name, value in server.base.parameters(mean).items():
             working = value.to(torch.promote_types(value.dtype, torch.float32))
             change = server.model[name].to(working.dtype) - working
             update = self.direction(kept.setdefault(name, {}), change)
             # That is x - lr * update, and the mean itself, to the last bit, where lr * update is the change.
-            mean[name] = (working + (change - self.lr * update)).to(value.dtype)
-        server.model.update(mean)
+            mean[name] = working + (change - self.lr * update)
+        server.take(mean)
 
 
 class FedAvgM(ServerOptimizer):

@@ -21,6 +21,7 @@ from rich.console import Console
 from lightning_lowrank.cli.parser import CLI_SETTINGS, LowRankCLI
 from lightning_lowrank.cli.report import report
 from lightning_lowrank.interop.checkpoints import adapter_checkpoint, dense_checkpoint
+from lightning_lowrank.interop.files import replacing
 
 _FLOWER = "lightning_lowrank.flower"
 """The bridge imports `lightning_lowrank.cli.parser`, and needs Flower, so it is imported by name when it is used."""
@@ -92,8 +93,10 @@ def _export(parser: argparse.ArgumentParser, words: list[str]) -> None:
     }
     if not weights:
         raise MisconfigurationException(f"no tensor's name begins with --prefix {prefix!r}: {sorted(found)}")
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    safetensors.torch.save_file(weights, options.output)
+    if options.output.exists() and options.output.samefile(options.checkpoint):
+        raise MisconfigurationException(f"{options.output} is the checkpoint itself: give another path to write to.")
+    with replacing(options.output) as part:
+        safetensors.torch.save_file(weights, part)
     numbers = sum(value.numel() for value in weights.values())
     print(f"wrote {len(weights)} tensors, {numbers:,} numbers: {options.output}")
 

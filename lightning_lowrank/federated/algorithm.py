@@ -138,7 +138,7 @@ class Algorithm:
 
     def aggregate(self, server: Server) -> None:
         """Fold the round's arrivals into ``server.model``. Called once a round, after at least one arrival."""
-        server.model.update(server.aggregator.result())
+        server.take(server.aggregated())
 
     def global_model(self, server: Server) -> Mapping[str, Tensor]:
         """Return what validation, checkpoints and export see."""

@@ -17,13 +17,14 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_lowrank.federated.algorithm import Algorithm, inherits
 from lightning_lowrank.federated.isolation import readers_of
-from lightning_lowrank.federated.state import BufferPolicy
+from lightning_lowrank.federated.state import Base, BufferPolicy
 from lightning_lowrank.internals.lightning import overrides
 from lightning_lowrank.internals.torch import BATCH_NORMS
 
@@ -129,6 +130,18 @@ def notes(module: pl.LightningModule, buffers: BufferPolicy) -> list[str]:
     if not module.automatic_optimization:
         found.append("manual optimization: every learning rate scheduler is wound back at each client's start.")
     return found
+
+
+def warn_of_changed_base(algorithm: Algorithm, base: Base) -> None:
+    """Say that PEFT's own way of saving a module leaves out what the method has changed of its frozen weights."""
+    # A PEFT layer is told by its structure, as in `find_adapters`.
+    wrapped = any(hasattr(part, "lora_A") and hasattr(part, "get_base_layer") for part in base.module.modules())
+    if wrapped and base.state.get("folded"):
+        rank_zero_warn(
+            f"{type(algorithm).__name__} changed base weights of the model that PEFT wrapped, and its"
+            " save_pretrained() writes the adapter without them: save what its merge_and_unload() returns, which is the"
+            " whole model, or let `lightning-lowrank export` write base and adapter from a checkpoint."
+        )
 
 
 def _reads_weights(callback: Callback) -> bool:

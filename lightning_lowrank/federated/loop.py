@@ -20,7 +20,13 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 from torch import nn
 
-from lightning_lowrank.federated.checks import check_callbacks, check_local_update, check_optimizers, notes
+from lightning_lowrank.federated.checks import (
+    check_callbacks,
+    check_local_update,
+    check_optimizers,
+    notes,
+    warn_of_changed_base,
+)
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.indices import ClientIndices
 from lightning_lowrank.federated.data.planner import RoundPlan
@@ -187,6 +193,7 @@ class FederatedLoop(FederatedSettings, Callback):
             self._data.stop()
         if self._rounds is not None:
             self._rounds.abandon()
+            warn_of_changed_base(self.algorithm, self.server.base)
         self._restore.close()
 
     def _on_divided(self, indices: ClientIndices, labels: torch.Tensor | None) -> None:
@@ -228,6 +235,7 @@ class FederatedLoop(FederatedSettings, Callback):
         """Plan no further round, and say in a line what the rounds came to."""
         assert self._data is not None
         self._data.running = False
+        warn_of_changed_base(self.algorithm, self.server.base)
         if self.summary and trainer.is_global_zero:
             validated = [
                 f"{name} {value:.4f}" for name, value in trainer.callback_metrics.items() if name.startswith("val")

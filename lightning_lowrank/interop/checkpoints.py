@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_lowrank.interop.peft_export import refuse_changed_base, write_adapter
-from lightning_lowrank.interop.peft_layout import Outline
+from lightning_lowrank.interop.peft_layout import WRAPPED, Outline
 from lightning_lowrank.layers import LayerSpec, dense_state_dict
 
 
@@ -38,14 +39,13 @@ def adapter_checkpoint(
     described = checkpoint.get("callbacks", {}).get("LowRank", {}).get("outline")
     if described is None and any(".lora_" in name for name in checkpoint["state_dict"]):
         raise MisconfigurationException(
-            f"{path} is of a module that PEFT wrapped: load its state dict into such a module, and call save_pretrained"
-            " of the model that PEFT wrapped."
+            f"{path} is of a module that PEFT wrapped: load its state dict into such a module, and {WRAPPED}."
         )
     if described is None:
         raise MisconfigurationException(
             f"{path} does not describe the layers of its module, as checkpoints of runs with LowRank do unless they"
             " were saved with save_weights_only=True: convert a new module with LowRank(...).convert(module), load the"
-            " state dict into that, and call lightning_lowrank.export_adapter(module, folder)."
+            " state dict into that, and call lightning_lowrank.export_adapter(module, folder, base=pretrained_network)."
         )
     loop = checkpoint.get("callbacks", {}).get("FederatedLoop", {})
     if loop:
@@ -55,7 +55,16 @@ def adapter_checkpoint(
 
 def _read(path: str | Path, client: int | None) -> dict[str, Any]:
     """Return a checkpoint; with ``client``, its own values replace the global ones."""
-    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError, pickle.UnpicklingError) as error:
+        told = (str(error).splitlines() or [type(error).__name__])[0]
+        raise MisconfigurationException(
+            f"{path} cannot be read: it is cut short or damaged, no checkpoint, or holds objects beside tensors and"
+            f" plain Python ({told}). Use another checkpoint of the run."
+        ) from error
+    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+        raise MisconfigurationException(f"{path} is no checkpoint of a Lightning trainer: it has no state_dict.")
     if client is not None:
         loop = checkpoint.get("callbacks", {}).get("FederatedLoop", {})
         server = loop.get("server", {})
@@ -86,7 +95,7 @@ def load_dense(path: str | Path, module: torch.nn.Module, client: int | None = N
         client: Id of a client whose own model is used instead of the global one.
 
     Raises:
-        MisconfigurationException: If the checkpoint does not describe its layers, or ``client`` keeps no model of its
+        MisconfigurationException: If the file cannot be read, the checkpoint does not describe its layers, or ``client`` keeps no model of its
             own in it.
         RuntimeError: If the checkpoint is of another architecture; torch names the tensors that do not fit.
     """

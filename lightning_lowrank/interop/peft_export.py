@@ -16,18 +16,25 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_lowrank.internals.lightning import trainer_of
+from lightning_lowrank.interop.files import replacing
 from lightning_lowrank.interop.peft_layout import (
     CONFIG_FILE,
     PREFIX,
     WEIGHTS_FILE,
+    WRAPPED,
     LayerOutline,
     Outline,
     listed,
     outline,
     refuse_wrapped,
 )
+from lightning_lowrank.layers import low_rank_layers
 
 _DENSE = "export dense weights instead, as `lightning-lowrank export` does by default"
+_PART = (
+    f"so the adapters are only a part of what was learnt: {_DENSE}. If nothing was folded, export_adapter(module,"
+    " folder, base=pretrained_network) accepts the module."
+)
 
 
 def export_adapter(
@@ -49,8 +56,8 @@ def export_adapter(
             itself. ``None``: for a LightningModule its attribute that holds all low-rank layers, else the module.
         base: The pretrained network as it was, dense, on any device. With it, what differs from it is written,
             whether trained or not, and a frozen weight that differs is refused. Without it, methods that change the
-            frozen weights (``FLoRA``, ``FedEx``, ``CoLR``, ``FedMUD``'s resets) are only noticed while the module
-            still has the trainer that ran them.
+            frozen weights (``FLoRA``, ``FedEx``, ``CoLR``, ``FedMUD``'s resets) are noticed in the module that they
+            changed, and not in another one that has loaded its state dict.
 
     Returns:
         The folder.
@@ -69,12 +76,19 @@ def export_adapter(
         >>> config["r"], config["lora_alpha"], config["target_modules"]
         (1, 2, ['0', '2'])
     """
-    refuse_wrapped(module, "call save_pretrained(folder) of the model that PEFT wrapped")
+    refuse_wrapped(module, WRAPPED)
     trainer = trainer_of(module)
     if base is None and trainer is not None and trainer.global_step:
         for loop in getattr(trainer, "callbacks", ()):
             if loop.state_key == "FederatedLoop":
                 refuse_changed_base(type(loop.algorithm).__name__, loop.server.base.state)
+    factors = [factor for _, layer in low_rank_layers(module) for factor in layer.factors.values()]
+    if base is None and factors and not any(factor.requires_grad for factor in factors):
+        raise MisconfigurationException(
+            "no factor requires a gradient, as after freeze(), so that what else was trained cannot be told: call"
+            " unfreeze() or requires_grad_() for what was trained, or export_adapter(module, folder,"
+            " base=pretrained_network)."
+        )
     return write_adapter(outline(module), module.state_dict(), folder, prefix, base)
 
 
@@ -82,9 +96,7 @@ def refuse_changed_base(algorithm: str, state: Mapping[str, Any]) -> None:
     """Refuse a federated run whose algorithm, by its state, has folded changes into the frozen weights."""
     if state.get("folded"):
         raise MisconfigurationException(
-            f"{algorithm} with this operator or setting folds updates into the frozen weights, so the adapters are only"
-            f" a part of what was learnt: {_DENSE}. If nothing was folded, export_adapter(module, folder,"
-            " base=pretrained_network) accepts the module."
+            f"{algorithm} with this operator or setting folds updates into the frozen weights, {_PART}"
         )
 
 
@@ -110,9 +122,13 @@ def write_adapter(
         raise MisconfigurationException(
             f"PEFT has one lora_dropout for all layers, and these have {sorted(dropouts)}: give them one."
         )
+    folded = [layer.name for layer in layers if layer.folded]
+    if folded and base is None:
+        raise MisconfigurationException(f"updates were folded into the frozen weights of {listed(folded)}, {_PART}")
     root = _root(described, prefix)
     outside = [layer.name for layer in layers if not layer.name.startswith(root)]
     outside += [name for name, trained in described.parameters.items() if trained and not name.startswith(root)]
+    outside += [name for name in described.buffers if name.endswith(".running_mean") and not name.startswith(root)]
     if outside:
         raise MisconfigurationException(
             f"{listed(outside)} {'are' if len(outside) > 1 else 'is'} trained outside {root.removesuffix('.')!r}, to"
@@ -155,9 +171,11 @@ def write_adapter(
     # safetensors refuses views, and tensors that share memory as those of tied layers do.
     contents = {name: value.detach().cpu().contiguous().clone() for name, value in contents.items()}
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    safetensors.torch.save_file(contents, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    with replacing(folder / CONFIG_FILE) as config_part, replacing(folder / WEIGHTS_FILE) as weights_part:
+        safetensors.torch.save_file(contents, weights_part, metadata={"format": "pt"})
+        config_part.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        # Without its configuration a folder is refused, so that new weights are never read with an old one.
+        (folder / CONFIG_FILE).unlink(missing_ok=True)
     return folder
 
 

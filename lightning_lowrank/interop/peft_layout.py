@@ -22,6 +22,11 @@ from lightning_lowrank.layers import LowRankLayer, MatrixProduct, low_rank_layer
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 # What PEFT puts before each name of the base model.
 PREFIX = "base_model.model."
+WRAPPED = (
+    "call save_pretrained(folder) of the model that PEFT wrapped. If the method changed the base weights, as FedLoRA"
+    " with FLoRA, FedEx or CoLR does, that folder is only a part of what was learnt: call merge_and_unload() first, and"
+    " save what it returns"
+)
 _KINDS = ("Linear", "Conv1D", "Embedding", "Conv1d", "Conv2d", "Conv3d")
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
@@ -31,7 +36,7 @@ class LayerOutline:
     """A low-rank layer as a LoRA adapter.
 
     ``B`` and ``A`` are the names of the factors on the output's and the input's side in the state dict. ``reason`` says
-    why PEFT cannot express the layer; it is empty if it can.
+    why PEFT cannot express the layer; it is empty if it can. ``folded`` is `LowRankLayer.folded`.
     """
 
     name: str
@@ -44,6 +49,7 @@ class LayerOutline:
     B: str
     A: str
     reason: str
+    folded: bool
 
 
 @dataclass(frozen=True)
@@ -123,6 +129,7 @@ def _outline_layer(name: str, layer: LowRankLayer, names: Sequence[str], parent:
         B=f"{name}.{'fixed' if left in layer.fixed else 'factors'}.{left}",
         A=f"{name}.{'fixed' if right in layer.fixed else 'factors'}.{right}",
         reason=_unsupported_adapter(layer, names, parent),
+        folded=layer.folded,
     )
 
 

@@ -23,7 +23,7 @@ function with it; the *contracted* way applies one factor after another to the i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from lightning_lowrank.internals.torch import COMPILED, TABLES, own_buffers, own_children, own_parameters
 from lightning_lowrank.layers.factorization import Factorization, HalfFrozen
+from lightning_lowrank.layers.factorization.base import working_precision
 from lightning_lowrank.layers.settings import Compute, LayerSettings, Role, update_scale
 from lightning_lowrank.seeding import generator
 
@@ -93,6 +94,7 @@ class LowRankLayer(nn.Module):
         active: What the layer computes with: the update and the weight before it (``"both"``), or one of them, as
             if the other were zero (``"base"``, ``"factors"``). ``weight`` is always made of both.
         trainable: Whether the dense layer's weight was trainable, as it is again in :meth:`to_dense`.
+        folded: Whether :meth:`fold` has changed the frozen weight, so that the factors are not all that was learnt.
     """
 
     dense_classes: ClassVar[tuple[type[nn.Module], ...]]
@@ -120,6 +122,7 @@ class LowRankLayer(nn.Module):
     compute: Compute
     active: Literal["both", "base", "factors"]
     trainable: bool
+    folded: bool
     _contracted: dict[tuple[Any, ...], bool]
 
     def __init__(self, *arguments: object, **keywords: object) -> None:
@@ -203,6 +206,7 @@ class LowRankLayer(nn.Module):
         layer.scale = layer.scale_at(rank)
         layer.active = "both"
         layer.trainable = weight.requires_grad
+        layer.folded = False
         layer._contracted = {}
         if layer.compute == "contracted" and not layer._can_contract():
             raise ValueError(
@@ -295,17 +299,23 @@ class LowRankLayer(nn.Module):
                 f"factors must have exactly the names of the trained factors, {sorted(self.factors)}, "
                 f"but has {sorted(factors)}."
             )
-        fixed = dict(self.fixed.items())
+        dtype = next(iter(factors.values())).dtype
+        fixed = {name: value.to(dtype) for name, value in self.fixed.items()}
         return combine(self.factorization, self.weight_shape, factors, fixed, self.decouple, self.scale)
 
     @torch.no_grad()
-    def fold(self, factors: Mapping[str, Tensor] | None = None) -> None:
+    def fold(
+        self, factors: Mapping[str, Tensor] | None = None, add: Callable[[Tensor, Tensor], object] = Tensor.add_
+    ) -> None:
         """Add the update to the frozen weight, in place; the factors stay as they are.
 
-        Follow it with :meth:`reset_factors` to start the next update at zero.
+        Follow it with :meth:`reset_factors` to start the next update at zero. The update is composed in single
+        precision at least. A weight of 16 bits is rounded at each fold, which loses most of small updates.
 
         Args:
             factors: As for :meth:`update`.
+            add: Adds its second argument, the update, to its first, the frozen weight, in place. One that keeps what
+                rounding takes away serves repeated folds.
 
         Raises:
             ValueError: If the layer's role is ``"weight"`` (there is no frozen weight), or ``factors`` has
@@ -317,7 +327,9 @@ class LowRankLayer(nn.Module):
                 f"role={self.role!r}."
             )
         self.unmerge()
-        self.frozen_weight.add_(self.update(factors))
+        values = self.factors if factors is None else factors
+        add(self.frozen_weight, self.update({name: working_precision(value) for name, value in values.items()}))
+        self.folded = True
 
     @torch.no_grad()
     def merge(self) -> None:

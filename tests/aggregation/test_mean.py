@@ -27,6 +27,15 @@ def test_mean_is_that_of_float64_cast_once(dtype):
     torch.testing.assert_close(mean.result()["w"], (sums / sum(shares)).to(dtype), rtol=tolerance, atol=tolerance)
 
 
+def test_means_may_stay_as_precise_as_they_are():
+    mean = WeightedMean()
+    for arrivals in (1, 2):
+        mean.add({"half": torch.tensor([float(arrivals)]).half(), "count": torch.tensor(arrivals)}, weight=2 / arrivals)
+        found = mean.result(least=torch.float32)
+        assert (found["half"].dtype, found["count"].dtype) == (torch.float32, torch.int64)
+    assert found["half"].item() == torch.tensor(4 / 3).item()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool])
 def test_one_arrival_comes_back_exactly(dtype):
     value = (torch.randn(50, generator=torch.Generator().manual_seed(1)) * 10).to(dtype)

@@ -4,7 +4,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning_lowrank.federated.payload import dense_payload
 from torch import nn
 
 from lightning_lowrank import (
@@ -19,11 +18,13 @@ from lightning_lowrank import (
     load_dense,
     recover,
 )
+from lightning_lowrank.federated.messages import dense_bytes
 from lightning_lowrank.layers import LowRankLinear, low_rank_layers
 from lightning_lowrank.models import CNN4, Classifier
 from tests.helpers import Data, Module, assert_same, fit, network, trainer, weights
 
 
+@pytest.mark.slow
 def test_trains_without_federation(tmp_path):
     module = Module()
     fitted = trainer(tmp_path, LowRank(MatrixProduct(), rank=2, role="weight", summary=False), max_epochs=20)
@@ -74,7 +75,7 @@ def test_dense_traffic_is_that_of_the_module_before(tmp_path):
         module = Module(network(norm=nn.BatchNorm1d))
         if low_rank is not None:
             low_rank.convert(module)
-        sizes.add(dense_payload(module).nbytes)
+        sizes.add(dense_bytes(module))
     assert len(sizes) == 1
 
 
@@ -164,6 +165,7 @@ def test_resume_refuses_other_layers(tmp_path):
         fit(trainer(tmp_path, other, max_epochs=5), Module(), Data(), ckpt_path=tmp_path / "last.ckpt")
 
 
+@pytest.mark.slow
 def test_a_torchvision_network(tmp_path):
     from torchvision.models import mobilenet_v3_small
 
@@ -207,6 +209,7 @@ def test_seed_everything_seeds_the_factors():
     assert not torch.equal(draws[1], draws[2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("factorization", "arguments"),
     [

@@ -1,8 +1,11 @@
 """Adapters of federated runs: from the module, from the checkpoint and by the command."""
 
 import copy
+import warnings
 
+import lightning.pytorch as pl
 import pytest
+import safetensors.torch
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
@@ -13,6 +16,7 @@ from lightning_lowrank import (
     FedLoRA,
     FedMUD,
     FedSA,
+    FLoRA,
     FromIndices,
     LowRank,
     MatrixProduct,
@@ -90,7 +94,77 @@ def test_runs_that_changed_the_frozen_weights_are_refused(tmp_path, operator):
         cli.main(["export", str(tmp_path / "run.ckpt"), str(tmp_path / "folder"), "--format", "peft"])
     with pytest.raises(MisconfigurationException, match=r"frozen weight 0\.weight is not that of base"):
         export_adapter(module, tmp_path / "folder", base=base)
+    # Also when the trainer is gone, and from the checkpoint of a later run that folds nothing.
+    other = Module(copy.deepcopy(module.net))
+    with pytest.raises(MisconfigurationException, match=r"folded into the frozen weights of net\.0, net\.3, so"):
+        export_adapter(other, tmp_path / "folder")
+    other = Module(module.net)
+    other.lowrank_conversion = module.lowrank_conversion
+    again = LowRank(MatrixProduct(), rank=2, alpha=4, summary=False, exclude=["net.5"], **LORA)
+    run = trainer(tmp_path, again, max_epochs=1)
+    fit(run, other, Data())
+    run.save_checkpoint(tmp_path / "later.ckpt")
+    with pytest.raises(MisconfigurationException, match="folded into the frozen weights"):
+        adapter_checkpoint(tmp_path / "later.ckpt", tmp_path / "folder")
     assert not (tmp_path / "folder").exists()
+
+
+@pytest.mark.parametrize("operator", [FLoRA(), FedEx(), ProductSum()], ids=["FLoRA", "FedEx", "ProductSum"])
+def test_what_peft_would_save_without_the_changed_base(tmp_path, operator):
+    """The fit says so, and each way out that messages name has the whole model."""
+    base, inputs = network(), torch.randn(9, 6)
+    config = peft().LoraConfig(r=2, lora_alpha=4, target_modules=["0", "2"], modules_to_save=["4"])
+    module = Module(peft().get_peft_model(copy.deepcopy(base), config))
+    loop = FederatedLoop(FedLoRA(operator), partition=FromIndices(CLIENTS), summary=False)
+    run = trainer(tmp_path, loop, max_epochs=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.fit(module, Data())
+    run.save_checkpoint(tmp_path / "run.ckpt")
+    said = [str(each.message) for each in caught if "changed base weights" in str(each.message)]
+    module.net.save_pretrained(tmp_path / "adapter")
+    onto_old = peft().PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "adapter")
+    if not operator.changes_base:
+        assert not said
+        same_function(module.net, onto_old, inputs)
+        return
+    (told,) = said
+    assert "merge_and_unload() returns" in told
+    assert "`lightning-lowrank export`" in told
+    with torch.no_grad():
+        assert not torch.allclose(onto_old.eval()(inputs), module.net.eval()(inputs), atol=1e-3)
+    for refused in (export_adapter, adapter_checkpoint):
+        with pytest.raises(MisconfigurationException, match=r"FLoRA, FedEx or CoLR.*call merge_and_unload\(\) first"):
+            refused(module if refused is export_adapter else tmp_path / "run.ckpt", tmp_path / "folder")
+
+    merged = network()
+    merged.load_state_dict(copy.deepcopy(module.net).merge_and_unload().state_dict())
+    same_function(module.net, merged, inputs)
+    cli.main(["export", str(tmp_path / "run.ckpt"), str(tmp_path / "whole.safetensors"), "--prefix", "net."])
+    loaded = peft().get_peft_model(copy.deepcopy(base), config)
+    loaded.load_state_dict(safetensors.torch.load_file(tmp_path / "whole.safetensors"))
+    same_function(module.net, loaded, inputs)
+
+
+def test_a_frozen_module_does_not_tell_what_was_trained(tmp_path):
+    base, module = federated(tmp_path, ProductSum())
+    module.freeze()
+    with pytest.raises(MisconfigurationException, match=r"no factor requires a gradient, as after freeze\(\)"):
+        export_adapter(module, tmp_path / "folder")
+    export_adapter(module, tmp_path / "folder", base=base)
+    assert config_of(tmp_path / "folder")["modules_to_save"] == ["1", "5"]
+
+
+def test_statistics_outside_of_the_network_are_not_left_out(tmp_path):
+    class Normed(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.before, self.body = nn.BatchNorm1d(4), nn.Sequential(nn.Linear(4, 3))
+
+    module = Normed()
+    LowRank(MatrixProduct(), rank=1, init="lora", freeze_rest=True, summary=False).convert(module)
+    with pytest.raises(MisconfigurationException, match=r"before\.running_mean is trained outside 'body'"):
+        export_adapter(module, tmp_path)
 
 
 def test_checkpoints_that_do_not_describe_their_layers_are_refused(tmp_path):
