@@ -8,6 +8,15 @@ import pytest
 importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    """Fail where a test file cannot be imported, which --doctest-ignore-import-errors lets pass without its tests."""
+    report = yield
+    if report.skipped and "unable to import module" in str(report.longrepr):
+        report.outcome = "failed"
+    return report
+
+
 def pytest_collection_finish():
     """Keep what was imported out of later garbage collections, which would walk through all of it."""
     gc.freeze()

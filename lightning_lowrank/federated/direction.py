@@ -6,108 +6,18 @@ import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-_HIGHER = frozenset(
-    [
-        "acc",
-        "accuracy",
-        "ap",
-        "auc",
-        "aucpr",
-        "auprc",
-        "auroc",
-        "bleu",
-        "dice",
-        "exact",
-        "f1",
-        "fbeta",
-        "fscore",
-        "iou",
-        "jaccard",
-        "kappa",
-        "map",
-        "mcc",
-        "meteor",
-        "miou",
-        "mrr",
-        "ndcg",
-        "pearson",
-        "ppv",
-        "precision",
-        "psnr",
-        "r2",
-        "recall",
-        "reward",
-        "rouge",
-        "sensitivity",
-        "spearman",
-        "specificity",
-        "ssim",
-        "success",
-        "tnr",
-        "tpr",
-    ]
+_HIGHER = re.compile(
+    "acc|accuracy|ap|auc|aucpr|auprc|auroc|bleu|dice|f1|fbeta|fscore|iou|jaccard|kappa|map|mcc|meteor|miou|mrr|ndcg"
+    "|pearson|ppv|precision|psnr|r2|recall|reward|rouge|sensitivity|spearman|specificity|ssim|success|tnr|tpr"
 )
-_LOWER = frozenset(
-    [
-        "bce",
-        "bpb",
-        "bpc",
-        "brier",
-        "ce",
-        "cer",
-        "cost",
-        "crps",
-        "crossentropy",
-        "ece",
-        "eer",
-        "err",
-        "error",
-        "errors",
-        "fid",
-        "fnr",
-        "fpr",
-        "kid",
-        "kld",
-        "lpips",
-        "loss",
-        "losses",
-        "mae",
-        "mape",
-        "mse",
-        "msle",
-        "nll",
-        "nmse",
-        "perplexity",
-        "ppl",
-        "regret",
-        "rmse",
-        "rmsle",
-        "smape",
-        "ter",
-        "wer",
-    ]
+_LOWER = re.compile(
+    "bce|bpb|bpc|brier|ce|cer|cost|crps|crossentropy|ece|eer|err|error|fid|fnr|fpr|kid|kld|lpips|loss|mae|mape|mse|msle"
+    "|nll|nmse|perplexity|ppl|regret|rmse|rmsle|smape|ter|wer"
 )
-_ENDINGS = ("loss", "error", "accuracy", "acc", "perplexity", "ppl")
-_TURNING = frozenset(
-    [
-        "decrease",
-        "delta",
-        "deviation",
-        "diff",
-        "difference",
-        "drop",
-        "gap",
-        "inverse",
-        "minus",
-        "neg",
-        "negative",
-        "num",
-        "number",
-        "std",
-        "var",
-        "variance",
-    ]
+_TURNING = re.compile(
+    "decrease|delta|deviation|diff|difference|drop|gap|inverse|minus|neg|negative|num|number|std|var|variance"
 )
+_COMPOUND = re.compile(".*(loss|error|accuracy|acc|perplexity|ppl)")
 _PHRASES = (("cross_entropy", "crossentropy"), ("log_likelihood", "reward"))
 
 
@@ -142,21 +52,21 @@ def by_name(name: str) -> bool | None:
     for phrase, word in _PHRASES:
         name = name.lower().replace(phrase, word) if phrase in name.lower() else name
     words = [word for part in re.split(r"[^A-Za-z0-9]+", name) for word in _words(part)]
-    if not words or _TURNING.intersection(words):
+    if not words or any(map(_TURNING.fullmatch, words)):
         return None
     if words[-1] in ("loss", "error"):
         return False
-    said = {word in _HIGHER for word in words if word in _HIGHER | _LOWER}
+    said = {higher for word in words for higher in (True, False) if (_HIGHER if higher else _LOWER).fullmatch(word)}
     return said.pop() if len(said) == 1 else None
 
 
 def _words(part: str) -> Iterable[str]:
-    """Return the words of a name's part, numbers at their ends left out."""
-    whole = part.lower()
-    pieces = [whole] if whole in _HIGHER | _LOWER else re.findall(r"[A-Z]?[a-z]+\d*|[A-Z]+\d*|\d+", part)
-    for piece in map(str.lower, pieces):
-        word = piece if piece in _HIGHER else piece.rstrip("0123456789") or piece
-        yield next((ending for ending in _ENDINGS if word.endswith(ending)), word) if word not in _LOWER else word
+    """Return the words of a name's part in lower case, with numbers only where they are part of a metric's name."""
+    known = _HIGHER.fullmatch(part.lower())
+    for piece in [part] if known else re.findall(r"[A-Z]?[a-z]+\d*|[A-Z]+\d*", part):
+        word = piece.lower() if _HIGHER.fullmatch(piece.lower()) else piece.lower().rstrip("0123456789")
+        compound = _COMPOUND.fullmatch(word)
+        yield compound[1] if compound else word
 
 
 def direction(name: str, metric: bool | None = None, monitors: Iterable[Monitor] = ()) -> tuple[bool | None, str]:

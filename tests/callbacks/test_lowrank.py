@@ -4,7 +4,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning_lowrank.federated.payload import dense_payload
 from torch import nn
 
 from lightning_lowrank import (
@@ -19,6 +18,7 @@ from lightning_lowrank import (
     load_dense,
     recover,
 )
+from lightning_lowrank.federated.messages import dense_bytes
 from lightning_lowrank.layers import LowRankLinear, low_rank_layers
 from lightning_lowrank.models import CNN4, Classifier
 from tests.helpers import Data, Module, assert_same, fit, network, trainer, weights
@@ -74,7 +74,7 @@ def test_dense_traffic_is_that_of_the_module_before(tmp_path):
         module = Module(network(norm=nn.BatchNorm1d))
         if low_rank is not None:
             low_rank.convert(module)
-        sizes.add(dense_payload(module).nbytes)
+        sizes.add(dense_bytes(module))
     assert len(sizes) == 1
 
 

@@ -20,10 +20,13 @@ from lightning_lowrank.cli import commands, main
 from lightning_lowrank.cli.parser import LowRankCLI
 from lightning_lowrank.cli.runs import read_run
 from lightning_lowrank.data import Digits
-from lightning_lowrank.federated.algorithm import install
+from lightning_lowrank.federated.state import copy_into, trained_tensors
 from lightning_lowrank.layers import low_rank_layers
 from lightning_lowrank.models import MLP, Classifier
 from tests.helpers import assert_same, weights
+
+# Each builds a parser of every class that a recipe may name, which takes a second or more.
+pytestmark = pytest.mark.slow
 
 BASE = """
 seed_everything: 3
@@ -215,7 +218,7 @@ def test_later_configs_change_what_they_name_and_nothing_else(run):
         "fit", "--config", "base.yaml", "--config", "overlay.yaml", "--federated.clients", "4", "--data.batch_size", "8"
     )
     loop = loop_of(done)
-    assert (loop.number_of_clients, loop.clients_per_round, type(loop.partition).__name__) == (4, 3, "IID")
+    assert (len(loop.indices.sizes), loop.clients_per_round, type(loop.partition).__name__) == (4, 3, "IID")
     lowrank = next(callback for callback in done.trainer.callbacks if isinstance(callback, LowRank))
     assert lowrank.settings.ratio == 0.5
     assert lowrank.settings.rank is None
@@ -471,11 +474,12 @@ def test_export_of_a_clients_own_model(run, dense):
     fitted = run("fit", "--config", "base.yaml", *section, "--federated.algorithm", "LocalTraining")
     (checkpoint,) = Path("runs/version_0/checkpoints").glob("*.ckpt")
     loop = loop_of(fitted)
-    own = next(loop.clients.keeping())
-    main(["export", str(checkpoint), "own.safetensors", "--client", str(own.id)])
+    own = next(client for client in range(6) if loop.coordinator.states[client])
+    main(["export", str(checkpoint), "own.safetensors", "--client", str(own)])
     main(["export", str(checkpoint), "global.safetensors"])
-    module, images = fitted.model.eval(), torch.randn(7, 1, 8, 8)
-    install(loop.algorithm.personal_state(loop.server, own), loop._live)
+    module, images, live = fitted.model.eval(), torch.randn(7, 1, 8, 8), trained_tensors(fitted.model)
+    model = loop.algorithm.model_for(loop.server, loop.coordinator.info(own))
+    copy_into(live, loop.algorithm.personal_model(loop.coordinator.context(own, live), model))
     exported, unlike = plain_module(), plain_module()
     exported.load_state_dict(safetensors.torch.load_file("own.safetensors"))
     unlike.load_state_dict(safetensors.torch.load_file("global.safetensors"))
@@ -541,10 +545,11 @@ FLOOR = ("--lowrank.rank", "null", "--lowrank.budget", "0.001")
         (("--federated.clients", "0"), ["clients must be 1 or more, got 0"]),
         (("--federated.clients", "1000"), ["more clients than samples"]),
         (("--federated.partition.alpha", "-1"), ["alpha must be a finite number above 0, got -1.0"]),
-        (("--model.network.hidden", "[0]"), ["hidden=[0]"]),
+        (("--model.network.hidden", "[0]"), ["hidden[0] must be at least 1"]),
         (("--federated.algorithm", "FedNope"), ["no class is known as FedNope"]),
         (("--model", "Nope"), ["no class is known as Nope"]),
-        (("--federated.cliens", "3"), ["Option 'cliens' is not accepted"]),
+        (("--federated.cliens", "3"), ["Option 'cliens' is not accepted (did you mean 'clients'?)"]),
+        (("--federated.algorithm", "FedMud"), ["no class is known as FedMud (did you mean 'FedMUD'?)"]),
         (("--lowrank.role", "sideways"), ["'update', 'weight'", "sideways"]),
         (("--trainer.max_epochs", "0.5"), ["trainer.max_epochs", "int"]),
         (("--config", "nowhere.yaml"), ["nowhere.yaml"]),
@@ -600,3 +605,15 @@ def test_a_users_own_mistake_keeps_its_traceback(run):
     with pytest.raises(ValueError, match="my own mistake") as failure:
         run("fit", "--config", "base.yaml", "--model", "users_code.Broken", "--optimizer", "SGD")
     assert "users_code.py" in "".join(traceback.format_exception(failure.value))
+
+
+def test_a_root_folder_moves_logs_and_checkpoints(run):
+    run("fit", "--config", "base.yaml", "--trainer.default_root_dir", "there")
+    assert {path.name for path in Path("there/runs/version_0").iterdir()} >= {
+        "metrics.csv",
+        "checkpoints",
+        "config.yaml",
+    }
+    assert not Path("runs").exists()
+    run("fit", "--config", "there/runs/version_0/config.yaml", "--trainer.max_epochs", "3")
+    assert Path("there/runs/version_1/metrics.csv").exists()
