@@ -58,7 +58,8 @@ class Horizon:
             limit = trainer.max_steps - (0 if self._begins_anew else trainer.global_step)
         if limit is None and not isinstance(rounds, range):
             return math.inf
-        return self._planner().client_steps(rounds, self._group_of, limit)
+        # Where the last fit has reached max_steps, none is left.
+        return max(1, self._planner().client_steps(rounds, self._group_of, limit))
 
     def notes(self) -> list[str]:
         """Return a sentence for each step-wise schedule of another length than a client's steps, or that may be."""
@@ -77,8 +78,8 @@ class Horizon:
             steps, fails = self.steps(), isinstance(config.scheduler, OneCycleLR)
             if length > steps + 1 or (fails and length < steps):
                 found.append(
-                    f"{type(config.scheduler).__name__} is made for {length} steps, and with interval='step' it makes"
-                    f" those of one client: {steps} in all rounds, after which the next round goes on. It will"
+                    f"{type(config.scheduler).__name__} is made for {length} steps, and interval='step' counts those of"
+                    f" one client, at most {steps} in all rounds. It will"
                     f" {'not reach its end' if length > steps else 'fail at its end'}: give it"
                     " trainer.estimated_stepping_batches, which is that number inside configure_optimizers()."
                 )
@@ -91,7 +92,7 @@ class Horizon:
 
     def _planner(self) -> Any:
         # Making the loader makes the planner.
-        assert self._data.loader is not None
+        _ = self._data.loader
         return self._data.planner
 
     def _group_of(self, round_number: int) -> int:

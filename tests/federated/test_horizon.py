@@ -151,6 +151,14 @@ def test_a_resumed_decay_goes_on_to_zero(tmp_path):
     assert last_rate(run) == pytest.approx(0, abs=1e-9)
 
 
+def test_a_fit_without_steps_left(tmp_path):
+    loop = federated()
+    run = trainer(tmp_path, loop, max_steps=4)
+    module = fit(run, Scheduled(), Data())
+    fit(run, module, Data())
+    assert module.given == [4, 1]
+
+
 def test_a_second_fit_has_a_decay_of_its_own(tmp_path):
     loop = federated()
     run = trainer(tmp_path, loop)
