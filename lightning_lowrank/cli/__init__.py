@@ -1,6 +1,7 @@
 """The console command ``lightning-lowrank``.
 
 - `parser`: the objects that a recipe describes.
+- `suggestions`: what a misspelt name of a recipe was to be.
 - `commands`: what the command's words do.
 - `inspection`: what a run would cost.
 - `runs`: what runs left behind, read from their folders.

@@ -34,6 +34,7 @@ import lightning_lowrank.data
 import lightning_lowrank.models  # noqa: F401
 from lightning_lowrank.callbacks.lowrank import LowRank
 from lightning_lowrank.cli.inspection import inspect_run, render
+from lightning_lowrank.cli.suggestions import with_suggestions
 from lightning_lowrank.federated.checks import check_callbacks
 from lightning_lowrank.federated.loop import FederatedLoop
 from lightning_lowrank.internals.cli import SubcommandCLI
@@ -47,6 +48,10 @@ _PARSER_NOISE = (
     "Expected a <class 'NoneType'>",
     "Expected a path but",
     "Given value",
+    "Not a valid subclass",
+    "Subclass types expect one of",
+    "a class path (str)",
+    "a dict with",
 )
 _CHECKPOINT_NAMES = ("best", "last", "hpc")
 # inspect accepts seeds so that a recipe with seeds can be inspected. What a run costs does not depend on its seed.
@@ -91,6 +96,20 @@ def _section(config: Namespace) -> Namespace:
     return config.get(str(config.get("subcommand")), config)
 
 
+def _write_below_root(trainer: Namespace) -> None:
+    """Put the relative folders of loggers and callbacks below ``default_root_dir``, if one is given."""
+    root = trainer.get("default_root_dir")
+    if not root:
+        return
+    for part, argument in (("logger", "save_dir"), ("callbacks", "dirpath")):
+        given = trainer.get(part)
+        for each in given if isinstance(given, list) else [given]:
+            folder = each.get(f"init_args.{argument}") if isinstance(each, Namespace) else None
+            # A saved configuration has the folder below its root already.
+            if folder and "://" not in str(folder) and not Path(folder).is_relative_to(root):
+                each[f"init_args.{argument}"] = str(Path(root, folder))
+
+
 class RecipeParser(LightningArgumentParser):
     """Parser whose errors are one line."""
 
@@ -102,7 +121,7 @@ class RecipeParser(LightningArgumentParser):
             said = said.replace("Expected a dot import path string:", "no class is known as")
             # `seeds` is the only option of several words, and jsonargparse does not say which it could not iterate.
             said = said.replace("'int' object is not iterable", "seeds must be a list such as [0, 1, 2]")
-            self.exit(2, f"lightning-lowrank: {said}\n")
+            self.exit(2, f"lightning-lowrank: {with_suggestions(said)}\n")
         super().error(message, ex)
 
 
@@ -219,6 +238,7 @@ class LowRankCLI(SubcommandCLI):
         # The saved config describes one run. Other subcommands read it too, and have no `seeds`.
         section = _section(self.config)
         section.pop("seeds", None)
+        _write_below_root(section["trainer"])
         path = section.get("ckpt_path")
         if path and path not in _CHECKPOINT_NAMES and "://" not in path and not Path(path).exists():
             raise MisconfigurationException(f"ckpt_path={path!r} is not there.")

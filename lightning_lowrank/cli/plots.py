@@ -45,6 +45,7 @@ def plot_curves(
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
     _draw(axes, curves, x_label, y_label, in_bytes)
+    axes.set_title(f"{y_label} by {x_label}", fontsize=13)
     if len(curves) <= _LEGEND_INSIDE:
         axes.legend(fontsize=11, frameon=False)
     else:
@@ -60,6 +61,7 @@ def plot_convergence(groups: Mapping[str, Sequence[Run]], path: Path) -> Path:
         metric = f"convergence/{constant}"
         curves = {name: curve(group, None, metric) for name, group in groups.items()}
         _draw(axes, curves, "round", metric)
+        axes.set_title(f"{metric} by round", fontsize=13)
         if any(point.y > 0 for points in curves.values() for point in points):
             axes.set_yscale("log")
         if constant == "R":

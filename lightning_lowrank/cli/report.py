@@ -13,7 +13,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 
 from lightning_lowrank.cli.plots import curve, plot_convergence, plot_curves
-from lightning_lowrank.cli.runs import Run, find_runs, group_by_seed, mean_and_deviation, short_names
+from lightning_lowrank.cli.runs import Run, find_runs, group_by_seed, mean_and_deviation, monitors, short_names
+from lightning_lowrank.federated.direction import direction
 
 _METRICS = ("val_acc", "val_accuracy", "test_acc", "val_loss")
 
@@ -40,7 +41,8 @@ def report(
         paths: Run folders, or folders that hold some. Runs that did not log ``metric``, such as a ``test`` run, are
             left out with a message.
         metric: Name of the logged metric to compare; by default the first of ``val_acc``, ``val_accuracy``,
-            ``test_acc``, ``val_loss`` that a run has. A name with ``loss`` in it is better when lower.
+            ``test_acc``, ``val_loss`` that a run has. Whether it is better when lower, its name says and what monitors
+            it in the runs' configurations; where they do not, no best value is shown, and a line says why.
         output: Folder for ``report.md``, ``rounds.png`` and ``bytes.png``; created if it does not exist.
         console: Where the table is printed.
         each: Show runs that differ only in the seed one by one.
@@ -64,17 +66,23 @@ def report(
     grouped = [[run] for run in runs] if each else group_by_seed(runs)
     groups = dict(zip(short_names(grouped), grouped, strict=True))
 
-    header, rows = _rows(groups, metric)
-    for line in _text_table(header, rows):
+    judged = metric.removeprefix("personal/").removesuffix("_worst10")
+    higher, why = direction(judged, monitors=monitors(runs))
+    title = f"{metric} of {len(runs)} run{'s' * (len(runs) > 1)}"
+    header, rows = _rows(groups, metric, higher)
+    for line in [title, "", *_text_table(header, rows)]:
         _print_line(console, line)
+    if higher is None:
+        _print_line(console, f"no best {metric} is shown, for it is not known whether higher is better: {why}")
     for run in found:
         if run not in runs:
-            _print_line(console, f"{run.folder} is left out: it logged no {metric}")
+            lacks = f"it logged no {metric}" if run.rounds else "its metrics.csv has no round that can be read"
+            _print_line(console, f"{run.folder} is left out: {lacks}")
 
     output.mkdir(parents=True, exist_ok=True)
     lines = [[title.replace("\n", " ") for title in header], ["---", *["---:"] * (len(header) - 1)], *rows]
     written = [output / "report.md"]
-    written[0].write_text("".join(f"| {' | '.join(line)} |\n" for line in lines))
+    written[0].write_text(f"# {title}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines))
     by_rounds = {name: curve(group, None, metric) for name, group in groups.items()}
     written.append(plot_curves(by_rounds, "round", metric, output / "rounds.png"))
     by_bytes = {name: curve(group, "comm/total_bytes", metric) for name, group in groups.items()}
@@ -97,8 +105,10 @@ def _figure(values: Sequence[float | None], form: str) -> str:
     return " ± ".join(format(value, ".1f" if form == "d" else form) for value in mean_and_deviation(known))
 
 
-def _rows(groups: Mapping[str, Sequence[Run]], metric: str) -> tuple[list[str], list[list[str]]]:
-    best_of = min if "loss" in metric else max
+def _rows(
+    groups: Mapping[str, Sequence[Run]], metric: str, higher_is_better: bool | None
+) -> tuple[list[str], list[list[str]]]:
+    best_of = max if higher_is_better else min
     runs = [run for group in groups.values() for run in group]
 
     def column(figure: Callable[[Run], float | None], form: str) -> list[str]:
@@ -114,8 +124,9 @@ def _rows(groups: Mapping[str, Sequence[Run]], metric: str) -> tuple[list[str], 
     if len(runs) > len(groups):
         columns["seeds"] = [str(len(group)) for group in groups.values()]
     columns["rounds"] = column(lambda run: max(run.rounds) + 1, "d")
-    values, numbers = column(lambda run: best(run)[1], ".4f"), column(lambda run: best(run)[0], "d")
-    columns[f"best (round)\n{metric}"] = [f"{value} ({number})" for value, number in zip(values, numbers, strict=True)]
+    if higher_is_better is not None:
+        bests = zip(column(lambda run: best(run)[1], ".4f"), column(lambda run: best(run)[0], "d"), strict=True)
+        columns[f"best (round)\n{metric}"] = [f"{value} ({number})" for value, number in bests]
     columns[f"last\n{metric}"] = column(logged(metric), ".4f")
     judged = metric.removeprefix("personal/")
     for suffix in ("", "_worst10", "_std"):

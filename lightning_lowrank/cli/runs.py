@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Sequence
+import math
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -14,6 +16,11 @@ import numpy as np
 import yaml
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from lightning_lowrank.federated.direction import Monitor
+
+_TOLD = 4
+# What a configuration has otherwise than others in every run, or what a row's other columns tell.
+_NOT_TOLD = ("seed_everything", "ckpt_path", "trainer.logger", "trainer.default_root_dir")
 # Arguments that only say where a run writes to.
 _PLACES = ("trainer.logger", "trainer.default_root_dir", "trainer.callbacks.init_args.dirpath")
 
@@ -36,14 +43,26 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    """Read the ``metrics.csv`` of one run folder."""
+    """Read the ``metrics.csv`` of one run folder, without what is no number in it."""
     rounds: dict[int, dict[str, float]] = {}
-    with open(folder / "metrics.csv", newline="") as file:
-        for row in csv.DictReader(file):
-            if row.get("epoch"):
-                figures = rounds.setdefault(int(float(row["epoch"])), {})
-                figures.update({key: float(value) for key, value in row.items() if value and key != "epoch"})
+    try:
+        with open(folder / "metrics.csv", newline="", errors="replace") as file:
+            for row in csv.DictReader(file):
+                epoch = _number(row.pop("epoch", None))
+                if epoch is not None and math.isfinite(epoch):
+                    found = {key: _number(value) for key, value in row.items()}
+                    figures = rounds.setdefault(int(epoch), {})
+                    figures.update({key: value for key, value in found.items() if value is not None})
+    except (OSError, csv.Error):
+        rounds.clear()
     return Run(folder, dict(sorted(rounds.items())))
+
+
+def _number(text: Any) -> float | None:
+    try:
+        return float(text)
+    except (TypeError, ValueError):
+        return None
 
 
 def find_runs(paths: Sequence[Path]) -> list[Run]:
@@ -114,13 +133,35 @@ class _Configured:
     rest: str
 
 
-def _read_config(run: Run) -> _Configured | None:
+def _load_config(run: Run) -> dict[str, Any]:
+    """Return a run's configuration; empty where there is none that can be read."""
     try:
         config = yaml.safe_load((run.folder / "config.yaml").read_text())
-    except (FileNotFoundError, yaml.YAMLError):
-        return None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def monitors(runs: Iterable[Run]) -> list[Monitor]:
+    """Return what the callbacks of runs' configurations monitor."""
+    found = set()
+    for run in runs:
+        trainer = _load_config(run).get("trainer")
+        callbacks = trainer.get("callbacks") if isinstance(trainer, dict) else None
+        for callback in callbacks if isinstance(callbacks, list) else [callbacks]:
+            if not isinstance(callback, dict):
+                continue
+            given = callback.get("init_args")
+            if isinstance(given, dict) and given.get("monitor") and given.get("mode") in ("min", "max"):
+                owner = str(callback.get("class_path")).rpartition(".")[2]
+                found.add(Monitor(owner, str(given["monitor"]), given["mode"]))
+    return sorted(found)
+
+
+def _read_config(run: Run) -> _Configured | None:
+    config = _load_config(run)
     # Two runs without a seed cannot be told apart from repetitions.
-    if not isinstance(config, dict) or type(config.get("seed_everything")) is not int:
+    if type(config.get("seed_everything")) is not int:
         return None
     seed = config.pop("seed_everything")
     seeds: dict[str, Any] = {}
@@ -146,7 +187,53 @@ def _read_config(run: Run) -> _Configured | None:
 
 
 def short_names(groups: Sequence[Sequence[Run]]) -> list[str]:
-    """Return a name for each group of runs: its folders, as far as they differ from other groups' folders."""
+    """Return a name for each group of runs: its folders, as far as they differ from other groups' folders.
+
+    Where folders differ only in Lightning's ``version_…``, what differs in their configurations is added.
+    """
+    names = _folder_names(groups)
+    alike: dict[str, list[int]] = {}
+    for number, name in enumerate(names):
+        alike.setdefault(re.sub(r"version_[^/]*", "", name), []).append(number)
+    for numbers in alike.values():
+        for number, told in zip(numbers, _differences([groups[number] for number in numbers]), strict=True):
+            names[number] += f" ({told})" if told else ""
+    return names
+
+
+def _differences(groups: Sequence[Sequence[Run]]) -> list[str]:
+    """Return for each group, in short, what its configuration has otherwise than others."""
+    flat: list[dict[str, Any]] = [{} for _ in groups]
+
+    def walk(value: Any, path: str, into: dict[str, Any]) -> None:
+        if isinstance(value, list) and any(isinstance(part, dict) for part in value):
+            value = dict(enumerate(value))
+        if not isinstance(value, dict):
+            into[path] = value
+            return
+        for key, part in value.items():
+            inner = f"{path}.{key}" if path else str(key)
+            if not inner.startswith(_NOT_TOLD) and not inner.endswith(("seed", "dirpath")):
+                walk(part, inner, into)
+
+    for group, into in zip(groups, flat, strict=True):
+        walk(_load_config(group[0]), "", into)
+    paths = dict.fromkeys(path for each in flat for path in each)
+    differing = [path for path in paths if len({repr(each.get(path)) for each in flat}) > 1]
+    # What another class is given differs with it.
+    given = tuple(path.removesuffix("class_path") + "init_args" for path in differing if path.endswith(".class_path"))
+    shown = [path for path in differing if not path.startswith(given)]
+    told = []
+    for each in flat:
+        words = []
+        for path in (path for path in shown if path in each):
+            name, value = path.rpartition(".")[2], str(each[path])
+            words.append(value.rpartition(".")[2] if name == "class_path" else f"{name}={value}")
+        told.append(", ".join(words[:_TOLD]) + (", …" if len(words) > _TOLD else ""))
+    return told
+
+
+def _folder_names(groups: Sequence[Sequence[Run]]) -> list[str]:
     parts = [_common_parts(group) for group in groups]
     if len(parts) == 1:
         return ["/".join(parts[0][-2:])]

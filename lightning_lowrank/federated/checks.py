@@ -46,7 +46,14 @@ def in_no_optimizer(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[
 
 
 def check_optimizers(trainer: pl.Trainer, module: nn.Module) -> None:
-    """Refuse trainable parameters that no optimizer holds."""
+    """Refuse trainable parameters that no optimizer holds, and schedulers that count from one client to the next."""
+    for config in trainer.lr_scheduler_configs:
+        if config.interval == "step" and config.frequency != 1:
+            raise MisconfigurationException(
+                f"{type(config.scheduler).__name__} has interval='step' and frequency={config.frequency}, which counts"
+                " the batches of a round from one client to the next: set frequency=1, and make the schedule that much"
+                " longer."
+            )
     forgotten = in_no_optimizer(module, trainer.optimizers) if trainer.optimizers else []
     if forgotten:
         raise MisconfigurationException(

@@ -33,27 +33,26 @@ _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
 _WORST_OF = 10
 
 
-def figures(values: Mapping[int, float], name: str) -> dict[str, float]:
+def figures(values: Mapping[int, float], name: str, higher_is_better: bool | None) -> dict[str, float]:
     """Summarize clients' values: the mean, the worst tenth, and the spread.
 
     Each client has the same weight, whatever its number of samples. The worst tenth is rounded down to at least one
-    client. The largest values are the worst where "loss" or "error" is part of the name, otherwise the smallest are; a
-    value that is not a number is worse than any number.
+    client, and left out where it is not known whether ``higher_is_better``. A value that is not a number is worse than
+    any number.
 
     Example:
-        >>> figures({0: 0.5, 3: 1.0}, "val_acc")
+        >>> figures({0: 0.5, 3: 1.0}, "val_acc", higher_is_better=True)
         {'personal/val_acc': 0.75, 'personal/val_acc_worst10': 0.5, 'personal/val_acc_std': 0.25}
     """
     numbers = np.fromiter(values.values(), np.float64, len(values))
-    # NumPy sorts NaN last, so that it is among the worst for either sign.
-    sign = 1 if any(word in name.lower() for word in ("loss", "error")) else -1
-    worst = sign * np.sort(sign * numbers)[-max(1, len(numbers) // _WORST_OF) :]
     with np.errstate(invalid="ignore"):
-        return {
-            f"personal/{name}": float(numbers.mean()),
-            f"personal/{name}_worst10": float(worst.mean()),
-            f"personal/{name}_std": float(numbers.std()),
-        }
+        found = {f"personal/{name}": float(numbers.mean())}
+        if higher_is_better is not None:
+            # NumPy sorts NaN last, so that it is among the worst for either sign.
+            sign = -1 if higher_is_better else 1
+            worst = sign * np.sort(sign * numbers)[-max(1, len(numbers) // _WORST_OF) :]
+            found[f"personal/{name}_worst10"] = float(worst.mean())
+        return {**found, f"personal/{name}_std": float(numbers.std())}
 
 
 class ClientEvaluation:
@@ -109,6 +108,8 @@ class ClientEvaluation:
             )
         self.clients = tuple(self._indices)
         """Those that have test samples, ascending."""
+        self.higher_is_better: dict[str, bool | None] = {}
+        """What the metric objects that the last run logged say of themselves, by the names they were logged under."""
         self._requests: list[Request] = []
         self._read_requests = batch_reader(plain, SeededBatches(plain.dataset, plain.collate_fn), self._requests)
 
@@ -153,6 +154,7 @@ class ClientEvaluation:
         if clients is not None:
             counts = {client: count for client, count in counts.items() if client in clients}
         results: dict[str, dict[int, float]] = {}
+        self.higher_is_better = {}
         installed: Mapping[str, Tensor] | None = None
         randomness = StepRandomness()
         randomness.open()
@@ -179,6 +181,7 @@ class ClientEvaluation:
                     step.hook("epoch_end")
                     for name, reached in log.result().items():
                         results.setdefault(name, {})[client] = reached
+                    self.higher_is_better |= log.higher_is_better()
         finally:
             copy_into(live, kept)
             randomness.release()
@@ -286,6 +289,9 @@ class _ClientLog:
     def result(self) -> dict[str, float]:
         reduced = {name: float(_reduce(values, self._reductions[name])) for name, values in self._values.items()}
         return {**reduced, **{name: float(metric.compute()) for name, metric in self._logged_metrics.items()}}
+
+    def higher_is_better(self) -> dict[str, bool | None]:
+        return {name: metric.higher_is_better for name, metric in self._logged_metrics.items()}
 
 
 def _to_float(value: Any) -> Tensor:

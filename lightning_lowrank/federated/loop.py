@@ -32,6 +32,7 @@ from lightning_lowrank.federated.data.indices import ClientIndices
 from lightning_lowrank.federated.data.planner import RoundPlan
 from lightning_lowrank.federated.data.rounds import RoundData
 from lightning_lowrank.federated.execution.distributed import ClientParallelStrategy, SharedCoordinator, shared_by
+from lightning_lowrank.federated.horizon import Horizon
 from lightning_lowrank.federated.messages import Ledger
 from lightning_lowrank.federated.progress import Progress
 from lightning_lowrank.federated.rounds import Rounds
@@ -41,6 +42,7 @@ from lightning_lowrank.internals.direct_steps import DirectSteps
 from lightning_lowrank.internals.lightning import (
     TrainLoaderSource,
     accumulate_per_client,
+    count_for_schedules,
     forget_batches,
     log_figures,
     pad_epochs,
@@ -75,7 +77,11 @@ class FederatedLoop(FederatedSettings, Callback):
     - ``batch_idx`` in the module's steps and hooks and ``trainer.is_last_batch`` are the client's own; ``global_step``
       counts the steps of all clients.
     - Epoch-wise learning rate schedulers step per round. Step-wise ones step within each client, from where the round
-      began; the next round goes on from the client with the most steps.
+      began; the next round goes on from the client with the most steps. So ``trainer.estimated_stepping_batches`` is
+      the number of steps of that client in all rounds until ``configure_optimizers`` is done, and
+      ``len(trainer.train_dataloader)`` and ``trainer.num_training_batches``, once ``trainer.fit_loop.setup_data()`` has
+      been called, are its batches in a round, the mean rounded up. A schedule of another length is warned of.
+      ``configure_optimizers`` is called twice where ``max_steps`` counts a chunk's steps.
 
     Its arguments, with their defaults, are those of `FederatedSettings`.
 
@@ -97,6 +103,7 @@ class FederatedLoop(FederatedSettings, Callback):
         self.make_coordinator: Callable[..., Coordinator] = Coordinator
         """Makes the server's half of a fit, from the arguments of `Coordinator`; real sites have one of their own."""
         self._restore = ExitStack()
+        self._end_counting = ExitStack()
         self._forget()
 
     def _forget(self) -> None:
@@ -106,6 +113,7 @@ class FederatedLoop(FederatedSettings, Callback):
         self._rounds: Rounds | None = None
         self._restored: dict[str, Any] | None = None
         self._processes: ClientParallelStrategy | None = None
+        self._horizon: Horizon | None = None
 
     @property
     def state_key(self) -> str:
@@ -172,6 +180,9 @@ class FederatedLoop(FederatedSettings, Callback):
             settings.limit_train_batches = 1.0
         progress, restore = self._progress, self._restore.callback
         restore(source.restore)
+        self._horizon = Horizon(trainer, self._data)
+        self._end_counting.callback(count_for_schedules(trainer, self._horizon, self._horizon.give))
+        restore(self._end_counting.close)
         restore(setattr, settings, "limit_train_batches", limit)
         restore(accumulate_per_client(trainer, lambda: progress.group_begins, lambda: progress.group_ends))
         # A plain function: torch marks the hook, and a deepcopy of the module must not copy this callback.
@@ -220,6 +231,13 @@ class FederatedLoop(FederatedSettings, Callback):
             self, trainer, self._data, self._progress, self._processes, make, self._rounds, self._restored
         )
         self.ledger = self._rounds.coordinator.ledger
+        assert self._horizon is not None
+        if self._horizon.outdated():
+            trainer.strategy.setup_optimizers(trainer)
+            self._rounds.take_optimizers(trainer)
+        self._end_counting.close()
+        for note in self._horizon.notes():
+            rank_zero_warn(note)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Go on where the checkpoint was taken."""

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_lowrank.federated.coordinator import Coordinator
@@ -14,6 +15,7 @@ from lightning_lowrank.federated.data.evaluation_samples import matched_labels
 from lightning_lowrank.federated.data.labels import find_labels
 from lightning_lowrank.federated.data.loader import check_loader
 from lightning_lowrank.federated.data.rounds import RoundData
+from lightning_lowrank.federated.direction import direction, monitors_of
 from lightning_lowrank.federated.evaluation import ClientEvaluation, figures
 from lightning_lowrank.federated.execution.distributed import ClientParallelStrategy
 from lightning_lowrank.federated.state import trained_tensors
@@ -31,6 +33,7 @@ class FurtherModels:
         self._coordinator = coordinator
         self._settings = coordinator.settings
         self._evaluations: dict[str, tuple[Any, ClientEvaluation]] = {}
+        self._of_no_direction: set[str] = set()
 
     def evaluate(self, trainer: Any, module: pl.LightningModule, stage: Literal["validate", "test"]) -> None:
         """Log how clients' own models do on their own test data, and further global models on all of it."""
@@ -48,15 +51,21 @@ class FurtherModels:
                 model = algorithm.model_for(coordinator.server, coordinator.info(client))
                 return algorithm.personal_model(context, model)
 
-            for name, values in self._run(evaluation, trainer, module, stage, personal).items():
-                logged.update(figures(values, name))
+            found, of_metrics = self._run(evaluation, trainer, module, stage, personal)
+            monitors = monitors_of(trainer)
+            for name, values in found.items():
+                higher, why = direction(name, of_metrics.get(name), monitors)
+                if higher is None and name not in self._of_no_direction:
+                    self._of_no_direction.add(name)
+                    rank_zero_warn(f"personal/{name}_worst10 is not logged, for its worst values are not known: {why}.")
+                logged.update(figures(values, name, higher))
         variants = algorithm.variants(coordinator.server)
         if variants:
             names, models = list(variants), list(variants.values())
             dataset: Any = check_loader(loader, training=False).dataset
             everything = [torch.arange(len(dataset))] * len(names)
             evaluation = self._evaluation(f"variants {stage}", loader, lambda: everything)
-            for name, values in self._run(evaluation, trainer, module, stage, models.__getitem__).items():
+            for name, values in self._run(evaluation, trainer, module, stage, models.__getitem__)[0].items():
                 logged.update({f"{name}/{names[number]}": value for number, value in values.items()})
         if logged:
             log_figures(trainer, logged)
@@ -69,15 +78,22 @@ class FurtherModels:
         module: pl.LightningModule,
         stage: Literal["validate", "test"],
         models: Callable[[int], Mapping[str, Tensor]],
-    ) -> dict[str, dict[int, float]]:
-        """Run an evaluation, of which each process that takes part in rounds does a share."""
+    ) -> tuple[dict[str, dict[int, float]], dict[str, bool | None]]:
+        """Run an evaluation, of which each process that takes part in rounds does a share.
+
+        Returns:
+            For each name that was logged, the value of each client; and for metric objects whether higher is better.
+        """
         processes = trainer.strategy
         if not isinstance(processes, ClientParallelStrategy):
-            return evaluation.run(trainer, module, stage, models)
+            return evaluation.run(trainer, module, stage, models), evaluation.higher_is_better
         share = set(evaluation.clients[processes.global_rank :: processes.world_size])
-        parts = processes.gather(evaluation.run(trainer, module, stage, models, share))
+        found = evaluation.run(trainer, module, stage, models, share)
+        gathered = processes.gather((found, evaluation.higher_is_better))
+        parts = [part for part, _ in gathered]
         names = {name: None for part in parts for name in part}
-        return {name: dict(sorted(entry for part in parts for entry in part.get(name, {}).items())) for name in names}
+        values = {name: dict(sorted(entry for part in parts for entry in part.get(name, {}).items())) for name in names}
+        return values, {name: higher for _, of_metrics in gathered for name, higher in of_metrics.items()}
 
     def _evaluation(self, name: str, loader: Any, indices: Callable[[], list[Tensor]]) -> ClientEvaluation:
         """Return the evaluation that was made for this loader, or make one."""

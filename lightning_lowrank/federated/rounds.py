@@ -95,6 +95,12 @@ class Rounds:
         state = self.coordinator.states[client]
         return self._algorithm.group_key(info), moments_key(state), self._options.key(client)
 
+    def take_optimizers(self, trainer: Any) -> None:
+        """Go on with optimizers and schedulers that the trainer has set up anew."""
+        self._schedulers = SchedulersPerClient(trainer)
+        self.coordinator.server.base.optimizers = trainer.optimizers
+        self.coordinator.setup()
+
     def start(self) -> Callable[[], None]:
         """Let the algorithm train in its own way, where it has one, and return what ends that."""
         module, attributes = self._module, vars(self._module)
@@ -190,7 +196,7 @@ class Rounds:
         self._isolation.end_client()
         self.execution.close()
         self._options.give_back()
-        self._schedulers.end_client(self.execution.chunk.steps)
+        self._schedulers.end_client(self._step_in_chunk())
         self._progress.chunk_open = False
 
     def aggregate(self, between_steps: bool = False) -> None:

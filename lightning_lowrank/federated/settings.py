@@ -87,8 +87,10 @@ class FederatedSettings:
             labels that it has in its training samples; a share in (0, 1): that share of its own samples, drawn at
             random and not trained on. Logged are the mean over clients, the mean of the worst tenth and the standard
             deviation of each figure that ``validation_step`` logs: ``personal/val_acc``, ``personal/val_acc_worst10``,
-            ``personal/val_acc_std``. ``trainer.test`` after the fit does the same with the test loader. ``None``: not
-            at all.
+            ``personal/val_acc_std``. Which values are worst, ``higher_is_better`` of a logged metric object says, else
+            the ``mode`` of a callback that monitors the figure and its name; where none does, a warning says so, and no
+            worst tenth is logged. ``trainer.test`` after the fit does the same with the test loader. ``None``: not at
+            all.
         client_settings: What is otherwise for single clients, by their ids or as a function of the id:
             ``local_epochs`` or ``local_steps``, and options of the optimizers such as ``lr`` or ``weight_decay``.
             Clients that step together have the same options.

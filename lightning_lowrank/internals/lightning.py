@@ -18,6 +18,7 @@ import lightning
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint, ProgressBar, Timer
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.optim import Optimizer
@@ -136,7 +137,12 @@ class TrainLoaderSource:
                 return
             self._loop._combined_loader = None
             last_validation = getattr(self._trainer, "_last_val_time", None)
-            setup_data()
+            # Else it would warn of each length that is below the interval.
+            every, self._trainer.log_every_n_steps = self._trainer.log_every_n_steps, 0
+            try:
+                setup_data()
+            finally:
+                self._trainer.log_every_n_steps = every
             # Loading also starts the clock of a val_check_interval that is a time.
             if last_validation is not None:
                 self._trainer._last_val_time = last_validation
@@ -147,6 +153,34 @@ class TrainLoaderSource:
         """Put the user's source back."""
         self._source.instance = self._users.instance
         del self._loop.setup_data
+
+
+def count_for_schedules(trainer: Any, loader: Any, steps: Callable[[], float]) -> Callable[[], None]:
+    """Answer what ``configure_optimizers`` asks for the length of a fit.
+
+    Args:
+        trainer: The trainer, whose training loader has been replaced.
+        loader: What ``trainer.train_dataloader`` is once it is loaded; ``trainer.num_training_batches`` is its length.
+        steps: Returns ``trainer.estimated_stepping_batches``.
+
+    Returns:
+        What gives Lightning's own answers back, with nothing loaded.
+    """
+    kind, loop = type(trainer), trainer.fit_loop
+    setup_data, max_batches = loop.setup_data, loop.max_batches
+
+    def setup_data_for_schedules() -> None:
+        loop._combined_loader, loop.max_batches = CombinedLoader(loader), len(loader)
+
+    def restore() -> None:
+        trainer.__class__ = kind
+        loop.setup_data, loop._combined_loader, loop.max_batches = setup_data, None, max_batches
+
+    loop.setup_data, loop._combined_loader = setup_data_for_schedules, None
+    # A property can be answered by the class alone.
+    answers = {"estimated_stepping_batches": property(lambda _: steps()), "__module__": kind.__module__}
+    trainer.__class__ = type(kind.__name__, (kind,), answers)
+    return restore
 
 
 def accumulate_per_client(

@@ -45,6 +45,30 @@ else:
         return _add_batch_dim(stack, 0, 1)
 
 
+# Learning rate schedulers
+
+
+def schedule_length(scheduler: Any) -> int | None:
+    """Return after how many steps a schedule has come to its end, ``None`` where that is not known.
+
+    Example:
+        >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+        >>> schedule_length(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=50))
+        50
+    """
+    parts = getattr(scheduler, "_schedulers", None)
+    if parts:
+        begins = getattr(scheduler, "_milestones", [0])[-1]
+        lengths = [schedule_length(part) for part in (parts[-1:] if begins else parts)]
+        known = [length for length in lengths if length is not None]
+        return begins + max(known) if known else None
+    # Those of transformers are functions with their arguments bound.
+    functions = [getattr(function, "keywords", {}) for function in getattr(scheduler, "lr_lambdas", ())]
+    found = [getattr(scheduler, name, None) for name in ("total_steps", "T_max", "total_iters")]
+    found += [arguments.get("num_training_steps") for arguments in functions]
+    return max((int(length) for length in found if length is not None), default=None)
+
+
 # Functions of many tensors at once
 
 

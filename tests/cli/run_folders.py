@@ -69,6 +69,7 @@ def table_of(output: Path) -> list[dict[str, str]]:
     header, _, *rows = (
         [cell.strip() for cell in line.strip().strip("|").split("|")]
         for line in (output / "report.md").read_text().splitlines()
+        if line.startswith("|")
     )
     return [dict(zip(header, row, strict=True)) for row in rows]
 

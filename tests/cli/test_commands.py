@@ -548,7 +548,8 @@ FLOOR = ("--lowrank.rank", "null", "--lowrank.budget", "0.001")
         (("--model.network.hidden", "[0]"), ["hidden[0] must be at least 1"]),
         (("--federated.algorithm", "FedNope"), ["no class is known as FedNope"]),
         (("--model", "Nope"), ["no class is known as Nope"]),
-        (("--federated.cliens", "3"), ["Option 'cliens' is not accepted"]),
+        (("--federated.cliens", "3"), ["Option 'cliens' is not accepted (did you mean 'clients'?)"]),
+        (("--federated.algorithm", "FedMud"), ["no class is known as FedMud (did you mean 'FedMUD'?)"]),
         (("--lowrank.role", "sideways"), ["'update', 'weight'", "sideways"]),
         (("--trainer.max_epochs", "0.5"), ["trainer.max_epochs", "int"]),
         (("--config", "nowhere.yaml"), ["nowhere.yaml"]),
@@ -604,3 +605,15 @@ def test_a_users_own_mistake_keeps_its_traceback(run):
     with pytest.raises(ValueError, match="my own mistake") as failure:
         run("fit", "--config", "base.yaml", "--model", "users_code.Broken", "--optimizer", "SGD")
     assert "users_code.py" in "".join(traceback.format_exception(failure.value))
+
+
+def test_a_root_folder_moves_logs_and_checkpoints(run):
+    run("fit", "--config", "base.yaml", "--trainer.default_root_dir", "there")
+    assert {path.name for path in Path("there/runs/version_0").iterdir()} >= {
+        "metrics.csv",
+        "checkpoints",
+        "config.yaml",
+    }
+    assert not Path("runs").exists()
+    run("fit", "--config", "there/runs/version_0/config.yaml", "--trainer.max_epochs", "3")
+    assert Path("there/runs/version_1/metrics.csv").exists()

@@ -55,6 +55,29 @@ def test_a_loss_is_better_when_lower(tmp_path):
     assert row["last val_loss"] == "0.3000"
 
 
+def test_the_best_value_goes_by_what_is_better(tmp_path):
+    rows = [{"epoch": number, "val_ppl": 2.0 - number, "val_merit": float(number), "lr": 0.1} for number in range(2)]
+    plain = write_run(tmp_path / "plain", rows)
+    (row,), text = make_report([plain], tmp_path / "out", metric="val_ppl")
+    assert row["best (round) val_ppl"] == "1.0000 (2)"
+    assert text.startswith("val_ppl of 1 run\n")
+    (row,), text = make_report([plain], tmp_path / "out", metric="val_merit")
+    assert list(row)[:3] == ["run", "rounds", "last val_merit"]
+    assert "no best val_merit is shown, for it is not known whether higher is better: the name does not say" in text
+    watched = [{"class_path": "EarlyStopping", "init_args": {"monitor": "val_merit", "mode": "max"}}]
+    run = configured(tmp_path / "watched", 0, rows, trainer__callbacks=watched)
+    (row,), _ = make_report([run], tmp_path / "out", metric="val_merit")
+    assert row["best (round) val_merit"] == "1.0000 (2)"
+
+
+def test_a_broken_folder_is_left_out_and_named(tmp_path):
+    write_run(tmp_path / "whole", rows_of([0.5], 1, 1))
+    (write_run(tmp_path / "torn", [{"epoch": 0}]) / "metrics.csv").write_bytes(b"\x00")
+    rows, text = make_report([tmp_path], tmp_path / "out")
+    assert len(rows) == 1
+    assert "torn is left out: its metrics.csv has no round that can be read" in text
+
+
 def test_seeds_of_one_configuration_are_one_row(tmp_path):
     accuracies = [[0.1, 0.9, 0.7], [0.3, 0.5, 0.8], [0.2, 0.6, 0.6]]
     for seed, (values, up) in enumerate(zip(accuracies, (4_000_000, 4_000_000, 5_000_000), strict=True)):
@@ -180,8 +203,8 @@ def test_runs_without_the_metric_are_left_out_and_named(tmp_path):
     write_run(tmp_path / "runs" / "version_2", [])
     rows, text = make_report([tmp_path / "runs"], tmp_path / "out")
     assert [row["run"] for row in rows] == ["runs/version_0"]
-    for number in (1, 2):
-        assert f"version_{number} is left out: it logged no val_acc" in text
+    assert "version_1 is left out: it logged no val_acc" in text
+    assert "version_2 is left out: its metrics.csv has no round that can be read" in text
 
 
 def test_the_default_metric_is_the_first_known_one_that_was_logged(tmp_path):

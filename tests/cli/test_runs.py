@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_lowrank.cli.runs import find_runs, group_by_seed, short_names
+from lightning_lowrank.cli.runs import find_runs, group_by_seed, monitors, short_names
 from tests.cli.run_folders import configured, rows_of, write_run
 
 
@@ -79,7 +79,7 @@ def test_a_run_that_was_not_seeded_is_none_of_several_seeds(tmp_path):
     [
         ([["low/version_0", "low/version_1"]], ["low/version_{0,1}"]),
         ([["a/version_0", "a/version_1"], ["b/version_0", "b/version_1"]], ["a", "b"]),
-        ([["a/version_9", "a/version_10"], ["a/version_3"]], ["version_{9,10}", "version_3"]),
+        ([["a/version_9", "a/version_10"], ["a/version_3"]], ["version_{9,10} (clients=1)", "version_3 (clients=2)"]),
         ([["seed1/version_0", "seed11/version_0"], ["other/version_0"]], ["seed{1,11}", "other"]),
         ([["a/version_0", "b/version_3"], ["c/version_0"]], ["{a/version_0,b/version_3}", "c/version_0"]),
         ([["a", "a/version_0"], ["c"]], ["a/{,version_0}", "c"]),
@@ -115,3 +115,52 @@ def test_a_run_is_found_once_by_whatever_path(tmp_path, monkeypatch):
     run = write_run(tmp_path / "runs" / "a" / "version_0", rows_of([0.5], 1, 1))
     monkeypatch.chdir(tmp_path)
     assert [found.folder for found in find_runs([Path("runs"), Path("runs/a"), run])] == [run]
+
+
+def test_runs_of_one_folder_are_named_by_what_differs(tmp_path):
+    method = {"class_path": "lightning_lowrank.FedMUD", "init_args": {"reset_interval": 1}}
+    for number, changes in enumerate(
+        [
+            {"federated__algorithm": method, "federated__sizes": [3, 4]},
+            {"federated__algorithm": {"class_path": "lightning_lowrank.FedAvg"}, "lowrank": {"rank": 4}},
+            {"federated__algorithm": method, "federated__sizes": [3, 5]},
+        ]
+    ):
+        configured(tmp_path / f"version_{number}", 0, rows_of([0.5], 1, 1), **changes)
+    write_run(tmp_path / "version_3", rows_of([0.5], 1, 1))
+    names = short_names([[run] for run in find_runs([tmp_path])][:3])
+    assert names == [
+        "version_0 (FedMUD, sizes=[3, 4])",
+        "version_1 (FedAvg, rank=4)",
+        "version_2 (FedMUD, sizes=[3, 5])",
+    ]
+    assert short_names([[run] for run in find_runs([tmp_path])][2:])[1] == "version_3"
+
+
+@pytest.mark.parametrize(
+    ("written", "rounds"),
+    [
+        (b"", {}),
+        (b"epoch,val_acc\n", {}),
+        (b"val_acc\n0.5\n", {}),
+        (b"\x00\xff\xfe", {}),
+        (b"epoch,val_acc\n0,0.5\n1,0.", {0: {"val_acc": 0.5}, 1: {"val_acc": 0.0}}),
+        (
+            b"epoch,val_acc\n0,0.5\nnan,0.6\nx,0.7\n1,0.8,9,9\n2,\xff\n",
+            {0: {"val_acc": 0.5}, 1: {"val_acc": 0.8}, 2: {}},
+        ),
+    ],
+)
+def test_what_is_broken_of_a_run_is_left_out(tmp_path, written, rounds):
+    (tmp_path / "metrics.csv").write_bytes(written)
+    (tmp_path / "config.yaml").write_bytes(b"\xff\x00: [")
+    (run,) = find_runs([tmp_path])
+    assert run.rounds == rounds
+    assert group_by_seed([run]) == [[run]]
+    assert monitors([run]) == []
+
+
+def test_what_configurations_monitor(tmp_path):
+    saves = {"class_path": "ModelCheckpoint", "init_args": {"monitor": "val_x", "mode": "max"}}
+    configured(tmp_path / "run", 0, rows_of([0.5], 1, 1), trainer__callbacks=[saves, {"class_path": "Timer"}])
+    assert monitors(find_runs([tmp_path])) == [("ModelCheckpoint", "val_x", "max")]

@@ -662,12 +662,13 @@ def test_clients_without_a_test_sample_are_refused(indices):
 
 
 @pytest.mark.parametrize("count", [1, 9, 10, 19, 20, 105])
-@pytest.mark.parametrize("name", ["val_acc", "val_loss", "Mean_ERROR"])
-def test_figures_over_clients(name, count):
+@pytest.mark.parametrize("higher", [True, False])
+def test_figures_over_clients(higher, count):
+    name = "val_x"
     values = torch.randn(count, generator=torch.Generator().manual_seed(count), dtype=torch.float64)
-    found = figures({3 * client: float(value) for client, value in enumerate(values)}, name)
+    found = figures({3 * client: float(value) for client, value in enumerate(values)}, name, higher)
     worst = max(1, count // 10)
-    ordered = sorted(values.tolist(), reverse=name != "val_acc")
+    ordered = sorted(values.tolist(), reverse=not higher)
     assert found.keys() == {f"personal/{name}", f"personal/{name}_worst10", f"personal/{name}_std"}
     assert found[f"personal/{name}"] == pytest.approx(sum(ordered) / count)
     assert found[f"personal/{name}_worst10"] == pytest.approx(sum(ordered[:worst]) / worst)
@@ -675,11 +676,15 @@ def test_figures_over_clients(name, count):
     assert all(type(value) is float for value in found.values())
 
 
-@pytest.mark.parametrize("name", ["acc", "loss"])
-def test_a_client_without_a_number_is_the_worst(name, recwarn):
+def test_no_worst_tenth_without_a_direction():
+    assert figures({0: 1.0, 1: 3.0}, "x", None) == {"personal/x": 2.0, "personal/x_std": 1.0}
+
+
+@pytest.mark.parametrize("higher", [True, False])
+def test_a_client_without_a_number_is_the_worst(higher, recwarn):
     values = {client: float(client) for client in range(20)}
-    assert np.isnan(figures({**values, 7: float("nan")}, name)[f"personal/{name}_worst10"])
-    infinite = figures({**values, 7: float("inf")}, name)
-    assert np.isnan(infinite[f"personal/{name}_std"])
-    assert infinite[f"personal/{name}"] == float("inf")
+    assert np.isnan(figures({**values, 7: float("nan")}, "x", higher)["personal/x_worst10"])
+    infinite = figures({**values, 7: float("inf")}, "x", higher)
+    assert np.isnan(infinite["personal/x_std"])
+    assert infinite["personal/x"] == float("inf")
     assert not recwarn.list

@@ -4,6 +4,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torchmetrics import MeanSquaredError
 
 from lightning_lowrank import FedAvg, FederatedLoop, FromIndices, LabelCount, LocalTraining
 from lightning_lowrank.federated.state import copy_into, trained_tensors
@@ -101,3 +102,38 @@ def test_further_global_models(tmp_path):
 def test_wrong_arguments(wrong):
     with pytest.raises(MisconfigurationException, match="personal_test must be"):
         FederatedLoop(FedAvg(), clients=2, personal_test=wrong)
+
+
+class Judged(Module):
+    """A module that logs metric objects and figures whose names say more or less of their direction."""
+
+    def __init__(self):
+        super().__init__()
+        self.spread = MeanSquaredError()
+
+    def validation_step(self, batch, batch_idx):
+        outputs = self.net(batch[0])
+        loss = torch.nn.functional.cross_entropy(outputs, batch[1])
+        self.spread.update(outputs.argmax(1).float(), batch[1].float())
+        self.log("val_score", self.spread)
+        self.log("val_ppl", loss.exp())
+        self.log("val_merit", -loss)
+        self.log("val_watched", loss)
+        self.log("val_acc", -loss)
+
+
+def test_the_worst_tenth_goes_by_what_is_better(tmp_path):
+    saves = [ModelCheckpoint(tmp_path, monitor=f"personal/{name}", mode="min") for name in ("val_watched", "val_acc")]
+    loop = FederatedLoop(
+        LocalTraining(), clients=12, partition=LabelCount(2), personal_test="matched_labels", summary=False, seed=1
+    )
+    fitted = trainer(tmp_path, loop, *saves, max_epochs=2)
+    with pytest.warns(UserWarning, match="val_merit_worst10 is not logged.*let ModelCheckpoint") as told:
+        fitted.fit(Judged(), Data())
+    figures = fitted.callback_metrics
+    for name in ("val_score", "val_ppl", "val_watched"):
+        assert figures[f"personal/{name}_worst10"] > figures[f"personal/{name}"], name
+    assert not {"personal/val_merit_worst10", "personal/val_acc_worst10"} & figures.keys()
+    said = [str(warning.message) for warning in told if "worst" in str(warning.message)]
+    assert len(said) == 2
+    assert "lower is better by ModelCheckpoint(mode='min') and higher is better by its name" in said[1]

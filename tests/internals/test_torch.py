@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.func import vmap
+from transformers import get_cosine_schedule_with_warmup
 
 from lightning_lowrank.internals import torch as internals
 from tests.helpers import network
@@ -176,3 +177,25 @@ def test_a_torch_that_does_not_tell_of_mapped_tensors(tmp_path):
     parts = FromIndices([list(range(5)), list(range(5, 47)), list(range(47, 103))])
     fit(trainer(tmp_path, FederatedLoop(FedAvg(), partition=parts, summary=False), max_epochs=2), module, Data())
     assert_same(weights(module), torch.load(tmp_path / "weights.pt"))
+
+
+def test_lengths_of_schedules():
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    schedules = torch.optim.lr_scheduler
+    warmup = schedules.LinearLR(optimizer, total_iters=5)
+    cosine = schedules.CosineAnnealingLR(optimizer, T_max=20)
+    constant = schedules.StepLR(optimizer, step_size=7)
+    known = {
+        warmup: 5,
+        cosine: 20,
+        constant: None,
+        schedules.OneCycleLR(optimizer, max_lr=0.1, total_steps=30): 30,
+        schedules.SequentialLR(optimizer, [warmup, cosine], milestones=[5]): 25,
+        schedules.SequentialLR(optimizer, [warmup, constant], milestones=[5]): None,
+        schedules.ChainedScheduler([warmup, cosine]): 20,
+        get_cosine_schedule_with_warmup(optimizer, 2, 40): 40,
+        schedules.LambdaLR(optimizer, lambda step: 1 / (step + 1)): None,
+        schedules.ReduceLROnPlateau(optimizer): None,
+    }
+    for schedule, length in known.items():
+        assert internals.schedule_length(schedule) == length, type(schedule)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -133,17 +133,7 @@ class RoundPlanner:
         ``chunks`` says which clients step together where a checkpoint does: the state by which they are grouped changes
         during a round.
         """
-        drawn = self._drawn(round_number)
-        answering, failed = self._answering(round_number, drawn)
-        batches = self.batches[answering].tolist()
-        if self.truncate is not None:
-            share = -(-self.truncate // len(answering))
-            left, kept = self.truncate, []
-            for count in batches:
-                kept.append(min(count, share, left))
-                left -= kept[-1]
-            answering = [client for client, count in zip(answering, kept, strict=True) if count]
-            batches = [count for count in kept if count]
+        answering, batches, failed = self._cohort(round_number)
         count = dict(zip(answering, batches, strict=True))
         parts = []
         for clients in divide(count, self.processes):
@@ -158,6 +148,44 @@ class RoundPlanner:
             tuple(parts[self.process]),
             padding=max(steps) - steps[self.process],
         )
+
+    def client_steps(self, rounds: Iterable[int], group_of: Callable[[int], int], limit: int | None = None) -> int:
+        """Return the number of optimizer steps that one client makes in some rounds, if it has the most in each.
+
+        Args:
+            rounds: Their numbers; may go on for ever where there is a ``limit``.
+            group_of: Returns how many batches make a step in a round.
+            limit: Number of steps of all chunks after which the last round is cut short.
+        """
+        steps, left = 0, limit
+        for number in rounds:
+            group = group_of(number)
+            if left is None:
+                steps += -(-max(self._cohort(number)[1]) // group)
+                continue
+            made = []
+            for chunk in self.plan(number).chunks:
+                made.append(min(-(-chunk.steps // group), left))
+                left -= made[-1]
+            steps += max(made)
+            if left <= 0:
+                break
+        return steps
+
+    def _cohort(self, round_number: int) -> tuple[list[int], list[int], list[int]]:
+        """Return the clients that train, the number of batches of each, and the clients that never answer."""
+        drawn = self._drawn(round_number)
+        answering, failed = self._answering(round_number, drawn)
+        batches = self.batches[answering].tolist()
+        if self.truncate is not None:
+            share = -(-self.truncate // len(answering))
+            left, kept = self.truncate, []
+            for count in batches:
+                kept.append(min(count, share, left))
+                left -= kept[-1]
+            answering = [client for client, count in zip(answering, kept, strict=True) if count]
+            batches = [count for count in kept if count]
+        return answering, batches, failed
 
     def _grouped(self, round_number: int, batches: Mapping[int, int]) -> list[list[int]]:
         """Group clients of a kind with about as many batches; the longest come first."""

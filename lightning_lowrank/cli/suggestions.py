@@ -1,0 +1,80 @@
+"""What was meant by a misspelt key or class name, told beside the parser's message."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterable
+from functools import partial
+from importlib import import_module
+
+_SECTIONS = "ckpt_path data federated lowrank lr_scheduler model optimizer seed_everything seeds trainer"
+_CLASSES_OF = ("lightning_lowrank", "lightning.pytorch", "torch.optim")
+_CLASS_PATH = re.compile(r"class_path[ =]'([\w.]+)'")
+_SIMILAR = 0.65
+
+
+def with_suggestions(message: str) -> str:
+    """Return a parser's message, each name that it does not know followed by the most similar one that it does.
+
+    Example:
+        >>> with_suggestions("Problem with given class_path 'torch.optim.SGD': Option 'momentun' is not accepted")
+        "Problem with given class_path 'torch.optim.SGD': Option 'momentun' is not accepted (did you mean 'momentum'?)"
+    """
+
+    def told(match: re.Match[str], look_up: Callable[[re.Match[str]], tuple[str, Iterable[str]]]) -> str:
+        word, known = look_up(match)
+        names = {name.lower(): name for name in known if not name.startswith("_")}
+        similar = difflib.get_close_matches(word.lower(), names, 1, _SIMILAR)
+        return match[0] + (f" (did you mean {names[similar[0]]!r}?)" if similar else "")
+
+    for pattern, look_up in _KINDS.items():
+        message = re.sub(pattern, partial(told, look_up=look_up), message)
+    return message
+
+
+def _arguments(match: re.Match[str]) -> tuple[str, Iterable[str]]:
+    """Return the arguments of the class in whose section the match stands."""
+    paths = _CLASS_PATH.findall(match.string[: match.start()])
+    # Of a class that is called later, the message tells the path behind.
+    if "expects a function" in match.string[: match.start()]:
+        paths += _CLASS_PATH.findall(match.string[match.end() :])[:1]
+    known = _parameters(paths[-1]) if paths else ()
+    return match[1].split(".")[0], ["class_path", "init_args", *known]
+
+
+def _parameters(path: str) -> Iterable[str]:
+    module, _, name = path.rpartition(".")
+    try:
+        return inspect.signature(getattr(import_module(module), name)).parameters
+    except (ImportError, AttributeError, TypeError, ValueError):
+        return ()
+
+
+def _classes(match: re.Match[str]) -> tuple[str, Iterable[str]]:
+    """Return the public names of classes that a recipe may mean."""
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith(_CLASSES_OF)]
+    return match[1], {name for module in modules for name, value in vars(module).items() if isinstance(value, type)}
+
+
+def _members(match: re.Match[str]) -> tuple[str, Iterable[str]]:
+    return match[2], vars(import_module(match[1]))
+
+
+def _options(match: re.Match[str]) -> tuple[str, Iterable[str]]:
+    section, *rest = match[1].split(".")
+    return (
+        (rest[0], _parameters("lightning.pytorch.Trainer"))
+        if section == "trainer" and rest
+        else (section, _SECTIONS.split())
+    )
+
+
+_KINDS: dict[str, Callable[[re.Match[str]], tuple[str, Iterable[str]]]] = {
+    r"Option '([\w.]+)' is not accepted": _arguments,
+    r"no class is known as ([\w.]+)": _classes,
+    r"module '([\w.]+)' has no attribute '(\w+)'": _members,
+    r"does not accept option '([\w.]+)'": _options,
+}

@@ -1,0 +1,102 @@
+"""How many steps a client makes in a whole fit, which is what learning rate schedules are given in advance."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from torch.optim.lr_scheduler import OneCycleLR
+
+from lightning_lowrank.federated.data.rounds import RoundData
+from lightning_lowrank.internals.torch import schedule_length
+
+
+class Horizon:
+    """Counts the steps of the client with the most of them, in all rounds of a fit.
+
+    Step-wise schedulers make these steps, for each round goes on from the client with the most. Its length is the mean
+    of that client's batches in a round, rounded up, so that it stands for the training loader in ``len(loader)``.
+
+    Args:
+        trainer: The trainer, before its progress has been restored from a checkpoint.
+        data: The training set, which is divided when a count is asked for first.
+    """
+
+    def __init__(self, trainer: Any, data: RoundData) -> None:
+        self._trainer = trainer
+        self._data = data
+        self._begins_anew = trainer.ckpt_path is not None
+        self._given: float | None = None
+
+    def __len__(self) -> int:
+        rounds, planner = self._rounds(), self._planner()
+        if not isinstance(rounds, range):
+            return int(planner.batches.max())
+        return math.ceil(planner.client_steps(rounds, lambda number: 1) / len(rounds))
+
+    def __iter__(self) -> Iterator[Any]:
+        self._planner()
+        return iter(self._data.training_loader or ())
+
+    def give(self) -> float:
+        """Return `steps` to whoever makes a schedule."""
+        self._given = self.steps()
+        return self._given
+
+    def outdated(self) -> bool:
+        """Return whether the number that was given is not that of the execution chosen since."""
+        return self._given is not None and self._given != self.steps()
+
+    def steps(self) -> float:
+        """Return the number of steps of the client with the most, infinite where nothing ends the fit."""
+        trainer, rounds = self._trainer, self._rounds()
+        limit = None
+        if trainer.max_steps != -1:
+            limit = trainer.max_steps - (0 if self._begins_anew else trainer.global_step)
+        if limit is None and not isinstance(rounds, range):
+            return math.inf
+        # Where the last fit has reached max_steps, none is left.
+        return max(1, self._planner().client_steps(rounds, self._group_of, limit))
+
+    def notes(self) -> list[str]:
+        """Return a sentence for each step-wise schedule of another length than a client's steps, or that may be."""
+        found = []
+        keeps = self._data.stacked and self._data.settings.optimizer_state == "keep"
+        if self._given is not None and keeps and self._trainer.max_steps != -1:
+            found.append(
+                "trainer.estimated_stepping_batches is a guess: max_steps counts steps of clients that step together,"
+                " and with optimizer_state='keep' these depend on the ages of their moments. Set max_epochs instead."
+            )
+        configs = self._trainer.lr_scheduler_configs if self._trainer.lightning_module.automatic_optimization else ()
+        for config in configs:
+            length = schedule_length(config.scheduler) if config.interval == "step" else None
+            if length is None:
+                continue
+            steps, fails = self.steps(), isinstance(config.scheduler, OneCycleLR)
+            if length > steps + 1 or (fails and length < steps):
+                found.append(
+                    f"{type(config.scheduler).__name__} is made for {length} steps, and interval='step' counts those of"
+                    f" one client, at most {steps} in all rounds. It will"
+                    f" {'not reach its end' if length > steps else 'fail at its end'}: give it"
+                    " trainer.estimated_stepping_batches, which is that number inside configure_optimizers()."
+                )
+        return found
+
+    def _rounds(self) -> Iterable[int]:
+        trainer = self._trainer
+        begin = 0 if self._begins_anew else trainer.current_epoch
+        return itertools.count(begin) if trainer.max_epochs == -1 else range(begin, max(trainer.max_epochs, begin + 1))
+
+    def _planner(self) -> Any:
+        # Making the loader makes the planner.
+        _ = self._data.loader
+        return self._data.planner
+
+    def _group_of(self, round_number: int) -> int:
+        for callback in self._trainer.callbacks:
+            if isinstance(callback, GradientAccumulationScheduler):
+                return callback.get_accumulate_grad_batches(round_number)
+        return self._trainer.accumulate_grad_batches
