@@ -196,8 +196,10 @@ def _channels_last(stack: Tensor) -> Tensor:
 
 
 def _empty_channels_last(clients: int, shape: Sequence[int], like: Tensor) -> Tensor:
+    """Return an empty stack whose channels are last in memory. It is no view, which could not be changed in place."""
     batch, channels, *size = shape
-    return like.new_empty(clients, batch, *size, channels).movedim(-1, 2)
+    layout = torch.empty(clients, batch, *size, channels, device="meta").movedim(-1, 2)
+    return torch.empty_strided(layout.shape, layout.stride(), dtype=like.dtype, device=like.device)
 
 
 class _OverStacks(Function):
