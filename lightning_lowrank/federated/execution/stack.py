@@ -207,7 +207,7 @@ class ClientStack:
         """Return the sum of the losses of all clients of a chunk's batch, so that each one's gradient is its own.
 
         Args:
-            parts: For each batch size, the clients' places in the stack and their batches, stacked.
+            parts: For each form of a batch, the clients' places in the stack, and one batch with theirs stacked in it.
             batch_idx: Passed on.
 
         Raises:
@@ -243,7 +243,12 @@ class ClientStack:
         named = {name: select(self.leaves.get(name, stack)) for name, stack in self.values.items()}
         round_state = apply_to_collection(self.round_state, Tensor, select)
 
-        def run(values: dict[str, Tensor], state: State, client_batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        stacks: list[Tensor] = []
+        apply_to_collection(batch, Tensor, stacks.append)
+
+        def run(values: dict[str, Tensor], state: State, tensors: list[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+            mapped = iter(tensors)
+            client_batch = apply_to_collection(batch, Tensor, lambda _: next(mapped))
             arguments = (client_batch, batch_idx) if self._takes_index else (client_batch,)
 
             def own_step() -> Any:
@@ -264,7 +269,7 @@ class ClientStack:
             return loss, captured
 
         try:
-            losses, values = vmap(run, randomness="different")(named, round_state, batch)
+            losses, values = vmap(run, randomness="different")(named, round_state, stacks)
         except MisconfigurationException:
             raise
         except (RuntimeError, ValueError, NotImplementedError, TypeError) as error:
