@@ -222,8 +222,8 @@ class RoundLoader:
         self._plan = plan
         self._position = position
         self._randomness = randomness
-        self._batches = SeededBatches(loader.dataset, loader.collate_fn)
-        self._read_requests = batch_reader(loader, self._batches, _RequestsOf(self))
+        self.batches = SeededBatches(loader.dataset, loader.collate_fn)
+        self._read_requests = batch_reader(loader, self.batches, _RequestsOf(self))
 
     def __len__(self) -> int:
         return self._plan().total
@@ -258,7 +258,7 @@ class RoundLoader:
         They are read outside any round. There are fewer than ``steps`` where the clients have fewer.
         """
         requests = list(islice(self._chunk_requests(round_number, chunk), steps))
-        read = self._batches.__getitems__
+        read = self.batches.__getitems__
         return [read(each) for each in requests], [read(each) for each in requests[0][:steps]]
 
     def _chunk_requests(self, round_number: int, chunk: Chunk) -> Iterator[Requests]:

@@ -8,6 +8,7 @@ in several passes, take longer than the clients' own steps one after another; wh
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,11 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from lightning_lowrank.internals.torch import is_mapped, map_level, mapped, stack_of
 
 _CONVOLUTIONS = {F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}
+_NUMBERS = {Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__, Tensor.item, Tensor.tolist}
 
 
 class StackedProducts(TorchFunctionMode):
@@ -34,6 +37,10 @@ class StackedProducts(TorchFunctionMode):
       for a few classes is ten times slower than over the one before it. That is where the layer above leaves them.
     - ``F.batch_norm`` of images, on the CPU: torch normalises, scales and shifts in turn. Here each client has one
       call, with the channels last.
+    - ``F.scaled_dot_product_attention`` with a bias that is trained: torch would take a kernel that has no gradient of
+      it. Here it takes the one that has.
+    - ``bool()``, ``item()`` and the like of a tensor that is the same for all clients: torch refuses them all. Here
+      they give the number.
 
     Everything else, a weight that all clients share, other devices, and functions inside further transforms of
     `torch.func` are left to torch, and all of it in a torch that does not tell which tensors are mapped. The results
@@ -57,6 +64,10 @@ class StackedProducts(TorchFunctionMode):
             return _cross_entropy(*arguments, **keywords)
         if function is Tensor.view:
             return _view(*arguments, **keywords)
+        if function is F.scaled_dot_product_attention:
+            return _attention(*arguments, **keywords)
+        if function in _NUMBERS:
+            return function(_shared(*arguments))
         return function(*arguments, **keywords)
 
 
@@ -170,6 +181,22 @@ def _view(tensor: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
         if not is_mapped(tensor) or tensor.is_contiguous():
             raise
         return tensor.contiguous().view(*arguments, **keywords)
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *arguments: Any, **keywords: Any
+) -> Tensor:
+    trained = attn_mask is not None and is_mapped(attn_mask) and stack_of(attn_mask).requires_grad
+    with sdpa_kernel(SDPBackend.MATH) if trained else nullcontext():
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, *arguments, **keywords)
+
+
+def _shared(tensor: Tensor) -> Tensor:
+    """Return what a mapped tensor is for every client, or the tensor where clients differ."""
+    if not is_mapped(tensor) or map_level() != 1:
+        return tensor
+    stack = stack_of(tensor)
+    return stack[0].detach() if torch.equal(stack, stack[:1].expand_as(stack)) else tensor
 
 
 def _stacked_on_cpu(tensor: Tensor) -> bool:

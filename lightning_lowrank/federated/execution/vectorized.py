@@ -13,6 +13,7 @@ from lightning_lowrank.federated.algorithm import LocalStep, inherits
 from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.execution.base import Execution
 from lightning_lowrank.federated.execution.stack import ActsOnStacks, ClientStack
+from lightning_lowrank.federated.execution.traces import Watch
 from lightning_lowrank.federated.state import State, slice_tree, stack_trees
 
 
@@ -23,6 +24,7 @@ class Vectorized(Execution):
     stacked = True
     _stack: ClientStack | None = None
     _mapped: LocalStep | None = None
+    _watch: Watch | None = None
 
     def begin_round(self) -> None:
         """Look which tensors are trained in this round, and who changes gradients."""
@@ -46,7 +48,9 @@ class Vectorized(Execution):
 
     def _make_stack(self, chunk: Chunk) -> ClientStack:
         run = self._run_objective if self._own_objective else None
-        stack = ClientStack(self.trainer, self.module, self.live, len(chunk.clients), run)
+        self._watch = self._watch or Watch(self.module)
+        count, falls_back = len(chunk.clients), self.settings.execution == "auto"
+        stack = ClientStack(self.trainer, self.module, self.live, count, run, self._watch, falls_back)
         self.chunk = chunk
         self.clients = self._contexts(chunk, stack.client)
         self.algorithm.configure(self.base, self.clients[0])
