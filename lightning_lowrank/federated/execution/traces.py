@@ -261,5 +261,5 @@ class _Left(Tensor):
 
 def _left(name: str) -> Tensor:
     tensor = torch.empty(0).as_subclass(_Left)
-    tensor.place = name  # type: ignore[attr-defined]
+    tensor.place = name
     return tensor

@@ -35,7 +35,10 @@ class Vectorized(Execution):
     _stack: ClientStack | None = None
     _mapped: LocalStep | None = None
     _watch: Watch | None = None
-    _sums: dict[str, Tensor] | None = None
+
+    def start(self) -> None:
+        """Begin a fit, in which the first steps are looked at."""
+        self._sums: dict[str, Tensor] = {}
 
     def begin_round(self) -> None:
         """Look which tensors are trained in this round, and who changes gradients."""
@@ -130,11 +133,11 @@ class Vectorized(Execution):
 
     def _refuse_changes(self) -> None:
         """Refuse hooks that change the module, which holds the global model while clients step together."""
-        before, self._sums = self._sums, None
+        before, self._sums = self._sums, {}
         after = self._sum_up() if before else {}
         changed = [
             name
-            for name, value in (before or {}).items()
+            for name, value in before.items()
             if not torch.allclose(value, after[name], rtol=0, atol=0, equal_nan=True)
         ]
         if changed:
@@ -144,10 +147,10 @@ class Vectorized(Execution):
                 " model there, not a client's. Use execution='sequential'."
             )
 
-    def _sum_up(self) -> dict[str, Tensor] | None:
+    def _sum_up(self) -> dict[str, Tensor]:
         """Return sums of the module's tensors, where it has hooks that may change them."""
         if not hooks_around_steps(self.module):
-            return None
+            return {}
         held = itertools.chain(self.module.named_parameters(), self.module.named_buffers())
         return {name: value.detach().sum() for name, value in held}
 

@@ -233,7 +233,7 @@ class Files(torch.utils.data.Dataset):
 
     def __getitem__(self, index):
         draws = torch.Generator().manual_seed(index)
-        length = int(torch.randint(2, 5, (), generator=draws))
+        length = int(torch.randint(2, 12, (), generator=draws))
         return torch.randn(length, 6, generator=draws, dtype=torch.float64), index % 4, f"{index}.txt"
 
 
