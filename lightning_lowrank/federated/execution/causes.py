@@ -18,6 +18,10 @@ _CAUSES: tuple[tuple[str, str], ...] = (
         " whether an attention_mask masks anything)",
     ),
     (
+        r"a tensor and its view\(\)",
+        "it changes a tensor in place through view(), and uses both (take flatten(), or do not change it in place)",
+    ),
+    (
         r"inplace|in-place|in place|_\(self, \*extra_args\)|output with shape \S+ \S+ match the broadcast shape",
         "it changes a tensor in place that is one for all clients: a frozen weight, a buffer that is not persistent, or"
         " one made in the step by torch.zeros() and the like (make that by new_zeros() of one of the clients' tensors)",

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,8 @@ from lightning_lowrank.internals.torch import is_mapped, map_level, mapped, stac
 
 _CONVOLUTIONS = {F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}
 _NUMBERS = {Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__, Tensor.item, Tensor.tolist}
+
+_IN_PLACE = {"__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "and", "or", "xor", "pow"))}
 
 
 class StackedProducts(TorchFunctionMode):
@@ -47,13 +50,19 @@ class StackedProducts(TorchFunctionMode):
     are those of torch's own way up to rounding. Convolutions and batch normalisations can't be differentiated twice.
 
     As the channels of an output are last in memory, ``view`` cannot always join its dimensions as it would one
-    client's. There it returns a copy, and changing that in place does not change the output.
+    client's. There it returns a copy. To change one of the two in place is refused while the other is still held.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._copies: list[tuple[ReferenceType[Tensor], ReferenceType[Tensor]]] = []
 
     def __torch_function__(
         self, function: Any, types: Any, arguments: tuple[Any, ...] = (), keywords: dict[str, Any] | None = None
     ) -> Any:
         keywords = keywords or {}
+        if self._copies and (keywords.get("inplace") or _changes_in_place(function)):
+            self._refuse_to_tear_apart(arguments[0])
         if function is F.linear:
             return _linear(*arguments, **keywords)
         if function in _CONVOLUTIONS:
@@ -63,12 +72,38 @@ class StackedProducts(TorchFunctionMode):
         if function is F.cross_entropy:
             return _cross_entropy(*arguments, **keywords)
         if function is Tensor.view:
-            return _view(*arguments, **keywords)
+            return self._view(*arguments, **keywords)
         if function is F.scaled_dot_product_attention:
             return _attention(*arguments, **keywords)
         if function in _NUMBERS:
             return function(_shared(*arguments))
         return function(*arguments, **keywords)
+
+    def _view(self, tensor: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
+        try:
+            return tensor.view(*arguments, **keywords)
+        except RuntimeError:
+            if not is_mapped(tensor) or tensor.is_contiguous():
+                raise
+            copy = tensor.contiguous().view(*arguments, **keywords)
+            self._copies.append((ref(tensor), ref(copy)))
+            return copy
+
+    def _refuse_to_tear_apart(self, changed: Tensor) -> None:
+        storage = _storage(changed)
+        for pair in self._copies:
+            held = [tensor for tensor in (each() for each in pair) if tensor is not None]
+            if len(held) == 2 and storage in map(_storage, held):
+                raise NotImplementedError("one of a tensor and its view() is changed in place, and both are used")
+
+
+def _changes_in_place(function: Any) -> bool:
+    name = getattr(function, "__name__", "")
+    return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
+
+
+def _storage(tensor: Tensor) -> int:
+    return (stack_of(tensor) if is_mapped(tensor) else tensor).untyped_storage().data_ptr()
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -172,15 +207,6 @@ def _cross_entropy(
     targets = stack_of(target)
     losses = F.cross_entropy(stack_of(input).mT, targets, ignore_index=ignore_index, reduction="none")
     return mapped(losses.sum(1) / (targets != ignore_index).sum(1))
-
-
-def _view(tensor: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
-    try:
-        return tensor.view(*arguments, **keywords)
-    except RuntimeError:
-        if not is_mapped(tensor) or tensor.is_contiguous():
-            raise
-        return tensor.contiguous().view(*arguments, **keywords)
 
 
 def _attention(

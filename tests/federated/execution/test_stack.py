@@ -257,32 +257,6 @@ class Many(Module):
         return nn.functional.cross_entropy(self.net(batch[0]), batch[1], reduction="none")
 
 
-@pytest.mark.parametrize(
-    ("module", "cause"),
-    [
-        (Updating, r"updates the metric self\.metric \(MeanMetric\)"),
-        (Appending, r"leaves values of its clients in self\.losses"),
-        (Smoothing, r"self\.mean is read after the step that has set it"),
-        (Numbering, r"changes the number self\.stats\.steps"),
-        (Unsaved, r"replaces the buffer self\.mean, which is not persistent"),
-        (Checkpointed, "gradient checkpointing"),
-        (Custom, r"autograd\.Function"),
-        (Penalized, "computes gradients itself"),
-        (Recurrent, r"recurrent layers \(nn\.LSTM"),
-        (Filling, r"in place .*torch\.zeros\(\)"),
-        (Clamping, r"Clamping\.on_train_batch_end\(\) .* net\.0\.weight"),
-        (Many, "in place of one number"),
-    ],
-)
-def test_what_a_step_does_beside_its_loss_is_refused_by_its_cause(tmp_path, module, cause):
-    steps = []
-    count = LambdaCallback(on_train_batch_end=lambda *_: steps.append(1))
-    with pytest.raises(MisconfigurationException, match=cause):
-        run(tmp_path, "vectorized", module=module, callbacks=[count], trainer={"max_epochs": 1})
-    # What shows in what a step reads or counts shows in the second.
-    assert len(steps) == (module in (Smoothing, Numbering, Clamping))
-
-
 class Centred(Module):
     """Assigns a buffer, as DINO does with its centre."""
 
@@ -327,6 +301,25 @@ class Inplace(Module):
         )
 
 
+class Joined(Inplace):
+    """Changes one of an output and its view, as flat images lie otherwise for one client than for many."""
+
+    whole = False
+
+    def loss(self, batch):
+        images = self.net[:4](batch[0])
+        flat = images.view(len(images), -1)
+        if self.whole:
+            return images.sum() + flat.mul_(2).sum()
+        images = None
+        flat = nn.functional.relu(flat, inplace=True)
+        return nn.functional.cross_entropy(self.net[-1](flat), batch[1])
+
+
+class TornApart(Joined):
+    whole = True
+
+
 class Biased(Module):
     """Trains a bias of attention."""
 
@@ -341,6 +334,33 @@ class Biased(Module):
 
 
 @pytest.mark.parametrize("form", ["dense", "update"])
-@pytest.mark.parametrize("module", [Deciding, Inplace, Biased])
+@pytest.mark.parametrize("module", [Deciding, Inplace, Joined, Biased])
 def test_what_torch_alone_would_not_map(tmp_path, module, form):
     both(tmp_path, form=form, module=module, trainer={"max_epochs": 1})
+
+
+@pytest.mark.parametrize(
+    ("module", "cause"),
+    [
+        (Updating, r"updates the metric self\.metric \(MeanMetric\)"),
+        (Appending, r"leaves values of its clients in self\.losses"),
+        (Smoothing, r"self\.mean is read after the step that has set it"),
+        (Numbering, r"changes the number self\.stats\.steps"),
+        (Unsaved, r"replaces the buffer self\.mean, which is not persistent"),
+        (Checkpointed, "gradient checkpointing"),
+        (Custom, r"autograd\.Function"),
+        (Penalized, "computes gradients itself"),
+        (Recurrent, r"recurrent layers \(nn\.LSTM"),
+        (Filling, r"in place .*torch\.zeros\(\)"),
+        (Clamping, r"Clamping\.on_train_batch_end\(\) .* net\.0\.weight"),
+        (Many, "in place of one number"),
+        (TornApart, r"in place through view\(\), and uses both"),
+    ],
+)
+def test_what_a_step_does_beside_its_loss_is_refused_by_its_cause(tmp_path, module, cause):
+    steps = []
+    count = LambdaCallback(on_train_batch_end=lambda *_: steps.append(1))
+    with pytest.raises(MisconfigurationException, match=cause):
+        run(tmp_path, "vectorized", module=module, callbacks=[count], trainer={"max_epochs": 1})
+    # What shows in what a step reads or counts shows in the second.
+    assert len(steps) == (module in (Smoothing, Numbering, Clamping))
