@@ -27,7 +27,7 @@ from torchmetrics import Metric
 from lightning_lowrank.federated.data.loader import Places
 from lightning_lowrank.federated.execution.causes import cause_of, refusal, updates
 from lightning_lowrank.federated.execution.stacked_products import StackedProducts
-from lightning_lowrank.federated.execution.traces import Untraced, Watch
+from lightning_lowrank.federated.execution.traces import Untraced, Watch, reachable
 from lightning_lowrank.federated.objective import loss_of
 from lightning_lowrank.federated.optimizers import acts_elementwise, fresh_state, is_shared
 from lightning_lowrank.federated.state import State
@@ -223,6 +223,7 @@ class ClientStack(Untraced):
         Raises:
             MisconfigurationException: If the step does something that cannot be mapped over clients.
         """
+        self._tell_of_unequal(parts)
         total: Tensor | None = None
         logged: dict[str, list[tuple[Tensor, int]]] = {}
         settings: dict[str, dict[str, Any]] = {}
@@ -238,6 +239,24 @@ class ClientStack(Untraced):
             self._module.log(name, mean, **{**settings[name], "batch_size": samples})
         assert total is not None
         return total
+
+    def _tell_of_unequal(self, parts: Sequence[tuple[Places, Any]]) -> None:
+        """Warn once that clients whose batches differ in more than their size do not step together."""
+        by_size = {places.samples: batch for places, batch in parts}
+        if self._falls_back or self._watch.told_of_batches or len(by_size) == len(parts):
+            return
+        self._watch.told_of_batches = True
+        places, batch = next((places, batch) for places, batch in parts if by_size[places.samples] is not batch)
+        tensors = [
+            [(name, tuple(item.shape[1:])) for name, item in reachable("batch", each) if isinstance(item, Tensor)]
+            for each in (batch, by_size[places.samples])
+        ]
+        shapes = [f"{one[0]} of shapes {one[1]} and {two[1]}" for one, two in zip(*tensors, strict=False) if one != two]
+        rank_zero_warn(
+            f"execution='vectorized': clients' batches of {places.samples} samples differ in form"
+            f" ({(*shapes, 'in what is no tensor')[0]}), and only those of one form step together: have the collate"
+            " function pad them to one length, or leave out what is no tensor."
+        )
 
     def _map(
         self, places: Places, batch: Any, batch_idx: int, settings: dict[str, dict[str, Any]]

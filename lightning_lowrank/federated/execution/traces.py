@@ -171,10 +171,11 @@ class Watch:
 
     Attributes:
         mapped: Whether steps can be mapped over clients, as far as has been seen.
+        told_of_batches: Whether the user has been told of batches that cannot be stacked.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.mapped = True
+        self.mapped, self.told_of_batches = True, False
         self._module = module
         self._steps = 0
         self._left: list[tuple[dict[str, Any], str, str]] = []
