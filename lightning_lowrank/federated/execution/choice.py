@@ -26,8 +26,8 @@ from lightning_lowrank.federated.execution.causes import cause_of
 from lightning_lowrank.federated.execution.distributed import ClientParallelStrategy
 from lightning_lowrank.federated.execution.sequential import Sequential
 from lightning_lowrank.federated.execution.stack import ClientStack, unsupported_reason
-from lightning_lowrank.federated.execution.traces import Memory
-from lightning_lowrank.federated.execution.vectorized import Vectorized, hooks_around_steps
+from lightning_lowrank.federated.execution.traces import Memory, hooks_around_steps
+from lightning_lowrank.federated.execution.vectorized import Vectorized
 from lightning_lowrank.federated.objective import loss_of
 from lightning_lowrank.federated.offload import size as bytes_of
 from lightning_lowrank.federated.state import trained_tensors
@@ -70,7 +70,10 @@ def choose_execution(
     elif wanted == "auto":
         around = hooks_around_steps(trainer.lightning_module)
         if around and not reason:
-            reason = f"{around[0]} would see the global model (if that will do, ask for execution='vectorized')"
+            name = type(trainer.lightning_module).__name__
+            reason = (
+                f"{name}.{around[0]}() would see the global model (if that will do, ask for execution='vectorized')"
+            )
         faster = not reason
         if faster:
             faster, reason = _vectorized_is_faster(trainer, coordinator, data)

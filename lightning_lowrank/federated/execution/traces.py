@@ -12,6 +12,7 @@ import random
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -24,7 +25,8 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric
 
 from lightning_lowrank.federated.execution.causes import refusal, updates
-from lightning_lowrank.internals.torch import is_mapped
+from lightning_lowrank.internals.lightning import overrides
+from lightning_lowrank.internals.torch import TorchDispatchMode, is_mapped, writes
 
 _LEFT_ALONE = (
     *(type, types.ModuleType, enum.Enum, str, bytes, int, float, complex, type(None)),
@@ -264,3 +266,67 @@ def _left(name: str) -> Tensor:
     tensor = torch.empty(0).as_subclass(_Left)
     tensor.place = name
     return tensor
+
+
+def hooks_around_steps(module: pl.LightningModule) -> list[str]:
+    """Return the hooks of a module that Lightning calls around a step, where a client's model is not to be seen."""
+    hooks = ("on_train_batch_start", "on_before_zero_grad", "on_train_batch_end")
+    return [hook for hook in hooks if overrides(module, hook)]
+
+
+@contextmanager
+def without_writing(module: pl.LightningModule, hook: str) -> Iterator[None]:
+    """Refuse a module's hook where it changes or replaces one of the module's tensors."""
+    original, attributes = getattr(module, hook), vars(module)
+    own = hook in attributes
+
+    @functools.wraps(original)
+    def guarded(*arguments: Any, **keywords: Any) -> Any:
+        before = _storages(module)
+        with _Writes() as writes:
+            result = original(*arguments, **keywords)
+        after = _storages(module)
+        changed = [before[storage] for storage in writes.storages if storage in before]
+        changed += [name for storage, name in after.items() if storage not in before]
+        if changed:
+            raise MisconfigurationException(
+                f"execution='vectorized' is not possible: {type(module).__name__}.{hook}() changes {changed[0]} in the"
+                " module, which holds the global model there, not a client's. Use execution='sequential'."
+            )
+        return result
+
+    attributes[hook] = guarded
+    try:
+        yield
+    finally:
+        if own:
+            attributes[hook] = original
+        else:
+            del attributes[hook]
+
+
+def _storages(module: nn.Module) -> dict[int, str]:
+    held = (*module.named_parameters(), *module.named_buffers())
+    return {storage: name for name, value in held for storage in _storage(value)}
+
+
+def _storage(value: Any) -> list[int]:
+    """Return where a tensor lies, in a list that is empty for what lies nowhere."""
+    lies = isinstance(value, Tensor) and value.layout is torch.strided and value.numel() > 0
+    return [value.untyped_storage().data_ptr()] if lies else []
+
+
+class _Writes(TorchDispatchMode):
+    """Notes where operations write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: list[int] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), keywords: dict[str, Any] | None = None
+    ) -> Any:
+        if writes(function):
+            targets = arguments[0] if isinstance(arguments[0], (list, tuple)) else arguments[:1]
+            self.storages += [storage for each in targets for storage in _storage(each)]
+        return function(*arguments, **(keywords or {}))

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_lowrank.federated import optimizers
 from lightning_lowrank.federated.algorithm import LocalStep, inherits
+from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.execution.base import Execution
 from lightning_lowrank.federated.execution.stack import ActsOnStacks, ClientStack
-from lightning_lowrank.federated.execution.traces import Watch
+from lightning_lowrank.federated.execution.traces import Watch, hooks_around_steps, without_writing
 from lightning_lowrank.federated.state import State, slice_tree, stack_trees
-from lightning_lowrank.internals.lightning import overrides
-
-
-def hooks_around_steps(module: pl.LightningModule) -> list[str]:
-    """Return the hooks of a module that Lightning calls around a step, where a client's model is not to be seen."""
-    hooks = ("on_train_batch_start", "on_before_zero_grad", "on_train_batch_end")
-    return [f"{type(module).__name__}.{hook}()" for hook in hooks if overrides(module, hook)]
 
 
 class Vectorized(Execution):
@@ -36,9 +28,18 @@ class Vectorized(Execution):
     _mapped: LocalStep | None = None
     _watch: Watch | None = None
 
+    def __init__(self, trainer: Any, coordinator: Coordinator) -> None:
+        super().__init__(trainer, coordinator)
+        self._guards = ExitStack()
+
     def start(self) -> None:
-        """Begin a fit, in which the first steps are looked at."""
-        self._sums: dict[str, Tensor] = {}
+        """Refuse the module's hooks around steps to change it, for it holds the global model."""
+        for hook in hooks_around_steps(self.module):
+            self._guards.enter_context(without_writing(self.module, hook))
+
+    def stop(self) -> None:
+        """Give the module its own hooks back."""
+        self._guards.close()
 
     def begin_round(self) -> None:
         """Look which tensors are trained in this round, and who changes gradients."""
@@ -62,8 +63,7 @@ class Vectorized(Execution):
 
     def _make_stack(self, chunk: Chunk) -> ClientStack:
         run = self._run_objective if self._own_objective else None
-        if self._watch is None:
-            self._watch, self._sums = Watch(self.module), self._sum_up()
+        self._watch = self._watch or Watch(self.module)
         count, falls_back = len(chunk.clients), self.settings.execution == "auto"
         stack = ClientStack(self.trainer, self.module, self.live, count, run, self._watch, falls_back)
         self.chunk = chunk
@@ -81,8 +81,6 @@ class Vectorized(Execution):
         """Let the clients leave that have made their last step."""
         super().before_batch(number)
         assert self._stack is not None
-        if number == 1:
-            self._refuse_changes()
         active = self.chunk.active(number)
         self._keep_moments(active)
         self._stack.narrow(active)
@@ -131,33 +129,9 @@ class Vectorized(Execution):
             callback.on_before_stacked_step(self.module, self._stack.leaves)
         super().before_step()
 
-    def _refuse_changes(self) -> None:
-        """Refuse hooks that change the module, which holds the global model while clients step together."""
-        before, self._sums = self._sums, {}
-        after = self._sum_up() if before else {}
-        changed = [
-            name
-            for name, value in before.items()
-            if not torch.allclose(value, after[name], rtol=0, atol=0, equal_nan=True)
-        ]
-        if changed:
-            hooks = " or ".join(hooks_around_steps(self.module))
-            raise MisconfigurationException(
-                f"execution='vectorized' is not possible: {hooks} changes {changed[0]}, and the module holds the global"
-                " model there, not a client's. Use execution='sequential'."
-            )
-
-    def _sum_up(self) -> dict[str, Tensor]:
-        """Return sums of the module's tensors, where it has hooks that may change them."""
-        if not hooks_around_steps(self.module):
-            return {}
-        held = itertools.chain(self.module.named_parameters(), self.module.named_buffers())
-        return {name: value.detach().sum() for name, value in held}
-
     def close(self) -> None:
         """Hand over what the clients send."""
         assert self._stack is not None
-        self._refuse_changes()
         self._keep_moments(0)
         if self.coordinator.averages_models:
             message = self.algorithm.end(self.clients[0])

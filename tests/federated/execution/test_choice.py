@@ -283,9 +283,7 @@ def test_batches_of_unequal_form_are_those_of_sequential_clients(tmp_path, monke
     monkeypatch.setattr(stack, "rank_zero_warn", warned.append)
     both(tmp_path, module=Sequences, data=Data(Files(), collate_fn=collate), trainer={"max_epochs": 1})
     (warning,) = warned
-    form = (
-        r"batch\.inputs of shapes \(\d, \d+, 6\) and \(\d, \d+, 6\)" if collate is pad else "in what is no tensor"
-    )
+    form = r"batch\.inputs of shapes \(\d, \d+, 6\) and \(\d, \d+, 6\)" if collate is pad else "in what is no tensor"
     assert re.search(rf"batches of \d samples differ in form \({form}\)", warning)
     monkeypatch.setattr(choice, "time_both", lambda *given: time_both(*given) and (2.0, 1.0))
     _, loop, _ = run(

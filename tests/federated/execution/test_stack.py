@@ -1,5 +1,6 @@
 """What stands on stacks of clients, and what cannot be mapped over them."""
 
+import copy
 from functools import partial
 
 import pytest
@@ -252,6 +253,23 @@ class Clamping(Module):
             self.net[0].weight.clamp_(-0.1, 0.1)
 
 
+class Teaching(Module):
+    """Moves a teacher towards the weights, of which it is a copy yet."""
+
+    def __init__(self):
+        super().__init__()
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+
+    def on_before_zero_grad(self, optimizer):
+        for old, new in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+            old.data.mul_(0.9).add_(new.data, alpha=0.1)
+
+
+class Replacing(Module):
+    def on_train_batch_start(self, *_):
+        self.net[0].weight.data = nn.functional.normalize(self.net[0].weight.data)
+
+
 class Many(Module):
     def loss(self, batch):
         return nn.functional.cross_entropy(self.net(batch[0]), batch[1], reduction="none")
@@ -353,6 +371,8 @@ def test_what_torch_alone_would_not_map(tmp_path, module, form):
         (Recurrent, r"recurrent layers \(nn\.LSTM"),
         (Filling, r"in place .*torch\.zeros\(\)"),
         (Clamping, r"Clamping\.on_train_batch_end\(\) .* net\.0\.weight"),
+        (Teaching, r"Teaching\.on_before_zero_grad\(\) changes teacher\.0\.weight"),
+        (Replacing, r"Replacing\.on_train_batch_start\(\) changes net\.0\.weight"),
         (Many, "in place of one number"),
         (TornApart, r"in place through view\(\), and uses both"),
     ],
@@ -362,5 +382,5 @@ def test_what_a_step_does_beside_its_loss_is_refused_by_its_cause(tmp_path, modu
     count = LambdaCallback(on_train_batch_end=lambda *_: steps.append(1))
     with pytest.raises(MisconfigurationException, match=cause):
         run(tmp_path, "vectorized", module=module, callbacks=[count], trainer={"max_epochs": 1})
-    # What shows in what a step reads or counts shows in the second.
+    # What a step reads or counts shows in the second.
     assert len(steps) == (module in (Smoothing, Numbering, Clamping))
