@@ -71,13 +71,15 @@ class FederatedSettings:
         execution: ``"sequential"`` (default): clients train one after another. ``"vectorized"``: a round's clients step
             together, as one batch of models. The results are equal to rounding (but for dropout and augmentation in
             ``training_step``, whose draws differ); a frozen weight is one product for all clients, so that low-rank
-            clients gain most. ``training_step`` is mapped with `torch.func.vmap`: it may not branch on a tensor's
-            value, call ``.item()`` or update a metric, and optimizers must act on each
-            number alone (see `register_elementwise`).
+            clients gain most. ``training_step`` is mapped with `torch.func.vmap`: it may not branch on a number or call
+            ``.item()`` where clients differ, update a metric, or keep values for later steps, and optimizers must act
+            on each number alone (see `register_elementwise`). Clients step together whose batches are of one form:
+            those of other shapes, or that differ in what is no tensor, have steps of their own.
             ``global_step``, ``max_steps``, step-wise schedulers, ``val_check_interval`` and checkpoints every n steps
             then count steps of a chunk; ``federated/client_steps`` counts clients' batches in both. ``"auto"``: a few
             steps are tried both ways when the fit begins, the faster is taken, and a line says which and why; a resumed
-            run keeps the choice.
+            run keeps the choice. The trial puts back all that module, optimizers and dataset hold. What keeps clients
+            from stepping together, in the trial or later, is no error: their steps are made one after another.
         chunk_size: Largest number of clients that step together. ``None``: as many as a quarter of the free memory
             holds. The result does not depend on it, to rounding.
         fast_steps: Whether steps may call only those hooks that the module or a callback overrides. Off, every step is

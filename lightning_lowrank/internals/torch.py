@@ -185,3 +185,8 @@ except ImportError:
 
         def __exit__(self, *error: Any) -> None:
             pass
+
+
+def writes(operation: Any) -> bool:
+    """Return whether an operation that such a mode sees changes its first argument; ``False`` where it doesn't tell."""
+    return bool(getattr(getattr(operation, "_schema", None), "is_mutable", False))

@@ -125,7 +125,10 @@ def test_a_mode_sees_operations():
 
     with Seeing():
         torch.zeros(2) + 1
+        torch.ones(2).data.mul_(2)
     assert torch.ops.aten.add.Tensor in seen
+    assert [internals.writes(torch.ops.aten.add.Tensor), internals.writes(seen[-1])] == [False, True]
+    assert internals.writes(None) is False
 
 
 SCRIPT = """

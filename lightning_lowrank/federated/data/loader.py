@@ -6,7 +6,7 @@ their batches with the same `SeededBatches`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple, cast
 
@@ -88,21 +88,64 @@ class SeededBatches(Dataset):
         return self.collate(fetch(indices) if fetch else [self.dataset[index] for index in indices])
 
     def _stacked(self, requests: Requests) -> list[tuple[Places, Any]]:
-        """Return, for each batch size, the clients' places in the stack and their batches, stacked."""
+        """Return, for each form of a batch, the clients' places in the stack and their batches, stacked."""
         by_size: dict[int, list[int]] = {}
         for place, request in enumerate(requests):
             by_size.setdefault(len(request.indices), []).append(place)
         parts = []
         for size, places in by_size.items():
-            if self._deterministic:
-                rows = np.concatenate([requests[place].indices for place in places])
-                whole = self._read(Request(rows, requests[places[0]].seed))
-                shape = (len(places), size)
-                batch = apply_to_collection(whole, Tensor, lambda t, shape=shape: t.unflatten(0, shape))
+            whole = self._whole([requests[place] for place in places], size) if self._deterministic else None
+            if whole is None:
+                read = [self._read(requests[place]) for place in places]
+                parts += [(Places([places[each] for each in same], size), batch) for same, batch in stack_batches(read)]
             else:
-                batch = default_collate([self._read(requests[place]) for place in places])
-            parts.append((Places(places, size), batch))
+                parts.append((Places(places, size), whole))
         return parts
+
+    def _whole(self, requests: list[Request], size: int) -> Any:
+        """Return batches of one size from one gather, or ``None`` where they hold more than rows of samples."""
+        rows = np.concatenate([request.indices for request in requests])
+        whole = self._read(Request(rows, requests[0].seed))
+        parts = whole.values() if isinstance(whole, Mapping) else whole if isinstance(whole, (list, tuple)) else [whole]
+        if not all(isinstance(part, Tensor) and part.ndim and len(part) == len(rows) for part in parts):
+            return None
+        return apply_to_collection(whole, Tensor, lambda tensor: tensor.unflatten(0, (len(requests), size)))
+
+
+def stack_batches(batches: Sequence[Any]) -> list[tuple[list[int], Any]]:
+    """Stack the tensors of batches that are equal in all else: in structure, shapes, and what is not a tensor.
+
+    Returns:
+        For each kind of batch, which ones are of it, and one batch with their tensors stacked.
+    """
+    kinds: list[tuple[Any, list[int], list[list[Tensor]]]] = []
+    for index, batch in enumerate(batches):
+        tensors: list[Tensor] = []
+
+        def outline(tensor: Tensor, tensors: list[Tensor] = tensors) -> tuple[Any, ...]:
+            tensors.append(tensor)
+            return tensor.shape, tensor.dtype
+
+        form = apply_to_collection(batch, Tensor, outline)
+        kind = next((kind for kind in kinds if _equal(kind[0], form)), None)
+        if kind is None:
+            kinds.append((form, [index], [tensors]))
+        else:
+            kind[1].append(index)
+            kind[2].append(tensors)
+    stacked = []
+    for _, indices, each in kinds:
+        stacks = iter([torch.stack(values) for values in zip(*each, strict=True)])
+        stacked.append((indices, apply_to_collection(batches[indices[0]], Tensor, lambda _, s=stacks: next(s))))
+    return stacked
+
+
+def _equal(first: Any, second: Any) -> bool:
+    try:
+        return bool(first == second)
+    except (RuntimeError, TypeError, ValueError):
+        # Arrays, for one, have no single answer.
+        return False
 
 
 def _gather(tensor: Tensor, rows: Tensor) -> Tensor:
@@ -179,8 +222,8 @@ class RoundLoader:
         self._plan = plan
         self._position = position
         self._randomness = randomness
-        self._batches = SeededBatches(loader.dataset, loader.collate_fn)
-        self._read_requests = batch_reader(loader, self._batches, _RequestsOf(self))
+        self.batches = SeededBatches(loader.dataset, loader.collate_fn)
+        self._read_requests = batch_reader(loader, self.batches, _RequestsOf(self))
 
     def __len__(self) -> int:
         return self._plan().total
@@ -215,7 +258,7 @@ class RoundLoader:
         They are read outside any round. There are fewer than ``steps`` where the clients have fewer.
         """
         requests = list(islice(self._chunk_requests(round_number, chunk), steps))
-        read = self._batches.__getitems__
+        read = self.batches.__getitems__
         return [read(each) for each in requests], [read(each) for each in requests[0][:steps]]
 
     def _chunk_requests(self, round_number: int, chunk: Chunk) -> Iterator[Requests]:

@@ -11,23 +11,26 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from rich.console import Console
 from torch import nn
 
-from lightning_lowrank.federated.algorithm import detached
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.loader import RoundLoader
 from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.data.rounds import RoundData
 from lightning_lowrank.federated.execution.base import Execution
+from lightning_lowrank.federated.execution.causes import cause_of
 from lightning_lowrank.federated.execution.distributed import ClientParallelStrategy
 from lightning_lowrank.federated.execution.sequential import Sequential
 from lightning_lowrank.federated.execution.stack import ClientStack, unsupported_reason
+from lightning_lowrank.federated.execution.traces import Memory, hooks_around_steps
 from lightning_lowrank.federated.execution.vectorized import Vectorized
 from lightning_lowrank.federated.objective import loss_of
 from lightning_lowrank.federated.offload import size as bytes_of
-from lightning_lowrank.federated.state import copy_into, trained_tensors
+from lightning_lowrank.federated.state import trained_tensors
 
 _KINDS: dict[str, type[Execution]] = {kind.name: kind for kind in (Sequential, Vectorized)}
 _TRIED_STEPS = 5
@@ -65,6 +68,12 @@ def choose_execution(
     elif wanted == "auto" and isinstance(previous, Vectorized):
         wanted = previous.name
     elif wanted == "auto":
+        around = hooks_around_steps(trainer.lightning_module)
+        if around and not reason:
+            name = type(trainer.lightning_module).__name__
+            reason = (
+                f"{name}.{around[0]}() would see the global model (if that will do, ask for execution='vectorized')"
+            )
         faster = not reason
         if faster:
             faster, reason = _vectorized_is_faster(trainer, coordinator, data)
@@ -96,6 +105,9 @@ def _vectorized_is_faster(trainer: Any, coordinator: Coordinator, data: RoundDat
         seconds = time_both(trainer, module, plan.chunks[0], loader)
     except MisconfigurationException as error:
         return False, str(error)
+    except Exception as error:
+        # Whatever the trial meets, clients can train one after another, or meet it again there.
+        return False, f"the trial ended with {cause_of(error)}"
     finally:
         data.randomness.release()
     milliseconds = [f"{1000 * value:.3g} ms" for value in seconds]
@@ -125,28 +137,28 @@ def time_both(trainer: Any, module: pl.LightningModule, chunk: Chunk, loader: Ro
         Seconds of a client's step: where clients train one after another, and where they step together.
 
     Raises:
-        MisconfigurationException: If the training step cannot be mapped over clients.
+        MisconfigurationException: If the training step cannot be mapped over clients, or the module holds what cannot
+            be put back.
     """
-    together, alone = (
-        [trainer.strategy.batch_to_device(batch, dataloader_idx=0) for batch in batches]
-        for batches in loader.read(chunk, 0, _TRIED_STEPS)
-    )
-    live = trained_tensors(module)
-    kept = detached(live)
-    states = [(optimizer, optimizer.state) for optimizer in trainer.optimizers]
-    vars(module)["log"] = lambda *arguments, **keywords: None
+    memory = Memory([module, *trainer.optimizers], loader.batches)
+    loggers = trainer.loggers
     try:
-        stack = ClientStack(trainer, module, live, len(chunk.clients))
+        trainer.loggers = [DummyLogger() for _ in loggers]
+        vars(module)["log"] = lambda *arguments, **keywords: None
+        together, alone = (
+            [trainer.strategy.batch_to_device(batch, dataloader_idx=0) for batch in batches]
+            for batches in loader.read(chunk, 0, _TRIED_STEPS)
+        )
+        stack = ClientStack(trainer, module, trained_tensors(module), len(chunk.clients))
         try:
             in_chunk = _seconds(trainer, module, together, lambda step: stack.narrow(chunk.active(step)))
         finally:
             stack.close()
         one_by_one = _seconds(trainer, module, alone, lambda step: None)
     finally:
-        del vars(module)["log"]
-        copy_into(live, kept)
-        for optimizer, state in states:
-            optimizer.state = state
+        trainer.loggers = loggers
+        memory.restore()
+        for optimizer in trainer.optimizers:
             optimizer.zero_grad()
     clients = [chunk.active(step) for step in range(len(in_chunk))]
     return statistics.median(one_by_one), min(seconds / count for seconds, count in zip(in_chunk, clients, strict=True))
@@ -156,12 +168,14 @@ def _seconds(
     trainer: Any, module: pl.LightningModule, batches: Sequence[Any], before: Callable[[int], None]
 ) -> list[float]:
     times = []
+    takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
     # The first batch is run twice, for whatever is set up at first use.
     for index, batch in enumerate([batches[0], *batches]):
-        before(max(0, index - 1))
+        number = max(0, index - 1)
+        before(number)
         begin = time.perf_counter()
         with trainer.precision_plugin.train_step_context():
-            output = module.training_step(batch, 0)
+            output = module.training_step(batch, number) if takes_index else module.training_step(batch)
         (optimizer,) = trainer.optimizers
         optimizer.zero_grad()
         loss_of(output).backward()

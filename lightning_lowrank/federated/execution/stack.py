@@ -14,16 +14,20 @@ from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.func import vmap
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_lowrank.federated.data.loader import Places
+from lightning_lowrank.federated.execution.causes import cause_of, refusal, updates
 from lightning_lowrank.federated.execution.stacked_products import StackedProducts
+from lightning_lowrank.federated.execution.traces import Untraced, Watch, reachable
 from lightning_lowrank.federated.objective import loss_of
 from lightning_lowrank.federated.optimizers import acts_elementwise, fresh_state, is_shared
 from lightning_lowrank.federated.state import State
@@ -103,7 +107,7 @@ def _refuse_gradient(gradient: Tensor) -> None:
     )
 
 
-class ClientStack:
+class ClientStack(Untraced):
     """The values of clients that step together, and what of the trainer stands on them meanwhile.
 
     The module's ``training_step`` and gradient clipping are replaced on the instance until `close`.
@@ -114,6 +118,8 @@ class ClientStack:
         live: The module's trained parameters and persistent buffers by name.
         count: Number of clients.
         objective: What is trained in place of the training step's own loss. It gets ``round_state``.
+        watch: Looks what steps leave on the module; by default one that begins here.
+        falls_back: Whether clients make their steps one after another once these cannot be mapped.
     """
 
     def __init__(
@@ -123,8 +129,12 @@ class ClientStack:
         live: Mapping[str, Tensor],
         count: int,
         objective: Objective | None = None,
+        watch: Watch | None = None,
+        falls_back: bool = False,
     ) -> None:
         self._trainer = trainer
+        self._watch = Watch(module) if watch is None else watch
+        self._falls_back = falls_back
         self._module = module
         self._step = module.training_step
         self.device = module.device
@@ -210,12 +220,13 @@ class ClientStack:
         """Return the sum of the losses of all clients of a chunk's batch, so that each one's gradient is its own.
 
         Args:
-            parts: For each batch size, the clients' places in the stack and their batches, stacked.
+            parts: For each form of a batch, the clients' places in the stack, and one batch with theirs stacked in it.
             batch_idx: Passed on.
 
         Raises:
             MisconfigurationException: If the step does something that cannot be mapped over clients.
         """
+        self._tell_of_unequal(parts)
         total: Tensor | None = None
         logged: dict[str, list[tuple[Tensor, int]]] = {}
         settings: dict[str, dict[str, Any]] = {}
@@ -224,12 +235,31 @@ class ClientStack:
             total = losses.sum() if total is None else total + losses.sum()
             for name, value in values.items():
                 logged.setdefault(name, []).append((value, places.samples))
+        self._watch.after_step()
         for name, entries in logged.items():
             samples = sum(len(value) * size for value, size in entries)
             mean = sum((value.sum() * size for value, size in entries), torch.zeros(())) / samples
             self._module.log(name, mean, **{**settings[name], "batch_size": samples})
         assert total is not None
         return total
+
+    def _tell_of_unequal(self, parts: Sequence[tuple[Places, Any]]) -> None:
+        """Warn once that clients whose batches differ in more than their size do not step together."""
+        by_size = {places.samples: batch for places, batch in parts}
+        if self._falls_back or self._watch.told_of_batches or len(by_size) == len(parts):
+            return
+        self._watch.told_of_batches = True
+        places, batch = next((places, batch) for places, batch in parts if by_size[places.samples] is not batch)
+        tensors = [
+            [(name, tuple(item.shape[1:])) for name, item in reachable("batch", each) if isinstance(item, Tensor)]
+            for each in (batch, by_size[places.samples])
+        ]
+        shapes = [f"{one[0]} of shapes {one[1]} and {two[1]}" for one, two in zip(*tensors, strict=False) if one != two]
+        rank_zero_warn(
+            f"execution='vectorized': clients' batches of {places.samples} samples differ in form"
+            f" ({(*shapes, 'in what is no tensor')[0]}), and only those of one form step together: have the collate"
+            " function pad them to one length, or leave out what is no tensor."
+        )
 
     def _map(
         self, places: Places, batch: Any, batch_idx: int, settings: dict[str, dict[str, Any]]
@@ -246,7 +276,12 @@ class ClientStack:
         named = {name: select(self.leaves.get(name, stack)) for name, stack in self.values.items()}
         round_state = apply_to_collection(self.round_state, Tensor, select)
 
-        def run(values: dict[str, Tensor], state: State, client_batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        stacks: list[Tensor] = []
+        apply_to_collection(batch, Tensor, stacks.append)
+
+        def run(values: dict[str, Tensor], state: State, tensors: list[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+            mapped = iter(tensors)
+            client_batch = apply_to_collection(batch, Tensor, lambda _: next(mapped))
             arguments = (client_batch, batch_idx) if self._takes_index else (client_batch,)
 
             def own_step() -> Any:
@@ -264,22 +299,51 @@ class ClientStack:
                     f"execution='vectorized': training_step gave {output!r} in place of a loss, and clients that step"
                     " together cannot leave a step out; use execution='sequential'."
                 )
+            if loss.numel() != 1:
+                raise ValueError(f"training_step gave a loss of shape {tuple(loss.shape)} in place of one number")
             return loss, captured
 
-        try:
-            losses, values = vmap(run, randomness="different")(named, round_state, batch)
-        except MisconfigurationException:
-            raise
-        except (RuntimeError, ValueError, NotImplementedError, TypeError) as error:
-            raise MisconfigurationException(
-                f"execution='vectorized' cannot map training_step over clients: {_cause(error)}. Use"
-                " execution='sequential', or 'auto', which falls back to it."
-            ) from error
+        losses, values = self._over_clients(run, (named, round_state, stacks))
         if rows is not None:
             for name in self.values.keys() - self.leaves.keys():
                 self.values[name].index_copy_(0, rows, named[name])
             _put_back(self.round_state, rows, round_state)
         return losses, values
+
+    def _over_clients(
+        self,
+        run: Callable[..., tuple[Tensor, dict[str, Tensor]]],
+        stacks: tuple[dict[str, Tensor], State, list[Tensor]],
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Map a client's step over the clients, or make it for one after another where that is the way out."""
+        written = [stack for name, stack in stacks[0].items() if name not in self.leaves]
+        kept = [stack.clone() for stack in written] if self._falls_back else []
+        if self._watch.mapped:
+            try:
+                # Gradient checkpointing would take the step's tensors up again outside of the map.
+                with disable_saved_tensors_hooks("saved tensors hooks"):
+                    return vmap(run, randomness="different")(*stacks)
+            except MisconfigurationException:
+                raise
+            except (RuntimeError, ValueError, NotImplementedError, TypeError) as error:
+                metric = self._watch.updated_metric()
+                cause = updates(metric) if metric else cause_of(error)
+                if not self._falls_back:
+                    raise refusal(cause) from error
+            rank_zero_warn(
+                f"execution='auto': training_step cannot be mapped over clients any more: {cause}. From here on clients"
+                " make their steps one after another."
+            )
+            self._watch.mapped = False
+            for stack, before in zip(written, kept, strict=True):
+                stack.copy_(before)
+        each = [
+            run(*apply_to_collection(stacks, Tensor, lambda stack, place=place: stack[place]))
+            for place in range(len(next(iter(stacks[0].values()))))
+        ]
+        names = each[0][1]
+        values = {name: torch.stack([logged[name] for _, logged in each if name in logged]) for name in names}
+        return torch.stack([loss for loss, _ in each]), values
 
     @contextmanager
     def _in_place(self, values: Mapping[str, Tensor]) -> Iterator[None]:
@@ -289,6 +353,11 @@ class ClientStack:
             for table, key, name in self._homes:
                 table[key] = values[name]
             yield
+            for table, key, name in self._homes:
+                if table[key] is not values[name]:
+                    # A step may assign a buffer where others change it in place.
+                    with torch.no_grad():
+                        values[name].copy_(table[key])
         finally:
             for (table, key, _), tensor in zip(self._homes, previous, strict=True):
                 table[key] = tensor
@@ -347,21 +416,3 @@ def _put_back(stacks: State, rows: Tensor, selected: State) -> None:
         elif stack.stride(0):
             # What is one tensor for all clients has stride 0, and is not written to.
             stack.index_copy_(0, rows, selected[name])
-
-
-_CAUSES: tuple[tuple[str, str], ...] = (
-    (".item()", "it takes a number out of a tensor (.item(), float(), a comparison in an if)"),
-    ("data-dependent control flow", "it decides by a tensor's value (an if on a tensor)"),
-    ("in-place", "it changes a tensor in place that all clients share (a metric's state, a buffer)"),
-    ("inplace", "it changes a tensor in place that all clients share (a metric's state, a buffer)"),
-    ("dynamic shape", "the shape of a result in it depends on a tensor's values (indexing with a boolean mask)"),
-    ("vmap over", "an operation in it has no batched form"),
-)
-
-
-def _cause(error: Exception) -> str:
-    said = str(error).strip().split("\n")[0]
-    for sign, sentence in _CAUSES:
-        if sign in str(error):
-            return f"{sentence}; torch says: {said[:200]}"
-    return f"{type(error).__name__}: {said[:300]}"

@@ -8,18 +8,24 @@ in several passes, take longer than the clients' own steps one after another; wh
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from lightning_lowrank.internals.torch import is_mapped, map_level, mapped, stack_of
 
 _CONVOLUTIONS = {F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}
+_NUMBERS = {Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__, Tensor.item, Tensor.tolist}
+
+_IN_PLACE = {"__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "and", "or", "xor", "pow"))}
 
 
 class StackedProducts(TorchFunctionMode):
@@ -34,19 +40,29 @@ class StackedProducts(TorchFunctionMode):
       for a few classes is ten times slower than over the one before it. That is where the layer above leaves them.
     - ``F.batch_norm`` of images, on the CPU: torch normalises, scales and shifts in turn. Here each client has one
       call, with the channels last.
+    - ``F.scaled_dot_product_attention`` with a bias that is trained: torch would take a kernel that has no gradient of
+      it. Here it takes the one that has.
+    - ``bool()``, ``item()`` and the like of a tensor that is the same for all clients: torch refuses them all. Here
+      they give the number.
 
     Everything else, a weight that all clients share, other devices, and functions inside further transforms of
     `torch.func` are left to torch, and all of it in a torch that does not tell which tensors are mapped. The results
     are those of torch's own way up to rounding. Convolutions and batch normalisations can't be differentiated twice.
 
     As the channels of an output are last in memory, ``view`` cannot always join its dimensions as it would one
-    client's. There it returns a copy, and changing that in place does not change the output.
+    client's. There it returns a copy. To change one of the two in place is refused while the other is still held.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._copies: list[tuple[ReferenceType[Tensor], ReferenceType[Tensor]]] = []
 
     def __torch_function__(
         self, function: Any, types: Any, arguments: tuple[Any, ...] = (), keywords: dict[str, Any] | None = None
     ) -> Any:
         keywords = keywords or {}
+        if self._copies and (keywords.get("inplace") or _changes_in_place(function)):
+            self._refuse_to_tear_apart(arguments[0])
         if function is F.linear:
             return _linear(*arguments, **keywords)
         if function in _CONVOLUTIONS:
@@ -56,8 +72,38 @@ class StackedProducts(TorchFunctionMode):
         if function is F.cross_entropy:
             return _cross_entropy(*arguments, **keywords)
         if function is Tensor.view:
-            return _view(*arguments, **keywords)
+            return self._view(*arguments, **keywords)
+        if function is F.scaled_dot_product_attention:
+            return _attention(*arguments, **keywords)
+        if function in _NUMBERS:
+            return function(_shared(*arguments))
         return function(*arguments, **keywords)
+
+    def _view(self, tensor: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
+        try:
+            return tensor.view(*arguments, **keywords)
+        except RuntimeError:
+            if not is_mapped(tensor) or tensor.is_contiguous():
+                raise
+            copy = tensor.contiguous().view(*arguments, **keywords)
+            self._copies.append((ref(tensor), ref(copy)))
+            return copy
+
+    def _refuse_to_tear_apart(self, changed: Tensor) -> None:
+        storage = _storage(changed)
+        for pair in self._copies:
+            held = [tensor for tensor in (each() for each in pair) if tensor is not None]
+            if len(held) == 2 and storage in map(_storage, held):
+                raise NotImplementedError("one of a tensor and its view() is changed in place, and both are used")
+
+
+def _changes_in_place(function: Any) -> bool:
+    name = getattr(function, "__name__", "")
+    return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
+
+
+def _storage(tensor: Tensor) -> int:
+    return (stack_of(tensor) if is_mapped(tensor) else tensor).untyped_storage().data_ptr()
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -163,13 +209,20 @@ def _cross_entropy(
     return mapped(losses.sum(1) / (targets != ignore_index).sum(1))
 
 
-def _view(tensor: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
-    try:
-        return tensor.view(*arguments, **keywords)
-    except RuntimeError:
-        if not is_mapped(tensor) or tensor.is_contiguous():
-            raise
-        return tensor.contiguous().view(*arguments, **keywords)
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *arguments: Any, **keywords: Any
+) -> Tensor:
+    trained = attn_mask is not None and is_mapped(attn_mask) and stack_of(attn_mask).requires_grad
+    with sdpa_kernel(SDPBackend.MATH) if trained else nullcontext():
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, *arguments, **keywords)
+
+
+def _shared(tensor: Tensor) -> Tensor:
+    """Return what a mapped tensor is for every client, or the tensor where clients differ."""
+    if not is_mapped(tensor) or map_level() != 1:
+        return tensor
+    stack = stack_of(tensor)
+    return stack[0].detach() if torch.equal(stack, stack[:1].expand_as(stack)) else tensor
 
 
 def _stacked_on_cpu(tensor: Tensor) -> bool:
@@ -196,8 +249,10 @@ def _channels_last(stack: Tensor) -> Tensor:
 
 
 def _empty_channels_last(clients: int, shape: Sequence[int], like: Tensor) -> Tensor:
+    """Return an empty stack whose channels are last in memory. It is no view, which could not be changed in place."""
     batch, channels, *size = shape
-    return like.new_empty(clients, batch, *size, channels).movedim(-1, 2)
+    layout = torch.empty(clients, batch, *size, channels, device="meta").movedim(-1, 2)
+    return torch.empty_strided(layout.shape, layout.stride(), dtype=like.dtype, device=like.device)
 
 
 class _OverStacks(Function):

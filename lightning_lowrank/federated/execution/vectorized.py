@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -10,9 +11,11 @@ from torch import Tensor
 
 from lightning_lowrank.federated import optimizers
 from lightning_lowrank.federated.algorithm import LocalStep, inherits
+from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.execution.base import Execution
 from lightning_lowrank.federated.execution.stack import ActsOnStacks, ClientStack
+from lightning_lowrank.federated.execution.traces import Watch, hooks_around_steps, without_writing
 from lightning_lowrank.federated.state import State, slice_tree, stack_trees
 
 
@@ -23,6 +26,20 @@ class Vectorized(Execution):
     stacked = True
     _stack: ClientStack | None = None
     _mapped: LocalStep | None = None
+    _watch: Watch | None = None
+
+    def __init__(self, trainer: Any, coordinator: Coordinator) -> None:
+        super().__init__(trainer, coordinator)
+        self._guards = ExitStack()
+
+    def start(self) -> None:
+        """Refuse the module's hooks around steps to change it, for it holds the global model."""
+        for hook in hooks_around_steps(self.module):
+            self._guards.enter_context(without_writing(self.module, hook))
+
+    def stop(self) -> None:
+        """Give the module its own hooks back."""
+        self._guards.close()
 
     def begin_round(self) -> None:
         """Look which tensors are trained in this round, and who changes gradients."""
@@ -46,7 +63,9 @@ class Vectorized(Execution):
 
     def _make_stack(self, chunk: Chunk) -> ClientStack:
         run = self._run_objective if self._own_objective else None
-        stack = ClientStack(self.trainer, self.module, self.live, len(chunk.clients), run)
+        self._watch = self._watch or Watch(self.module)
+        count, falls_back = len(chunk.clients), self.settings.execution == "auto"
+        stack = ClientStack(self.trainer, self.module, self.live, count, run, self._watch, falls_back)
         self.chunk = chunk
         self.clients = self._contexts(chunk, stack.client)
         self.algorithm.configure(self.base, self.clients[0])

@@ -1,21 +1,28 @@
 """Which execution a run takes, what it says of that, and how it finds out."""
 
+import copy
+import random
+import re
 from functools import partial
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
+from torchmetrics import MeanMetric
 
 from lightning_lowrank import (
     FedAvg,
     FederatedLoop,
 )
-from lightning_lowrank.federated.execution import choice
-from tests.federated.execution.runs import OPTIMIZERS, Double, Item, Kept, Reader, assert_close, run
+from lightning_lowrank.federated.execution import choice, stack
+from tests.federated.execution.runs import OPTIMIZERS, Double, Item, Kept, Reader, assert_close, both, run
 from tests.grids import daily
-from tests.helpers import Module, network, weights
+from tests.helpers import Data, Module, network, weights
 
 
 def test_a_checkpoint_of_the_other_execution_is_refused(tmp_path):
@@ -113,3 +120,200 @@ def test_both_ways_are_timed_without_a_trace(tmp_path, monkeypatch):
     monkeypatch.setattr(choice, "time_both", timed)
     run(tmp_path, "auto", module=partial(Module, optimizer=OPTIMIZERS["AdamW"]), trainer={"max_epochs": 1})
     assert min(seen[0]) > 0
+
+
+class Recording(Module):
+    """Leaves whatever a training step can leave on a module."""
+
+    def __init__(self):
+        super().__init__()
+        self.metric, self.losses, self.steps, self.last = MeanMetric(), [], 0, None
+        self.stats = {"seen": torch.zeros(()), "array": np.zeros(2)}
+        self.draws, self.luck = torch.Generator(), random.Random(0)
+        self.register_buffer("unsaved", torch.zeros(6), persistent=False)
+        self.teacher = network().requires_grad_(False)
+        self.net[1].register_forward_hook(lambda *_: self.losses.append(0.0))
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.steps += 1
+        self.last = torch.rand((), generator=self.draws) + self.luck.random()
+        self.metric.update(1.0)
+        self.stats["seen"] += 1
+        self.stats["array"] += 1
+        self.unsaved.add_(1)
+        self.logger.experiment.add_scalar("loss", 0.0)
+        for weight in self.teacher.parameters():
+            weight.data.mul_(0.9)
+        return loss
+
+
+def everything(module):
+    kept = copy.deepcopy({name: value for name, value in vars(module).items() if name in RECORDED})
+    return kept, {name: value.clone() for name, value in (*module.named_parameters(), *module.named_buffers())}
+
+
+RECORDED = ("losses", "steps", "last", "stats")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_trial_leaves_no_trace(tmp_path, monkeypatch, fails):
+    drawn = []
+
+    def timed(fitted, module, chunk, loader):
+        before, draws = everything(module), (module.draws.get_state(), module.luck.getstate())
+        written = []
+        monkeypatch.setattr(fitted.logger.experiment, "add_scalar", lambda *_: written.append(1))
+        optimizers = [dict(vars(each)) for each in fitted.optimizers]
+        if fails:
+            monkeypatch.setattr(choice, "_seconds", raises_at_the_end(choice._seconds))
+        try:
+            return time_both(fitted, module, chunk, loader)
+        finally:
+            after = everything(module)
+            assert repr(before[0]) == repr(after[0])
+            assert_close(before[1], after[1], tolerance=0)
+            assert torch.equal(draws[0], module.draws.get_state())
+            assert draws[1] == module.luck.getstate()
+            assert module.metric.update_count == 0
+            assert module.metric.mean_value == 0
+            assert [dict(vars(each)) for each in fitted.optimizers] == optimizers
+            assert not written
+            drawn.append(1)
+
+    class Writer(DummyLogger):
+        experiment = SimpleNamespace(add_scalar=lambda *_: None)
+
+    monkeypatch.setattr(choice, "time_both", timed)
+    _, loop, _ = run(tmp_path, "auto", module=Recording, trainer={"max_epochs": 1, "logger": Writer()})
+    assert loop.rounds.execution.name == "sequential"
+    assert drawn
+
+
+def raises_at_the_end(function):
+    def raises(*arguments):
+        function(*arguments)
+        raise KeyError("a user's own")
+
+    return raises
+
+
+class Updating(Module):
+    def __init__(self):
+        super().__init__()
+        self.metric = MeanMetric()
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.metric(loss)
+        self.log("mean", self.metric)
+        return loss
+
+
+class Iterating(Module):
+    def __init__(self):
+        super().__init__()
+        self.factors = iter([1.0, 0.5] * 1000)
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch) * next(self.factors)
+
+
+class Hooked(Module):
+    def on_train_batch_end(self, *_):
+        with torch.no_grad():
+            self.net[0].weight.clamp_(-0.1, 0.1)
+
+
+class Files(torch.utils.data.Dataset):
+    """Sequences of different length, with their files' names."""
+
+    def __len__(self):
+        return 103
+
+    def __getitem__(self, index):
+        draws = torch.Generator().manual_seed(index)
+        length = int(torch.randint(2, 12, (), generator=draws))
+        return torch.randn(length, 6, generator=draws, dtype=torch.float64), index % 4, f"{index}.txt"
+
+
+def pad(samples):
+    inputs = nn.utils.rnn.pad_sequence([inputs for inputs, _, _ in samples], batch_first=True)
+    return {"inputs": inputs, "labels": torch.tensor([label for _, label, _ in samples])}
+
+
+def pad_and_name(samples):
+    return {**pad(samples), "names": [name for _, _, name in samples]}
+
+
+class Boxes:
+    """A batch of a class of its own."""
+
+    def __init__(self, samples):
+        self.inputs, self.labels = pad(samples).values()
+
+
+class Sequences(Module):
+    def training_step(self, batch, batch_idx):
+        inputs, labels, *names = (batch if isinstance(batch, dict) else vars(batch)).values()
+        assert not names or [name.endswith(".txt") for name in names[0]] == [True] * len(inputs)
+        return nn.functional.cross_entropy(self.net(inputs).mean(1), labels)
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        (Updating, "metric"),
+        (Iterating, r"self\.factors is of list_iterator"),
+        (Hooked, r"Hooked.on_train_batch_end\(\) would see the global model"),
+    ],
+)
+def test_auto_raises_nothing_that_sequential_does_not(tmp_path, capsys, module, said):
+    settings = {"module": module, "trainer": {"max_epochs": 2}}
+    fallen, loop, _ = run(tmp_path, "auto", **settings)
+    assert loop.rounds.execution.name == "sequential"
+    assert re.search(said, capsys.readouterr().out)
+    expected, _, _ = run(tmp_path, "sequential", **settings)
+    assert_close(weights(expected), weights(fallen), tolerance=0)
+
+
+@pytest.mark.parametrize("collate", [pad, pad_and_name, Boxes])
+def test_batches_of_unequal_form_are_those_of_sequential_clients(tmp_path, monkeypatch, collate):
+    warned = []
+    monkeypatch.setattr(stack, "rank_zero_warn", warned.append)
+    both(tmp_path, module=Sequences, data=Data(Files(), collate_fn=collate), trainer={"max_epochs": 1})
+    (warning,) = warned
+    form = r"batch\.inputs of shapes \(\d, \d+, 6\) and \(\d, \d+, 6\)" if collate is pad else "in what is no tensor"
+    assert re.search(rf"batches of \d samples differ in form \({form}\)", warning)
+    monkeypatch.setattr(choice, "time_both", lambda *given: time_both(*given) and (2.0, 1.0))
+    _, loop, _ = run(
+        tmp_path, "auto", module=Sequences, data=Data(Files(), collate_fn=collate), trainer={"max_epochs": 1}
+    )
+    assert loop.rounds.execution.name == "vectorized"
+
+
+class Later(Module):
+    """Decides by a tensor's value from the second round on."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return 2 * loss if self.current_epoch and batch[0].sum() > 0 else loss
+
+
+@pytest.mark.parametrize("norm", [None, nn.BatchNorm1d])
+def test_auto_goes_on_where_later_steps_cannot_be_mapped(tmp_path, monkeypatch, norm):
+    monkeypatch.setattr(choice, "time_both", lambda *given: (2.0, 1.0))
+    settings = {
+        "module": lambda: Later(network(norm=norm)),
+        "data": Double(drop_last=True, batch_size=4),
+        "trainer": {"max_epochs": 3},
+    }
+    warned = []
+    monkeypatch.setattr(stack, "rank_zero_warn", warned.append)
+    module, loop, fitted = run(tmp_path, "auto", **settings)
+    (warning,) = warned
+    assert "cannot be mapped over clients any more: it decides by a tensor's value" in warning
+    assert loop.rounds.execution.name == "vectorized"
+    expected, _, plain = run(tmp_path, "sequential", **settings)
+    assert_close(weights(expected), weights(module))
+    torch.testing.assert_close(fitted.callback_metrics["train_loss"], plain.callback_metrics["train_loss"])

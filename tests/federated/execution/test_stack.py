@@ -1,5 +1,6 @@
 """What stands on stacks of clients, and what cannot be mapped over them."""
 
+import copy
 from functools import partial
 
 import pytest
@@ -7,9 +8,11 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torchmetrics import MeanMetric
 
 from lightning_lowrank import FederatedLoop
-from tests.federated.execution.runs import Item, Kept, Manual, Reader, both, run
+from tests.federated.execution.runs import Double, Item, Kept, Manual, Reader, both, run
 from tests.helpers import Module
 
 
@@ -43,7 +46,7 @@ def test_a_failing_step_leaves_the_module_as_it_was(tmp_path):
 class Branch(Module):
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
-        return loss if loss > 0 else 2 * loss
+        return loss if batch[0][0, 0] > 0 else 2 * loss
 
 
 class Nothing(Module):
@@ -138,3 +141,246 @@ def test_a_training_step_without_an_index(tmp_path):
             return self.loss(batch)
 
     both(tmp_path, module=Plain)
+
+
+class Updating(Module):
+    def __init__(self):
+        super().__init__()
+        self.metric = MeanMetric()
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.metric.update(loss.detach())
+        return loss
+
+    def on_train_epoch_end(self):
+        self.log("mean", self.metric.compute())
+        self.metric.reset()
+
+
+class Appending(Module):
+    def __init__(self):
+        super().__init__()
+        self.losses = []
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.losses.append(loss.detach())
+        return loss
+
+    def on_train_epoch_end(self):
+        self.log("mean", torch.stack(self.losses).mean())
+        self.losses.clear()
+
+
+class Smoothing(Module):
+    mean = 0.0
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.mean = 0.9 * self.mean + 0.1 * loss.detach()
+        return loss + 0 * self.mean
+
+
+class Numbering(Module):
+    def __init__(self):
+        super().__init__()
+        self.stats = {"steps": 0}
+
+    def training_step(self, batch, batch_idx):
+        self.stats["steps"] += 1
+        return self.loss(batch) / self.stats["steps"]
+
+
+class Unsaved(Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6), persistent=False)
+
+    def training_step(self, batch, batch_idx):
+        self.mean = 0.9 * self.mean + 0.1 * batch[0].mean(0)
+        return self.loss(batch)
+
+
+class Checkpointed(Module):
+    def loss(self, batch):
+        outputs = checkpoint(self.net, batch[0], use_reentrant=False)
+        return nn.functional.cross_entropy(outputs, batch[1])
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, inputs):
+        ctx.save_for_backward(inputs)
+        return inputs.square()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * ctx.saved_tensors[0] * gradient
+
+
+class Custom(Module):
+    def loss(self, batch):
+        return super().loss((Square.apply(batch[0]), batch[1]))
+
+
+class Penalized(Module):
+    def loss(self, batch):
+        inputs = batch[0].clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(super().loss((inputs, batch[1])), inputs, create_graph=True)
+        return gradient.square().sum()
+
+
+class Recurrent(Module):
+    def __init__(self):
+        super().__init__()
+        self.recurrent = nn.LSTM(6, 6)
+
+    def loss(self, batch):
+        return super().loss((self.recurrent(batch[0])[0], batch[1]))
+
+
+class Filling(Module):
+    def loss(self, batch):
+        filled = torch.zeros(len(batch[0]), 6, dtype=batch[0].dtype)
+        filled[:] = batch[0]
+        return super().loss((filled, batch[1]))
+
+
+class Clamping(Module):
+    def on_train_batch_end(self, *_):
+        with torch.no_grad():
+            self.net[0].weight.clamp_(-0.1, 0.1)
+
+
+class Teaching(Module):
+    """Moves a teacher towards the weights, of which it is a copy yet."""
+
+    def __init__(self):
+        super().__init__()
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+
+    def on_before_zero_grad(self, optimizer):
+        for old, new in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+            old.data.mul_(0.9).add_(new.data, alpha=0.1)
+
+
+class Replacing(Module):
+    def on_train_batch_start(self, *_):
+        self.net[0].weight.data = nn.functional.normalize(self.net[0].weight.data)
+
+
+class Many(Module):
+    def loss(self, batch):
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1], reduction="none")
+
+
+class Centred(Module):
+    """Assigns a buffer, as DINO does with its centre."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(6))
+
+    def training_step(self, batch, batch_idx):
+        self.centre = 0.9 * self.centre + 0.1 * batch[0].mean(0)
+        return self.loss((batch[0] - self.centre, batch[1]))
+
+
+def test_a_buffer_that_the_step_assigns(tmp_path):
+    module, _, _ = run(
+        tmp_path, "vectorized", module=Centred, participants=[[0]], local_steps=3, trainer={"max_epochs": 1}
+    )
+    mean = Double().train.tensors[0][:5].mean(0)
+    torch.testing.assert_close(module.centre, (1 - 0.9**3) * mean)
+
+
+class Deciding(Module):
+    """Asks for numbers that are the same for all clients."""
+
+    def training_step(self, batch, batch_idx):
+        mask = torch.ones_like(batch[0])
+        masked = batch[0] if bool(mask.all()) else batch[0] * mask
+        return self.loss((masked, batch[1])) / mask.sum(1).max().item()
+
+
+class Inplace(Module):
+    """Changes what convolutions return in place."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__(
+            nn.Sequential(
+                nn.Unflatten(1, (1, 2, 3)),
+                *(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(inplace=True), nn.Conv2d(8, 4, 1), nn.SiLU(inplace=True)),
+                nn.Flatten(),
+                nn.Linear(24, 4),
+            )
+        )
+
+
+class Joined(Inplace):
+    """Changes one of an output and its view, as flat images lie otherwise for one client than for many."""
+
+    whole = False
+
+    def loss(self, batch):
+        images = self.net[:4](batch[0])
+        flat = images.view(len(images), -1)
+        if self.whole:
+            return images.sum() + flat.mul_(2).sum()
+        images = None
+        flat = nn.functional.relu(flat, inplace=True)
+        return nn.functional.cross_entropy(self.net[-1](flat), batch[1])
+
+
+class TornApart(Joined):
+    whole = True
+
+
+class Biased(Module):
+    """Trains a bias of attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(6, 6))
+
+    def loss(self, batch):
+        inputs = batch[0].unsqueeze(-1)
+        mixed = nn.functional.scaled_dot_product_attention(inputs, inputs, inputs, self.bias)
+        return super().loss((mixed.squeeze(-1), batch[1]))
+
+
+@pytest.mark.parametrize("form", ["dense", "update"])
+@pytest.mark.parametrize("module", [Deciding, Inplace, Joined, Biased])
+def test_what_torch_alone_would_not_map(tmp_path, module, form):
+    both(tmp_path, form=form, module=module, trainer={"max_epochs": 1})
+
+
+@pytest.mark.parametrize(
+    ("module", "cause"),
+    [
+        (Updating, r"updates the metric self\.metric \(MeanMetric\)"),
+        (Appending, r"leaves values of its clients in self\.losses"),
+        (Smoothing, r"self\.mean is read after the step that has set it"),
+        (Numbering, r"changes the number self\.stats\.steps"),
+        (Unsaved, r"replaces the buffer self\.mean, which is not persistent"),
+        (Checkpointed, "gradient checkpointing"),
+        (Custom, r"autograd\.Function"),
+        (Penalized, "computes gradients itself"),
+        (Recurrent, r"recurrent layers \(nn\.LSTM"),
+        (Filling, r"in place .*torch\.zeros\(\)"),
+        (Clamping, r"Clamping\.on_train_batch_end\(\) .* net\.0\.weight"),
+        (Teaching, r"Teaching\.on_before_zero_grad\(\) changes teacher\.0\.weight"),
+        (Replacing, r"Replacing\.on_train_batch_start\(\) changes net\.0\.weight"),
+        (Many, "in place of one number"),
+        (TornApart, r"in place through view\(\), and uses both"),
+    ],
+)
+def test_what_a_step_does_beside_its_loss_is_refused_by_its_cause(tmp_path, module, cause):
+    steps = []
+    count = LambdaCallback(on_train_batch_end=lambda *_: steps.append(1))
+    with pytest.raises(MisconfigurationException, match=cause):
+        run(tmp_path, "vectorized", module=module, callbacks=[count], trainer={"max_epochs": 1})
+    # What a step reads or counts shows in the second.
+    assert len(steps) == (module in (Smoothing, Numbering, Clamping))

@@ -1,0 +1,332 @@
+"""What steps leave on a module: found, refused or put back.
+
+A step of clients that step together may leave nothing of theirs behind, for it would be one value for all of them, and
+a tensor inside `torch.func.vmap` means nothing outside. The trial that ``execution="auto"`` makes may leave nothing.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import random
+import types
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from torchmetrics import Metric
+
+from lightning_lowrank.federated.execution.causes import refusal, updates
+from lightning_lowrank.internals.lightning import overrides
+from lightning_lowrank.internals.torch import TorchDispatchMode, is_mapped, writes
+
+_LEFT_ALONE = (
+    *(type, types.ModuleType, enum.Enum, str, bytes, int, float, complex, type(None)),
+    *(pl.Trainer, pl.Callback, pl.LightningDataModule, Logger, Dataset, DataLoader),
+)
+_DATA = (Tensor, np.ndarray)
+_MANY = 10_000
+_TABLES = ("_modules.", "_parameters.", "_buffers.")
+
+
+class Untraced:
+    """A class whose objects are no part of what the user's module holds."""
+
+
+def reachable(name: str, root: Any) -> Iterator[tuple[str, Any]]:
+    """Yield by name what an object holds: containers, tensors, and the tables of other objects' attributes.
+
+    Trainers, callbacks and data sets are left alone, and so are the entries of containers with very many.
+    """
+    seen: dict[int, Any] = {}
+    queue: list[tuple[str, Any]] = [(name, root)]
+    while queue:
+        name, item = queue.pop()
+        if id(item) in seen or isinstance(item, (*_LEFT_ALONE, Untraced)):
+            continue
+        seen[id(item)] = item
+        yield name, item
+        queue += _held(name, item)
+
+
+def _held(name: str, item: Any) -> list[tuple[str, Any]]:
+    if isinstance(item, _DATA):
+        return []
+    if isinstance(item, types.MethodType):
+        return [(name, item.__self__)]
+    if isinstance(item, functools.partial):
+        return [(name, each) for each in (item.func, item.args, item.keywords)]
+    if isinstance(item, types.FunctionType):
+        return [(name, each) for each in (*map(_content, item.__closure__ or ()), item.__defaults__)]
+    held: list[tuple[str, Any]] = []
+    if isinstance(item, (dict, list, tuple, set, frozenset, deque)) and len(item) <= _MANY:
+        pairs = item.items() if isinstance(item, dict) else enumerate(item)
+        held += [(f"{name}.{key}", value) for key, value in pairs]
+    if hasattr(item, "__dict__"):
+        held.append((name, vars(item)))
+    return held
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        # A function that is still being defined.
+        return None
+
+
+def _plain(name: str) -> str:
+    return functools.reduce(lambda text, table: text.replace(table, ""), _TABLES, name)
+
+
+class Memory:
+    """What objects hold, to be put back.
+
+    Args:
+        roots: The objects.
+        dataset: A dataset that is read meanwhile. Its tensors and arrays are taken to stay as they are.
+
+    Raises:
+        MisconfigurationException: If a root holds an iterator or an open file, which cannot be put back.
+    """
+
+    def __init__(self, roots: Sequence[Any], dataset: Dataset | None = None) -> None:
+        held = [each for root in roots for each in reachable("self", root)]
+        while dataset is not None:
+            around = [each for each in reachable("dataset", vars(dataset)) if not isinstance(each[1], _DATA)]
+            held += [each for each in around if not hasattr(type(each[1]), "__next__")]
+            dataset = vars(dataset).get("dataset")
+        found = (self._back(name, item) for name, item in held)
+        self._restore = [back for back in found if back is not None]
+
+    def _back(self, name: str, item: Any) -> Callable[[], None] | None:
+        if isinstance(item, Tensor):
+            return _tensor_back(item)
+        if isinstance(item, np.ndarray):
+            return None if isinstance(item, np.memmap) else functools.partial(np.copyto, item, item.copy())
+        if isinstance(item, (dict, list, set, deque)):
+            return functools.partial(_container_back, item, item.copy())
+        if isinstance(item, (torch.Generator, np.random.RandomState)):
+            set_state: Callable[[Any], Any] = item.set_state
+            return functools.partial(set_state, item.get_state())
+        if isinstance(item, random.Random):
+            return functools.partial(item.setstate, item.getstate())
+        if isinstance(item, np.random.Generator):
+            return functools.partial(setattr, item.bit_generator, "state", item.bit_generator.state)
+        if hasattr(type(item), "__next__"):
+            raise MisconfigurationException(
+                f"{_plain(name)} is of {type(item).__name__}, which a trial of the training step could not put back"
+            )
+        return None
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for back in self._restore:
+            back()
+
+
+def _tensor_back(tensor: Tensor) -> Callable[[], None]:
+    data, required = tensor.data, tensor.requires_grad
+    # A frozen model may be as large as the device.
+    copy = data.to("cpu", copy=True) if isinstance(tensor, nn.Parameter) and not required else data.clone()
+
+    def back() -> None:
+        if not torch.equal(data, copy.to(data.device)):
+            data.copy_(copy)
+        if tensor.layout is torch.strided and tensor.data_ptr() != data.data_ptr():
+            tensor.data = data
+        if tensor.is_leaf:
+            tensor.requires_grad_(required)
+
+    return back
+
+
+def _container_back(container: Any, before: Any) -> None:
+    if isinstance(container, dict):
+        same = len(container) == len(before) and all(
+            key in container and container[key] is value for key, value in before.items()
+        )
+    else:
+        same = len(container) == len(before) and all(one is two for one, two in zip(container, before, strict=True))
+    if not same:
+        container.clear()
+        (container.extend if isinstance(container, (list, deque)) else container.update)(before)
+
+
+class Watch:
+    """Looks what the first steps of clients that step together leave on their module.
+
+    Refused are metrics that are updated, values that are appended, buffers that are not the module's state, and
+    numbers that every step changes. Where a step leaves a value of its clients in an attribute, reading it after the
+    step is refused.
+
+    Args:
+        module: The user's module, before the first step.
+
+    Attributes:
+        mapped: Whether steps can be mapped over clients, as far as has been seen.
+        told_of_batches: Whether the user has been told of batches that cannot be stacked.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.mapped, self.told_of_batches = True, False
+        self._module = module
+        self._steps = 0
+        self._left: list[tuple[dict[str, Any], str, str]] = []
+        self._updates = {id(item): item.update_count for _, item in self._metrics()}
+        self._numbers = self._present_numbers()
+
+    def updated_metric(self) -> str:
+        """Name a metric that steps have updated, if there is one."""
+        updated = [pair for pair in self._metrics() if pair[1].update_count != self._updates.get(id(pair[1]), 0)]
+        return "".join(f"{_plain(name)} ({type(metric).__name__})" for name, metric in updated[:1])
+
+    def _metrics(self) -> list[tuple[str, Metric]]:
+        return [(name, item) for name, item in reachable("self", self._module) if isinstance(item, Metric)]
+
+    def after_step(self) -> None:
+        """Refuse what the step has left, or would leave unseen.
+
+        Raises:
+            MisconfigurationException: If the step changes what all clients share.
+        """
+        if self._steps < 2:
+            self._look()
+        self._steps += 1
+        for table, key, name in self._left:
+            if isinstance(table.get(key), Tensor) and is_mapped(table[key]):
+                table[key] = _left(name)
+
+    def _look(self) -> None:
+        metric = self.updated_metric()
+        if metric:
+            raise refusal(updates(metric))
+        for name, item in reachable("self", self._module):
+            if isinstance(item, (list, set, deque)) and any(_is_of_clients(value) for value in item):
+                raise refusal(
+                    f"it leaves values of its clients in {_plain(name)}, where they mean nothing after the step; log"
+                    " them, or clear it at the end of the step"
+                )
+            if isinstance(item, dict):
+                found = [key for key, value in item.items() if _is_of_clients(value)]
+                if found and name.endswith("._buffers"):
+                    raise refusal(
+                        f"it replaces the buffer {_plain(f'{name}.{found[0]}')}, which is not persistent and therefore"
+                        " one for all clients; register it with persistent=True"
+                    )
+                self._left += [(item, key, _plain(f"{name}.{key}")) for key in found]
+        numbers = self._present_numbers()
+        # What a step stores once, such as a size, changes in the first one at most.
+        changed = [name for name, value in numbers.items() if value != self._numbers.get(name, value)]
+        if changed and self._steps:
+            raise refusal(
+                f"it changes the number {_plain(changed[0])}, which is one for all clients and would count their steps"
+                " together"
+            )
+        self._numbers = numbers
+
+    def _present_numbers(self) -> dict[str, float]:
+        return {
+            f"{name}.{key}": value
+            for name, item in reachable("self", self._module)
+            if isinstance(item, dict)
+            for key, value in item.items()
+            if isinstance(value, (int, float)) and not isinstance(value, bool)
+        }
+
+
+def _is_of_clients(value: Any) -> bool:
+    return isinstance(value, Tensor) and is_mapped(value)
+
+
+class _Left(Tensor):
+    """Stands in an attribute for what a step has left there."""
+
+    place: str
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, arguments: tuple[Any, ...] = (), keywords: Mapping[str, Any] | None = None
+    ) -> Any:
+        values = [*arguments, *(keywords or {}).values()]
+        values += [each for value in values if isinstance(value, (list, tuple)) for each in value]
+        name = next((value.place for value in values if isinstance(value, _Left)), "an attribute")
+        raise refusal(f"{name} is read after the step that has set it, and is one for all clients")
+
+
+def _left(name: str) -> Tensor:
+    tensor = torch.empty(0).as_subclass(_Left)
+    tensor.place = name
+    return tensor
+
+
+def hooks_around_steps(module: pl.LightningModule) -> list[str]:
+    """Return the hooks of a module that Lightning calls around a step, where a client's model is not to be seen."""
+    hooks = ("on_train_batch_start", "on_before_zero_grad", "on_train_batch_end")
+    return [hook for hook in hooks if overrides(module, hook)]
+
+
+@contextmanager
+def without_writing(module: pl.LightningModule, hook: str) -> Iterator[None]:
+    """Refuse a module's hook where it changes or replaces one of the module's tensors."""
+    original, attributes = getattr(module, hook), vars(module)
+    own = hook in attributes
+
+    @functools.wraps(original)
+    def guarded(*arguments: Any, **keywords: Any) -> Any:
+        before = _storages(module)
+        with _Writes() as writes:
+            result = original(*arguments, **keywords)
+        after = _storages(module)
+        changed = [before[storage] for storage in writes.storages if storage in before]
+        changed += [name for storage, name in after.items() if storage not in before]
+        if changed:
+            raise MisconfigurationException(
+                f"execution='vectorized' is not possible: {type(module).__name__}.{hook}() changes {changed[0]} in the"
+                " module, which holds the global model there, not a client's. Use execution='sequential'."
+            )
+        return result
+
+    attributes[hook] = guarded
+    try:
+        yield
+    finally:
+        if own:
+            attributes[hook] = original
+        else:
+            del attributes[hook]
+
+
+def _storages(module: nn.Module) -> dict[int, str]:
+    held = (*module.named_parameters(), *module.named_buffers())
+    return {storage: name for name, value in held for storage in _storage(value)}
+
+
+def _storage(value: Any) -> list[int]:
+    """Return where a tensor lies, in a list that is empty for what lies nowhere."""
+    lies = isinstance(value, Tensor) and value.layout is torch.strided and value.numel() > 0
+    return [value.untyped_storage().data_ptr()] if lies else []
+
+
+class _Writes(TorchDispatchMode):
+    """Notes where operations write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: list[int] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), keywords: dict[str, Any] | None = None
+    ) -> Any:
+        if writes(function):
+            targets = arguments[0] if isinstance(arguments[0], (list, tuple)) else arguments[:1]
+            self.storages += [storage for each in targets for storage in _storage(each)]
+        return function(*arguments, **(keywords or {}))
