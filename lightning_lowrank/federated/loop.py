@@ -168,12 +168,16 @@ class FederatedLoop(FederatedSettings, Callback):
         restore(accumulate_per_client(trainer, lambda: progress.group_begins, lambda: progress.group_ends))
         # A plain function: torch marks the hook, and a deepcopy of the module must not copy this callback.
         restore(pl_module.register_state_dict_post_hook(lambda *state: self._show_global_state(*state)).remove)
-        if processes is not None:
-            restore(
-                pad_epochs(trainer, lambda: self.rounds.without_batch(), lambda: self.rounds.end_step_without_batch())
-            )
-        elif self.fast_steps:
+        if processes is None and self.fast_steps:
             restore(DirectSteps(trainer).restore)
+        restore(
+            pad_epochs(
+                trainer,
+                lambda: self.rounds.without_batch(),
+                lambda: self.rounds.end_step_without_batch(trainer.accumulate_grad_batches),
+                lambda error: self.rounds.fail(error),
+            )
+        )
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Give the trainer back as it was."""

@@ -204,7 +204,7 @@ RUNS: dict[str, Callable[[], dict[str, Any]]] = {
     },
     "metrics": lambda: {"module": Metrics(), "clients_per_round": 2, "trainer": {"num_sanity_val_steps": 1}},
     "inside": lambda: {"trainer": {"val_check_interval": 0.5, "limit_train_batches": 6}, "save": False},
-    "failing": lambda: {"module": Failing(), "save": False},
+    "failing": lambda: {"module": Failing(), "on_client_error": "raise", "save": False},
     "twice": partial(_method, "SCAFFOLD", save=False, again=5),
     "manual": lambda: {"module": Manual(), "save": False},
     "development": lambda: {"trainer": {"fast_dev_run": 3}, "save": False},
