@@ -88,6 +88,13 @@ class WeightedMean(Aggregator):
 
     @override
     def result(self) -> dict[str, Tensor]:
+        """Return the mean.
+
+        Raises:
+            ValueError: If no arrival has a weight above 0.
+        """
+        if self.arrivals and not self.weight:
+            raise ValueError(f"the weights of all {self.arrivals} arrivals are 0, and a mean needs one above 0.")
         if self._only:
             return dict(self._only)
         means = divide_each(list(self._sums.values()), self.weight)
