@@ -261,8 +261,8 @@ class Coordinator:
             server.model = before
             raise MisconfigurationException(
                 f"the global model of round {server.round} has numbers in {name!r} that are not finite, although those"
-                f" of all {self._answers} answers are: they overflow in {type(self.algorithm).__name__}. Lower the"
-                " learning rates, or clip gradients."
+                f" of all {self._answers} answers are: they come from {type(self.algorithm).__name__}. If they overflow"
+                " there, lower the learning rates or clip gradients."
             )
         server.aggregator = server.aggregator.fresh()
         self._broadcast_to_all = None

@@ -325,7 +325,7 @@ def test_a_model_that_overflows_is_an_error(tmp_path):
 
     module = Module()
     start = weights(module)
-    with pytest.raises(MisconfigurationException, match=r"global model of round 0 .* overflow in Doubles"):
+    with pytest.raises(MisconfigurationException, match=r"global model of round 0 .* come from Doubles"):
         run(tmp_path, module, algorithm=Doubles())
     assert_same(start, weights(module))
 
