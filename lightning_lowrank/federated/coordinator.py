@@ -60,15 +60,15 @@ class Coordinator:
         """Clients of the round that failed while they trained, and why."""
         self._answers = 0
         self._first_error: Exception | None = None
-        self._infinite: frozenset[str] = frozenset()
+        self.infinite: frozenset[str] = frozenset()
+        """Names of buffers that hold numbers that are not finite, such as a mask of -inf."""
 
     def setup(self) -> None:
         """Let the method and the wire look at the module, before the first round."""
         self.algorithm.setup(self.server.base)
         self.wire.setup(self.server.base)
-        # Such as a mask of -inf, which is a buffer.
         buffers = self.server.base.initial_buffers
-        self._infinite = frozenset(name for name, value in buffers.items() if not_finite({name: value}))
+        self.infinite = frozenset(name for name, value in buffers.items() if not_finite({name: value}))
 
     def info(self, client: int, round_number: int | None = None) -> ClientInfo:
         """Return what the server knows of a client, by default in the present round."""
@@ -175,7 +175,7 @@ class Coordinator:
         if self.settings.uplink or message.codec is not None:
             codec = type(packet.codec).__name__
             tensors |= {f"{name} as {codec} sends it": value for name, value in packet.received.items()}
-        name = not_finite(tensors, self._infinite)
+        name = not_finite(tensors, self.infinite)
         if name is not None:
             raise NotFiniteError(f"its {name} holds numbers that are not finite")
         return packet
@@ -229,7 +229,7 @@ class Coordinator:
         Returns:
             For clients of whom nothing is taken in, the reason.
         """
-        found = rows_not_finite(stacks, self._infinite)
+        found = rows_not_finite(stacks, self.infinite)
         kept = [place for place in range(len(clients)) if place not in found]
         if found:
             rows = torch.tensor(kept, device=self.server.base.device)
@@ -256,7 +256,7 @@ class Coordinator:
         server.announcement = {}
         before = dict(server.model)
         self.algorithm.aggregate(server)
-        name = not_finite(self.algorithm.global_model(server), self._infinite)
+        name = not_finite(self.algorithm.global_model(server), self.infinite)
         if name is not None:
             server.model = before
             raise MisconfigurationException(

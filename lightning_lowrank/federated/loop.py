@@ -55,8 +55,9 @@ class FederatedLoop(FederatedSettings, Callback):
     `ClientParallelStrategy`.
 
     Put it before every callback that reads weights, and after `LowRank`. Each round logs ``comm/up_bytes``,
-    ``comm/down_bytes``, their totals and ``comm/ratio`` (see `Ledger`), ``federated/clients``, ``federated/failed``,
-    ``federated/samples`` and ``federated/client_steps`` (batches trained by clients, in all).
+    ``comm/down_bytes``, their totals and ``comm/ratio`` (see `Ledger`), ``federated/clients``, ``federated/failed``
+    (drawn clients that sent nothing that counts), ``federated/samples`` and ``federated/client_steps`` (batches trained
+    by clients, in all).
 
     What Lightning's own settings mean here:
 

@@ -81,7 +81,7 @@ class FederatedSettings:
             steps are tried both ways when the fit begins, the faster is taken, and a line says which and why; a resumed
             run keeps the choice.
         chunk_size: Largest number of clients that step together. ``None``: as many as a quarter of the free memory
-            holds. The result does not depend on it, to rounding.
+            holds, by what a step on the first round's batches takes. The result does not depend on it, to rounding.
         fast_steps: Whether steps may call only those hooks that the module or a callback overrides. Off, every step is
             Lightning's own, with the same results.
         personal_test: What each client's own model (`Algorithm.personal_model`; for most methods the global model) is

@@ -369,7 +369,7 @@ class RemoteRounds(Callback):
                 raise DecodingError(f"it answers for another round: {fields.get('round')}.")
             data = payloads.get(info.round, b"")
             self.ledger.up(len(data))
-            tensors = check_upload(data, expected.form.tensors, decode, expected.limits)
+            tensors = check_upload(data, expected.form.tensors, decode, expected.limits, coordinator.infinite)
             coordinator.take(info, move_data_to_device(tensors, base.device))
         except ValueError as error:
             outcome.failures[client] = f"it sent a bad payload: {error}"
