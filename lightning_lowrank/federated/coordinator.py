@@ -266,6 +266,8 @@ class Coordinator:
             )
         server.aggregator = server.aggregator.fresh()
         self._broadcast_to_all = None
+        # Its traceback holds on to the step that failed.
+        self._first_error = None
 
     def show_global(self, live: Mapping[str, Tensor]) -> None:
         """Put the global model into the module's live values."""
