@@ -88,7 +88,13 @@ class WeightedMean(Aggregator):
 
     @override
     def result(self, least: torch.dtype | None = None) -> dict[str, Tensor]:
-        """Return the means, rounded to the types of what was added; floating-point types at least to ``least``."""
+        """Return the means, rounded to the types of what was added; floating-point types at least to ``least``.
+
+        Raises:
+            ValueError: If no arrival has a weight above 0.
+        """
+        if self.arrivals and not self.weight:
+            raise ValueError(f"the weights of all {self.arrivals} arrivals are 0, and a mean needs one above 0.")
         if self._only:
             return {name: value.to(_at_least(value.dtype, least)) for name, value in self._only.items()}
         means = divide_each(list(self._sums.values()), self.weight)

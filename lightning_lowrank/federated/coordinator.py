@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from lightning_lowrank.compression import Packet
 from lightning_lowrank.federated.algorithm import detached, inherits
 from lightning_lowrank.federated.data.planner import RoundPlan
+from lightning_lowrank.federated.failures import NotFiniteError, described, not_finite, rows_not_finite
 from lightning_lowrank.federated.messages import Ledger, Message
 from lightning_lowrank.federated.offload import ClientStates
 from lightning_lowrank.federated.settings import FederatedSettings
-from lightning_lowrank.federated.state import ClientContext, ClientInfo, Server, copy_into, trained_tensors
+from lightning_lowrank.federated.state import ClientContext, ClientInfo, Server, State, copy_into, trained_tensors
 from lightning_lowrank.federated.wire import Wire
 
 
@@ -55,11 +56,19 @@ class Coordinator:
         self._labels = labels
         self._broadcast_to_all: Packet | None = None
         self._received: dict[int, dict[str, Tensor]] = {}
+        self.failed: dict[int, str] = {}
+        """Clients of the round that failed while they trained, and why."""
+        self._answers = 0
+        self._first_error: Exception | None = None
+        self.infinite: frozenset[str] = frozenset()
+        """Names of buffers that hold numbers that are not finite, such as a mask of -inf."""
 
     def setup(self) -> None:
         """Let the method and the wire look at the module, before the first round."""
         self.algorithm.setup(self.server.base)
         self.wire.setup(self.server.base)
+        buffers = self.server.base.initial_buffers
+        self.infinite = frozenset(name for name, value in buffers.items() if not_finite({name: value}))
 
     def info(self, client: int, round_number: int | None = None) -> ClientInfo:
         """Return what the server knows of a client, by default in the present round."""
@@ -83,6 +92,7 @@ class Coordinator:
         server.round, server.cohort = plan.round, plan.clients
         server.adopt(live, shown=self.algorithm.global_model(server))
         self.ledger.begin_round()
+        self.failed, self._answers, self._first_error = {}, 0, None
         self.algorithm.begin_round(server)
         if self.wire.holds_copy:
             first = self.info(plan.clients[0])
@@ -154,14 +164,56 @@ class Coordinator:
         """Send clients the global model, which they are given by the caller; see `sends_global_model`."""
         self.ledger.down(self.broadcast(clients[0]).nbytes, len(clients))
 
-    def receive(self, client: ClientContext, message: Message) -> None:
-        """Take in what a client sends."""
+    def pack(self, client: ClientContext, message: Message) -> Packet:
+        """Return what a client sends as it crosses the wire.
+
+        Raises:
+            NotFiniteError: If it holds numbers that are not finite, before the codecs or after them.
+        """
         packet = self.wire.up(client, message, self._received.pop(client.id, {}))
+        tensors = dict(message.tensors)
+        if self.settings.uplink or message.codec is not None:
+            codec = type(packet.codec).__name__
+            tensors |= {f"{name} as {codec} sends it": value for name, value in packet.received.items()}
+        name = not_finite(tensors, self.infinite)
+        if name is not None:
+            raise NotFiniteError(f"its {name} holds numbers that are not finite")
+        return packet
+
+    def receive(self, client: ClientContext, packet: Packet) -> None:
+        """Take in what a client sends."""
         self.ledger.up(packet.nbytes)
         self.take(self.info(client.id), packet.received)
 
+    def drop(self, client: int, state: State, error: Exception) -> None:
+        """Go on without a client that failed, which keeps its ``state`` of before the round.
+
+        Raises:
+            MisconfigurationException: If too few clients are left.
+        """
+        self.states[client] = state
+        self._received.pop(client, None)
+        self.failed[client] = described(error)
+        self._first_error = self._first_error or error
+        self.check_answers(len(self.server.cohort) - len(self.failed))
+
+    def check_answers(self, answers: int) -> None:
+        """Refuse a round with fewer answers than it needs.
+
+        Raises:
+            MisconfigurationException: If there are fewer. Its cause is the first client's error.
+        """
+        needed, cohort = self.settings.min_clients, self.server.cohort
+        if answers < needed:
+            reasons = "".join(f"\n  client {client}: {reason}" for client, reason in self.failed.items())
+            raise MisconfigurationException(
+                f"round {self.server.round} has answers of {answers} of {len(cohort)} clients and needs"
+                f" min_clients={needed}.{reasons}"
+            ) from self._first_error
+
     def take(self, client: ClientInfo, tensors: Mapping[str, Tensor]) -> None:
         """Let the method take in what arrived from a client."""
+        self._answers += 1
         if self.wire.holds_copy:
             tensors = self.wire.onto_own(self.server.base, tensors, self.message(client).tensors)
         self._take(client, Message(tensors), self.settings.weight_of(client))
@@ -169,20 +221,53 @@ class Coordinator:
     def _take(self, client: ClientInfo, message: Message, weight: float) -> None:
         self.algorithm.receive(self.server, client, message, weight)
 
-    def receive_stacks(self, clients: Sequence[ClientContext], stacks: Mapping[str, Tensor], message: Message) -> None:
-        """Take in what several clients send, stacked ``[clients, …]``, of whom the first sends ``message``."""
-        nbytes = self.wire.uplink.nbytes(message.tensors, own=message.codec)
-        self.ledger.up(nbytes, len(clients))
-        weights = [self.settings.weight_of(self.info(client.id)) for client in clients]
-        self.server.aggregator.add_stacks(stacks, weights)
+    def receive_stacks(
+        self, clients: Sequence[ClientContext], stacks: Mapping[str, Tensor], message: Message
+    ) -> dict[int, Exception]:
+        """Take in what several clients send, stacked ``[clients, …]``, of whom the first sends ``message``.
+
+        Returns:
+            For clients of whom nothing is taken in, the reason.
+        """
+        found = rows_not_finite(stacks, self.infinite)
+        kept = [place for place in range(len(clients)) if place not in found]
+        if found:
+            rows = torch.tensor(kept, device=self.server.base.device)
+            stacks = {name: stack.index_select(0, rows) for name, stack in stacks.items()}
+        if kept:
+            self._answers += len(kept)
+            nbytes = self.wire.uplink.nbytes(message.tensors, own=message.codec)
+            self.ledger.up(nbytes, len(kept))
+            weights = [self.settings.weight_of(self.info(clients[place].id)) for place in kept]
+            self.server.aggregator.add_stacks(stacks, weights)
+        return {
+            clients[place].id: NotFiniteError(f"its {name} holds numbers that are not finite")
+            for place, name in found.items()
+        }
 
     def aggregate(self) -> None:
-        """Fold the round's arrivals into the global model."""
+        """Fold the round's arrivals into the global model.
+
+        Raises:
+            MisconfigurationException: If there are too few, or the result is not finite.
+        """
+        self.check_answers(self._answers)
         server = self.server
         server.announcement = {}
+        before = dict(server.model)
         self.algorithm.aggregate(server)
+        name = not_finite(self.algorithm.global_model(server), self.infinite)
+        if name is not None:
+            server.model = before
+            raise MisconfigurationException(
+                f"the global model of round {server.round} has numbers in {name!r} that are not finite, although those"
+                f" of all {self._answers} answers are: they come from {type(self.algorithm).__name__}. If they overflow"
+                " there, lower the learning rates or clip gradients."
+            )
         server.aggregator = server.aggregator.fresh()
         self._broadcast_to_all = None
+        # Its traceback holds on to the step that failed.
+        self._first_error = None
 
     def show_global(self, live: Mapping[str, Tensor]) -> None:
         """Put the global model into the module's live values."""
@@ -207,6 +292,8 @@ class Coordinator:
             "received": self._received,
             "clients": dict(self.states.items()),
             "ledger": self.ledger.state_dict(),
+            "failed": self.failed,
+            "answers": self._answers,
         }
 
     def load_state_dict(self, state: Mapping[str, Any], to_device: Callable[[Any], Any]) -> None:
@@ -221,6 +308,7 @@ class Coordinator:
         server.base.state = to_device(state["base"])
         self._received = to_device(state["received"])
         self.ledger.load_state_dict(state["ledger"])
+        self.failed, self._answers = dict(state["failed"]), state["answers"]
         for _, kept in self.states.items():
             kept.update(to_device(kept))
 

@@ -59,6 +59,9 @@ class Isolation:
     def begin_client(self) -> None:
         """Prepare for a client's first step, after the method has begun the client."""
         self.put_back()
+        for home in self._homes:
+            # A client that failed may have left another one there.
+            home.table[home.key] = home.buffer
         if not self._module.automatic_optimization:
             self._module.zero_grad()
         self.watch()

@@ -63,8 +63,9 @@ class FederatedLoop(FederatedSettings, Callback):
     `ClientParallelStrategy`.
 
     Put it before every callback that reads weights, and after `LowRank`. Each round logs ``comm/up_bytes``,
-    ``comm/down_bytes``, their totals and ``comm/ratio`` (see `Ledger`), ``federated/clients``, ``federated/failed``,
-    ``federated/samples`` and ``federated/client_steps`` (batches trained by clients, in all).
+    ``comm/down_bytes``, their totals and ``comm/ratio`` (see `Ledger`), ``federated/clients``, ``federated/failed``
+    (drawn clients that sent nothing that counts), ``federated/samples`` and ``federated/client_steps`` (batches trained
+    by clients, in all).
 
     What Lightning's own settings mean here:
 
@@ -187,12 +188,16 @@ class FederatedLoop(FederatedSettings, Callback):
         restore(accumulate_per_client(trainer, lambda: progress.group_begins, lambda: progress.group_ends))
         # A plain function: torch marks the hook, and a deepcopy of the module must not copy this callback.
         restore(pl_module.register_state_dict_post_hook(lambda *state: self._show_global_state(*state)).remove)
-        if processes is not None:
-            restore(
-                pad_epochs(trainer, lambda: self.rounds.without_batch(), lambda: self.rounds.end_step_without_batch())
-            )
-        elif self.fast_steps:
+        if processes is None and self.fast_steps:
             restore(DirectSteps(trainer).restore)
+        restore(
+            pad_epochs(
+                trainer,
+                lambda: self.rounds.without_batch(),
+                lambda: self.rounds.end_step_without_batch(trainer.accumulate_grad_batches),
+                lambda error: self.rounds.fail(error),
+            )
+        )
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Give the trainer back as it was."""

@@ -114,7 +114,8 @@ def begin(optimizers: Sequence[Optimizer], states: Sequence[State], stacked: boo
         parameters = _parameters_of(optimizer)
         for index in kept[0]:
             each = [of_client[index] for of_client in kept]
-            optimizer.state[parameters[index]] = _stack(each) if stacked else each[0]
+            # Copies, because a client that fails keeps what it had.
+            optimizer.state[parameters[index]] = _stack(each) if stacked else _part(each[0])
         # A projected optimizer's groups say in which subspaces the kept moments are.
         subspaces = states[0].get("subspaces", {}).get(number)
         for position, group in enumerate(optimizer.param_groups):
@@ -145,8 +146,8 @@ def _stack(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return _copied(states[0], lambda name: torch.stack([state[name] for state in states]))
 
 
-def _part(state: Mapping[str, Any], place: int) -> dict[str, Any]:
-    return _copied(state, lambda name: state[name][place].clone())
+def _part(state: Mapping[str, Any], place: int | None = None) -> dict[str, Any]:
+    return _copied(state, lambda name: (state[name] if place is None else state[name][place]).clone())
 
 
 def _copied(state: Mapping[str, Any], own: Callable[[str], Tensor]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ class Progress:
         chunk: Number of the round's chunks that are done.
         round_open: Whether the round has begun and has not been aggregated.
         chunk_open: Whether a chunk of clients is training.
+        chunk_failed: Whether the clients of the present chunk have failed, so that its other steps have no batch.
         group_begins: Whether the present batch is the first of a group of accumulated ones.
         group_ends: Whether the optimizer steps after the present batch.
         client_steps: Number of batches that clients have been trained on in all rounds before this one, and in this
@@ -31,6 +32,7 @@ class Progress:
     chunk: int = 0
     round_open: bool = False
     chunk_open: bool = False
+    chunk_failed: bool = False
     group_begins: bool = True
     group_ends: bool = True
     client_steps: int = 0
@@ -40,7 +42,7 @@ class Progress:
 
     def begin(self, number: int) -> None:
         """Stand before the first step of a round."""
-        self.round, self.position, self.chunk = number, 0, 0
+        self.round, self.position, self.chunk, self.chunk_failed = number, 0, 0, False
 
     def state_dict(self) -> dict[str, Any]:
         """Return it as plain Python, but for what the next batch decides."""

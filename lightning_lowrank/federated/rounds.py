@@ -7,7 +7,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from lightning_lowrank.federated.execution.distributed import (
     SharedCoordinator,
     check_processes,
 )
+from lightning_lowrank.federated.failures import ClientsFailed, described, is_of_a_client
 from lightning_lowrank.federated.isolation import ClientSteps, Isolation
 from lightning_lowrank.federated.messages import Ledger, dense_bytes
 from lightning_lowrank.federated.offload import ClientStates
@@ -32,6 +34,7 @@ from lightning_lowrank.federated.personal import FurtherModels
 from lightning_lowrank.federated.progress import Progress
 from lightning_lowrank.federated.schedulers import SchedulersPerClient
 from lightning_lowrank.federated.settings import FederatedSettings
+from lightning_lowrank.federated.state import State
 
 
 class Rounds:
@@ -69,6 +72,7 @@ class Rounds:
         self._schedulers = SchedulersPerClient(trainer)
         self._options = ClientOptions(trainer, settings.options_of)
         self._to_device = functools.partial(move_data_to_device, device=self._module.device)
+        self._in_client = True
         samples = data.divided().sizes.tolist()
         if before is None:
             server, ledger = settings.make_server(self._module), Ledger(dense_bytes(self._module))
@@ -143,6 +147,7 @@ class Rounds:
             chunk, round_state = plan.chunks[progress.chunk], self._to_device(state["round_state"])
             execution.resume(chunk, self._step_in_chunk(), values, round_state)
             self._isolation.load_state_dict(self._to_device(state["unsaved_buffers"]))
+            execution.before = self._to_device(state["before"])
         else:
             execution.resume_between(values)
 
@@ -158,14 +163,17 @@ class Rounds:
         eligible = int(np.count_nonzero(self._data.planner.batches))
         idle = eligible - len(plan.clients) - len(plan.failed)
         self.coordinator.begin_round(plan, self.execution.live, idle)
+        self.coordinator.check_answers(len(plan.clients))
         self._schedulers.begin_round()
 
     def before_batch(self, group: int) -> None:
         """Prepare a step, of ``group`` whose gradients are accumulated; at a chunk's first, make its clients begin."""
         plan, progress = self._data.current_plan(), self._progress
+        self._in_client = False
         if not progress.round_open:
             self._begin_round()
         chunk, step = plan.chunks[progress.chunk], self._step_in_chunk()
+        self._group(chunk.steps, step, group)
         if step == 0:
             self._schedulers.put_options_back()
             self.execution.open(chunk)
@@ -174,8 +182,11 @@ class Rounds:
             self._isolation.begin_client()
             progress.chunk_open = True
         self.execution.before_batch(step)
-        progress.group_begins = step % group == 0
-        progress.group_ends = (step + 1) % group == 0 or step + 1 == chunk.steps
+        self._in_client = True
+
+    def _group(self, steps: int, step: int, group: int) -> None:
+        self._progress.group_begins = step % group == 0
+        self._progress.group_ends = (step + 1) % group == 0 or step + 1 == steps
 
     def after_batch(self, outputs: Any, batch: Any) -> None:
         """End a step; at a chunk's last, hand over what its clients send, and at the round's last, aggregate."""
@@ -194,10 +205,47 @@ class Rounds:
 
     def _end_chunk(self) -> None:
         self._isolation.end_client()
-        self.execution.close()
+        failed = self.execution.close()
         self._options.give_back()
         self._schedulers.end_client(self._step_in_chunk())
         self._progress.chunk_open = False
+        for client, error in failed.items():
+            if self._settings.on_client_error == "raise":
+                raise error
+            self._drop([client], error, self.execution.before)
+
+    def fail(self, error: Exception) -> bool:
+        """Return whether the round goes on after an error in a step, without the clients whose step it is."""
+        begun, progress = self._progress.chunk_open, self._progress
+        if isinstance(error, ClientsFailed):
+            begun, error = True, error.error
+        elif not self._in_client or not is_of_a_client(error):
+            return False
+        if self._settings.on_client_error == "raise":
+            raise error
+        self._data.randomness.close()
+        if not progress.round_open:
+            self._begin_round()
+        clients = self._data.current_plan().chunks[progress.chunk].clients
+        before: Mapping[int, State] = self.execution.before
+        if begun:
+            self.execution.drop()
+            self._options.give_back()
+        else:
+            # Their first batch could not be read.
+            before = {client: self.coordinator.states[client] for client in clients}
+            for client in clients:
+                self.coordinator.send(self.coordinator.info(client))
+        progress.chunk_open, progress.chunk_failed = False, True
+        self._drop(clients, error, before)
+        return True
+
+    def _drop(self, clients: Sequence[int], error: Exception, before: Mapping[int, State]) -> None:
+        """Go on without clients that failed, which keep what they did ``before`` the round."""
+        who = f"client {clients[0]}" if len(clients) == 1 else f"clients {list(clients)}, which step together"
+        warnings.warn(f"round {self._progress.round} goes on without {who}: {described(error)}", stacklevel=2)
+        for client in clients:
+            self.coordinator.drop(client, before[client], error)
 
     def aggregate(self, between_steps: bool = False) -> None:
         """End the round, if one is open, and make the module the new global model.
@@ -222,16 +270,25 @@ class Rounds:
         self.coordinator.states.offload()
 
     def without_batch(self) -> bool:
-        """Return whether this process has trained its part of the round, which others have not."""
+        """Return whether nobody trains in this step: its client has failed, or other processes have more to train."""
+        if self._progress.chunk_failed:
+            return True
         plan = self._data.current_plan()
         return plan.trained <= self._progress.position < plan.total
 
-    def end_step_without_batch(self) -> None:
-        """Do in a step without a batch what processes do together."""
-        if not self._progress.round_open:
+    def end_step_without_batch(self, group: int) -> None:
+        """Do in a step without a batch what is left to do, given how many batches a group has."""
+        plan, progress = self._data.current_plan(), self._progress
+        if not progress.round_open:
             self._begin_round()
-        self._progress.position += 1
-        if self._progress.position == self._data.current_plan().total:
+        if progress.chunk_failed:
+            self._group(plan.chunks[progress.chunk].steps, self._step_in_chunk(), group)
+            progress.logged_steps += progress.group_ends
+        progress.position += 1
+        if progress.chunk_failed and progress.position == plan.ends[progress.chunk]:
+            progress.chunk += 1
+            progress.chunk_failed = False
+        if progress.position == plan.total:
             self.aggregate()
 
     def pause(self) -> None:
@@ -246,12 +303,12 @@ class Rounds:
 
     def figures(self) -> dict[str, float]:
         """Return what is logged of the round."""
-        plan = self._data.current_plan()
+        plan, failed = self._data.current_plan(), self.coordinator.failed
         return {
             **self.coordinator.ledger.metrics(),
-            "federated/clients": len(plan.clients),
-            "federated/failed": len(plan.failed),
-            "federated/samples": sum(self.coordinator.samples[client] for client in plan.clients),
+            "federated/clients": len(plan.clients) - len(failed),
+            "federated/failed": len(plan.failed) + len(failed),
+            "federated/samples": sum(self.coordinator.samples[each] for each in plan.clients if each not in failed),
             "federated/client_steps": self._progress.client_steps,
         }
 
@@ -281,6 +338,7 @@ class Rounds:
             "client_values": detached(values),
             "round_state": execution.round_state if progress.chunk_open else {},
             "unsaved_buffers": self._isolation.state_dict() if progress.chunk_open else {},
+            "before": execution.before if progress.chunk_open else {},
             "common_options": self._options.common,
             "schedulers": self._schedulers.state_dict(),
         }

@@ -61,6 +61,11 @@ class FederatedSettings:
             client takes its own up again when it is next drawn.
         client_dropout: Chance in [0, 1) that a drawn client fails: it is sent the model and never answers. At least
             one client of a round always answers.
+        on_client_error: What happens if a client fails: if its training raises an error, or its update holds a number
+            that is not finite. ``"drop"`` (default): a warning names it, the round goes on without it, and it keeps
+            what it kept before the round. Clients that step together fail together if the step raises. ``"raise"``:
+            the fit ends. Errors of settings, memory or the device always end it.
+        min_clients: Least number of clients that must answer in a round; fewer are an error. Default 1.
         sampling_weights: Relative chance of each client to be drawn; uniform by default.
         participants: Ids of the clients of each round, given instead of drawn.
         availability: For each client the chance that it is there in a round, or a function of client id and round.
@@ -81,7 +86,7 @@ class FederatedSettings:
             run keeps the choice. The trial puts back all that module, optimizers and dataset hold. What keeps clients
             from stepping together, in the trial or later, is no error: their steps are made one after another.
         chunk_size: Largest number of clients that step together. ``None``: as many as a quarter of the free memory
-            holds. The result does not depend on it, to rounding.
+            holds, by what a step on the first round's batches takes. The result does not depend on it, to rounding.
         fast_steps: Whether steps may call only those hooks that the module or a callback overrides. Off, every step is
             Lightning's own, with the same results.
         personal_test: What each client's own model (`Algorithm.personal_model`; for most methods the global model) is
@@ -120,6 +125,8 @@ class FederatedSettings:
     ema_parameters: list[str] = field(default_factory=list)
     optimizer_state: Literal["reset", "keep"] = "reset"
     client_dropout: float = 0.0
+    on_client_error: Literal["drop", "raise"] = "drop"
+    min_clients: int = 1
     sampling_weights: list[float] | None = None
     participants: list[list[int]] | None = None
     availability: list[float] | Callable[[int, int], bool] | None = None
@@ -162,6 +169,7 @@ class FederatedSettings:
             ("execution", ("sequential", "vectorized", "auto")),
             ("buffers", ("average", "local", "reset")),
             ("optimizer_state", ("reset", "keep")),
+            ("on_client_error", ("drop", "raise")),
         )
         for name, allowed in choices:
             choice = getattr(self, name)
@@ -181,6 +189,7 @@ class FederatedSettings:
                 self.clients is None or share <= self.clients,
                 f"clients_per_round={share} is more than clients={self.clients}",
             )
+        _check(self.min_clients >= 1, f"min_clients must be 1 or more, got {self.min_clients}")
         _check(self.local_epochs >= 1, f"local_epochs must be 1 or more, got {self.local_epochs}")
         _check(
             self.local_steps is None or self.local_steps >= 1,
@@ -263,12 +272,11 @@ class FederatedSettings:
         unknown = {client for ids in self.participants or () for client in ids if not 0 <= client < count}
         _check(not unknown, f"participants names {sorted(unknown)}, and clients go from 0 to {count - 1}")
         share = self.clients_per_round
-        if share is None:
-            return count
-        if isinstance(share, float):
-            return max(1, round(share * count))
-        _check(share <= count, f"clients_per_round={share} is more than the partition's {count} clients")
-        return share
+        drawn = count if share is None else max(1, round(share * count)) if isinstance(share, float) else share
+        _check(drawn <= count, f"clients_per_round={share} is more than the partition's {count} clients")
+        fewest = min([drawn] if self.participants is None else map(len, self.participants))
+        _check(self.min_clients <= fewest, f"min_clients={self.min_clients} is more than a round's {fewest} clients")
+        return drawn
 
     def clients_with_settings(self, count: int) -> Sequence[int]:
         """Return the ids of those of ``count`` clients that may have settings of their own."""

@@ -34,8 +34,8 @@ class SiteCoordinator(Coordinator, ABC):
         """
 
     @abstractmethod
-    def upload(self, message: Message, packet: Packet) -> None:
-        """Take a message of the client's to the server, ``packet`` being the same as it is sent."""
+    def upload(self, packet: Packet) -> None:
+        """Take what the client sends to the server."""
 
     def begin_round(self, plan: RoundPlan, live: Mapping[str, Tensor], idle: int) -> None:
         """Apply what has been broadcast since the client's last round."""
@@ -52,11 +52,12 @@ class SiteCoordinator(Coordinator, ABC):
 
     def send(self, client: ClientInfo) -> Message:
         """Return what the server sent."""
+        self._received[client.id] = self.received
         return Message(self.received)
 
-    def receive(self, client: ClientContext, message: Message) -> None:
+    def receive(self, client: ClientContext, packet: Packet) -> None:
         """Take what the client sends to the server."""
-        self.upload(message, self.wire.up(client, message, self.received))
+        self.upload(packet)
 
     def aggregate(self) -> None:
         """Do nothing: the server aggregates."""

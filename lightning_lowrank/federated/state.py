@@ -259,6 +259,17 @@ class Server:
             self.model[name] = value.to(dtype)
 
 
+def copied_state(state: State) -> State:
+    """Return a state of the same tensors in dictionaries and lists of its own, which stays as ``state`` is now."""
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: copied(entry) for name, entry in value.items()}
+        return [copied(entry) for entry in value] if isinstance(value, list) else value
+
+    return copied(state)
+
+
 def stack_trees(trees: Sequence[State]) -> State:
     """Stack what clients have under the same names; what is one tensor for all of them is not copied.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_lowrank.compression import DecodingError, Dense
+from lightning_lowrank.federated.failures import not_finite
 from lightning_lowrank.federated.state import trained_tensors
 
 JOIN = "query.join"
@@ -86,6 +87,7 @@ def check_upload(
     expected: Mapping[str, Tensor],
     decode: Callable[[bytes], Mapping[str, Tensor]],
     limits: Mapping[str, tuple[int, ...]] | None = None,
+    infinite: Collection[str] = (),
 ) -> dict[str, Tensor]:
     """Decode what a site sent, where the method sends anything, into tensors on the CPU.
 
@@ -94,6 +96,7 @@ def check_upload(
         expected: Tensors of the names, shapes and types that are expected; meta tensors will do.
         decode: Decodes the bytes.
         limits: `Algorithm.upload_limits`: the largest shapes of tensors whose shape is the site's choice.
+        infinite: Names of tensors that may hold numbers that are not finite.
 
     Raises:
         DecodingError: If the bytes are larger than any such message could be, cannot be decoded, or hold tensors of
@@ -136,8 +139,9 @@ def check_upload(
                 f"the tensor {name!r} came as {value.dtype} of shape {tuple(value.shape)}, and is expected as"
                 f" {like.dtype} of shape {'at most ' if name in limits else ''}{tuple(like.shape)}."
             )
-        if not bool(torch.isfinite(value).all()):
-            raise DecodingError(f"the tensor {name!r} holds numbers that are not finite.")
+    bad = not_finite(tensors, infinite)
+    if bad is not None:
+        raise DecodingError(f"the tensor {bad!r} holds numbers that are not finite.")
     return {name: tensors[name] for name in expected}
 
 

@@ -96,9 +96,10 @@ class RemoteRounds(Callback):
     """Stands in for `FederatedLoop` on the server: a round's clients are sites.
 
     Clients are drawn as `FederatedLoop` draws them, so that a run and its simulation have the same ones. A drawn site
-    that is not there, fails, or sends something malformed counts as failed; the round is made of those that answer. A
-    round that nobody answers is asked for again until ``start_timeout`` has passed. A site that comes back gets the
-    broadcasts that it has missed, where the method needs them.
+    that is not there, fails, or sends something malformed counts as failed; the round is made of those that answer,
+    which must be ``min_clients``. With ``on_client_error="raise"`` an error of a site's fit ends the run. A round that
+    nobody answers is asked for again until ``start_timeout`` has passed. A site that comes back gets the broadcasts
+    that it has missed, where the method needs them.
 
     Logged are the ``comm/...`` figures of `Ledger`, here lengths of what was sent, and ``federated/clients``,
     ``federated/failed``, ``federated/samples`` and ``federated/client_steps``.
@@ -207,6 +208,7 @@ class RemoteRounds(Callback):
         # Clients that sit the round out are counted as they hear of it.
         self.coordinator.begin_round(plan, live, idle=0)
         outcome = self._hear(plan, options_of(trainer.optimizers), live)
+        self.coordinator.failed = outcome.failures
         self.coordinator.aggregate()
         self.coordinator.show_global(live)
         steps = sum(self._connected[client].batches for client in outcome.arrivals)
@@ -343,6 +345,10 @@ class RemoteRounds(Callback):
             if isinstance(reply, _Silence) and client in expected:
                 outcome.failures[client] = reply.reason
                 outcome.passing |= reply.passing
+                if self.loop.on_client_error == "raise" and not reply.passing:
+                    raise MisconfigurationException(
+                        f"round {plan.round}: the site of client {client} failed: {reply.reason}"
+                    )
             elif isinstance(reply, Message):
                 site.heard = plan.round
                 if client in expected:
@@ -363,7 +369,7 @@ class RemoteRounds(Callback):
                 raise DecodingError(f"it answers for another round: {fields.get('round')}.")
             data = payloads.get(info.round, b"")
             self.ledger.up(len(data))
-            tensors = check_upload(data, expected.form.tensors, decode, expected.limits)
+            tensors = check_upload(data, expected.form.tensors, decode, expected.limits, coordinator.infinite)
             coordinator.take(info, move_data_to_device(tensors, base.device))
         except ValueError as error:
             outcome.failures[client] = f"it sent a bad payload: {error}"

@@ -33,7 +33,6 @@ from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.indices import ClientIndices
 from lightning_lowrank.federated.data.partitions import Partition
 from lightning_lowrank.federated.loop import FederatedLoop
-from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.site import SiteCoordinator
 from lightning_lowrank.federated.state import Base, State, copy_into
 from lightning_lowrank.flower.messages import signature, take_options
@@ -226,6 +225,8 @@ class Site:
             )
         loop.make_coordinator = functools.partial(_FlowerCoordinator, self)
         loop.execution, loop.chunk_size, loop.summary = "sequential", None, False
+        # The server goes on without a site that fails.
+        loop.on_client_error, loop.min_clients = "raise", 1
         loop.clients_per_round = loop.sampling_weights = loop.availability = loop.client_memory_limit = None
         kept = [callback for callback in recipe.trainer.callbacks if not isinstance(callback, _ONLY_OF_WHOLE_RUNS)]
         recipe.trainer.callbacks = [_ConstantSchedules(), *kept]
@@ -287,7 +288,7 @@ class _FlowerCoordinator(SiteCoordinator):
         take_options(self.server.base.optimizers, self._site.round.options)
         return self._site.round.broadcasts
 
-    def upload(self, message: Message, packet: Packet) -> None:
+    def upload(self, packet: Packet) -> None:
         """Encode what the client sends."""
         self._site.round.upload = packet.encode()
 

@@ -10,7 +10,7 @@ import copy
 import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -234,27 +234,36 @@ def accumulate_per_client(
     return restore
 
 
-def pad_epochs(trainer: Any, without_batch: Callable[[], bool], end_step: Callable[[], None]) -> Callable[[], None]:
-    """Let a process take part in a step of the epoch in which it trains nothing.
+def pad_epochs(
+    trainer: Any,
+    without_batch: Callable[[], bool],
+    end_step: Callable[[], None],
+    failed: Callable[[Exception], bool],
+) -> Callable[[], None]:
+    """Let an epoch have steps in which nothing is trained, and go on after a step that failed.
 
     Processes that share an epoch make equally many steps, because Lightning and some of its callbacks have all of them
     meet once a step. In a step without a batch no hook of the module, datamodule or the user's callbacks runs, nothing
     is logged, and no step of an optimizer is counted.
 
+    A single process under a Lightning without these parts ends at the first step that fails.
+
     Args:
         trainer: The trainer.
         without_batch: Whether the step that begins is one without a batch.
         end_step: Called in place of all that happens in a step.
+        failed: Called with the error of a step that reads its batch or trains; returns whether the epoch goes on, as
+            after a step without a batch.
 
     Returns:
-        What gives Lightning's own method back.
+        What gives the loop's own method back.
     """
     loop = trainer.fit_loop.epoch_loop
-    _need_together(
-        loop,
+    needed = (
         "advance",
         "restarting",
         "batch_progress.is_last_batch",
+        "batch_progress.current.processed",
         "batch_progress.increment_processed",
         "update_lr_schedulers",
         "val_loop.restarting",
@@ -262,20 +271,36 @@ def pad_epochs(trainer: Any, without_batch: Callable[[], bool], end_step: Callab
         "_num_ready_batches_reached",
         "_should_check_val_fx",
     )
-    advance = loop.advance
+    if trainer.world_size == 1 and missing(loop, *needed):
+        return lambda: None
+    _need_together(loop, *needed)
+    advance, replaced = loop.advance, vars(loop).get("advance")
 
     def advance_padded(data_fetcher: Any) -> None:
-        validates_first = loop.restarting and loop._should_check_val_fx(data_fetcher)
-        if validates_first or not without_batch():
-            advance(data_fetcher)
-            return
-        loop.val_loop.restarting = False
-        loop._broadcast_sigterm_tensor()
-        next(data_fetcher)
-        progress = loop.batch_progress
+        progress, current = loop.batch_progress, loop.batch_progress.current
+        done, fetched = current.processed, data_fetcher.fetched
+        if (loop.restarting and loop._should_check_val_fx(data_fetcher)) or not without_batch():
+            try:
+                advance(data_fetcher)
+                return
+            except Exception as error:
+                # What comes after a step, such as callbacks and schedulers, is nobody's step.
+                if isinstance(error, StopIteration) or current.processed != done or not failed(error):
+                    raise
+            _leave_step(trainer)
+            if data_fetcher.fetched == fetched:
+                data_fetcher.fetched += 1
+                data_fetcher.done = data_fetcher.fetched >= data_fetcher.length
+        else:
+            loop.val_loop.restarting = False
+            if trainer.world_size > 1:
+                loop._broadcast_sigterm_tensor()
+            next(data_fetcher)
         progress.is_last_batch = data_fetcher.done
-        progress.increment_ready()
-        progress.increment_started()
+        if current.ready == done:
+            progress.increment_ready()
+        if current.started == done:
+            progress.increment_started()
         progress.increment_processed()
         if loop._num_ready_batches_reached():
             loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
@@ -287,9 +312,21 @@ def pad_epochs(trainer: Any, without_batch: Callable[[], bool], end_step: Callab
 
     def restore() -> None:
         del loop.advance
+        if replaced is not None:
+            loop.advance = replaced
 
     loop.advance = advance_padded
     return restore
+
+
+def _leave_step(trainer: Any) -> None:
+    """Have nothing of a step that failed stay in the trainer."""
+    trainer.lightning_module._current_fx_name = None
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    if scaler is not None:
+        # It would refuse to unscale the next step's gradients. Before its first step it has nothing to forget.
+        with suppress(AssertionError):
+            scaler.update(scaler.get_scale())
 
 
 class StepCounts:

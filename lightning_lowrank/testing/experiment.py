@@ -131,8 +131,8 @@ class Experiment:
 
     def loop(self, parts: Sequence[Sequence[int]] = PARTS, **settings: Any) -> FederatedLoop:
         """Return a `FederatedLoop` for clients of these samples."""
-        arguments = {"partition": FromIndices(parts), "seed": 0, "summary": False, **self.settings, **settings}
-        return FederatedLoop(self.make(), **arguments)
+        defaults = {"partition": FromIndices(parts), "seed": 0, "summary": False, "on_client_error": "raise"}
+        return FederatedLoop(self.make(), **{**defaults, **self.settings, **settings})
 
     def trainer(self, *callbacks: Callback, **settings: Any) -> pl.Trainer:
         """Return a trainer that writes and prints nothing, with the `LowRank` callback before ``callbacks``."""

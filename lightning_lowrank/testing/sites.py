@@ -120,8 +120,8 @@ class _Site(SiteCoordinator):
                 taped = self._tape.down.get((number, client))
                 yield self._tape.heard.get(number, b"") if taped is None else taped.data
 
-    def upload(self, message: Message, packet: Packet) -> None:
-        self.sent = Transfer.of(packet, message.codec)
+    def upload(self, packet: Packet) -> None:
+        self.sent = Transfer.of(packet)
 
 
 def replay_client(experiment: Experiment, tape: Tape, client: int, data: TensorDataset) -> None:

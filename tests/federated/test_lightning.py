@@ -341,7 +341,7 @@ def test_an_exception_leaves_the_last_global_model(tmp_path):
             return super().training_step(batch, batch_idx)
 
     module, seen = Failing(), Seen()
-    run = trainer(tmp_path, loop(), seen, limit_train_batches=3)
+    run = trainer(tmp_path, loop(on_client_error="raise"), seen, limit_train_batches=3)
     with pytest.raises(RuntimeError, match="out of luck"):
         fit(run, module, Data())
     assert_same(weights(module.net), seen.ended[0])

@@ -10,12 +10,13 @@ import torch
 from flwr.app import Array, ArrayRecord
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_lowrank import algorithms
+from lightning_lowrank import FederatedLoop, algorithms
 from lightning_lowrank.cli import main
 from lightning_lowrank.compression import Dense
 from lightning_lowrank.flower.client import client_app
 from lightning_lowrank.flower.recipe import build, check_optimizers
 from lightning_lowrank.flower.server import RemoteRounds, serve
+from lightning_lowrank.models import Classifier
 from tests.flower.helpers import MUD, assert_equal_runs, merged, method, run_on_sites, simulate, write_recipe
 from tests.flower.local_grid import LocalGrid
 from tests.grids import daily
@@ -139,6 +140,35 @@ def test_a_round_that_nobody_answers_is_asked_for_again(tmp_path, monkeypatch):
     assert_equal_runs(simulate(recipe), served, ledger=False)
     assert served.callback_metrics["federated/clients"] == 3
     assert [kind for _, kind in grid.sent].count("train.round") == 9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({}, None),
+        ({"min_clients": 2}, None),
+        ({"min_clients": 3}, "round 0 has answers of 2 of 3 clients and needs min_clients=3.*client 1: .*not finite"),
+        ({"on_client_error": "raise"}, "round 0: the site of client 1 failed: .*not finite"),
+    ],
+)
+def test_a_site_whose_update_is_not_finite_is_left_out(tmp_path, monkeypatch, settings, told):
+    monkeypatch.chdir(tmp_path)
+    recipe = fast(tmp_path, {"federated": {"algorithm": "SCAFFOLD", **settings}})
+    own = Classifier.training_step
+
+    def training_step(self, batch, batch_idx):
+        (loop,) = (each for each in self.trainer.callbacks if isinstance(each, FederatedLoop))
+        return own(self, batch, batch_idx) * (float("nan") if loop.participants == [[1]] else 1)
+
+    monkeypatch.setattr(Classifier, "training_step", training_step)
+    if told is not None:
+        with pytest.raises(MisconfigurationException, match=f"(?s){told}"):
+            run_on_sites(recipe, tmp_path)
+        return
+    served, _ = run_on_sites(recipe, tmp_path)
+    assert served.callback_metrics["federated/failed"] == 1
+    assert all(value.isfinite().all() for value in served.lightning_module.state_dict().values())
 
 
 @pytest.mark.slow

@@ -129,7 +129,7 @@ def test_counts_of_steps(fitting):
 @pytest.mark.parametrize(
     ("kind", "arguments", "lacking"),
     [
-        (internals.pad_epochs, (lambda: False, lambda: None), "_should_check_val_fx"),
+        (internals.pad_epochs, (lambda: False, lambda: None, lambda error: False), "_should_check_val_fx"),
         (internals.StepCounts, (), "_batches_that_stepped"),
     ],
 )
@@ -137,15 +137,39 @@ def test_parts_of_client_parallel_that_are_elsewhere(fitting, kind, arguments, l
     run = Lacking(fitting, "fit_loop")
     vars(run)["fit_loop"] = Lacking(fitting.fit_loop, "epoch_loop")
     vars(run.fit_loop)["epoch_loop"] = Lacking(fitting.fit_loop.epoch_loop, lacking)
+    vars(run)["world_size"] = 2
     with pytest.raises(MisconfigurationException, match=f"client_parallel.*{lacking}.*{RELEASE}.*devices=1"):
         kind(run, *arguments)
 
 
 def test_padded_steps_have_all_their_parts(fitting):
-    restore = internals.pad_epochs(fitting, lambda: False, lambda: None)
+    arguments = (lambda: False, lambda: None, lambda error: False)
+    restore = internals.pad_epochs(fitting, *arguments)
     assert "advance" in vars(fitting.fit_loop.epoch_loop)
     restore()
     assert "advance" not in vars(fitting.fit_loop.epoch_loop)
+    # A single process does without, and ends at the first step that fails.
+    run = Lacking(fitting, "fit_loop")
+    vars(run)["fit_loop"] = Lacking(fitting.fit_loop, "epoch_loop")
+    vars(run.fit_loop)["epoch_loop"] = Lacking(fitting.fit_loop.epoch_loop, "_num_ready_batches_reached")
+    internals.pad_epochs(run, *arguments)()
+    assert "advance" not in vars(run.fit_loop.epoch_loop)
+
+
+def test_a_step_that_fails_leaves_nothing_in_the_trainer(fitting):
+    scaler = torch.amp.GradScaler("cpu")
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    fitting.precision_plugin.scaler = scaler
+    fitting.lightning_module._current_fx_name = "training_step"
+    internals._leave_step(fitting)
+    scaler.scale(parameter.sum()).backward()
+    scaler.unscale_(optimizer)
+    scale = scaler.get_scale()
+    internals._leave_step(fitting)
+    scaler.unscale_(optimizer)
+    assert scaler.get_scale() == scale
+    assert fitting.lightning_module._current_fx_name is None
 
 
 def test_results_of_an_epoch_are_pooled(fitting):

@@ -196,6 +196,7 @@ class RoundLoader:
         seed: Seed of the experiment.
         plan: Returns the current round's plan.
         position: Returns the number of batches of the round that are done.
+        skips: Returns whether the step at that position trains nobody, and has the batch ``None``.
         randomness: Opened before a batch is read, left open for the training step.
         shuffle: Whether a client's samples are permuted, again for each of its local epochs.
         stacked: Whether a batch is that of a whole chunk: for each batch size the clients' places in the chunk and
@@ -209,6 +210,7 @@ class RoundLoader:
         seed: int,
         plan: Callable[[], RoundPlan],
         position: Callable[[], int],
+        skips: Callable[[], bool],
         randomness: StepRandomness,
         shuffle: bool,
         stacked: bool = False,
@@ -221,6 +223,7 @@ class RoundLoader:
         self._seed = seed
         self._plan = plan
         self._position = position
+        self._skips = skips
         self._randomness = randomness
         self.batches = SeededBatches(loader.dataset, loader.collate_fn)
         self._read_requests = batch_reader(loader, self.batches, _RequestsOf(self))
@@ -229,19 +232,36 @@ class RoundLoader:
         return self._plan().total
 
     def __iter__(self) -> Iterator[Any]:
+        reading: list[Iterator[Any]] = []
+
+        def read(seed: int | None) -> Any:
+            if seed is None or self._skips():
+                # What has been requested since is not read.
+                reading.clear()
+                return None
+            self._randomness.open()
+            if not reading:
+                reading.append(self._read_requests())
+            try:
+                batch = next(reading[0])
+            except Exception:
+                reading.clear()
+                raise
+            seed_process(seed)
+            return batch
+
+        # Unlike a generator, it goes on after an error in the dataset.
+        return map(read, self._seeds())
+
+    def _seeds(self) -> Iterator[int | None]:
+        """Yield the seed of each of the round's remaining steps; ``None`` for padding."""
         # Lightning calls iter() more often than it iterates: nothing may start before the first batch is requested.
         plan = self._plan()
         padding = plan.total - max(self._position(), plan.trained)
-        batches: Iterator[Any] | None = None
         for chunk, steps in self._remaining(plan):
             seed = derive_seed(self._seed, "training", plan.round, chunk.clients[0])
             for step in steps:
-                self._randomness.open()
-                if batches is None:
-                    batches = self._read_requests()
-                batch = next(batches)
-                seed_process(step_seed(seed, step))
-                yield batch
+                yield step_seed(seed, step)
         for _ in range(padding):
             yield None
 

@@ -13,8 +13,9 @@ from torch import Tensor
 from lightning_lowrank.federated.algorithm import LocalStep, inherits
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.planner import Chunk
+from lightning_lowrank.federated.failures import ClientsFailed, turn_of
 from lightning_lowrank.federated.messages import Message
-from lightning_lowrank.federated.state import ClientContext, State, copy_into, trained_tensors
+from lightning_lowrank.federated.state import ClientContext, State, copied_state, copy_into, trained_tensors
 
 
 class Execution(ABC):
@@ -42,6 +43,8 @@ class Execution(ABC):
         self.clients: list[ClientContext] = []
         self.number = 0
         self.round_state: State = {}
+        self.before: dict[int, State] = {}
+        """What the open clients kept before the round."""
         self._own_objective = not inherits(self.algorithm, "loss") or self.settings.objective is not None
         self._own_gradients = not inherits(self.algorithm, "before_step")
 
@@ -105,8 +108,16 @@ class Execution(ABC):
             self.algorithm.before_step(self.step())
 
     @abstractmethod
-    def close(self) -> None:
-        """Hand over what the open chunk's clients send, and let go of them."""
+    def close(self) -> dict[int, Exception]:
+        """Hand over what the open chunk's clients send, and let go of them.
+
+        Returns:
+            For clients that failed to answer, the reason.
+        """
+
+    def drop(self) -> None:
+        """Let go of the open chunk, whose clients send nothing, in the middle of the round."""
+        self.abandon()
 
     @abstractmethod
     def abandon(self) -> None:
@@ -126,14 +137,17 @@ class Execution(ABC):
         """Return the open clients' values, as a checkpoint has them; they may be live."""
 
     def _contexts(self, chunk: Chunk, model: Callable[[int], Mapping[str, Tensor]]) -> list[ClientContext]:
-        return [
+        contexts = [
             self.coordinator.context(client, model(place), steps)
             for place, (client, steps) in enumerate(zip(chunk.clients, chunk.batches, strict=True))
         ]
+        self.before = {client.id: copied_state(client.state) for client in contexts}
+        return contexts
 
     def _begin_client(self, client: ClientContext, message: Message) -> None:
-        self.algorithm.begin(client, message)
-        self._begin_extras(client)
+        with turn_of(client.id):
+            self.algorithm.begin(client, message)
+            self._begin_extras(client)
 
     def _begin_extras(self, client: ClientContext) -> None:
         """Do what the settings ask for beside the method."""
@@ -144,9 +158,16 @@ class Execution(ABC):
         if self.settings.objective is not None:
             self.settings.objective.begin(client)
 
-    def _end_client(self, client: ClientContext) -> None:
-        self.coordinator.receive(client, self.algorithm.end(client))
+    def _end_client(self, client: ClientContext) -> Exception | None:
+        """Hand over what a client sends, or return why it sends nothing."""
+        try:
+            with turn_of(client.id):
+                packet = self.coordinator.pack(client, self.algorithm.end(client))
+        except ClientsFailed as failed:
+            return failed.error
+        self.coordinator.receive(client, packet)
         self._keep_buffers(client)
+        return None
 
     def _keep_buffers(self, client: ClientContext) -> None:
         if self.settings.buffers == "local":

@@ -6,16 +6,13 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from rich.console import Console
-from torch import nn
 
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.loader import RoundLoader
@@ -24,19 +21,16 @@ from lightning_lowrank.federated.data.rounds import RoundData
 from lightning_lowrank.federated.execution.base import Execution
 from lightning_lowrank.federated.execution.causes import cause_of
 from lightning_lowrank.federated.execution.distributed import ClientParallelStrategy
+from lightning_lowrank.federated.execution.memory import chunk_size_that_fits
 from lightning_lowrank.federated.execution.sequential import Sequential
 from lightning_lowrank.federated.execution.stack import ClientStack, unsupported_reason
 from lightning_lowrank.federated.execution.traces import Memory, hooks_around_steps
 from lightning_lowrank.federated.execution.vectorized import Vectorized
 from lightning_lowrank.federated.objective import loss_of
-from lightning_lowrank.federated.offload import size as bytes_of
 from lightning_lowrank.federated.state import trained_tensors
 
 _KINDS: dict[str, type[Execution]] = {kind.name: kind for kind in (Sequential, Vectorized)}
 _TRIED_STEPS = 5
-_SHARE_OF_MEMORY = 0.25
-_GUESSED_MEMORY = 4 * 2**30
-_COPIES_OF_A_CLIENT = 6
 
 
 def choose_execution(
@@ -86,10 +80,11 @@ def choose_execution(
     kind = _KINDS[wanted]
     size = 1
     if kind.stacked:
-        fitting = chunk_size_that_fits(trainer.lightning_module, trainer.strategy.root_device)
-        fitting = min([fitting] if processes is None else processes.gather(fitting))
         known = data.chunk_size if data.chunk_size > 1 else 0 if restored is None else restored["chunk_size"]
-        size = coordinator.settings.chunk_size or known or fitting
+        size = coordinator.settings.chunk_size or known
+        if not size:
+            fitting = chunk_size_that_fits(trainer, data)
+            size = min([fitting] if processes is None else processes.gather(fitting))
     data.use(kind.stacked, size)
     return kind(trainer, coordinator)
 
@@ -97,7 +92,7 @@ def choose_execution(
 def _vectorized_is_faster(trainer: Any, coordinator: Coordinator, data: RoundData) -> tuple[bool, str]:
     """Return whether clients are faster together, by some steps of the first round that leave no trace, and why."""
     module = trainer.lightning_module
-    size = coordinator.settings.chunk_size or chunk_size_that_fits(module, trainer.strategy.root_device)
+    size = coordinator.settings.chunk_size or chunk_size_that_fits(trainer, data)
     loader = data.loader
     plan = dataclasses.replace(data.planner, chunk_size=max(2, size), process=0, processes=1).plan(0)
     data.randomness.open()
@@ -112,22 +107,6 @@ def _vectorized_is_faster(trainer: Any, coordinator: Coordinator, data: RoundDat
         data.randomness.release()
     milliseconds = [f"{1000 * value:.3g} ms" for value in seconds]
     return seconds[1] < seconds[0], f"a client's step takes {milliseconds[0]} alone and {milliseconds[1]} together"
-
-
-def chunk_size_that_fits(module: nn.Module, device: torch.device) -> int:
-    """Return how many clients may step together by the memory that is free now."""
-    each = bytes_of([value for value in module.parameters() if value.requires_grad])
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_memory()
-    return max(1, int(_SHARE_OF_MEMORY * free / (_COPIES_OF_A_CLIENT * max(each, 1))))
-
-
-def _free_memory() -> int:
-    """Return the bytes of main memory that are free, or a modest guess where the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return 1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1])
-    except (OSError, StopIteration):
-        return _GUESSED_MEMORY
 
 
 def time_both(trainer: Any, module: pl.LightningModule, chunk: Chunk, loader: RoundLoader) -> tuple[float, float]:

@@ -343,6 +343,9 @@ class SharedCoordinator(Coordinator):
         self._entered = self.ledger.state_dict()
         self._counts = StepCounts(self._trainer)
 
+    def check_answers(self, answers: int) -> None:
+        """Leave it to `exchange`, when all processes know how many there are."""
+
     def _take(self, client: ClientInfo, message: Message, weight: float) -> None:
         if self._streams:
             super()._take(client, message, weight)
@@ -376,12 +379,15 @@ class SharedCoordinator(Coordinator):
             names = None if self._streams else list(message.tensors)
             arrivals.append(_Arrival(client, weight, names, state, _layout_of(tensors)))
         self._arrivals = []
-        gathered = self._strategy.gather((counted, arrivals, schedulers.end))
-        schedulers.pool(end for _, _, end in gathered)
-        total = {name: sum(counts[name] for counts, _, _ in gathered) for name in counted}
+        gathered = self._strategy.gather((counted, arrivals, schedulers.end, self.failed))
+        self.failed = dict(sorted(entry for *_, failed in gathered for entry in failed.items()))
+        self._answers = sum(len(arrivals) for _, arrivals, *_ in gathered)
+        super().check_answers(self._answers)
+        schedulers.pool(end for *_, end, _ in gathered)
+        total = {name: sum(counts[name] for counts, *_ in gathered) for name in counted}
         self.ledger.load_state_dict({name: value + total[name] for name, value in self._entered.items()})
         self._counts.set(total["optimizer_steps"], total["logged_steps"], between_steps)
-        everyone = [(arrival, rank) for rank, (_, arrivals, _) in enumerate(gathered) for arrival in arrivals]
+        everyone = [(arrival, rank) for rank, (_, arrivals, *_) in enumerate(gathered) for arrival in arrivals]
         for arrival, rank in sorted(everyone, key=lambda each: each[0].client.id):
             client = arrival.client
             tensors = self._strategy.send(mine.pop(client.id, ()), arrival.layout, rank)

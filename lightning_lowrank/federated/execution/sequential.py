@@ -69,12 +69,21 @@ class Sequential(Execution):
         """Return what the method sees of the present step."""
         return self._step_of_one(self.live, self.round_state)
 
-    def close(self) -> None:
+    def close(self) -> dict[int, Exception]:
         """Hand over what the client sends."""
         (client,) = self.clients
-        self._end_client(client)
+        error = self._end_client(client)
+        if error is not None:
+            self.drop()
+            return {client.id: error}
         if self.settings.optimizer_state == "keep":
             optimizers.keep(self.base.optimizers, client.state)
+        self.clients, self.round_state = [], {}
+        return {}
+
+    def drop(self) -> None:
+        """Leave nothing of the client in the module."""
+        self.coordinator.show_global(self.live)
         self.clients, self.round_state = [], {}
 
     def abandon(self) -> None:

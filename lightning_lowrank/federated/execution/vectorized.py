@@ -16,6 +16,7 @@ from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.execution.base import Execution
 from lightning_lowrank.federated.execution.stack import ActsOnStacks, ClientStack
 from lightning_lowrank.federated.execution.traces import Watch, hooks_around_steps, without_writing
+from lightning_lowrank.federated.failures import turn_of
 from lightning_lowrank.federated.state import State, slice_tree, stack_trees
 
 
@@ -48,24 +49,24 @@ class Vectorized(Execution):
 
     def open(self, chunk: Chunk) -> None:
         """Stack the chunk's clients."""
-        stack = self._make_stack(chunk)
+        self._make_stack(chunk)
         infos = [self.coordinator.info(client) for client in chunk.clients]
         if self.coordinator.sends_global_model and inherits(self.algorithm, "begin"):
             self.coordinator.send_global_model(infos)
             for client in self.clients if self.settings.buffers != "average" or self.settings.objective else ():
-                self._begin_extras(client)
+                with turn_of(client.id):
+                    self._begin_extras(client)
         else:
             for client, info in zip(self.clients, infos, strict=True):
                 self._begin_client(client, self.coordinator.send(info))
         self.round_state = stack_trees([client.round_state for client in self.clients])
         optimizers.begin(self.base.optimizers, [client.state for client in self.clients], stacked=True)
-        self._stack = stack
 
     def _make_stack(self, chunk: Chunk) -> ClientStack:
         run = self._run_objective if self._own_objective else None
         self._watch = self._watch or Watch(self.module)
         count, falls_back = len(chunk.clients), self.settings.execution == "auto"
-        stack = ClientStack(self.trainer, self.module, self.live, count, run, self._watch, falls_back)
+        stack = self._stack = ClientStack(self.trainer, self.module, self.live, count, run, self._watch, falls_back)
         self.chunk = chunk
         self.clients = self._contexts(chunk, stack.client)
         self.algorithm.configure(self.base, self.clients[0])
@@ -73,8 +74,7 @@ class Vectorized(Execution):
 
     def resume(self, chunk: Chunk, number: int, values: Mapping[str, Tensor], round_state: State) -> None:
         """Go on with the clients that were open when a checkpoint was saved."""
-        self._stack = self._make_stack(chunk)
-        self._stack.resume(values, chunk.active(max(0, number - 1)))
+        self._make_stack(chunk).resume(values, chunk.active(max(0, number - 1)))
         self.round_state, self.number = round_state, number
 
     def before_batch(self, number: int) -> None:
@@ -129,23 +129,27 @@ class Vectorized(Execution):
             callback.on_before_stacked_step(self.module, self._stack.leaves)
         super().before_step()
 
-    def close(self) -> None:
+    def close(self) -> dict[int, Exception]:
         """Hand over what the clients send."""
         assert self._stack is not None
         self._keep_moments(0)
         if self.coordinator.averages_models:
             message = self.algorithm.end(self.clients[0])
             stacks = {name: self._stack.values[name] for name in message.tensors}
-            self.coordinator.receive_stacks(self.clients, stacks, message)
+            failed = self.coordinator.receive_stacks(self.clients, stacks, message)
             for client in self.clients:
                 self._keep_buffers(client)
         else:
+            failed = {}
             for place in sorted(range(len(self.clients)), key=lambda place: self.clients[place].id):
                 client = self.clients[place]
                 client.round_state.clear()
                 client.round_state.update(slice_tree(self.round_state, place))
-                self._end_client(client)
+                error = self._end_client(client)
+                if error is not None:
+                    failed[client.id] = error
         self._forget()
+        return failed
 
     def _forget(self) -> None:
         assert self._stack is not None

@@ -45,7 +45,17 @@ def test_a_loader_delivers_each_sample_once_and_goes_on_where_it_was(chunk_size,
     stacked = chunk_size > 1
     user = DataLoader(DATA, batch_size=8, shuffle=True, num_workers=workers)
     randomness = StepRandomness()
-    loader = RoundLoader(user, CLIENTS, 0, lambda: plan, lambda: position, randomness, shuffle=True, stacked=stacked)
+    loader = RoundLoader(
+        user,
+        CLIENTS,
+        seed=0,
+        plan=lambda: plan,
+        position=lambda: position,
+        skips=lambda: False,
+        randomness=randomness,
+        shuffle=True,
+        stacked=stacked,
+    )
 
     def read():
         steps = []

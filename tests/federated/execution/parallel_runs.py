@@ -7,6 +7,7 @@ Every process writes what each run came to into the folder.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import warnings
@@ -119,6 +120,17 @@ class Failing(Module):
         return super().training_step(batch, batch_idx)
 
 
+class Unlucky(Module):
+    """Has a client that fails in the second round, and one whose update is no number in the third."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loop = next(each for each in self.trainer.callbacks if isinstance(each, FederatedLoop))
+        (client,), step = loop.rounds.execution.clients, loop.rounds.execution.number
+        if (self.current_epoch, client.id, step) == (1, 2, 1):
+            raise RuntimeError("out of luck")
+        return super().training_step(batch, batch_idx) * (math.nan if (self.current_epoch, client.id) == (2, 1) else 1)
+
+
 class Manual(Module):
     automatic_optimization = False
 
@@ -197,6 +209,7 @@ RUNS: dict[str, Callable[[], dict[str, Any]]] = {
         ),
         "trainer": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5},
     },
+    "unlucky": lambda: _method("SCAFFOLD", module=Unlucky(), uplink=[TopK(0.2, error_feedback=True)]),
     "idle": lambda: {
         "module": Module(optimizer=MOMENTUM),
         "clients_per_round": 1,
@@ -204,7 +217,7 @@ RUNS: dict[str, Callable[[], dict[str, Any]]] = {
     },
     "metrics": lambda: {"module": Metrics(), "clients_per_round": 2, "trainer": {"num_sanity_val_steps": 1}},
     "inside": lambda: {"trainer": {"val_check_interval": 0.5, "limit_train_batches": 6}, "save": False},
-    "failing": lambda: {"module": Failing(), "save": False},
+    "failing": lambda: {"module": Failing(), "on_client_error": "raise", "save": False},
     "twice": partial(_method, "SCAFFOLD", save=False, again=5),
     "manual": lambda: {"module": Manual(), "save": False},
     "development": lambda: {"trainer": {"fast_dev_run": 3}, "save": False},

@@ -95,14 +95,6 @@ def test_a_resumed_run_keeps_the_choice(tmp_path, monkeypatch):
     assert_close(weights(whole), weights(module), tolerance=0)
 
 
-def test_as_many_clients_as_memory_holds(monkeypatch):
-    module = nn.Linear(100, 10)
-    each = 6 * 4 * 1010
-    for free, fitting in ((4 * each * 7, 7), (0, 1)):
-        monkeypatch.setattr(choice, "_free_memory", lambda free=free: free)
-        assert choice.chunk_size_that_fits(module, torch.device("cpu")) == fitting
-
-
 def test_both_ways_are_timed_without_a_trace(tmp_path, monkeypatch):
     seen = []
 

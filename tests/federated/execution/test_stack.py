@@ -38,7 +38,7 @@ def test_a_failing_step_leaves_the_module_as_it_was(tmp_path):
 
     module = Failing()
     with pytest.raises(KeyError, match="mine"):
-        run(tmp_path, "vectorized", module=lambda: module)
+        run(tmp_path, "vectorized", module=lambda: module, on_client_error="raise")
     assert "training_step" not in vars(module)
     assert all(value.ndim <= 2 for value in module.state_dict().values())
 

@@ -457,12 +457,11 @@ def test_the_global_model_is_configured_wherever_it_is_seen(tmp_path, execution)
     fit(trainer(tmp_path, loop, max_epochs=2, val_check_interval=2), module, Data())
     assert module.validated > 5
     module.fails = True
+    again = FederatedLoop(
+        Marked(), partition=FromIndices(UNEVEN), execution=execution, on_client_error="raise", summary=False
+    )
     with pytest.raises(KeyError):
-        fit(
-            trainer(tmp_path, FederatedLoop(Marked(), partition=FromIndices(UNEVEN), execution=execution)),
-            module,
-            Data(),
-        )
+        fit(trainer(tmp_path, again), module, Data())
     assert module.whose == "server"
 
 

@@ -1,0 +1,98 @@
+"""How many clients may step together by the memory that one takes, which a step of the first round tells."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from lightning_lowrank.federated.data.rounds import RoundData
+from lightning_lowrank.federated.execution.stack import ClientStack
+from lightning_lowrank.federated.execution.traces import Memory
+from lightning_lowrank.federated.offload import size as bytes_of
+from lightning_lowrank.federated.state import trained_tensors
+
+_SHARE_OF_MEMORY = 0.25
+_GUESSED_MEMORY = 4 * 2**30
+_COPIES_OF_A_CLIENT = 6
+
+
+def chunk_size_that_fits(trainer: Any, data: RoundData) -> int:
+    """Return how many clients may step together by the memory that is free now."""
+    module, device = trainer.lightning_module, trainer.strategy.root_device
+    # Its values and gradients, its moments, and what is sent.
+    each = _COPIES_OF_A_CLIENT * bytes_of([value for value in module.parameters() if value.requires_grad])
+    each += _bytes_of_a_step(trainer, data)
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_memory()
+    return max(1, int(_SHARE_OF_MEMORY * free / max(each, 1)))
+
+
+def _free_memory() -> int:
+    """Return the bytes of main memory that are free, or a modest guess where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1])
+    except (OSError, StopIteration):
+        return _GUESSED_MEMORY
+
+
+def _bytes_of_a_step(trainer: Any, data: RoundData) -> int:
+    """Return what a client's step takes beside its own values; 0 where the step cannot be tried, as rounds will say."""
+    module, device = trainer.lightning_module, trainer.strategy.root_device
+    loader = data.loader
+    chunks = data.planner.plan(0).chunks
+    if not chunks:
+        return 0
+    longest = max(chunks, key=lambda chunk: data.planner.samples[chunk.clients[0]])
+    data.randomness.open()
+    try:
+        memory = Memory([module, *trainer.optimizers], loader.batches)
+        vars(module)["log"] = lambda *arguments, **keywords: None
+        try:
+            (batch, *_), _ = loader.read(longest, 0, 1)
+            batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+            stack = ClientStack(trainer, module, trained_tensors(module), len(longest.clients))
+            try:
+                run = _peak_on_cuda if device.type == "cuda" else _saved
+                return run(trainer, stack, batch) // len(longest.clients)
+            finally:
+                stack.close()
+        finally:
+            memory.restore()
+    except Exception:
+        return 0
+    finally:
+        data.randomness.release()
+
+
+def _saved(trainer: Any, stack: ClientStack, batch: Any) -> int:
+    """Return the bytes of what the forward pass keeps for the backward pass, but for parameters and buffers."""
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor), trainer.precision_plugin.train_step_context():
+        # The result keeps what was saved, so that no memory is counted twice.
+        result = stack.training_step(batch)
+    module = trainer.lightning_module
+    for tensor in (*module.parameters(), *module.buffers(), *stack.values.values()):
+        kept.pop(tensor.untyped_storage().data_ptr(), None)
+    del result
+    return sum(kept.values())
+
+
+def _peak_on_cuda(trainer: Any, stack: ClientStack, batch: Any) -> int:
+    """Return the bytes that are allocated at most in the forward and backward passes, beside those before."""
+    device = trainer.strategy.root_device
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    with trainer.precision_plugin.train_step_context():
+        result = stack.training_step(batch)
+    result.backward()
+    return torch.cuda.max_memory_allocated(device) - before

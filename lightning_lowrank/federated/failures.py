@@ -1,0 +1,103 @@
+"""Clients that fail in a round: whose an error is, and which updates are not numbers."""
+
+from __future__ import annotations
+
+import functools
+import traceback
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+# Of the machine, not of the client: torch raises most of these as a RuntimeError.
+_OF_THE_MACHINE = ("out of memory", "can't allocate memory", "not enough memory", "CUDA error")
+
+
+class ClientsFailed(Exception):
+    """The clients of these ids failed, by ``error``."""
+
+    def __init__(self, clients: Sequence[int], error: Exception) -> None:
+        super().__init__(clients, error)
+        self.clients = clients
+        self.error = error
+
+
+class NotFiniteError(ValueError):
+    """A client's update holds numbers that are not finite."""
+
+
+def is_of_a_client(error: Exception) -> bool:
+    """Return whether an error is one client's, and not one of the settings, of memory or of the device."""
+    return not isinstance(error, (MisconfigurationException, MemoryError, StopIteration)) and not any(
+        sign in str(error) for sign in _OF_THE_MACHINE
+    )
+
+
+@contextmanager
+def turn_of(*clients: int) -> Iterator[None]:
+    """Raise a `ClientsFailed` for an error of what is the clients' own."""
+    try:
+        yield
+    except Exception as error:
+        if not is_of_a_client(error):
+            raise
+        raise ClientsFailed(clients, error) from error
+
+
+def described(error: Exception) -> str:
+    """Return an error's type, message and place in a line."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, NotFiniteError) or not frames:
+        return str(error)
+    return f"{text[:300]} ({Path(frames[-1].filename).name}:{frames[-1].lineno})"
+
+
+@torch.no_grad()
+def not_finite(tensors: Mapping[str, Tensor], allowed: Collection[str] = ()) -> str | None:
+    """Return the name of the first tensor, but for those of ``allowed``, that holds a number that is not finite.
+
+    Where there is none, the device is synchronised once.
+
+    Example:
+        >>> not_finite({"w": torch.zeros(2), "v": torch.tensor([1.0, torch.inf])})
+        'v'
+    """
+    checked = {name: value.detach() for name, value in tensors.items() if name not in allowed and _may_fail(value)}
+    if not checked or _total_is_finite(map(_wide, checked.values())):
+        return None
+    return next((name for name, value in checked.items() if not bool(_wide(value).isfinite().all())), None)
+
+
+@torch.no_grad()
+def rows_not_finite(stacks: Mapping[str, Tensor], allowed: Collection[str] = ()) -> dict[int, str]:
+    """Return those rows of ``[clients, …]`` stacks that `not_finite` would name, with the first tensor of each."""
+    checked = {
+        name: _wide(stack.detach()).reshape(len(stack), -1)
+        for name, stack in stacks.items()
+        if name not in allowed and _may_fail(stack)
+    }
+    if not checked or _total_is_finite(checked.values()):
+        return {}
+    found: dict[int, str] = {}
+    for name, rows in checked.items():
+        for place in (~rows.isfinite().all(1)).nonzero().flatten().tolist():
+            found.setdefault(place, name)
+    return found
+
+
+def _may_fail(value: Tensor) -> bool:
+    return value.numel() > 0 and (value.is_floating_point() or value.is_complex())
+
+
+def _wide(value: Tensor) -> Tensor:
+    # torch computes with no type of one byte.
+    return value.float() if value.element_size() == 1 else value
+
+
+def _total_is_finite(values: Iterable[Tensor]) -> bool:
+    """Return whether the sum of all numbers is finite, and with it each of them; finite ones may overflow."""
+    return bool(functools.reduce(torch.add, (value.sum() for value in values)).isfinite())

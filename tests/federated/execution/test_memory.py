@@ -1,0 +1,92 @@
+"""How many clients are taken to fit into memory, and that finding out leaves no trace."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from lightning_lowrank import FedAvg, FederatedLoop, LowRank, MatrixProduct
+from lightning_lowrank.federated.execution import memory
+from tests.federated.execution.runs import run
+from tests.helpers import Data, Module, assert_same, fit, trainer, weights
+
+IMAGES = TensorDataset(torch.randn(40, 1, 16, 16), torch.randint(4, (40,)))
+
+
+def convolutions():
+    torch.manual_seed(0)
+    layers = [layer for _ in range(4) for layer in (nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Tanh())]
+    return nn.Sequential(nn.Conv2d(1, 4, 1), *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 4))
+
+
+def test_activations_count_as_well_as_weights(tmp_path, monkeypatch):
+    module = Module(convolutions())
+    batch, place = 20, 4 * 16 * 16 * 4
+    trained = sum(value.numel() * 4 for value in module.parameters())
+    # What each normalization takes and each tanh gives, and the first convolution's input and output.
+    activations = int(9.25 * batch * place)
+    assert activations > 100 * trained
+    free = 4 * 7 * (activations + 6 * trained)
+    monkeypatch.setattr(memory, "_free_memory", lambda: free)
+    loop = FederatedLoop(FedAvg(), clients=2, execution="vectorized", summary=False)
+    fitted = trainer(tmp_path, loop, limit_val_batches=0, max_epochs=1)
+    fit(fitted, module, Data(IMAGES, batch_size=batch))
+    # By weights alone it would be hundreds.
+    assert loop.rounds._data.chunk_size in (6, 7)
+
+
+def test_weights_count_where_they_outweigh_activations(tmp_path, monkeypatch):
+    module = Module(nn.Sequential(nn.Linear(6, 4000), nn.ReLU(), nn.Linear(4000, 4)))
+    each = 6 * 4 * sum(value.numel() for value in module.parameters())
+    monkeypatch.setattr(memory, "_free_memory", lambda: 4 * 5.5 * each)
+    _, loop, _ = run(tmp_path, "vectorized", module=lambda: module, dtype=torch.float32, trainer={"max_epochs": 1})
+    assert loop.rounds._data.chunk_size in (4, 5)
+    monkeypatch.setattr(memory, "_free_memory", lambda: 0)
+    _, loop, _ = run(tmp_path, "vectorized", trainer={"max_epochs": 1})
+    assert loop.rounds._data.chunk_size == 1
+
+
+def test_a_frozen_base_is_one_for_all(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "_free_memory", lambda: 10**7)
+    sizes = []
+    for callbacks in ([], [LowRank(MatrixProduct(), rank=1, freeze_rest=True, summary=False)]):
+        module = Module(nn.Sequential(nn.Linear(6, 2000), nn.Linear(2000, 4)))
+        loop = FederatedLoop(FedAvg(), clients=3, execution="vectorized", summary=False)
+        fit(trainer(tmp_path, *callbacks, loop, limit_val_batches=0, max_epochs=1), module, Data())
+        sizes.append(loop.rounds._data.chunk_size)
+    assert sizes[1] > 1.5 * sizes[0]
+
+
+def test_measuring_leaves_no_trace(tmp_path):
+    class Counting(Module):
+        def __init__(self):
+            super().__init__(convolutions())
+            self.steps, self.seen = 0, []
+            self.register_buffer("calls", torch.zeros(()), persistent=False)
+
+        def training_step(self, batch, batch_idx):
+            self.steps += 1
+            self.calls += 1
+            self.seen.append(batch_idx)
+            return super().training_step(batch, batch_idx)
+
+    found = []
+    for settings in ({}, {"chunk_size": 50}):
+        torch.manual_seed(5)
+        loop = FederatedLoop(FedAvg(), clients=2, execution="vectorized", summary=False, seed=0, **settings)
+        module = Counting()
+        fit(trainer(tmp_path, loop, limit_val_batches=0, max_epochs=1), module, Data(IMAGES, batch_size=10))
+        found.append((module, float(torch.rand(()))))
+    (one, drawn), (other, drawn_then) = found
+    assert drawn == drawn_then
+    assert (one.steps, one.seen, one.calls) == (other.steps, other.seen, other.calls)
+    assert_same(weights(one), weights(other))
+
+
+def test_a_step_that_cannot_be_tried_fails_in_its_place(tmp_path):
+    class Unlucky(Module):
+        def training_step(self, batch, batch_idx):
+            raise LookupError("no luck")
+
+    with pytest.raises(Exception, match="answers of 0 of 5 clients"):
+        run(tmp_path, "vectorized", module=Unlucky)

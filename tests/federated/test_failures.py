@@ -1,0 +1,375 @@
+"""Clients that fail are left out of their round, as if they had not been drawn, and keep what they had."""
+
+import math
+import traceback
+import warnings
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.utils.data import Dataset, TensorDataset
+
+from lightning_lowrank import FedAvg, FederatedLoop, FromIndices, Half, TopK
+from lightning_lowrank.aggregation import WeightedMean
+from lightning_lowrank.federated import Algorithm
+from lightning_lowrank.federated.algorithm import inherits
+from lightning_lowrank.federated.offload import flatten_state
+from tests.algorithms.methods import LOW_RANK, METHODS
+from tests.grids import daily
+from tests.helpers import Data, Module, assert_same, blobs, trainer, weights
+
+PARTS = [list(range(5)), list(range(5, 30)), list(range(30, 52)), list(range(52, 75))]
+BAD, ROUND = 2, 1
+
+
+class Figures(pl.Callback):
+    def __init__(self):
+        self.rounds = []
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.rounds.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+
+def where(module):
+    """Return the round and the clients that train."""
+    loop = next(each for each in module.trainer.callbacks if isinstance(each, FederatedLoop))
+    return module.trainer.current_epoch, [client.id for client in loop.rounds.execution.clients], loop
+
+
+def run(tmp_path, module=None, algorithm=None, data=None, callbacks=(), before=(), fit=None, **arguments):
+    loop = FederatedLoop(
+        algorithm or FedAvg(), **{"partition": FromIndices(PARTS), "seed": 0, "summary": False, **arguments}
+    )
+    module, figures = module or Module(), Figures()
+    fitted = trainer(tmp_path, *before, loop, figures, *callbacks, limit_val_batches=0, max_epochs=3)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        fitted.fit(module, data or Data(TensorDataset(*(t[:75] for t in blobs().tensors))), **(fit or {}))
+    said = [str(each.message) for each in told if "goes on without" in str(each.message)]
+    return module, loop, figures.rounds, said
+
+
+def without(tmp_path, **arguments):
+    """Make the run in which the bad client is not drawn."""
+    everyone = list(range(len(PARTS)))
+    drawn = [[client for client in everyone if (client, number) != (BAD, ROUND)] for number in range(3)]
+    return run(tmp_path, participants=drawn, **arguments)
+
+
+def assert_left_out(failed, expected, tolerance=0.0):
+    for (name, value), other in zip(weights(failed[0]).items(), weights(expected[0]).values(), strict=True):
+        assert value.isfinite().all()
+        torch.testing.assert_close(value, other, rtol=tolerance, atol=tolerance, msg=name)
+    for client in range(len(PARTS)):
+        (one, values), (two, others) = (
+            flatten_state(each[1].coordinator.states[client]) for each in (failed, expected)
+        )
+        assert one == two
+        for value, other in zip(values, others, strict=True):
+            torch.testing.assert_close(value, other, rtol=tolerance, atol=tolerance)
+    logged = failed[2][ROUND]
+    assert logged["federated/failed"] == 1
+    assert logged["federated/clients"] == 3
+    assert logged["federated/samples"] == expected[2][ROUND]["federated/samples"]
+    assert logged["comm/up_bytes"] == expected[2][ROUND]["comm/up_bytes"]
+    (said,) = failed[3]
+    assert f"round {ROUND} goes on without client {BAD}: " in said
+
+
+class Poisoned(Module):
+    """Gives the bad client a bad number."""
+
+    value = math.nan
+
+    def on_before_zero_grad(self, optimizer):
+        number, clients, loop = where(self)
+        if number == ROUND and BAD in clients:
+            with torch.no_grad():
+                loop.rounds.execution.clients[clients.index(BAD)].model["net.4.bias"][1] = self.value
+
+
+class FailsInTheStep(Module):
+    def training_step(self, batch, batch_idx):
+        number, clients, loop = where(self)
+        if (number, clients) == (ROUND, [BAD]) and loop.rounds.execution.number == 1:
+            raise ValueError("no luck")
+        return super().training_step(batch, batch_idx)
+
+
+def method_of(name, module=Module):
+    method = METHODS[name]
+    low_rank = LOW_RANK[method.forms[0]]
+    return {
+        "module": module(method.network(), optimizer=method.optimizer),
+        "algorithm": method.make(),
+        "before": [] if low_rank is None else [low_rank()],
+        **method.settings,
+    }
+
+
+def fail_at_the_end(algorithm: Algorithm):
+    """Let a client's half fail when it has kept what it keeps."""
+    own = algorithm.end
+
+    def end(client):
+        message = own(client)
+        if (client.round, client.id) == (ROUND, BAD):
+            raise ValueError("no luck")
+        return message
+
+    algorithm.end = end
+    return algorithm
+
+
+@daily("SCAFFOLD-sequential", "Ditto-vectorized", "FedMUD-sequential", "FedLoRA-FLoRA-vectorized")
+@pytest.mark.parametrize("execution", ["sequential", "vectorized"])
+@pytest.mark.parametrize("name", METHODS)
+def test_a_client_that_fails_is_as_if_not_drawn(tmp_path, name, execution):
+    expected = without(tmp_path, **method_of(name), execution=execution)
+    # Of methods that average models, stacks are added up without a call of `end` for each client.
+    averages = execution == "vectorized" and inherits(METHODS[name].make(), "end", "receive")
+    settings = method_of(name, Poisoned if averages else Module)
+    fail_at_the_end(settings["algorithm"])
+    if execution == "vectorized":
+        settings["chunk_size"] = 3
+    failed = run(tmp_path, **settings, execution=execution)
+    assert ("not finite" if averages else "ValueError: no luck (test_failures.py:") in failed[3][0]
+    assert_left_out(failed, expected, tolerance=1e-4 if execution == "vectorized" else 0.0)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"optimizer_state": "keep", "buffers": "local"},
+        {"uplink": [TopK(0.3, error_feedback=True), Half()]},
+        {"execution": "vectorized"},
+        {"execution": "vectorized", "optimizer_state": "keep", "uplink": [Half()]},
+    ],
+    ids=["plain", "kept", "codecs", "together", "together with codecs"],
+)
+def test_an_update_that_is_not_finite_is_dropped(tmp_path, arguments):
+    def momentum(parameters):
+        return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+    class Adrift(Poisoned):
+        value = math.inf
+
+    failed = run(tmp_path, Adrift(optimizer=momentum), **arguments)
+    expected = without(tmp_path, module=Module(optimizer=momentum), **arguments)
+    assert_left_out(failed, expected, tolerance=1e-5 if "execution" in arguments else 0.0)
+    assert "its net.0.weight holds numbers that are not finite" in failed[3][0]
+
+
+def test_what_a_codec_makes_infinite_is_dropped(tmp_path):
+    class Large(Poisoned):
+        value = 1e30
+
+    _, _, figures, (said,) = run(tmp_path, Large(), uplink=[Half()])
+    assert "net.4.bias as" in said
+    assert [each["federated/failed"] for each in figures] == [0, 1, 0]
+
+
+@pytest.mark.parametrize("fast_steps", [True, False])
+@pytest.mark.parametrize("optimizer_state", ["reset", "keep"])
+def test_an_error_in_a_step_ends_its_client_alone(tmp_path, fast_steps, optimizer_state):
+    def momentum(parameters):
+        return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+    settings = {"fast_steps": fast_steps, "optimizer_state": optimizer_state}
+    failed = run(tmp_path, FailsInTheStep(optimizer=momentum), **settings)
+    assert_left_out(failed, without(tmp_path, module=Module(optimizer=momentum), **settings))
+    assert failed[2][ROUND]["federated/client_steps"] < 2 * failed[2][0]["federated/client_steps"]
+
+
+class Unreadable(Dataset):
+    """Cannot read a sample of the bad client's, in one epoch."""
+
+    def __init__(self, broken=True):
+        self.tensors = blobs().tensors
+        self.broken = broken
+        self.reads = 0
+
+    def __len__(self):
+        return 75
+
+    def __getitem__(self, index):
+        self.reads += index == PARTS[BAD][0]
+        if self.broken and index == PARTS[BAD][0] and self.reads == ROUND + 1:
+            raise OSError("cannot identify image file")
+        return tuple(tensor[index] for tensor in self.tensors)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_sample_that_cannot_be_read_ends_its_client_alone(tmp_path, shuffle):
+    failed = run(tmp_path, data=Data(Unreadable(), shuffle=shuffle))
+    assert "OSError: cannot identify image file" in failed[3][0]
+    assert_left_out(failed, without(tmp_path, data=Data(Unreadable(False), shuffle=shuffle)))
+    assert failed[2][ROUND]["comm/down_bytes"] == failed[2][0]["comm/down_bytes"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [{"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
+def test_workers_go_on_after_a_sample_that_cannot_be_read(tmp_path, workers):
+    class Always(Unreadable):
+        def __getitem__(self, index):
+            if self.broken and index == PARTS[BAD][0]:
+                raise OSError("cannot identify image file")
+            return tuple(tensor[index] for tensor in self.tensors)
+
+    failed = run(tmp_path, data=Data(Always(), **workers))
+    assert len(failed[3]) == 3
+    others = [client for client in range(len(PARTS)) if client != BAD]
+    expected = run(tmp_path, data=Data(Always(False), **workers), participants=[others] * 3)
+    assert_same(weights(failed[0]), weights(expected[0]))
+
+
+def test_clients_that_step_together_fail_together(tmp_path):
+    class Fails(Module):
+        def training_step(self, batch, batch_idx):
+            number, clients, _ = where(self)
+            if number == ROUND and BAD in clients:
+                raise LookupError("no luck")
+            return super().training_step(batch, batch_idx)
+
+    module, _, figures, (said,) = run(tmp_path, Fails(), execution="vectorized", chunk_size=2)
+    assert "which step together: LookupError: no luck" in said
+    assert figures[ROUND]["federated/failed"] == figures[ROUND]["federated/clients"] == 2
+    assert all(value.isfinite().all() for value in weights(module).values())
+    with pytest.raises(MisconfigurationException, match=r"answers of 0 of 4 clients and needs min_clients=1") as error:
+        run(tmp_path, Fails(), execution="vectorized")
+    assert isinstance(error.value.__cause__, LookupError)
+
+
+def test_a_bug_in_the_step_shows_its_own_traceback(tmp_path):
+    class Bug(Module):
+        def training_step(self, batch, batch_idx):
+            if self.current_epoch == ROUND:
+                return self.net(batch[0], "too many")
+            return super().training_step(batch, batch_idx)
+
+    module, kept = Bug(), {}
+
+    class Kept(pl.Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            kept.update(weights(pl_module))
+
+    with pytest.raises(MisconfigurationException, match=r"(?s)round 1 .* 0 of 4 .*client 3: TypeError") as error:
+        run(tmp_path, module, callbacks=[Kept()])
+    assert isinstance(error.value.__cause__, TypeError)
+    assert "training_step" in [frame.name for frame in traceback.extract_tb(error.value.__cause__.__traceback__)]
+    assert_same(kept, weights(module))
+
+
+@pytest.mark.parametrize("module", [FailsInTheStep, Poisoned])
+def test_errors_may_end_the_fit(tmp_path, module):
+    with pytest.raises(ValueError, match=r"no luck|net\.0\.weight holds numbers that are not finite"):
+        run(tmp_path, module(), on_client_error="raise")
+
+
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), SystemExit(3), MisconfigurationException("no luck"), MemoryError("no luck")]
+)
+def test_what_is_not_one_clients_ends_the_fit(tmp_path, error):
+    class Fails(Module):
+        def training_step(self, batch, batch_idx):
+            if where(self)[1] == [BAD]:
+                raise error
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises((type(error), SystemExit)):
+        run(tmp_path, Fails())
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_epoch_end"])
+def test_an_error_of_a_callback_ends_the_fit(tmp_path, hook):
+    class Full(pl.Callback):
+        pass
+
+    def fails(*arguments):
+        raise OSError("no space left on device")
+
+    setattr(Full, hook, fails)
+    with pytest.raises(OSError, match="no space left"):
+        run(tmp_path, callbacks=[Full()])
+
+
+def test_a_servers_error_ends_the_fit(tmp_path):
+    class Fails(FedAvg):
+        def receive(self, server, client, message, weight):
+            raise ValueError("no luck")
+
+    with pytest.raises(ValueError, match="no luck"):
+        run(tmp_path, algorithm=Fails())
+
+
+def test_a_round_needs_its_least_number_of_answers(tmp_path):
+    with pytest.raises(MisconfigurationException, match=r"answers of 3 of 4 clients and needs min_clients=4"):
+        run(tmp_path, FailsInTheStep(), min_clients=4)
+    run(tmp_path, FailsInTheStep(), min_clients=3)
+    with pytest.raises(MisconfigurationException, match="min_clients=5 is more than a round's 4 clients"):
+        run(tmp_path, min_clients=5)
+    with pytest.raises(MisconfigurationException, match="min_clients must be 1 or more, got 0"):
+        FederatedLoop(FedAvg(), min_clients=0)
+    with pytest.raises(MisconfigurationException, match="on_client_error must be one of"):
+        FederatedLoop(FedAvg(), on_client_error="ignore")
+
+
+def test_a_model_that_overflows_is_an_error(tmp_path):
+    class Doubles(FedAvg):
+        def aggregate(self, server):
+            super().aggregate(server)
+            server.model = {name: value * 1e38 * 1e38 for name, value in server.model.items()}
+
+    module = Module()
+    start = weights(module)
+    with pytest.raises(MisconfigurationException, match=r"global model of round 0 .* come from Doubles"):
+        run(tmp_path, module, algorithm=Doubles())
+    assert_same(start, weights(module))
+
+
+def test_an_infinite_mask_is_a_buffer_like_others(tmp_path):
+    class Masked(Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mask", torch.full((4, 4), -math.inf).triu(1))
+
+    for execution in ("sequential", "vectorized"):
+        module, _, _, said = run(tmp_path, Masked(), execution=execution)
+        assert not said
+        assert torch.equal(module.mask, Masked().mask)
+
+
+def test_weights_that_are_all_zero_are_refused():
+    mean = WeightedMean()
+    mean.add({"w": torch.zeros(2)}, 0.0)
+    mean.add({"w": torch.ones(2)}, 0.0)
+    with pytest.raises(ValueError, match="weights of all 2 arrivals are 0"):
+        mean.result()
+
+
+@daily("steps0-step")
+@pytest.mark.parametrize("failing", ["step", "end"])
+@pytest.mark.parametrize("steps", [(13, 14, 15, 17), (12, 16, 18)], ids=["steps0", "steps1"])
+def test_a_run_that_is_resumed_has_the_same_failures(tmp_path, steps, failing):
+    def settings(resume=None):
+        method = method_of("SCAFFOLD", FailsInTheStep if failing == "step" else Module)
+        if failing == "end":
+            fail_at_the_end(method["algorithm"])
+        saving = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1)
+        more = {"uplink": [TopK(0.3, error_feedback=True)], "optimizer_state": "keep"}
+        return {**method, **more, **({"fit": {"ckpt_path": resume}} if resume else {"callbacks": [saving]})}
+
+    module, loop, figures, _ = run(tmp_path, **settings())
+    for step in steps:
+        again, resumed, more, _ = run(tmp_path, **settings(tmp_path / f"step={step}.ckpt"))
+        assert_same(weights(module), weights(again))
+        assert loop.ledger.state_dict() == resumed.ledger.state_dict()
+        for name in ("federated/failed", "federated/clients", "federated/client_steps"):
+            assert more[0][name] == figures[ROUND][name]
+        for client in range(len(PARTS)):
+            (one, values), (two, others) = (flatten_state(each.coordinator.states[client]) for each in (loop, resumed))
+            assert one == two
+            assert all(map(torch.equal, values, others))
