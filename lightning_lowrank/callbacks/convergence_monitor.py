@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank.aggregation import ConvergenceConstants, convergence_constants
 from lightning_lowrank.algorithms.fedlora import AggregatedRound, FedLoRA
-from lightning_lowrank.internals.lightning import log_figures
+from lightning_lowrank.internals.lightning import check_namespace, log_figures
 
 
 class ConvergenceMonitor(Callback):
@@ -56,6 +56,10 @@ class ConvergenceMonitor(Callback):
     def __init__(self, per_layer: bool = True) -> None:
         self.per_layer = per_layer
         self._trainer: pl.Trainer | None = None
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Refuse another Lightning than the one that this package is for."""
+        check_namespace(trainer, pl_module)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Observe the algorithm's aggregations."""

@@ -18,6 +18,7 @@ from lightning_lowrank.configuration import check_integer
 from lightning_lowrank.federated import FederatedLoop
 from lightning_lowrank.federated.data.loader import check_loader
 from lightning_lowrank.federated.randomness import StepRandomness, seed_process
+from lightning_lowrank.internals.lightning import check_namespace
 from lightning_lowrank.internals.torch import BATCH_NORMS
 from lightning_lowrank.seeding import derive_seed, generator
 
@@ -63,6 +64,7 @@ class StaticBatchNorm(Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Find the layers."""
+        check_namespace(trainer, pl_module)
         if stage != "fit":
             return
         self._layers = [

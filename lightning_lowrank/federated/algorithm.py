@@ -71,6 +71,12 @@ class Algorithm:
     exact: frozenset[str] = frozenset()
     """Names of tensors in messages that no channel may change, beside buffers and whatever is not floating-point."""
 
+    follows_trained: bool = False
+    """Whether other parameters may be trained from some round on, as Lightning's ``BaseFinetuning`` makes it.
+
+    That is so where nothing that the method keeps, or finds in `setup`, is of the first round's parameters alone.
+    """
+
     # Every side
 
     def setup(self, base: Base) -> None:

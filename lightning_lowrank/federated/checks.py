@@ -5,7 +5,7 @@ What is refused raises a MisconfigurationException.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import (
     Callback,
     LambdaCallback,
     LearningRateFinder,
+    ModelPruning,
     StochasticWeightAveraging,
     WeightAveraging,
 )
@@ -43,13 +44,28 @@ def in_no_optimizer(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[
     return [name for name, value in module.named_parameters() if value.requires_grad and id(value) not in held]
 
 
+def listed(names: Sequence[str]) -> str:
+    """Join the first eight names for a message."""
+    return f"{', '.join(names[:8])}{' ...' if len(names) > 8 else ''}"
+
+
 def check_optimizers(trainer: pl.Trainer, module: nn.Module) -> None:
+    """Refuse a module without an optimizer, and trainable parameters that no optimizer holds."""
+    if not trainer.optimizers:
+        raise MisconfigurationException(
+            f"{type(module).__name__}.configure_optimizers() returns no optimizer, and nothing would be trained: return"
+            " one, also where the module optimizes manually."
+        )
+    check_trained(module, trainer.optimizers)
+
+
+def check_trained(module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
     """Refuse trainable parameters that no optimizer holds."""
-    forgotten = in_no_optimizer(module, trainer.optimizers) if trainer.optimizers else []
+    forgotten = in_no_optimizer(module, optimizers)
     if forgotten:
         raise MisconfigurationException(
             f"{len(forgotten)} trainable parameters are in no optimizer and would never be trained:"
-            f" {', '.join(forgotten[:8])}{' ...' if len(forgotten) > 8 else ''}. Build the optimizer in"
+            f" {listed(forgotten)}. Build the optimizer in"
             " configure_optimizers() from self.parameters() (which holds the factors by then), or freeze them with"
             " requires_grad_(False)."
         )
@@ -73,6 +89,11 @@ def check_callbacks(loop: Callback, trainer: Any, module: nn.Module) -> None:
             raise MisconfigurationException(
                 f"{type(callback).__name__} makes trial fits, which would be rounds of the experiment: tune without"
                 " FederatedLoop first, and set what it finds."
+            )
+        if isinstance(callback, ModelPruning):
+            raise MisconfigurationException(
+                f"{type(callback).__name__} replaces parameters by masked ones, which clients would not be sent: prune"
+                " before the fit and make it permanent, or after the fit."
             )
         if isinstance(callback, WeightAveraging) and any(
             callback.should_update(step_idx=step) for step in range(_SAMPLED_STEPS)

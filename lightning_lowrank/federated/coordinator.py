@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from lightning_lowrank.compression import Packet
 from lightning_lowrank.federated.algorithm import detached, inherits
+from lightning_lowrank.federated.checks import check_trained, listed
 from lightning_lowrank.federated.data.planner import RoundPlan
-from lightning_lowrank.federated.messages import Ledger, Message
+from lightning_lowrank.federated.messages import Ledger, Message, dense_bytes
 from lightning_lowrank.federated.offload import ClientStates
 from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.federated.state import ClientContext, ClientInfo, Server, copy_into, trained_tensors
@@ -55,6 +56,7 @@ class Coordinator:
         self._labels = labels
         self._broadcast_to_all: Packet | None = None
         self._received: dict[int, dict[str, Tensor]] = {}
+        self._trained: dict[str, Tensor] | None = None
 
     def setup(self) -> None:
         """Let the method and the wire look at the module, before the first round."""
@@ -81,6 +83,7 @@ class Coordinator:
         """Begin a round on the server, which as many as ``idle`` clients sit out that could take part."""
         server = self.server
         server.round, server.cohort = plan.round, plan.clients
+        self._follow(server.base.parameters(live))
         server.adopt(live, shown=self.algorithm.global_model(server))
         self.ledger.begin_round()
         self.algorithm.begin_round(server)
@@ -92,6 +95,45 @@ class Coordinator:
             self.ledger.down(self.broadcast(self.info(client)).nbytes)
         if self.broadcasts_to_all:
             self.ledger.idle(idle * self.broadcast(self.info(plan.clients[0])).nbytes)
+
+    def _follow(self, trained: dict[str, Tensor]) -> None:
+        """Take note of the parameters that are trained from this round on, which a callback may have changed.
+
+        Raises:
+            MisconfigurationException: If the method or the channels cannot follow, a parameter is gone, or no optimizer
+                has it.
+        """
+        base, before = self.server.base, self._trained
+        if before is not None and trained.keys() == before.keys():
+            if all(trained[name] is value for name, value in before.items()):
+                return
+        self._trained, self.ledger.dense_bytes = trained, dense_bytes(base.module)
+        if before is None:
+            return
+        gone = sorted(before.keys() - dict(base.module.named_parameters(remove_duplicate=False)).keys())
+        if gone:
+            raise MisconfigurationException(
+                f"the rounds before round {self.server.round} trained {listed(gone)}, which the module no longer has:"
+                " something has replaced parameters, as pruning and parametrizations do. Do that before or after the"
+                " fit."
+            )
+        check_trained(base.module, base.optimizers)
+        changed = listed(sorted(trained.keys() ^ before.keys()))
+        keeping = {
+            f"the method {type(self.algorithm).__name__}": not self.algorithm.follows_trained,
+            "error feedback": self.wire.holds_copy or self.wire.uplink.error_feedback,
+            "optimizer_state='keep'": self.settings.optimizer_state == "keep",
+        }
+        for part, keeps in keeping.items():
+            if changed and keeps:
+                raise MisconfigurationException(
+                    f"from round {self.server.round} on other parameters are trained than before ({changed}), and"
+                    f" {part} goes on from what it has of the earlier ones: train the same parameters in all rounds (no"
+                    " finetuning callback that thaws them), or use FedAvg without it."
+                )
+        self.server.model = {
+            name: value for name, value in self.server.model.items() if name in trained or name not in before
+        }
 
     @property
     def broadcasts_to_all(self) -> bool:
@@ -200,6 +242,7 @@ class Coordinator:
             # What the module's own state holds is not saved twice.
             "model": {name: value for name, value in server.model.items() if shown.get(name) is not value},
             "state": server.state,
+            "trained": list(self._trained or ()),
             "announcement": server.announcement,
             "aggregator": server.aggregator.state_dict(),
             "initial_buffers": server.base.initial_buffers,
@@ -215,6 +258,10 @@ class Coordinator:
         server.round, server.cohort = state["round"], tuple(state["cohort"])
         server.model = to_device(state["model"])
         server.state = to_device(state["state"])
+        for name, parameter in server.base.module.named_parameters():
+            # Callbacks that thaw parameters in an epoch do not thaw them again in a run that is resumed later.
+            if name in state["trained"]:
+                parameter.requires_grad_(True)
         server.announcement = to_device(state["announcement"])
         server.aggregator.load_state_dict(state["aggregator"], server.base.device)
         server.base.initial_buffers = to_device(state["initial_buffers"])

@@ -35,6 +35,7 @@ from lightning_lowrank.internals.direct_steps import DirectSteps
 from lightning_lowrank.internals.lightning import (
     TrainLoaderSource,
     accumulate_per_client,
+    check_namespace,
     forget_batches,
     log_figures,
     pad_epochs,
@@ -139,6 +140,7 @@ class FederatedLoop(FederatedSettings, Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Take the training loader's place."""
+        check_namespace(trainer, pl_module)
         if stage != "fit":
             return
         processes = shared_by(trainer)
@@ -237,6 +239,16 @@ class FederatedLoop(FederatedSettings, Callback):
                 f" down, {traffic['comm/ratio']:.2%} of dense FedAvg",
                 highlight=False,
                 soft_wrap=True,
+            )
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Refuse a fit in which no client has made a step, unless the trainer was told to make none."""
+        told = 0 in (trainer.max_epochs, trainer.max_steps, trainer.limit_train_batches) or trainer.should_stop
+        if self._progress.client_steps == 0 and not told:
+            raise MisconfigurationException(
+                f"the fit is over after {trainer.current_epoch} rounds, and no client has made a step: the module is as"
+                f" it was. The rounds had {trainer.num_training_batches} batches, and on_train_batch_start() of the"
+                " module or of a callback ends a round where it returns -1."
             )
 
     # Steps

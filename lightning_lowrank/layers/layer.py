@@ -93,6 +93,7 @@ class LowRankLayer(nn.Module):
         active: What the layer computes with: the update and the weight before it (``"both"``), or one of them, as
             if the other were zero (``"base"``, ``"factors"``). ``weight`` is always made of both.
         trainable: Whether the dense layer's weight was trainable, as it is again in :meth:`to_dense`.
+        train_base: Whether the weight before the update may be trained.
     """
 
     dense_classes: ClassVar[tuple[type[nn.Module], ...]]
@@ -120,6 +121,7 @@ class LowRankLayer(nn.Module):
     compute: Compute
     active: Literal["both", "base", "factors"]
     trainable: bool
+    train_base: bool
     _contracted: dict[tuple[Any, ...], bool]
 
     def __init__(self, *arguments: object, **keywords: object) -> None:
@@ -202,7 +204,7 @@ class LowRankLayer(nn.Module):
         layer.dropout, layer.compute = settings.dropout, settings.compute
         layer.scale = layer.scale_at(rank)
         layer.active = "both"
-        layer.trainable = weight.requires_grad
+        layer.trainable, layer.train_base = weight.requires_grad, settings.train_base
         layer._contracted = {}
         if layer.compute == "contracted" and not layer._can_contract():
             raise ValueError(
@@ -572,3 +574,14 @@ def low_rank_layers(model: nn.Module, tied: bool = True) -> Iterator[tuple[str, 
         if isinstance(module, LowRankLayer) and (tied or module.factors not in seen):
             seen.add(module.factors)
             yield name, module
+
+
+def keep_frozen(model: nn.Module) -> None:
+    """Freeze what low-rank layers hold fixed, where something has thawed all parameters of a model.
+
+    Lightning's ``BaseFinetuning``, for example, thaws every parameter of the modules that it is given.
+    """
+    for _, layer in low_rank_layers(model):
+        layer.fixed.requires_grad_(False)
+        if layer.role == "update" and not layer.train_base:
+            layer.frozen_weight.requires_grad_(False)

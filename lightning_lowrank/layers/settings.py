@@ -158,7 +158,8 @@ class LowRankSettings(LayerSettings):
 
     Args:
         budget: Share of the whole model, in (0, 1]: all trained parameters after the conversion over all parameters
-            before. Biases, norms and layers that are left alone count as well as factors.
+            before. Biases, norms and layers that are left alone count as well as factors; what was frozen before counts
+            with ``convert_frozen`` only.
         ratio: Share of each weight's numbers that its factors train, in (0, 1], or a dictionary from patterns.
         rank: Rank of each weight (number of blocks for ``BlockKronecker``), or a dictionary from patterns.
         rank_ratio: Rank over output channels, γ in (0, 1], or a dictionary from patterns. The rank is γ·channels,
@@ -175,6 +176,8 @@ class LowRankSettings(LayerSettings):
         skip: ``"first"`` and ``"last"`` leave the first and the last of the layers that can be converted, in
             registration order, alone. Empty by default.
         allow_larger: Convert also layers whose factors are no fewer numbers than their weight. Off by default.
+        convert_frozen: Convert also layers whose weight is frozen (``requires_grad=False``), as for LoRA on a base that
+            was frozen by hand. Off by default: what is frozen stays as it is.
         freeze_rest: Freeze every parameter except the factors and, with ``train_base``, the weights that they
             update. Biases are frozen too. Off by default.
         keep_trained: Patterns of parameter names that ``freeze_rest`` leaves trained, such as ``["classifier"]`` for
@@ -204,6 +207,7 @@ class LowRankSettings(LayerSettings):
     exclude: Sequence[str] | None = None
     skip: Sequence[Literal["first", "last"]] | None = None
     allow_larger: bool = False
+    convert_frozen: bool = False
     freeze_rest: bool = False
     keep_trained: Sequence[str] | None = None
 

@@ -230,7 +230,7 @@ def test_a_budget_counts_biases_and_frozen_parameters_as_they_are(tower):
 def test_freeze_rest_leaves_the_base_that_is_trained(frozen_before):
     model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4))
     model[0].weight.requires_grad_(not frozen_before)
-    conversion = convert(model, PRODUCT, rank=2, include=["0"], freeze_rest=True, train_base=True)
+    conversion = convert(model, PRODUCT, rank=2, include=["0"], freeze_rest=True, train_base=True, convert_frozen=True)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trained == {"0.factors.U", "0.factors.V", *([] if frozen_before else ["0.frozen_weight"])}
     count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -1000,7 +1000,7 @@ def test_constant_weights_are_left_alone(init):
 def test_recovered_weights_are_trainable_if_they_were():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     model[0].weight.requires_grad_(False)
-    recover_me = convert(model, MatrixProduct(), rank=1)
+    recover_me = convert(model, MatrixProduct(), rank=1, convert_frozen=True)
     assert recover_me.trainable_parameters == 2 * 16 + 2 * 8
     recover(model)
     assert [layer.weight.requires_grad for layer in model] == [False, True]

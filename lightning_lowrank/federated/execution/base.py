@@ -15,6 +15,7 @@ from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.state import ClientContext, State, copy_into, trained_tensors
+from lightning_lowrank.layers import keep_frozen
 
 
 class Execution(ABC):
@@ -53,6 +54,7 @@ class Execution(ABC):
 
     def begin_round(self) -> None:
         """Look which tensors are trained in this round."""
+        keep_frozen(self.module)
         self.live = trained_tensors(self.module)
 
     @abstractmethod
