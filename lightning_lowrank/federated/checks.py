@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import (
+    BaseFinetuning,
     BatchSizeFinder,
     Callback,
     LambdaCallback,
@@ -23,6 +24,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_lowrank.federated.algorithm import Algorithm, inherits
+from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.federated.state import BufferPolicy
 from lightning_lowrank.internals.lightning import overrides
 from lightning_lowrank.internals.torch import BATCH_NORMS
@@ -51,10 +53,12 @@ def listed(names: Sequence[str]) -> str:
 
 def check_optimizers(trainer: pl.Trainer, module: nn.Module) -> None:
     """Refuse a module without an optimizer, and trainable parameters that no optimizer holds."""
-    if not trainer.optimizers:
+    trained = sum(value.requires_grad for value in module.parameters())
+    # Lightning puts one without parameters in the place of None.
+    if not trainer.optimizers or 0 < trained == len(in_no_optimizer(module, trainer.optimizers)):
         raise MisconfigurationException(
-            f"{type(module).__name__}.configure_optimizers() returns no optimizer, and nothing would be trained: return"
-            " one, also where the module optimizes manually."
+            f"no optimizer has a parameter of {type(module).__name__}, and nothing would be trained: return one from"
+            " configure_optimizers(), built from self.parameters(), also where the module optimizes manually."
         )
     check_trained(module, trainer.optimizers)
 
@@ -71,8 +75,20 @@ def check_trained(module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
         )
 
 
-def check_callbacks(loop: Callback, trainer: Any, module: nn.Module) -> None:
-    """Refuse callbacks, or an order of callbacks, that would take a client's weights for the global model's."""
+def goes_on_from(settings: FederatedSettings) -> str:
+    """Return what in an experiment goes on from the parameters trained in earlier rounds, so that they must stay."""
+    if not settings.algorithm.follows_trained:
+        return f"{type(settings.algorithm).__name__} goes on from what it has of the earlier ones, as FedAvg does not"
+    if any(codec.error_feedback for codec in (*settings.uplink, *settings.downlink)):
+        return "error feedback goes on from what it has of the earlier ones"
+    return "optimizer_state='keep' has moments of the earlier ones" if settings.optimizer_state == "keep" else ""
+
+
+def check_callbacks(loop: Callback, trainer: Any, module: nn.Module, keeping: str) -> None:
+    """Refuse callbacks, or an order of callbacks, that would take a client's weights for the global model's.
+
+    ``keeping`` says why the same parameters must be trained in all rounds; it is empty where they need not be.
+    """
     callbacks = trainer.callbacks
     if sum(type(callback) is type(loop) for callback in callbacks) > 1:
         raise MisconfigurationException("there are two FederatedLoop callbacks: keep one.")
@@ -89,6 +105,11 @@ def check_callbacks(loop: Callback, trainer: Any, module: nn.Module) -> None:
             raise MisconfigurationException(
                 f"{type(callback).__name__} makes trial fits, which would be rounds of the experiment: tune without"
                 " FederatedLoop first, and set what it finds."
+            )
+        if isinstance(callback, BaseFinetuning) and keeping:
+            raise MisconfigurationException(
+                f"{type(callback).__name__} lets other parameters be trained from some round on, and {keeping}: leave it"
+                " out, and freeze what is never trained with requires_grad_(False)."
             )
         if isinstance(callback, ModelPruning):
             raise MisconfigurationException(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_lowrank.compression import Packet
 from lightning_lowrank.federated.algorithm import detached, inherits
-from lightning_lowrank.federated.checks import check_trained, listed
+from lightning_lowrank.federated.checks import check_trained, goes_on_from, listed
 from lightning_lowrank.federated.data.planner import RoundPlan
 from lightning_lowrank.federated.messages import Ledger, Message, dense_bytes
 from lightning_lowrank.federated.offload import ClientStates
@@ -100,14 +100,20 @@ class Coordinator:
         """Take note of the parameters that are trained from this round on, which a callback may have changed.
 
         Raises:
-            MisconfigurationException: If the method or the channels cannot follow, a parameter is gone, or no optimizer
-                has it.
+            MisconfigurationException: If nothing is trained, a parameter is gone, no optimizer has it, or what is kept
+                from round to round does not suit it.
         """
         base, before = self.server.base, self._trained
         if before is not None and trained.keys() == before.keys():
             if all(trained[name] is value for name, value in before.items()):
                 return
         self._trained, self.ledger.dense_bytes = trained, dense_bytes(base.module)
+        if not trained:
+            raise MisconfigurationException(
+                f"in round {self.server.round} no parameter of the module is trained: all are frozen."
+            )
+        if base.optimizers:
+            check_trained(base.module, base.optimizers)
         if before is None:
             return
         gone = sorted(before.keys() - dict(base.module.named_parameters(remove_duplicate=False)).keys())
@@ -117,20 +123,13 @@ class Coordinator:
                 " something has replaced parameters, as pruning and parametrizations do. Do that before or after the"
                 " fit."
             )
-        check_trained(base.module, base.optimizers)
         changed = listed(sorted(trained.keys() ^ before.keys()))
-        keeping = {
-            f"the method {type(self.algorithm).__name__}": not self.algorithm.follows_trained,
-            "error feedback": self.wire.holds_copy or self.wire.uplink.error_feedback,
-            "optimizer_state='keep'": self.settings.optimizer_state == "keep",
-        }
-        for part, keeps in keeping.items():
-            if changed and keeps:
-                raise MisconfigurationException(
-                    f"from round {self.server.round} on other parameters are trained than before ({changed}), and"
-                    f" {part} goes on from what it has of the earlier ones: train the same parameters in all rounds (no"
-                    " finetuning callback that thaws them), or use FedAvg without it."
-                )
+        keeping = goes_on_from(self.settings)
+        if changed and keeping:
+            raise MisconfigurationException(
+                f"from round {self.server.round} on other parameters are trained than before ({changed}), and"
+                f" {keeping}: train the same parameters in all rounds."
+            )
         self.server.model = {
             name: value for name, value in self.server.model.items() if name in trained or name not in before
         }

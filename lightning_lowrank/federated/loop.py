@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 from torch import nn
 
-from lightning_lowrank.federated.checks import check_callbacks, check_local_update, check_optimizers, notes
+from lightning_lowrank.federated.checks import check_callbacks, check_local_update, check_optimizers, goes_on_from, notes
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.indices import ClientIndices
 from lightning_lowrank.federated.data.planner import RoundPlan
@@ -144,7 +144,7 @@ class FederatedLoop(FederatedSettings, Callback):
         if stage != "fit":
             return
         processes = shared_by(trainer)
-        check_callbacks(self, trainer, pl_module)
+        check_callbacks(self, trainer, pl_module, goes_on_from(self))
         self._restore.close()
         source = TrainLoaderSource(trainer)
         if not source.is_defined():
@@ -247,8 +247,8 @@ class FederatedLoop(FederatedSettings, Callback):
         if self._progress.client_steps == 0 and not told:
             raise MisconfigurationException(
                 f"the fit is over after {trainer.current_epoch} rounds, and no client has made a step: the module is as"
-                f" it was. The rounds had {trainer.num_training_batches} batches, and on_train_batch_start() of the"
-                " module or of a callback ends a round where it returns -1."
+                f" it was. The last round had {trainer.num_training_batches} batches; the module's"
+                " on_train_batch_start() ends a round where it returns -1."
             )
 
     # Steps

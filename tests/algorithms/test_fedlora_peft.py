@@ -22,6 +22,7 @@ from lightning_lowrank import (
     SumProduct,
     import_adapter,
 )
+from lightning_lowrank.federated.messages import dense_bytes
 from lightning_lowrank.layers import low_rank_layers
 from tests.grids import daily
 from tests.helpers import fit, trainer
@@ -175,6 +176,8 @@ def test_a_wrapped_module_trains_as_our_own_layers_do(peft, tmp_path, network, o
         torch.testing.assert_close(theirs.eval()(inputs), ours.eval()(inputs), rtol=1e-4, atol=1e-5)
         before = theirs(inputs)
     together = copy.deepcopy(theirs)
+    dense = [dense_bytes(Labelling(network())), dense_bytes(Labelling(Named(network())))]
+    assert [dense_bytes(theirs), dense_bytes(ours)] == dense
     _, _, own_wire = run(tmp_path, ours, FedLoRA(operator, **settings), network)
     used, _, wire = run(tmp_path, theirs, FedLoRA(operator, **settings), network)
     with torch.no_grad():
