@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from rich.console import Console
 from torch import Tensor
 
-from lightning_lowrank.arguments import check_number
+from lightning_lowrank.arguments import Configured, arguments_of, check_number
 from lightning_lowrank.federated.checks import check_optimizers
 from lightning_lowrank.internals.lightning import check_namespace
 from lightning_lowrank.interop.peft_layout import Outline, outline
@@ -40,7 +40,7 @@ class _Converted:
     settings: LowRankSettings
 
 
-class LowRank(Callback):
+class LowRank(Configured, Callback):
     r"""Replace a module's layers by low-rank ones, in place, when a run begins. Put it before `FederatedLoop`.
 
     Linear layers, convolutions (transposed ones too), embeddings, the projections of ``nn.MultiheadAttention`` and
@@ -95,6 +95,10 @@ class LowRank(Callback):
         self.summary = summary
         self.conversion: Conversion | None = None
         self._outline: Outline | None = None
+
+    def __repr__(self) -> str:
+        given = {**arguments_of(self.settings), **arguments_of(self)}
+        return f"LowRank({', '.join(f'{name}={value!r}' for name, value in given.items())})"
 
     @property
     def state_key(self) -> str:

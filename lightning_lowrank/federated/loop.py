@@ -100,6 +100,17 @@ class FederatedLoop(FederatedSettings, Callback):
         self._restored: dict[str, Any] | None = None
         self._processes: ClientParallelStrategy | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy has, or a pickle: the settings and the ledger, and nothing else of a fit."""
+        own = ("_restore", "_progress", "_data", "_rounds", "_restored", "_processes")
+        return {name: value for name, value in vars(self).items() if name not in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take `__getstate__`'s result."""
+        vars(self).update(state)
+        self._restore = ExitStack()
+        self._forget()
+
     @property
     def state_key(self) -> str:
         """Name of this callback's state in checkpoints."""

@@ -198,7 +198,7 @@ class LowRankLayer(nn.Module):
         nn.Module.__init__(layer)
         take_over_attributes(layer, module, hooks=True)
         layer.dense_class = type(module)
-        layer.factorization, layer.weight_shape, layer.rank = factorization, shape, rank
+        layer.factorization, layer.weight_shape, layer.rank = factorization, shape, int(rank)
         layer.role, layer.decouple, layer.half_frozen = settings.role, settings.decouple, settings.half_frozen
         layer.alpha, layer.rank_stabilized = settings.alpha, settings.rank_stabilized
         layer.dropout, layer.compute = settings.dropout, settings.compute

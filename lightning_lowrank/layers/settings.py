@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal, TypeVar
 
-from lightning_lowrank.arguments import check_choice, check_integer, check_number
+from lightning_lowrank.arguments import check_choice, check_integer, check_number, plain
 from lightning_lowrank.layers.factorization import Factorization, HalfFrozen, MatrixProduct
 
 Role = Literal["update", "weight"]
@@ -99,6 +99,8 @@ class LayerSettings:
     train_base: bool = False
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            object.__setattr__(self, name, plain(value))
         check_choice("role", self.role, Role)
         check_choice("half_frozen", self.half_frozen, Literal[False, True, "U", "V"])
         check_choice("init", self.init, Init)
@@ -212,6 +214,7 @@ class LowRankSettings(LayerSettings):
     keep_trained: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._check_size()
         for name in ("include", "exclude", "skip", "keep_trained"):
             value = getattr(self, name)
@@ -227,7 +230,6 @@ class LowRankSettings(LayerSettings):
                 f"keep_trained={self.keep_trained!r} says what freeze_rest leaves trained: set freeze_rest=True, or "
                 "leave it out to train everything."
             )
-        super().__post_init__()
 
     def _check_size(self) -> None:
         sizes = {name: getattr(self, name) for name in ("rank", "rank_ratio", "ratio", "budget")}
