@@ -247,8 +247,8 @@ def _refuse_other_methods(module: nn.Module, adapter: str | None) -> None:
     }
     if methods and "LORA" not in methods:
         raise ValueError(
-            f"PEFT's adapters in the module are of the method {', '.join(sorted(methods))}, whose parameters are no LoRA"
-            " pairs: wrap the model with peft.LoraConfig, or average whatever is trained by FedAvg."
+            f"PEFT's adapters in the module are of the method {', '.join(sorted(methods))}, whose parameters are no"
+            " LoRA pairs: wrap the model with peft.LoraConfig, or average whatever is trained by FedAvg."
         )
 
 

@@ -118,7 +118,7 @@ class FedLoRA(Algorithm):
             )
         if isinstance(keep, str):
             raise MisconfigurationException(f"keep must be a list of patterns, got {keep!r}.")
-        budgets = [upload_ranks] if isinstance(upload_ranks, Integral) else list(upload_ranks or ())
+        budgets = [upload_ranks] if isinstance(upload_ranks, (int, Integral)) else list(upload_ranks or ())
         if upload_ranks is not None and (
             not isinstance(operator, LoRAA2) or not budgets or not all(budget >= 1 for budget in budgets)
         ):

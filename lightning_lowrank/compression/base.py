@@ -223,7 +223,7 @@ class RandomCodec(FloatingCodec[Codes]):
     def __init__(self, seed: int = 0) -> None:
         if not (isinstance(seed, Integral) and not isinstance(seed, bool) and -(2**63) <= seed < 2**63):
             raise ValueError(f"seed must be a whole number from -2**63 to 2**63 - 1, but is {seed!r}.")
-        self.seed = seed
+        self.seed: int = seed
 
     @override
     def seeded(self, seed: int) -> Self:

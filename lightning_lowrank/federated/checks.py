@@ -108,8 +108,8 @@ def check_callbacks(loop: Callback, trainer: Any, module: nn.Module, keeping: st
             )
         if isinstance(callback, BaseFinetuning) and keeping:
             raise MisconfigurationException(
-                f"{type(callback).__name__} lets other parameters be trained from some round on, and {keeping}: leave it"
-                " out, and freeze what is never trained with requires_grad_(False)."
+                f"{type(callback).__name__} lets other parameters be trained from some round on, and {keeping}: leave"
+                " it out, and freeze what is never trained with requires_grad_(False)."
             )
         if isinstance(callback, ModelPruning):
             raise MisconfigurationException(

@@ -104,9 +104,8 @@ class Coordinator:
                 from round to round does not suit it.
         """
         base, before = self.server.base, self._trained
-        if before is not None and trained.keys() == before.keys():
-            if all(trained[name] is value for name, value in before.items()):
-                return
+        if before is not None and [*map(id, trained.values())] == [*map(id, before.values())]:
+            return
         self._trained, self.ledger.dense_bytes = trained, dense_bytes(base.module)
         if not trained:
             raise MisconfigurationException(

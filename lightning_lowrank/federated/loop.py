@@ -20,7 +20,13 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 from torch import nn
 
-from lightning_lowrank.federated.checks import check_callbacks, check_local_update, check_optimizers, goes_on_from, notes
+from lightning_lowrank.federated.checks import (
+    check_callbacks,
+    check_local_update,
+    check_optimizers,
+    goes_on_from,
+    notes,
+)
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.indices import ClientIndices
 from lightning_lowrank.federated.data.planner import RoundPlan

@@ -18,7 +18,6 @@ from lightning_lowrank.compression import Codec, Dense
 from lightning_lowrank.federated.state import persistent_buffers
 from lightning_lowrank.layers import low_rank_layers
 
-
 # What PEFT puts into the names of the model that it wraps.
 _PEFT_NAMES = re.compile(r"\bbase_model\.model\.|\bbase_layer\.|\boriginal_module\.")
 

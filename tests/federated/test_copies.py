@@ -9,7 +9,6 @@ from lightning_lowrank import FederatedLoop
 from tests.algorithms.methods import LOW_RANK, METHODS
 from tests.helpers import Data, Module, assert_same, fit, trainer, weights
 
-
 DAILY = ("FedAvg", "FedHM", "FedLoRA-FLoRA", "FedMUD", "FedSLoP", "SplitMix")
 
 

@@ -358,7 +358,7 @@ class EndEpochs(Module):
 def test_a_fit_without_a_client_step_is_an_error(tmp_path):
     module = EndEpochs()
     before = weights(module)
-    with pytest.raises(MisconfigurationException, match="over after . rounds, and no client has made a step"):
+    with pytest.raises(MisconfigurationException, match=r"over after . rounds, and no client has made a step"):
         fit(trainer(tmp_path, loop()), module, Data())
     assert_same(before, weights(module))
 

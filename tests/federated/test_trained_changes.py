@@ -141,7 +141,9 @@ def test_what_goes_on_from_earlier_parameters_refuses_others(tmp_path, settings,
     with pytest.raises(MisconfigurationException, match=f"Thaw lets other parameters be trained .* and {cause}"):
         fit(trainer(tmp_path, Thaw(), loop(**settings)), Heads(), Data())
     module = Module()
-    with pytest.raises(MisconfigurationException, match=rf"from round 1 on .*\(net.0.bias, net.0.weight\), and {cause}"):
+    with pytest.raises(
+        MisconfigurationException, match=rf"from round 1 on .*\(net.0.bias, net.0.weight\), and {cause}"
+    ):
         fit(trainer(tmp_path, Freeze(), loop(**settings)), module, Data())
 
 

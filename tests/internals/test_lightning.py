@@ -270,7 +270,7 @@ def test_pytorch_lightning_trains_not_nothing(tmp_path):
 
     settings = {"logger": False, "enable_checkpointing": False, "accelerator": "cpu", "default_root_dir": tmp_path}
     run = other.Trainer(**settings, callbacks=[loop()], max_epochs=1)
-    with pytest.raises(MisconfigurationException, match="import from lightning.pytorch"):
+    with pytest.raises(MisconfigurationException, match=r"import from lightning\.pytorch"):
         run.fit(Other(), Data().train_dataloader())
 
 
