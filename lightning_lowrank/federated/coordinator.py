@@ -104,7 +104,8 @@ class Coordinator:
                 from round to round does not suit it.
         """
         base, before = self.server.base, self._trained
-        if before is not None and [*map(id, trained.values())] == [*map(id, before.values())]:
+        objects, earlier = ({name: id(value) for name, value in each.items()} for each in (trained, before or {}))
+        if objects == earlier and before is not None:
             return
         self._trained, self.ledger.dense_bytes = trained, dense_bytes(base.module)
         if not trained:
