@@ -47,11 +47,12 @@ class LowRank(Configured, Callback):
     transformers' ``Conv1D`` can be converted; see `lightning_lowrank.layers.convert`.
 
     In role ``"update"`` the factors are a change to a frozen weight, :math:`W + f(U, V)`; in role ``"weight"`` they are
-    the weight, :math:`f(U, V)`. Parameters of other layers stay trained. What is frozen (``requires_grad=False``), such as
-    a teacher, stays as it is; set ``convert_frozen`` for LoRA on a base that you froze yourself. After ``fit`` the module keeps its low-rank
-    layers; `lightning_lowrank.recover` makes them dense again and `load_dense` does so from a checkpoint. A class whose
-    layers are converted here cannot be read by ``load_from_checkpoint``, which ignores callbacks: use
-    ``load_dense(path, MyModule(...))``.
+    the weight, :math:`f(U, V)`. Parameters of other layers stay trained. What is frozen (``requires_grad=False``), such
+    as a teacher, stays as it is; set ``convert_frozen`` for LoRA on a base that you froze yourself.
+
+    After ``fit`` the module keeps its low-rank layers; `lightning_lowrank.recover` makes them dense again and
+    `load_dense` does so from a checkpoint. A class whose layers are converted here cannot be read by
+    ``load_from_checkpoint``, which ignores callbacks: use ``load_dense(path, MyModule(...))``.
 
     Args:
         factorization: How a weight is factorized: `MatrixProduct`, `BlockKronecker`, `CP`, `Hadamard` or a class of

@@ -141,7 +141,8 @@ class Ledger:
         """Return the ``comm/...`` figures: bytes of this round, cumulative bytes, and the ratio to dense FedAvg.
 
         ``comm/ratio`` is all bytes to and from clients that took part, over what dense FedAvg would have moved in
-        the same transfers (`dense_bytes`, of each round's module). ``comm/idle_down_bytes`` is in neither: see `Algorithm.announce`.
+        the same transfers (`dense_bytes`, of each round's module). ``comm/idle_down_bytes`` is in neither: see
+        `Algorithm.announce`.
         """
         return {
             "comm/up_bytes": self.round_up,
