@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from numbers import Integral
 
 import torch
 
@@ -44,12 +45,12 @@ def derive_seed(*parts: int | str) -> int:
         raise ValueError("derive_seed needs at least one part, such as a base seed; none was given.")
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
-        if isinstance(part, bool) or not isinstance(part, (int, str)):
+        if isinstance(part, bool) or not isinstance(part, (Integral, str)):
             raise TypeError(
                 f"the parts of a seed must be int or str, but one is {part!r} of type {type(part).__name__}; "
                 "convert it with int() or str()."
             )
-        kind, text = ("i" if isinstance(part, int) else "s"), str(part).encode()
+        kind, text = ("s" if isinstance(part, str) else "i"), str(part).encode()
         digest.update(f"{kind}{len(text)}:".encode() + text)
     return int.from_bytes(digest.digest(), "big") >> 1
 

@@ -206,6 +206,7 @@ def find_adapters(module: nn.Module, adapter: str | None = None) -> dict[str, Ad
         >>> {name: (found.shape, found.parameters["B"]) for name, found in find_adapters(model).items()}
         {'0': ((4, 6), '0.factors.U'), '2': ((3, 4), '2.factors.U')}
     """
+    _refuse_other_methods(module, adapter)
     found: dict[str, Adapter] = {}
     holders: dict[Tensor, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -238,6 +239,23 @@ def find_adapters(module: nn.Module, adapter: str | None = None) -> dict[str, Ad
     if wrapped and not wrapped.keys() & found.keys():
         raise ValueError(f"none of PEFT's adapters is active: set one active, or name one of {', '.join(names)}.")
     return found
+
+
+def _refuse_other_methods(module: nn.Module, adapter: str | None) -> None:
+    """Refuse adapters of PEFT that are all of other methods than LoRA, such as IA3, LoHa or AdaLoRA."""
+    configs = [config for part in module.modules() for config in [getattr(part, "peft_config", None)]]
+    methods = {
+        str(getattr(each.peft_type, "value", each.peft_type))
+        for config in configs
+        if isinstance(config, Mapping)
+        for name, each in config.items()
+        if adapter in (None, name)
+    }
+    if methods and "LORA" not in methods:
+        raise ValueError(
+            f"PEFT's adapters in the module are of the method {', '.join(sorted(methods))}, whose parameters are no"
+            " LoRA pairs: wrap the model with peft.LoraConfig, or average whatever is trained by FedAvg."
+        )
 
 
 def _shared_with(module: nn.Module, holders: Sequence[str], layers: Sequence[nn.Module]) -> str:

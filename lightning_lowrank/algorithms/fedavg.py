@@ -15,3 +15,5 @@ class FedAvg(Algorithm):
         >>> from lightning_lowrank import FedAvg, FederatedLoop, IID
         >>> loop = FederatedLoop(FedAvg(), clients=10, clients_per_round=5, partition=IID())
     """
+
+    follows_trained = True

@@ -91,7 +91,7 @@ class FedHM(Algorithm):
             raise MisconfigurationException(
                 "server_model=True is for capacity='dynamic', where a round may have no client of level 1 by chance."
             )
-        self.levels = tuple(levels)
+        self.levels, self.capacity, self.shares = tuple(levels), capacity, shares
         self.temperature = temperature
         self.score = score
         self.server_model = server_model

@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from numbers import Integral
 from typing import Literal
 
 import torch
@@ -119,7 +120,7 @@ class FedLoRA(Algorithm):
             )
         if isinstance(keep, str):
             raise MisconfigurationException(f"keep must be a list of patterns, got {keep!r}.")
-        budgets = [upload_ranks] if isinstance(upload_ranks, int) else list(upload_ranks or ())
+        budgets = [upload_ranks] if isinstance(upload_ranks, (int, Integral)) else list(upload_ranks or ())
         if upload_ranks is not None and (
             not isinstance(operator, LoRAA2) or not budgets or not all(budget >= 1 for budget in budgets)
         ):
@@ -129,7 +130,7 @@ class FedLoRA(Algorithm):
             )
         self.operator = operator
         self.upload_ranks = budgets
-        self.levels = tuple(levels)
+        self.levels, self.capacity, self.shares = tuple(levels), capacity, shares
         self.keep = list(keep)
         self.adapter = adapter
         self.observers: list[Callable[[AggregatedRound], None]] = []

@@ -47,6 +47,8 @@ class FedMUD(Algorithm):
         ... ]
     """
 
+    follows_trained = True
+
     def __init__(self, reset_interval: int = 1) -> None:
         check_integer("reset_interval", reset_interval)
         self.reset_interval = reset_interval
@@ -69,7 +71,11 @@ class FedMUD(Algorithm):
             return
         drawn: dict[str, Tensor] = {}
         for name, layer in self._layers.items():
-            averaged = {factor: message[f"{name}.factors.{factor}"] for factor in layer.factors}
+            names = {factor: f"{name}.factors.{factor}" for factor in layer.factors}
+            if not message.keys() >= {*names.values()}:
+                # Nothing of it is trained in this round.
+                continue
+            averaged = {factor: message[key] for factor, key in names.items()}
             layer.fold(averaged, partial(base.fold, name))
             layer.reset_factors(derive_seed(int(message["seed"]), name))
             drawn |= {f"{name}.factors.{factor}": value for factor, value in layer.factors.items()}
@@ -86,6 +92,7 @@ class FedMUD(Algorithm):
         if (server.round + 1) % self.reset_interval:
             return
         names = [f"{name}.factors.{factor}" for name, layer in self._layers.items() for factor in layer.factors]
+        names = [name for name in names if name in server.model]
         seed = torch.tensor(derive_seed(server.seed, "factors", server.round + 1))
         self.announce(server, {"seed": seed, **{name: server.model[name] for name in names}})
         server.model.update(server.base.state["factors"])
@@ -93,5 +100,4 @@ class FedMUD(Algorithm):
     def begin(self, client: ClientContext, message: Message) -> None:
         """Install the received values, and the redrawn factors after a reset."""
         start = dict(self.reference(client.base, message.tensors))
-        start.pop("seed", None)
-        copy_into(client.model, start)
+        copy_into(client.model, {name: value for name, value in start.items() if name in client.model})

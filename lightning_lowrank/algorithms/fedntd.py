@@ -40,6 +40,8 @@ class FedNTD(Algorithm):
         >>> loop = FederatedLoop(FedNTD(), clients=20, partition=LabelCount(2))
     """
 
+    follows_trained = True
+
     def __init__(
         self, logits: str = "network", beta: float = 1.0, temperature: float = 1.0, targets: int | str = 1
     ) -> None:

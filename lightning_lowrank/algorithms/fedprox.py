@@ -31,6 +31,8 @@ class FedProx(Algorithm):
         >>> loop = FederatedLoop(FedProx(mu=0.01), clients=100, clients_per_round=10, partition=Dirichlet(0.3))
     """
 
+    follows_trained = True
+
     def __init__(self, mu: float) -> None:
         check_number("mu", mu, least=0)
         self.mu = mu

@@ -86,7 +86,7 @@ class HeteroFL(PartAveraging):
         self._capacities = Capacities("rates", rates, capacity, shares)
         for index, rate in enumerate(rates):
             check_number(f"rates[{index}]", rate, above=0, most=1)
-        self.rates = tuple(rates)
+        self.rates, self.capacity, self.shares = tuple(rates), capacity, shares
         self.scaler = scaler
         self._extents: dict[str, tuple[_Extent, ...]] = {}
         self._scaled: list[nn.Module] = []

@@ -30,6 +30,8 @@ class ServerOptimizer(Algorithm, ABC):
         MisconfigurationException: If ``lr`` is not a finite number above 0.
     """
 
+    follows_trained = True
+
     def __init__(self, lr: float) -> None:
         check_number("lr", lr, above=0)
         self.lr = lr

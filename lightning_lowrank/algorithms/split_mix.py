@@ -106,7 +106,7 @@ class SplitMix(PartAveraging):
         self._capacities = Capacities("budgets", budgets, capacity, shares)
         for index, budget in enumerate(budgets):
             check_integer(f"budgets[{index}]", budget)
-        self.budgets = tuple(budgets)
+        self.budgets, self.capacity, self.shares = tuple(budgets), capacity, shares
         self._prefix = ""
         self._count = 0
         self._own: tuple[int, ...] = ()

@@ -12,10 +12,11 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank.aggregation import ConvergenceConstants, convergence_constants
 from lightning_lowrank.algorithms.fedlora import AggregatedRound, FedLoRA
-from lightning_lowrank.internals.lightning import log_figures
+from lightning_lowrank.arguments import Configured
+from lightning_lowrank.internals.lightning import check_namespace, log_figures
 
 
-class ConvergenceMonitor(Callback):
+class ConvergenceMonitor(Configured, Callback):
     r"""Log, in each round of `FedLoRA`, how far its operator is from the conditions under which it converges.
 
     Chen et al. (ABO, Definitions 2 and 3) prove convergence where the distances from what clients receive to what they
@@ -56,6 +57,10 @@ class ConvergenceMonitor(Callback):
     def __init__(self, per_layer: bool = True) -> None:
         self.per_layer = per_layer
         self._trainer: pl.Trainer | None = None
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Refuse another Lightning than the one that this package is for."""
+        check_namespace(trainer, pl_module)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Observe the algorithm's aggregations."""

@@ -15,8 +15,9 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from rich.console import Console
 from torch import Tensor
 
-from lightning_lowrank.arguments import check_number
+from lightning_lowrank.arguments import Configured, arguments_of, check_number
 from lightning_lowrank.federated.checks import check_optimizers
+from lightning_lowrank.internals.lightning import check_namespace
 from lightning_lowrank.interop.peft_layout import Outline, outline
 from lightning_lowrank.layers import (
     Conversion,
@@ -24,6 +25,7 @@ from lightning_lowrank.layers import (
     LowRankSettings,
     add_frobenius_decay,
     convert,
+    keep_frozen,
     low_rank_class,
     low_rank_layers,
 )
@@ -32,24 +34,25 @@ from lightning_lowrank.seeding import default_seed
 
 @dataclass
 class _Converted:
-    """Kept on a converted module: a second trainer finds it, and the ledger reads what dense FedAvg would send."""
+    """Kept on a converted module, where a second trainer finds it."""
 
     conversion: Conversion
     settings: LowRankSettings
-    dense_tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
-class LowRank(Callback):
+class LowRank(Configured, Callback):
     r"""Replace a module's layers by low-rank ones, in place, when a run begins. Put it before `FederatedLoop`.
 
     Linear layers, convolutions (transposed ones too), embeddings, the projections of ``nn.MultiheadAttention`` and
     transformers' ``Conv1D`` can be converted; see `lightning_lowrank.layers.convert`.
 
     In role ``"update"`` the factors are a change to a frozen weight, :math:`W + f(U, V)`; in role ``"weight"`` they are
-    the weight, :math:`f(U, V)`. Parameters of other layers stay trained. After ``fit`` the module keeps its low-rank
-    layers; `lightning_lowrank.recover` makes them dense again and `load_dense` does so from a checkpoint. A class whose
-    layers are converted here cannot be read by ``load_from_checkpoint``, which ignores callbacks: use
-    ``load_dense(path, MyModule(...))``.
+    the weight, :math:`f(U, V)`. Parameters of other layers stay trained. What is frozen (``requires_grad=False``), such
+    as a teacher, stays as it is; set ``convert_frozen`` for LoRA on a base that you froze yourself.
+
+    After ``fit`` the module keeps its low-rank layers; `lightning_lowrank.recover` makes them dense again and
+    `load_dense` does so from a checkpoint. A class whose layers are converted here cannot be read by
+    ``load_from_checkpoint``, which ignores callbacks: use ``load_dense(path, MyModule(...))``.
 
     Args:
         factorization: How a weight is factorized: `MatrixProduct`, `BlockKronecker`, `CP`, `Hadamard` or a class of
@@ -95,6 +98,10 @@ class LowRank(Callback):
         self.conversion: Conversion | None = None
         self._outline: Outline | None = None
 
+    def __repr__(self) -> str:
+        given = {**arguments_of(self.settings), **arguments_of(self)}
+        return f"LowRank({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+
     @property
     def state_key(self) -> str:
         """Name of this callback's state in checkpoints."""
@@ -102,6 +109,7 @@ class LowRank(Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Convert the module, unless an earlier run has."""
+        check_namespace(trainer, pl_module)
         if is_overridden("configure_model", pl_module):
             pl_module.configure_model()
         if is_overridden("setup", pl_module) and not any(
@@ -125,16 +133,11 @@ class LowRank(Callback):
                     " lightning_lowrank.recover(module) first, or start from a new module."
                 )
         else:
-            dense_tensors = {
-                name: (tuple(value.shape), value.dtype)
-                for name, value in module.named_parameters()
-                if value.requires_grad
-            }
             try:
                 conversion = convert(module, seed=self.seed, **vars(self.settings))
             except (ValueError, TypeError) as error:
                 raise MisconfigurationException(f"LowRank: {error}") from error
-            done = _Converted(conversion, self.settings, dense_tensors)
+            done = _Converted(conversion, self.settings)
             module.lowrank_conversion = done  # type: ignore[assignment]
         self.conversion = done.conversion
         return done.conversion
@@ -148,6 +151,13 @@ class LowRank(Callback):
         """Refuse factors that no optimizer would train, and record the module's other trained parameters."""
         check_optimizers(trainer, pl_module)
         self._outline = outline(pl_module)
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Keep frozen what the layers hold fixed, whatever a callback has thawed as the epoch began."""
+        if batch_idx == 0:
+            keep_frozen(pl_module)
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer

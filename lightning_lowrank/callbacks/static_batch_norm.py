@@ -14,15 +14,17 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim.swa_utils import update_bn
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, Subset
 
+from lightning_lowrank.arguments import Configured
 from lightning_lowrank.configuration import check_integer
 from lightning_lowrank.federated import FederatedLoop
 from lightning_lowrank.federated.data.loader import check_loader
 from lightning_lowrank.federated.randomness import StepRandomness, seed_process
+from lightning_lowrank.internals.lightning import check_namespace
 from lightning_lowrank.internals.torch import BATCH_NORMS
 from lightning_lowrank.seeding import derive_seed, generator
 
 
-class StaticBatchNorm(Callback):
+class StaticBatchNorm(Configured, Callback):
     """Static BatchNorm (Diao et al., HeteroFL, ICLR 2021, Section 3): statistics are recomputed, not tracked.
 
     In training, BatchNorm layers normalise by their batch and track nothing. Before each validation of a fit, and at
@@ -63,6 +65,7 @@ class StaticBatchNorm(Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Find the layers."""
+        check_namespace(trainer, pl_module)
         if stage != "fit":
             return
         self._layers = [

@@ -35,7 +35,7 @@ import lightning_lowrank.models  # noqa: F401
 from lightning_lowrank.callbacks.lowrank import LowRank
 from lightning_lowrank.cli.inspection import inspect_run, render
 from lightning_lowrank.cli.suggestions import with_suggestions
-from lightning_lowrank.federated.checks import check_callbacks
+from lightning_lowrank.federated.checks import check_callbacks, goes_on_from
 from lightning_lowrank.federated.loop import FederatedLoop
 from lightning_lowrank.internals.cli import SubcommandCLI
 
@@ -74,7 +74,7 @@ class _Trainer(pl.Trainer):
         figures = inspect_run(model, lowrank, loop)
         if loop is not None:
             try:
-                check_callbacks(loop, self, model)
+                check_callbacks(loop, self, model, goes_on_from(loop))
             except MisconfigurationException as error:
                 figures["problems"].append(str(error))
         if json:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
+from lightning_lowrank.arguments import Configured
 from lightning_lowrank.compression.wire import (
     DecodingError,
     Entry,
@@ -26,7 +28,7 @@ from lightning_lowrank.compression.wire import (
 Codes = TypeVar("Codes")
 
 
-class Codec(ABC):
+class Codec(Configured, ABC):
     """How named tensors become bytes, and what of them arrives on the other side.
 
     Names, types and shapes travel with the numbers. A decoder is a codec that was built with the same arguments. It
@@ -219,9 +221,9 @@ class RandomCodec(FloatingCodec[Codes]):
     """
 
     def __init__(self, seed: int = 0) -> None:
-        if not (type(seed) is int and -(2**63) <= seed < 2**63):
+        if not (isinstance(seed, Integral) and not isinstance(seed, bool) and -(2**63) <= seed < 2**63):
             raise ValueError(f"seed must be a whole number from -2**63 to 2**63 - 1, but is {seed!r}.")
-        self.seed = seed
+        self.seed: int = seed
 
     @override
     def seeded(self, seed: int) -> Self:

@@ -30,9 +30,9 @@ class SplitsInMemory(LightningDataModule):
         check_integer("batch_size", batch_size)
         check_integer("eval_batch_size", eval_batch_size)
         check_integer("num_workers", num_workers, least=0, hint="0 to load in the main process")
-        self.batch_size = batch_size
-        self.eval_batch_size = eval_batch_size
-        self.num_workers = num_workers
+        self.batch_size = int(batch_size)
+        self.eval_batch_size = int(eval_batch_size)
+        self.num_workers = int(num_workers)
         self.train_set: Dataset | None = None
         self.validation_set: Dataset | None = None
         self.test_set: Dataset | None = None

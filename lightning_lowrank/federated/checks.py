@@ -5,15 +5,17 @@ What is refused raises a MisconfigurationException.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import (
+    BaseFinetuning,
     BatchSizeFinder,
     Callback,
     LambdaCallback,
     LearningRateFinder,
+    ModelPruning,
     StochasticWeightAveraging,
     WeightAveraging,
 )
@@ -24,6 +26,7 @@ from torch.optim import Optimizer
 
 from lightning_lowrank.federated.algorithm import Algorithm, inherits
 from lightning_lowrank.federated.isolation import readers_of
+from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.federated.state import Base, BufferPolicy
 from lightning_lowrank.internals.lightning import overrides
 from lightning_lowrank.internals.torch import BATCH_NORMS
@@ -45,8 +48,13 @@ def in_no_optimizer(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[
     return [name for name, value in module.named_parameters() if value.requires_grad and id(value) not in held]
 
 
+def listed(names: Sequence[str]) -> str:
+    """Join the first eight names for a message."""
+    return f"{', '.join(names[:8])}{' ...' if len(names) > 8 else ''}"
+
+
 def check_optimizers(trainer: pl.Trainer, module: nn.Module) -> None:
-    """Refuse trainable parameters that no optimizer holds, and schedulers that count from one client to the next."""
+    """Refuse a module without an optimizer, parameters in none, and schedulers that count from client to client."""
     for config in trainer.lr_scheduler_configs:
         if config.interval == "step" and config.frequency != 1:
             raise MisconfigurationException(
@@ -54,18 +62,42 @@ def check_optimizers(trainer: pl.Trainer, module: nn.Module) -> None:
                 " the batches of a round from one client to the next: set frequency=1, and make the schedule that much"
                 " longer."
             )
-    forgotten = in_no_optimizer(module, trainer.optimizers) if trainer.optimizers else []
+    trained = sum(value.requires_grad for value in module.parameters())
+    # Lightning puts one without parameters in the place of None.
+    if not trainer.optimizers or 0 < trained == len(in_no_optimizer(module, trainer.optimizers)):
+        raise MisconfigurationException(
+            f"no optimizer has a parameter of {type(module).__name__}, and nothing would be trained: return one from"
+            " configure_optimizers(), built from self.parameters(), also where the module optimizes manually."
+        )
+    check_trained(module, trainer.optimizers)
+
+
+def check_trained(module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+    """Refuse trainable parameters that no optimizer holds."""
+    forgotten = in_no_optimizer(module, optimizers)
     if forgotten:
         raise MisconfigurationException(
             f"{len(forgotten)} trainable parameters are in no optimizer and would never be trained:"
-            f" {', '.join(forgotten[:8])}{' ...' if len(forgotten) > 8 else ''}. Build the optimizer in"
+            f" {listed(forgotten)}. Build the optimizer in"
             " configure_optimizers() from self.parameters() (which holds the factors by then), or freeze them with"
             " requires_grad_(False)."
         )
 
 
-def check_callbacks(loop: Callback, trainer: Any, module: nn.Module) -> None:
-    """Refuse callbacks, or an order of callbacks, that would take a client's weights for the global model's."""
+def goes_on_from(settings: FederatedSettings) -> str:
+    """Return what in an experiment goes on from the parameters trained in earlier rounds, so that they must stay."""
+    if not settings.algorithm.follows_trained:
+        return f"{type(settings.algorithm).__name__} goes on from what it has of the earlier ones, as FedAvg does not"
+    if any(codec.error_feedback for codec in (*settings.uplink, *settings.downlink)):
+        return "error feedback goes on from what it has of the earlier ones"
+    return "optimizer_state='keep' has moments of the earlier ones" if settings.optimizer_state == "keep" else ""
+
+
+def check_callbacks(loop: Callback, trainer: Any, module: nn.Module, keeping: str) -> None:
+    """Refuse callbacks, or an order of callbacks, that would take a client's weights for the global model's.
+
+    ``keeping`` says why the same parameters must be trained in all rounds; it is empty where they need not be.
+    """
     callbacks = trainer.callbacks
     if sum(type(callback) is type(loop) for callback in callbacks) > 1:
         raise MisconfigurationException("there are two FederatedLoop callbacks: keep one.")
@@ -82,6 +114,16 @@ def check_callbacks(loop: Callback, trainer: Any, module: nn.Module) -> None:
             raise MisconfigurationException(
                 f"{type(callback).__name__} makes trial fits, which would be rounds of the experiment: tune without"
                 " FederatedLoop first, and set what it finds."
+            )
+        if isinstance(callback, BaseFinetuning) and keeping:
+            raise MisconfigurationException(
+                f"{type(callback).__name__} lets other parameters be trained from some round on, and {keeping}: leave"
+                " it out, and freeze what is never trained with requires_grad_(False)."
+            )
+        if isinstance(callback, ModelPruning):
+            raise MisconfigurationException(
+                f"{type(callback).__name__} replaces parameters by masked ones, which clients would not be sent: prune"
+                " before the fit and make it permanent, or after the fit."
             )
         if isinstance(callback, WeightAveraging) and any(
             callback.should_update(step_idx=step) for step in range(_SAMPLED_STEPS)

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from lightning_lowrank.compression import Packet
 from lightning_lowrank.federated.algorithm import detached, inherits
+from lightning_lowrank.federated.checks import check_trained, goes_on_from, listed
 from lightning_lowrank.federated.data.planner import RoundPlan
 from lightning_lowrank.federated.failures import NotFiniteError, described, not_finite, rows_not_finite
-from lightning_lowrank.federated.messages import Ledger, Message
+from lightning_lowrank.federated.messages import Ledger, Message, dense_bytes
 from lightning_lowrank.federated.offload import ClientStates
 from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.federated.state import ClientContext, ClientInfo, Server, State, copy_into, trained_tensors
@@ -62,6 +63,7 @@ class Coordinator:
         self._first_error: Exception | None = None
         self.infinite: frozenset[str] = frozenset()
         """Names of buffers that hold numbers that are not finite, such as a mask of -inf."""
+        self._trained: dict[str, Tensor] | None = None
 
     def setup(self) -> None:
         """Let the method and the wire look at the module, before the first round."""
@@ -90,6 +92,7 @@ class Coordinator:
         """Begin a round on the server, which as many as ``idle`` clients sit out that could take part."""
         server = self.server
         server.round, server.cohort = plan.round, plan.clients
+        self._follow(server.base.parameters(live))
         server.adopt(live, shown=self.algorithm.global_model(server))
         self.ledger.begin_round()
         self.failed, self._answers, self._first_error = {}, 0, None
@@ -102,6 +105,44 @@ class Coordinator:
             self.ledger.down(self.broadcast(self.info(client)).nbytes)
         if self.broadcasts_to_all:
             self.ledger.idle(idle * self.broadcast(self.info(plan.clients[0])).nbytes)
+
+    def _follow(self, trained: dict[str, Tensor]) -> None:
+        """Take note of the parameters that are trained from this round on, which a callback may have changed.
+
+        Raises:
+            MisconfigurationException: If nothing is trained, a parameter is gone, no optimizer has it, or what is kept
+                from round to round does not suit it.
+        """
+        base, before = self.server.base, self._trained
+        objects, earlier = ({name: id(value) for name, value in each.items()} for each in (trained, before or {}))
+        if objects == earlier and before is not None:
+            return
+        self._trained, self.ledger.dense_bytes = trained, dense_bytes(base.module)
+        if not trained:
+            raise MisconfigurationException(
+                f"in round {self.server.round} no parameter of the module is trained: all are frozen."
+            )
+        if base.optimizers:
+            check_trained(base.module, base.optimizers)
+        if before is None:
+            return
+        gone = sorted(before.keys() - dict(base.module.named_parameters(remove_duplicate=False)).keys())
+        if gone:
+            raise MisconfigurationException(
+                f"the rounds before round {self.server.round} trained {listed(gone)}, which the module no longer has:"
+                " something has replaced parameters, as pruning and parametrizations do. Do that before or after the"
+                " fit."
+            )
+        changed = listed(sorted(trained.keys() ^ before.keys()))
+        keeping = goes_on_from(self.settings)
+        if changed and keeping:
+            raise MisconfigurationException(
+                f"from round {self.server.round} on other parameters are trained than before ({changed}), and"
+                f" {keeping}: train the same parameters in all rounds."
+            )
+        self.server.model = {
+            name: value for name, value in self.server.model.items() if name in trained or name not in before
+        }
 
     @property
     def broadcasts_to_all(self) -> bool:
@@ -285,6 +326,7 @@ class Coordinator:
             # What the module's own state holds is not saved twice.
             "model": {name: value for name, value in server.model.items() if shown.get(name) is not value},
             "state": server.state,
+            "trained": list(self._trained or ()),
             "announcement": server.announcement,
             "aggregator": server.aggregator.state_dict(),
             "initial_buffers": server.base.initial_buffers,
@@ -302,6 +344,10 @@ class Coordinator:
         server.round, server.cohort = state["round"], tuple(state["cohort"])
         server.model = to_device(state["model"])
         server.state = to_device(state["state"])
+        for name, parameter in server.base.module.named_parameters():
+            # Callbacks that thaw parameters in an epoch do not thaw them again in a run that is resumed later.
+            if name in state["trained"]:
+                parameter.requires_grad_(True)
         server.announcement = to_device(state["announcement"])
         server.aggregator.load_state_dict(state["aggregator"], server.base.device)
         server.base.initial_buffers = to_device(state["initial_buffers"])

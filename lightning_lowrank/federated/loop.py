@@ -24,6 +24,7 @@ from lightning_lowrank.federated.checks import (
     check_callbacks,
     check_local_update,
     check_optimizers,
+    goes_on_from,
     notes,
     warn_of_changed_base,
 )
@@ -42,6 +43,7 @@ from lightning_lowrank.internals.direct_steps import DirectSteps
 from lightning_lowrank.internals.lightning import (
     TrainLoaderSource,
     accumulate_per_client,
+    check_namespace,
     count_for_schedules,
     forget_batches,
     log_figures,
@@ -89,7 +91,8 @@ class FederatedLoop(FederatedSettings, Callback):
     Raises:
         MisconfigurationException: If an argument is out of range, the training loader cannot be divided among clients,
             a trained parameter is in no optimizer, or another callback would read a client's weights as the
-            global model's.
+            global model's. In a round, if other parameters are trained than before and the method cannot follow
+            (`Algorithm.follows_trained`). At the end, if no client has made a step.
 
     Example:
         >>> from lightning_lowrank import Dirichlet, FedAvg, FederatedLoop
@@ -115,6 +118,17 @@ class FederatedLoop(FederatedSettings, Callback):
         self._restored: dict[str, Any] | None = None
         self._processes: ClientParallelStrategy | None = None
         self._horizon: Horizon | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy has, or a pickle: the settings and the ledger, and nothing else of a fit."""
+        own = ("_restore", "_progress", "_data", "_rounds", "_restored", "_processes", "_horizon")
+        return {name: value for name, value in vars(self).items() if name not in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take `__getstate__`'s result."""
+        vars(self).update(state)
+        self._restore = ExitStack()
+        self._forget()
 
     @property
     def state_key(self) -> str:
@@ -156,10 +170,11 @@ class FederatedLoop(FederatedSettings, Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Take the training loader's place."""
+        check_namespace(trainer, pl_module)
         if stage != "fit":
             return
         processes = shared_by(trainer)
-        check_callbacks(self, trainer, pl_module)
+        check_callbacks(self, trainer, pl_module, goes_on_from(self))
         self._restore.close()
         source = TrainLoaderSource(trainer)
         if not source.is_defined():
@@ -270,6 +285,16 @@ class FederatedLoop(FederatedSettings, Callback):
                 f" down, {traffic['comm/ratio']:.2%} of dense FedAvg",
                 highlight=False,
                 soft_wrap=True,
+            )
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Refuse a fit in which no client has made a step, unless the trainer was told to make none."""
+        told = 0 in (trainer.max_epochs, trainer.max_steps, trainer.limit_train_batches) or trainer.should_stop
+        if self._progress.client_steps == 0 and not told:
+            raise MisconfigurationException(
+                f"the fit is over after {trainer.current_epoch} rounds, and no client has made a step: the module is as"
+                f" it was. The last round had {trainer.num_training_batches} batches; the module's"
+                " on_train_batch_start() ends a round where it returns -1."
             )
 
     # Steps

@@ -6,6 +6,7 @@ logged ``comm/...`` metrics read.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lowrank.compression import Codec, Dense
-from lightning_lowrank.federated.state import persistent_buffers, trained_tensors
+from lightning_lowrank.federated.state import persistent_buffers
 from lightning_lowrank.layers import low_rank_layers
+
+# What PEFT puts into the names of the model that it wraps.
+_PEFT_NAMES = re.compile(r"\bbase_model\.model\.|\bbase_layer\.|\boriginal_module\.")
 
 
 @dataclass
@@ -42,29 +46,61 @@ class Message:
 
 
 def dense_bytes(module: nn.Module) -> int:
-    """Return what dense FedAvg would send for ``module``: every weight that is trained or stands for a trained one.
+    """Return what dense FedAvg would send for ``module``, in the types that its tensors have now.
 
-    For a module that `LowRank` converted, these are the unconverted module's trained parameters, and its buffers.
+    These are the buffers, the parameters that are trained, and those in whose place factors are trained: the weights of
+    low-rank layers and what ``freeze_rest`` froze, and a model that PEFT wrapped, all of which PEFT freezes. So the
+    same adapters have the same size of the dense model, whoever made them.
 
     Returns:
         Bytes in one direction, to or from one client.
     """
-    recorded = getattr(module, "lowrank_conversion", None) if any(low_rank_layers(module)) else None
-    tensors = trained_tensors(module)
-    if recorded is not None:
-        dense = {
-            name: torch.empty(shape, dtype=dtype, device="meta")
-            for name, (shape, dtype) in recorded.dense_tensors.items()
-        }
-        tensors = {**dense, **persistent_buffers(module)}
-    return Dense().nbytes(tensors)
+    tensors: dict[str, Tensor] = {}
+    factors: set[Tensor] = set()
+    for name, layer in low_rank_layers(module):
+        *own, first = (value for part, value in layer.named_parameters() if part != "bias")
+        tied = first in factors
+        factors.update((*own, first))
+        if not tied and any(value.requires_grad for value in (*own, first)):
+            tensors[f"{name}.weight"] = torch.empty(layer.weight_shape, dtype=first.dtype, device="meta")
+    replaced = {
+        f"{prefix}.{name}".lstrip(".")
+        for prefix, part in module.named_modules()
+        for name in getattr(part, "frozen_for_factors", ())
+    }
+    wrapped, adapters = _peft_parameters(module)
+    for name, value in module.named_parameters():
+        if value not in factors and value not in adapters:
+            if value in wrapped:
+                name = _PEFT_NAMES.sub("", name)
+            elif not value.requires_grad and name not in replaced:
+                continue
+            tensors[name] = value
+    return Dense().nbytes({**tensors, **persistent_buffers(module)})
+
+
+def _peft_parameters(module: nn.Module) -> tuple[set[Tensor], set[Tensor]]:
+    """Return the parameters of models that PEFT wrapped and trains, and those that PEFT has put there."""
+    wrapped: set[Tensor] = set()
+    adapters: set[Tensor] = set()
+    for part in module.modules():
+        # PEFT's parts are told by their structure: PEFT need not be installed.
+        if hasattr(part, "peft_config") and any(value.requires_grad for value in part.parameters()):
+            wrapped.update(part.parameters())
+        if hasattr(part, "get_base_layer"):
+            adapters.update(set(part.parameters()) - set(part.get_base_layer().parameters()))  # type: ignore[operator]
+        for name in ("modules_to_save", "prompt_encoder"):
+            if isinstance(found := getattr(part, name, None), nn.ModuleDict):
+                adapters.update(found.parameters())
+    return wrapped, adapters
 
 
 class Ledger:
     """Bytes that crossed the wire, in this round and in all.
 
     Args:
-        dense_bytes: Size of what dense FedAvg sends for this model, in one direction, to or from one client.
+        dense_bytes: Size of what dense FedAvg sends for this model, in one direction, to or from one client. Where
+            other parameters are trained from some round on, it is another from then on.
 
     Example:
         >>> ledger = Ledger(dense_bytes=100)
@@ -78,7 +114,7 @@ class Ledger:
         self.dense_bytes = dense_bytes
         self.round_up = self.round_down = self.round_idle = 0
         self.total_up = self.total_down = self.total_idle = 0
-        self.transfers = 0
+        self.total_dense = 0
 
     def begin_round(self) -> None:
         """Set the round's figures to zero."""
@@ -88,13 +124,13 @@ class Ledger:
         """Enter what each of so many taking-part clients was sent."""
         self.round_down += nbytes * clients
         self.total_down += nbytes * clients
-        self.transfers += clients
+        self.total_dense += self.dense_bytes * clients
 
     def up(self, nbytes: int, clients: int = 1) -> None:
         """Enter what each of so many clients sent."""
         self.round_up += nbytes * clients
         self.total_up += nbytes * clients
-        self.transfers += clients
+        self.total_dense += self.dense_bytes * clients
 
     def idle(self, nbytes: int) -> None:
         """Enter what clients that sat the round out had to hear all the same."""
@@ -105,9 +141,9 @@ class Ledger:
         """Return the ``comm/...`` figures: bytes of this round, cumulative bytes, and the ratio to dense FedAvg.
 
         ``comm/ratio`` is all bytes to and from clients that took part, over what dense FedAvg would have moved in
-        as many transfers. ``comm/idle_down_bytes`` is in neither: see `Algorithm.announce`.
+        the same transfers (`dense_bytes`, of each round's module). ``comm/idle_down_bytes`` is in neither: see
+        `Algorithm.announce`.
         """
-        dense = self.dense_bytes * self.transfers
         return {
             "comm/up_bytes": self.round_up,
             "comm/down_bytes": self.round_down,
@@ -116,7 +152,7 @@ class Ledger:
             "comm/total_down_bytes": self.total_down,
             "comm/total_idle_down_bytes": self.total_idle,
             "comm/total_bytes": self.total_up + self.total_down,
-            "comm/ratio": (self.total_up + self.total_down) / dense if dense else 0.0,
+            "comm/ratio": (self.total_up + self.total_down) / max(self.total_dense, 1),
         }
 
     def state_dict(self) -> dict[str, int]:

@@ -158,12 +158,12 @@ class Rounds:
     def _begin_round(self) -> None:
         plan, progress = self._data.current_plan(), self._progress
         self.execution.begin_round()
-        progress.round_open = True
         progress.client_steps_before, progress.logged_steps = progress.client_steps, 0
         eligible = int(np.count_nonzero(self._data.planner.batches))
         idle = eligible - len(plan.clients) - len(plan.failed)
         self.coordinator.begin_round(plan, self.execution.live, idle)
         self.coordinator.check_answers(len(plan.clients))
+        progress.round_open = True
         self._schedulers.begin_round()
 
     def before_batch(self, group: int) -> None:

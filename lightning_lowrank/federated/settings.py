@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from lightning_lowrank.aggregation import Aggregator, WeightedMean
+from lightning_lowrank.arguments import Configured, plain
 from lightning_lowrank.compression import Codec
 from lightning_lowrank.federated.algorithm import Algorithm
 from lightning_lowrank.federated.data.indices import ClientIndices
@@ -28,8 +29,8 @@ from lightning_lowrank.seeding import default_seed
 _SETTINGS_OF_LENGTH = ("local_epochs", "local_steps")
 
 
-@dataclass(eq=False)
-class FederatedSettings:
+@dataclass(eq=False, repr=False)
+class FederatedSettings(Configured):
     """The settings of `FederatedLoop`.
 
     Args:
@@ -289,7 +290,7 @@ class FederatedSettings:
     def settings_of(self, client: int) -> dict[str, Any]:
         """Return what is otherwise for one client."""
         given = self.client_settings
-        settings = dict(given(client) if callable(given) else (given or {}).get(client, {}))
+        settings = plain(dict(given(client) if callable(given) else (given or {}).get(client, {})))
         for name in _SETTINGS_OF_LENGTH:
             if name in settings:
                 value = settings[name]

@@ -172,7 +172,7 @@ class RemoteRounds(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Take the training loader's place."""
         if stage == "fit":
-            check_callbacks(self, trainer, pl_module)
+            check_callbacks(self, trainer, pl_module, "sites that sit that round out would not know")
             settings: Any = trainer
             TrainLoaderSource(settings).replace(_NoBatch())
             settings.reload_dataloaders_every_n_epochs = 0

@@ -78,6 +78,20 @@ def _need_together(owner: Any, *paths: str) -> None:
     _need("strategy='client_parallel'", "use lightning 2.6, or devices=1", owner, *paths)
 
 
+def check_namespace(trainer: Any, module: Any) -> None:
+    """Refuse a trainer, module, datamodule or callback of ``pytorch_lightning``, whose classes are not Lightning's.
+
+    Lightning and this package look for classes by ``isinstance``, and would pass over these without a word.
+    """
+    for part in (trainer, module, trainer.datamodule, *trainer.callbacks):
+        if any(kind.__module__.partition(".")[0] == "pytorch_lightning" for kind in type(part).__mro__):
+            raise MisconfigurationException(
+                f"{type(part).__name__} is a class of the package pytorch_lightning, and lightning_lowrank works with"
+                " lightning.pytorch, which has the same classes again: import from lightning.pytorch in place of"
+                " pytorch_lightning everywhere (`import lightning.pytorch as pl`)."
+            )
+
+
 def overrides(listener: pl.Callback | pl.LightningModule | pl.LightningDataModule, hook: str) -> bool:
     """Return whether Lightning would find another hook there than the one that does nothing.
 

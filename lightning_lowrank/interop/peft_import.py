@@ -122,7 +122,8 @@ def import_adapter(folder: str | Path, module: nn.Module, *, prefix: str | None 
         twice = [name for name in adapters if len(names[module.get_submodule(name)]) > 1]
         if twice:
             raise MisconfigurationException(f"the model holds {listed(twice)} twice, and PEFT wraps one of them.")
-        module.get_submodule(root.removesuffix(".")).requires_grad_(False)
+        base = module.get_submodule(root.removesuffix(".")).requires_grad_(False)
+        base.frozen_for_factors = frozenset(name for name, _ in base.named_parameters())  # type: ignore[assignment]
         layers = {name: _convert(module, name, adapter, config) for name, adapter in adapters.items()}
         values = _assignments(layers, adapters)
     with torch.no_grad():

@@ -21,7 +21,7 @@ from lightning_lowrank.layers.factorization import (
     Stage,
     factorization_from_dict,
 )
-from lightning_lowrank.layers.layer import LowRankLayer, low_rank_layers
+from lightning_lowrank.layers.layer import LowRankLayer, keep_frozen, low_rank_layers
 from lightning_lowrank.layers.linear import LowRankEmbedding, LowRankLinear
 from lightning_lowrank.layers.recovery import LayerSpec, dense_state_dict, merge, recover, unmerge
 from lightning_lowrank.layers.report import Conversion, LayerReport
@@ -57,6 +57,7 @@ __all__ = [
     "factorization_from_dict",
     "frobenius_norm_squared",
     "frobenius_penalty",
+    "keep_frozen",
     "low_rank_class",
     "low_rank_layers",
     "merge",

@@ -88,7 +88,7 @@ class _Budget:
         self.counts = Counter((tuple(weight.shape), cost(weight)) for weight in weights)
         # What is trained outside the weights, and the dense model.
         self.rest = sum(p.numel() * cost(p) for p in trained)
-        self.dense = sum(p.numel() * cost(p) for p in model.parameters())
+        self.dense = sum(p.numel() * cost(p) for p in model.parameters() if p.requires_grad or settings.convert_frozen)
 
     def allowed(self, tolerated: float = 0.0) -> float:
         """Return the budget in the unit; its tolerance only absorbs rounding of a product: totals are integers."""

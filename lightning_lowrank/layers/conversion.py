@@ -31,9 +31,9 @@ def convert(model: nn.Module, factorization: Factorization, *, seed: int = 0, **
     (``attention.in_proj``). Subclasses have a use for their weight that this could break. Layers that share
     one weight share the factors afterwards; they are converted all or none.
 
-    Other layers are left alone, and the report says why. So are layers whose trained factors would not be fewer
-    numbers than the weight and, in role ``"weight"``, those whose weight is constant and gives the factors no
-    start.
+    Other layers are left alone, and the report says why. So are layers whose weight is frozen, unless
+    ``convert_frozen`` is set, layers whose trained factors would not be fewer numbers than the weight and, in
+    role ``"weight"``, those whose weight is constant and gives the factors no start.
 
     Args:
         model: The model. Nothing in it is changed if an error is raised.
@@ -64,7 +64,8 @@ def convert(model: nn.Module, factorization: Factorization, *, seed: int = 0, **
     how = LowRankSettings(factorization, **settings)
     layers = survey(model, factorization)
     select(layers, how)
-    dense_parameters = sum(parameter.numel() for parameter in model.parameters())
+    dense = {name: p for name, p in model.named_parameters() if p.requires_grad or how.convert_frozen}
+    dense_parameters = sum(parameter.numel() for parameter in dense.values())
     spared = {
         parameter
         for name, parameter in model.named_parameters(remove_duplicate=False)
@@ -91,6 +92,8 @@ def convert(model: nn.Module, factorization: Factorization, *, seed: int = 0, **
                 spared.add(low_rank.frozen_weight)
         for parameter in model.parameters():
             parameter.requires_grad_(parameter in spared)
+    frozen = (name for name, p in dense.items() if not p.requires_grad and p not in replaced)
+    model.frozen_for_factors = frozenset(frozen)  # type: ignore[assignment]
 
     return Conversion(
         layers=[_report(layer, how, layer.weight in spared) for layer in layers],

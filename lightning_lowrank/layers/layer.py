@@ -95,6 +95,7 @@ class LowRankLayer(nn.Module):
             if the other were zero (``"base"``, ``"factors"``). ``weight`` is always made of both.
         trainable: Whether the dense layer's weight was trainable, as it is again in :meth:`to_dense`.
         folded: Whether :meth:`fold` has changed the frozen weight, so that the factors are not all that was learnt.
+        train_base: Whether the weight before the update may be trained.
     """
 
     dense_classes: ClassVar[tuple[type[nn.Module], ...]]
@@ -123,6 +124,7 @@ class LowRankLayer(nn.Module):
     active: Literal["both", "base", "factors"]
     trainable: bool
     folded: bool
+    train_base: bool
     _contracted: dict[tuple[Any, ...], bool]
 
     def __init__(self, *arguments: object, **keywords: object) -> None:
@@ -199,13 +201,13 @@ class LowRankLayer(nn.Module):
         nn.Module.__init__(layer)
         take_over_attributes(layer, module, hooks=True)
         layer.dense_class = type(module)
-        layer.factorization, layer.weight_shape, layer.rank = factorization, shape, rank
+        layer.factorization, layer.weight_shape, layer.rank = factorization, shape, int(rank)
         layer.role, layer.decouple, layer.half_frozen = settings.role, settings.decouple, settings.half_frozen
         layer.alpha, layer.rank_stabilized = settings.alpha, settings.rank_stabilized
         layer.dropout, layer.compute = settings.dropout, settings.compute
         layer.scale = layer.scale_at(rank)
         layer.active = "both"
-        layer.trainable = weight.requires_grad
+        layer.trainable, layer.train_base = weight.requires_grad, settings.train_base
         layer.folded = False
         layer._contracted = {}
         if layer.compute == "contracted" and not layer._can_contract():
@@ -584,3 +586,14 @@ def low_rank_layers(model: nn.Module, tied: bool = True) -> Iterator[tuple[str, 
         if isinstance(module, LowRankLayer) and (tied or module.factors not in seen):
             seen.add(module.factors)
             yield name, module
+
+
+def keep_frozen(model: nn.Module) -> None:
+    """Freeze what low-rank layers hold fixed, where something has thawed all parameters of a model.
+
+    Lightning's ``BaseFinetuning``, for example, thaws every parameter of the modules that it is given.
+    """
+    for _, layer in low_rank_layers(model):
+        layer.fixed.requires_grad_(False)
+        if layer.role == "update" and not layer.train_base:
+            layer.frozen_weight.requires_grad_(False)

@@ -43,7 +43,8 @@ class Conversion:
     Attributes:
         layers: A report for each layer of the model that has a weight, in registration order.
         specs: What is needed to compose each converted layer's dense weight, in the same order.
-        dense_parameters: Numbers in all parameters of the model before conversion.
+        dense_parameters: Numbers in all parameters of the model before conversion, without those that were frozen
+            unless ``convert_frozen`` is set.
         trainable_parameters: Numbers in all trainable parameters of the model after it.
     """
 
@@ -54,7 +55,7 @@ class Conversion:
 
     @property
     def ratio(self) -> float:
-        """Trainable parameters now over all parameters of the dense model."""
+        """Trainable parameters now over ``dense_parameters``."""
         return self.trainable_parameters / self.dense_parameters
 
     def __str__(self) -> str:

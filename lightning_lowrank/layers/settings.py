@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal, TypeVar
 
-from lightning_lowrank.arguments import check_choice, check_integer, check_number
+from lightning_lowrank.arguments import check_choice, check_integer, check_number, plain
 from lightning_lowrank.layers.factorization import Factorization, HalfFrozen, MatrixProduct
 
 Role = Literal["update", "weight"]
@@ -99,6 +99,8 @@ class LayerSettings:
     train_base: bool = False
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            object.__setattr__(self, name, plain(value))
         check_choice("role", self.role, Role)
         check_choice("half_frozen", self.half_frozen, Literal[False, True, "U", "V"])
         check_choice("init", self.init, Init)
@@ -158,7 +160,8 @@ class LowRankSettings(LayerSettings):
 
     Args:
         budget: Share of the whole model, in (0, 1]: all trained parameters after the conversion over all parameters
-            before. Biases, norms and layers that are left alone count as well as factors.
+            before. Biases, norms and layers that are left alone count as well as factors; what was frozen before counts
+            with ``convert_frozen`` only.
         ratio: Share of each weight's numbers that its factors train, in (0, 1], or a dictionary from patterns.
         rank: Rank of each weight (number of blocks for ``BlockKronecker``), or a dictionary from patterns.
         rank_ratio: Rank over output channels, γ in (0, 1], or a dictionary from patterns. The rank is γ·channels,
@@ -175,6 +178,8 @@ class LowRankSettings(LayerSettings):
         skip: ``"first"`` and ``"last"`` leave the first and the last of the layers that can be converted, in
             registration order, alone. Empty by default.
         allow_larger: Convert also layers whose factors are no fewer numbers than their weight. Off by default.
+        convert_frozen: Convert also layers whose weight is frozen (``requires_grad=False``), as for LoRA on a base that
+            was frozen by hand. Off by default: what is frozen stays as it is.
         freeze_rest: Freeze every parameter except the factors and, with ``train_base``, the weights that they
             update. Biases are frozen too. Off by default.
         keep_trained: Patterns of parameter names that ``freeze_rest`` leaves trained, such as ``["classifier"]`` for
@@ -204,10 +209,12 @@ class LowRankSettings(LayerSettings):
     exclude: Sequence[str] | None = None
     skip: Sequence[Literal["first", "last"]] | None = None
     allow_larger: bool = False
+    convert_frozen: bool = False
     freeze_rest: bool = False
     keep_trained: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._check_size()
         for name in ("include", "exclude", "skip", "keep_trained"):
             value = getattr(self, name)
@@ -223,7 +230,6 @@ class LowRankSettings(LayerSettings):
                 f"keep_trained={self.keep_trained!r} says what freeze_rest leaves trained: set freeze_rest=True, or "
                 "leave it out to train everything."
             )
-        super().__post_init__()
 
     def _check_size(self) -> None:
         sizes = {name: getattr(self, name) for name in ("rank", "rank_ratio", "ratio", "budget")}

@@ -175,13 +175,17 @@ def _why_not(module: nn.Module, projection: str, factorization: Factorization) -
 
 
 def select(layers: Sequence[Candidate], settings: LowRankSettings) -> None:
-    """Give a reason to each layer that the settings leave alone, by name, by position or by its weight's values."""
+    """Give a reason to each layer that the settings leave alone, by name, by position or by its weight."""
     convertible = [layer for layer in layers if not layer.reason]
     names = [name for layer in convertible for name in (layer.name, *layer.aliases)]
     for argument in ("include", "exclude", "rank", "rank_ratio", "ratio"):
         patterns = getattr(settings, argument)
         if isinstance(patterns, (Mapping, Sequence)):
             check_patterns(argument, patterns, names, "layer that can be converted")
+    for layer in convertible:
+        if not layer.trainable and not settings.convert_frozen:
+            layer.reason = "its weight is frozen (set convert_frozen=True to convert it)"
+    convertible = [layer for layer in convertible if not layer.reason]
     for position, index in (("first", 0), ("last", -1)):
         if position in (settings.skip or ()) and convertible:
             convertible[index].reason = f"{position} layer that can be converted (skip)"

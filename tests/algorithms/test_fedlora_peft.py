@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lowrank import (
     FFA,
+    FedAvg,
     FederatedLoop,
     FedEx,
     FedLoRA,
@@ -22,9 +23,10 @@ from lightning_lowrank import (
     SumProduct,
     import_adapter,
 )
+from lightning_lowrank.federated.messages import dense_bytes
 from lightning_lowrank.layers import low_rank_layers
 from tests.grids import daily
-from tests.helpers import fit, trainer
+from tests.helpers import Data, Module, fit, trainer
 
 CLIENTS = [list(range(12)), list(range(12, 20)), list(range(20, 32))]
 
@@ -175,6 +177,8 @@ def test_a_wrapped_module_trains_as_our_own_layers_do(peft, tmp_path, network, o
         torch.testing.assert_close(theirs.eval()(inputs), ours.eval()(inputs), rtol=1e-4, atol=1e-5)
         before = theirs(inputs)
     together = copy.deepcopy(theirs)
+    dense = [dense_bytes(Labelling(network())), dense_bytes(Labelling(Named(network())))]
+    assert [dense_bytes(theirs), dense_bytes(ours)] == dense
     _, _, own_wire = run(tmp_path, ours, FedLoRA(operator, **settings), network)
     used, _, wire = run(tmp_path, theirs, FedLoRA(operator, **settings), network)
     with torch.no_grad():
@@ -252,6 +256,25 @@ def test_what_cannot_be_trained_says_why(peft, tmp_path):
     zero, _ = pair(peft, tmp_path / "zero", bert, init_lora_weights=True)
     with pytest.raises(MisconfigurationException, match=r"word_embeddings', A, is zero"):
         run(tmp_path, zero, FedLoRA(FFA()), bert)
+
+
+@pytest.mark.parametrize(
+    ("config", "settings"),
+    [
+        ("AdaLoraConfig", {"target_modules": ["0"], "total_step": 10}),
+        ("IA3Config", {"target_modules": ["0"], "feedforward_modules": []}),
+        ("LoHaConfig", {"target_modules": ["0"]}),
+        ("LoKrConfig", {"target_modules": ["0"]}),
+        ("VeraConfig", {"target_modules": ["0"]}),
+    ],
+)
+def test_other_methods_of_peft_are_named(peft, tmp_path, config, settings):
+    wrapped = peft.get_peft_model(nn.Sequential(nn.Linear(6, 4)), getattr(peft, config)(**settings))
+    method = config.removesuffix("Config").upper()
+    module = Module(wrapped)
+    with pytest.raises(MisconfigurationException, match=f"PEFT's adapters .* of the method {method}, .* FedAvg"):
+        fit(trainer(tmp_path, FederatedLoop(FedLoRA(ProductSum()), clients=2, summary=False)), module, Data())
+    fit(trainer(tmp_path, FederatedLoop(FedAvg(), clients=2, summary=False), max_epochs=1), module, Data())
 
 
 def test_examples_of_this_file_hold_adapters(peft, tmp_path: Path):

@@ -347,3 +347,36 @@ def test_an_exception_leaves_the_last_global_model(tmp_path):
     assert_same(weights(module.net), seen.ended[0])
     assert run.limit_train_batches == 3
     assert not module._state_dict_hooks
+
+
+class EndEpochs(Module):
+    def on_train_batch_start(self, batch, batch_idx):
+        return -1
+
+
+def test_a_fit_without_a_client_step_is_an_error(tmp_path):
+    module = EndEpochs()
+    before = weights(module)
+    with pytest.raises(MisconfigurationException, match=r"over after . rounds, and no client has made a step"):
+        fit(trainer(tmp_path, loop()), module, Data())
+    assert_same(before, weights(module))
+
+
+class Stop(pl.Callback):
+    def on_train_start(self, trainer, pl_module):
+        trainer.should_stop = True
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "settings"),
+    [([], {"max_epochs": 0}), ([], {"max_steps": 0}), ([], {"limit_train_batches": 0}), ([Stop()], {})],
+    ids=["no epochs", "no steps", "no batches", "stopped"],
+)
+def test_a_fit_that_was_told_to_make_no_step_is_none(tmp_path, callbacks, settings):
+    fit(trainer(tmp_path, loop(), *callbacks, **settings), Module(), Data())
+
+
+def test_a_resumed_run_that_is_over_is_no_error(tmp_path):
+    keep = ModelCheckpoint(tmp_path, filename="last")
+    fit(trainer(tmp_path, loop(), keep, max_epochs=1), Module(), Data())
+    fit(trainer(tmp_path, loop(), max_epochs=1), Module(), Data(), ckpt_path=tmp_path / "last.ckpt")

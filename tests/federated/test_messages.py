@@ -1,11 +1,16 @@
 """The ledger, and what a message weighs."""
 
+import copy
+
+import pytest
 import torch
 from torch import nn
 
 from lightning_lowrank.federated import Ledger, Message
 from lightning_lowrank.federated.messages import dense_bytes
 from lightning_lowrank.federated.state import trained_tensors
+from lightning_lowrank.layers import MatrixProduct, convert
+from tests.helpers import network
 
 
 def test_tied_weights_are_sent_once():
@@ -48,3 +53,64 @@ def test_ledger_before_anything_crossed():
 
 def test_message_counts_elements_of_every_type():
     assert Message({"w": torch.zeros(3, 5), "seed": torch.tensor(7)}).elements == 16
+
+
+def student_and_teacher():
+    module = nn.ModuleDict({"student": network(), "teacher": network()})
+    module["teacher"].requires_grad_(False)
+    return module
+
+
+def test_dense_fedavg_would_send_what_is_trained():
+    both = student_and_teacher()
+    alone = nn.ModuleDict({"student": both["student"]})
+    assert dense_bytes(both) == dense_bytes(alone)
+    both["teacher"].requires_grad_(True)
+    assert dense_bytes(both) > 1.9 * dense_bytes(alone)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rank": 2},
+        {"rank": 2, "role": "weight"},
+        {"rank": 2, "freeze_rest": True},
+        {"rank": 2, "freeze_rest": True, "keep_trained": ["student.4"], "exclude": ["4"]},
+        {"rank": 1, "half_frozen": True, "include": ["2"]},
+        {"rank_ratio": 0.1, "train_base": True},
+    ],
+    ids=str,
+)
+def test_dense_fedavg_sends_the_same_whatever_is_low_rank(settings):
+    module = student_and_teacher()
+    dense = dense_bytes(module)
+    convert(module, MatrixProduct(), **settings)
+    assert dense_bytes(module) == dense
+    in_half = copy.deepcopy(module).bfloat16()
+    assert dense_bytes(in_half) == dense_bytes(student_and_teacher().bfloat16())
+    # A callback may freeze factors for some rounds, in which dense FedAvg would not send the weight either.
+    for layer in (module["student"][2], module["teacher"]):
+        layer.requires_grad_(False)
+    assert dense_bytes(module) < dense or settings.get("freeze_rest")
+
+
+def test_a_frozen_base_counts_where_it_is_converted():
+    module = network()
+    dense = dense_bytes(module)
+    module.requires_grad_(False)
+    convert(module, MatrixProduct(), rank=2, init="lora", convert_frozen=True)
+    assert dense_bytes(module) == dense
+
+
+@pytest.mark.parametrize("settings", [{}, {"modules_to_save": ["4"]}, {"bias": "all"}], ids=str)
+def test_a_model_that_peft_wrapped_has_the_size_of_the_dense_one(settings):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["0", "2"], **settings)
+    wrapped = nn.ModuleDict({"student": peft.get_peft_model(network(), config)})
+    dense = dense_bytes(nn.ModuleDict({"student": network()}))
+    assert dense_bytes(wrapped) == dense
+    wrapped["teacher"] = network().requires_grad_(False)
+    assert dense_bytes(wrapped) == dense
+    injected = peft.inject_adapter_in_model(config, network())
+    assert dense_bytes(injected) == dense_bytes(network())
+    assert dense_bytes(injected.requires_grad_(False)) < dense

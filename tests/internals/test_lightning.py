@@ -14,7 +14,15 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torchmetrics import SumMetric
 
-from lightning_lowrank import FedAvg, FederatedLoop, FromIndices
+from lightning_lowrank import (
+    ConvergenceMonitor,
+    FedAvg,
+    FederatedLoop,
+    FromIndices,
+    LowRank,
+    MatrixProduct,
+    StaticBatchNorm,
+)
 from lightning_lowrank.internals import lightning as internals
 from tests.helpers import Data, Module, assert_same, fit, trainer, weights
 
@@ -274,3 +282,54 @@ def test_synchronous_layers(tmp_path):
         run = trainer(tmp_path, devices=2, strategy="ddp", sync_batchnorm=synchronous)
         assert isinstance(run.strategy, DDPStrategy)
         assert internals.synchronizes_layers(run.strategy) is synchronous
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: LowRank(MatrixProduct(), rank=2, summary=False),
+        loop,
+        StaticBatchNorm,
+        ConvergenceMonitor,
+    ],
+    ids=["LowRank", "FederatedLoop", "StaticBatchNorm", "ConvergenceMonitor"],
+)
+def test_the_trainer_of_another_package_is_refused_by_each_callback(make, tmp_path):
+    other = pytest.importorskip("pytorch_lightning")
+    run = other.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu", default_root_dir=tmp_path)
+    with pytest.raises(MisconfigurationException, match=r"Trainer is a class of the package pytorch_lightning, and .*"):
+        make().setup(run, Module(), "fit")
+
+
+def test_pytorch_lightning_trains_not_nothing(tmp_path):
+    other = pytest.importorskip("pytorch_lightning")
+
+    class Other(other.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Linear(6, 4)
+
+        def training_step(self, batch, batch_idx):
+            return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    settings = {"logger": False, "enable_checkpointing": False, "accelerator": "cpu", "default_root_dir": tmp_path}
+    run = other.Trainer(**settings, callbacks=[loop()], max_epochs=1)
+    with pytest.raises(MisconfigurationException, match=r"import from lightning\.pytorch"):
+        run.fit(Other(), Data().train_dataloader())
+
+
+@pytest.mark.parametrize("base", [pl.LightningModule, pl.LightningDataModule, pl.Callback])
+def test_parts_of_another_package_are_refused(fitting, base):
+    part = type("Part", (type("Base", (base,), {"__module__": "pytorch_lightning.core"}),), {})()
+    module = fitting.lightning_module
+    if base is pl.Callback:
+        fitting.callbacks.append(part)
+    elif base is pl.LightningModule:
+        module = part
+    else:
+        fitting.datamodule = part
+    with pytest.raises(MisconfigurationException, match="Part is a class of the package pytorch_lightning"):
+        internals.check_namespace(fitting, module)

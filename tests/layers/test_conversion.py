@@ -230,7 +230,7 @@ def test_a_budget_counts_biases_and_frozen_parameters_as_they_are(tower):
 def test_freeze_rest_leaves_the_base_that_is_trained(frozen_before):
     model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4))
     model[0].weight.requires_grad_(not frozen_before)
-    conversion = convert(model, PRODUCT, rank=2, include=["0"], freeze_rest=True, train_base=True)
+    conversion = convert(model, PRODUCT, rank=2, include=["0"], freeze_rest=True, train_base=True, convert_frozen=True)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trained == {"0.factors.U", "0.factors.V", *([] if frozen_before else ["0.frozen_weight"])}
     count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -1000,7 +1000,7 @@ def test_constant_weights_are_left_alone(init):
 def test_recovered_weights_are_trainable_if_they_were():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     model[0].weight.requires_grad_(False)
-    recover_me = convert(model, MatrixProduct(), rank=1)
+    recover_me = convert(model, MatrixProduct(), rank=1, convert_frozen=True)
     assert recover_me.trainable_parameters == 2 * 16 + 2 * 8
     recover(model)
     assert [layer.weight.requires_grad for layer in model] == [False, True]
@@ -1010,3 +1010,43 @@ def test_a_spec_with_unknown_fields_is_refused(tower):
     fields = convert(tower, MatrixProduct(), rank=1).specs[0].to_dict()
     with pytest.raises(TypeError):
         LayerSpec.from_dict({**fields, "extra": 1})
+
+
+def test_what_is_frozen_stays_as_it_is_and_out_of_the_budget():
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"student": nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16))})
+    alone = copy.deepcopy(model)
+    model["teacher"] = copy.deepcopy(model["student"]).requires_grad_(False)
+    before = {name: (value, value.clone()) for name, value in model["teacher"].named_parameters()}
+    conversion, expected = (
+        convert(each, MatrixProduct(), budget=0.8, skip=["first", "last"]) for each in (model, alone)
+    )
+    assert [name for name, _ in low_rank_layers(model)] == ["student.1"]
+    assert conversion.layers[4].reason == "its weight is frozen (set convert_frozen=True to convert it)"
+    assert conversion.dense_parameters == expected.dense_parameters == 3 * 272
+    assert conversion.layers[:3] == expected.layers
+    assert not any(value.requires_grad for value in model["teacher"].parameters())
+    for name, value in model["teacher"].named_parameters():
+        assert value is before[name][0]
+        assert torch.equal(value, before[name][1])
+
+
+def test_frozen_layers_are_converted_where_that_is_asked_for():
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4)).requires_grad_(False)
+    model[2].requires_grad_(True)
+    settings = {"rank": 1, "exclude": ["2"], "init": "lora"}
+    with pytest.raises(ValueError, match=r"no layer .* its weight is frozen \(set convert_frozen=True"):
+        convert(model, MatrixProduct(), **settings)
+    conversion = convert(model, MatrixProduct(), **settings, convert_frozen=True)
+    assert [name for name, _ in low_rank_layers(model)] == ["0", "1"]
+    assert conversion.dense_parameters == 2 * 272 + 68
+    assert conversion.trainable_parameters == 2 * 32 + 68
+    assert not model[0].bias.requires_grad
+
+
+def test_a_frozen_attention_and_embedding_stay():
+    model = nn.ModuleDict({"table": nn.Embedding(32, 8), "mixer": nn.MultiheadAttention(8, 2), "head": nn.Linear(8, 8)})
+    model["table"].requires_grad_(False)
+    model["mixer"].in_proj_weight.requires_grad_(False)
+    convert(model, MatrixProduct(), rank=1)
+    assert [name for name, _ in low_rank_layers(model)] == ["mixer.out_proj", "head"]

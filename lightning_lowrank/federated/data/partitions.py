@@ -14,6 +14,7 @@ import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,6 +25,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from lightning_lowrank.arguments import Configured
 from lightning_lowrank.federated.data.columns import Column, call_on, describe, find_column, length_of, to_column
 from lightning_lowrank.federated.data.indices import ClientIndices, index_tensor
 from lightning_lowrank.federated.data.labels import check_labels, find_labels
@@ -34,7 +36,7 @@ _KEY_ADVICE = "keys must be one integer or string for each sample; ByKey takes a
 
 
 def _check_count(name: str, value: int, minimum: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < minimum:
         raise MisconfigurationException(f"{name} must be an integer of {minimum} or more, got {value!r}.")
     return value
 
@@ -45,7 +47,7 @@ def _agreed(clients: int | None, number: int, known: str) -> int:
     return number
 
 
-class Partition(ABC):
+class Partition(Configured, ABC):
     """A rule that divides a training set among clients.
 
     A rule of your own overrides `assign`, and sets ``needs_labels`` if it reads them.

@@ -16,6 +16,7 @@ from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.failures import ClientsFailed, turn_of
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.state import ClientContext, State, copied_state, copy_into, trained_tensors
+from lightning_lowrank.layers import keep_frozen
 
 
 class Execution(ABC):
@@ -56,6 +57,7 @@ class Execution(ABC):
 
     def begin_round(self) -> None:
         """Look which tensors are trained in this round."""
+        keep_frozen(self.module)
         self.live = trained_tensors(self.module)
 
     @abstractmethod

@@ -24,6 +24,7 @@ import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -217,7 +218,7 @@ class Factorization(ABC):
             ValueError: If ``rank`` is not an integer from 1 to :meth:`max_rank`.
         """
         largest = self.max_rank(shape, half_frozen)
-        if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= largest:
+        if isinstance(rank, bool) or not isinstance(rank, Integral) or not 1 <= rank <= largest:
             raise ValueError(
                 f"rank must be an integer from 1 to {largest} for {self!r} and a weight of shape "
                 f"{tuple(shape)}, but is {rank!r}."

@@ -260,7 +260,7 @@ def test_refuses_what_goes_by_steps_of_one_process(tmp_path, arguments, message)
     callbacks = [loop, *arguments.pop("callbacks", [])]
     if arguments["strategy"] == "fsdp":
         # Lightning itself refuses to make one on the CPU.
-        run = SimpleNamespace(world_size=2, strategy=FSDPStrategy(), callbacks=callbacks)
+        run = SimpleNamespace(world_size=2, strategy=FSDPStrategy(), callbacks=callbacks, datamodule=None)
     else:
         run = trainer(tmp_path, *callbacks, devices=2, **arguments)
     with pytest.raises(MisconfigurationException, match=message):

@@ -1,0 +1,191 @@
+"""What is trained changes from round to round: parameters that callbacks thaw, freeze or replace."""
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import BaseFinetuning, Callback, ModelCheckpoint, ModelPruning
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from lightning_lowrank import (
+    SCAFFOLD,
+    BlockKronecker,
+    FedAvg,
+    FederatedLoop,
+    FedMUD,
+    LowRank,
+    MatrixProduct,
+    RandomMask,
+    TopK,
+)
+from lightning_lowrank.federated.state import trained_tensors
+from tests.helpers import Data, Module, assert_same, fit, trainer, weights
+
+
+class Thaw(BaseFinetuning):
+    """Thaws the first layer in the second round."""
+
+    def freeze_before_training(self, pl_module):
+        self.freeze(pl_module.net[0])
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net[0], optimizer, lr=0.1)
+
+
+class Heads(Module):
+    def configure_optimizers(self):
+        return torch.optim.SGD([value for value in self.parameters() if value.requires_grad], lr=0.1)
+
+
+def loop(algorithm=None, **settings):
+    return FederatedLoop(FedAvg() if algorithm is None else algorithm, clients=4, seed=0, summary=False, **settings)
+
+
+class Seen(Callback):
+    """Records in each round what is trained and the ratio of traffic."""
+
+    def __init__(self):
+        self.trained, self.ratios = [], []
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.trained.append({name for name, value in pl_module.named_parameters() if value.requires_grad})
+        self.ratios.append(float(trainer.callback_metrics["comm/ratio"]))
+
+
+@pytest.mark.parametrize("execution", ["sequential", "vectorized"])
+def test_thawed_parameters_are_trained_sent_and_counted(tmp_path, execution):
+    module, seen = Heads(), Seen()
+    before = weights(module)
+    rounds = loop(execution=execution)
+    fit(trainer(tmp_path, Thaw(), rounds, seen), module, Data())
+    assert seen.ratios == [1, 1, 1]
+    assert seen.trained[0] < seen.trained[1] == {name for name, _ in module.named_parameters()}
+    assert set(rounds.server.model) == set(before)
+    assert not torch.equal(before["net.0.weight"], module.net[0].weight)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "settings"),
+    [
+        (FedMUD, {"factorization": MatrixProduct(), "rank": 2}),
+        (FedMUD, {"factorization": BlockKronecker(), "ratio": 0.4, "decouple": True}),
+        (FedAvg, {"factorization": MatrixProduct(), "rank": 2}),
+    ],
+    ids=["FedMUD", "FedMUD, decoupled", "FedAvg"],
+)
+def test_what_low_rank_layers_hold_fixed_is_never_thawed(tmp_path, algorithm, settings):
+    module, seen = Heads(), Seen()
+    rounds = loop(algorithm())
+    fit(trainer(tmp_path, LowRank(**settings, summary=False), Thaw(), rounds, seen), module, Data())
+    assert not any("frozen_weight" in name or "fixed" in name for names in seen.trained for name in names)
+    assert "net.0.factors.U" in seen.trained[1] - seen.trained[0]
+    assert not {name for name in rounds.server.model if "frozen_weight" in name}
+    assert max(seen.ratios) < 1
+
+
+def test_without_rounds_low_rank_layers_hold_it_fixed_as_well(tmp_path):
+    module = Heads()
+    low_rank = LowRank(BlockKronecker(), ratio=0.4, decouple=True, role="weight", summary=False)
+    fit(trainer(tmp_path, low_rank, Thaw()), module, Data())
+    assert not any(value.requires_grad for value in module.net[0].fixed.parameters())
+    assert module.net[0].factors["U"].requires_grad
+
+
+def test_a_base_that_may_be_trained_is_thawed(tmp_path):
+    module = Heads()
+    low_rank = LowRank(MatrixProduct(), rank=2, train_base=True, summary=False)
+    fit(trainer(tmp_path, low_rank, Thaw(), loop()), module, Data())
+    assert module.net[0].frozen_weight.requires_grad
+
+
+def test_a_run_resumed_after_the_thaw_is_the_same(tmp_path):
+    whole = Heads()
+    keep = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
+    fit(trainer(tmp_path, Thaw(), loop(), keep, max_epochs=4), whole, Data())
+    resumed = Heads()
+    fit(trainer(tmp_path, Thaw(), loop(), max_epochs=4), resumed, Data(), ckpt_path=str(tmp_path / "epoch=2.ckpt"))
+    assert_same(weights(whole), weights(resumed))
+
+
+class Freeze(Callback):
+    """Freezes the first layer in the second round."""
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        pl_module.net[0].requires_grad_(trainer.current_epoch != 1)
+
+
+def test_parameters_that_are_frozen_meanwhile_stay_as_they_are(tmp_path):
+    seen, kept = Seen(), []
+
+    class Keep(Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            kept.append(weights(pl_module.net[0]))
+
+    fit(trainer(tmp_path, Freeze(), loop(), Keep(), seen), Module(), Data())
+    assert_same(kept[0], kept[1])
+    assert not torch.equal(kept[1]["weight"], kept[2]["weight"])
+    assert set(seen.ratios) == {1}
+
+
+@pytest.mark.parametrize(
+    ("settings", "cause"),
+    [
+        ({"algorithm": SCAFFOLD()}, "SCAFFOLD goes on from what it has"),
+        ({"algorithm": RandomMask(0.5)}, "RandomMask goes on from what it has"),
+        ({"uplink": [TopK(0.5, error_feedback=True)]}, "error feedback"),
+        ({"optimizer_state": "keep"}, "optimizer_state='keep'"),
+    ],
+    ids=["SCAFFOLD", "RandomMask", "error feedback", "moments"],
+)
+def test_what_goes_on_from_earlier_parameters_refuses_others(tmp_path, settings, cause):
+    with pytest.raises(MisconfigurationException, match=f"Thaw lets other parameters be trained .* and {cause}"):
+        fit(trainer(tmp_path, Thaw(), loop(**settings)), Heads(), Data())
+    module = Module()
+    with pytest.raises(
+        MisconfigurationException, match=rf"from round 1 on .*\(net.0.bias, net.0.weight\), and {cause}"
+    ):
+        fit(trainer(tmp_path, Freeze(), loop(**settings)), module, Data())
+
+
+@pytest.mark.parametrize("when", [0, 1])
+def test_thawed_parameters_in_no_optimizer_are_refused(tmp_path, when):
+    class Forget(Thaw):
+        def finetune_function(self, pl_module, epoch, optimizer):
+            if epoch == when:
+                self.make_trainable(pl_module.net[0])
+
+    with pytest.raises(MisconfigurationException, match=r"2 trainable parameters are in no optimizer .* net.0.weight"):
+        fit(trainer(tmp_path, Forget(), loop()), Heads(), Data())
+
+
+def test_replaced_parameters_are_refused(tmp_path):
+    class Prune(Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            if trainer.current_epoch == 1:
+                nn.utils.prune.l1_unstructured(pl_module.net[0], "weight", amount=0.5)
+
+    with pytest.raises(MisconfigurationException, match=r"trained net.0.weight, which the module no longer has"):
+        fit(trainer(tmp_path, Prune(), loop()), Module(), Data())
+    pruning = ModelPruning("l1_unstructured", amount=0.5)
+    with pytest.raises(MisconfigurationException, match="ModelPruning replaces parameters by masked ones"):
+        fit(trainer(tmp_path, pruning, loop()), Module(), Data())
+
+
+def test_a_module_in_which_nothing_is_trained_is_refused(tmp_path):
+    module = Module()
+    module.requires_grad_(False)
+    with pytest.raises(MisconfigurationException, match="no parameter of the module is trained: all are frozen"):
+        fit(trainer(tmp_path, loop()), module, Data())
+    assert not any(value.requires_grad for value in trained_tensors(module).values())
+
+
+@pytest.mark.parametrize(("automatic", "returned"), [(True, None), (False, None), (True, []), (False, [])])
+def test_a_module_without_an_optimizer_is_refused(tmp_path, automatic, returned):
+    class Without(Module):
+        def configure_optimizers(self):
+            return returned
+
+    module = Without()
+    module.automatic_optimization = automatic
+    with pytest.raises(MisconfigurationException, match="no optimizer has a parameter of Without"):
+        fit(trainer(tmp_path, loop()), module, Data())
