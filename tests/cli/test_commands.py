@@ -515,12 +515,12 @@ def test_report_puts_seeds_into_one_row_and_each_shows_them(run, capsys):
     run("fit", "--config", "base.yaml", "--lowrank.rank", "3", "--trainer.max_epochs", "1")
     capsys.readouterr()
     main(["report", "runs"])
-    rows = capsys.readouterr().out.splitlines()[3:-1]
-    assert [row.split()[:2] for row in rows] == [["version_{0,1}", "2"], ["version_2", "1"]]
+    rows = capsys.readouterr().out.splitlines()[5:-1]
+    assert [row.split()[:3] for row in rows] == [["version_{0,1}", "(rank=2)", "2"], ["version_2", "(rank=3)", "1"]]
     losses = [metrics(f"runs/version_{number}")[0]["val_acc"] for number in (0, 1)]
     assert f"{sum(losses) / 2:.4f} ± {abs(losses[0] - losses[1]) / 2**0.5:.4f}" in rows[0]
     main(["report", "runs", "--each"])
-    rows = capsys.readouterr().out.splitlines()[3:-1]
+    rows = capsys.readouterr().out.splitlines()[5:-1]
     assert [row.split()[0] for row in rows] == ["version_0", "version_1", "version_2"]
 
 
