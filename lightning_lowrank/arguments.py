@@ -1,7 +1,11 @@
-"""Checks of arguments: an error names the argument, the value and what would work."""
+"""Arguments: checks, whose errors name the argument, the value and what would work, and a record of those given."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
+import inspect
 import math
 import operator
 from numbers import Real
@@ -54,3 +58,57 @@ def check_number(
         if below is None and most is None:
             wanted.append("finite")
         raise ValueError(f"{name} must be {' and '.join(wanted)}, but is {value!r}{hint and '; use '}{hint}.")
+
+
+class RecordsArguments:
+    """Base of classes whose objects remember what their constructor was given; see `recorded_arguments`."""
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        if "__init__" not in vars(cls):
+            return
+        init = vars(cls)["__init__"]
+        signature = inspect.signature(init)
+
+        @functools.wraps(init)
+        def recorded(self: Any, *arguments: Any, **named: Any) -> None:
+            if "_given_arguments" not in vars(self):
+                # What does not fit, the constructor refuses itself.
+                with contextlib.suppress(TypeError):
+                    bound = signature.bind(self, *arguments, **named)
+                    object.__setattr__(self, "_given_arguments", _by_name(bound))
+            init(self, *arguments, **named)
+
+        cls.__init__ = recorded  # type: ignore[method-assign]
+
+
+def _by_name(bound: inspect.BoundArguments) -> dict[str, Any]:
+    """Return arguments by their names, without the first, those in ``**`` among them."""
+    bound.apply_defaults()
+    found: dict[str, Any] = {}
+    for name, value in list(bound.arguments.items())[1:]:
+        further = bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
+        found.update(value if further else {name: value})
+    return found
+
+
+def recorded_arguments(obj: Any) -> dict[str, Any]:
+    """Return an object's constructor arguments by name, defaults included.
+
+    Where the object has an attribute of the argument's name, that counts, so that what was resolved or set later is
+    seen. Otherwise it is what the constructor was given, which objects of `RecordsArguments` remember. Of other
+    classes' arguments those are left out that no attribute has. Fields of a dataclass are its arguments.
+
+    Example:
+        >>> from lightning_lowrank import FedAvgM
+        >>> recorded_arguments(FedAvgM(momentum=0.5))
+        {'momentum': 0.5, 'lr': 1.0}
+    """
+    if dataclasses.is_dataclass(obj):
+        return {field.name: getattr(obj, field.name) for field in dataclasses.fields(obj) if field.init}
+    attributes = getattr(obj, "__dict__", {})
+    given = attributes.get("_given_arguments")
+    if given is None:
+        parameters = inspect.signature(type(obj).__init__).parameters
+        given = {name: attributes[name] for name in parameters if name in attributes}
+    return {name: attributes.get(name, value) for name, value in given.items()}

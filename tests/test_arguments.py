@@ -1,10 +1,12 @@
+import copy
+import inspect
 import math
 import re
 
 import pytest
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_lowrank import arguments, configuration
+from lightning_lowrank import FedHM, arguments, configuration
 
 
 @pytest.mark.parametrize(
@@ -46,3 +48,30 @@ def test_what_is_no_number(value):
         arguments.check_integer("x", value)
     with pytest.raises(MisconfigurationException, match="x must be an integer, but is "):
         configuration.check_integer("x", value)
+
+
+def test_what_constructors_were_given():
+    class Base(arguments.RecordsArguments):
+        def __init__(self, kept, renamed=2, **rest):
+            self.kept, self._renamed = kept, renamed
+
+    class Own(Base):
+        def __init__(self, more, *others):
+            super().__init__(more + 1, renamed=7)
+
+    class Plain:
+        def __init__(self, x, y=3):
+            self.x, self.hidden = x, y
+
+    base = Base(1, z=5)
+    assert arguments.recorded_arguments(base) == {"kept": 1, "renamed": 2, "z": 5}
+    assert arguments.recorded_arguments(copy.deepcopy(base)) == {"kept": 1, "renamed": 2, "z": 5}
+    base.kept = 4
+    assert arguments.recorded_arguments(base)["kept"] == 4
+    assert arguments.recorded_arguments(Own(1, 8, 9)) == {"more": 1, "others": (8, 9)}
+    assert arguments.recorded_arguments(Plain(1)) == {"x": 1}
+    recorded = arguments.recorded_arguments(FedHM(levels=[1, 0.5], shares=[2, 1]))
+    assert (recorded["levels"], recorded["shares"], recorded["capacity"]) == ((1, 0.5), [2, 1], "fixed")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'no'"):
+        FedHM(no=1)
+    assert list(inspect.signature(FedHM).parameters)[:3] == ["levels", "capacity", "shares"]

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_lowrank.arguments import RecordsArguments
+
 __all__ = ["Aggregator", "KeepsArrivals", "Peers", "check_names", "float64_device"]
 
 
@@ -28,7 +30,7 @@ class Peers(Protocol):
         """Return the sum of every process's ``tensor``."""
 
 
-class Aggregator(ABC):
+class Aggregator(RecordsArguments, ABC):
     """A rule that turns the named tensors of several parties into one value of each.
 
     A rule does not depend on the methods that use it. Its arguments are plain attributes, and `clear` resets all

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from rich.console import Console
 from torch import Tensor
 
-from lightning_lowrank.arguments import check_number
+from lightning_lowrank.arguments import RecordsArguments, check_number
 from lightning_lowrank.federated.checks import check_optimizers
 from lightning_lowrank.interop.peft_layout import Outline, outline
 from lightning_lowrank.layers import (
@@ -39,7 +39,7 @@ class _Converted:
     dense_tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
-class LowRank(Callback):
+class LowRank(RecordsArguments, Callback):
     r"""Replace a module's layers by low-rank ones, in place, when a run begins. Put it before `FederatedLoop`.
 
     Linear layers, convolutions (transposed ones too), embeddings, the projections of ``nn.MultiheadAttention`` and

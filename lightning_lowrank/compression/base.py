@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
+from lightning_lowrank.arguments import RecordsArguments
 from lightning_lowrank.compression.wire import (
     DecodingError,
     Entry,
@@ -26,7 +27,7 @@ from lightning_lowrank.compression.wire import (
 Codes = TypeVar("Codes")
 
 
-class Codec(ABC):
+class Codec(RecordsArguments, ABC):
     """How named tensors become bytes, and what of them arrives on the other side.
 
     Names, types and shapes travel with the numbers. A decoder is a codec that was built with the same arguments. It

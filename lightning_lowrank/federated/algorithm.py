@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_lowrank.arguments import RecordsArguments
 from lightning_lowrank.compression import Codec
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, Server, State, copy_into
@@ -52,7 +53,7 @@ class LocalStep:
         return values.reshape(values.shape + (1,) * (over.ndim - values.ndim)) if self.stacked else values
 
 
-class Algorithm:
+class Algorithm(RecordsArguments):
     """One federated method. The base class is federated averaging in its plainest form.
 
     A method has two halves that meet only in messages. The server's half gets the `Server`, a `ClientInfo` and a

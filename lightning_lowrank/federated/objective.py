@@ -17,11 +17,12 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from lightning_lowrank.arguments import RecordsArguments
 from lightning_lowrank.federated.algorithm import LocalStep
 from lightning_lowrank.federated.state import ClientContext
 
 
-class Objective(ABC):
+class Objective(RecordsArguments, ABC):
     """Changes what a client's batch is trained for, beside any method."""
 
     def begin(self, client: ClientContext) -> None:

@@ -24,6 +24,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from lightning_lowrank.arguments import RecordsArguments
 from lightning_lowrank.federated.data.columns import Column, call_on, describe, find_column, length_of, to_column
 from lightning_lowrank.federated.data.indices import ClientIndices, index_tensor
 from lightning_lowrank.federated.data.labels import check_labels, find_labels
@@ -45,7 +46,7 @@ def _agreed(clients: int | None, number: int, known: str) -> int:
     return number
 
 
-class Partition(ABC):
+class Partition(RecordsArguments, ABC):
     """A rule that divides a training set among clients.
 
     A rule of your own overrides `assign`, and sets ``needs_labels`` if it reads them.
