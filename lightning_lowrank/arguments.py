@@ -60,8 +60,16 @@ def check_number(
         raise ValueError(f"{name} must be {' and '.join(wanted)}, but is {value!r}{hint and '; use '}{hint}.")
 
 
+SAME_RESULT = {"same_result": True}
+"""Metadata of a dataclass's field that changes no result of a run."""
+
+
 class RecordsArguments:
     """Base of classes whose objects remember what their constructor was given; see `recorded_arguments`."""
+
+    def result_arguments(self) -> dict[str, Any]:
+        """Return the arguments by name that change a run's result: all of them, unless a subclass says otherwise."""
+        return recorded_arguments(self)
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim.swa_utils import update_bn
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, Subset
 
+from lightning_lowrank.arguments import RecordsArguments
 from lightning_lowrank.configuration import check_integer
 from lightning_lowrank.federated import FederatedLoop
 from lightning_lowrank.federated.data.loader import check_loader
@@ -22,7 +23,7 @@ from lightning_lowrank.internals.torch import BATCH_NORMS
 from lightning_lowrank.seeding import derive_seed, generator
 
 
-class StaticBatchNorm(Callback):
+class StaticBatchNorm(RecordsArguments, Callback):
     """Static BatchNorm (Diao et al., HeteroFL, ICLR 2021, Section 3): statistics are recomputed, not tracked.
 
     In training, BatchNorm layers normalise by their batch and track nothing. Before each validation of a fit, and at

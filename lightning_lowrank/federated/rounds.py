@@ -239,7 +239,7 @@ class Rounds:
         Raises:
             MisconfigurationException: Inside a round that several processes share.
         """
-        progress, execution, indices = self._progress, self.execution, self._data.divided()
+        progress, execution = self._progress, self.execution
         if progress.round_open and self._processes is not None:
             raise MisconfigurationException(
                 "a checkpoint inside a round would hold the client of one process only: save between rounds, as"
@@ -248,11 +248,8 @@ class Rounds:
         values, plan = execution.values() if progress.round_open else {}, self._data.plan
         return {
             "algorithm": type(self._algorithm).__name__,
-            "seed": self._settings.seed,
             "execution": execution.name,
             "chunk_size": self._data.chunk_size,
-            "number_of_clients": len(indices.sizes),
-            "partition": indices.digest(),
             "progress": progress.state_dict(),
             "server": self.coordinator.state_dict(),
             "chunks": [list(chunk.clients) for chunk in plan.chunks] if plan and progress.round_open else None,

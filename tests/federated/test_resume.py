@@ -19,6 +19,7 @@ from lightning_lowrank import (
     FedAvg,
     FederatedLoop,
     FedMUD,
+    FedProx,
     LowRank,
     MatrixProduct,
     load_dense,
@@ -204,10 +205,10 @@ def test_load_dense_says_what_is_missing(tmp_path):
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        ({"algorithm": FedMUD()}, "algorithm='FedAvg'"),
-        ({"seed": 5}, "seed=0"),
-        ({"clients": 5}, "4 clients"),
-        ({"partition": Dirichlet(0.5)}, "another way"),
+        ({"algorithm": FedProx(mu=0.1)}, "algorithm: 'FedAvg' in the checkpoint, 'FedProx' now"),
+        ({"seed": 5}, "seed: 0 in the checkpoint, 5 now"),
+        ({"clients": 5}, "clients: 4 in the checkpoint, 5 now"),
+        ({"partition": Dirichlet(0.5)}, "partition: 'IID' in the checkpoint, 'Dirichlet' now"),
     ],
 )
 def test_refuses_to_resume_another_experiment(tmp_path, other, message):
