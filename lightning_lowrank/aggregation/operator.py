@@ -238,4 +238,5 @@ class Operator(RecordsArguments, ABC):
         return Broadcast(clients, drawn(inputs.largest_wanted, scaling=inputs.scaling), inputs.cast(change))
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in recorded_arguments(self).items())})"
+        arguments = ", ".join(f"{name}={value!r}" for name, value in recorded_arguments(self).items())
+        return f"{type(self).__name__}({arguments})"

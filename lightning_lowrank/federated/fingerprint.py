@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -121,14 +121,17 @@ def fingerprint(settings: FederatedSettings, trainer: Any, clients: int) -> dict
     schedulers = [type(config.scheduler).__qualname__ for config in trainer.lr_scheduler_configs]
     return {
         **described,
-        "callbacks": {
-            type(each).__qualname__: describe(each) for each in trainer.callbacks if isinstance(each, RecordsArguments)
-        },
+        "callbacks": _callbacks(trainer),
         "trainer": describe(of_trainer),
         "optimizers": describe({number: _optimizer(each) for number, each in enumerate(trainer.optimizers)}),
         "schedulers": schedulers,
         "module": {"trained": f"{len(trained)} parameters, digest {digest(trained)}"},
     }
+
+
+def _callbacks(trainer: Any) -> dict[str, Any]:
+    callbacks = [each for each in trainer.callbacks if isinstance(each, RecordsArguments)]
+    return {type(each).__qualname__: describe(each) for each in callbacks}
 
 
 def _optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -195,7 +198,8 @@ def check_same_experiment(
     found = differences(saved, present)
     refused = [name for name in found if round_open or not _is_within(name, allowed)]
     if refused:
-        lines = [f"  {name}: {_short(found[name][0])} in the checkpoint, {_short(found[name][1])} now" for name in refused]
+        values = {name: [_short(value) for value in found[name]] for name in refused}
+        lines = [f"  {name}: {before} in the checkpoint, {now} now" for name, (before, now) in values.items()]
         way_out = f"allow changes by name, FederatedLoop(allow_changes={refused[:3]})"
         if round_open:
             way_out = "resume from one that was saved between rounds, where changes can be allowed by name"
@@ -208,6 +212,33 @@ def check_same_experiment(
             f"{', '.join(by_name)}: whether the checkpoint's run had the same function cannot be told, because it is a"
             " lambda or was defined in a function."
         )
+
+
+def check_before_loading(settings: FederatedSettings, trainer: Any) -> Callable[[], None]:
+    """Compare the arguments that decide about layers before Lightning loads a module's values; return what ends that.
+
+    The values of other layers do not fit, or mean something else. Everything else is compared when the fit begins.
+    """
+    module = trainer.lightning_module
+    attributes, on_load_checkpoint = vars(module), module.on_load_checkpoint
+
+    def check(checkpoint: dict[str, Any]) -> None:
+        state = checkpoint.get("callbacks", {}).get("FederatedLoop", {})
+        if "fingerprint" in state:
+            present = {**describe(settings), "callbacks": _callbacks(trainer)}
+            known = [name for name in present if name not in ("class", "client_settings", "execution")]
+            saved, present = ({name: each[name] for name in known} for each in (state["fingerprint"], present))
+            fits = _shapes(checkpoint["state_dict"]) == _shapes(module.state_dict())
+            if not fits or saved["callbacks"] != present["callbacks"]:
+                check_same_experiment(saved, present, settings.allow_changes, state["progress"]["round_open"])
+        on_load_checkpoint(checkpoint)
+
+    attributes["on_load_checkpoint"] = check
+    return lambda: attributes.pop("on_load_checkpoint", None)
+
+
+def _shapes(state: Mapping[str, Any]) -> dict[str, torch.Size]:
+    return {name: value.shape for name, value in state.items() if isinstance(value, Tensor)}
 
 
 def _has_no_name_of_its_own(described: str) -> bool:

@@ -26,7 +26,11 @@ from lightning_lowrank.federated.data.indices import ClientIndices
 from lightning_lowrank.federated.data.planner import RoundPlan
 from lightning_lowrank.federated.data.rounds import RoundData
 from lightning_lowrank.federated.execution.distributed import ClientParallelStrategy, SharedCoordinator, shared_by
-from lightning_lowrank.federated.fingerprint import check_same_experiment, fingerprint
+from lightning_lowrank.federated.fingerprint import (
+    check_before_loading,
+    check_same_experiment,
+    fingerprint,
+)
 from lightning_lowrank.federated.messages import Ledger
 from lightning_lowrank.federated.progress import Progress
 from lightning_lowrank.federated.rounds import Rounds
@@ -166,6 +170,7 @@ class FederatedLoop(FederatedSettings, Callback):
             settings.limit_train_batches = 1.0
         progress, restore = self._progress, self._restore.callback
         restore(source.restore)
+        restore(check_before_loading(self, trainer))
         restore(setattr, settings, "limit_train_batches", limit)
         restore(accumulate_per_client(trainer, lambda: progress.group_begins, lambda: progress.group_ends))
         # A plain function: torch marks the hook, and a deepcopy of the module must not copy this callback.
