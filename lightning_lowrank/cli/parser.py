@@ -36,6 +36,7 @@ from lightning_lowrank.callbacks.lowrank import LowRank
 from lightning_lowrank.cli.inspection import inspect_run, render
 from lightning_lowrank.federated.checks import check_callbacks
 from lightning_lowrank.federated.loop import FederatedLoop
+from lightning_lowrank.federated.whole_checkpoints import check_whole
 from lightning_lowrank.internals.cli import SubcommandCLI
 
 _RUN_LOGGER = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "runs", "name": None}}
@@ -182,6 +183,9 @@ class LowRankCLI(SubcommandCLI):
         """Read the command line and files; this run's seed of ``seeds`` becomes ``seed_everything``."""
         super().parse_arguments(parser, args)
         section = _section(self.config)
+        # Lightning reads the checkpoint's arguments next.
+        if section.get("ckpt_path") and Path(section["ckpt_path"]).is_file():
+            check_whole(section["ckpt_path"])
         seeds = section.get("seeds")
         if seeds is None:
             return

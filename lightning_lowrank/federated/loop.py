@@ -36,6 +36,7 @@ from lightning_lowrank.federated.progress import Progress
 from lightning_lowrank.federated.rounds import Rounds
 from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.federated.state import Server
+from lightning_lowrank.federated.whole_checkpoints import install as install_whole_checkpoints
 from lightning_lowrank.internals.direct_steps import DirectSteps
 from lightning_lowrank.internals.lightning import (
     TrainLoaderSource,
@@ -144,7 +145,8 @@ class FederatedLoop(FederatedSettings, Callback):
     # Beginning and end of a fit
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Take the training loader's place."""
+        """Take the training loader's place, and have checkpoints written whole."""
+        install_whole_checkpoints(trainer)
         if stage != "fit":
             return
         processes = shared_by(trainer)
