@@ -217,3 +217,10 @@ def test_refuses_to_resume_another_experiment(tmp_path, other, message):
     changed = FederatedLoop(**{"algorithm": FedAvg(), "clients": 4, "summary": False, **other})
     with pytest.raises(MisconfigurationException, match=message):
         fit(trainer(tmp_path, changed, max_epochs=5), Module(), Data(), ckpt_path=tmp_path / "last.ckpt")
+
+
+@pytest.mark.slow
+def test_kills_at_random_moments(tmp_path):
+    command = [sys.executable, ROOT / "tests/benchmarks/kills.py", "--kills", "6", "--seed", "1", "--rounds", "2"]
+    done = subprocess.run([*command, "--folder", tmp_path], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
