@@ -10,11 +10,13 @@ import dataclasses
 import functools
 import hashlib
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
@@ -117,7 +119,6 @@ def fingerprint(settings: FederatedSettings, trainer: Any, clients: int) -> dict
     described["client_settings"] = {str(client): describe(each) for client, each in own.items() if each}
     module = trainer.lightning_module
     of_trainer = {name: getattr(trainer, name) for name in _OF_THE_TRAINER}
-    trained = [name for name, value in module.named_parameters() if value.requires_grad]
     schedulers = [type(config.scheduler).__qualname__ for config in trainer.lr_scheduler_configs]
     return {
         **described,
@@ -125,13 +126,28 @@ def fingerprint(settings: FederatedSettings, trainer: Any, clients: int) -> dict
         "trainer": describe(of_trainer),
         "optimizers": describe({number: _optimizer(each) for number, each in enumerate(trainer.optimizers)}),
         "schedulers": schedulers,
-        "module": {"trained": f"{len(trained)} parameters, digest {digest(trained)}"},
+        "module": _module(module),
     }
 
 
 def _callbacks(trainer: Any) -> dict[str, Any]:
-    callbacks = [each for each in trainer.callbacks if isinstance(each, RecordsArguments)]
+    kinds = (RecordsArguments, GradientAccumulationScheduler)
+    callbacks = [each for each in trainer.callbacks if isinstance(each, kinds)]
     return {type(each).__qualname__: describe(each) for each in callbacks}
+
+
+def _module(module: Any) -> dict[str, Any]:
+    trained = [name for name, value in module.named_parameters() if value.requires_grad]
+    layers = {name: layer for name, layer in module.named_modules() if layer.extra_repr() or not any(layer.children())}
+    return {
+        "trained": f"{len(trained)} parameters, digest {digest(trained)}",
+        "hparams": describe(module.hparams),
+        # Where an object in there has no text of its own, its address is no difference.
+        "layers": {
+            name: re.sub(" at 0x[0-9a-f]+", "", f"{type(layer).__name__}({layer.extra_repr()})")
+            for name, layer in layers.items()
+        },
+    }
 
 
 def _optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

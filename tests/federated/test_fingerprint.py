@@ -352,8 +352,22 @@ OUTSIDE: dict[str, tuple[str, dict[str, Any]]] = {
         "schedulers",
         {"module": lambda: Module(optimizer=SGD, scheduler=partial(torch.optim.lr_scheduler.StepLR, step_size=1))},
     ),
+    "layers": ("module.layers.net.1: 'ReLU()' in the checkpoint, 'Tanh()' now", {"module": lambda: with_tanh()}),
+    "hyperparameters": ("module.hparams.smoothing", {"module": lambda: with_hyperparameters(smoothing=0.2)}),
     "frozen": ("module.trained", {"module": lambda: frozen(Module(optimizer=SGD))}),
 }
+
+
+def with_tanh():
+    module = Module(optimizer=SGD)
+    module.net[1] = nn.Tanh()
+    return module
+
+
+def with_hyperparameters(**given):
+    module = Module(optimizer=SGD)
+    module.save_hyperparameters(given)
+    return module
 
 
 def frozen(module):
