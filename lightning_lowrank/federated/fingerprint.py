@@ -12,6 +12,7 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -50,10 +51,15 @@ def describe(value: Any, depth: int = 0) -> Any:
     """
     if isinstance(value, np.generic):
         value = value.item()
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    if isinstance(value, float):
-        return value if value == value else "nan"
+    if isinstance(value, Enum):
+        value = value.value
+    if value is None:
+        return None
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return kind(value) if value == value else "nan"
+    if isinstance(value, np.ndarray) and value.dtype == object:
+        value = value.tolist()
     if isinstance(value, (Tensor, np.ndarray)):
         return _describe_array(value)
     if isinstance(value, (bytes, os.PathLike, torch.dtype, torch.device, complex)):
@@ -66,7 +72,7 @@ def describe(value: Any, depth: int = 0) -> Any:
     if isinstance(value, (set, frozenset)):
         return sorted(map(str, value))
     if isinstance(value, (list, tuple, range)):
-        listed = [within(each) for each in value]
+        listed = [each if type(each) is int else within(each) for each in value]
         return listed if _entries(listed) <= _LONGEST_LIST else f"{len(listed)} entries, digest {digest(listed)}"
     if isinstance(value, functools.partial):
         return {"class": f"partial {within(value.func)}", "args": within(value.args), **within(value.keywords)}
@@ -164,6 +170,7 @@ def flatten(description: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[
     """
     for name, value in description.items():
         if isinstance(value, list) and any(isinstance(each, Mapping) for each in value):
+            yield prefix + name, [each["class"] if isinstance(each, Mapping) else each for each in value]
             value = {str(number): each for number, each in enumerate(value)}
         if not isinstance(value, Mapping):
             yield prefix + name, value

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
 
 from lightning_lowrank.federated.algorithm import detached, inherits
 from lightning_lowrank.federated.coordinator import Coordinator
@@ -127,6 +128,8 @@ class Rounds:
         if progress.chunk_open:
             chunk, round_state = plan.chunks[progress.chunk], self._to_device(state["round_state"])
             execution.resume(chunk, self._step_in_chunk(), values, round_state)
+            for name, gradient in self._to_device(state["gradients"]).items():
+                self._module.get_parameter(name).grad = gradient
         else:
             execution.resume_between(values)
 
@@ -233,6 +236,14 @@ class Rounds:
             "federated/client_steps": self._progress.client_steps,
         }
 
+    def _gradients(self) -> dict[str, Tensor]:
+        """Return the gradients that further batches are to be added to."""
+        kept = not self._progress.group_ends or not self._module.automatic_optimization
+        if not (kept and self._progress.chunk_open):
+            return {}
+        parameters = self._module.named_parameters()
+        return detached({name: value.grad for name, value in parameters if value.grad is not None})
+
     def state_dict(self) -> dict[str, Any]:
         """Return all that a resumed run needs, as tensors and plain Python.
 
@@ -255,6 +266,7 @@ class Rounds:
             "chunks": [list(chunk.clients) for chunk in plan.chunks] if plan and progress.round_open else None,
             "client_values": detached(values),
             "round_state": execution.round_state if progress.chunk_open else {},
+            "gradients": self._gradients(),
             "common_options": self._options.common,
             "schedulers": self._schedulers.state_dict(),
         }

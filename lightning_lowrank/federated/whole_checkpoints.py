@@ -33,9 +33,7 @@ class WholeCheckpoints(TorchCheckpointIO):
         >>> trainer = L.Trainer(plugins=[WholeCheckpoints()], logger=False, accelerator="cpu")
     """
 
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
-    ) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         """Write a checkpoint beside ``path`` and rename it."""
         if storage_options is not None or not _is_local(path):
             super().save_checkpoint(checkpoint, path, storage_options)
@@ -58,7 +56,7 @@ class WholeCheckpoints(TorchCheckpointIO):
 
     def load_checkpoint(
         self,
-        path: str | os.PathLike[str],
+        path: str | Path,
         map_location: Callable[..., Any] | None = lambda storage, location: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
@@ -78,7 +76,7 @@ def install(trainer: Any) -> None:
         trainer.strategy.checkpoint_io = WholeCheckpoints()
 
 
-def is_whole(path: str | os.PathLike[str]) -> bool:
+def is_whole(path: str | Path) -> bool:
     """Return whether a checkpoint has all that was written into it, by the checksums that ``torch.save`` wrote."""
     try:
         with zipfile.ZipFile(path) as archive:
@@ -87,7 +85,7 @@ def is_whole(path: str | os.PathLike[str]) -> bool:
         return False
 
 
-def check_whole(path: str | os.PathLike[str]) -> None:
+def check_whole(path: str | Path) -> None:
     """Refuse a torn checkpoint, and name the newest whole one beside it.
 
     Raises:
@@ -107,11 +105,11 @@ def check_whole(path: str | os.PathLike[str]) -> None:
     )
 
 
-def _is_of_old_format(path: str | os.PathLike[str]) -> bool:
+def _is_of_old_format(path: str | Path) -> bool:
     """Return whether a file was written by ``torch.save`` without a zip archive, which has no checksums."""
     with Path(path).open("rb") as file:
         return file.read(2) == b"\x80\x02"
 
 
-def _is_local(path: str | os.PathLike[str]) -> bool:
+def _is_local(path: str | Path) -> bool:
     return "://" not in str(path)

@@ -2,14 +2,17 @@
 
 import dataclasses
 import inspect
+import math
 import typing
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import TensorDataset, default_collate
@@ -345,6 +348,14 @@ OUTSIDE: dict[str, tuple[str, dict[str, Any]]] = {
     "limit_train_batches": ("data.limit_train_batches", {"limit_train_batches": 2}),
     "accumulate_grad_batches": ("trainer.accumulate_grad_batches", {"accumulate_grad_batches": 2}),
     "clipping": ("trainer.gradient_clip_val", {"gradient_clip_val": 0.1}),
+    "clipping algorithm": (
+        "trainer.gradient_clip_algorithm",
+        {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"},
+    ),
+    "accumulation schedule": (
+        "callbacks.GradientAccumulationScheduler",
+        {"callbacks": [GradientAccumulationScheduler({0: 2})]},
+    ),
     "precision": ("trainer.precision", {"precision": "bf16-mixed"}),
     "optimizer": ("optimizers.0", {"module": lambda: Module(optimizer=partial(torch.optim.Adam, lr=0.1))}),
     "learning rate": ("optimizers.0.lr", {"module": lambda: Module(optimizer=partial(torch.optim.SGD, lr=0.2))}),
@@ -452,6 +463,12 @@ def test_functions_of_the_client_are_compared_by_what_they_give(tmp_path):
         run(tmp_path, {"client_settings": lambda client: {"lr": 0.2}}, checkpoint=tmp_path / "epoch=0.ckpt")
 
 
+def test_checkpoints_hold_plain_python(tmp_path):
+    run(tmp_path, {}, max_epochs=1, gradient_clip_val=1.0, gradient_clip_algorithm="norm")
+    saved = torch.load(tmp_path / "epoch=0.ckpt", weights_only=True)["callbacks"]["FederatedLoop"]["fingerprint"]
+    assert saved["trainer"]["gradient_clip_algorithm"] == "norm"
+
+
 def test_a_random_reading_is_no_difference(tmp_path):
     class Noisy(TensorDataset):
         draws = torch.Generator()
@@ -482,5 +499,15 @@ def test_descriptions_are_the_same_in_every_process():
         "c": described["c"],
         "d": {"class": "partial function max", "args": [], "default": 1},
     }
-    assert dict(flatten({"uplink": [{"class": "TopK", "share": 0.5}]})) == {"uplink.0": "TopK", "uplink.0.share": 0.5}
+    assert dict(flatten({"uplink": [{"class": "TopK", "share": 0.5}]})) == {
+        "uplink": ["TopK"],
+        "uplink.0": "TopK",
+        "uplink.0.share": 0.5,
+    }
+    assert describe([np.float32(0.5), math.nan, np.array(["a"], dtype=object), TrainerFn.FITTING]) == [
+        0.5,
+        "nan",
+        ["a"],
+        "fit",
+    ]
     assert differences({"a": {"class": "A", "x": 1}, "b": 1}, {"a": {"class": "B"}, "c": 2}).keys() == {"a", "b", "c"}

@@ -97,6 +97,42 @@ def test_resume_from_every_checkpoint(tmp_path, low_rank, arguments):
                 assert torch.equal(logged[name], expected[name]), (file.name, number, name)
 
 
+class SaveEachBatch(pl.Callback):
+    """Saves after batches that only accumulate as well, as a callback does that goes by time."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        trainer.save_checkpoint(f"{trainer.default_root_dir}/{trainer.current_epoch}-{batch_idx}.ckpt")
+
+
+class Manual(Module):
+    """Steps with the gradients of two batches, but for the last."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        self.manual_backward(self.loss(batch))
+        if batch_idx % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(("kind", "group"), [(Module, 3), (Manual, 1)])
+def test_gradients_that_are_being_accumulated_are_kept(tmp_path, kind, group):
+    def run(*callbacks, **arguments):
+        loop = FederatedLoop(FedAvg(), clients=2, local_steps=4, summary=False)
+        module = kind()
+        fitted = trainer(tmp_path, loop, *callbacks, max_epochs=1, accumulate_grad_batches=group)
+        fit(fitted, module, Data(), **arguments)
+        return weights(module)
+
+    expected = run(SaveEachBatch())
+    for batch in range(3):
+        assert_same(expected, run(ckpt_path=tmp_path / f"0-{batch}.ckpt"))
+
+
 def test_checkpoints_hold_the_global_model(tmp_path):
     class Rounds(pl.Callback):
         def __init__(self):

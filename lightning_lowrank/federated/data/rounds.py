@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -165,15 +165,18 @@ class RoundData:
         seed = self.settings.experiment_seed
         size = len(loader.dataset)  # type: ignore[arg-type]
         drawn = torch.randperm(size, generator=generator(seed, "fingerprint"))[:_COMPARED_SAMPLES].numpy()
-        request = Request(drawn, derive_seed(seed, "fingerprint"))
+        parts = range(0, len(drawn), min(cast(int, loader.batch_size), _COMPARED_SAMPLES))
+        read_seed = derive_seed(seed, "fingerprint")
+        requests = [Request(drawn[start : start + parts.step], read_seed + start) for start in parts]
         randomness = StepRandomness()
         randomness.open()
         try:
             batches = SeededBatches(loader.dataset, loader.collate_fn)
             # Where the user's loader has workers, the dataset may be one that only workers can read.
-            first, second = map(describe, batch_reader(loader, batches, [request, request])())
+            found = [describe(batch) for batch in batch_reader(loader, batches, requests + requests)()]
         finally:
             randomness.release()
+        first, second = found[: len(requests)], found[len(requests) :]
         return digest(first) if first == second else None
 
     def stop(self) -> None:
