@@ -511,3 +511,9 @@ def test_descriptions_are_the_same_in_every_process():
         "fit",
     ]
     assert differences({"a": {"class": "A", "x": 1}, "b": 1}, {"a": {"class": "B"}, "c": 2}).keys() == {"a", "b", "c"}
+
+
+def test_the_checkpoint_of_a_server_of_sites_is_refused():
+    saved = {"algorithm": "FedAvg", "seed": 0, "execution": "sites", "server": {}}
+    with pytest.raises(MisconfigurationException, match="saved by the server of real sites"):
+        FederatedLoop(FedAvg(), clients=2).load_state_dict(saved)
