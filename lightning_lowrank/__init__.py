@@ -69,6 +69,7 @@ from lightning_lowrank.federated import (
     Objective,
     Partition,
     Server,
+    WholeCheckpoints,
 )
 from lightning_lowrank.interop import export_adapter, import_adapter, load_dense
 from lightning_lowrank.layers import (
@@ -161,6 +162,7 @@ __all__ = [
     "TDPFed",
     "TopK",
     "WeightedMean",
+    "WholeCheckpoints",
     "ZeroPadding",
     "convert",
     "export_adapter",

@@ -1,8 +1,10 @@
-"""Arguments: checks that name the argument, the value and what would work; NumPy's numbers; what `repr` shows."""
+"""Arguments: checks that name argument, value and what would work; a record of those given, which `repr` shows."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import inspect
 import math
 import operator
@@ -78,26 +80,14 @@ def plain(value: Any) -> Any:
     return value
 
 
-def arguments_of(thing: object) -> dict[str, Any]:
-    """Return those arguments of the constructor that an object keeps under their names and that are not defaults."""
-    fields = dataclasses.fields(thing) if dataclasses.is_dataclass(thing) else ()
-    factories = {each.name: each.default_factory for each in fields if callable(each.default_factory)}
-    found = {}
-    for name, parameter in inspect.signature(type(thing)).parameters.items():
-        default = factories[name]() if name in factories else parameter.default
-        if parameter.kind is parameter.VAR_KEYWORD:
-            continue
-        value = getattr(thing, name, default)
-        # Where an empty list is kept in the place of None or of an empty tuple, it is the default as well.
-        if repr(value) != repr(default) and not (value in ([], (), {}) and not default):
-            found[name] = value
-    return found
+SAME_RESULT = {"same_result": True}
+"""Metadata of a dataclass's field that changes no result of a run."""
 
 
 class Configured:
-    """An object that is configured by arguments, which it keeps under their names: `repr` shows them.
+    """An object that remembers what its constructor was given; see `recorded_arguments`.
 
-    NumPy's numbers become Python's where they are kept.
+    `repr` shows the arguments that are not defaults. NumPy's numbers become Python's where they are kept.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -106,3 +96,72 @@ class Configured:
     def __repr__(self) -> str:
         shown = ", ".join(f"{name}={value!r}" for name, value in arguments_of(self).items())
         return f"{type(self).__name__}({shown})"
+
+    def result_arguments(self) -> dict[str, Any]:
+        """Return the arguments by name that change a run's result: all of them, unless a subclass says otherwise."""
+        return recorded_arguments(self)
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        if "__init__" not in vars(cls):
+            return
+        init = vars(cls)["__init__"]
+        signature = inspect.signature(init)
+
+        @functools.wraps(init)
+        def recorded(self: Any, *arguments: Any, **named: Any) -> None:
+            if "_given_arguments" not in vars(self):
+                # What does not fit, the constructor refuses itself.
+                with contextlib.suppress(TypeError):
+                    bound = signature.bind(self, *arguments, **named)
+                    given = {name: plain(value) for name, value in _by_name(bound).items()}
+                    object.__setattr__(self, "_given_arguments", given)
+            init(self, *arguments, **named)
+
+        cls.__init__ = recorded  # type: ignore[method-assign]
+
+
+def _by_name(bound: inspect.BoundArguments) -> dict[str, Any]:
+    """Return arguments by their names, without the first, those in ``**`` among them."""
+    bound.apply_defaults()
+    found: dict[str, Any] = {}
+    for name, value in list(bound.arguments.items())[1:]:
+        further = bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
+        found.update(value if further else {name: value})
+    return found
+
+
+def recorded_arguments(obj: Any) -> dict[str, Any]:
+    """Return an object's constructor arguments by name, defaults included.
+
+    Where the object has an attribute of the argument's name, that counts, so that what was resolved or set later is
+    seen. Otherwise it is what the constructor was given, which objects of `Configured` remember. Of other
+    classes' arguments those are left out that no attribute has. Fields of a dataclass are its arguments.
+
+    Example:
+        >>> from lightning_lowrank import FedAvgM
+        >>> recorded_arguments(FedAvgM(momentum=0.5))
+        {'momentum': 0.5, 'lr': 1.0}
+    """
+    if dataclasses.is_dataclass(obj):
+        return {field.name: getattr(obj, field.name) for field in dataclasses.fields(obj) if field.init}
+    attributes = getattr(obj, "__dict__", {})
+    given = attributes.get("_given_arguments")
+    if given is None:
+        parameters = inspect.signature(type(obj).__init__).parameters
+        given = {name: attributes[name] for name in parameters if name in attributes}
+    return {name: attributes.get(name, value) for name, value in given.items()}
+
+
+def arguments_of(thing: object) -> dict[str, Any]:
+    """Return `recorded_arguments` without those that are defaults."""
+    fields = dataclasses.fields(thing) if dataclasses.is_dataclass(thing) else ()
+    defaults = {name: each.default for name, each in inspect.signature(type(thing)).parameters.items()}
+    defaults |= {each.name: each.default_factory() for each in fields if callable(each.default_factory)}
+    found = {}
+    for name, value in recorded_arguments(thing).items():
+        default = defaults.get(name, inspect.Parameter.empty)
+        # Where an empty list is kept in the place of None or of an empty tuple, it is the default as well.
+        if repr(value) != repr(default) and not (value in ([], (), {}) and not default):
+            found[name] = value
+    return found

@@ -1,3 +1,4 @@
+import copy
 import inspect
 import json
 import math
@@ -16,6 +17,7 @@ from lightning_lowrank import (
     FedAdam,
     FedAvg,
     FederatedLoop,
+    FedHM,
     FedLoRA,
     FedMUD,
     FedProx,
@@ -161,3 +163,30 @@ def test_callbacks_show_their_arguments():
     )
     assert repr(StaticBatchNorm(from_round=2)) == "StaticBatchNorm(from_round=2)"
     assert repr(ConvergenceMonitor()) == "ConvergenceMonitor()"
+
+
+def test_what_constructors_were_given():
+    class Base(arguments.Configured):
+        def __init__(self, kept, renamed=2, **rest):
+            self.kept, self._renamed = kept, renamed
+
+    class Own(Base):
+        def __init__(self, more, *others):
+            super().__init__(more + 1, renamed=7)
+
+    class Plain:
+        def __init__(self, x, y=3):
+            self.x, self.hidden = x, y
+
+    base = Base(1, z=5)
+    assert arguments.recorded_arguments(base) == {"kept": 1, "renamed": 2, "z": 5}
+    assert arguments.recorded_arguments(copy.deepcopy(base)) == {"kept": 1, "renamed": 2, "z": 5}
+    base.kept = 4
+    assert arguments.recorded_arguments(base)["kept"] == 4
+    assert arguments.recorded_arguments(Own(1, 8, 9)) == {"more": 1, "others": (8, 9)}
+    assert arguments.recorded_arguments(Plain(1)) == {"x": 1}
+    recorded = arguments.recorded_arguments(FedHM(levels=[1, 0.5], shares=[2, 1]))
+    assert (recorded["levels"], recorded["shares"], recorded["capacity"]) == ((1, 0.5), [2, 1], "fixed")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'no'"):
+        FedHM(no=1)
+    assert list(inspect.signature(FedHM).parameters)[:3] == ["levels", "capacity", "shares"]

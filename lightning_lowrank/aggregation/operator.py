@@ -13,12 +13,13 @@ from torch import Tensor
 
 from lightning_lowrank.aggregation.inputs import BOTH, NEITHER, Broadcast, Factors, LayerInputs
 from lightning_lowrank.aggregation.pairs import LowRankPair, check_rank
+from lightning_lowrank.arguments import Configured, recorded_arguments
 from lightning_lowrank.seeding import derive_seed, generator
 
 __all__ = ["Operator"]
 
 
-class Operator(ABC):
+class Operator(Configured, ABC):
     """An aggregation-broadcast operator; :meth:`aggregate` describes its work on one layer.
 
     It is a pure function of one layer's factors (Chen et al., "Convergence Analysis of Aggregation-Broadcast in
@@ -237,4 +238,5 @@ class Operator(ABC):
         return Broadcast(clients, drawn(inputs.largest_wanted, scaling=inputs.scaling), inputs.cast(change))
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+        arguments = ", ".join(f"{name}={value!r}" for name, value in recorded_arguments(self).items())
+        return f"{type(self).__name__}({arguments})"

@@ -107,6 +107,10 @@ class LowRank(Configured, Callback):
         """Name of this callback's state in checkpoints."""
         return "LowRank"
 
+    def result_arguments(self) -> dict[str, Any]:
+        """Return the arguments that change a run's result, by name."""
+        return {**vars(self.settings), "frobenius_decay": self.frobenius_decay, "seed": self.seed}
+
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Convert the module, unless an earlier run has."""
         check_namespace(trainer, pl_module)

@@ -37,6 +37,7 @@ from lightning_lowrank.cli.inspection import inspect_run, render
 from lightning_lowrank.cli.suggestions import with_suggestions
 from lightning_lowrank.federated.checks import check_callbacks, goes_on_from
 from lightning_lowrank.federated.loop import FederatedLoop
+from lightning_lowrank.federated.whole_checkpoints import check_whole, install
 from lightning_lowrank.internals.cli import SubcommandCLI
 
 _RUN_LOGGER = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "runs", "name": None}}
@@ -201,6 +202,9 @@ class LowRankCLI(SubcommandCLI):
         """Read the command line and files; this run's seed of ``seeds`` becomes ``seed_everything``."""
         super().parse_arguments(parser, args)
         section = _section(self.config)
+        # Lightning reads the checkpoint's arguments next.
+        if section.get("ckpt_path") and Path(section["ckpt_path"]).is_file():
+            check_whole(section["ckpt_path"])
         seeds = section.get("seeds")
         if seeds is None:
             return
@@ -259,12 +263,14 @@ class LowRankCLI(SubcommandCLI):
             raise
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
-        """Put the two callbacks before all others, which may read weights."""
+        """Put the two callbacks before all others, which may read weights, and have checkpoints written whole."""
         section = _section(self.config_init)
         others = section["trainer"].get("callbacks") or []
         others = others if isinstance(others, list) else [others]
         callbacks = [each for each in (section.get("lowrank"), section.get("federated"), *others) if each is not None]
-        return super().instantiate_trainer(callbacks=callbacks, **kwargs)
+        trainer = super().instantiate_trainer(callbacks=callbacks, **kwargs)
+        install(trainer)
+        return trainer
 
     def install_optimizers(self) -> None:
         """Build the optimizers of the configuration when the module asks for them, after it has its factors."""

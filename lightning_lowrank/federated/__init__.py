@@ -17,6 +17,7 @@ from lightning_lowrank.federated.messages import Ledger, Message
 from lightning_lowrank.federated.objective import MaskAbsentClasses, Objective
 from lightning_lowrank.federated.optimizers import register_elementwise
 from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, Server
+from lightning_lowrank.federated.whole_checkpoints import WholeCheckpoints
 
 __all__ = [
     "IID",
@@ -38,6 +39,7 @@ __all__ = [
     "Objective",
     "Partition",
     "Server",
+    "WholeCheckpoints",
     "find_labels",
     "register_elementwise",
 ]

@@ -5,6 +5,8 @@ What is refused raises a MisconfigurationException.
 
 from __future__ import annotations
 
+import inspect
+import types
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -25,7 +27,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_lowrank.federated.algorithm import Algorithm, inherits
-from lightning_lowrank.federated.isolation import readers_of
 from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.federated.state import Base, BufferPolicy
 from lightning_lowrank.internals.lightning import overrides
@@ -40,6 +41,7 @@ _READING_HOOKS = (
     "on_train_end",
 )
 _SAMPLED_STEPS = 1000
+_EVALUATION = ("validation_", "test_", "predict_", "on_validation_", "on_test_", "on_predict_")
 
 
 def in_no_optimizer(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[str]:
@@ -169,7 +171,7 @@ def notes(module: pl.LightningModule, buffers: BufferPolicy) -> list[str]:
             f"buffers='local' keeps the statistics of {len(statistics)} BatchNorm layers with their clients: the global"
             " model is validated with those it began with."
         )
-    readers = readers_of(module, "global_step")
+    readers = _readers_of(module, "global_step")
     if readers:
         found.append(
             f"{', '.join(readers)} of {type(module).__name__} reads global_step, which counts the optimizer steps of"
@@ -198,3 +200,23 @@ def _reads_weights(callback: Callback) -> bool:
     if ships_with_lightning and not isinstance(callback, LambdaCallback):
         return isinstance(callback, (WeightAveraging, StochasticWeightAveraging))
     return any(overrides(callback, hook) for hook in _READING_HOOKS)
+
+
+def _readers_of(module: pl.LightningModule, attribute: str) -> list[str]:
+    """Return the names of a module's own methods, but for those of evaluation, whose code mentions an attribute."""
+    found = []
+    for kind in type(module).__mro__:
+        if issubclass(pl.LightningModule, kind):
+            continue
+        for name, member in vars(kind).items():
+            function = inspect.unwrap(getattr(member, "__func__", None) or getattr(member, "fget", None) or member)
+            if not isinstance(function, types.FunctionType) or name.startswith(_EVALUATION):
+                continue
+            if attribute in _mentioned(function.__code__):
+                found.append(name)
+    return found
+
+
+def _mentioned(code: types.CodeType) -> set[str]:
+    inner = [_mentioned(const) for const in code.co_consts if isinstance(const, types.CodeType)]
+    return set(code.co_names).union(*inner)

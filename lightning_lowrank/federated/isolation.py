@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import types
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,8 +22,6 @@ from lightning_lowrank.federated.execution.base import Execution
 from lightning_lowrank.federated.state import trained_tensors
 from lightning_lowrank.internals.lightning import last_batch, overrides
 from lightning_lowrank.internals.torch import own_buffers, written
-
-_EVALUATION = ("validation_", "test_", "predict_", "on_validation_", "on_test_", "on_predict_")
 
 
 class Isolation:
@@ -189,26 +186,6 @@ class ClientSteps:
         """Give the module its own methods back."""
         for name in self._replaced:
             vars(self._module).pop(name, None)
-
-
-def readers_of(module: pl.LightningModule, attribute: str) -> list[str]:
-    """Return the names of a module's own methods, but for those of evaluation, whose code mentions an attribute."""
-    found = []
-    for kind in type(module).__mro__:
-        if issubclass(pl.LightningModule, kind):
-            continue
-        for name, member in vars(kind).items():
-            function = inspect.unwrap(getattr(member, "__func__", None) or getattr(member, "fget", None) or member)
-            if not isinstance(function, types.FunctionType) or name.startswith(_EVALUATION):
-                continue
-            if attribute in _mentioned(function.__code__):
-                found.append(name)
-    return found
-
-
-def _mentioned(code: types.CodeType) -> set[str]:
-    inner = [_mentioned(const) for const in code.co_consts if isinstance(const, types.CodeType)]
-    return set(code.co_names).union(*inner)
 
 
 @dataclass

@@ -33,12 +33,18 @@ from lightning_lowrank.federated.data.indices import ClientIndices
 from lightning_lowrank.federated.data.planner import RoundPlan
 from lightning_lowrank.federated.data.rounds import RoundData
 from lightning_lowrank.federated.execution.distributed import ClientParallelStrategy, SharedCoordinator, shared_by
+from lightning_lowrank.federated.fingerprint import (
+    check_before_loading,
+    check_same_experiment,
+    fingerprint,
+)
 from lightning_lowrank.federated.horizon import Horizon
 from lightning_lowrank.federated.messages import Ledger
 from lightning_lowrank.federated.progress import Progress
 from lightning_lowrank.federated.rounds import Rounds
 from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.federated.state import Server
+from lightning_lowrank.federated.whole_checkpoints import install as install_whole_checkpoints
 from lightning_lowrank.internals.direct_steps import DirectSteps
 from lightning_lowrank.internals.lightning import (
     TrainLoaderSource,
@@ -116,6 +122,7 @@ class FederatedLoop(FederatedSettings, Callback):
         self._data: RoundData | None = None
         self._rounds: Rounds | None = None
         self._restored: dict[str, Any] | None = None
+        self._fingerprint: dict[str, Any] = {}
         self._processes: ClientParallelStrategy | None = None
         self._horizon: Horizon | None = None
 
@@ -169,8 +176,9 @@ class FederatedLoop(FederatedSettings, Callback):
     # Beginning and end of a fit
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Take the training loader's place."""
+        """Take the training loader's place, and have checkpoints written whole."""
         check_namespace(trainer, pl_module)
+        install_whole_checkpoints(trainer)
         if stage != "fit":
             return
         processes = shared_by(trainer)
@@ -199,6 +207,7 @@ class FederatedLoop(FederatedSettings, Callback):
         self._horizon = Horizon(trainer, self._data)
         self._end_counting.callback(count_for_schedules(trainer, self._horizon, self._horizon.give))
         restore(self._end_counting.close)
+        restore(check_before_loading(self, trainer))
         restore(setattr, settings, "limit_train_batches", limit)
         restore(accumulate_per_client(trainer, lambda: progress.group_begins, lambda: progress.group_ends))
         # A plain function: torch marks the hook, and a deepcopy of the module must not copy this callback.
@@ -228,12 +237,6 @@ class FederatedLoop(FederatedSettings, Callback):
         self._restore.close()
 
     def _on_divided(self, indices: ClientIndices, labels: torch.Tensor | None) -> None:
-        restored = self._restored
-        if restored is not None and restored["partition"] != indices.digest():
-            raise MisconfigurationException(
-                f"the checkpoint's run divided the training set into {restored['number_of_clients']} clients in another"
-                f" way than this one with its {len(indices.sizes)}: resume with the same partition, clients and seed."
-            )
         if self.summary and (self._processes is None or self._processes.is_global_zero):
             Console().print(indices.summary(labels))
 
@@ -244,6 +247,9 @@ class FederatedLoop(FederatedSettings, Callback):
             rank_zero_warn(note)
         check_local_update(self.algorithm, trainer, pl_module)
         assert self._data is not None
+        self._fingerprint = fingerprint(self, trainer, len(self._data.divided()))
+        if self._restored is not None:
+            self._go_on_from(self._restored)
         make = self.make_coordinator
         if self._processes is not None:
             make = functools.partial(SharedCoordinator, self._processes, trainer)
@@ -251,6 +257,7 @@ class FederatedLoop(FederatedSettings, Callback):
             self, trainer, self._data, self._progress, self._processes, make, self._rounds, self._restored
         )
         self.ledger = self._rounds.coordinator.ledger
+        self._fingerprint["execution"] = self._rounds.execution.name
         assert self._horizon is not None
         if self._horizon.outdated():
             trainer.strategy.setup_optimizers(trainer)
@@ -368,25 +375,25 @@ class FederatedLoop(FederatedSettings, Callback):
         Raises:
             MisconfigurationException: Inside a round that several processes share.
         """
-        return {} if self._rounds is None else self._rounds.state_dict()
+        if self._rounds is None or self._data is None:
+            return {}
+        fingerprint = {**self._fingerprint, "data": self._data.fingerprint()}
+        return {**self._rounds.state_dict(), "fingerprint": fingerprint}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take `state_dict`'s result, to be installed when the fit begins.
 
         Raises:
-            MisconfigurationException: If the checkpoint is of another experiment.
+            MisconfigurationException: If no run can go on from the checkpoint. The fit refuses one of another
+                experiment when it begins.
         """
         if not state_dict:
             return
-        mine: dict[str, Any] = {"algorithm": type(self.algorithm).__name__, "seed": self.seed}
-        if self.execution != "auto":
-            mine["execution"] = self.execution
-        for name, value in mine.items():
-            if state_dict[name] != value:
-                raise MisconfigurationException(
-                    f"the checkpoint's run had {name}={state_dict[name]!r} and this one has {value!r}: resume with"
-                    " the same."
-                )
+        if "fingerprint" not in state_dict:
+            raise MisconfigurationException(
+                "the checkpoint was saved by the server of real sites, whose clients' states it does not hold: no run"
+                " can go on from it. Load its weights into the module and begin a new run."
+            )
         processes = 1 if self._processes is None else self._processes.world_size
         if state_dict["progress"]["round_open"] and processes > 1:
             raise MisconfigurationException(
@@ -394,6 +401,14 @@ class FederatedLoop(FederatedSettings, Callback):
                 " from one that was saved between rounds, or set devices=1."
             )
         self._restored = state_dict
-        self._progress.load_state_dict(state_dict["progress"])
-        if self._data is not None:
-            self._data.resumed_chunks = state_dict["chunks"]
+
+    def _go_on_from(self, state: dict[str, Any]) -> None:
+        """Take up a checkpoint's progress, if it is of the same experiment."""
+        assert self._data is not None
+        saved = state["fingerprint"]
+        execution = saved["execution"] if self.execution == "auto" else self.execution
+        present = {**self._fingerprint, "execution": execution, "data": self._data.fingerprint()}
+        check_same_experiment(saved, present, self.allow_changes, state["progress"]["round_open"])
+        self._progress.load_state_dict(state["progress"])
+        # A plan that was made before counts for nothing.
+        self._data.plan, self._data.resumed_chunks = None, state["chunks"]

@@ -18,7 +18,10 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from lightning_lowrank.federated.left_behind import claim, clear_left_behind, mark
 from lightning_lowrank.federated.state import State
+
+_FOLDER = "lightning_lowrank_clients_"
 
 
 def size(value: Any) -> int:
@@ -103,12 +106,17 @@ class ClientStates:
     Args:
         states: What clients keep, by their ids.
         limit: Bytes of tensors that clients may keep in memory between rounds. Beyond it, states go to a temporary
-            folder, the least recently used first. ``None``: no limit.
+            folder, the least recently used first. ``None``: no limit. The folder carries the names of host and
+            process, and goes with the object; those of processes that were killed are cleared here.
     """
 
     def __init__(self, states: Mapping[int, State] | None = None, limit: int | None = None) -> None:
         self._limit = limit
         self._folder: tempfile.TemporaryDirectory[str] | None = None
+        clear_left_behind(
+            (each, each.name.removeprefix(_FOLDER).rpartition("~")[0])
+            for each in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*~*")
+        )
         self._on_disk: set[int] = set()
         # The order of the dictionary is that of last use.
         self._present: dict[int, State] = dict(states or {})
@@ -128,7 +136,8 @@ class ClientStates:
 
     def _path(self, client: int) -> Path:
         if self._folder is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="lightning_lowrank_clients_")
+            self._folder = tempfile.TemporaryDirectory(prefix=f"{_FOLDER}{mark()}~")
+            claim(Path(self._folder.name))
         return Path(self._folder.name) / f"client_{client}.safetensors"
 
     def items(self) -> Iterator[tuple[int, State]]:

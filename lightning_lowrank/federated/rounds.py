@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
 
 from lightning_lowrank.federated.algorithm import detached, inherits
 from lightning_lowrank.federated.coordinator import Coordinator
@@ -148,6 +149,8 @@ class Rounds:
             execution.resume(chunk, self._step_in_chunk(), values, round_state)
             self._isolation.load_state_dict(self._to_device(state["unsaved_buffers"]))
             execution.before = self._to_device(state["before"])
+            for name, gradient in self._to_device(state["gradients"]).items():
+                self._module.get_parameter(name).grad = gradient
         else:
             execution.resume_between(values)
 
@@ -312,13 +315,21 @@ class Rounds:
             "federated/client_steps": self._progress.client_steps,
         }
 
+    def _gradients(self) -> dict[str, Tensor]:
+        """Return the gradients that further batches are to be added to."""
+        kept = not self._progress.group_ends or not self._module.automatic_optimization
+        if not (kept and self._progress.chunk_open):
+            return {}
+        parameters = self._module.named_parameters()
+        return detached({name: value.grad for name, value in parameters if value.grad is not None})
+
     def state_dict(self) -> dict[str, Any]:
         """Return all that a resumed run needs, as tensors and plain Python.
 
         Raises:
             MisconfigurationException: Inside a round that several processes share.
         """
-        progress, execution, indices = self._progress, self.execution, self._data.divided()
+        progress, execution = self._progress, self.execution
         if progress.round_open and self._processes is not None:
             raise MisconfigurationException(
                 "a checkpoint inside a round would hold the client of one process only: save between rounds, as"
@@ -327,11 +338,8 @@ class Rounds:
         values, plan = execution.values() if progress.round_open else {}, self._data.plan
         return {
             "algorithm": type(self._algorithm).__name__,
-            "seed": self._settings.seed,
             "execution": execution.name,
             "chunk_size": self._data.chunk_size,
-            "number_of_clients": len(indices.sizes),
-            "partition": indices.digest(),
             "progress": progress.state_dict(),
             "server": self.coordinator.state_dict(),
             "chunks": [list(chunk.clients) for chunk in plan.chunks] if plan and progress.round_open else None,
@@ -339,6 +347,7 @@ class Rounds:
             "round_state": execution.round_state if progress.chunk_open else {},
             "unsaved_buffers": self._isolation.state_dict() if progress.chunk_open else {},
             "before": execution.before if progress.chunk_open else {},
+            "gradients": self._gradients(),
             "common_options": self._options.common,
             "schedulers": self._schedulers.state_dict(),
         }

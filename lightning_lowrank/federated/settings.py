@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from lightning_lowrank.aggregation import Aggregator, WeightedMean
-from lightning_lowrank.arguments import Configured, plain
+from lightning_lowrank.arguments import SAME_RESULT, Configured, plain
 from lightning_lowrank.compression import Codec
 from lightning_lowrank.federated.algorithm import Algorithm
 from lightning_lowrank.federated.data.indices import ClientIndices
@@ -106,6 +106,9 @@ class FederatedSettings(Configured):
             models, moments, error feedback). What is beyond is put into a temporary folder as safetensors, that of the
             clients first which have not been drawn for longest. ``None``: no limit. Checkpoints hold all of it.
         summary: Print the partition's table when the fit begins, and a line with metrics and bytes when it ends.
+        allow_changes: Names of what may differ from the run whose checkpoint is resumed, such as
+            ``["clients_per_round", "algorithm.lr"]``; a name stands for all that is in it. By default a run that
+            differs in anything that changes its result is refused, by these names.
 
     Raises:
         MisconfigurationException: If a setting is out of range, or two of them do not go together.
@@ -133,13 +136,14 @@ class FederatedSettings(Configured):
     availability: list[float] | Callable[[int, int], bool] | None = None
     labels: Callable[[Dataset], Sequence[Any]] | None = None
     seed: int | None = None
-    summary: bool = True
+    summary: bool = field(default=True, metadata=SAME_RESULT)
     execution: Literal["sequential", "vectorized", "auto"] = "sequential"
     chunk_size: int | None = None
-    fast_steps: bool = True
+    fast_steps: bool = field(default=True, metadata=SAME_RESULT)
     client_settings: dict[int, dict[str, Any]] | Callable[[int], Mapping[str, Any]] | None = None
-    client_memory_limit: int | None = None
+    client_memory_limit: int | None = field(default=None, metadata=SAME_RESULT)
     personal_test: Literal["matched_labels"] | float | None = None
+    allow_changes: list[str] = field(default_factory=list, metadata=SAME_RESULT)
 
     def __post_init__(self) -> None:
         self.seed = default_seed() if self.seed is None else self.seed
@@ -226,6 +230,10 @@ class FederatedSettings(Configured):
         _check(
             self.client_memory_limit is None or self.client_memory_limit >= 0,
             f"client_memory_limit must be a number of bytes, 0 or more, got {self.client_memory_limit}",
+        )
+        _check(
+            isinstance(self.allow_changes, (list, tuple)) and all(isinstance(each, str) for each in self.allow_changes),
+            f"allow_changes must be a list of names such as ['clients_per_round'], got {self.allow_changes!r}",
         )
         _check(0 <= self.client_dropout < 1, f"client_dropout must be in [0, 1), got {self.client_dropout}")
         if self.sampling_weights is not None:

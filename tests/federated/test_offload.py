@@ -1,5 +1,8 @@
 """What clients keep is the same whether it lies in memory or on disk."""
 
+import os
+import signal
+import tempfile
 from functools import partial
 
 import pytest
@@ -95,3 +98,26 @@ def test_a_run_is_the_same_with_a_limit(tmp_path, execution, limit):
 def test_a_negative_limit_is_refused():
     with pytest.raises(MisconfigurationException, match="client_memory_limit must be"):
         FederatedLoop(FedAvg(), clients=2, client_memory_limit=-1)
+
+
+def test_the_next_run_clears_what_a_killed_one_kept_on_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    child = os.fork()
+    if not child:
+        states = ClientStates(limit=0)
+        states[0]["model"] = torch.ones(3)
+        states.offload()
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    (left,) = tmp_path.iterdir()
+    assert f"@{child}~" in left.name
+    states = ClientStates(limit=0)
+    states[1]["model"] = torch.ones(3)
+    states.offload()
+    assert not left.exists()
+    others = ClientStates(limit=0)
+    others[1]["model"] = torch.zeros(3)
+    others.offload()
+    assert states[1]["model"].tolist() == [1.0] * 3
+    del states, others
+    assert list(tmp_path.iterdir()) == []

@@ -19,6 +19,7 @@ from lightning_lowrank import (
     FedAvg,
     FederatedLoop,
     FedMUD,
+    FedProx,
     LowRank,
     MatrixProduct,
     load_dense,
@@ -94,6 +95,42 @@ def test_resume_from_every_checkpoint(tmp_path, low_rank, arguments):
             names = logged.keys() - {"train_loss"} if number == resumed_round else expected.keys()
             for name in names:
                 assert torch.equal(logged[name], expected[name]), (file.name, number, name)
+
+
+class SaveEachBatch(pl.Callback):
+    """Saves after batches that only accumulate as well, as a callback does that goes by time."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        trainer.save_checkpoint(f"{trainer.default_root_dir}/{trainer.current_epoch}-{batch_idx}.ckpt")
+
+
+class Manual(Module):
+    """Steps with the gradients of two batches, but for the last."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        self.manual_backward(self.loss(batch))
+        if batch_idx % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(("kind", "group"), [(Module, 3), (Manual, 1)])
+def test_gradients_that_are_being_accumulated_are_kept(tmp_path, kind, group):
+    def run(*callbacks, **arguments):
+        loop = FederatedLoop(FedAvg(), clients=2, local_steps=4, summary=False)
+        module = kind()
+        fitted = trainer(tmp_path, loop, *callbacks, max_epochs=1, accumulate_grad_batches=group)
+        fit(fitted, module, Data(), **arguments)
+        return weights(module)
+
+    expected = run(SaveEachBatch())
+    for batch in range(3):
+        assert_same(expected, run(ckpt_path=tmp_path / f"0-{batch}.ckpt"))
 
 
 def test_checkpoints_hold_the_global_model(tmp_path):
@@ -204,10 +241,10 @@ def test_load_dense_says_what_is_missing(tmp_path):
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        ({"algorithm": FedMUD()}, "algorithm='FedAvg'"),
-        ({"seed": 5}, "seed=0"),
-        ({"clients": 5}, "4 clients"),
-        ({"partition": Dirichlet(0.5)}, "another way"),
+        ({"algorithm": FedProx(mu=0.1)}, "algorithm: 'FedAvg' in the checkpoint, 'FedProx' now"),
+        ({"seed": 5}, "seed: 0 in the checkpoint, 5 now"),
+        ({"clients": 5}, "clients: 4 in the checkpoint, 5 now"),
+        ({"partition": Dirichlet(0.5)}, "partition: 'IID' in the checkpoint, 'Dirichlet' now"),
     ],
 )
 def test_refuses_to_resume_another_experiment(tmp_path, other, message):
@@ -216,3 +253,10 @@ def test_refuses_to_resume_another_experiment(tmp_path, other, message):
     changed = FederatedLoop(**{"algorithm": FedAvg(), "clients": 4, "summary": False, **other})
     with pytest.raises(MisconfigurationException, match=message):
         fit(trainer(tmp_path, changed, max_epochs=5), Module(), Data(), ckpt_path=tmp_path / "last.ckpt")
+
+
+@pytest.mark.slow
+def test_kills_at_random_moments(tmp_path):
+    command = [sys.executable, ROOT / "tests/benchmarks/kills.py", "--kills", "6", "--seed", "1", "--rounds", "2"]
+    done = subprocess.run([*command, "--folder", tmp_path], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
@@ -14,11 +15,22 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler
 from lightning_lowrank.federated.data.evaluation_samples import hold_out
 from lightning_lowrank.federated.data.indices import ClientIndices
 from lightning_lowrank.federated.data.labels import find_labels
-from lightning_lowrank.federated.data.loader import RoundLoader, batches_of, check_loader
+from lightning_lowrank.federated.data.loader import (
+    Request,
+    RoundLoader,
+    SeededBatches,
+    batch_reader,
+    batches_of,
+    check_loader,
+)
 from lightning_lowrank.federated.data.planner import RoundPlan, RoundPlanner
+from lightning_lowrank.federated.fingerprint import describe, digest
 from lightning_lowrank.federated.progress import Progress
 from lightning_lowrank.federated.randomness import StepRandomness
 from lightning_lowrank.federated.settings import FederatedSettings
+from lightning_lowrank.seeding import derive_seed, generator
+
+_COMPARED_SAMPLES = 16
 
 
 class RoundData:
@@ -55,6 +67,8 @@ class RoundData:
         self.group_key: Callable[[int, int], Hashable] = lambda client, round_number: None
         self.randomness = StepRandomness()
         self.running = True
+        self._fingerprint: dict[str, Any] = {}
+        self._labels_of_division: str | None = None
         self._progress = progress
         self._on_divided = on_divided
         self._loader: RoundLoader | None = None
@@ -127,6 +141,45 @@ class RoundData:
         assert self.indices is not None
         return self.indices
 
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what of the data changes a run's result, as plain Python."""
+        indices, loader = self.divided(), self.training_loader
+        assert loader is not None
+        if not self._fingerprint:
+            self._fingerprint = {
+                "samples": indices.size,
+                "partition": f"{len(indices)} clients, digest {indices.digest()}",
+                "labels": self._labels_of_division,
+                "content": self._content(loader),
+            }
+        return {
+            **self._fingerprint,
+            "batch_size": loader.batch_size,
+            "drop_last": loader.drop_last,
+            "shuffle": isinstance(loader.sampler, RandomSampler),
+            "collate_fn": describe(loader.collate_fn),
+            "limit_train_batches": self._limit,
+        }
+
+    def _content(self, loader: DataLoader) -> str | None:
+        """Return a digest of some samples as batches have them, ``None`` if it is another at each reading."""
+        seed = self.settings.experiment_seed
+        size = len(loader.dataset)  # type: ignore[arg-type]
+        drawn = torch.randperm(size, generator=generator(seed, "fingerprint"))[:_COMPARED_SAMPLES].numpy()
+        parts = range(0, len(drawn), min(cast(int, loader.batch_size), _COMPARED_SAMPLES))
+        read_seed = derive_seed(seed, "fingerprint")
+        requests = [Request(drawn[start : start + parts.step], read_seed + start) for start in parts]
+        randomness = StepRandomness()
+        randomness.open()
+        try:
+            batches = SeededBatches(loader.dataset, loader.collate_fn)
+            # Where the user's loader has workers, the dataset may be one that only workers can read.
+            found = [describe(batch) for batch in batch_reader(loader, batches, requests + requests)()]
+        finally:
+            randomness.release()
+        first, second = found[: len(requests)], found[len(requests) :]
+        return digest(first) if first == second else None
+
     def stop(self) -> None:
         """Plan no further round, and give the process's random number generators back."""
         self.running = False
@@ -150,6 +203,7 @@ class RoundData:
     def _divide(self, dataset: Dataset) -> ClientIndices:
         settings = self.settings
         indices, self.label_values = settings.divide(dataset)
+        self._labels_of_division = None if self.label_values is None else digest(describe(self.label_values))
         if isinstance(settings.personal_test, float):
             indices, self.held_out = hold_out(indices, settings.personal_test, settings.experiment_seed)
         return indices

@@ -1,0 +1,115 @@
+"""Checkpoints that are there as a whole or not at all, and a check for those that are not."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_lowrank.federated.left_behind import claim, clear_left_behind, mark
+
+_UNFINISHED = ".part"
+
+
+class WholeCheckpoints(TorchCheckpointIO):
+    """Lightning's default way to write checkpoints, but a run killed at any moment leaves no torn one.
+
+    A checkpoint is written beside its target, to the disk, and then renamed, on whatever file system the target is.
+    (Lightning writes into the temporary folder; if that is on another file system, its last move is a copy, which a
+    kill can cut short.) Before one is loaded it is read as a whole and compared with its checksums.
+
+    `FederatedLoop` installs it in a trainer that has Lightning's default. Use it in any other run by
+    ``Trainer(plugins=[WholeCheckpoints()])``. Checkpoints at a URL are left to Lightning.
+
+    Example:
+        >>> import lightning as L
+        >>> from lightning_lowrank import WholeCheckpoints
+        >>> trainer = L.Trainer(plugins=[WholeCheckpoints()], logger=False, accelerator="cpu")
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
+        """Write a checkpoint beside ``path`` and rename it."""
+        if storage_options is not None or not _is_local(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = claim(target.with_name(f".{target.name}.{mark()}{_UNFINISHED}"))
+        clear_left_behind(
+            (each, each.name.removesuffix(_UNFINISHED).rpartition(f"{target.suffix}.")[2])
+            for each in target.parent.glob(f".*{target.suffix}.*{_UNFINISHED}")
+        )
+        try:
+            with unfinished.open("wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            unfinished.replace(target)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        map_location: Callable[..., Any] | None = lambda storage, location: storage,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Load a checkpoint that is whole.
+
+        Raises:
+            MisconfigurationException: If it is torn.
+        """
+        if _is_local(path) and Path(path).is_file():
+            check_whole(path)
+        return super().load_checkpoint(path, map_location, weights_only)
+
+
+def install(trainer: Any) -> None:
+    """Give a trainer `WholeCheckpoints` in the place of Lightning's default."""
+    if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+        trainer.strategy.checkpoint_io = WholeCheckpoints()
+
+
+def is_whole(path: str | Path) -> bool:
+    """Return whether a checkpoint has all that was written into it, by the checksums that ``torch.save`` wrote."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.testzip() is None
+    except (zipfile.BadZipFile, OSError, EOFError, ValueError):
+        return False
+
+
+def check_whole(path: str | Path) -> None:
+    """Refuse a torn checkpoint, and name the newest whole one beside it.
+
+    Raises:
+        MisconfigurationException: If it is torn.
+    """
+    if is_whole(path) or _is_of_old_format(path):
+        return
+    others = [each for each in Path(path).parent.glob("*.ckpt") if each.is_file() and each.name != Path(path).name]
+    others.sort(key=lambda each: each.stat().st_mtime, reverse=True)
+    whole = next(filter(is_whole, others), None)
+    way_out = "there is no whole one beside it, so begin a new run"
+    if whole is not None:
+        way_out = f"the newest whole one beside it is {whole}: resume with ckpt_path={str(whole)!r}"
+    raise MisconfigurationException(
+        f"{path} is torn: its {Path(path).stat().st_size} bytes are not all that was to be written, as when a run is"
+        f" killed while it saves; {way_out}."
+    )
+
+
+def _is_of_old_format(path: str | Path) -> bool:
+    """Return whether a file was written by ``torch.save`` without a zip archive, which has no checksums."""
+    with Path(path).open("rb") as file:
+        return file.read(2) == b"\x80\x02"
+
+
+def _is_local(path: str | Path) -> bool:
+    return "://" not in str(path)

@@ -1,0 +1,143 @@
+"""A run that is killed leaves no torn checkpoint, and a torn one is recognised."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_lowrank import FedAvg, FederatedLoop, WholeCheckpoints
+from lightning_lowrank.cli import main
+from lightning_lowrank.federated import left_behind
+from tests.helpers import Data, Module, fit, trainer
+
+
+def make_run(folder, **arguments):
+    loop = FederatedLoop(FedAvg(), clients=3, summary=False)
+    kept = ModelCheckpoint(folder, "{epoch}", save_top_k=-1, save_last=True)
+    fit(trainer(folder, loop, kept, max_epochs=2), Module(), Data(), **arguments)
+
+
+@pytest.fixture
+def across_file_systems(monkeypatch):
+    """Let the process die in the middle of each move from one folder to another, as on another file system."""
+    rename, replace = os.rename, os.replace
+
+    def crossing(move):
+        def moved(source, target, **keywords):
+            if Path(source).resolve().parent == Path(target).resolve().parent:
+                return move(source, target, **keywords)
+            Path(target).write_bytes(Path(source).read_bytes()[:1000])
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        return moved
+
+    monkeypatch.setattr(os, "rename", crossing(rename))
+    monkeypatch.setattr(os, "replace", crossing(replace))
+
+
+def in_a_child(work):
+    """Run something in a process of its own, and return the signal that ended it, if any."""
+    child = os.fork()
+    if not child:
+        try:
+            work()
+        finally:
+            os._exit(0)
+    return os.WTERMSIG(os.waitpid(child, 0)[1])
+
+
+def test_the_loop_writes_beside_the_target(tmp_path, across_file_systems):
+    run = trainer(tmp_path, FederatedLoop(FedAvg(), clients=3, summary=False), max_epochs=1)
+    fit(run, Module(), Data())
+    assert in_a_child(lambda: run.save_checkpoint(tmp_path / "last.ckpt")) == 0
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["epoch"] == 1
+    assert [each.name for each in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+class KillsItself:
+    def __reduce__(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_killed_inside_a_write(tmp_path):
+    plugin, path = WholeCheckpoints(), tmp_path / "last.ckpt"
+    plugin.save_checkpoint({"a": torch.ones(5)}, path)
+    assert in_a_child(lambda: plugin.save_checkpoint({"a": torch.zeros(9), "b": KillsItself()}, path)) == signal.SIGKILL
+    assert len(list(tmp_path.glob(".last.ckpt.*.part"))) == 1
+    assert torch.equal(plugin.load_checkpoint(path)["a"], torch.ones(5))
+    plugin.save_checkpoint({"a": torch.zeros(5)}, path)
+    assert [each.name for each in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def test_a_failed_write_leaves_nothing(tmp_path):
+    with pytest.raises(AttributeError, match="local object"):
+        WholeCheckpoints().save_checkpoint({"a": lambda: 1}, tmp_path / "last.ckpt")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "changed"])
+def test_a_torn_checkpoint_is_named_with_the_newest_whole_one(tmp_path, damage):
+    make_run(tmp_path)
+    path = tmp_path / "last.ckpt"
+    content = bytearray(path.read_bytes())
+    if damage == "changed":
+        content[len(content) // 2] ^= 1
+    path.write_bytes({"cut": content[:-500], "empty": b"", "changed": content}[damage])
+    shutil.copy(path, tmp_path / "epoch=7.ckpt")
+    with pytest.raises(MisconfigurationException, match=r"last\.ckpt is torn.*epoch=1\.ckpt"):
+        make_run(tmp_path, ckpt_path=path)
+    for each in tmp_path.glob("epoch=[01].ckpt"):
+        each.unlink()
+    with pytest.raises(MisconfigurationException, match="no whole one beside it"):
+        make_run(tmp_path, ckpt_path=path)
+
+
+@pytest.mark.slow
+def test_the_command_recognises_a_torn_checkpoint(tmp_path):
+    (tmp_path / "last.ckpt").write_bytes(b"PK")
+    with pytest.raises(SystemExit, match=r"last\.ckpt is torn"):
+        main(["fit", "--config", "recipes/quickstart.yaml", "--ckpt_path", str(tmp_path / "last.ckpt")])
+
+
+def test_checkpoints_in_the_old_format_are_loaded(tmp_path):
+    torch.save({"a": 1}, tmp_path / "old.ckpt", _use_new_zipfile_serialization=False)
+    assert WholeCheckpoints().load_checkpoint(tmp_path / "old.ckpt") == {"a": 1}
+
+
+def test_a_plugin_of_the_users_stays(tmp_path):
+    class Own(TorchCheckpointIO):
+        pass
+
+    run = trainer(tmp_path, FederatedLoop(FedAvg(), clients=3, summary=False), plugins=[Own()], max_epochs=1)
+    fit(run, Module(), Data())
+    assert type(run.strategy.checkpoint_io) is Own
+
+
+def test_what_is_cleared(tmp_path):
+    ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    here = left_behind.place()
+    marks = {
+        "ended": f"{here}@{int(ended.stdout)}",
+        "of a process before this one": left_behind.mark(),
+        "in use": left_behind.mark(),
+        "running": f"{here}@1",
+        "elsewhere": "other-1@5",
+        "old elsewhere": "other-2@5",
+        "no mark": "file",
+    }
+    for name in marks:
+        (tmp_path / name).mkdir()
+    os.utime(tmp_path / "old elsewhere", (0, 0))
+    left_behind.claim(tmp_path / "in use")
+    with pytest.warns(UserWarning, match=r"old elsewhere: left by runs on other hosts"):
+        left_behind.clear_left_behind((tmp_path / name, mark) for name, mark in marks.items())
+    kept = {"in use", "running", "elsewhere", "old elsewhere", "no mark"}
+    assert {each.name for each in tmp_path.iterdir()} == kept
