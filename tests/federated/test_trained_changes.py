@@ -189,3 +189,18 @@ def test_a_module_without_an_optimizer_is_refused(tmp_path, automatic, returned)
     module.automatic_optimization = automatic
     with pytest.raises(MisconfigurationException, match="no optimizer has a parameter of Without"):
         fit(trainer(tmp_path, loop()), module, Data())
+
+
+def test_what_is_thawed_within_a_round_is_refused(tmp_path):
+    class Late(Module):
+        def training_step(self, batch, batch_idx):
+            self.net[0].requires_grad_(True)
+            return super().training_step(batch, batch_idx)
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            self.net[0].requires_grad_(False)
+
+    with pytest.raises(
+        MisconfigurationException, match=r"net.0.weight, net.0.bias is trained in a step, and was frozen when"
+    ):
+        fit(trainer(tmp_path, loop()), Late(), Data())

@@ -6,10 +6,12 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_lowrank.federated import optimizers
 from lightning_lowrank.federated.algorithm import LocalStep, detached
+from lightning_lowrank.federated.checks import listed
 from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.execution.base import Execution
 from lightning_lowrank.federated.state import ClientContext, State, copy_into
@@ -68,6 +70,22 @@ class Sequential(Execution):
     def step(self) -> LocalStep:
         """Return what the method sees of the present step."""
         return self._step_of_one(self.live, self.round_state)
+
+    def before_step(self) -> None:
+        """Show the gradients to the method; at a client's first step, refuse those of what was frozen before."""
+        if self.number == 0:
+            groups = [group for optimizer in self.base.optimizers for group in optimizer.param_groups]
+            stepped = (value for group in groups for value in group["params"] if value.grad is not None)
+            late = {value for value in stepped if value.requires_grad}
+            late -= set(self.live.values())
+            if late:
+                names = [name for name, value in self.module.named_parameters() if value in late]
+                raise MisconfigurationException(
+                    f"{listed(names)} is trained in a step, and was frozen when the round began, so that it would go"
+                    " from client to client: set requires_grad back at the end of each step, or change it in"
+                    " on_train_epoch_start."
+                )
+        super().before_step()
 
     def close(self) -> dict[int, Exception]:
         """Hand over what the client sends."""
