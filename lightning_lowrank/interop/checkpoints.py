@@ -95,8 +95,8 @@ def load_dense(path: str | Path, module: torch.nn.Module, client: int | None = N
         client: Id of a client whose own model is used instead of the global one.
 
     Raises:
-        MisconfigurationException: If the file cannot be read, the checkpoint does not describe its layers, or ``client`` keeps no model of its
-            own in it.
+        MisconfigurationException: If the file cannot be read, the checkpoint does not describe its layers, or
+            ``client`` keeps no model of its own in it.
         RuntimeError: If the checkpoint is of another architecture; torch names the tensors that do not fit.
     """
     module.load_state_dict(dense_checkpoint(path, client))
