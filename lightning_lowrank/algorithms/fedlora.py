@@ -306,7 +306,7 @@ class FedLoRA(Algorithm):
             observer(AggregatedRound(server.round, pairs, weights, found))
         del server.state["arrivals"]
         if server.aggregator.arrivals:
-            server.model.update(server.aggregator.result())
+            server.take(server.aggregated())
         self._take(server, list(arrivals), found)
 
     def _take(self, server: Server, clients: Sequence[int], found: Mapping[str, Broadcast]) -> None:
