@@ -190,7 +190,7 @@ def test_the_training_step_is_given_back_after_an_error(tmp_path):
     for execution in EXECUTIONS:
         module = Failing()
         with pytest.raises(KeyError, match="mine"):
-            run(tmp_path, execution, Pulled, lambda module=module: module)
+            run(tmp_path, execution, Pulled, lambda module=module: module, on_client_error="raise")
         assert "training_step" not in vars(module)
 
 
