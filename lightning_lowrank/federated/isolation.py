@@ -175,6 +175,7 @@ class ClientSteps:
             self._replaced["on_train_batch_start"] = lambda batch, batch_idx: start(batch, execution.number)
         if self._end is not None:
             self._replaced["on_train_batch_end"] = lambda *arguments: None
+        self._before = {name: vars(module)[name] for name in self._replaced if name in vars(module)}
         vars(module).update(self._replaced)
 
     def end_batch(self, outputs: Any, batch: Any) -> None:
@@ -186,6 +187,7 @@ class ClientSteps:
         """Give the module its own methods back."""
         for name in self._replaced:
             vars(self._module).pop(name, None)
+        vars(self._module).update(self._before)
 
 
 @dataclass

@@ -110,12 +110,13 @@ class Rounds:
         """Let the algorithm train in its own way, where it has one, and return what ends that."""
         module, attributes = self._module, vars(self._module)
         self._isolation = Isolation(module, self.execution.stacked)
-        self._steps = ClientSteps(self._trainer, self.execution)
         self.execution.start()
+        # After the execution, whose guard of the module's hooks it calls.
+        self._steps = ClientSteps(self._trainer, self.execution)
 
         def stop_execution() -> None:
-            self.execution.stop()
             self._steps.restore()
+            self.execution.stop()
 
         if inherits(self._algorithm, "local_update"):
             return stop_execution

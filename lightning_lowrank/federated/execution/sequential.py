@@ -28,7 +28,6 @@ class Sequential(Execution):
         """Let the method change the objective, where it has one of its own."""
         if not self._own_objective:
             return
-        self._own_step = vars(self.module).get("training_step")
         training_step = self.module.training_step
 
         @functools.wraps(training_step)
@@ -41,8 +40,6 @@ class Sequential(Execution):
         """Give the module its own training step back."""
         if self._own_objective:
             vars(self.module).pop("training_step", None)
-            if self._own_step is not None:
-                vars(self.module)["training_step"] = self._own_step
 
     def open(self, chunk: Chunk) -> None:
         """Make the module the chunk's one client."""
