@@ -84,9 +84,7 @@ def describe(value: Any, depth: int = 0) -> Any:
 
 
 def _result_arguments(value: Any) -> dict[str, Any]:
-    if isinstance(value, Configured):
-        return value.result_arguments()
-    arguments = recorded_arguments(value)
+    arguments = value.result_arguments() if isinstance(value, Configured) else recorded_arguments(value)
     for each in dataclasses.fields(value) if dataclasses.is_dataclass(value) else ():
         if each.metadata == SAME_RESULT:
             arguments.pop(each.name, None)
@@ -138,7 +136,9 @@ def fingerprint(settings: FederatedSettings, trainer: Any, clients: int) -> dict
 
 def _callbacks(trainer: Any) -> dict[str, Any]:
     kinds = (Configured, GradientAccumulationScheduler)
-    callbacks = [each for each in trainer.callbacks if isinstance(each, kinds)]
+    callbacks = [
+        each for each in trainer.callbacks if isinstance(each, kinds) and not isinstance(each, FederatedSettings)
+    ]
     return {type(each).__qualname__: describe(each) for each in callbacks}
 
 

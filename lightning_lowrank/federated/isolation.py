@@ -47,11 +47,15 @@ class Isolation:
         self._homes = [home for home in buffers if id(home.buffer) in sent and not stacked]
         self._unsaved = [(home, home.buffer.detach().clone()) for home in buffers if id(home.buffer) not in sent]
         self._marks_of_unsaved = {home.name: written(home.buffer) for home, _ in self._unsaved}
-        self._frozen = {name: value for name, value in module.named_parameters() if name not in live}
+        self._frozen: dict[str, Tensor] = {}
         self._marks: dict[str, Any] = {}
         self._sums: dict[str, Tensor] | None = None
         self._attributes: dict[str, Any] | None = None
         self._first = True
+
+    def begin_round(self, live: Mapping[str, Tensor]) -> None:
+        """Look which parameters are frozen in this round, given what clients send."""
+        self._frozen = {name: value for name, value in self._module.named_parameters() if name not in live}
 
     def begin_client(self) -> None:
         """Prepare for a client's first step, after the method has begun the client."""

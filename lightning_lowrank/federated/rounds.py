@@ -26,6 +26,7 @@ from lightning_lowrank.federated.execution.distributed import (
     SharedCoordinator,
     check_processes,
 )
+from lightning_lowrank.federated.execution.traces import Untraced
 from lightning_lowrank.federated.failures import ClientsFailed, described, is_of_a_client
 from lightning_lowrank.federated.isolation import ClientSteps, Isolation
 from lightning_lowrank.federated.messages import Ledger, dense_bytes
@@ -38,7 +39,7 @@ from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.federated.state import State
 
 
-class Rounds:
+class Rounds(Untraced):
     """The rounds of one fit.
 
     Args:
@@ -142,6 +143,7 @@ class Rounds:
         if not progress.round_open:
             return
         execution.begin_round()
+        self._isolation.begin_round(execution.live)
         server = self.coordinator.server
         server.adopt(execution.live, shown=self._algorithm.global_model(server))
         values = self._to_device(state["client_values"])
@@ -162,6 +164,7 @@ class Rounds:
     def _begin_round(self) -> None:
         plan, progress = self._data.current_plan(), self._progress
         self.execution.begin_round()
+        self._isolation.begin_round(self.execution.live)
         progress.client_steps_before, progress.logged_steps = progress.client_steps, 0
         eligible = int(np.count_nonzero(self._data.planner.batches))
         idle = eligible - len(plan.clients) - len(plan.failed)

@@ -173,6 +173,9 @@ CHANGED: dict[str, Any] = {
     "objective": MaskAbsentClasses("net"),
     "weighting": "uniform",
     "buffers": "local",
+    "ema_parameters": ["net.0.weight"],
+    "on_client_error": "raise",
+    "min_clients": 2,
     "optimizer_state": "keep",
     "client_dropout": 0.5,
     "sampling_weights": [1.0, 2.0, 3.0, 4.0],
@@ -301,6 +304,7 @@ CHANGED_LOW: dict[str, Any] = {
     "frobenius_decay": 0.1,
     "seed": 7,
     "summary": True,
+    "convert_frozen": True,
 }
 
 

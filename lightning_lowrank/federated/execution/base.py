@@ -13,13 +13,14 @@ from torch import Tensor
 from lightning_lowrank.federated.algorithm import LocalStep, inherits
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.planner import Chunk
+from lightning_lowrank.federated.execution.traces import Untraced
 from lightning_lowrank.federated.failures import ClientsFailed, turn_of
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.state import ClientContext, State, copied_state, copy_into, trained_tensors
 from lightning_lowrank.layers import keep_frozen
 
 
-class Execution(ABC):
+class Execution(Untraced, ABC):
     """Runs the clients' half of rounds in one process, a chunk of clients at a time.
 
     A chunk is one client, or several that step together. `open` makes its clients begin with what they are sent; in

@@ -77,6 +77,7 @@ def _saved(trainer: Any, stack: ClientStack, batch: Any) -> int:
         kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
+    stack.measured = True
     with saved_tensors_hooks(pack, lambda tensor: tensor), trainer.precision_plugin.train_step_context():
         # The result keeps what was saved, so that no memory is counted twice.
         result = stack.training_step(batch)

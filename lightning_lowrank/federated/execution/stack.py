@@ -9,7 +9,7 @@ itself keeps the global model.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
@@ -135,6 +135,7 @@ class ClientStack(Untraced):
         self._trainer = trainer
         self._watch = Watch(module) if watch is None else watch
         self._falls_back = falls_back
+        self.measured = False
         self._module = module
         self._step = module.training_step
         self.device = module.device
@@ -227,6 +228,7 @@ class ClientStack(Untraced):
             MisconfigurationException: If the step does something that cannot be mapped over clients.
         """
         self._tell_of_unequal(parts)
+        self._watch.before_step()
         total: Tensor | None = None
         logged: dict[str, list[tuple[Tensor, int]]] = {}
         settings: dict[str, dict[str, Any]] = {}
@@ -321,7 +323,7 @@ class ClientStack(Untraced):
         if self._watch.mapped:
             try:
                 # Gradient checkpointing would take the step's tensors up again outside of the map.
-                with disable_saved_tensors_hooks("saved tensors hooks"):
+                with nullcontext() if self.measured else disable_saved_tensors_hooks("saved tensors hooks"):
                     return vmap(run, randomness="different")(*stacks)
             except MisconfigurationException:
                 raise

@@ -192,6 +192,10 @@ class Watch:
     def _metrics(self) -> list[tuple[str, Metric]]:
         return [(name, item) for name, item in reachable("self", self._module) if isinstance(item, Metric)]
 
+    def before_step(self) -> None:
+        """Look at the numbers anew, some of which the method may have set for this step."""
+        self._numbers = self._present_numbers() if self._steps < 2 else {}
+
     def after_step(self) -> None:
         """Refuse what the step has left, or would leave unseen.
 

@@ -177,7 +177,9 @@ def test_the_trial_leaves_no_trace(tmp_path, monkeypatch, fails):
         experiment = SimpleNamespace(add_scalar=lambda *_: None)
 
     monkeypatch.setattr(choice, "time_both", timed)
-    _, loop, _ = run(tmp_path, "auto", module=Recording, trainer={"max_epochs": 1, "logger": Writer()})
+    _, loop, _ = run(
+        tmp_path, "auto", module=Recording, ema_parameters=["teacher"], trainer={"max_epochs": 1, "logger": Writer()}
+    )
     assert loop.rounds.execution.name == "sequential"
     assert drawn
 

@@ -383,4 +383,4 @@ def test_what_a_step_does_beside_its_loss_is_refused_by_its_cause(tmp_path, modu
     with pytest.raises(MisconfigurationException, match=cause):
         run(tmp_path, "vectorized", module=module, callbacks=[count], trainer={"max_epochs": 1})
     # What a step reads or counts shows in the second.
-    assert len(steps) == (module in (Smoothing, Numbering, Clamping))
+    assert len(steps) == (module in (Smoothing, Numbering))
