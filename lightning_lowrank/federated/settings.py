@@ -23,7 +23,7 @@ from lightning_lowrank.federated.data.indices import ClientIndices
 from lightning_lowrank.federated.data.labels import find_labels
 from lightning_lowrank.federated.data.partitions import IID, Partition
 from lightning_lowrank.federated.objective import Objective
-from lightning_lowrank.federated.state import Base, BufferPolicy, ClientInfo, Server, treat_as_buffers
+from lightning_lowrank.federated.state import Base, BufferPolicy, ClientInfo, Server, trained_tensors, treat_as_buffers
 from lightning_lowrank.seeding import default_seed
 
 _SETTINGS_OF_LENGTH = ("local_epochs", "local_steps")
@@ -257,6 +257,8 @@ class FederatedSettings(Configured):
         """Return a server that has not begun, with its copy of the module."""
         assert self.aggregator is not None
         treat_as_buffers(module, self.ema_parameters)
+        unsent = [name for name, value in trained_tensors(module).items() if value.is_complex()]
+        _check(not unsent, f"{', '.join(unsent[:4])}: complex tensors cannot be sent; keep them as torch.view_as_real")
         base = Base(module, self.experiment_seed, self.buffers, optimizers)
         base.remember_buffers()
         return Server(base, clients=clients, aggregator=self.aggregator.fresh())

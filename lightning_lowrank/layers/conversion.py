@@ -31,9 +31,10 @@ def convert(model: nn.Module, factorization: Factorization, *, seed: int = 0, **
     (``attention.in_proj``). Subclasses have a use for their weight that this could break. Layers that share
     one weight share the factors afterwards; they are converted all or none.
 
-    Other layers are left alone, and the report says why. So are layers whose weight is frozen, unless
-    ``convert_frozen`` is set, layers whose trained factors would not be fewer numbers than the weight and, in
-    role ``"weight"``, those whose weight is constant and gives the factors no start.
+    Other layers are left alone, and the report says why. So are layers whose weight is frozen and those of which there
+    is a frozen copy, such as a teacher that follows, unless ``convert_frozen`` is set; layers whose trained factors
+    would not be fewer numbers than the weight; and, in role ``"weight"``, those whose weight is constant and gives the
+    factors no start.
 
     Args:
         model: The model. Nothing in it is changed if an error is raised.

@@ -182,9 +182,9 @@ def select(layers: Sequence[Candidate], settings: LowRankSettings) -> None:
         patterns = getattr(settings, argument)
         if isinstance(patterns, (Mapping, Sequence)):
             check_patterns(argument, patterns, names, "layer that can be converted")
-    for layer in convertible:
-        if not layer.trainable and not settings.convert_frozen:
-            layer.reason = "its weight is frozen (set convert_frozen=True to convert it)"
+    if not settings.convert_frozen:
+        for layer in convertible:
+            layer.reason = _why_not_beside_frozen(layer, layers, settings)
     convertible = [layer for layer in convertible if not layer.reason]
     for position, index in (("first", 0), ("last", -1)):
         if position in (settings.skip or ()) and convertible:
@@ -197,6 +197,21 @@ def select(layers: Sequence[Candidate], settings: LowRankSettings) -> None:
         if not layer.reason and settings.role == "weight":
             layer.reason = _no_start(layer.weight, settings)
     keep_ties(layers)
+
+
+def _why_not_beside_frozen(layer: Candidate, layers: Sequence[Candidate], settings: LowRankSettings) -> str:
+    """Return why a layer that is frozen, or has a frozen copy, is left alone."""
+    if not layer.trainable:
+        return "its weight is frozen (set convert_frozen=True to convert it)"
+    if settings.include is not None and any(map(layer.matches, settings.include)):
+        return ""
+    for other in layers:
+        if not other.trainable and other.shape == layer.shape and torch.equal(other.weight, layer.weight):
+            return (
+                f"{other.name} is a frozen copy, which may follow it parameter by parameter (set convert_frozen=True to"
+                " convert both, or name it in include)"
+            )
+    return ""
 
 
 def _no_start(weight: nn.Parameter, settings: LowRankSettings) -> str:

@@ -227,6 +227,16 @@ def test_is_resumed_inside_a_client(tmp_path, kind):
         assert all(torch.equal(value, whole[name]) for name, value in again.state_dict().items()), number
 
 
+def test_complex_tensors_are_refused():
+    class Complex(Base):
+        def __init__(self):
+            super().__init__()
+            self.phases = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+
+    with pytest.raises(MisconfigurationException, match=r"phases: complex .*view_as_real"):
+        federated(Complex)
+
+
 def test_the_module_gets_its_own_methods_back():
     module = federated(partial(EverySecond))
     assert not {"training_step", "on_train_batch_start", "on_train_batch_end"} & vars(module).keys()

@@ -1016,7 +1016,8 @@ def test_what_is_frozen_stays_as_it_is_and_out_of_the_budget():
     torch.manual_seed(0)
     model = nn.ModuleDict({"student": nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16))})
     alone = copy.deepcopy(model)
-    model["teacher"] = copy.deepcopy(model["student"]).requires_grad_(False)
+    teacher = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16))
+    model["teacher"] = teacher.requires_grad_(False)
     before = {name: (value, value.clone()) for name, value in model["teacher"].named_parameters()}
     conversion, expected = (
         convert(each, MatrixProduct(), budget=0.8, skip=["first", "last"]) for each in (model, alone)
@@ -1029,6 +1030,24 @@ def test_what_is_frozen_stays_as_it_is_and_out_of_the_budget():
     for name, value in model["teacher"].named_parameters():
         assert value is before[name][0]
         assert torch.equal(value, before[name][1])
+
+
+def test_what_a_frozen_copy_may_follow_is_left_alone_unless_it_is_named():
+    def online_and_teacher():
+        torch.manual_seed(0)
+        online = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+        model = nn.ModuleDict({"online": online, "teacher": copy.deepcopy(online).requires_grad_(False)})
+        model["head"] = nn.Linear(16, 16)
+        return model
+
+    model = online_and_teacher()
+    conversion = convert(model, MatrixProduct(), rank=1)
+    assert [name for name, _ in low_rank_layers(model)] == ["head"]
+    assert conversion.layers[0].reason.startswith("teacher.0 is a frozen copy")
+    for settings, converted in (({"include": ["online"]}, 2), ({"convert_frozen": True}, 5)):
+        model = online_and_teacher()
+        convert(model, MatrixProduct(), rank=1, **settings)
+        assert len(list(low_rank_layers(model))) == converted
 
 
 def test_frozen_layers_are_converted_where_that_is_asked_for():

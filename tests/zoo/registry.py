@@ -46,6 +46,7 @@ class Exhibit:
         make: Makes a new module and its training loader. Under one seed every call makes the same.
         sizes: Number of samples of each client.
         double: Whether it computes in float64. Otherwise it is compared in float32.
+        ema: Patterns of its parameters for ``FederatedLoop(ema_parameters=...)``.
         warned: A word of the warning by which the package says that such a module trains otherwise in rounds. With it a
             difference is no fault.
     """
@@ -57,6 +58,7 @@ class Exhibit:
     sizes: tuple[int, ...] = SIZES
     double: bool = True
     warned: str = ""
+    ema: tuple[str, ...] = ()
 
 
 class Gallery(list[Exhibit]):
@@ -77,11 +79,12 @@ class Gallery(list[Exhibit]):
         sizes: tuple[int, ...] = SIZES,
         double: bool = True,
         warned: str = "",
+        ema: tuple[str, ...] = (),
     ) -> Callable[[Callable[[], Made]], Callable[[], Made]]:
         """Return a decorator that adds what makes a module and its loader."""
 
         def add(make: Callable[[], Made]) -> Callable[[], Made]:
-            self.append(Exhibit(name, self.kind, about, make, sizes, double, warned))
+            self.append(Exhibit(name, self.kind, about, make, sizes, double, warned, ema))
             return make
 
         return add

@@ -115,7 +115,7 @@ class LitBYOL(LitViews):
             theirs.data.mul_(self.momentum).add_(ours.data, alpha=1 - self.momentum)
 
 
-@gallery.exhibit("BYOL", "a frozen teacher that follows after each batch")
+@gallery.exhibit("BYOL", "a teacher that follows after each batch, in ema_parameters", ema=("target",))
 def byol() -> Made:
     return LitBYOL(), views()
 
@@ -158,7 +158,7 @@ class LitMoCo(LitViews):
         return loss
 
 
-@gallery.exhibit("MoCo", "a queue and its pointer in buffers, the key encoder replaced in the step")
+@gallery.exhibit("MoCo", "a queue in buffers, the key encoder replaced in the step, in ema_parameters", ema=("key",))
 def moco() -> Made:
     return LitMoCo(), views()
 
@@ -194,7 +194,9 @@ class LitDINO(LitViews):
                 theirs.data.mul_(self.momentum).add_((1 - self.momentum) * ours.detach().data)
 
 
-@gallery.exhibit("DINO", "a centre in a buffer that is replaced, weight norm, teacher followed in a hook")
+@gallery.exhibit(
+    "DINO", "a centre in a buffer that is replaced, weight norm, a teacher in ema_parameters", ema=("teacher",)
+)
 def dino() -> Made:
     return LitDINO(), views()
 

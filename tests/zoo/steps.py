@@ -183,7 +183,9 @@ class LitAttribute(LitClassifier):
         return F.cross_entropy(self(x / self.seen), y)
 
 
-@gallery.exhibit("Running mean in an attribute", "a tensor on the module, replaced in the step")
+@gallery.exhibit(
+    "Running mean in an attribute", "a tensor on the module, replaced in the step", warned="attributes of the module"
+)
 def attribute() -> Made:
     return LitAttribute(mlp()), rows()
 
