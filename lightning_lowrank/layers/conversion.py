@@ -76,8 +76,7 @@ def convert(model: nn.Module, factorization: Factorization, *, seed: int = 0, **
     keep_ties(layers)
     chosen = [layer for layer in layers if not layer.reason]
     if not chosen:
-        reasons = "; ".join(f"{layer.name}: {layer.reason}" for layer in layers) or "it has no such layers"
-        raise ValueError(f"no layer of the model can be converted ({reasons}).")
+        raise ValueError(f"no layer of the model can be converted ({_reasons(layers)}).")
     _refuse_for_attention(chosen, how)
     replaced = {layer.weight for layer in chosen}
     if how.keep_trained:
@@ -199,3 +198,15 @@ def _report(layer: Candidate, settings: LowRankSettings, spared: bool) -> LayerR
         reason=reason,
         error=layer.error,
     )
+
+
+def _reasons(layers: Sequence[Candidate]) -> str:
+    """Say of each reason which layers have it, of many the first."""
+    names: dict[str, list[str]] = {}
+    for layer in layers:
+        names.setdefault(layer.reason, []).append(layer.name)
+    told = (
+        f"{', '.join(found[:3])}{f' and {len(found) - 3} more' if len(found) > 3 else ''}: {reason}"
+        for reason, found in names.items()
+    )
+    return "; ".join(told) or "it has no such layers"
