@@ -56,7 +56,12 @@ def test_message_counts_elements_of_every_type():
 
 
 def student_and_teacher():
-    module = nn.ModuleDict({"student": network(), "teacher": network()})
+    # Not a copy of the student, which would be left alone as what a moving average follows.
+    teacher = network()
+    with torch.no_grad():
+        for value in teacher.parameters():
+            value.mul_(2)
+    module = nn.ModuleDict({"student": network(), "teacher": teacher})
     module["teacher"].requires_grad_(False)
     return module
 

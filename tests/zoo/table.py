@@ -22,7 +22,14 @@ HEADINGS = ("sequential", "vectorized", "auto", "layers", "sequential", "vectori
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that the modules are made of."""
-    return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in PACKAGES}}
+    return {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 class Notes:
