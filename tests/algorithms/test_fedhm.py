@@ -176,6 +176,7 @@ def test_rounds_follow_the_paper(tmp_path, settings, weight_of, decay, execution
     assert_close(weights(recover(module).net), reference(rounds, weight_of, decay))
 
 
+@pytest.mark.slow
 def test_levels_are_drawn_in_each_round_and_the_servers_model_stands_in(tmp_path):
     drawn = []
 

@@ -122,6 +122,7 @@ class Sixteen(Casting):
         return super().to(torch.bfloat16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["FLoRA", "FedMUD"])
 def test_sites_and_resumed_runs_have_the_same_sum(method):
     """The sum is part of what every side holds, so that all round alike."""

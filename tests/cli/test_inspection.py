@@ -360,6 +360,7 @@ def test_fedmud_without_low_rank_layers_is_a_problem():
     assert figures["parameters"]["trainable"] == figures["parameters"]["dense"]
 
 
+@pytest.mark.slow
 def test_callbacks_that_rule_out_rounds_are_problems(inspect):
     figures = inspect(
         *recipe("fedmud/fmnist"),

@@ -103,6 +103,7 @@ def tallest_blue(path: Path) -> int:
     return int(((abs(red - 0.12) < 0.05) & (abs(green - 0.47) < 0.05) & (abs(blue - 0.71) < 0.05)).sum(axis=0).max())
 
 
+@pytest.mark.slow
 def test_many_runs_fit_the_picture(tmp_path):
     for number in range(13):
         write_run(tmp_path / "runs" / f"run{number}", rows_of([0.1, 0.2 + number / 20], 10**number, 1))

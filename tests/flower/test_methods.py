@@ -193,6 +193,7 @@ def test_slots_that_a_client_cannot_have_chosen_are_refused(tmp_path, monkeypatc
     assert served.callback_metrics["federated/clients"] == 1
 
 
+@pytest.mark.slow
 @daily("FedMUD")
 @pytest.mark.parametrize("name", ["FedMUD", "FedLoRA-RoLoRA", "FedLoRA-FLoRA", "EF21P"])
 def test_a_site_whose_answer_is_lost_goes_on(tmp_path, monkeypatch, name):

@@ -64,6 +64,7 @@ def names_of_others() -> set[str]:
     return {name for owner in owners for name in dir(owner) if is_private(name)}
 
 
+@pytest.mark.slow
 def test_no_import_of_private_names():
     found = []
     for file, tree in trees():

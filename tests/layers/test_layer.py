@@ -374,6 +374,7 @@ def test_merging_composes_once_and_is_undone_bit_for_bit(role, modifier, dense):
 # Compilation, precision
 
 
+@pytest.mark.slow
 @daily("embedding-update-BlockKronecker(grid=False)")
 @pytest.mark.parametrize(
     ("dense", "role", "factorization"),

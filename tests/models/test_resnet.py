@@ -43,6 +43,7 @@ def test_parameters_are_torchvisions_but_for_the_stem(network_class):
     assert list(ours.items()) == list(theirs.items())
 
 
+@pytest.mark.slow
 @daily("ResNet18")
 @pytest.mark.parametrize("network_class", REFERENCE)
 def test_forward_is_torchvisions_without_max_pooling_behind_the_same_stem(network_class):

@@ -233,6 +233,7 @@ def test_lora_trains_factors_and_head_alone_and_sends_nothing_else(tmp_path, fol
     torch.testing.assert_close(dense.eval()(batch), recover(module).eval()(batch))
 
 
+@pytest.mark.slow
 def test_clients_step_together(tmp_path, folder, data):
     def run(execution):
         loop = FederatedLoop(FedAvg(), clients=2, local_steps=1, execution=execution, summary=False)
@@ -328,6 +329,7 @@ def test_a_peft_model_is_trained_in_rounds_as_it_is(tmp_path, folder, data):
     assert losses.values[-1] < 0.6 * losses.values[0]
 
 
+@pytest.mark.slow
 def test_a_peft_model_on_one_client_is_plain_training(tmp_path, folder, data):
     ends = []
     for loop in ([], [FederatedLoop(FedAvg(), clients=1, optimizer_state="keep", summary=False)]):
