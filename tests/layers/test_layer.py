@@ -22,7 +22,7 @@ from lightning_lowrank.layers import (
 )
 from lightning_lowrank.layers.layer import combine
 from lightning_lowrank.seeding import derive_seed
-from tests.grids import all_pairs, daily, in_turn
+from tests.grids import all_pairs, daily, in_turn, pairwise
 
 DENSE = {
     "linear": (lambda: nn.Linear(10, 8), (3, 10)),
@@ -138,6 +138,7 @@ def can_contract(layer):
         layer.compute = "auto"
 
 
+@pairwise(strength=1)
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 @pytest.mark.parametrize("factorization", FACTORIZATIONS, ids=str)
 def test_both_ways_equal_the_dense_layer_with_the_recovered_weight(geometry, factorization):
