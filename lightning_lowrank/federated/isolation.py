@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_lowrank.federated.execution.base import Execution
+from lightning_lowrank.federated.execution.base import Execution, while_training
 from lightning_lowrank.federated.state import trained_tensors
 from lightning_lowrank.internals.lightning import last_batch, overrides
 from lightning_lowrank.internals.torch import own_buffers, written
@@ -164,17 +163,17 @@ class ClientSteps:
         self._module, self._execution = module, execution
         self._end = module.on_train_batch_end if overrides(module, "on_train_batch_end") else None
         step, start = module.training_step, module.on_train_batch_start
-        takes_index = "batch_idx" in inspect.signature(step).parameters
 
-        @functools.wraps(step)
-        def training_step(batch: Any, *arguments: Any) -> Any:
-            own = (execution.number, *arguments[1:]) if takes_index else arguments
+        def training_step(*arguments: Any, **keywords: Any) -> Any:
+            # Lightning gives the batch and, where the step takes it by whatever name, its number.
+            own = (*arguments[:1], execution.number, *arguments[2:]) if len(arguments) > 1 else arguments
+            keywords |= {"batch_idx": execution.number} if "batch_idx" in keywords else {}
             with last_batch(trainer, execution.number + 1 == execution.chunk.steps):
-                return step(batch, *own)
+                return step(*own, **keywords)
 
         self._replaced: dict[str, Any] = {}
         if "dataloader_iter" not in inspect.signature(step).parameters:
-            self._replaced["training_step"] = training_step
+            self._replaced["training_step"] = while_training(trainer, step, training_step)
         if overrides(module, "on_train_batch_start"):
             self._replaced["on_train_batch_start"] = lambda batch, batch_idx: start(batch, execution.number)
         if self._end is not None:

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_lowrank import FedAvg, FederatedLoop, FromIndices
+from lightning_lowrank import FedAvg, FederatedLoop, FromIndices, MaskAbsentClasses
 from lightning_lowrank.testing.experiment import blobs
 
 PARTS = [range(10), range(10, 17), range(17, 23)]
@@ -94,6 +94,26 @@ class EverySecond(Base):
         return 2.0 if batch_idx % 2 == 0 else 0.5
 
 
+class ByAnotherName(Base):
+    def training_step(self, batch, number):
+        return (2.0 if number % 2 == 0 else 0.5) * super().training_step(batch, number)
+
+
+class Starred(ByAnotherName):
+    def training_step(self, *arguments):
+        return super().training_step(*arguments)
+
+
+class Reusing(EverySecond):
+    """Validates by its training step, in two ways."""
+
+    def validation_step(self, batch, batch_idx):
+        own = EverySecond.training_step(self, batch, batch_idx)
+        assert torch.equal(self.training_step(batch, batch_idx), own)
+        assert torch.equal(self.training_step(batch=batch, batch_idx=batch_idx), own)
+        self.validated = True
+
+
 class Clamped(Base):
     def on_train_batch_end(self, outputs, batch, batch_idx):
         with torch.no_grad():
@@ -148,7 +168,7 @@ def made(kind):
     return kind().double()
 
 
-def train(module, indices, *callbacks, **settings):
+def train(module, indices, *callbacks, val_check_interval=1.0, **settings):
     data = blobs(23, dtype=torch.float64)
     data = TensorDataset(*(tensor[list(indices)] for tensor in data.tensors))
     trainer = pl.Trainer(
@@ -159,14 +179,16 @@ def train(module, indices, *callbacks, **settings):
         enable_model_summary=False,
         enable_checkpointing=any(isinstance(each, ModelCheckpoint) for each in callbacks),
         callbacks=list(callbacks),
+        num_sanity_val_steps=0,
+        val_check_interval=val_check_interval,
     )
-    trainer.fit(module, DataLoader(data, batch_size=4), **settings)
+    trainer.fit(module, DataLoader(data, batch_size=4), DataLoader(data, batch_size=5), **settings)
     return module
 
 
-def federated(kind, *callbacks, **settings):
+def federated(kind, *callbacks, val_check_interval=1.0, **settings):
     loop = FederatedLoop(FedAvg(), partition=FromIndices(PARTS), summary=False, seed=0, **settings)
-    return train(made(kind), range(23), loop, *callbacks)
+    return train(made(kind), range(23), loop, *callbacks, val_check_interval=val_check_interval)
 
 
 def expected(kind):
@@ -179,10 +201,23 @@ def expected(kind):
 @pytest.mark.parametrize("fast_steps", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "kind",
-    [Unsaved, UnsavedAndAssigned, Assigned, EverySecond, Clamped, ByHand, LastBatch, RateByHand],
+    [
+        *(Unsaved, UnsavedAndAssigned, Assigned, EverySecond, ByAnotherName, Starred),
+        *(Clamped, ByHand, LastBatch, RateByHand),
+    ],
 )
 def test_is_the_mean_of_clients_trained_alone(kind, fast_steps):
     torch.testing.assert_close(federated(kind, fast_steps=fast_steps).state_dict(), expected(kind))
+
+
+@pytest.mark.parametrize("interval", [1.0, 2])
+@pytest.mark.parametrize("execution", ["sequential", "vectorized"])
+@pytest.mark.parametrize("objective", [None, MaskAbsentClasses("net", classes=4)], ids=["loss", "objective"])
+def test_a_validation_may_use_the_training_step(execution, interval, objective):
+    module = federated(Reusing, execution=execution, objective=objective, val_check_interval=interval)
+    assert module.validated
+    if objective is None:
+        torch.testing.assert_close(module.state_dict(), expected(EverySecond))
 
 
 @pytest.mark.parametrize("kind", [Teacher, TeacherByData, TeacherInData])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
@@ -18,6 +19,19 @@ from lightning_lowrank.federated.failures import ClientsFailed, turn_of
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.state import ClientContext, State, copied_state, copy_into, trained_tensors
 from lightning_lowrank.layers import keep_frozen
+
+
+def while_training(trainer: Any, own: Callable[..., Any], step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what stands in for a module's ``training_step``: ``step`` in training, and elsewhere the module's ``own``.
+
+    A ``validation_step`` may call ``training_step`` too.
+    """
+
+    @functools.wraps(own)
+    def training_step(*arguments: Any, **keywords: Any) -> Any:
+        return (step if trainer.training else own)(*arguments, **keywords)
+
+    return training_step
 
 
 class Execution(Untraced, ABC):

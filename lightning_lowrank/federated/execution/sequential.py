@@ -13,7 +13,7 @@ from lightning_lowrank.federated import optimizers
 from lightning_lowrank.federated.algorithm import LocalStep, detached
 from lightning_lowrank.federated.checks import listed
 from lightning_lowrank.federated.data.planner import Chunk
-from lightning_lowrank.federated.execution.base import Execution
+from lightning_lowrank.federated.execution.base import Execution, while_training
 from lightning_lowrank.federated.state import ClientContext, State, copy_into
 
 
@@ -30,11 +30,10 @@ class Sequential(Execution):
             return
         training_step = self.module.training_step
 
-        @functools.wraps(training_step)
         def with_objective(batch: Any, *arguments: Any, **keywords: Any) -> Any:
             return self.loss(batch, functools.partial(training_step, batch, *arguments, **keywords))
 
-        vars(self.module)["training_step"] = with_objective
+        vars(self.module)["training_step"] = while_training(self.trainer, training_step, with_objective)
 
     def stop(self) -> None:
         """Give the module its own training step back."""

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_lowrank.federated.data.loader import Places
+from lightning_lowrank.federated.execution.base import while_training
 from lightning_lowrank.federated.execution.causes import cause_of, refusal, updates
 from lightning_lowrank.federated.execution.stacked_products import StackedProducts
 from lightning_lowrank.federated.execution.traces import Untraced, Watch, reachable
@@ -162,7 +163,10 @@ class ClientStack(Untraced):
             optimizer.state = fresh_state(optimizer)
             self._loaded = {leaf_of[parameter]: state for parameter, state in loaded.items() if parameter in leaf_of}
         self._watched = [value.register_hook(_refuse_gradient) for value in live.values() if value.requires_grad]
-        replacing = {"training_step": self.training_step, "configure_gradient_clipping": self._clip}
+        replacing: dict[str, Any] = {
+            "training_step": while_training(trainer, self._step, self.training_step),
+            "configure_gradient_clipping": self._clip,
+        }
         self._replaced = {name: vars(module).get(name) for name in replacing}
         vars(module).update(replacing)
 
