@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from rich.console import Console
@@ -24,7 +24,7 @@ from lightning_lowrank.federated.execution.distributed import ClientParallelStra
 from lightning_lowrank.federated.execution.memory import chunk_size_that_fits
 from lightning_lowrank.federated.execution.sequential import Sequential
 from lightning_lowrank.federated.execution.stack import ClientStack, unsupported_reason
-from lightning_lowrank.federated.execution.traces import Memory, hooks_around_steps
+from lightning_lowrank.federated.execution.traces import hooks_around_steps, trial
 from lightning_lowrank.federated.execution.vectorized import Vectorized
 from lightning_lowrank.federated.objective import loss_of
 from lightning_lowrank.federated.state import trained_tensors
@@ -51,6 +51,8 @@ def choose_execution(
         restored: The loop's state in the checkpoint that the fit is resumed from, if any.
         previous: The execution of the fit that this one goes on from, if any.
     """
+    # It tries a step, and `auto` asks for it as well.
+    fitting = functools.cache(lambda: chunk_size_that_fits(trainer, data))
     wanted: str = coordinator.settings.execution
     reason = "" if wanted == "sequential" else unsupported_reason(trainer, trainer.lightning_module)
     if wanted == "vectorized" and reason:
@@ -70,7 +72,8 @@ def choose_execution(
             )
         faster = not reason
         if faster:
-            faster, reason = _vectorized_is_faster(trainer, coordinator, data)
+            size = coordinator.settings.chunk_size or fitting()
+            faster, reason = _vectorized_is_faster(trainer, data, size)
         if processes is not None:
             faster, reason = processes.broadcast((faster, reason))
         wanted = Vectorized.name if faster else Sequential.name
@@ -83,16 +86,14 @@ def choose_execution(
         known = data.chunk_size if data.chunk_size > 1 else 0 if restored is None else restored["chunk_size"]
         size = coordinator.settings.chunk_size or known
         if not size:
-            fitting = chunk_size_that_fits(trainer, data)
-            size = min([fitting] if processes is None else processes.gather(fitting))
+            size = fitting() if processes is None else min(processes.gather(fitting()))
     data.use(kind.stacked, size)
     return kind(trainer, coordinator)
 
 
-def _vectorized_is_faster(trainer: Any, coordinator: Coordinator, data: RoundData) -> tuple[bool, str]:
+def _vectorized_is_faster(trainer: Any, data: RoundData, size: int) -> tuple[bool, str]:
     """Return whether clients are faster together, by some steps of the first round that leave no trace, and why."""
     module = trainer.lightning_module
-    size = coordinator.settings.chunk_size or chunk_size_that_fits(trainer, data)
     loader = data.loader
     plan = dataclasses.replace(data.planner, chunk_size=max(2, size), process=0, processes=1).plan(0)
     data.randomness.open()
@@ -119,26 +120,13 @@ def time_both(trainer: Any, module: pl.LightningModule, chunk: Chunk, loader: Ro
         MisconfigurationException: If the training step cannot be mapped over clients, or the module holds what cannot
             be put back.
     """
-    memory = Memory([module, *trainer.optimizers], loader.batches)
-    loggers = trainer.loggers
-    try:
-        trainer.loggers = [DummyLogger() for _ in loggers]
-        vars(module)["log"] = lambda *arguments, **keywords: None
-        together, alone = (
-            [trainer.strategy.batch_to_device(batch, dataloader_idx=0) for batch in batches]
-            for batches in loader.read(chunk, 0, _TRIED_STEPS)
-        )
+    with trial(trainer, loader, chunk, _TRIED_STEPS) as (together, alone):
         stack = ClientStack(trainer, module, trained_tensors(module), len(chunk.clients))
         try:
             in_chunk = _seconds(trainer, module, together, lambda step: stack.narrow(chunk.active(step)))
         finally:
             stack.close()
         one_by_one = _seconds(trainer, module, alone, lambda step: None)
-    finally:
-        trainer.loggers = loggers
-        memory.restore()
-        for optimizer in trainer.optimizers:
-            optimizer.zero_grad()
     clients = [chunk.active(step) for step in range(len(in_chunk))]
     return statistics.median(one_by_one), min(seconds / count for seconds, count in zip(in_chunk, clients, strict=True))
 

@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_lowrank.federated.data.rounds import RoundData
 from lightning_lowrank.federated.execution.stack import ClientStack
-from lightning_lowrank.federated.execution.traces import Memory
+from lightning_lowrank.federated.execution.traces import trial
 from lightning_lowrank.federated.offload import size as bytes_of
 from lightning_lowrank.federated.state import trained_tensors
 
@@ -49,19 +49,13 @@ def _bytes_of_a_step(trainer: Any, data: RoundData) -> int:
     longest = max(chunks, key=lambda chunk: data.planner.samples[chunk.clients[0]])
     data.randomness.open()
     try:
-        memory = Memory([module, *trainer.optimizers], loader.batches)
-        vars(module)["log"] = lambda *arguments, **keywords: None
-        try:
-            (batch, *_), _ = loader.read(longest, 0, 1)
-            batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+        with trial(trainer, loader, longest, 1) as ((batch, *_), _):
             stack = ClientStack(trainer, module, trained_tensors(module), len(longest.clients))
             try:
                 run = _peak_on_cuda if device.type == "cuda" else _saved
                 return run(trainer, stack, batch) // len(longest.clients)
             finally:
                 stack.close()
-        finally:
-            memory.restore()
     except Exception:
         return 0
     finally:

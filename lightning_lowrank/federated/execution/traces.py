@@ -19,6 +19,7 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -131,6 +132,39 @@ class Memory:
         """Put everything back."""
         for back in self._restore:
             back()
+
+
+@contextmanager
+def trial(trainer: Any, loader: Any, chunk: Any, steps: int) -> Iterator[tuple[list[Any], list[Any]]]:
+    """Read the first batches of clients to try steps on them, and put everything back that these change.
+
+    Args:
+        trainer: The trainer, with its optimizers set up.
+        loader: The `RoundLoader`.
+        chunk: The clients.
+        steps: Number of batches of each.
+
+    Yields:
+        The clients' batches together step by step, and their first ones alone; see `RoundLoader.read`.
+
+    Raises:
+        MisconfigurationException: If the module holds what cannot be put back.
+    """
+    module, loggers = trainer.lightning_module, trainer.loggers
+    memory = Memory([module, *trainer.optimizers], loader.batches)
+    try:
+        trainer.loggers = [DummyLogger() for _ in loggers]
+        vars(module)["log"] = lambda *arguments, **keywords: None
+        together, alone = (
+            [trainer.strategy.batch_to_device(batch, dataloader_idx=0) for batch in batches]
+            for batches in loader.read(chunk, 0, steps)
+        )
+        yield together, alone
+    finally:
+        trainer.loggers = loggers
+        memory.restore()
+        for optimizer in trainer.optimizers:
+            optimizer.zero_grad()
 
 
 def _tensor_back(tensor: Tensor) -> Callable[[], None]:

@@ -1,7 +1,10 @@
 """How many clients are taken to fit into memory, and that finding out leaves no trace."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from lightning.pytorch.loggers.logger import DummyLogger
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -67,19 +70,37 @@ def test_measuring_leaves_no_trace(tmp_path):
         def training_step(self, batch, batch_idx):
             self.calls += 1
             self.seen.append(batch_idx)
+            self.logger.experiment.add_scalar("step", 1)
             return super().training_step(batch, batch_idx)
+
+    written = []
+
+    class Writer(DummyLogger):
+        experiment = SimpleNamespace(add_scalar=lambda *_: written.append(1))
 
     found = []
     for settings in ({}, {"chunk_size": 50}):
         torch.manual_seed(5)
         loop = FederatedLoop(FedAvg(), clients=2, execution="vectorized", summary=False, seed=0, **settings)
         module = Counting()
-        fit(trainer(tmp_path, loop, limit_val_batches=0, max_epochs=1), module, Data(IMAGES, batch_size=10))
+        written.clear()
+        fitted = trainer(tmp_path, loop, limit_val_batches=0, max_epochs=1, logger=Writer())
+        fit(fitted, module, Data(IMAGES, batch_size=10))
         found.append((module, float(torch.rand(()))))
+        assert len(written) == len(module.seen) == fitted.global_step
     (one, drawn), (other, drawn_then) = found
     assert drawn == drawn_then
     assert (one.seen, one.calls) == (other.seen, other.calls)
     assert_same(weights(one), weights(other))
+
+
+def test_it_is_measured_once(tmp_path, monkeypatch):
+    tried, measure = [], memory._bytes_of_a_step
+    monkeypatch.setattr(memory, "_bytes_of_a_step", lambda *given: tried.append(1) or measure(*given))
+    for execution, times in (("vectorized", 1), ("auto", 1), ("sequential", 0)):
+        tried.clear()
+        run(tmp_path, execution, trainer={"max_epochs": 1})
+        assert len(tried) == times
 
 
 def test_a_step_that_cannot_be_tried_fails_in_its_place(tmp_path):
