@@ -8,6 +8,7 @@ import functools
 import inspect
 import math
 import operator
+from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import Any, get_args
 
@@ -60,6 +61,17 @@ def check_number(
         if below is None and most is None:
             wanted.append("finite")
         raise ValueError(f"{name} must be {' and '.join(wanted)}, but is {value!r}{hint and '; use '}{hint}.")
+
+
+def listed(names: Sequence[str], separator: str = ", ") -> str:
+    """Join the first five names for a message, and count the rest.
+
+    Example:
+        >>> listed("abcdefg")
+        'a, b, c, d, e and 2 more'
+    """
+    shown = separator.join(names[:5])
+    return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown
 
 
 def plain(value: Any) -> Any:

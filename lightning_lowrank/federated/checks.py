@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -26,6 +26,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_lowrank.arguments import listed
 from lightning_lowrank.federated.algorithm import Algorithm, inherits
 from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.federated.state import Base, BufferPolicy
@@ -48,11 +49,6 @@ def in_no_optimizer(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[
     """Return the names of the trainable parameters that none of ``optimizers`` holds."""
     held = {id(value) for optimizer in optimizers for group in optimizer.param_groups for value in group["params"]}
     return [name for name, value in module.named_parameters() if value.requires_grad and id(value) not in held]
-
-
-def listed(names: Sequence[str]) -> str:
-    """Join the first eight names for a message."""
-    return f"{', '.join(names[:8])}{' ...' if len(names) > 8 else ''}"
 
 
 def check_optimizers(trainer: pl.Trainer, module: nn.Module) -> None:

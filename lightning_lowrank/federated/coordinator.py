@@ -14,9 +14,10 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
+from lightning_lowrank.arguments import listed
 from lightning_lowrank.compression import Packet
 from lightning_lowrank.federated.algorithm import detached, inherits
-from lightning_lowrank.federated.checks import check_trained, goes_on_from, listed
+from lightning_lowrank.federated.checks import check_trained, goes_on_from
 from lightning_lowrank.federated.data.planner import RoundPlan
 from lightning_lowrank.federated.failures import NotFiniteError, described, not_finite, rows_not_finite
 from lightning_lowrank.federated.messages import Ledger, Message, dense_bytes

@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_lowrank.arguments import listed
 from lightning_lowrank.federated.execution.base import Execution, while_training
 from lightning_lowrank.federated.state import trained_tensors
 from lightning_lowrank.internals.lightning import last_batch, overrides
@@ -98,7 +99,7 @@ class Isolation:
             changed = [name for name, before in self._attributes.items() if name in now and _differs(before, now[name])]
             if changed:
                 rank_zero_warn(
-                    f"training changes attributes of the module: {', '.join(changed[:8])}. They go on from one client"
+                    f"training changes attributes of the module: {listed(changed)}. They go on from one client"
                     " to the next and are not averaged. Register what belongs to the model as a buffer, so that each"
                     " client starts from the global value; totals of an epoch count the steps of all clients."
                 )
@@ -115,7 +116,7 @@ class Isolation:
         if changed:
             raise MisconfigurationException(
                 f"training changes {len(changed)} frozen parameters, as an exponential moving average does:"
-                f" {', '.join(changed[:4])}{' ...' if len(changed) > 4 else ''}. A client would start from what the"
+                f" {listed(changed)}. A client would start from what the"
                 " last one left. Set FederatedLoop(ema_parameters=[...]) with patterns of their names, such as"
                 f" {changed[0].split('.')[0] + '*'!r}, so that they are sent and averaged like buffers."
             )

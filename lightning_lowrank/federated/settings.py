@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from lightning_lowrank.aggregation import Aggregator, WeightedMean
-from lightning_lowrank.arguments import SAME_RESULT, Configured, plain
+from lightning_lowrank.arguments import SAME_RESULT, Configured, listed, plain
 from lightning_lowrank.compression import Codec
 from lightning_lowrank.federated.algorithm import Algorithm
 from lightning_lowrank.federated.data.indices import ClientIndices
@@ -258,7 +258,7 @@ class FederatedSettings(Configured):
         assert self.aggregator is not None
         treat_as_buffers(module, self.ema_parameters)
         unsent = [name for name, value in trained_tensors(module).items() if value.is_complex()]
-        _check(not unsent, f"{', '.join(unsent[:4])}: complex tensors cannot be sent; keep them as torch.view_as_real")
+        _check(not unsent, f"{listed(unsent)}: complex tensors cannot be sent; keep them as torch.view_as_real")
         base = Base(module, self.experiment_seed, self.buffers, optimizers)
         base.remember_buffers()
         return Server(base, clients=clients, aggregator=self.aggregator.fresh())

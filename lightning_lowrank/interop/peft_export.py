@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
+from lightning_lowrank.arguments import listed
 from lightning_lowrank.internals.lightning import trainer_of
 from lightning_lowrank.interop.files import replacing
 from lightning_lowrank.interop.peft_layout import (
@@ -24,7 +25,6 @@ from lightning_lowrank.interop.peft_layout import (
     WRAPPED,
     LayerOutline,
     Outline,
-    listed,
     outline,
     refuse_wrapped,
 )

@@ -16,13 +16,13 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
+from lightning_lowrank.arguments import listed
 from lightning_lowrank.internals.torch import own_buffers, own_parameters
 from lightning_lowrank.interop.peft_layout import (
     CONFIG_FILE,
     PREFIX,
     WEIGHTS_FILE,
     LayerOutline,
-    listed,
     module_names,
     outline,
     refuse_wrapped,

@@ -174,9 +174,3 @@ def refuse_wrapped(module: nn.Module, remedy: str) -> None:
     for name, part in module.named_modules():
         if hasattr(part, "lora_A") and hasattr(part, "get_base_layer"):
             raise MisconfigurationException(f"PEFT has wrapped {name!r} already: {remedy}.")
-
-
-def listed(names: Sequence[str], separator: str = ", ") -> str:
-    """Join the first five names for a message, and count the rest."""
-    shown = separator.join(names[:5])
-    return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown

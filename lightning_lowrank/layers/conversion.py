@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_lowrank.arguments import listed
 from lightning_lowrank.layers.attention import LowRankMultiheadAttention
 from lightning_lowrank.layers.budget import assign_ranks
 from lightning_lowrank.layers.factorization import Factorization
@@ -205,8 +206,4 @@ def _reasons(layers: Sequence[Candidate]) -> str:
     names: dict[str, list[str]] = {}
     for layer in layers:
         names.setdefault(layer.reason, []).append(layer.name)
-    told = (
-        f"{', '.join(found[:3])}{f' and {len(found) - 3} more' if len(found) > 3 else ''}: {reason}"
-        for reason, found in names.items()
-    )
-    return "; ".join(told) or "it has no such layers"
+    return "; ".join(f"{listed(found)}: {reason}" for reason, found in names.items()) or "it has no such layers"

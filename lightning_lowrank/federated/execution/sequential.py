@@ -9,9 +9,9 @@ from typing import Any
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from lightning_lowrank.arguments import listed
 from lightning_lowrank.federated import optimizers
 from lightning_lowrank.federated.algorithm import LocalStep, detached
-from lightning_lowrank.federated.checks import listed
 from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.execution.base import Execution, while_training
 from lightning_lowrank.federated.state import ClientContext, State, copy_into
