@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_lowrank.layers import CP, BlockKronecker, Hadamard, MatrixProduct
+
 SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
 
 
@@ -26,6 +28,21 @@ def blobs(samples: int = 103, classes: int = 4, features: int = 6, seed: int = 7
     labels = torch.randint(classes, (samples,), generator=draws)
     centres = 2 * torch.randn(classes, features, generator=torch.Generator().manual_seed(1))
     return TensorDataset(centres[labels] + torch.randn(samples, features, generator=draws), labels)
+
+
+FACTORIZATIONS = [
+    MatrixProduct(),
+    MatrixProduct("raw"),
+    MatrixProduct("channel"),
+    BlockKronecker(),
+    BlockKronecker(grid=True),
+    CP(),
+    Hadamard(),
+]
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def network(

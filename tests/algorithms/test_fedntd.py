@@ -19,6 +19,7 @@ from tests.algorithms.written_out import (
     initial,
     mean,
     resumed_ends,
+    stepped,
 )
 from tests.grids import daily
 from tests.helpers import network
@@ -45,13 +46,14 @@ def test_rounds_follow_the_paper(tmp_path, execution, temperature):
         for client in ids:
             own = values
             for inputs, targets in 2 * batches(client):
-                own = {name: value.detach().requires_grad_() for name, value in own.items()}
-                outputs = functional_call(net, own, inputs)
-                known = not_true(functional_call(net, values, inputs), targets, temperature)
-                distilled = (known * (known / not_true(outputs, targets, temperature)).log()).sum(1).mean()
-                loss = nn.functional.cross_entropy(outputs, targets) + 0.7 * distilled
-                slopes = torch.autograd.grad(loss, list(own.values()))
-                own = {name: own[name].detach() - 0.1 * slope for name, slope in zip(own, slopes, strict=True)}
+
+                def loss(own, inputs=inputs, targets=targets, received=values):
+                    outputs = functional_call(net, own, inputs)
+                    known = not_true(functional_call(net, received, inputs), targets, temperature)
+                    distilled = (known * (known / not_true(outputs, targets, temperature)).log()).sum(1).mean()
+                    return nn.functional.cross_entropy(outputs, targets) + 0.7 * distilled
+
+                own = stepped(own, loss)
             ends.append(own)
         values = mean(ends, [SIZES[client] for client in ids])
     assert_close(ended, values)

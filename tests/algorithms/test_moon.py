@@ -3,7 +3,6 @@
 from functools import partial
 
 import pytest
-import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.func import functional_call
@@ -22,6 +21,7 @@ from tests.algorithms.written_out import (
     kept_by,
     mean,
     resumed_ends,
+    stepped,
 )
 from tests.grids import daily
 from tests.helpers import network
@@ -53,12 +53,13 @@ def test_rounds_follow_the_paper(tmp_path, execution):
         for client in ids:
             own, before = values, last.get(client, values)
             for inputs, targets in 2 * batches(client):
-                own = {name: value.detach().requires_grad_() for name, value in own.items()}
-                outputs = functional_call(network().double(), own, inputs)
-                loss = nn.functional.cross_entropy(outputs, targets)
-                loss = loss + 2.0 * contrastive(own, values, before, inputs, 0.4)
-                slopes = torch.autograd.grad(loss, list(own.values()))
-                own = {name: own[name].detach() - 0.1 * slope for name, slope in zip(own, slopes, strict=True)}
+
+                def loss(own, inputs=inputs, targets=targets, received=values, before=before):
+                    outputs = functional_call(network().double(), own, inputs)
+                    near = contrastive(own, received, before, inputs, 0.4)
+                    return nn.functional.cross_entropy(outputs, targets) + 2.0 * near
+
+                own = stepped(own, loss)
             last[client] = own
             ends.append(own)
         values = mean(ends, [SIZES[client] for client in ids])

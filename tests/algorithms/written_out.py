@@ -52,6 +52,13 @@ def gradient(values: State, batch: tuple[Tensor, Tensor], net: nn.Module | None 
     }
 
 
+def stepped(values: State, loss: Callable[[State], Tensor]) -> State:
+    """Return the values after a step of gradient descent."""
+    own = {name: value.detach().requires_grad_() for name, value in values.items()}
+    slopes = torch.autograd.grad(loss(own), list(own.values()))
+    return {name: own[name].detach() - 0.1 * slope for name, slope in zip(own, slopes, strict=True)}
+
+
 def mean(states: Sequence[State], numbers: Sequence[float]) -> State:
     shares = [number / sum(numbers) for number in numbers]
     means = {

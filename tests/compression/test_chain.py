@@ -20,11 +20,7 @@ from lightning_lowrank.compression import (
 )
 from lightning_lowrank.compression.chain import chained
 from lightning_lowrank.seeding import derive_seed
-
-
-def draw(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
+from tests.helpers import draw
 
 TENSORS = {"weight": draw(30, 10), "bias": draw(10, seed=1).double(), "half": draw(7).half(), "steps": torch.tensor(3)}
 MASK = {"weight": draw(30, 10, seed=2) < 0}

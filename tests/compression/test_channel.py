@@ -20,11 +20,7 @@ from lightning_lowrank.compression import (
     TopK,
 )
 from tests.grids import pairwise
-
-
-def draw(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
+from tests.helpers import draw
 
 MESSAGE = {
     "weight": draw(6, 5),

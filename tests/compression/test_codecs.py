@@ -33,10 +33,7 @@ from lightning_lowrank.compression.wire import Layout
 from lightning_lowrank.models import CNN4
 from lightning_lowrank.testing import check_codec
 from tests.grids import pairwise
-
-
-def draw(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+from tests.helpers import draw
 
 
 def random_masks(tensors):

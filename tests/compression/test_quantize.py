@@ -8,10 +8,7 @@ import torch
 from lightning_lowrank.compression import DecodingError, Quantize
 from lightning_lowrank.compression.wire import Layout
 from tests.grids import daily
-
-
-def draw(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+from tests.helpers import draw
 
 
 def norm_of(bucket, norm):

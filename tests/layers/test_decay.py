@@ -7,7 +7,6 @@ from torch import nn
 
 from lightning_lowrank.layers import (
     CP,
-    BlockKronecker,
     Hadamard,
     MatrixProduct,
     add_frobenius_decay,
@@ -16,16 +15,7 @@ from lightning_lowrank.layers import (
     frobenius_penalty,
     low_rank_layers,
 )
-
-FACTORIZATIONS = [
-    MatrixProduct(),
-    MatrixProduct("raw"),
-    MatrixProduct("channel"),
-    BlockKronecker(),
-    BlockKronecker(grid=True),
-    CP(),
-    Hadamard(),
-]
+from tests.helpers import FACTORIZATIONS
 
 
 def converted(factorization, **settings):

@@ -23,6 +23,7 @@ from lightning_lowrank.layers import (
 from lightning_lowrank.layers.layer import combine
 from lightning_lowrank.seeding import derive_seed
 from tests.grids import all_pairs, daily, in_turn, pairwise
+from tests.helpers import FACTORIZATIONS
 
 DENSE = {
     "linear": (lambda: nn.Linear(10, 8), (3, 10)),
@@ -80,15 +81,6 @@ GEOMETRIES = {
     "embedding": (lambda: nn.Embedding(12, 9), (3, 4)),
     "embedding with padding": (lambda: nn.Embedding(12, 9, padding_idx=2), (5,)),
 }
-FACTORIZATIONS = [
-    MatrixProduct(),
-    MatrixProduct("raw"),
-    MatrixProduct("channel"),
-    BlockKronecker(),
-    BlockKronecker(grid=True),
-    CP(),
-    Hadamard(),
-]
 BILINEAR = [MatrixProduct(), MatrixProduct("raw"), BlockKronecker(), BlockKronecker(grid=True)]
 ROLES = ["update", "weight"]
 MODIFIERS = {"plain": {}, "decoupled": {"decouple": True}, "half-frozen": {"half_frozen": True}}
