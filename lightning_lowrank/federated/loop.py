@@ -45,6 +45,7 @@ from lightning_lowrank.federated.rounds import Rounds
 from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.federated.state import Server
 from lightning_lowrank.federated.whole_checkpoints import install as install_whole_checkpoints
+from lightning_lowrank.internals.direct_log import DirectLog
 from lightning_lowrank.internals.direct_steps import DirectSteps
 from lightning_lowrank.internals.lightning import (
     TrainLoaderSource,
@@ -214,6 +215,7 @@ class FederatedLoop(FederatedSettings, Callback):
         restore(pl_module.register_state_dict_post_hook(lambda *state: self._show_global_state(*state)).remove)
         if processes is None and self.fast_steps:
             restore(DirectSteps(trainer).restore)
+            restore(DirectLog(trainer).restore)
         restore(
             pad_epochs(
                 trainer,
