@@ -173,7 +173,7 @@ def read_by(loader: DataLoader, read: Callable[..., Any]) -> Callable[[], None]:
     """
     if not hasattr(loader, "_get_iterator"):
         return lambda: None
-    make_iterator = loader._get_iterator
+    make_iterator, replaced = loader._get_iterator, vars(loader).get("_get_iterator")
 
     def make_reading() -> Any:
         iterator = make_iterator()
@@ -183,7 +183,9 @@ def read_by(loader: DataLoader, read: Callable[..., Any]) -> Callable[[], None]:
         return iterator
 
     def restore() -> None:
-        vars(loader).pop("_get_iterator", None)
+        del vars(loader)["_get_iterator"]
+        if replaced is not None:
+            vars(loader)["_get_iterator"] = replaced
 
     vars(loader)["_get_iterator"] = make_reading
     return restore

@@ -190,7 +190,8 @@ def run(folder, module=Evaluated, loaders=(plain(),), loop=None, callbacks=(), f
     federated = FederatedLoop(
         FedAvg(), partition=FromIndices(CLIENTS), fast_steps=fast, summary=False, **(loop or {})
     )
-    checkpoint = [] if quick else [ModelCheckpoint(folder, "{epoch}-{val_loss:.4f}", monitor="val_loss", save_top_k=-1)]
+    monitor = "val_loss/dataloader_idx_0" if len(loaders) > 1 else "val_loss"
+    checkpoint = [] if quick else [ModelCheckpoint(folder, "{epoch}", monitor=monitor)]
     logger = {} if quick else {"logger": CSVLogger(folder, name="", version=0), "log_every_n_steps": 2}
     made = module(events)
     torch.manual_seed(5)
@@ -269,14 +270,14 @@ def test_usual_evaluations_are_direct_and_lightnings_own_after_the_fit(tmp_path,
 
 def test_metric_objects_pass_lightnings_checks_once_in_an_evaluation(tmp_path, monkeypatch):
     checked = []
-    kind = direct_evaluation._EvaluationLoop(pl.Trainer(accelerator="cpu", logger=False), "fit", "validate")._results
-    log = type(kind).log
+    kind = type(trainer(tmp_path).validate_loop._results)
+    log = kind.log
 
     def counted(self, fx, name, *arguments, **settings):
         checked.append(name)
         return log(self, fx, name, *arguments, **settings)
 
-    monkeypatch.setattr(type(kind), "log", counted)
+    monkeypatch.setattr(kind, "log", counted)
     run(tmp_path)
     assert checked.count("val_acc") == checked.count("score/MulticlassF1Score") == 3
     assert checked.count("val_loss") == 3 * 6
@@ -405,6 +406,6 @@ def test_a_dataset_that_changes_between_rounds_is_read_again(tmp_path):
             loader = [lambda dataset=dataset, collate=collate: DataLoader(dataset, 8, collate_fn=collate)]
             callbacks = [lambda dataset=dataset: Changing(dataset)]
             *_, events = run(tmp_path, loaders=loader, callbacks=callbacks, module=Flat, fast=fast)
-            seen_by.append([event for event in events if event != events[-1] and event[0] == "step"])
+            seen_by.append([tuple(event[2]) for event in events[:-1] if event[0] == "step"])
         assert seen_by[0] == seen_by[1]
-        assert len({event[2][0] for event in seen_by[0]}) > 15
+        assert len(set(seen_by[0])) > 10
