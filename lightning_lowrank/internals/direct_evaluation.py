@@ -16,6 +16,7 @@ import lightning
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_lowrank.internals.lightning import missing, overrides
@@ -39,7 +40,7 @@ _NEEDED_OF_LOOP = (
     "_combined_loader",
     "_data_fetcher",
     "_has_run",
-    "_results.log",
+    "_results.dataloader_idx",
     "_seen_batches_per_dataloader",
     "batch_progress.is_last_batch",
     "batch_progress.increment_started",
@@ -51,8 +52,8 @@ _NEEDED_OF_LOOP = (
 class DirectEvaluation:
     """Makes the batches of an evaluation by calling only the hooks that something overrides.
 
-    What is called, in which order, what is counted and what is logged are the same as in Lightning. A metric object
-    that is logged again with the same arguments goes past their checks. Which hooks are overridden is looked up at an
+    What is called, in which order, what is counted and what is logged are the same as in Lightning. What is logged
+    again with the same arguments goes past their checks. Which hooks are overridden is looked up at an
     evaluation's first batch. Left to Lightning is an evaluation in which a part of the trainer or module acts in a way
     of its own, and each under a Lightning of another release or with other parts.
 
@@ -68,7 +69,7 @@ class DirectEvaluation:
         self._begin_loader = begin_loader
         self._ends = ExitStack()
         self._hooks: _Hooks | None = None
-        self._logged: dict[tuple[Any, ...], tuple[Metric, dict[str, Any], Any]] = {}
+        self._logged: dict[tuple[Any, ...], tuple[dict[str, Any], Any, str]] = {}
         self._is_known = not missing(trainer, _LOOPS[stage]) and _is_known(trainer, _loop(trainer, stage))
         if not self._is_known:
             return
@@ -99,14 +100,14 @@ class DirectEvaluation:
 
     def _is_usual(self) -> bool:
         trainer, module = self._trainer, self._trainer.lightning_module
+        owners = [module] if trainer.datamodule is None else [module, trainer.datamodule]
         return bool(
             type(trainer.strategy) is SingleDeviceStrategy
             and trainer.strategy.model is module
             and type(trainer.precision_plugin) is Precision
             and type(trainer.profiler) is PassThroughProfiler
             and type(self._loop._data_fetcher) is _PrefetchDataFetcher
-            and not any(overrides(module, hook) for hook in _TRANSFERS)
-            and not any(overrides(trainer.datamodule, hook) for hook in _TRANSFERS if trainer.datamodule is not None)
+            and not any(overrides(owner, hook) for owner in owners for hook in _TRANSFERS)
         )
 
     def _step(self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
@@ -137,25 +138,31 @@ class DirectEvaluation:
             raise SIGTERMException
 
     def _log(self, fx: str, name: str, value: Any, *more: Any, **settings: Any) -> None:
-        log = self._log_as_lightning
-        if more or not isinstance(value, Metric):
-            log(fx, name, value, *more, **settings)
-            return
         results = self._loop._results
-        # It is of no use for a metric object.
         batch_size = settings.pop("batch_size", None)
         place = fx, name, results.dataloader_idx
-        metric, known, item = self._logged.get(place, (None, None, None))
-        if metric is value and known == settings:
-            item.value, item._forward_cache = value, value._forward_cache
-            item._computed, item.has_reset = None, False
-            item._update_count += 1
+        if more or not self._is_known_call(place, value, settings):
+            self._log_as_lightning(fx, name, value, *more, batch_size=batch_size, **settings)
+            with_loader = settings.get("add_dataloader_idx", True) and results.dataloader_idx is not None
+            key = f"{fx}.{name}.{results.dataloader_idx}" if with_loader else f"{fx}.{name}"
+            self._logged[place] = settings, getattr(value, "device", None), key
             return
-        log(fx, name, value, batch_size=batch_size, **settings)
-        own_name = settings.get("add_dataloader_idx", True) and results.dataloader_idx is not None
-        item = results.get(f"{fx}.{name}.{results.dataloader_idx}" if own_name else f"{fx}.{name}")
-        if item is not None:
-            self._logged[place] = value, settings, item
+        *_, key = self._logged[place]
+        if isinstance(value, Tensor) and not settings["enable_graph"]:
+            value = value.detach()
+        item = results[key]
+        results.update_metrics(key, value, results._extract_batch_size(item, batch_size, item.meta))
+
+    def _is_known_call(self, place: tuple[Any, ...], value: Any, settings: dict[str, Any]) -> bool:
+        """Return whether Lightning has treated such a call in this evaluation."""
+        if place not in self._logged:
+            return False
+        known, device, key = self._logged[place]
+        if known != settings:
+            return False
+        item = self._loop._results[key]
+        # Metric objects are compared by what they are: `==` makes a new one of two.
+        return item.value is value if isinstance(value, Metric) else item.is_tensor and value.device == device
 
 
 class _Hooks:
@@ -210,6 +217,7 @@ def _is_known(trainer: Any, loop: Any) -> bool:
         and not missing(trainer, *_NEEDED)
         and not missing(_EvaluationLoop, "_is_sequential", "num_dataloaders")
         and not missing(loop, *_NEEDED_OF_LOOP)
+        and not missing(type(loop._results), "log", "update_metrics", "_extract_batch_size")
         and _calls_fit(trainer, loop)
     )
 
@@ -219,7 +227,9 @@ def _calls_fit(trainer: Any, loop: Any) -> bool:
     connector = trainer._logger_connector
     calls: tuple[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]], ...] = (
         (loop._evaluation_step, (None, 0, 0, None), {}),
-        (loop._results.log, ("", "", None), {"batch_size": None}),
+        (loop._results.log, ("", "", None), {"batch_size": None, "enable_graph": False, "add_dataloader_idx": True}),
+        (loop._results.update_metrics, ("", None, None), {}),
+        (loop._results._extract_batch_size, (None, None, None), {}),
         (loop.reset, (), {}),
         (loop.run, (), {}),
         (loop.batch_progress.increment_ready, (), {}),

@@ -177,7 +177,7 @@ def read_by(loader: DataLoader, read: Callable[..., Any]) -> Callable[[], None]:
 
     def make_reading() -> Any:
         iterator = make_iterator()
-        fetcher = getattr(iterator, "_dataset_fetcher", None)
+        fetcher: Any = getattr(iterator, "_dataset_fetcher", None)
         if hasattr(fetcher, "fetch"):
             fetcher.fetch = partial(read, as_loader=fetcher.fetch)
         return iterator

@@ -156,6 +156,7 @@ def plain(**arguments: Any) -> Any:
     return lambda: DataLoader(blobs(42, seed=8), **{"batch_size": 8, **arguments})
 
 
+PLAIN = plain()
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "a module that listens to nothing": {"module": Quiet},
@@ -183,13 +184,11 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def run(folder, module=Evaluated, loaders=(plain(),), loop=None, callbacks=(), fast=True, **settings):
+def run(folder, module=Evaluated, loaders=(PLAIN,), loop=None, callbacks=(), fast=True, **settings):
     events: list[Any] = []
     arguments = {"num_sanity_val_steps": 0, **settings.get("trainer", {})}
     quick = "fast_dev_run" in arguments
-    federated = FederatedLoop(
-        FedAvg(), partition=FromIndices(CLIENTS), fast_steps=fast, summary=False, **(loop or {})
-    )
+    federated = FederatedLoop(FedAvg(), partition=FromIndices(CLIENTS), fast_steps=fast, summary=False, **(loop or {}))
     monitor = "val_loss/dataloader_idx_0" if len(loaders) > 1 else "val_loss"
     checkpoint = [] if quick else [ModelCheckpoint(folder, "{epoch}", monitor=monitor)]
     logger = {} if quick else {"logger": CSVLogger(folder, name="", version=0), "log_every_n_steps": 2}
@@ -265,10 +264,11 @@ def test_usual_evaluations_are_direct_and_lightnings_own_after_the_fit(tmp_path,
     fitted.validate(module, data, verbose=False)
     fitted.test(module, data, verbose=False)
     assert len(steps) == 5 * 6
-    assert not {"run", "reset", "_evaluation_step"} & (vars(fitted.validate_loop).keys() | vars(fitted.test_loop).keys())
+    for loop in (fitted.validate_loop, fitted.test_loop):
+        assert not {"run", "reset", "_evaluation_step"} & vars(loop).keys()
 
 
-def test_metric_objects_pass_lightnings_checks_once_in_an_evaluation(tmp_path, monkeypatch):
+def test_what_is_logged_passes_lightnings_checks_once_in_an_evaluation(tmp_path, monkeypatch):
     checked = []
     kind = type(trainer(tmp_path).validate_loop._results)
     log = kind.log
@@ -279,8 +279,7 @@ def test_metric_objects_pass_lightnings_checks_once_in_an_evaluation(tmp_path, m
 
     monkeypatch.setattr(kind, "log", counted)
     run(tmp_path)
-    assert checked.count("val_acc") == checked.count("score/MulticlassF1Score") == 3
-    assert checked.count("val_loss") == 3 * 6
+    assert checked.count("val_acc") == checked.count("score/MulticlassF1Score") == checked.count("val_loss") == 3
 
 
 def test_a_metric_logged_twice_in_different_ways_is_refused(tmp_path):
@@ -316,7 +315,7 @@ class OwnTransfer(Evaluated):
 
 class ReadingItself(Evaluated):
     def validation_step(self, dataloader_iter):
-        batch, batch_idx, _ = next(dataloader_iter)
+        batch, _, _ = next(dataloader_iter)
         self.log("val_loss", self.loss(batch), batch_size=len(batch[1]))
 
 

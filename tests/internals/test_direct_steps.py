@@ -11,7 +11,6 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from torch import Tensor
 
 from lightning_lowrank import FedAvg, FederatedLoop, FedProx, FromIndices
 from lightning_lowrank.internals import direct_steps
