@@ -141,6 +141,17 @@ def weights(module: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
+def seen(value: Any) -> Any:
+    """Return what can be compared of what a hook is given."""
+    if isinstance(value, Tensor):
+        return value.detach().double().sum().item()
+    if isinstance(value, dict):
+        return {name: seen(entry) for name, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [seen(entry) for entry in value]
+    return value if isinstance(value, (int, float, str, type(None))) else type(value).__name__
+
+
 def assert_same(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
     assert first.keys() == second.keys()
     for name in first:

@@ -32,6 +32,7 @@ from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.indices import ClientIndices
 from lightning_lowrank.federated.data.planner import RoundPlan
 from lightning_lowrank.federated.data.rounds import RoundData
+from lightning_lowrank.federated.data.whole_batches import WholeBatches
 from lightning_lowrank.federated.execution.distributed import ClientParallelStrategy, SharedCoordinator, shared_by
 from lightning_lowrank.federated.fingerprint import (
     check_before_loading,
@@ -46,6 +47,7 @@ from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.federated.state import Server
 from lightning_lowrank.federated.whole_checkpoints import install as install_whole_checkpoints
 from lightning_lowrank.internals.direct_log import DirectLog
+from lightning_lowrank.internals.direct_evaluation import DirectEvaluation
 from lightning_lowrank.internals.direct_steps import DirectSteps
 from lightning_lowrank.internals.lightning import (
     TrainLoaderSource,
@@ -181,6 +183,7 @@ class FederatedLoop(FederatedSettings, Callback):
         check_namespace(trainer, pl_module)
         install_whole_checkpoints(trainer)
         if stage != "fit":
+            self._evaluate_fast(trainer, stage)
             return
         processes = shared_by(trainer)
         check_callbacks(self, trainer, pl_module, goes_on_from(self))
@@ -216,6 +219,7 @@ class FederatedLoop(FederatedSettings, Callback):
         if processes is None and self.fast_steps:
             restore(DirectSteps(trainer).restore)
             restore(DirectLog(trainer).restore)
+        self._evaluate_fast(trainer, stage)
         restore(
             pad_epochs(
                 trainer,
@@ -224,6 +228,10 @@ class FederatedLoop(FederatedSettings, Callback):
                 lambda error: self.rounds.fail(error),
             )
         )
+
+    def _evaluate_fast(self, trainer: pl.Trainer, stage: str) -> None:
+        if self.fast_steps and stage != "predict":
+            self._restore.callback(DirectEvaluation(trainer, stage, WholeBatches().begin).restore)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Give the trainer back as it was."""

@@ -88,9 +88,11 @@ class FederatedSettings(Configured):
             from stepping together, in the trial or later, is no error: their steps are made one after another.
         chunk_size: Largest number of clients that step together. ``None``: as many as a quarter of the free memory
             holds, by what a step on the first round's batches takes. The result does not depend on it, to rounding.
-        fast_steps: Whether steps may call only those hooks that the module or a callback overrides, and ``self.log``
-            may leave out what Lightning has checked of the same call before. Off, every step is Lightning's own, with
-            the same results.
+        fast_steps: Whether steps, and batches of validation and tests, may call only those hooks that the module or a
+            callback overrides; whether ``self.log`` may leave out what Lightning has checked of the same call before;
+            and whether validation and test loaders may read batches in one piece. They do so in order and without
+            workers, over a `torch.utils.data.TensorDataset` or a dataset with an attribute ``deterministic`` that is
+            true, of which up to 256 MiB of batches are kept. Off, all of it is Lightning's own, with the same results.
         personal_test: What each client's own model (`Algorithm.personal_model`; for most methods the global model) is
             tested on, each time validation runs between rounds: ``"matched_labels"``: the validation samples of the
             labels that it has in its training samples; a share in (0, 1): that share of its own samples, drawn at

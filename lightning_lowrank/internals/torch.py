@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import ContextDecorator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 # Tensors that `torch.func.vmap` maps
 
@@ -142,6 +144,51 @@ def copy_versions(source: Any, target: Any) -> None:
     """
     if hasattr(source, "_metadata"):
         target._metadata = source._metadata
+
+
+# Loaders
+
+
+def read_by(loader: DataLoader, read: Callable[..., Any]) -> Callable[[], None]:
+    """Have a loader without workers read its batches by a function, and do all else as before.
+
+    There is no public way: another dataset or collate function would be seen in the loader's attributes, and another
+    loader in the trainer. Under a torch without these parts the loader reads as before.
+
+    Args:
+        loader: The loader.
+        read: Gets the indices of a batch's samples and ``as_loader``, which reads them as the loader does.
+
+    Returns:
+        What gives the loader's own way back.
+
+    Example:
+        >>> loader = DataLoader([10, 20, 30], batch_size=2)
+        >>> restore = read_by(loader, lambda indices, as_loader: (indices, as_loader(indices)))
+        >>> list(loader)
+        [([0, 1], tensor([10, 20])), ([2], tensor([30]))]
+        >>> restore()
+        >>> list(loader)
+        [tensor([10, 20]), tensor([30])]
+    """
+    if not hasattr(loader, "_get_iterator"):
+        return lambda: None
+    make_iterator, replaced = loader._get_iterator, vars(loader).get("_get_iterator")
+
+    def make_reading() -> Any:
+        iterator = make_iterator()
+        fetcher: Any = getattr(iterator, "_dataset_fetcher", None)
+        if hasattr(fetcher, "fetch"):
+            fetcher.fetch = partial(read, as_loader=fetcher.fetch)
+        return iterator
+
+    def restore() -> None:
+        del vars(loader)["_get_iterator"]
+        if replaced is not None:
+            vars(loader)["_get_iterator"] = replaced
+
+    vars(loader)["_get_iterator"] = make_reading
+    return restore
 
 
 # Common base classes, which users derive from as well

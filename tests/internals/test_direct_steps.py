@@ -11,13 +11,12 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from torch import Tensor
 
 from lightning_lowrank import FedAvg, FederatedLoop, FedProx, FromIndices
 from lightning_lowrank.internals import direct_steps
 from lightning_lowrank.internals.direct_steps import DirectSteps
 from tests.grids import daily
-from tests.helpers import Data, Module, assert_same, blobs, fit, trainer, weights
+from tests.helpers import Data, Module, assert_same, blobs, fit, seen, trainer, weights
 
 CLIENTS = [list(range(5)), list(range(5, 47)), list(range(47, 69)), list(range(69, 103))]
 HOOKS = (
@@ -28,17 +27,6 @@ HOOKS = (
     "on_before_optimizer_step",
     "on_train_batch_end",
 )
-
-
-def seen(value: Any) -> Any:
-    """Return what can be compared of what a hook is given."""
-    if isinstance(value, Tensor):
-        return value.detach().double().sum().item()
-    if isinstance(value, dict):
-        return {name: seen(entry) for name, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [seen(entry) for entry in value]
-    return value if isinstance(value, (int, float, str, type(None))) else type(value).__name__
 
 
 class Listening(pl.Callback):

@@ -202,3 +202,33 @@ def test_lengths_of_schedules():
     }
     for schedule, length in known.items():
         assert internals.schedule_length(schedule) == length, type(schedule)
+
+
+def test_loaders_read_by_a_function():
+    loader = torch.utils.data.DataLoader(range(5), batch_size=2)
+    assert hasattr(loader, "_get_iterator")
+    assert hasattr(iter(loader), "_dataset_fetcher"), (
+        "torch reads batches elsewhere: those of validation and test loaders are read sample by sample"
+    )
+    read = []
+    restore = internals.read_by(loader, lambda indices, as_loader: read.append(indices) or as_loader(indices) + 1)
+    torch.manual_seed(0)
+    assert [batch.tolist() for batch in loader] == [[1, 2], [3, 4], [5]]
+    ours = torch.rand(())
+    restore()
+    torch.manual_seed(0)
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4]]
+    assert torch.equal(torch.rand(()), ours), "a loader draws one number each time that it is read"
+    assert read == [[0, 1], [2, 3], [4]]
+
+
+@pytest.mark.parametrize("lacking", ["_get_iterator", "_dataset_fetcher"])
+def test_loaders_of_another_torch_read_as_before(monkeypatch, lacking):
+    loader = torch.utils.data.DataLoader(range(5), batch_size=2)
+    if lacking == "_get_iterator":
+        monkeypatch.setattr(internals, "hasattr", lambda *arguments: False, raising=False)
+    else:
+        monkeypatch.setattr(loader, "_get_iterator", lambda: iter([torch.tensor([7])]))
+    restore = internals.read_by(loader, lambda indices, as_loader: pytest.fail("read by the function"))
+    assert len(list(loader)) == (3 if lacking == "_get_iterator" else 1)
+    restore()
