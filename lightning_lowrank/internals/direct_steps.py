@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import lightning
@@ -168,21 +167,19 @@ class DirectSteps:
             for hook in _STEP_HOOKS
         }
         self._own = {hook: getattr(module, hook) for hook in _STEP_HOOKS if overrides(module, hook)}
+        self._heard = {hook for hook in _STEP_HOOKS if self._callbacks[hook] or hook in self._own}
         self._clips = overrides(module, "configure_gradient_clipping") or bool(self._trainer.gradient_clip_val)
         self._takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
 
     def _tell(self, hook: str, *arguments: Any) -> Any:
         """Call what overrides a hook, and return what the module answers."""
-        callbacks, own = self._callbacks[hook], self._own.get(hook)
-        if not callbacks and own is None:
-            return None
         module = self._trainer.lightning_module
         # By this `LightningModule.log` knows where it is called from.
         attributes = vars(module)
         before, attributes["_current_fx_name"] = attributes["_current_fx_name"], hook
-        for callback in callbacks:
+        for callback in self._callbacks[hook]:
             callback(self._trainer, module, *arguments)
-        answer = None if own is None else own(*arguments)
+        answer = self._own[hook](*arguments) if hook in self._own else None
         attributes["_current_fx_name"] = before
         return answer
 
@@ -205,7 +202,7 @@ class DirectSteps:
         return module.transfer_batch_to_device(batch, device, 0)
 
     def _step(self, data_fetcher: Any) -> None:
-        loop, trainer = self._loop, self._trainer
+        loop, trainer, heard = self._loop, self._trainer, self._heard
         module, progress, results = trainer.lightning_module, loop.batch_progress, loop._results
         batch = self._next_batch(data_fetcher)
         batch_idx = loop.batch_idx + 1
@@ -214,7 +211,7 @@ class DirectSteps:
         progress.increment_ready()
         trainer._logger_connector.on_batch_start(batch)
         output = None
-        ends_epoch = self._tell("on_train_batch_start", batch, batch_idx) == -1
+        ends_epoch = "on_train_batch_start" in heard and self._tell("on_train_batch_start", batch, batch_idx) == -1
         if ends_epoch:
             progress.increment_by(0, is_last_batch=True)
         else:
@@ -227,7 +224,8 @@ class DirectSteps:
                 loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
         if ends_epoch:
             raise StopIteration
-        self._tell("on_train_batch_end", output, batch, batch_idx)
+        if "on_train_batch_end" in heard:
+            self._tell("on_train_batch_end", output, batch, batch_idx)
         if results:
             trainer._logger_connector.on_batch_end()
         else:
@@ -237,15 +235,16 @@ class DirectSteps:
             trainer._logger_connector.update_train_step_metrics()
 
     def _update(self, module: pl.LightningModule, batch: Any, batch_idx: int) -> dict[str, Any]:
-        trainer, attributes = self._trainer, vars(module)
+        trainer, attributes, heard = self._trainer, vars(module), self._heard
         (optimizer,) = trainer.optimizers
         counts = self._loop.automatic_optimization.optim_progress.optimizer
         arguments = (batch, batch_idx) if self._takes_index else (batch,)
-        results: list[ClosureResult] = []
+        outputs: list[dict[str, Any]] = []
 
         def zero_grad() -> None:
             counts.zero_grad.increment_ready()
-            self._tell("on_before_zero_grad", optimizer)
+            if "on_before_zero_grad" in heard:
+                self._tell("on_before_zero_grad", optimizer)
             counts.zero_grad.increment_started()
             drop_gradients(optimizer)
             counts.zero_grad.increment_completed()
@@ -254,26 +253,31 @@ class DirectSteps:
             before, attributes["_current_fx_name"] = attributes["_current_fx_name"], "training_step"
             output = module.training_step(*arguments)
             attributes["_current_fx_name"] = before
-            # What Lightning does for others, less the division by one batch.
-            tensor = isinstance(output, Tensor)
-            result = ClosureResult(output) if tensor else ClosureResult.from_training_step_output(output)
-            results[:] = [result]
-            loss = result.closure_loss
+            # What Lightning makes of it, less the division by one batch.
+            if isinstance(output, Tensor):
+                loss, kept = output, output.detach().clone()
+                outputs[:] = [{"loss": kept}]
+            else:
+                result = ClosureResult.from_training_step_output(output)
+                loss, kept = result.closure_loss, result.loss
+                outputs[:] = [{} if kept is None else result.asdict()]
             if loss is None:
                 # It warns of that.
                 Closure(lambda: result, None, zero_grad)()
-            else:
-                zero_grad()
+                return None
+            zero_grad()
+            if "on_before_backward" in heard:
                 self._tell("on_before_backward", loss)
-                loss.backward()
+            loss.backward()
+            if "on_after_backward" in heard:
                 self._tell("on_after_backward")
-            return result.loss
+            return kept
 
         def gradients() -> Tensor | None:
             # An optimizer may call it where gradients are off.
-            with nullcontext() if torch.is_grad_enabled() else torch.enable_grad():
-                loss = closure()
-            self._tell("on_before_optimizer_step", optimizer)
+            loss = closure() if torch.is_grad_enabled() else torch.enable_grad()(closure)()
+            if "on_before_optimizer_step" in heard:
+                self._tell("on_before_optimizer_step", optimizer)
             if self._clips:
                 module.configure_gradient_clipping(
                     optimizer,
@@ -285,11 +289,10 @@ class DirectSteps:
         counts.step.increment_ready()
         bare_step(optimizer)(closure=gradients)
         counts.step.increment_completed()
-        if not results:
+        if not outputs:
             # It refuses that.
             Closure(lambda: ClosureResult(None)).consume_result()
-        (result,) = results
-        return {} if result.loss is None else result.asdict()
+        return outputs[0]
 
 
 def _batches_of(data_fetcher: Any) -> Iterator[Any] | None:

@@ -18,6 +18,7 @@ import lightning
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint, ProgressBar, Timer
+from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
@@ -101,6 +102,11 @@ def overrides(listener: pl.Callback | pl.LightningModule | pl.LightningDataModul
     base = next(kind for kind in kinds if isinstance(listener, kind))
     # A LambdaCallback has its hooks on the instance.
     return hook in vars(listener) or getattr(type(listener), hook, None) is not getattr(base, hook)
+
+
+def is_training(trainer: Any) -> bool:
+    """Return ``trainer.training``, which compares texts."""
+    return trainer.state.stage is RunningStage.TRAINING
 
 
 class LastBatch:

@@ -277,8 +277,11 @@ class RoundLoader:
         """Yield the indices of the round's batches from the current position on."""
         plan = self._plan()
         for chunk, steps in self._remaining(plan):
-            for requests in islice(self._chunk_requests(plan.round, chunk), steps.start, None):
-                yield requests if self.stacked else requests[0]
+            if self.stacked:
+                yield from islice(self._chunk_requests(plan.round, chunk), steps.start, None)
+            else:
+                (client,) = chunk.clients
+                yield from islice(self._client_requests(plan.round, client, chunk.steps), steps.start, None)
 
     def read(self, chunk: Chunk, round_number: int, steps: int) -> tuple[list[Any], list[Any]]:
         """Return the first batches of clients that step together, and the first of each client on its own.
