@@ -259,12 +259,12 @@ class DirectSteps:
                 outputs[:] = [{"loss": kept}]
             else:
                 result = ClosureResult.from_training_step_output(output)
+                outputs[:] = [{} if result.loss is None else result.asdict()]
+                if result.closure_loss is None or result.loss is None:
+                    # It warns of that.
+                    Closure(lambda: result, None, zero_grad)()
+                    return None
                 loss, kept = result.closure_loss, result.loss
-                outputs[:] = [{} if kept is None else result.asdict()]
-            if loss is None:
-                # It warns of that.
-                Closure(lambda: result, None, zero_grad)()
-                return None
             zero_grad()
             if "on_before_backward" in heard:
                 self._tell("on_before_backward", loss)
@@ -300,7 +300,7 @@ def _batches_of(data_fetcher: Any) -> Iterator[Any] | None:
     loader = data_fetcher.iterator
     if type(loader) is not CombinedLoader or loader.iterables is not loader.flattened[0]:
         return None
-    cycle = loader._iterator
+    cycle: Any = loader._iterator
     plain = type(cycle) is _MaxSizeCycle and len(cycle.iterators) == 1 and not data_fetcher.batches
     return cycle.iterators[0] if plain and data_fetcher.length is not None else None
 

@@ -228,7 +228,8 @@ class Measure(pl.Callback):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         now = time.perf_counter()
         self._stack.close()
-        assert self.loop.plan is not None and self.loop.indices is not None
+        assert self.loop.plan is not None
+        assert self.loop.indices is not None
         indices, steps = self.loop.indices, self.loop.plan.total
         clients = [indices[client] for client in self.loop.plan.clients]
         number, on = len(self.rounds), len(self.rounds) % 3 == 0
