@@ -65,6 +65,8 @@ def collate_images(samples: Any) -> Any:
 
 
 collate_images.deterministic = True  # type: ignore[attr-defined]
+# No sample changes what becomes of another, so that one large batch may be cut into several.
+collate_images.sample_by_sample = True  # type: ignore[attr-defined]
 
 
 class TensorImages(Dataset[tuple[Tensor, int]]):

@@ -20,7 +20,7 @@ from torchmetrics import Metric
 from lightning_lowrank.arguments import listed
 from lightning_lowrank.federated.execution.base import Execution, while_training
 from lightning_lowrank.federated.state import trained_tensors
-from lightning_lowrank.internals.lightning import last_batch, overrides
+from lightning_lowrank.internals.lightning import LastBatch, overrides
 from lightning_lowrank.internals.torch import own_buffers, written
 
 
@@ -74,22 +74,24 @@ class Isolation:
             self._sums = {name: _sum(value) for name, value in self._frozen.items()}
             self._attributes = None if self._stacked else _attributes(self._module)
 
-    @torch.no_grad()
     def end_step(self) -> None:
         """Take assigned buffers over, and look whether the first step has changed frozen parameters."""
         for home in self._homes:
-            assigned = home.table.get(home.key)
-            if assigned is home.buffer:
-                continue
-            if not isinstance(assigned, Tensor) or assigned.shape != home.buffer.shape:
-                found = "None" if assigned is None else str(list(assigned.shape))
-                raise MisconfigurationException(
-                    f"training changes the buffer {home.name} from {list(home.buffer.shape)} to {found}, and clients"
-                    " are averaged: keep its shape, or register it with persistent=False."
-                )
-            home.table[home.key] = home.buffer.copy_(assigned)
+            if home.table.get(home.key) is not home.buffer:
+                self._take_over(home)
         if self._sums is not None:
             self._refuse_changes()
+
+    @torch.no_grad()
+    def _take_over(self, home: _Home) -> None:
+        assigned = home.table.get(home.key)
+        if not isinstance(assigned, Tensor) or assigned.shape != home.buffer.shape:
+            found = "None" if assigned is None else str(list(assigned.shape))
+            raise MisconfigurationException(
+                f"training changes the buffer {home.name} from {list(home.buffer.shape)} to {found}, and clients"
+                " are averaged: keep its shape, or register it with persistent=False."
+            )
+        home.table[home.key] = home.buffer.copy_(assigned)
 
     def end_client(self) -> None:
         """Refuse or name what the client has changed."""
@@ -169,7 +171,7 @@ class ClientSteps:
             # Lightning gives the batch and, where the step takes it by whatever name, its number.
             own = (*arguments[:1], execution.number, *arguments[2:]) if len(arguments) > 1 else arguments
             keywords |= {"batch_idx": execution.number} if "batch_idx" in keywords else {}
-            with last_batch(trainer, execution.number + 1 == execution.chunk.steps):
+            with LastBatch(trainer, execution.number + 1 == execution.chunk.steps):
                 return step(*own, **keywords)
 
         self._replaced: dict[str, Any] = {}

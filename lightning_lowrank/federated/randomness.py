@@ -27,7 +27,7 @@ class StepRandomness:
         """Keep the generators' state, unless that has been done already."""
         if self._torch is None:
             cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-            self._torch = torch.get_rng_state(), cuda
+            self._torch = torch.default_generator.get_state(), cuda
         if self._others is None:
             self._others = random.getstate(), np.random.get_state()
 
@@ -35,7 +35,7 @@ class StepRandomness:
         """Give torch's generators back as `open` found them; does nothing where it was not called."""
         if self._torch is not None:
             cpu, cuda = self._torch
-            torch.set_rng_state(cpu)
+            torch.default_generator.set_state(cpu)
             if cuda:
                 torch.cuda.set_rng_state_all(cuda)
             self._torch = None

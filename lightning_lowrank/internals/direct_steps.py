@@ -7,21 +7,26 @@ releases of Lightning that they were compared with.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 
 from lightning_lowrank.internals.lightning import missing, overrides
+from lightning_lowrank.internals.torch import bare_step, drop_gradients
 
 try:
     from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
     from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
+    from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+    from lightning.pytorch.utilities.combined_loader import _MaxSizeCycle
     from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 except ImportError:
     _IMPORTED = False
@@ -39,14 +44,22 @@ _STEP_HOOKS = (
 )
 _UPDATES = ("backward", "optimizer_step", "optimizer_zero_grad")
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+_TRANSFER = pl.LightningModule.transfer_batch_to_device
+_END = object()
 _NEEDED = (
     "lightning_module._current_fx_name",
+    "received_sigterm",
     "_logger_connector.update_train_step_metrics",
+    "_val_check_time_interval",
+    "val_check_batch",
+    "fit_loop.epoch_loop._batches_that_stepped",
     "fit_loop.epoch_loop._num_ready_batches_reached",
     "fit_loop.epoch_loop._results.batch",
     "fit_loop.epoch_loop._results.batch_size",
+    "fit_loop.epoch_loop._skip_next_val",
     "fit_loop.epoch_loop.batch_idx",
     "fit_loop.epoch_loop.batch_progress.is_last_batch",
+    "fit_loop.epoch_loop.done",
     "fit_loop.epoch_loop.restarting",
     "fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.zero_grad.increment_started",
     "fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.increment_completed",
@@ -57,8 +70,8 @@ class DirectSteps:
     """Makes an epoch's steps by calling only the hooks that something overrides.
 
     Lightning makes some thirty calls in a step, each looked up, named and timed, of which nearly all do nothing. For a
-    small model they take half as long as the step itself (``tests/benchmarks/overhead.py``). Here, what is called, in
-    which order, what is counted and what is logged are the same. Which hooks are overridden is looked up when an epoch
+    small model they take as long as the step itself (``tests/benchmarks/steps.py``). Here, what is called, in which
+    order, what is counted and what is logged are the same. Which hooks are overridden is looked up when an epoch
     begins. Left to Lightning is an epoch in which a part of the trainer or module acts in a way of its own, one that
     goes on from a checkpoint, and each epoch under a Lightning of another release or with other parts.
 
@@ -73,15 +86,61 @@ class DirectSteps:
         self._is_known = _is_known(trainer)
         self._direct = False
         self._loop.advance = self._advance
+        if self._is_known:
+            self._loop.run = self._run
 
     def restore(self) -> None:
-        """Give Lightning's own method back."""
+        """Give Lightning's own methods back."""
         del self._loop.advance
+        vars(self._loop).pop("run", None)
+
+    def _run(self, data_fetcher: Any) -> None:
+        loop = self._loop
+        loop.reset()
+        loop.on_run_start(data_fetcher)
+        self._direct = False
+        while not self._is_done():
+            try:
+                loop.advance(data_fetcher)
+                self._end_advance(data_fetcher)
+            except StopIteration:
+                break
+            finally:
+                loop.on_iteration_done()
+
+    def _is_done(self) -> bool:
+        trainer, loop = self._trainer, self._loop
+        if self._direct and trainer.max_steps == -1 and not trainer.should_stop:
+            progress = loop.batch_progress
+            if progress.current.ready != trainer.num_training_batches and not progress.is_last_batch:
+                return False
+        return bool(loop.done)
+
+    def _end_advance(self, data_fetcher: Any) -> None:
+        """Do what follows a step: nothing but counting it, where no validation, schedule or end is due."""
+        trainer, loop = self._trainer, self._loop
+        every = trainer.val_check_batch
+        if (
+            self._direct
+            and not trainer.should_stop
+            and not trainer.received_sigterm
+            and not trainer.lr_scheduler_configs
+            and trainer.check_val_every_n_epoch is not None
+            and trainer._val_check_time_interval is None
+            and not loop.batch_progress.is_last_batch
+            and not loop._skip_next_val
+            and every not in (None, 0, float("inf"))
+            and loop.batch_progress.current.ready % every != 0
+        ):
+            loop._batches_that_stepped += 1
+        else:
+            loop.on_advance_end(data_fetcher)
 
     def _advance(self, data_fetcher: Any) -> None:
         if self._loop.batch_progress.current.ready == 0:
             self._direct = not self._loop.restarting and self._is_usual(data_fetcher)
             self._find_hooks()
+            self._batches = _batches_of(data_fetcher) if self._direct else None
         if self._direct:
             self._step(data_fetcher)
         else:
@@ -108,46 +167,65 @@ class DirectSteps:
             for hook in _STEP_HOOKS
         }
         self._own = {hook: getattr(module, hook) for hook in _STEP_HOOKS if overrides(module, hook)}
+        self._heard = {hook for hook in _STEP_HOOKS if self._callbacks[hook] or hook in self._own}
         self._clips = overrides(module, "configure_gradient_clipping") or bool(self._trainer.gradient_clip_val)
         self._takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
 
     def _tell(self, hook: str, *arguments: Any) -> Any:
         """Call what overrides a hook, and return what the module answers."""
-        callbacks, own = self._callbacks[hook], self._own.get(hook)
-        if not callbacks and own is None:
-            return None
         module = self._trainer.lightning_module
         # By this `LightningModule.log` knows where it is called from.
-        vars(module)["_current_fx_name"], before = hook, module._current_fx_name
-        for callback in callbacks:
+        attributes = vars(module)
+        before, attributes["_current_fx_name"] = attributes["_current_fx_name"], hook
+        for callback in self._callbacks[hook]:
             callback(self._trainer, module, *arguments)
-        answer = None if own is None else own(*arguments)
-        vars(module)["_current_fx_name"] = before
+        answer = self._own[hook](*arguments) if hook in self._own else None
+        attributes["_current_fx_name"] = before
         return answer
 
+    def _next_batch(self, data_fetcher: Any) -> Any:
+        batch = _END if self._batches is None or data_fetcher.done else next(self._batches, _END)
+        if batch is _END:
+            batch, _, _ = next(data_fetcher)
+            return batch
+        data_fetcher.iterator._iterator._idx += 1
+        data_fetcher.fetched += 1
+        data_fetcher.done = data_fetcher.fetched >= data_fetcher.length
+        return batch
+
+    def _on_device(self, module: pl.LightningModule, batch: Any) -> Any:
+        device = self._trainer.strategy.root_device
+        if type(batch) is list and type(module).transfer_batch_to_device is _TRANSFER:
+            there = [part for part in batch if type(part) is Tensor and part.device == device]
+            if len(there) == len(batch):
+                return batch
+        return module.transfer_batch_to_device(batch, device, 0)
+
     def _step(self, data_fetcher: Any) -> None:
-        loop, trainer = self._loop, self._trainer
+        loop, trainer, heard = self._loop, self._trainer, self._heard
         module, progress, results = trainer.lightning_module, loop.batch_progress, loop._results
-        batch, _, _ = next(data_fetcher)
+        batch = self._next_batch(data_fetcher)
         batch_idx = loop.batch_idx + 1
         progress.is_last_batch = data_fetcher.done
-        batch = module.transfer_batch_to_device(batch, trainer.strategy.root_device, 0)
+        batch = self._on_device(module, batch)
         progress.increment_ready()
         trainer._logger_connector.on_batch_start(batch)
         output = None
-        ends_epoch = self._tell("on_train_batch_start", batch, batch_idx) == -1
+        ends_epoch = "on_train_batch_start" in heard and self._tell("on_train_batch_start", batch, batch_idx) == -1
         if ends_epoch:
             progress.increment_by(0, is_last_batch=True)
         else:
             progress.increment_started()
             output = self._update(module, batch, batch_idx)
         progress.increment_processed()
-        loop.update_lr_schedulers("step", update_plateau_schedulers=False)
-        if loop._num_ready_batches_reached():
-            loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+        if trainer.lr_scheduler_configs:
+            loop.update_lr_schedulers("step", update_plateau_schedulers=False)
+            if loop._num_ready_batches_reached():
+                loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
         if ends_epoch:
             raise StopIteration
-        self._tell("on_train_batch_end", output, batch, batch_idx)
+        if "on_train_batch_end" in heard:
+            self._tell("on_train_batch_end", output, batch, batch_idx)
         if results:
             trainer._logger_connector.on_batch_end()
         else:
@@ -157,37 +235,49 @@ class DirectSteps:
             trainer._logger_connector.update_train_step_metrics()
 
     def _update(self, module: pl.LightningModule, batch: Any, batch_idx: int) -> dict[str, Any]:
-        trainer = self._trainer
+        trainer, attributes, heard = self._trainer, vars(module), self._heard
         (optimizer,) = trainer.optimizers
         counts = self._loop.automatic_optimization.optim_progress.optimizer
         arguments = (batch, batch_idx) if self._takes_index else (batch,)
-
-        def training_step() -> ClosureResult:
-            vars(module)["_current_fx_name"], before = "training_step", module._current_fx_name
-            output = module.training_step(*arguments)
-            vars(module)["_current_fx_name"] = before
-            # What Lightning does for others, less the division by one batch.
-            if isinstance(output, Tensor):
-                return ClosureResult(output)
-            return ClosureResult.from_training_step_output(output)
+        outputs: list[dict[str, Any]] = []
 
         def zero_grad() -> None:
             counts.zero_grad.increment_ready()
-            self._tell("on_before_zero_grad", optimizer)
+            if "on_before_zero_grad" in heard:
+                self._tell("on_before_zero_grad", optimizer)
             counts.zero_grad.increment_started()
-            optimizer.zero_grad()
+            drop_gradients(optimizer)
             counts.zero_grad.increment_completed()
 
-        def backward(loss: Tensor) -> None:
-            self._tell("on_before_backward", loss)
+        def closure() -> Tensor | None:
+            before, attributes["_current_fx_name"] = attributes["_current_fx_name"], "training_step"
+            output = module.training_step(*arguments)
+            attributes["_current_fx_name"] = before
+            # What Lightning makes of it, less the division by one batch.
+            if isinstance(output, Tensor):
+                loss, kept = output, output.detach().clone()
+                outputs[:] = [{"loss": kept}]
+            else:
+                result = ClosureResult.from_training_step_output(output)
+                outputs[:] = [{} if result.loss is None else result.asdict()]
+                if result.closure_loss is None or result.loss is None:
+                    # It warns of that.
+                    Closure(lambda: result, None, zero_grad)()
+                    return None
+                loss, kept = result.closure_loss, result.loss
+            zero_grad()
+            if "on_before_backward" in heard:
+                self._tell("on_before_backward", loss)
             loss.backward()
-            self._tell("on_after_backward")
-
-        closure = Closure(training_step, backward, zero_grad)
+            if "on_after_backward" in heard:
+                self._tell("on_after_backward")
+            return kept
 
         def gradients() -> Tensor | None:
-            loss = closure()
-            self._tell("on_before_optimizer_step", optimizer)
+            # An optimizer may call it where gradients are off.
+            loss = closure() if torch.is_grad_enabled() else torch.enable_grad()(closure)()
+            if "on_before_optimizer_step" in heard:
+                self._tell("on_before_optimizer_step", optimizer)
             if self._clips:
                 module.configure_gradient_clipping(
                     optimizer,
@@ -197,16 +287,30 @@ class DirectSteps:
             return loss
 
         counts.step.increment_ready()
-        optimizer.step(closure=gradients)
+        bare_step(optimizer)(closure=gradients)
         counts.step.increment_completed()
-        result = closure.consume_result()
-        return {} if result.loss is None else result.asdict()
+        if not outputs:
+            # It refuses that.
+            Closure(lambda: ClosureResult(None)).consume_result()
+        return outputs[0]
+
+
+def _batches_of(data_fetcher: Any) -> Iterator[Any] | None:
+    """Return where a fetcher finds its batches, if all that it does besides is to count them."""
+    loader = data_fetcher.iterator
+    if type(loader) is not CombinedLoader or loader.iterables is not loader.flattened[0]:
+        return None
+    cycle: Any = loader._iterator
+    plain = type(cycle) is _MaxSizeCycle and len(cycle.iterators) == 1 and not data_fetcher.batches
+    return cycle.iterators[0] if plain and data_fetcher.length is not None else None
 
 
 def _is_known(trainer: Any) -> bool:
     """Return whether this Lightning's steps are those that `DirectSteps` makes."""
     release = tuple(int(part) for part in lightning.__version__.split(".")[:2])
-    return _IMPORTED and release in _RELEASES and not missing(trainer, *_NEEDED) and _calls_fit(trainer)
+    if not _IMPORTED or release not in _RELEASES or missing(trainer, *_NEEDED):
+        return False
+    return type(trainer.fit_loop.epoch_loop) is _TrainingEpochLoop and _calls_fit(trainer)
 
 
 def _calls_fit(trainer: Any) -> bool:
@@ -215,6 +319,8 @@ def _calls_fit(trainer: Any) -> bool:
     connector, progress = trainer._logger_connector, loop.batch_progress
     calls: tuple[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]], ...] = (
         (type(loop).advance, (loop, None), {}),
+        (type(loop).run, (loop, None), {}),
+        (type(loop).on_advance_end, (loop, None), {}),
         (loop.update_lr_schedulers, ("step",), {"update_plateau_schedulers": False}),
         (loop._num_ready_batches_reached, (), {}),
         (connector.on_batch_start, (None,), {}),

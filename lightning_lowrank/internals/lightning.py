@@ -9,8 +9,8 @@ from __future__ import annotations
 import copy
 import operator
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +18,7 @@ import lightning
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint, ProgressBar, Timer
+from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
@@ -103,16 +104,27 @@ def overrides(listener: pl.Callback | pl.LightningModule | pl.LightningDataModul
     return hook in vars(listener) or getattr(type(listener), hook, None) is not getattr(base, hook)
 
 
-@contextmanager
-def last_batch(trainer: Any, is_last: bool) -> Iterator[None]:
-    """Let ``trainer.is_last_batch`` say something else for a while, where this Lightning keeps it where it is known."""
-    progress = trainer.fit_loop.epoch_loop.batch_progress
-    before = progress.is_last_batch
-    progress.is_last_batch = is_last
-    try:
-        yield
-    finally:
-        progress.is_last_batch = before
+def is_training(trainer: Any) -> bool:
+    """Return ``trainer.training``, which compares texts."""
+    return trainer.state.stage is RunningStage.TRAINING
+
+
+class LastBatch:
+    """Let ``trainer.is_last_batch`` say something else for a while, where this Lightning keeps it where it is known.
+
+    A class, because a step enters it, and a generator's context takes several times as long.
+    """
+
+    __slots__ = ("_before", "_is_last", "_progress")
+
+    def __init__(self, trainer: Any, is_last: bool) -> None:
+        self._progress, self._is_last = trainer.fit_loop.epoch_loop.batch_progress, is_last
+
+    def __enter__(self) -> None:
+        self._before, self._progress.is_last_batch = self._progress.is_last_batch, self._is_last
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.is_last_batch = self._before
 
 
 class TrainLoaderSource:

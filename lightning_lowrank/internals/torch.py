@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import ContextDecorator
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from torch.optim import Optimizer
 
 # Tensors that `torch.func.vmap` maps
 
@@ -97,6 +99,51 @@ def copy_each(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         return
     for tensor, value in zip(tensors, values, strict=True):
         tensor.copy_(value)
+
+
+# Optimizers without what surrounds them for profilers
+
+_ZERO_GRAD = Optimizer.zero_grad
+
+try:
+    from torch.autograd import _profiler_enabled
+    from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+    # Each class's `step` is wrapped by functions of one code, which run the hooks and tell a profiler.
+    _AROUND_STEP = Optimizer.profile_hook_step(lambda optimizer: None).__code__
+except (AttributeError, ImportError):
+    _AROUND_STEP = None  # type: ignore[assignment]
+
+
+def drop_gradients(optimizer: Optimizer) -> None:
+    """Do what ``optimizer.zero_grad()`` does; where nothing listens, without telling a profiler of it.
+
+    To tell takes longer than to drop the gradients of a small model.
+    """
+    own = type(optimizer).zero_grad is not _ZERO_GRAD or "zero_grad" in vars(optimizer)
+    if _AROUND_STEP is None or own or _profiler_enabled():
+        optimizer.zero_grad()
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
+
+
+def bare_step(optimizer: Optimizer) -> Callable[..., Any]:
+    """Return ``optimizer.step``; where nothing listens, without what torch puts around it for hooks and profilers."""
+    step = type(optimizer).step
+    if (
+        _AROUND_STEP is None
+        or getattr(step, "__code__", None) is not _AROUND_STEP
+        or "step" in vars(optimizer)
+        or optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or _global_optimizer_pre_hooks
+        or _global_optimizer_post_hooks
+        or _profiler_enabled()
+    ):
+        return optimizer.step
+    return functools.partial(step.__wrapped__, optimizer)  # type: ignore[attr-defined]
 
 
 # What a module holds itself

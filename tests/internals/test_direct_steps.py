@@ -11,6 +11,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
 
 from lightning_lowrank import FedAvg, FederatedLoop, FedProx, FromIndices
 from lightning_lowrank.internals import direct_steps
@@ -128,6 +130,44 @@ def step_lr(optimizer):
     return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
 
 
+class Unhurried(torch.optim.SGD):
+    """Calls its closure where gradients are off, and once more than it needs to."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = closure()
+        loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(group["lr"] * parameter.grad)
+        return loss
+
+
+class Hooked(torch.optim.SGD):
+    """Is listened to at each step."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, lr)
+        self.register_step_post_hook(lambda optimizer, *_: [value.data.mul_(0.9) for value in weights_of(optimizer)])
+
+
+def weights_of(optimizer):
+    return [value for group in optimizer.param_groups for value in group["params"]]
+
+
+class Stopping(ListeningModule):
+    def training_step(self, batch, batch_idx):
+        self.trainer.should_stop = self.trainer.global_step == 6
+        return super().training_step(batch, batch_idx)
+
+
+class Plateau(ListeningModule):
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step", "monitor": "each_step", "strict": False}]
+
+
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "a module that listens to nothing": {"module": Quiet},
@@ -135,6 +175,12 @@ CASES: dict[str, dict[str, Any]] = {
         "arguments": {"scheduler": step_lr, "interval": "step", "optimizer": lambda p: torch.optim.Adam(p, lr=0.01)}
     },
     "rounds of the learning rate": {"arguments": {"scheduler": step_lr}},
+    "steps of the learning rate at a plateau": {"module": Plateau},
+    "several gradients a step": {"arguments": {"optimizer": lambda p: torch.optim.LBFGS(p, lr=0.01, max_iter=3)}},
+    "gradients that the optimizer asks for": {"arguments": {"optimizer": lambda p: Unhurried(p, lr=0.1)}},
+    "a hook of the optimizer": {"arguments": {"optimizer": lambda p: Hooked(p, lr=0.1)}},
+    "stopped within a round": {"module": Stopping},
+    "validated after some batches": {"trainer": {"val_check_interval": 4, "check_val_every_n_epoch": None}},
     "clipped by norm": {"trainer": {"gradient_clip_val": 0.1}},
     "clipped by value": {"trainer": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}},
     "clipped in its own way": {"module": Clipping},
@@ -296,7 +342,7 @@ def test_usual_steps_are_direct_and_lightnings_own_after_the_fit(tmp_path, monke
     monkeypatch.setattr(DirectSteps, "_step", lambda self, fetcher: steps.append(1) or direct(self, fetcher))
     _, fitted, _, _ = run(tmp_path)
     assert len(steps) == fitted.global_step == 45
-    assert "advance" not in vars(fitted.fit_loop.epoch_loop)
+    assert not {"advance", "run"} & vars(fitted.fit_loop.epoch_loop).keys()
 
 
 def test_hooks_of_one_object_are_heard(tmp_path):
@@ -370,6 +416,17 @@ def test_a_callback_that_comes_later_is_heard_from_the_next_round_on(tmp_path):
     loop = FederatedLoop(FedAvg(), partition=FromIndices(CLIENTS), summary=False)
     fit(trainer(tmp_path, loop, Bringing()), Module(), Data())
     assert sum(event[0] == "on_train_batch_start" for event in events) == 2 * 15
+
+
+class Idle(torch.optim.SGD):
+    def step(self, closure=None):
+        pass
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_an_optimizer_that_asks_for_no_gradients_is_refused(tmp_path, fast):
+    with pytest.raises(MisconfigurationException, match="closure hasn't been executed"):
+        run(tmp_path, module=Quiet, arguments={"optimizer": lambda p: Idle(p, lr=0.1)}, fast=fast)
 
 
 def known(tmp_path):

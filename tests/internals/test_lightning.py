@@ -240,7 +240,7 @@ def test_when_a_fit_stops(fitting):
 
 def test_the_last_batch_is_that_of_a_client(fitting):
     before = fitting.is_last_batch
-    with internals.last_batch(fitting, not before):
+    with internals.LastBatch(fitting, not before):
         assert fitting.is_last_batch is not before
     assert fitting.is_last_batch is before
 

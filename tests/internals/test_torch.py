@@ -1,5 +1,6 @@
 """What `internals.torch` takes from torch is there, and the public ways beside it give the same."""
 
+import functools
 import subprocess
 import sys
 from collections.abc import Callable
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.func import vmap
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import get_cosine_schedule_with_warmup
 
 from lightning_lowrank.internals import torch as internals
@@ -232,3 +234,99 @@ def test_loaders_of_another_torch_read_as_before(monkeypatch, lacking):
     restore = internals.read_by(loader, lambda indices, as_loader: pytest.fail("read by the function"))
     assert len(list(loader)) == (3 if lacking == "_get_iterator" else 1)
     restore()
+
+
+def trained(kind=torch.optim.SGD, **options):
+    parameter = nn.Parameter(torch.ones(3))
+    parameter.grad = torch.full((3,), 2.0)
+    return parameter, kind([parameter], lr=0.5, **options)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_bare_step_is_the_optimizers_own(kind):
+    parameter, optimizer = trained(kind)
+    expected, reference = trained(kind)
+    step = internals.bare_step(optimizer)
+    assert step != optimizer.step, "torch wraps steps in another way: bare_step leaves everything around them"
+    for _ in range(2):
+        step(closure=lambda: None)
+        reference.step()
+    assert torch.equal(parameter, expected)
+
+
+def with_a_hook(optimizer):
+    optimizer.register_step_pre_hook(lambda *arguments: None)
+
+
+def with_a_later_hook(optimizer):
+    optimizer.register_step_post_hook(lambda *arguments: None)
+
+
+def with_a_schedule(optimizer):
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+
+@pytest.mark.parametrize("listen", [with_a_hook, with_a_later_hook, with_a_schedule])
+def test_a_step_that_somebody_listens_to_is_not_bare(listen):
+    _, optimizer = trained()
+    listen(optimizer)
+    assert internals.bare_step(optimizer) == optimizer.step
+
+
+def test_a_step_wrapped_by_its_class_is_not_bare():
+    class Doubled(torch.optim.SGD):
+        @functools.wraps(torch.optim.SGD.step)
+        def step(self, closure=None):
+            super().step(closure)
+            return super().step()
+
+    parameter, optimizer = trained(Doubled)
+    internals.bare_step(optimizer)()
+    assert parameter[0] == -1
+
+
+def test_hooks_of_all_optimizers_are_heard():
+    _, optimizer = trained()
+    heard = []
+    handle = register_optimizer_step_pre_hook(lambda *arguments: heard.append(1))
+    try:
+        internals.bare_step(optimizer)()
+    finally:
+        handle.remove()
+    assert heard == [1]
+
+
+def test_gradients_are_dropped_as_zero_grad_does(monkeypatch):
+    parameter, optimizer = trained()
+    monkeypatch.setattr(
+        torch.autograd.profiler, "record_function", lambda name: pytest.fail("zero_grad has been called")
+    )
+    internals.drop_gradients(optimizer)
+    assert parameter.grad is None
+
+
+def test_an_own_zero_grad_is_called():
+    class Zeroing(torch.optim.SGD):
+        def zero_grad(self, set_to_none=True):
+            super().zero_grad(set_to_none=False)
+
+    parameter, optimizer = trained(Zeroing)
+    internals.drop_gradients(optimizer)
+    assert torch.equal(parameter.grad, torch.zeros(3))
+
+
+def test_a_profiler_sees_steps():
+    _, optimizer = trained()
+    with torch.profiler.profile() as profile:
+        internals.drop_gradients(optimizer)
+        internals.bare_step(optimizer)()
+    names = {event.name for event in profile.events()}
+    assert {"Optimizer.zero_grad#SGD.zero_grad", "Optimizer.step#SGD.step"} <= names
+
+
+def test_without_what_torch_keeps_to_itself_all_is_public(monkeypatch):
+    monkeypatch.setattr(internals, "_AROUND_STEP", None)
+    parameter, optimizer = trained()
+    assert internals.bare_step(optimizer) == optimizer.step
+    internals.drop_gradients(optimizer)
+    assert parameter.grad is None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -25,17 +25,11 @@ from torch.utils.data import (
     default_collate,
 )
 
+from lightning_lowrank.federated.data.blocks import BlockReader, Request
 from lightning_lowrank.federated.data.indices import ClientIndices
 from lightning_lowrank.federated.data.planner import Chunk, RoundPlan
 from lightning_lowrank.federated.randomness import StepRandomness, seed_process, step_seed
 from lightning_lowrank.seeding import derive_seed, generator
-
-
-class Request(NamedTuple):
-    """The sample indices of one batch, and the seed of whatever is drawn while they are read."""
-
-    indices: np.ndarray
-    seed: int
 
 
 class Requests(list[Request]):
@@ -63,7 +57,8 @@ class SeededBatches(Dataset):
     independent of the number of workers.
 
     Where nothing is drawn (tensors in memory, or a dataset and collate function that say they are ``deterministic``),
-    the batches of all clients that step together are one gather.
+    the batches of all clients that step together are one gather. Where the collate function also works
+    ``sample_by_sample``, so are some that follow each other.
     """
 
     def __init__(self, dataset: Dataset, collate: Callable[[list[Any]], Any]) -> None:
@@ -74,15 +69,23 @@ class SeededBatches(Dataset):
             getattr(dataset, "deterministic", False)
             and (collate is default_collate or getattr(collate, "deterministic", False))
         )
+        self._in_blocks = self._tensors is not None or (
+            self._deterministic and getattr(collate, "sample_by_sample", False)
+        )
 
     def __getitems__(self, request: Request | Requests) -> Any:
         return self._stacked(request) if isinstance(request, Requests) else self._read(request)
+
+    def read(self, requests: Iterable[Request]) -> Iterator[Any]:
+        """Return an iterator over batches, some of them requested in advance where that is faster."""
+        return BlockReader(self._read)(requests) if self._in_blocks else map(self._read, requests)
 
     def _read(self, request: Request) -> Any:
         if self._tensors is not None:
             rows = torch.from_numpy(request.indices)
             return [_gather(tensor, rows.to(tensor.device)) for tensor in self._tensors]
-        seed_process(request.seed)
+        if not self._deterministic:
+            seed_process(request.seed)
         indices = request.indices.tolist()
         fetch = getattr(self.dataset, "__getitems__", None)
         return self.collate(fetch(indices) if fetch else [self.dataset[index] for index in indices])
@@ -156,13 +159,18 @@ def _gather(tensor: Tensor, rows: Tensor) -> Tensor:
 
 
 def batch_reader(
-    loader: DataLoader, batches: SeededBatches, requests: Iterable[Request | Requests]
+    loader: DataLoader, batches: SeededBatches, requests: Iterable[Request | Requests], stacked: bool = False
 ) -> Callable[[], Iterator[Any]]:
-    """Return a function that reads the batches requested by then with a loader's workers and pinned memory."""
+    """Return a function that reads the batches requested by then with a loader's workers and pinned memory.
+
+    Those of clients that step together are ``stacked``.
+    """
     workers = loader.num_workers
     if not (workers or loader.pin_memory):
         # torch's loader would only add its own time to each batch.
-        return lambda: map(batches.__getitems__, requests)
+        if stacked:
+            return lambda: map(batches.__getitems__, requests)
+        return lambda: batches.read(cast(Iterable[Request], requests))
     with_workers = DataLoader(
         batches,
         batch_sampler=cast(Any, requests),
@@ -226,7 +234,7 @@ class RoundLoader:
         self._skips = skips
         self._randomness = randomness
         self.batches = SeededBatches(loader.dataset, loader.collate_fn)
-        self._read_requests = batch_reader(loader, self.batches, _RequestsOf(self))
+        self._read_requests = batch_reader(loader, self.batches, _RequestsOf(self), stacked)
 
     def __len__(self) -> int:
         return self._plan().total
@@ -269,8 +277,11 @@ class RoundLoader:
         """Yield the indices of the round's batches from the current position on."""
         plan = self._plan()
         for chunk, steps in self._remaining(plan):
-            for requests in islice(self._chunk_requests(plan.round, chunk), steps.start, None):
-                yield requests if self.stacked else requests[0]
+            if self.stacked:
+                yield from islice(self._chunk_requests(plan.round, chunk), steps.start, None)
+            else:
+                (client,) = chunk.clients
+                yield from islice(self._client_requests(plan.round, client, chunk.steps), steps.start, None)
 
     def read(self, chunk: Chunk, round_number: int, steps: int) -> tuple[list[Any], list[Any]]:
         """Return the first batches of clients that step together, and the first of each client on its own.

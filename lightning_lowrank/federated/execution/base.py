@@ -18,6 +18,7 @@ from lightning_lowrank.federated.execution.traces import Untraced
 from lightning_lowrank.federated.failures import ClientsFailed, turn_of
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.state import ClientContext, State, copied_state, copy_into, trained_tensors
+from lightning_lowrank.internals.lightning import is_training
 from lightning_lowrank.layers import keep_frozen
 
 
@@ -29,7 +30,7 @@ def while_training(trainer: Any, own: Callable[..., Any], step: Callable[..., An
 
     @functools.wraps(own)
     def training_step(*arguments: Any, **keywords: Any) -> Any:
-        return (step if trainer.training else own)(*arguments, **keywords)
+        return (step if is_training(trainer) else own)(*arguments, **keywords)
 
     return training_step
 

@@ -1,0 +1,147 @@
+"""Batches that are read in one go are those that are read one by one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_lowrank.data import Digits
+from lightning_lowrank.data.images import TensorImages, collate_images
+from lightning_lowrank.federated.data import blocks
+from lightning_lowrank.federated.data.blocks import BlockReader, Request
+from lightning_lowrank.federated.data.loader import SeededBatches, batch_reader
+
+IMAGES = torch.randn(100, 2, 8, generator=torch.Generator().manual_seed(0))
+LABELS = torch.arange(100)
+SIZES = [8, 8, 8, 3, 3, 8, 8, 8, 8, 8, 1, 16]
+KINDS: dict[str, Callable[[Tensor], Any]] = {
+    "tensor": lambda rows: IMAGES[rows],
+    "list": lambda rows: [IMAGES[rows], LABELS[rows]],
+    "tuple": lambda rows: (IMAGES[rows], LABELS[rows]),
+    "dictionary": lambda rows: {"image": IMAGES[rows], "label": LABELS[rows]},
+}
+
+
+def requests() -> list[Request]:
+    draws = np.random.default_rng(0)
+    return [Request(draws.choice(100, size, replace=False), seed=number) for number, size in enumerate(SIZES)]
+
+
+def read(kind: str, calls: list[int]) -> Callable[[Request], Any]:
+    def read_one(request: Request) -> Any:
+        calls.append(len(request.indices))
+        return KINDS[kind](torch.from_numpy(request.indices))
+
+    return read_one
+
+
+def assert_same(first: Any, second: Any) -> None:
+    assert type(first) is type(second)
+    if isinstance(first, Tensor):
+        assert torch.equal(first, second)
+        assert first.stride() == second.stride()
+        assert first.data_ptr() % 64 == 0 or not first.is_floating_point()
+    else:
+        keys = first if isinstance(first, dict) else range(len(first))
+        assert len(first) == len(second)
+        for key in keys:
+            assert_same(first[key], second[key])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_hold_the_batches_that_are_read_one_by_one(kind):
+    calls: list[int] = []
+    found = list(BlockReader(read(kind, calls))(requests()))
+    assert len(calls) < len(SIZES)
+    assert sum(calls) == sum(SIZES)
+    for batch, expected in zip(found, map(read(kind, []), requests()), strict=True):
+        assert_same(batch, expected)
+
+
+def test_a_block_is_no_larger_than_its_limit(monkeypatch):
+    calls: list[int] = []
+    monkeypatch.setattr(blocks, "_BYTES", 3 * 8 * IMAGES[0].nbytes)
+    list(BlockReader(read("tensor", calls))([Request(np.arange(8), 0)] * 8))
+    assert calls == [8, 24, 24, 8]
+
+
+def test_batches_of_a_block_are_changed_in_place_each_for_itself():
+    first, second, third = BlockReader(read("tensor", []))([Request(np.arange(8), 0)] * 3)
+    weight = torch.ones(8, requires_grad=True)
+    product = (second * weight).sum()
+    third.add_(1)
+    product.backward()
+    assert torch.equal(first, second)
+    assert torch.equal(third, first + 1)
+
+
+UNSUITABLE: dict[str, Callable[[Tensor], Any]] = {
+    "parts that begin elsewhere than memory of their own": lambda rows: IMAGES[rows, :, :5],
+    "no tensor in the batch": lambda rows: [IMAGES[rows], "text"],
+    "a number for all": lambda rows: [IMAGES[rows], torch.tensor(3)],
+    "gradients": lambda rows: IMAGES.clone().requires_grad_()[rows],
+}
+
+
+@pytest.mark.parametrize("why", UNSUITABLE)
+def test_what_cannot_be_cut_is_read_one_by_one(why):
+    read_one = lambda request: UNSUITABLE[why](torch.from_numpy(request.indices))  # noqa: E731
+    wanted = [Request(np.arange(start, start + 7), 0) for start in range(0, 70, 7)]
+    for batch, expected in zip(BlockReader(read_one)(wanted), map(read_one, wanted), strict=True):
+        for part, other in zip(batch, expected, strict=True):
+            assert type(part) is type(other)
+            assert torch.equal(part, other) if isinstance(part, Tensor) else part == other
+
+
+def test_a_batch_that_cannot_be_read_fails_in_its_place():
+    def read_one(request: Request) -> Tensor:
+        if 50 in request.indices:
+            raise OSError("no such sample")
+        return IMAGES[torch.from_numpy(request.indices)]
+
+    found = BlockReader(read_one)(Request(np.arange(start, start + 8), 0) for start in range(0, 80, 8))
+    for start in range(0, 48, 8):
+        assert torch.equal(next(found), IMAGES[start : start + 8])
+    with pytest.raises(OSError, match="no such sample"):
+        next(found)
+
+
+def through_loader(dataset: Any, collate: Any = None) -> tuple[list[Any], list[Any]]:
+    loader = DataLoader(dataset, batch_size=8, collate_fn=collate)
+    batches = SeededBatches(dataset, loader.collate_fn)
+    return list(batch_reader(loader, batches, requests())()), list(map(batches.__getitems__, requests()))
+
+
+def test_tensors_in_memory_and_images_are_read_in_blocks(monkeypatch):
+    made = []
+    monkeypatch.setattr(blocks, "_cut", lambda *arguments: made.append(1) or _CUT(*arguments))
+    pixels = torch.randint(256, (100, 1, 8, 8), dtype=torch.uint8)
+    for dataset, collate in (
+        (TensorDataset(IMAGES, LABELS), None),
+        (TensorImages(pixels, LABELS, [0.5], [0.25]), collate_images),
+    ):
+        made.clear()
+        for batch, expected in zip(*through_loader(dataset, collate), strict=True):
+            assert_same(batch, expected)
+        assert made
+
+
+_CUT = blocks._cut
+
+
+def test_what_draws_or_pads_is_never_read_in_blocks(monkeypatch):
+    class Padded(TensorDataset):
+        deterministic = True
+
+    monkeypatch.setattr(blocks, "_cut", lambda *arguments: pytest.fail("a block"))
+    pads = lambda samples: torch.stack([image for image, _ in samples])[..., : int(max(y for _, y in samples))]  # noqa: E731
+    pads.deterministic = True  # type: ignore[attr-defined]
+    augmented = Digits(augment=True)
+    augmented.setup("fit")
+    for dataset, collate in ((Padded(IMAGES, LABELS), pads), (augmented.train_set, collate_images)):
+        for batch, expected in zip(*through_loader(dataset, collate), strict=True):
+            assert torch.equal(batch, expected) if isinstance(batch, Tensor) else torch.equal(batch[0], expected[0])
