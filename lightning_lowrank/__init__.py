@@ -1,89 +1,97 @@
-"""Low-rank, communication-efficient federated learning as PyTorch Lightning callbacks."""
+"""Low-rank, communication-efficient federated learning as PyTorch Lightning callbacks.
 
-from lightning_lowrank.aggregation import (
-    FFA,
-    RBLA,
-    Aggregator,
-    CoLR,
-    FedEx,
-    FedInc,
-    FedSA,
-    FLoRA,
-    LoRAA2,
-    LoRAFair,
-    ProductSum,
-    RoLoRA,
-    SumProduct,
-    WeightedMean,
-    ZeroPadding,
-)
-from lightning_lowrank.algorithms import (
-    EF21P,
-    MOON,
-    SCAFFOLD,
-    Ditto,
-    FedAdam,
-    FedAvg,
-    FedAvgM,
-    FedBAT,
-    FedBN,
-    FedDyn,
-    FedHM,
-    FedLoRA,
-    FedMUD,
-    FedNova,
-    FedNTD,
-    FedPer,
-    FedProx,
-    FedSLoP,
-    FedYogi,
-    GradientMask,
-    HeteroFL,
-    LocalTraining,
-    PFedMe,
-    RandomCoordinates,
-    RandomMask,
-    SlidingWindowMask,
-    SplitMix,
-    TDPFed,
-)
-from lightning_lowrank.algorithms.split_mix import Ensemble
-from lightning_lowrank.callbacks.convergence_monitor import ConvergenceMonitor
-from lightning_lowrank.callbacks.lowrank import LowRank
-from lightning_lowrank.callbacks.static_batch_norm import StaticBatchNorm
-from lightning_lowrank.compression import Half, Quantize, RandomK, Sign, TopK
-from lightning_lowrank.federated import (
-    IID,
-    Algorithm,
-    ByKey,
-    ClientContext,
-    ClientIndices,
-    ClientInfo,
-    ClientParallelStrategy,
-    Dirichlet,
-    FederatedLoop,
-    FromIndices,
-    LabelCount,
-    MaskAbsentClasses,
-    Message,
-    Objective,
-    Partition,
-    Server,
-    WholeCheckpoints,
-)
-from lightning_lowrank.interop import export_adapter, import_adapter, load_dense
-from lightning_lowrank.layers import (
-    CP,
-    BlockKronecker,
-    Factorization,
-    Hadamard,
-    MatrixProduct,
-    convert,
-    merge,
-    recover,
-    unmerge,
-)
-from lightning_lowrank.optim import ProjectedAdamW, ProjectedSGD
+The names below are imported when one of them is first used: Lightning takes seconds, and the commands ``export`` and
+``report`` do without it.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_lowrank.aggregation import (
+        FFA,
+        RBLA,
+        Aggregator,
+        CoLR,
+        FedEx,
+        FedInc,
+        FedSA,
+        FLoRA,
+        LoRAA2,
+        LoRAFair,
+        ProductSum,
+        RoLoRA,
+        SumProduct,
+        WeightedMean,
+        ZeroPadding,
+    )
+    from lightning_lowrank.algorithms import (
+        EF21P,
+        MOON,
+        SCAFFOLD,
+        Ditto,
+        FedAdam,
+        FedAvg,
+        FedAvgM,
+        FedBAT,
+        FedBN,
+        FedDyn,
+        FedHM,
+        FedLoRA,
+        FedMUD,
+        FedNova,
+        FedNTD,
+        FedPer,
+        FedProx,
+        FedSLoP,
+        FedYogi,
+        GradientMask,
+        HeteroFL,
+        LocalTraining,
+        PFedMe,
+        RandomCoordinates,
+        RandomMask,
+        SlidingWindowMask,
+        SplitMix,
+        TDPFed,
+    )
+    from lightning_lowrank.algorithms.split_mix import Ensemble
+    from lightning_lowrank.callbacks.convergence_monitor import ConvergenceMonitor
+    from lightning_lowrank.callbacks.lowrank import LowRank
+    from lightning_lowrank.callbacks.static_batch_norm import StaticBatchNorm
+    from lightning_lowrank.compression import Half, Quantize, RandomK, Sign, TopK
+    from lightning_lowrank.federated import (
+        IID,
+        Algorithm,
+        ByKey,
+        ClientContext,
+        ClientIndices,
+        ClientInfo,
+        ClientParallelStrategy,
+        Dirichlet,
+        FederatedLoop,
+        FromIndices,
+        LabelCount,
+        MaskAbsentClasses,
+        Message,
+        Objective,
+        Partition,
+        Server,
+        WholeCheckpoints,
+    )
+    from lightning_lowrank.interop import export_adapter, import_adapter, load_dense
+    from lightning_lowrank.layers import (
+        CP,
+        BlockKronecker,
+        Factorization,
+        Hadamard,
+        MatrixProduct,
+        convert,
+        merge,
+        recover,
+        unmerge,
+    )
+    from lightning_lowrank.optim import ProjectedAdamW, ProjectedSGD
 
 __version__ = "0.1.0"
 
@@ -172,3 +180,22 @@ __all__ = [
     "recover",
     "unmerge",
 ]
+
+_PACKAGES = ("aggregation", "algorithms", "callbacks", "compression", "federated", "interop", "layers", "optim")
+_HOMES = (*_PACKAGES, "algorithms.split_mix")
+"""The modules that the names come from."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return import_module(f"{__name__}.{name}")
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # All at once: a class can be named in a YAML file without its module once that has been imported.
+    homes = [vars(import_module(f"{__name__}.{home}")) for home in _HOMES]
+    globals().update({each: next(home[each] for home in homes if each in home) for each in __all__})
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PACKAGES, *__all__})

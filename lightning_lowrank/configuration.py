@@ -1,16 +1,28 @@
-"""The checks of `arguments` and `patterns` for what Lightning configures: they raise MisconfigurationException."""
+"""Refusals of what a user configured: they are Lightning's MisconfigurationException.
+
+The checks are those of `arguments` and `patterns`. The modules behind ``lightning-lowrank export`` and ``report`` do
+without Lightning, which takes seconds to import, so it is imported when something is refused.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import ParamSpec
-
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from typing import TYPE_CHECKING, ParamSpec
 
 from lightning_lowrank import arguments, patterns
 
+if TYPE_CHECKING:
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
 P = ParamSpec("P")
+
+
+def misconfigured(message: str) -> MisconfigurationException:
+    """Return the exception that refuses a configuration, to be raised."""
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+    return MisconfigurationException(message)
 
 
 def _configured(check: Callable[P, None]) -> Callable[P, None]:
@@ -19,7 +31,7 @@ def _configured(check: Callable[P, None]) -> Callable[P, None]:
         try:
             check(*args, **kwargs)
         except (TypeError, ValueError) as error:
-            raise MisconfigurationException(str(error)) from error
+            raise misconfigured(str(error)) from error
 
     return configured
 

@@ -14,11 +14,23 @@ import pytest
 PACKAGE = "lightning_lowrank"
 ROOT = Path(__file__).parents[1] / PACKAGE
 
-TORCH_ONLY = ("patterns", "seeding", "registry", "arguments", "haar", "layers", "optim", "compression", "aggregation")
+TORCH_ONLY = (
+    "patterns",
+    "seeding",
+    "registry",
+    "arguments",
+    "direction",
+    "haar",
+    "layers",
+    "optim",
+    "compression",
+    "aggregation",
+)
 LAYOUT = (
     "internals",
     *TORCH_ONLY,
     "configuration",
+    "buffers",
     "federated",
     "algorithms",
     "interop",

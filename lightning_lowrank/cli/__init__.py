@@ -2,7 +2,7 @@
 
 - `parser`: the objects that a recipe describes.
 - `suggestions`: what a misspelt name of a recipe was to be.
-- `commands`: what the command's words do.
+- `commands`: what the command's words do. `overview`: the help that tells them.
 - `inspection`: what a run would cost.
 - `runs`: what runs left behind, read from their folders.
 - `report`: their table. `plots`: their curves.

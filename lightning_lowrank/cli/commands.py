@@ -1,6 +1,9 @@
 """The commands of ``lightning-lowrank``: one function each, which parses its own part of the command line.
 
 ``fit --seeds 0 1 2`` makes one run for each seed. ``export``, ``flower`` and ``report`` need no model section.
+
+Each function imports what its command uses, after it has parsed its words: Lightning takes seconds to import, torch a
+second or two, and matplotlib half a second.
 """
 
 from __future__ import annotations
@@ -10,19 +13,12 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import safetensors.torch
-import torch
-from lightning.pytorch.cli import ArgsType
-from lightning.pytorch.utilities import rank_zero_info
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from rich.console import Console
+if TYPE_CHECKING:
+    from lightning.pytorch.cli import ArgsType
 
-from lightning_lowrank.cli.parser import CLI_SETTINGS, LowRankCLI
-from lightning_lowrank.cli.report import report
-from lightning_lowrank.interop.checkpoints import adapter_checkpoint, dense_checkpoint
-from lightning_lowrank.interop.files import replacing
-
+_HELP = (["-h"], ["--help"])
 _FLOWER = "lightning_lowrank.flower"
 """The bridge imports `lightning_lowrank.cli.parser`, and needs Flower, so it is imported by name when it is used."""
 
@@ -39,17 +35,33 @@ def main(args: ArgsType = None) -> None:
         if isinstance(words, list) and command in _WITHOUT_MODEL:
             run, summary = _WITHOUT_MODEL[command]
             run(argparse.ArgumentParser(prog=f"lightning-lowrank {command}", description=summary), words[1:])
+        elif words in _HELP:
+            from lightning_lowrank.cli.overview import print_overview
+
+            print_overview(_epilog())
         else:
             for seed in _run(args)[1:]:
                 _run(args, seed)
-    except MisconfigurationException as error:
+    except Exception as error:
+        from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+        if not isinstance(error, MisconfigurationException):
+            raise
         sys.exit(f"lightning-lowrank: {' '.join(str(error).splitlines())}")
+
+
+def _epilog() -> str:
+    others = " ".join(f"{name}: {summary}" for name, (_, summary) in _WITHOUT_MODEL.items())
+    return f"Commands that need no model section: {others}"
 
 
 def _run(args: ArgsType, seed: int | None = None) -> list[int]:
     """Run one of LightningCLI's subcommands once, and return the seeds of all runs that were asked for."""
-    others = " ".join(f"{name}: {summary}" for name, (_, summary) in _WITHOUT_MODEL.items())
-    parser_kwargs = {**CLI_SETTINGS["parser_kwargs"], "epilog": f"Commands that need no model section: {others}"}
+    from lightning.pytorch.utilities import rank_zero_info
+
+    from lightning_lowrank.cli.parser import CLI_SETTINGS, LowRankCLI
+
+    parser_kwargs = {**CLI_SETTINGS["parser_kwargs"], "epilog": _epilog()}
     done = LowRankCLI(**{**CLI_SETTINGS, "parser_kwargs": parser_kwargs}, args=args, seed=seed)
     if done.subcommand != "fit":
         return []
@@ -77,8 +89,16 @@ def _export(parser: argparse.ArgumentParser, words: list[str]) -> None:
     )
     parser.add_argument("--client", type=int, default=None, help="id of a client whose own model is exported")
     options = parser.parse_args(words)
+    from lightning_lowrank.configuration import misconfigured
+
     if not options.checkpoint.is_file():
-        raise MisconfigurationException(f"{options.checkpoint} is not a checkpoint: there is no such file.")
+        raise misconfigured(f"{options.checkpoint} is not a checkpoint: there is no such file.")
+    import torch
+    from safetensors.torch import save_file
+
+    from lightning_lowrank.interop.checkpoints import adapter_checkpoint, dense_checkpoint
+    from lightning_lowrank.interop.files import replacing
+
     if options.format == "peft":
         adapter_checkpoint(options.checkpoint, options.output, options.client, options.prefix)
         print(f"wrote {options.output}: PeftModel.from_pretrained(base_model, {str(options.output)!r}) loads it")
@@ -92,11 +112,11 @@ def _export(parser: argparse.ArgumentParser, words: list[str]) -> None:
         if name.startswith(prefix)
     }
     if not weights:
-        raise MisconfigurationException(f"no tensor's name begins with --prefix {prefix!r}: {sorted(found)}")
+        raise misconfigured(f"no tensor's name begins with --prefix {prefix!r}: {sorted(found)}")
     if options.output.exists() and options.output.samefile(options.checkpoint):
-        raise MisconfigurationException(f"{options.output} is the checkpoint itself: give another path to write to.")
+        raise misconfigured(f"{options.output} is the checkpoint itself: give another path to write to.")
     with replacing(options.output) as part:
-        safetensors.torch.save_file(weights, part)
+        save_file(weights, part)
     numbers = sum(value.numel() for value in weights.values())
     print(f"wrote {len(weights)} tensors, {numbers:,} numbers: {options.output}")
 
@@ -111,6 +131,10 @@ def _report(parser: argparse.ArgumentParser, words: list[str]) -> None:
         help="show runs that differ only in their seed one by one, not as mean ± deviation",
     )
     options = parser.parse_args(words)
+    from rich.console import Console
+
+    from lightning_lowrank.cli.report import report
+
     report(options.runs, metric=options.metric, output=options.output, each=options.each, console=Console())
 
 
@@ -123,7 +147,9 @@ def _flower(parser: argparse.ArgumentParser, words: list[str]) -> None:
     try:
         bridge = import_module(_FLOWER)
     except ImportError as error:
-        raise MisconfigurationException(str(error)) from error
+        from lightning_lowrank.configuration import misconfigured
+
+        raise misconfigured(str(error)) from error
     bridge.write_project(options.config, options.output)
     print(f"wrote {options.output}: start it with `flwr run {options.output}`")
 

@@ -17,11 +17,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from lightning_lowrank.buffers import persistent_buffers
 from lightning_lowrank.callbacks.lowrank import LowRank
 from lightning_lowrank.federated.checks import in_no_optimizer, notes
 from lightning_lowrank.federated.coordinator import first_transfers
 from lightning_lowrank.federated.loop import FederatedLoop
-from lightning_lowrank.federated.state import persistent_buffers
 from lightning_lowrank.internals.torch import CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS
 from lightning_lowrank.layers import LowRankLayer
 

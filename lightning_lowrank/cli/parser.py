@@ -30,8 +30,14 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from rich.console import Console
 
 # jsonargparse finds imported classes by their short names.
+import lightning_lowrank.aggregation
+import lightning_lowrank.algorithms
+import lightning_lowrank.callbacks
+import lightning_lowrank.compression
 import lightning_lowrank.data
-import lightning_lowrank.models  # noqa: F401
+import lightning_lowrank.layers
+import lightning_lowrank.models
+import lightning_lowrank.optim  # noqa: F401
 from lightning_lowrank.callbacks.lowrank import LowRank
 from lightning_lowrank.cli.inspection import inspect_run, render
 from lightning_lowrank.cli.suggestions import with_suggestions

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 
 from lightning_lowrank.cli.plots import curve, plot_convergence, plot_curves
 from lightning_lowrank.cli.runs import Run, find_runs, group_by_seed, mean_and_deviation, monitors, short_names
-from lightning_lowrank.federated.direction import direction
+from lightning_lowrank.configuration import misconfigured
+from lightning_lowrank.direction import direction
 
 _METRICS = ("val_acc", "val_accuracy", "test_acc", "val_loss")
 
@@ -59,9 +59,7 @@ def report(
     known = sorted({name for run in found for figures in run.rounds.values() for name in figures})
     metric = metric or next((name for name in _METRICS if name in known), None)
     if metric is None or metric not in known:
-        raise MisconfigurationException(
-            f"no run logged {metric or 'a metric of ' + str(_METRICS)}; logged were: {known}"
-        )
+        raise misconfigured(f"no run logged {metric or 'a metric of ' + str(_METRICS)}; logged were: {known}")
     runs = [run for run in found if run.series(metric)]
     grouped = [[run] for run in runs] if each else group_by_seed(runs)
     groups = dict(zip(short_names(grouped), grouped, strict=True))

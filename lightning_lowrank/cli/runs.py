@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 import yaml
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_lowrank.federated.direction import Monitor
+from lightning_lowrank.configuration import misconfigured
+from lightning_lowrank.direction import Monitor
 
 _TOLD = 4
 # What a configuration has otherwise than others in every run, or what a row's other columns tell.
@@ -75,7 +75,7 @@ def find_runs(paths: Sequence[Path]) -> list[Run]:
     for path in paths:
         found = sorted(file.parent for file in path.resolve().rglob("metrics.csv"))
         if not found:
-            raise MisconfigurationException(
+            raise misconfigured(
                 f"{path} holds no run: expected metrics.csv, which lightning.pytorch.loggers.CSVLogger writes."
             )
         folders += [folder for folder in found if folder not in folders]

@@ -60,7 +60,7 @@ def _classes(match: re.Match[str]) -> tuple[str, Iterable[str]]:
 
 
 def _members(match: re.Match[str]) -> tuple[str, Iterable[str]]:
-    return match[2], vars(import_module(match[1]))
+    return match[2], dir(import_module(match[1]))
 
 
 def _options(match: re.Match[str]) -> tuple[str, Iterable[str]]:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_lowrank.buffers import persistent_buffers
 from lightning_lowrank.compression import Codec, Dense
-from lightning_lowrank.federated.state import persistent_buffers
 from lightning_lowrank.layers import low_rank_layers
 
 # What PEFT puts into the names of the model that it wraps.

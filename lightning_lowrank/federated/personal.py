@@ -10,12 +10,12 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from lightning_lowrank.direction import direction, monitors_of
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.evaluation_samples import matched_labels
 from lightning_lowrank.federated.data.labels import find_labels
 from lightning_lowrank.federated.data.loader import check_loader
 from lightning_lowrank.federated.data.rounds import RoundData
-from lightning_lowrank.federated.direction import direction, monitors_of
 from lightning_lowrank.federated.evaluation import ClientEvaluation, figures
 from lightning_lowrank.federated.execution.distributed import ClientParallelStrategy
 from lightning_lowrank.federated.state import trained_tensors

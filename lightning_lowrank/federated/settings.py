@@ -17,13 +17,14 @@ from torch.utils.data import Dataset
 
 from lightning_lowrank.aggregation import Aggregator, WeightedMean
 from lightning_lowrank.arguments import SAME_RESULT, Configured, listed, plain
+from lightning_lowrank.buffers import treat_as_buffers
 from lightning_lowrank.compression import Codec
 from lightning_lowrank.federated.algorithm import Algorithm
 from lightning_lowrank.federated.data.indices import ClientIndices
 from lightning_lowrank.federated.data.labels import find_labels
 from lightning_lowrank.federated.data.partitions import IID, Partition
 from lightning_lowrank.federated.objective import Objective
-from lightning_lowrank.federated.state import Base, BufferPolicy, ClientInfo, Server, trained_tensors, treat_as_buffers
+from lightning_lowrank.federated.state import Base, BufferPolicy, ClientInfo, Server, trained_tensors
 from lightning_lowrank.seeding import default_seed
 
 _SETTINGS_OF_LENGTH = ("local_epochs", "local_steps")

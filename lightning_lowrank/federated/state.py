@@ -10,53 +10,17 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from lightning_lowrank.aggregation import Aggregator, WeightedMean
+from lightning_lowrank.buffers import persistent_buffers
 from lightning_lowrank.internals.torch import copy_each
-from lightning_lowrank.patterns import check_patterns, matches
 
 BufferPolicy = Literal["average", "local", "reset"]
 
 State = dict[str, Any]
 """What is kept, by purpose: tensors and plain Python in nested dictionaries, so that checkpoints can hold it."""
-
-
-_EMA = "federated_ema_parameters"
-
-
-def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Return a module's buffers that are part of its state dict, by name, and what `treat_as_buffers` has added."""
-    kept = module.state_dict(keep_vars=True).keys()
-    buffers = {name: buffer for name, buffer in module.named_buffers() if name in kept}
-    added = vars(module).get(_EMA, ())
-    return {**buffers, **{name: module.get_parameter(name) for name in added}}
-
-
-def treat_as_buffers(module: nn.Module, patterns: Sequence[str]) -> None:
-    """Treat the frozen parameters that match patterns as persistent buffers: they are sent and averaged.
-
-    Raises:
-        MisconfigurationException: If a pattern matches no parameter, or a trained one.
-    """
-    vars(module).pop(_EMA, None)
-    if not patterns:
-        return
-    names = [name for name, _ in module.named_parameters()]
-    try:
-        check_patterns("ema_parameters", patterns, names, "parameter")
-    except ValueError as error:
-        raise MisconfigurationException(str(error)) from error
-    chosen = [name for name in names if any(matches(pattern, name) for pattern in patterns)]
-    trained = [name for name in chosen if module.get_parameter(name).requires_grad]
-    if trained:
-        raise MisconfigurationException(
-            f"ema_parameters={list(patterns)} has {trained[0]}, which the optimizer trains, and trained parameters are"
-            " averaged anyway: name frozen ones, or call requires_grad_(False) on them."
-        )
-    vars(module)[_EMA] = tuple(chosen)
 
 
 def trained_tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from lightning_lowrank.configuration import misconfigured
 from lightning_lowrank.interop.peft_export import refuse_changed_base, write_adapter
 from lightning_lowrank.interop.peft_layout import WRAPPED, Outline
 from lightning_lowrank.layers import LayerSpec, dense_state_dict
@@ -23,7 +23,7 @@ def dense_checkpoint(path: str | Path, client: int | None = None) -> dict[str, T
     checkpoint = _read(path, client)
     layers = checkpoint.get("callbacks", {}).get("LowRank", {}).get("layers", [])
     if not layers and any(".factors." in name for name in checkpoint["state_dict"]):
-        raise MisconfigurationException(
+        raise misconfigured(
             f"{path} has low-rank layers but no description of them, because it was saved with save_weights_only=True:"
             " convert a new module with LowRank(...).convert(module), load the state dict into that, and"
             " call lightning_lowrank.recover(module)."
@@ -38,11 +38,11 @@ def adapter_checkpoint(
     checkpoint = _read(path, client)
     described = checkpoint.get("callbacks", {}).get("LowRank", {}).get("outline")
     if described is None and any(".lora_" in name for name in checkpoint["state_dict"]):
-        raise MisconfigurationException(
+        raise misconfigured(
             f"{path} is of a module that PEFT wrapped: load its state dict into such a module, and {WRAPPED}."
         )
     if described is None:
-        raise MisconfigurationException(
+        raise misconfigured(
             f"{path} does not describe the layers of its module, as checkpoints of runs with LowRank do unless they"
             " were saved with save_weights_only=True: convert a new module with LowRank(...).convert(module), load the"
             " state dict into that, and call lightning_lowrank.export_adapter(module, folder, base=pretrained_network)."
@@ -59,12 +59,12 @@ def _read(path: str | Path, client: int | None) -> dict[str, Any]:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, OSError, ValueError, KeyError, pickle.UnpicklingError) as error:
         told = (str(error).splitlines() or [type(error).__name__])[0]
-        raise MisconfigurationException(
+        raise misconfigured(
             f"{path} cannot be read: it is cut short or damaged, no checkpoint, or holds objects beside tensors and"
             f" plain Python ({told}). Use another checkpoint of the run."
         ) from error
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
-        raise MisconfigurationException(f"{path} is no checkpoint of a Lightning trainer: it has no state_dict.")
+        raise misconfigured(f"{path} is no checkpoint of a Lightning trainer: it has no state_dict.")
     if client is not None:
         loop = checkpoint.get("callbacks", {}).get("FederatedLoop", {})
         server = loop.get("server", {})
@@ -78,7 +78,7 @@ def _read(path: str | Path, client: int | None) -> dict[str, Any]:
         }
         with_own = sorted(number for number, tensors in own.items() if tensors)
         if client not in with_own:
-            raise MisconfigurationException(
+            raise misconfigured(
                 f"client {client} keeps no model of its own in {path}: "
                 + (f"clients {with_own[:10]} do." if with_own else "its method keeps none on clients.")
             )

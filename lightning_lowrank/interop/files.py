@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from safetensors import SafetensorError
+
+from lightning_lowrank.configuration import misconfigured
 
 
 @contextmanager
@@ -24,7 +25,7 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         if target.exists() and not target.is_file():
             kind = "a folder" if target.is_dir() else "no regular file"
-            raise MisconfigurationException(f"{path} cannot be written, because it is {kind}: give the path of a file.")
+            raise misconfigured(f"{path} cannot be written, because it is {kind}: give the path of a file.")
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
             yield part
@@ -32,6 +33,4 @@ def replacing(path: Path) -> Iterator[Path]:
         finally:
             part.unlink(missing_ok=True)
     except (OSError, SafetensorError) as error:
-        raise MisconfigurationException(
-            f"{path} cannot be written, and what was there is left as it was: {error}."
-        ) from error
+        raise misconfigured(f"{path} cannot be written, and what was there is left as it was: {error}.") from error

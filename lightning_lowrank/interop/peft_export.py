@@ -12,11 +12,10 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_lowrank.arguments import listed
-from lightning_lowrank.internals.lightning import trainer_of
+from lightning_lowrank.configuration import misconfigured
 from lightning_lowrank.interop.files import replacing
 from lightning_lowrank.interop.peft_layout import (
     CONFIG_FILE,
@@ -76,6 +75,8 @@ def export_adapter(
         >>> config["r"], config["lora_alpha"], config["target_modules"]
         (1, 2, ['0', '2'])
     """
+    from lightning_lowrank.internals.lightning import trainer_of
+
     refuse_wrapped(module, WRAPPED)
     trainer = trainer_of(module)
     if base is None and trainer is not None and trainer.global_step:
@@ -84,7 +85,7 @@ def export_adapter(
                 refuse_changed_base(type(loop.algorithm).__name__, loop.server.base.state)
     factors = [factor for _, layer in low_rank_layers(module) for factor in layer.factors.values()]
     if base is None and factors and not any(factor.requires_grad for factor in factors):
-        raise MisconfigurationException(
+        raise misconfigured(
             "no factor requires a gradient, as after freeze(), so that what else was trained cannot be told: call"
             " unfreeze() or requires_grad_() for what was trained, or export_adapter(module, folder,"
             " base=pretrained_network)."
@@ -95,9 +96,7 @@ def export_adapter(
 def refuse_changed_base(algorithm: str, state: Mapping[str, Any]) -> None:
     """Refuse a federated run whose algorithm, by its state, has folded changes into the frozen weights."""
     if state.get("folded"):
-        raise MisconfigurationException(
-            f"{algorithm} with this operator or setting folds updates into the frozen weights, {_PART}"
-        )
+        raise misconfigured(f"{algorithm} with this operator or setting folds updates into the frozen weights, {_PART}")
 
 
 def write_adapter(
@@ -110,27 +109,27 @@ def write_adapter(
     """Write an adapter folder from the `outline` of a module and its state dict; see `export_adapter`."""
     layers = described.layers
     if not layers:
-        raise MisconfigurationException(
+        raise misconfigured(
             "the module has no low-rank layers to export: convert it with LowRank, or load a checkpoint into a"
             " converted module."
         )
     reasons = [f"{layer.name}: {layer.reason}" for layer in layers if layer.reason]
     if reasons:
-        raise MisconfigurationException(f"PEFT cannot express {listed(reasons, '; ')}. {_DENSE.capitalize()}.")
+        raise misconfigured(f"PEFT cannot express {listed(reasons, '; ')}. {_DENSE.capitalize()}.")
     dropouts = {layer.dropout for layer in layers}
     if len(dropouts) > 1:
-        raise MisconfigurationException(
+        raise misconfigured(
             f"PEFT has one lora_dropout for all layers, and these have {sorted(dropouts)}: give them one."
         )
     folded = [layer.name for layer in layers if layer.folded]
     if folded and base is None:
-        raise MisconfigurationException(f"updates were folded into the frozen weights of {listed(folded)}, {_PART}")
+        raise misconfigured(f"updates were folded into the frozen weights of {listed(folded)}, {_PART}")
     root = _root(described, prefix)
     outside = [layer.name for layer in layers if not layer.name.startswith(root)]
     outside += [name for name, trained in described.parameters.items() if trained and not name.startswith(root)]
     outside += [name for name in described.buffers if name.endswith(".running_mean") and not name.startswith(root)]
     if outside:
-        raise MisconfigurationException(
+        raise misconfigured(
             f"{listed(outside)} {'are' if len(outside) > 1 else 'is'} trained outside {root.removesuffix('.')!r}, to"
             ' which names in the folder would be relative: give prefix="" to make the whole module the base model, or'
             " freeze what is outside."
@@ -188,7 +187,7 @@ def _root(described: Outline, prefix: str | None) -> str:
     prefix = prefix.removesuffix(".")
     if prefix not in described.modules:
         children = [name for name in described.modules if name and "." not in name]
-        raise MisconfigurationException(f"prefix is {prefix!r}, and the module's parts are {listed(children)}.")
+        raise misconfigured(f"prefix is {prefix!r}, and the module's parts are {listed(children)}.")
     return f"{prefix}." if prefix else ""
 
 
@@ -206,13 +205,13 @@ def _changed(described: Outline, tensors: Mapping[str, Tensor], root: str, base:
             continue
         key = layers.get(name, name).removeprefix(root)
         if key not in before or before[key].shape != value.shape:
-            raise MisconfigurationException(
+            raise misconfigured(
                 f"base has no {key} of shape {tuple(value.shape)}: it must be the network as it was before its layers"
                 " were converted."
             )
         if not torch.equal(before[key].to(value), value):
             if name in layers:
-                raise MisconfigurationException(
+                raise misconfigured(
                     f"the frozen weight {key} is not that of base: the method folded updates into it, or base is"
                     f" another network. {_DENSE.capitalize()}."
                 )
@@ -229,7 +228,7 @@ def _modules_to_save(described: Outline, changed: Iterable[str], root: str) -> l
             owner = owner.rpartition(".")[0]
         adapted = any(layer.name.startswith(f"{owner}.") for layer in described.layers)
         if adapted or owner in ("", root.removesuffix(".")):
-            raise MisconfigurationException(
+            raise misconfigured(
                 f"{name} has changed, and PEFT saves only whole modules (modules_to_save): its module holds adapters as"
                 f" well. Freeze it in training (LowRank(freeze_rest=True)), or {_DENSE}."
             )
@@ -245,7 +244,7 @@ def _target_modules(described: Outline, names: list[str], saved: list[str], root
         taken = [name for name in others if name.endswith(module) and name not in saved]
         hidden = [name for name in names if re.match(rf"(^|.*\.){module}($|\..*)", name) or name.endswith(module)]
         if taken or hidden:
-            raise MisconfigurationException(
+            raise misconfigured(
                 f"{module} was trained whole, and PEFT, which matches modules_to_save by the ends of names, would take"
                 f" {listed(taken + hidden)} for it: rename the module, or {_DENSE}."
             )

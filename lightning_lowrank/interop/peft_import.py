@@ -13,10 +13,10 @@ from typing import Any
 import safetensors
 import safetensors.torch
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_lowrank.arguments import listed
+from lightning_lowrank.configuration import misconfigured
 from lightning_lowrank.internals.torch import own_buffers, own_parameters
 from lightning_lowrank.interop.peft_layout import (
     CONFIG_FILE,
@@ -106,7 +106,7 @@ def import_adapter(folder: str | Path, module: nn.Module, *, prefix: str | None 
     existing = dict(low_rank_layers(module))
     if existing and existing.keys() != adapters.keys():
         unlike = sorted(existing.keys() ^ adapters.keys())
-        raise MisconfigurationException(
+        raise misconfigured(
             f"the module's low-rank layers are not those of {folder}, but differ in {listed(unlike)}: convert the"
             " folder's layers (`include`), or none."
         )
@@ -121,7 +121,7 @@ def import_adapter(folder: str | Path, module: nn.Module, *, prefix: str | None 
         names = module_names(module)
         twice = [name for name in adapters if len(names[module.get_submodule(name)]) > 1]
         if twice:
-            raise MisconfigurationException(f"the model holds {listed(twice)} twice, and PEFT wraps one of them.")
+            raise misconfigured(f"the model holds {listed(twice)} twice, and PEFT wraps one of them.")
         base = module.get_submodule(root.removesuffix(".")).requires_grad_(False)
         base.frozen_for_factors = frozenset(name for name, _ in base.named_parameters())  # type: ignore[assignment]
         layers = {name: _convert(module, name, adapter, config) for name, adapter in adapters.items()}
@@ -178,7 +178,7 @@ def _check_ties(layers: Mapping[str, LowRankLayer], values: Sequence[tuple[Tenso
     for target, value in values:
         if not torch.equal(wanted.setdefault(target, value), value):
             names = [name for name, layer in layers.items() if any(target is own for own in layer.parameters())]
-            raise MisconfigurationException(
+            raise misconfigured(
                 f"{listed(names)} share their factors, and the folder has different ones for them: import into a module"
                 " that is not converted yet, which keeps them apart."
             )
@@ -202,11 +202,11 @@ def _read(folder: Path) -> tuple[dict[str, _Adapter], dict[str, Tensor], dict[st
             " you trust it, and save it with save_pretrained(folder, safe_serialization=True)"
         )
         found = (folder / "adapter_model.bin").is_file()
-        raise MisconfigurationException(f"{folder} holds no {WEIGHTS_FILE}{pickled if found else ''}.")
+        raise misconfigured(f"{folder} holds no {WEIGHTS_FILE}{pickled if found else ''}.")
     try:
         contents = safetensors.torch.load_file(folder / WEIGHTS_FILE)
     except safetensors.SafetensorError as error:
-        raise MisconfigurationException(f"{folder / WEIGHTS_FILE} is not a safetensors file: {error}.") from error
+        raise misconfigured(f"{folder / WEIGHTS_FILE} is not a safetensors file: {error}.") from error
     factors: dict[str, dict[str, Tensor]] = {}
     embeddings: set[str] = set()
     rest: dict[str, Tensor] = {}
@@ -218,11 +218,11 @@ def _read(folder: Path) -> tuple[dict[str, _Adapter], dict[str, Tensor], dict[st
             if match[2] and match[3] == "A":
                 embeddings.add(match[1])
         elif ".lora_" in name:
-            raise MisconfigurationException(f"{folder} holds {name}, which is not a factor of plain LoRA.")
+            raise misconfigured(f"{folder} holds {name}, which is not a factor of plain LoRA.")
         else:
             rest[name.replace(".base_layer.", ".")] = value
     if not factors:
-        raise MisconfigurationException(f"{folder / WEIGHTS_FILE} holds no LoRA factors.")
+        raise misconfigured(f"{folder / WEIGHTS_FILE} holds no LoRA factors.")
     adapters = {name: _adapter(name, parts, name in embeddings, config) for name, parts in factors.items()}
     return adapters, rest, config
 
@@ -231,20 +231,20 @@ def _read_config(folder: Path) -> dict[str, Any]:
     """Return a folder's configuration; refuse what is not plain LoRA."""
     path = folder / CONFIG_FILE
     if not path.is_file():
-        raise MisconfigurationException(f"{folder} is not a PEFT adapter folder: it holds no {CONFIG_FILE}.")
+        raise misconfigured(f"{folder} is not a PEFT adapter folder: it holds no {CONFIG_FILE}.")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise MisconfigurationException(f"{path} is not JSON: {error}.") from error
+        raise misconfigured(f"{path} is not JSON: {error}.") from error
     kind = config.get("peft_type") if isinstance(config, dict) else None
     if kind != "LORA":
-        raise MisconfigurationException(f"{folder} holds an adapter of PEFT's type {kind!r}, and only 'LORA' is read.")
+        raise misconfigured(f"{folder} holds an adapter of PEFT's type {kind!r}, and only 'LORA' is read.")
     for setting, reason in _UNSUPPORTED.items():
         if config.get(setting):
-            raise MisconfigurationException(f"{folder} has {setting}={config[setting]!r}: {reason}.")
+            raise misconfigured(f"{folder} has {setting}={config[setting]!r}: {reason}.")
     start = config.get("init_lora_weights")
     if start not in _PLAIN_STARTS:
-        raise MisconfigurationException(
+        raise misconfigured(
             f"{folder} has init_lora_weights={start!r}, which changes the base weights: save it as plain LoRA, with"
             " PEFT's save_pretrained(path_initial_model_for_weight_conversion=...)."
         )
@@ -254,17 +254,17 @@ def _read_config(folder: Path) -> dict[str, Any]:
 def _adapter(name: str, parts: Mapping[str, Tensor], embedding: bool, config: Mapping[str, Any]) -> _Adapter:
     for which in ("A", "B"):
         if which not in parts:
-            raise MisconfigurationException(f"the folder lacks lora_{which} of layer {name!r}.")
+            raise misconfigured(f"the folder lacks lora_{which} of layer {name!r}.")
     left, right = parts["B"], parts["A"]
     rank = _by_pattern(config.get("rank_pattern"), name, config.get("r", 8))
     alpha = _by_pattern(config.get("alpha_pattern"), name, config.get("lora_alpha", 8))
     if left.dim() != right.dim() or left.dim() < 2 or left.shape[1] != right.shape[0] or right.shape[0] != rank:
-        raise MisconfigurationException(
+        raise misconfigured(
             f"the factors of layer {name!r} do not fit: lora_A has shape {tuple(right.shape)}, lora_B"
             f" {tuple(left.shape)}, and the rank is {rank}."
         )
     if not alpha > 0:
-        raise MisconfigurationException(f"lora_alpha of layer {name!r} must be above 0, but is {alpha!r}.")
+        raise misconfigured(f"lora_alpha of layer {name!r} must be above 0, but is {alpha!r}.")
     return _Adapter(
         left, right, alpha, alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank, embedding
     )
@@ -288,13 +288,13 @@ def _root(module: nn.Module, names: Sequence[str], prefix: str | None) -> str:
     if len(holding) == 1 or holding[:1] == [""]:
         return holding[0]
     if holding:
-        raise MisconfigurationException(
+        raise misconfigured(
             f"several parts of the module have the folder's layers: give as prefix one of"
             f" {listed([root.removesuffix('.') for root in holding])}."
         )
     best = max(roots, key=lambda root: sum(root + name in parts for name in names))
     missing = [best + name for name in names if best + name not in parts]
-    raise MisconfigurationException(
+    raise misconfigured(
         f"the folder has adapters for {listed(missing)}, and the module has no such layers: they must be those of the"
         " network that the adapter was trained with; prefix says which part of the module that is."
     )
@@ -310,12 +310,12 @@ def _check_fit(name: str, adapter: _Adapter, layer: nn.Module, described: LayerO
     else:
         reason = described.reason
     if reason:
-        raise MisconfigurationException(f"the folder's adapter of layer {name!r} cannot be loaded: {reason}.")
+        raise misconfigured(f"the folder's adapter of layer {name!r} cannot be loaded: {reason}.")
     shape = tuple(layer.get_parameter("weight").shape) if described is None else described.shape
     outputs, *inputs = reversed(shape) if kind in ("Conv1D", "Embedding") else shape
     expected = ([adapter.rank, *inputs], [outputs, adapter.rank, *(1 for _ in inputs[1:])])
     if adapter.embedding != (kind == "Embedding") or ([*adapter.A.shape], [*adapter.B.shape]) != expected:
-        raise MisconfigurationException(
+        raise misconfigured(
             f"the folder's factors of layer {name!r} are of shapes {tuple(adapter.A.shape)} (A) and"
             f" {tuple(adapter.B.shape)} (B), which do not fit a {kind} with a weight of shape {shape}."
         )
@@ -340,11 +340,9 @@ def _check_rest(module: nn.Module, root: str, rest: Mapping[str, Tensor], folder
     for name, value in rest.items():
         target = _tensor(module, root + name)
         if target is None:
-            raise MisconfigurationException(
-                f"{folder} holds {name}, and the module has no parameter or buffer {root + name}."
-            )
+            raise misconfigured(f"{folder} holds {name}, and the module has no parameter or buffer {root + name}.")
         if target.shape != value.shape:
-            raise MisconfigurationException(
+            raise misconfigured(
                 f"{folder} holds {name} of shape {tuple(value.shape)}, and the module's has {tuple(target.shape)}."
             )
 

@@ -11,12 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_lowrank.aggregation.adapters import unlike_convolution
-from lightning_lowrank.federated.state import persistent_buffers
+from lightning_lowrank.buffers import persistent_buffers
+from lightning_lowrank.configuration import misconfigured
 from lightning_lowrank.layers import LowRankLayer, MatrixProduct, low_rank_layers
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -86,6 +85,8 @@ class Outline:
 
 def outline(module: nn.Module) -> Outline:
     """Describe a module with low-rank layers, for `write_adapter`."""
+    import lightning.pytorch as pl
+
     names = module_names(module)
     layers = [
         _outline_layer(name, layer, names[layer], module.get_submodule(name.rpartition(".")[0]))
@@ -173,4 +174,4 @@ def refuse_wrapped(module: nn.Module, remedy: str) -> None:
     """Refuse a module whose layers PEFT has wrapped."""
     for name, part in module.named_modules():
         if hasattr(part, "lora_A") and hasattr(part, "get_base_layer"):
-            raise MisconfigurationException(f"PEFT has wrapped {name!r} already: {remedy}.")
+            raise misconfigured(f"PEFT has wrapped {name!r} already: {remedy}.")

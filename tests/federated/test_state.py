@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_lowrank.buffers import persistent_buffers
 from lightning_lowrank.federated.state import (
     Base,
     ClientContext,
     Server,
     copy_into,
-    persistent_buffers,
     slice_tree,
     stack_trees,
     trained_tensors,

@@ -151,7 +151,6 @@ def without_private_modules(name, globals=None, *arguments, **keywords):
 
 
 builtins.__import__ = without_private_modules
-import lightning_lowrank
 import lightning_lowrank.testing
 from lightning_lowrank import FedAvg, FederatedLoop, FromIndices
 from lightning_lowrank.internals import torch as internals
