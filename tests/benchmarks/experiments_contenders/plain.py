@@ -13,12 +13,22 @@ from torch import Tensor, nn
 from tests.benchmarks.contending import Rounds, contend
 from tests.benchmarks.experiments_contenders.trial import Plan, Trial
 
-Step = Callable[[], object]
+Step = Callable[[tuple[Tensor, ...]], None]
 
 
 def load(network: nn.Module, values: list[Tensor]) -> nn.Module:
     network.load_state_dict(dict(zip(network.state_dict(), values, strict=True)))
     return network
+
+
+def sgd(parameters: list[Tensor], learning_rate: float) -> Step:
+    """Return a step in place, which takes a fifth less time than `backward` and an optimizer of torch."""
+
+    def step(gradients: tuple[Tensor, ...]) -> None:
+        for value, gradient in zip(parameters, gradients, strict=True):
+            value.sub_(gradient, alpha=learning_rate)
+
+    return step
 
 
 def mlp(plan: Plan) -> nn.Module:
@@ -34,14 +44,14 @@ class FedAvgM:
 
     def __init__(self, plan: Plan, trial: Trial) -> None:
         self.network = mlp(plan)
-        self.optimizer = torch.optim.SGD(self.network.parameters(), lr=trial.recipe.learning_rate)
+        self.step = sgd(list(self.network.parameters()), trial.recipe.learning_rate)
         self.momentum = trial.recipe.momentum
         self.velocity = [torch.zeros_like(value) for value in self.network.parameters()]
 
     def begin_round(self, number: int) -> None: ...
 
     def begin_client(self) -> Step:
-        return self.optimizer.step
+        return self.step
 
     def end_round(self, start: list[Tensor], mean: list[Tensor]) -> list[Tensor]:
         new = []
@@ -72,10 +82,11 @@ class FedSLoP:
     def begin_client(self) -> Step:
         velocity: list[Tensor | float] = [0.0] * len(self.parameters)
 
-        @torch.no_grad()
-        def step() -> None:
-            for place, (value, basis) in enumerate(zip(self.parameters, self.bases, strict=True)):
-                gradient = value.grad if basis is None else value.grad @ basis
+        def step(gradients: tuple[Tensor, ...]) -> None:
+            together = zip(self.parameters, self.bases, gradients, strict=True)
+            for place, (value, basis, gradient) in enumerate(together):
+                if basis is not None:
+                    gradient = gradient @ basis
                 velocity[place] = self.recipe.momentum * velocity[place] + gradient
                 if basis is None:
                     value.sub_(velocity[place], alpha=self.recipe.learning_rate)
@@ -139,14 +150,14 @@ class FedMUD:
         self.network = load(nn.Sequential(*blocks, nn.Flatten(), last), plan.start)
         self.updated = [module for module in self.network.modules() if isinstance(module, UpdatedConv)]
         trained = [value for value in self.network.parameters() if value.requires_grad]
-        self.optimizer = torch.optim.SGD(trained, lr=trial.recipe.learning_rate)
+        self.step = sgd(trained, trial.recipe.learning_rate)
         self.number = 0
 
     def begin_round(self, number: int) -> None:
         self.number = number
 
     def begin_client(self) -> Step:
-        return self.optimizer.step
+        return self.step
 
     @torch.no_grad()
     def end_round(self, start: list[Tensor], mean: list[Tensor]) -> list[Tensor]:
@@ -196,6 +207,7 @@ def run(trial: Trial, rounds: Rounds) -> dict[str, Any]:
     tests, folder = trial.evaluation_batches(), Path(trial.folder)
     method = METHODS[trial.recipe.method](plan, trial)
     network: nn.Module = method.network
+    trained = [value for value in network.parameters() if value.requires_grad]
     live, accuracies = averaged(network), []
     model = [value.detach().clone() for value in live]
     with (folder / "metrics.csv").open("w") as log:
@@ -204,7 +216,9 @@ def run(trial: Trial, rounds: Rounds) -> dict[str, Any]:
         for number, cohort in enumerate(plan.rounds):
             method.begin_round(number)
             sums = [torch.zeros_like(value, dtype=torch.float64) for value in live]
-            losses, samples, total_weight = torch.zeros(()), 0, 0
+            losses: list[Tensor] = []
+            sizes: list[int] = []
+            total_weight = 0
             for _, orders in cohort:
                 with torch.no_grad():
                     for value, old in zip(live, model, strict=True):
@@ -212,11 +226,11 @@ def run(trial: Trial, rounds: Rounds) -> dict[str, Any]:
                 step = method.begin_client()
                 for batch in batches(orders, trial.recipe.batch_size):
                     loss = F.cross_entropy(network(images[batch]), classes[batch])
-                    network.zero_grad()
-                    loss.backward()
-                    step()
-                    losses += loss.detach() * len(batch)
-                    samples += len(batch)
+                    gradients = torch.autograd.grad(loss, trained)
+                    with torch.no_grad():
+                        step(gradients)
+                    losses.append(loss.detach())
+                    sizes.append(len(batch))
                 weight = 1 if trial.recipe.uniform else len(orders[0])
                 total_weight += weight
                 for total, value in zip(sums, live, strict=True):
@@ -226,9 +240,11 @@ def run(trial: Trial, rounds: Rounds) -> dict[str, Any]:
             with torch.no_grad():
                 for value, new in zip(live, model, strict=True):
                     value.copy_(new)
-            loss, accuracy = evaluate(network, tests)
+            val_loss, accuracy = evaluate(network, tests)
             accuracies.append(accuracy)
-            log.write(f"{number},{losses.item() / samples},{loss},{accuracy}\n")
+            weights = torch.tensor(sizes, dtype=torch.float32)
+            train_loss = (torch.stack(losses) @ weights / weights.sum()).item()
+            log.write(f"{number},{train_loss},{val_loss},{accuracy}\n")
             log.flush()
             torch.save(network.state_dict(), folder / "last.pt")
             rounds.end()
