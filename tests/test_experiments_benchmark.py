@@ -15,7 +15,8 @@ LARGEST_DIFFERENCE = {"fedavg_m": 0.0, "fedslop": 1e-6, "fedmud": 0.0, "flute": 
 
 
 @pytest.mark.slow
-@needs_shared_data
+@needs_shared_data("MNIST")
+@needs_shared_data("FashionMNIST")
 @pytest.mark.parametrize("experiment", LARGEST_DIFFERENCE)
 def test_every_experiment_is_that_of_the_loop_written_by_hand(tmp_path, experiment):
     file = tmp_path / "figures.json"

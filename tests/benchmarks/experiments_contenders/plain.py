@@ -80,18 +80,19 @@ class FedSLoP:
                 self.bases[-1] = basis * triangle.diagonal().sign()
 
     def begin_client(self) -> Step:
-        velocity: list[Tensor | float] = [0.0] * len(self.parameters)
+        velocity = [
+            torch.zeros_like(value) if basis is None else value.new_zeros(len(value), self.recipe.rank)
+            for value, basis in zip(self.parameters, self.bases, strict=True)
+        ]
 
         def step(gradients: tuple[Tensor, ...]) -> None:
-            together = zip(self.parameters, self.bases, gradients, strict=True)
-            for place, (value, basis, gradient) in enumerate(together):
-                if basis is not None:
-                    gradient = gradient @ basis
-                velocity[place] = self.recipe.momentum * velocity[place] + gradient
+            momentum, rate = self.recipe.momentum, self.recipe.learning_rate
+            together = zip(self.parameters, self.bases, velocity, gradients, strict=True)
+            for value, basis, speed, gradient in together:
                 if basis is None:
-                    value.sub_(velocity[place], alpha=self.recipe.learning_rate)
+                    value.sub_(speed.mul_(momentum).add_(gradient), alpha=rate)
                 else:
-                    value.addmm_(velocity[place], basis.T, alpha=-self.recipe.learning_rate)
+                    value.addmm_(speed.addmm_(gradient, basis, beta=momentum), basis.T, alpha=-rate)
 
         return step
 
