@@ -73,6 +73,8 @@ CONTENDERS = {
     "default": Contender("ours"),
     "auto": Contender("ours", ("--federated.execution", "auto")),
     "vectorized": Contender("ours", ("--federated.execution", "vectorized")),
+    "pfl": Contender("with_pfl", only=FEDAVG),
+    "flower": Contender("with_flower", alone=True, only=FEDAVG),
 }
 # A round's time to the plain loop's, at most.
 LIMITS = {

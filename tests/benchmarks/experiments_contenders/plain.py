@@ -11,14 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.benchmarks.contending import Rounds, contend
-from tests.benchmarks.experiments_contenders.trial import Plan, Trial
+from tests.benchmarks.experiments_contenders.trial import Plan, Trial, evaluate, load, mlp
 
 Step = Callable[[tuple[Tensor, ...]], None]
-
-
-def load(network: nn.Module, values: list[Tensor]) -> nn.Module:
-    network.load_state_dict(dict(zip(network.state_dict(), values, strict=True)))
-    return network
 
 
 def sgd(parameters: list[Tensor], learning_rate: float) -> Step:
@@ -29,14 +24,6 @@ def sgd(parameters: list[Tensor], learning_rate: float) -> Step:
             value.sub_(gradient, alpha=learning_rate)
 
     return step
-
-
-def mlp(plan: Plan) -> nn.Module:
-    weights = [value for value in plan.start if value.ndim == 2]
-    layers: list[nn.Module] = [nn.Flatten()]
-    for weight in weights:
-        layers += [nn.Linear(weight.shape[1], weight.shape[0]), nn.ReLU()]
-    return load(nn.Sequential(*layers[:-1]), plan.start)
 
 
 class FedAvgM:
@@ -186,20 +173,6 @@ def averaged(network: nn.Module) -> list[Tensor]:
 def batches(orders: list[Tensor], size: int) -> Iterator[Tensor]:
     for order in orders:
         yield from order.split(size)
-
-
-@torch.no_grad()
-def evaluate(network: nn.Module, tests: list[tuple[Tensor, Tensor]]) -> tuple[float, float]:
-    """Return mean loss and accuracy."""
-    network.eval()
-    loss, right, samples = torch.zeros(()), torch.zeros((), dtype=torch.long), 0
-    for images, classes in tests:
-        logits = network(images)
-        loss += F.cross_entropy(logits, classes, reduction="sum")
-        right += (logits.argmax(1) == classes).sum()
-        samples += len(classes)
-    network.train()
-    return loss.item() / samples, right.item() / samples
 
 
 def run(trial: Trial, rounds: Rounds) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from tests.benchmarks.contending import ProcessSetting, images_of
 
@@ -136,3 +137,30 @@ class Trial(ProcessSetting):
 def kept_when_quick(size: int, kept: int = 600) -> Tensor:
     """Return the images that the datamodule's ``limit_samples`` keeps."""
     return torch.randperm(size, generator=torch.Generator().manual_seed(0))[:kept].sort().values
+
+
+def load(network: nn.Module, values: list[Tensor]) -> nn.Module:
+    network.load_state_dict(dict(zip(network.state_dict(), values, strict=True)))
+    return network
+
+
+def mlp(plan: Plan) -> nn.Module:
+    weights = [value for value in plan.start if value.ndim == 2]
+    layers: list[nn.Module] = [nn.Flatten()]
+    for weight in weights:
+        layers += [nn.Linear(weight.shape[1], weight.shape[0]), nn.ReLU()]
+    return load(nn.Sequential(*layers[:-1]), plan.start)
+
+
+@torch.no_grad()
+def evaluate(network: nn.Module, tests: list[tuple[Tensor, Tensor]]) -> tuple[float, float]:
+    """Return mean loss and accuracy."""
+    network.eval()
+    loss, right, samples = torch.zeros(()), torch.zeros((), dtype=torch.long), 0
+    for images, classes in tests:
+        logits = network(images)
+        loss += F.cross_entropy(logits, classes, reduction="sum")
+        right += (logits.argmax(1) == classes).sum()
+        samples += len(classes)
+    network.train()
+    return loss.item() / samples, right.item() / samples
