@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.benchmarks.rounds_contenders.experiment import Rounds, Setting, contend
+from tests.benchmarks.contending import Rounds, contend
+from tests.benchmarks.rounds_contenders.experiment import Setting
 
 
 def run(setting: Setting, rounds: Rounds) -> dict[str, Any]:
@@ -41,4 +42,4 @@ def run(setting: Setting, rounds: Rounds) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    contend(run)
+    contend(Setting, run)

@@ -13,7 +13,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from tests.benchmarks.rounds_contenders.experiment import MEAN, STD, Rounds, Setting, contend
+from tests.benchmarks.contending import Rounds, contend
+from tests.benchmarks.rounds_contenders.experiment import MEAN, STD, Setting
 from tests.benchmarks.rounds_contenders.with_lightning import TimedModule, quiet, trainer
 
 
@@ -58,4 +59,4 @@ def run(setting: Setting, rounds: Rounds) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    contend(run)
+    contend(Setting, run)

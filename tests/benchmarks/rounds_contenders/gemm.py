@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.benchmarks.rounds_contenders.experiment import Rounds, Setting, contend
+from tests.benchmarks.contending import Rounds, contend
+from tests.benchmarks.rounds_contenders.experiment import Setting
 
 SIDE, REPEATS = 1024, 20
 LAYERS = ((784, 128), (128, 10))
@@ -90,4 +91,4 @@ def run(setting: Setting, rounds: Rounds) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    contend(run)
+    contend(Setting, run)

@@ -11,7 +11,8 @@ import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.benchmarks.rounds_contenders.experiment import Rounds, Setting, contend
+from tests.benchmarks.contending import Rounds, contend
+from tests.benchmarks.rounds_contenders.experiment import Setting
 from tests.benchmarks.rounds_contenders.with_lightning import Report, TimedModule, quiet, trainer
 
 SAMPLES, FEATURES = 500_000, 16
@@ -68,4 +69,4 @@ def run(setting: Setting, rounds: Rounds) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    contend(run)
+    contend(Setting, run)

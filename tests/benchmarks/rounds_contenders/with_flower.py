@@ -6,7 +6,8 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from tests.benchmarks.rounds_contenders.experiment import Rounds, Setting, contend
+from tests.benchmarks.contending import Rounds, contend
+from tests.benchmarks.rounds_contenders.experiment import Setting
 
 
 def run(setting: Setting, rounds: Rounds) -> dict[str, Any]:
@@ -69,4 +70,4 @@ def run(setting: Setting, rounds: Rounds) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    contend(run)
+    contend(Setting, run)

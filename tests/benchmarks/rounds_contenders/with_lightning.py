@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
-from tests.benchmarks.rounds_contenders.experiment import Rounds, Setting, contend
+from tests.benchmarks.contending import Rounds, contend
+from tests.benchmarks.rounds_contenders.experiment import Setting
 
 
 class TimedModule(pl.LightningModule):
@@ -115,4 +116,4 @@ def run(setting: Setting, rounds: Rounds) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    contend(run)
+    contend(Setting, run)
