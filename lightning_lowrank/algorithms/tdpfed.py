@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Literal
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
-from torch.optim.adam import adam
 
 from lightning_lowrank.algorithms.pfedme import mix, pull, working_copy
 from lightning_lowrank.configuration import check_choice, check_integer, check_number
 from lightning_lowrank.federated.algorithm import Algorithm, LocalStep, detached
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, Server, copy_into
+from lightning_lowrank.internals.torch import adam_step
 from lightning_lowrank.layers import CP, low_rank_layers
 
 Aggregation = Literal["AFM", "ACT"]
@@ -27,6 +29,8 @@ Factors = dict[str, Tensor]
 _CP = CP()
 _SWEEPS = 30
 _GAIN = 1e-4
+_STEPPED = ("factors", "first", "second")
+_EPS = 1e-8
 
 
 class TDPFed(Algorithm):
@@ -154,8 +158,11 @@ class TDPFed(Algorithm):
         composed = self._composed(factors)
         copy_into(client.model, {**whole, **composed})
         # Both are written in place, by clients one after another.
-        own = {name: {key: working_copy(value) for key, value in each.items()} for name, each in factors.items()}
-        own |= {name: {"": working_copy(value)} for name, value in client.base.parameters(whole).items()}
+        each_of = {**factors, **{name: {"": value} for name, value in client.base.parameters(whole).items()}}
+        own = {
+            name: {key: working_copy(value).contiguous() for key, value in each.items()}
+            for name, each in each_of.items()
+        }
         moments = {
             kind: {name: {key: torch.zeros_like(value) for key, value in each.items()} for name, each in own.items()}
             for kind in ("first", "second")
@@ -170,37 +177,32 @@ class TDPFed(Algorithm):
         for _ in range(self.personal_steps):
             update()
         with torch.no_grad():
-            for name in step.round_state["factors"]:
-                self._fit(step, name)
+            self._fit(step)
             for name, composed in step.round_state["composed"].items():
                 compose = functools.partial(_CP.compose, shape=self._shapes[name])
                 composed.copy_((torch.vmap(compose) if step.stacked else compose)(step.round_state["factors"][name]))
 
-    def _fit(self, step: LocalStep, name: str) -> None:
-        """Take the batch's steps on the factors of one weight."""
-        factors, first, second = (
-            list(step.round_state[kind][name].values()) for kind in ("factors", "first", "second")
-        )
-        weight = step.parameters[name].detach().to(factors[0].dtype)
-        begun = step.number * self.factor_steps
-        for number in range(begun, begun + self.factor_steps):
-            gradients = factor_gradients(weight, factors)
-            for chosen in [dict(gradients)] if self.joint else ({place: value} for place, value in gradients):
-                adam(
-                    [factors[place] for place in chosen],
-                    [value * self.regularization for value in chosen.values()],
-                    [first[place] for place in chosen],
-                    [second[place] for place in chosen],
-                    [],
-                    [torch.tensor(float(number)) for _ in chosen],
-                    amsgrad=False,
-                    beta1=0.9,
-                    beta2=0.999,
-                    lr=self.factor_learning_rate,
-                    weight_decay=0.0,
-                    eps=1e-8,
-                    maximize=False,
-                )
+    def _fit(self, step: LocalStep) -> None:
+        """Take the batch's steps on the factors: on the first of each weight together, then on the second, and so on.
+
+        Adam's step by a gradient times the pull is that by the gradient with its ``eps`` over the pull.
+        """
+        own = step.round_state["factors"]
+        kinds = [[list(each.values()) for each in step.round_state[kind].values()] for kind in _STEPPED]
+        weights = [step.parameters[name].detach().to(next(iter(each.values())).dtype) for name, each in own.items()]
+        places = [(place, number) for number, each in enumerate(own.values()) for place in range(len(each))]
+        turns = [places] if self.joint else [list(turn) for _, turn in groupby(sorted(places), itemgetter(0))]
+        gradients = [factor_gradients(weight, each) for weight, each in zip(weights, kinds[0], strict=True)]
+        count = torch.tensor(float(step.number * self.factor_steps), device=weights[0].device)
+        steps = []
+        for turn in turns:
+            values, first, second = ([kind[number][place] for place, number in turn] for kind in kinds)
+            adam = adam_step(values, first, second, count, lr=self.factor_learning_rate, eps=_EPS / self.regularization)
+            steps.append((adam, [gradients[number] for _, number in turn]))
+        for _ in range(self.factor_steps):
+            count += 1
+            for adam, sources in steps:
+                adam([next(source) for source in sources])
 
     def end(self, client: ClientContext) -> Message:
         """Keep the personal model, and return the factors and what stays whole."""
@@ -252,18 +254,18 @@ def _named(factors: Mapping[str, Factors]) -> dict[str, Tensor]:
     return {f"{name}.{key}" if key else name: value for name, each in factors.items() for key, value in each.items()}
 
 
-def normal_equations(weight: Tensor, factors: Sequence[Tensor]) -> Iterator[tuple[int, Tensor, Tensor]]:
+def normal_equations(weight: Tensor, factors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
     r"""Yield the terms of the least squares problem for each factor of a CP form in turn.
 
-    These are the factor's place ``n``; ``W_(n) K_n``, ``[dimension, rank]``; and ``V_n``, ``[rank, rank]``. The
-    gradient of :math:`\frac12\|W - [\![A]\!]\|^2` is ``A V_n - W_(n) K_n`` (TDPFed, Eq. 23), zero at the factor's best.
-    A factor may be changed in place before the next problem is requested, which then uses the new values. All tensors
-    may have the clients as a first dimension.
+    These are ``W_(n) K_n``, ``[dimension, rank]``, and ``V_n``, ``[rank, rank]``. The gradient of
+    :math:`\frac12\|W - [\![A]\!]\|^2` is ``A V_n - W_(n) K_n`` (TDPFed, Eq. 23), zero at the factor's best. A factor
+    may be changed in place before the next problem is requested, which then uses the new values. All tensors may have
+    the clients as a first dimension.
     """
     first = weight.ndim - len(factors)
     matrix = weight.flatten(first + 1)
     sizes = weight.shape[first + 1 :]
-    grams = [factor.mT @ factor for factor in factors]
+    grams = {place: factor.mT @ factor for place, factor in enumerate(factors) if place}
     for place, factor in enumerate(factors):
         if place == 0:
             projected = matrix @ functools.reduce(_khatri_rao, factors[1:])
@@ -279,21 +281,33 @@ def normal_equations(weight: Tensor, factors: Sequence[Tensor]) -> Iterator[tupl
                     columns = factors[other].reshape(*weight.shape[:first], *spread, -1)
                     projected = (projected * columns).sum(first + other - 1, keepdim=True)
             projected = projected.reshape(factor.shape)
-        others = [gram for other, gram in enumerate(grams) if other != place]
-        yield place, projected, functools.reduce(torch.mul, others)
+        others = [grams[other] for other in range(len(factors)) if other != place]
+        yield projected, functools.reduce(torch.mul, others)
         grams[place] = factor.mT @ factor
 
 
-def factor_gradients(weight: Tensor, factors: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
-    r"""Yield the gradient of :math:`\frac12\|W - [\![A]\!]\|^2` by one factor after another.
+def factor_gradients(weight: Tensor, factors: Sequence[Tensor]) -> Iterator[Tensor]:
+    r"""Yield the gradient of :math:`\frac12\|W - [\![A]\!]\|^2` by one factor after another, and again without an end.
 
-    A factor may be changed before the next is requested, as in `normal_equations`. A single factor is the tensor.
+    A factor may be changed in place before the next gradient is requested, as in `normal_equations`. A single factor is
+    the tensor.
     """
     if len(factors) == 1:
-        yield 0, factors[0] - weight
-        return
-    for place, projected, gram in normal_equations(weight, factors):
-        yield place, factors[place] @ gram - projected
+        while True:
+            yield factors[0] - weight
+    stacked = weight.ndim > len(factors)
+    minus_product = torch.baddbmm if stacked else torch.addmm
+    if len(factors) == 2:
+        # What `normal_equations` gives, with the fewest calls: they take as long as the products of a small weight.
+        product = torch.bmm if stacked else torch.mm
+        left, right = factors
+        turned, left_turned, right_turned = weight.mT, left.mT, right.mT
+        while True:
+            yield minus_product(product(weight, right), left, product(right_turned, right), beta=-1)
+            yield minus_product(product(turned, left), right, product(left_turned, left), beta=-1)
+    while True:
+        for factor, (projected, gram) in zip(factors, normal_equations(weight, factors), strict=True):
+            yield minus_product(projected, factor, gram, beta=-1)
 
 
 def refit(weight: Tensor, factors: Mapping[str, Tensor]) -> Factors:
@@ -306,8 +320,9 @@ def refit(weight: Tensor, factors: Mapping[str, Tensor]) -> Factors:
     current = {key: factor.to(working.dtype, copy=True) for key, factor in factors.items()}
     before = float("inf")
     for _ in range(_SWEEPS):
-        for place, projected, gram in normal_equations(working, list(current.values())):
-            factor = list(current.values())[place]
+        for factor, (projected, gram) in zip(
+            current.values(), normal_equations(working, list(current.values())), strict=True
+        ):
             # A pull to the last value makes the equations solvable and, unlike a ridge, no error larger.
             strength = 10 * torch.finfo(working.dtype).eps * gram.trace().clamp_min(1e-12)
             ridge = strength * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)

@@ -37,6 +37,7 @@ from lightning_lowrank.federated.progress import Progress
 from lightning_lowrank.federated.schedulers import SchedulersPerClient
 from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.federated.state import State
+from lightning_lowrank.internals.direct_steps import AroundUpdates
 
 
 class Rounds(Untraced):
@@ -121,16 +122,15 @@ class Rounds(Untraced):
 
         if inherits(self._algorithm, "local_update"):
             return stop_execution
-        step = module.optimizer_step
 
-        def optimizer_step(*arguments: Any, **keywords: Any) -> None:
-            self._algorithm.local_update(self.execution.step(), functools.partial(step, *arguments, **keywords))
+        def local_update(update: Callable[[], Any]) -> None:
+            self._algorithm.local_update(self.execution.step(), update)
 
         def stop() -> None:
             stop_execution()
             attributes.pop("optimizer_step", None)
 
-        attributes["optimizer_step"] = optimizer_step
+        attributes["optimizer_step"] = AroundUpdates(module, local_update)
         return stop
 
     def resume(self, state: Mapping[str, Any]) -> None:

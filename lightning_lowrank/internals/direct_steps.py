@@ -6,6 +6,7 @@ releases of Lightning that they were compared with.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -42,7 +43,7 @@ _STEP_HOOKS = (
     "on_before_optimizer_step",
     "on_train_batch_end",
 )
-_UPDATES = ("backward", "optimizer_step", "optimizer_zero_grad")
+_UPDATES = ("backward", "optimizer_zero_grad")
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _TRANSFER = pl.LightningModule.transfer_batch_to_device
 _END = object()
@@ -64,6 +65,24 @@ _NEEDED = (
     "fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.zero_grad.increment_started",
     "fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.increment_completed",
 )
+
+
+class AroundUpdates:
+    """Stands in the place of a module's ``optimizer_step``, and lets somebody make the step as often as it likes.
+
+    Args:
+        module: The module.
+        around: Called in each step with a function that makes one step of the optimizer.
+    """
+
+    def __init__(self, module: pl.LightningModule, around: Callable[[Callable[[], Any]], None]) -> None:
+        self.around = around
+        self.replaces = overrides(module, "optimizer_step")
+        self._own = module.optimizer_step
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> None:
+        """Do what Lightning calls the module's ``optimizer_step`` for."""
+        self.around(functools.partial(self._own, *arguments, **keywords))
 
 
 class DirectSteps:
@@ -157,11 +176,21 @@ class DirectSteps:
             and module.automatic_optimization
             and trainer.accumulate_grad_batches == 1
             and not any(overrides(module, hook) for hook in (*_UPDATES, *_TRANSFERS))
+            and not self._has_own_update()
             and not any(overrides(trainer.datamodule, hook) for hook in _TRANSFERS if trainer.datamodule is not None)
         )
 
+    def _around_updates(self) -> AroundUpdates | None:
+        found = vars(self._trainer.lightning_module).get("optimizer_step")
+        return found if isinstance(found, AroundUpdates) else None
+
+    def _has_own_update(self) -> bool:
+        around = self._around_updates()
+        return overrides(self._trainer.lightning_module, "optimizer_step") if around is None else around.replaces
+
     def _find_hooks(self) -> None:
         module = self._trainer.lightning_module
+        self._around = self._around_updates()
         self._callbacks = {
             hook: [getattr(each, hook) for each in self._trainer.callbacks if overrides(each, hook)]
             for hook in _STEP_HOOKS
@@ -287,7 +316,13 @@ class DirectSteps:
             return loss
 
         counts.step.increment_ready()
-        bare_step(optimizer)(closure=gradients)
+        step = functools.partial(bare_step(optimizer), closure=gradients)
+        if self._around is None:
+            step()
+        else:
+            vars(module)["_current_fx_name"], before = "optimizer_step", module._current_fx_name
+            self._around.around(step)
+            vars(module)["_current_fx_name"] = before
         counts.step.increment_completed()
         if not outputs:
             # It refuses that.

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from torch.optim import Optimizer
+from torch.optim.adam import adam
+from torch.utils.data import DataLoader
 
 # Tensors that `torch.func.vmap` maps
 
@@ -144,6 +145,45 @@ def bare_step(optimizer: Optimizer) -> Callable[..., Any]:
     ):
         return optimizer.step
     return functools.partial(step.__wrapped__, optimizer)  # type: ignore[attr-defined]
+
+
+def adam_step(
+    values: Sequence[Tensor],
+    first: Sequence[Tensor],
+    second: Sequence[Tensor],
+    count: Tensor,
+    lr: float,
+    eps: float,
+) -> Callable[[Sequence[Tensor]], None]:
+    """Return a function that takes a step of Adam (0.9 and 0.999) on contiguous tensors in place, given gradients.
+
+    Without torch's own function, or on another device than a CPU or CUDA, the steps are those of
+    ``torch.optim.adam.adam``.
+
+    Args:
+        values: The tensors.
+        first: Their first moments.
+        second: Their second moments.
+        count: Number of the step, from 1, to be counted by the caller: a floating-point scalar on the tensors' device.
+        lr: Learning rate.
+        eps: Number that is added to the root of the second moment.
+    """
+    options: dict[str, Any] = {"amsgrad": False, "beta1": 0.9, "beta2": 0.999, "lr": lr, "eps": eps}
+    options |= {"weight_decay": 0.0, "maximize": False}
+    tensors = list(values), list(first), list(second)
+    if hasattr(torch, "_fused_adam_") and values[0].device.type in ("cpu", "cuda"):
+        counts = [count] * len(values)
+
+        def fused(gradients: Sequence[Tensor]) -> None:
+            dense = [gradient.contiguous() for gradient in gradients]
+            torch._fused_adam_(tensors[0], dense, *tensors[1:], [], counts, **options)
+
+        return fused
+
+    def single(gradients: Sequence[Tensor]) -> None:
+        adam(tensors[0], list(gradients), *tensors[1:], [], [count - 1 for _ in values], **options)
+
+    return single
 
 
 # What a module holds itself

@@ -105,12 +105,14 @@ class ProjectedOptimizer(Optimizer, ABC):
                 f"{type(self).__name__} does not support sparse gradients; use sparse=False in the embedding, or "
                 "an optimizer such as torch.optim.SparseAdam for it."
             )
-        self._check_stacks()
+        if any(group["stacked"] for group in self.param_groups):
+            self._check_stacks()
         devices = {p.device.type for group in self.param_groups for p in group["params"]}
         with ExitStack() as stack:
             for device in filter(torch.amp.is_autocast_available, devices):
-                # A step inside autocast would have its matrix products in a lower precision, unlike torch's steps.
-                stack.enter_context(torch.autocast(device, enabled=False))
+                if torch.is_autocast_enabled(device):
+                    # The matrix products of the step would be in a lower precision, unlike torch's steps.
+                    stack.enter_context(torch.autocast(device, enabled=False))
             first = 0
             for group in self.param_groups:
                 self._step_group(group, first)
@@ -211,7 +213,10 @@ class ProjectedOptimizer(Optimizer, ABC):
             else:
                 projected.append(parameter)
                 projections.append(self._enter_subspace(group, position, first + position))
-        self._update(group, dense, dense, [p.grad for p in dense if p.grad is not None], group["weight_decay"])
+        if dense:
+            self._update(group, dense, dense, [p.grad for p in dense if p.grad is not None], group["weight_decay"])
+        if not projected:
+            return
         coefficients = [self._project(group, p, q) for p, q in zip(projected, projections, strict=True)]
         changes = [torch.zeros_like(gradient) for gradient in coefficients]
         self._update(group, projected, changes, coefficients, 0.0)

@@ -140,11 +140,14 @@ class ProjectedSGD(ProjectedOptimizer):
     ) -> None:
         has_momentum = group["momentum"] != 0
         buffers = [self.state[p].get("momentum_buffer") for p in parameters] if has_momentum else []
+        begins = has_momentum and any(buffer is None for buffer in buffers)
+        # What torch would choose for a CPU, after a look at each tensor.
+        single = group["foreach"] is None and all(target.is_cpu for target in targets)
         sgd(
             targets,
             gradients,
             buffers,
-            foreach=group["foreach"],
+            foreach=False if single else group["foreach"],
             weight_decay=weight_decay,
             momentum=group["momentum"],
             lr=group["lr"],
@@ -152,7 +155,7 @@ class ProjectedSGD(ProjectedOptimizer):
             nesterov=group["nesterov"],
             maximize=group["maximize"],
         )
-        if has_momentum:
+        if begins:
             for parameter, buffer in zip(parameters, buffers, strict=True):
                 self.state[parameter]["momentum_buffer"] = buffer
 

@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from lightning_lowrank import FedAvg, FederatedLoop, FedProx, FromIndices
+from lightning_lowrank import FedAvg, FederatedLoop, FedProx, FromIndices, PFedMe
 from lightning_lowrank.internals import direct_steps
 from lightning_lowrank.internals.direct_steps import DirectSteps
 from tests.grids import daily
@@ -192,6 +192,16 @@ CASES: dict[str, dict[str, Any]] = {
     "stopped by steps": {"trainer": {"max_steps": 9, "max_epochs": -1}},
     "a quick look": {"trainer": {"fast_dev_run": 3}},
     "a method with a hook of its own": {"algorithm": lambda: FedProx(0.3)},
+    "several updates a batch": {"algorithm": lambda: PFedMe(personal_steps=2)},
+    "several updates a batch, clipped": {
+        "algorithm": lambda: PFedMe(personal_steps=2),
+        "trainer": {"gradient_clip_val": 0.1},
+    },
+    "several updates a batch, together": {
+        "algorithm": lambda: PFedMe(personal_steps=2),
+        "execution": "vectorized",
+        "module": Logging,
+    },
     "together": {"execution": "vectorized", "module": Quiet},
     "together, logging": {"execution": "vectorized", "module": Logging},
     "together, clipped": {"execution": "vectorized", "module": Quiet, "trainer": {"gradient_clip_val": 0.1}},
@@ -336,11 +346,17 @@ def test_a_datamodules_own_transfer_is_left_to_lightning(tmp_path, monkeypatch):
     fit(trainer(tmp_path, loop), Module(), Doubling())
 
 
-def test_usual_steps_are_direct_and_lightnings_own_after_the_fit(tmp_path, monkeypatch):
+def test_a_methods_updates_of_a_modules_own_kind_are_left_to_lightning(tmp_path, monkeypatch):
+    monkeypatch.setattr(DirectSteps, "_step", lambda *arguments: pytest.fail("a direct step"))
+    run(tmp_path, module=OwnUpdate, algorithm=lambda: PFedMe(personal_steps=2), trainer={"max_epochs": 1})
+
+
+@pytest.mark.parametrize("algorithm", [FedAvg, PFedMe])
+def test_usual_steps_are_direct_and_lightnings_own_after_the_fit(tmp_path, monkeypatch, algorithm):
     steps = []
     direct = DirectSteps._step
     monkeypatch.setattr(DirectSteps, "_step", lambda self, fetcher: steps.append(1) or direct(self, fetcher))
-    _, fitted, _, _ = run(tmp_path)
+    _, fitted, _, _ = run(tmp_path, algorithm=algorithm)
     assert len(steps) == fitted.global_step == 45
     assert not {"advance", "run"} & vars(fitted.fit_loop.epoch_loop).keys()
 

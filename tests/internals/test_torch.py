@@ -36,6 +36,37 @@ def test_mapped_tensors_stand_for_stacks():
     assert not internals.is_mapped(stack)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_steps_of_adam(monkeypatch, dtype):
+    """Torch's own function for many tensors, its step on single ones, and its optimizer."""
+    assert hasattr(torch, "_fused_adam_"), "torch has no _fused_adam_: adam_step takes the steps of single tensors"
+
+    def stepped() -> list[torch.Tensor]:
+        tensors = [value.to(dtype) for value in values(0)]
+        moments = [[torch.zeros_like(value) for value in tensors] for _ in range(2)]
+        count = torch.tensor(0.0)
+        step = internals.adam_step(tensors, *moments, count, lr=0.01, eps=1e-3)
+        for number in range(5):
+            count += 1
+            # Not contiguous, as a gradient may be.
+            step(
+                [value.to(dtype).mT.contiguous().mT if value.ndim == 2 else value.to(dtype) for value in values(number)]
+            )
+        return tensors
+
+    fused = stepped()
+    monkeypatch.delattr(torch, "_fused_adam_")
+    single = stepped()
+    expected = [value.to(dtype) for value in values(0)]
+    optimizer = torch.optim.Adam(expected, lr=0.01, eps=1e-3)
+    for number in range(5):
+        for value, gradient in zip(expected, values(number), strict=True):
+            value.grad = gradient.to(dtype)
+        optimizer.step()
+    torch.testing.assert_close(single, expected, rtol=0, atol=0)
+    torch.testing.assert_close(fused, expected)
+
+
 def values(seed: int) -> list[torch.Tensor]:
     draws = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=draws, dtype=torch.float64) for shape in ((7,), (3, 5), ())]
