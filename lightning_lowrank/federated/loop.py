@@ -213,7 +213,7 @@ class FederatedLoop(FederatedSettings, Callback):
         # A plain function: torch marks the hook, and a deepcopy of the module must not copy this callback.
         restore(pl_module.register_state_dict_post_hook(lambda *state: self._show_global_state(*state)).remove)
         if processes is None and self.fast_steps:
-            restore(DirectSteps(trainer).restore)
+            restore(DirectSteps(trainer, lambda *batch: self.rounds.execution.gradients(*batch)).restore)
         restore(
             pad_epochs(
                 trainer,

@@ -64,10 +64,14 @@ class DirectSteps:
 
     Args:
         trainer: The trainer, with its strategy and callbacks set up.
+        gradients: Given a batch and its number, does at once what the training step, ``zero_grad()`` and
+            ``backward()`` do, and returns the loss, or ``None`` where it has done nothing. It is called where no hook
+            stands between these.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, gradients: Callable[[Any, int], Tensor | None] = lambda *_: None) -> None:
         self._trainer = trainer
+        self._gradients = gradients
         self._loop: Any = trainer.fit_loop.epoch_loop
         self._advance_as_lightning = self._loop.advance
         self._is_known = _is_known(trainer)
@@ -108,6 +112,8 @@ class DirectSteps:
             for hook in _STEP_HOOKS
         }
         self._own = {hook: getattr(module, hook) for hook in _STEP_HOOKS if overrides(module, hook)}
+        between = ("on_before_zero_grad", "on_before_backward", "on_after_backward")
+        self._at_once = not any(self._callbacks[hook] or hook in self._own for hook in between)
         self._clips = overrides(module, "configure_gradient_clipping") or bool(self._trainer.gradient_clip_val)
         self._takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
 
@@ -185,8 +191,21 @@ class DirectSteps:
 
         closure = Closure(training_step, backward, zero_grad)
 
+        def at_once() -> Tensor | None:
+            vars(module)["_current_fx_name"], before = "training_step", module._current_fx_name
+            loss = self._gradients(batch, batch_idx)
+            vars(module)["_current_fx_name"] = before
+            if loss is not None:
+                counts.zero_grad.increment_ready()
+                counts.zero_grad.increment_started()
+                counts.zero_grad.increment_completed()
+                closure._result = ClosureResult(loss)
+            return loss
+
         def gradients() -> Tensor | None:
-            loss = closure()
+            loss = at_once() if self._at_once else None
+            if loss is None:
+                loss = closure()
             self._tell("on_before_optimizer_step", optimizer)
             if self._clips:
                 module.configure_gradient_clipping(
