@@ -171,7 +171,8 @@ class ClientSteps:
             # Lightning gives the batch and, where the step takes it by whatever name, its number.
             own = (*arguments[:1], execution.number, *arguments[2:]) if len(arguments) > 1 else arguments
             keywords |= {"batch_idx": execution.number} if "batch_idx" in keywords else {}
-            with LastBatch(trainer, execution.number + 1 == execution.chunk.steps):
+            # A number that is watched for its use is not used by this.
+            with LastBatch(trainer, int.__add__(execution.number, 1) == execution.chunk.steps):
                 return step(*own, **keywords)
 
         self._replaced: dict[str, Any] = {}

@@ -46,8 +46,8 @@ from lightning_lowrank.federated.rounds import Rounds
 from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.federated.state import Server
 from lightning_lowrank.federated.whole_checkpoints import install as install_whole_checkpoints
-from lightning_lowrank.internals.direct_log import DirectLog
 from lightning_lowrank.internals.direct_evaluation import DirectEvaluation
+from lightning_lowrank.internals.direct_log import DirectLog
 from lightning_lowrank.internals.direct_steps import DirectSteps
 from lightning_lowrank.internals.lightning import (
     TrainLoaderSource,
@@ -217,7 +217,7 @@ class FederatedLoop(FederatedSettings, Callback):
         # A plain function: torch marks the hook, and a deepcopy of the module must not copy this callback.
         restore(pl_module.register_state_dict_post_hook(lambda *state: self._show_global_state(*state)).remove)
         if processes is None and self.fast_steps:
-            restore(DirectSteps(trainer).restore)
+            restore(DirectSteps(trainer, lambda batch: self.rounds.execution.gradients(batch)).restore)
             restore(DirectLog(trainer).restore)
         self._evaluate_fast(trainer, stage)
         restore(

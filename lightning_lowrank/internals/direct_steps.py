@@ -96,10 +96,13 @@ class DirectSteps:
 
     Args:
         trainer: The trainer, with its strategy and callbacks set up.
+        gradients: Given a batch, does at once what the training step, ``zero_grad()`` and ``backward()`` do, and
+            returns the loss; or ``None``, and has done nothing. It is called where no hook stands between these.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, gradients: Callable[[Any], Tensor | None] = lambda batch: None) -> None:
         self._trainer = trainer
+        self._gradients = gradients
         self._loop: Any = trainer.fit_loop.epoch_loop
         self._advance_as_lightning = self._loop.advance
         self._is_known = _is_known(trainer)
@@ -197,6 +200,7 @@ class DirectSteps:
         }
         self._own = {hook: getattr(module, hook) for hook in _STEP_HOOKS if overrides(module, hook)}
         self._heard = {hook for hook in _STEP_HOOKS if self._callbacks[hook] or hook in self._own}
+        self._at_once = not self._heard & {"on_before_zero_grad", "on_before_backward", "on_after_backward"}
         self._clips = overrides(module, "configure_gradient_clipping") or bool(self._trainer.gradient_clip_val)
         self._takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
 
@@ -280,8 +284,15 @@ class DirectSteps:
 
         def closure() -> Tensor | None:
             before, attributes["_current_fx_name"] = attributes["_current_fx_name"], "training_step"
-            output = module.training_step(*arguments)
+            at_once = self._gradients(batch) if self._at_once else None
+            output = module.training_step(*arguments) if at_once is None else None
             attributes["_current_fx_name"] = before
+            if at_once is not None:
+                outputs[:] = [{"loss": at_once}]
+                counts.zero_grad.increment_ready()
+                counts.zero_grad.increment_started()
+                counts.zero_grad.increment_completed()
+                return at_once
             # What Lightning makes of it, less the division by one batch.
             if isinstance(output, Tensor):
                 loss, kept = output, output.detach().clone()

@@ -484,6 +484,9 @@ class LowRankLayer(nn.Module):
         """
         if self.compute != "auto":
             return self.compute == "contracted"
+        if any(isinstance(size, torch.SymInt) for size in input.shape):
+            # Tracing for many sizes notes for which of them the answer holds.
+            return bool(self._takes_less_contracted(input, *geometry))
         # Counting takes as long as the products of a small layer.
         case = (input.shape, torch.is_grad_enabled(), input.requires_grad, self.rank, self.active, repr(geometry))
         if case not in self._contracted:

@@ -12,7 +12,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor
 
 from lightning_lowrank import FedAvg, FederatedLoop, FedProx, FromIndices, PFedMe
 from lightning_lowrank.internals import direct_steps

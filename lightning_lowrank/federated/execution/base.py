@@ -120,6 +120,14 @@ class Execution(Untraced, ABC):
 
         return self.algorithm.loss(step, batch, own)
 
+    def gradients(self, batch: Any) -> Tensor | None:
+        """Do at once what the training step, ``zero_grad()`` and ``backward()`` do, where there is a way.
+
+        Returns:
+            The loss; ``None`` where there is none. Nothing has been done then.
+        """
+        return None
+
     def before_step(self) -> None:
         """Show the gradients to the method, before the optimizer steps."""
         if self._own_gradients:

@@ -27,6 +27,8 @@ from torchmetrics import Metric
 from lightning_lowrank.federated.data.loader import Places
 from lightning_lowrank.federated.execution.base import while_training
 from lightning_lowrank.federated.execution.causes import cause_of, refusal, updates
+from lightning_lowrank.federated.execution.graphs import Results, StepGraphs, form_of, tensors_in
+from lightning_lowrank.federated.execution.reads import Untraceable
 from lightning_lowrank.federated.execution.stacked_products import StackedProducts
 from lightning_lowrank.federated.execution.traces import Untraced, Watch, reachable
 from lightning_lowrank.federated.objective import loss_of
@@ -46,6 +48,10 @@ _HOOKS = (
     "on_after_backward",
     "on_before_optimizer_step",
 )
+
+Parts = Sequence[tuple[Places, Any]]
+Stacks = tuple[dict[str, Tensor], State, Any]
+Run = Callable[[dict[str, Tensor], State, Any], tuple[Tensor, dict[str, Tensor]]]
 
 Objective = Callable[[Mapping[str, Tensor], State, Any, Callable[[], Any]], Any]
 """Runs one client's objective, given its values by name, its round state, its batch, and its training step."""
@@ -121,6 +127,7 @@ class ClientStack(Untraced):
         objective: What is trained in place of the training step's own loss. It gets ``round_state``.
         watch: Looks what steps leave on the module; by default one that begins here.
         falls_back: Whether clients make their steps one after another once these cannot be mapped.
+        graphs: The graphs of the fit's steps, if there are any.
     """
 
     def __init__(
@@ -132,8 +139,10 @@ class ClientStack(Untraced):
         objective: Objective | None = None,
         watch: Watch | None = None,
         falls_back: bool = False,
+        graphs: StepGraphs | None = None,
     ) -> None:
         self._trainer = trainer
+        self._graphs = graphs
         self._watch = Watch(module) if watch is None else watch
         self._falls_back = falls_back
         self.measured = False
@@ -145,6 +154,12 @@ class ClientStack(Untraced):
         self._objective = objective
         self.round_state: State = {}
         self._homes = _homes(module, {tensor: name for name, tensor in live.items()})
+        rest = [*module.named_parameters(), *module.named_buffers()] if graphs is not None else []
+        self.shared = _homes(module, {tensor: name for name, tensor in rest if name not in live})
+        self.form = tuple(
+            (tensor.shape, tensor.dtype, tensor.requires_grad)
+            for tensor in (*live.values(), *(table[key] for table, key, _ in self.shared))
+        )
         self.values = {
             name: value.detach().unsqueeze(0).expand(count, *value.shape).clone() for name, value in live.items()
         }
@@ -221,7 +236,7 @@ class ClientStack(Untraced):
             if before is not None:
                 vars(self._module)[name] = before
 
-    def training_step(self, parts: Sequence[tuple[Places, Any]], batch_idx: int = 0) -> Tensor:
+    def training_step(self, parts: Parts, batch_idx: int = 0) -> Tensor:
         """Return the sum of the losses of all clients of a chunk's batch, so that each one's gradient is its own.
 
         Args:
@@ -234,22 +249,47 @@ class ClientStack(Untraced):
         self._tell_of_unequal(parts)
         self._watch.before_step()
         total: Tensor | None = None
-        logged: dict[str, list[tuple[Tensor, int]]] = {}
-        settings: dict[str, dict[str, Any]] = {}
+        logged = _Logged()
         for places, batch in parts:
-            losses, values = self._map(places, batch, batch_idx, settings)
+            part = _Part(self, places, batch, batch_idx, logged.settings)
+            losses, values = part.mapped()
+            part.put_back()
             total = losses.sum() if total is None else total + losses.sum()
-            for name, value in values.items():
-                logged.setdefault(name, []).append((value, places.samples))
+            logged.add(values, places.samples)
         self._watch.after_step()
-        for name, entries in logged.items():
-            samples = sum(len(value) * size for value, size in entries)
-            mean = sum((value.sum() * size for value, size in entries), torch.zeros(())) / samples
-            self._module.log(name, mean, **{**settings[name], "batch_size": samples})
+        logged.log(self._module)
         assert total is not None
         return total
 
-    def _tell_of_unequal(self, parts: Sequence[tuple[Places, Any]]) -> None:
+    def gradients(self, parts: Parts, batch_idx: int = 0) -> Tensor | None:
+        """Do what `training_step`, ``zero_grad()`` and ``backward()`` would do, by graphs.
+
+        Returns:
+            The sum of the losses; ``None`` where a graph is missing. Nothing has been done then.
+        """
+        if self._graphs is None or self._graphs.reason or not self._watch.settled or not self._watch.mapped:
+            return None
+        logged = _Logged()
+        found = []
+        for places, batch in parts:
+            part = _Part(self, places, batch, batch_idx, logged.settings)
+            replay = part.find(self._graphs)
+            if replay is None:
+                return None
+            found.append((part, replay))
+        for leaf in self.leaves.values():
+            leaf.grad = None
+        total: Tensor | None = None
+        for part, replay in found:
+            losses, gradients, values = part.replayed(replay)
+            for name, gradient in gradients.items():
+                part.give(self.leaves[name], gradient)
+            total = losses.sum() if total is None else total + losses.sum()
+            logged.add(values, part.places.samples)
+        logged.log(self._module)
+        return total
+
+    def _tell_of_unequal(self, parts: Parts) -> None:
         """Warn once that clients whose batches differ in more than their size do not step together."""
         by_size = {places.samples: batch for places, batch in parts}
         if self._falls_back or self._watch.told_of_batches or len(by_size) == len(parts):
@@ -267,68 +307,60 @@ class ClientStack(Untraced):
             " function pad them to one length, or leave out what is no tensor."
         )
 
-    def _map(
-        self, places: Places, batch: Any, batch_idx: int, settings: dict[str, dict[str, Any]]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        numbers = places.numbers
-        chosen = slice(numbers[0], numbers[-1] + 1)
-        rows = None if places.contiguous else torch.tensor(numbers, device=self._module.device)
-
-        def select(tensor: Tensor) -> Tensor:
-            if rows is not None:
-                return tensor.index_select(0, rows)
-            return tensor if len(tensor) == len(numbers) else tensor[chosen]
-
-        named = {name: select(self.leaves.get(name, stack)) for name, stack in self.values.items()}
-        round_state = apply_to_collection(self.round_state, Tensor, select)
-
-        stacks: list[Tensor] = []
-        apply_to_collection(batch, Tensor, stacks.append)
-
-        def run(values: dict[str, Tensor], state: State, tensors: list[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-            mapped = iter(tensors)
-            client_batch = apply_to_collection(batch, Tensor, lambda _: next(mapped))
-            arguments = (client_batch, batch_idx) if self._takes_index else (client_batch,)
-
-            def own_step() -> Any:
-                return self._step(*arguments)
-
-            # Inside the map, for its own checks of its arguments would all pass through the mode.
-            with StackedProducts(), self._captured(settings) as captured, self._in_place(values):
-                if self._objective is None:
-                    output = own_step()
-                else:
-                    output = self._objective(values, state, client_batch, own_step)
-            loss = loss_of(output)
-            if not isinstance(loss, Tensor):
-                raise MisconfigurationException(
-                    f"execution='vectorized': training_step gave {output!r} in place of a loss, and clients that step"
-                    " together cannot leave a step out; use execution='sequential'."
-                )
-            if loss.numel() != 1:
-                raise ValueError(f"training_step gave a loss of shape {tuple(loss.shape)} in place of one number")
-            return loss, captured
-
-        losses, values = self._over_clients(run, (named, round_state, stacks))
-        if rows is not None:
-            for name in self.values.keys() - self.leaves.keys():
-                self.values[name].index_copy_(0, rows, named[name])
-            _put_back(self.round_state, rows, round_state)
-        return losses, values
-
-    def _over_clients(
+    def run(
         self,
-        run: Callable[..., tuple[Tensor, dict[str, Tensor]]],
-        stacks: tuple[dict[str, Tensor], State, list[Tensor]],
+        values: Mapping[str, Tensor],
+        state: State,
+        batch: Any,
+        batch_idx: int,
+        settings: dict[str, dict[str, Any]],
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Map a client's step over the clients, or make it for one after another where that is the way out."""
+        """Run one client's training step with its values; return its loss, and what it logs.
+
+        Args:
+            values: The client's values by name.
+            state: Its round state.
+            batch: Its batch.
+            batch_idx: Passed on.
+            settings: Takes by name with which settings values are logged.
+        """
+        arguments = (batch, batch_idx) if self._takes_index else (batch,)
+
+        def own_step() -> Any:
+            return self._step(*arguments)
+
+        # Inside the map, for its own checks of its arguments would all pass through the mode.
+        with StackedProducts(), self._captured(settings) as captured, self._in_place(values):
+            output = own_step() if self._objective is None else self._objective(values, state, batch, own_step)
+        loss = loss_of(output)
+        if not isinstance(loss, Tensor):
+            raise MisconfigurationException(
+                f"execution='vectorized': training_step gave {output!r} in place of a loss, and clients that step"
+                " together cannot leave a step out; use execution='sequential'."
+            )
+        if loss.numel() != 1:
+            raise ValueError(f"training_step gave a loss of shape {tuple(loss.shape)} in place of one number")
+        return loss, captured
+
+    def mapped(self, run: Run, stacks: Stacks) -> tuple[Tensor, dict[str, Tensor]]:
+        """Map a client's step over clients; return their losses, and what they log."""
+        named, state, batch = stacks
+
+        def of_one(values: dict[str, Tensor], state: State, tensors: list[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+            mapped = iter(tensors)
+            return run(values, state, apply_to_collection(batch, Tensor, lambda _: next(mapped)))
+
+        # Gradient checkpointing would take the step's tensors up again outside of the map.
+        with nullcontext() if self.measured else disable_saved_tensors_hooks("saved tensors hooks"):
+            return vmap(of_one, randomness="different")(named, state, tensors_in(batch))
+
+    def over_clients(self, run: Run, stacks: Stacks) -> tuple[Tensor, dict[str, Tensor]]:
+        """Map a client's step over clients, or make it for one after another where that is the way out."""
         written = [stack for name, stack in stacks[0].items() if name not in self.leaves]
         kept = [stack.clone() for stack in written] if self._falls_back else []
         if self._watch.mapped:
             try:
-                # Gradient checkpointing would take the step's tensors up again outside of the map.
-                with nullcontext() if self.measured else disable_saved_tensors_hooks("saved tensors hooks"):
-                    return vmap(run, randomness="different")(*stacks)
+                return self.mapped(run, stacks)
             except MisconfigurationException:
                 raise
             except (RuntimeError, ValueError, NotImplementedError, TypeError) as error:
@@ -412,6 +444,126 @@ class ClientStack(Untraced):
         scale = (gradient_clip_val / (torch.linalg.vector_norm(norms, dim=0) + 1e-6)).clamp(max=1.0)
         for gradient in gradients:
             gradient.mul_(scale.view(-1, *(1 for _ in gradient.shape[1:])).to(gradient.dtype))
+
+
+class _Logged:
+    """What a step logs: the mean over clients, weighted by their samples."""
+
+    def __init__(self) -> None:
+        self.settings: dict[str, dict[str, Any]] = {}
+        self._values: dict[str, list[tuple[Tensor, int]]] = {}
+
+    def add(self, values: Mapping[str, Tensor], samples: int) -> None:
+        for name, value in values.items():
+            self._values.setdefault(name, []).append((value, samples))
+
+    def log(self, module: pl.LightningModule) -> None:
+        for name, entries in self._values.items():
+            samples = sum(len(value) * size for value, size in entries)
+            mean = sum((value.sum() * size for value, size in entries), torch.zeros(())) / samples
+            module.log(name, mean, **{**self.settings[name], "batch_size": samples})
+
+
+class _Part:
+    """Those clients of a step whose batches have one form."""
+
+    def __init__(
+        self, stack: ClientStack, places: Places, batch: Any, batch_idx: int, settings: dict[str, dict[str, Any]]
+    ) -> None:
+        self.places = places
+        self._stack, self._batch, self._batch_idx, self._settings = stack, batch, batch_idx, settings
+        numbers = places.numbers
+        self._chosen = slice(numbers[0], numbers[-1] + 1)
+        self._rows = None if places.contiguous else torch.tensor(numbers, device=stack.device)
+        self._named = {name: self._select(stack.leaves.get(name, value)) for name, value in stack.values.items()}
+        self._state = apply_to_collection(stack.round_state, Tensor, self._select) if stack.round_state else {}
+
+    def _select(self, tensor: Tensor) -> Tensor:
+        if self._rows is not None:
+            return tensor.index_select(0, self._rows)
+        return tensor if len(tensor) == len(self.places.numbers) else tensor[self._chosen]
+
+    def _run(self, values: dict[str, Tensor], state: State, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        return self._stack.run(values, state, batch, self._batch_idx, self._settings)
+
+    def mapped(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """Map the step over the clients; return their losses, and what they log."""
+        return self._stack.over_clients(self._run, (self._named, self._state, self._batch))
+
+    def put_back(self) -> None:
+        """Write what the step has changed in copies of buffers and round states back to the stacks."""
+        if self._rows is not None:
+            for name in self._stack.values.keys() - self._stack.leaves.keys():
+                self._stack.values[name].index_copy_(0, self._rows, self._named[name])
+            _put_back(self._stack.round_state, self._rows, self._state)
+
+    @torch.no_grad()
+    def give(self, leaf: Tensor, gradient: Tensor) -> None:
+        """Make a gradient of these clients' part of the leaf's."""
+        if len(gradient) == len(leaf):
+            leaf.grad = gradient
+            return
+        if leaf.grad is None:
+            leaf.grad = torch.zeros_like(leaf)
+        if self._rows is None:
+            leaf.grad[self._chosen] = gradient
+        else:
+            leaf.grad.index_copy_(0, self._rows, gradient)
+
+    def find(self, graphs: StepGraphs) -> Callable[[], Results] | None:
+        """Return what makes the clients' step by its graph, if there is one."""
+        stack, samples = self._stack, self.places.samples
+        try:
+            form = stack.form, form_of(self._batch, samples), torch.is_autocast_enabled(stack.device.type)
+        except Untraceable as error:
+            graphs.give_up(str(error))
+            return None
+        stacks = [value.detach() for value in self._named.values()] + tensors_in(self._state)
+        batches, shared = tensors_in(self._batch), [table[key] for table, key, _ in stack.shared]
+        sizes: list[list[str | None] | None] = [["clients", *(None for _ in value.shape[1:])] for value in stacks]
+        for tensor in batches:
+            varies = "samples" if tensor.ndim > 1 and tensor.shape[1] == samples else None
+            sizes.append(["clients", varies, *(None for _ in tensor.shape[2:])][: tensor.ndim])
+        sizes += [None for _ in shared]
+        present = {"clients": len(self.places.numbers), "samples": samples}
+        return graphs.find(form, present, sizes, [*stacks, *batches, *shared], self._step)
+
+    def _step(self, tensors: Sequence[Tensor]) -> Results:
+        """Return losses, gradients and what is logged, and what the names of these are."""
+        stack, given = self._stack, iter(tensors)
+        values = {name: next(given) for name in self._named}
+        leaves = [name for name in values if name in stack.leaves]
+        values |= {name: values[name].detach().requires_grad_() for name in leaves}
+        state = apply_to_collection(self._state, Tensor, lambda _: next(given)) if self._state else {}
+        batch = apply_to_collection(self._batch, Tensor, lambda _: next(given))
+        with torch.enable_grad(), _held(stack.shared, list(given)):
+            losses, logged = stack.mapped(self._run, (values, state, batch))
+            gradients = torch.autograd.grad(losses.sum(), [values[name] for name in leaves], allow_unused=True)
+        found = {name: each for name, each in zip(leaves, gradients, strict=True) if each is not None}
+        said = {name: {**self._settings[name], "batch_size": None} for name in logged}
+        return [losses.detach(), *found.values(), *logged.values()], (list(found), said)
+
+    def replayed(self, replay: Callable[[], Results]) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        """Make the step by its graph; return the losses, the gradients by name, and what is logged."""
+        results, (used, said) = replay()
+        self.put_back()
+        for name, settings in said.items():
+            self._settings.setdefault(name, settings)
+        logged = dict(zip(said, results[1 + len(used) :], strict=True))
+        return results[0], dict(zip(used, results[1:], strict=False)), logged
+
+
+@contextmanager
+def _held(homes: Sequence[tuple[MutableMapping[str, Any], str, str]], tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Let tables hold other tensors."""
+    previous = [table[key] for table, key, _ in homes]
+    for (table, key, _), tensor in zip(homes, tensors, strict=True):
+        table[key] = tensor
+    try:
+        yield
+    finally:
+        for (table, key, _), tensor in zip(homes, previous, strict=True):
+            table[key] = tensor
 
 
 def _put_back(stacks: State, rows: Tensor, selected: State) -> None:

@@ -42,6 +42,7 @@ class StackedProducts(TorchFunctionMode):
       call, with the channels last.
     - ``F.scaled_dot_product_attention`` with a bias that is trained: torch would take a kernel that has no gradient of
       it. Here it takes the one that has.
+    - ``F.dropout`` on the CPU: the same operations as torch's, which asks for a size that symbolic tracing lacks.
     - ``bool()``, ``item()`` and the like of a tensor that is the same for all clients: torch refuses them all. Here
       they give the number.
 
@@ -73,6 +74,8 @@ class StackedProducts(TorchFunctionMode):
             return _cross_entropy(*arguments, **keywords)
         if function is Tensor.view:
             return self._view(*arguments, **keywords)
+        if function is F.dropout:
+            return _dropout(*arguments, **keywords)
         if function is F.scaled_dot_product_attention:
             return _attention(*arguments, **keywords)
         if function in _NUMBERS:
@@ -82,7 +85,7 @@ class StackedProducts(TorchFunctionMode):
     def _view(self, tensor: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
         try:
             return tensor.view(*arguments, **keywords)
-        except RuntimeError:
+        except (RuntimeError, ValueError):
             if not is_mapped(tensor) or tensor.is_contiguous():
                 raise
             copy = tensor.contiguous().view(*arguments, **keywords)
@@ -215,6 +218,12 @@ def _attention(
     trained = attn_mask is not None and is_mapped(attn_mask) and stack_of(attn_mask).requires_grad
     with sdpa_kernel(SDPBackend.MATH) if trained else nullcontext():
         return F.scaled_dot_product_attention(query, key, value, attn_mask, *arguments, **keywords)
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    if inplace or not training or not 0 < p < 1 or not _stacked_on_cpu(input):
+        return F.dropout(input, p, training, inplace)
+    return input * torch.empty_like(input).bernoulli_(1 - p).div_(1 - p)
 
 
 def _shared(tensor: Tensor) -> Tensor:

@@ -34,7 +34,8 @@ _LEFT_ALONE = (
     *(pl.Trainer, pl.Callback, pl.LightningDataModule, Logger, Dataset, DataLoader),
 )
 _DATA = (Tensor, np.ndarray)
-_MANY = 10_000
+MANY = 10_000
+"""Entries above which the entries of a container are left alone."""
 _TABLES = ("_modules.", "_parameters.", "_buffers.")
 
 
@@ -55,10 +56,11 @@ def reachable(name: str, root: Any) -> Iterator[tuple[str, Any]]:
             continue
         seen[id(item)] = item
         yield name, item
-        queue += _held(name, item)
+        queue += held(name, item)
 
 
-def _held(name: str, item: Any) -> list[tuple[str, Any]]:
+def held(name: str, item: Any) -> list[tuple[str, Any]]:
+    """Return by name what an object holds itself."""
     if isinstance(item, _DATA):
         return []
     if isinstance(item, types.MethodType):
@@ -67,13 +69,13 @@ def _held(name: str, item: Any) -> list[tuple[str, Any]]:
         return [(name, each) for each in (item.func, item.args, item.keywords)]
     if isinstance(item, types.FunctionType):
         return [(name, each) for each in (*map(_content, item.__closure__ or ()), item.__defaults__)]
-    held: list[tuple[str, Any]] = []
-    if isinstance(item, (dict, list, tuple, set, frozenset, deque)) and len(item) <= _MANY:
+    inside: list[tuple[str, Any]] = []
+    if isinstance(item, (dict, list, tuple, set, frozenset, deque)) and len(item) <= MANY:
         pairs = item.items() if isinstance(item, dict) else enumerate(item)
-        held += [(f"{name}.{key}", value) for key, value in pairs]
+        inside += [(f"{name}.{key}", value) for key, value in pairs]
     if hasattr(item, "__dict__"):
-        held.append((name, vars(item)))
-    return held
+        inside.append((name, vars(item)))
+    return inside
 
 
 def _content(cell: Any) -> Any:
@@ -217,6 +219,11 @@ class Watch:
         self._left: list[tuple[dict[str, Any], str, str]] = []
         self._updates = {id(item): item.update_count for _, item in self._metrics()}
         self._numbers = self._present_numbers()
+
+    @property
+    def settled(self) -> bool:
+        """Whether as many steps have been made as are looked at."""
+        return self._steps > 1
 
     def updated_metric(self) -> str:
         """Name a metric that steps have updated, if there is one."""

@@ -14,6 +14,7 @@ from lightning_lowrank.federated.algorithm import LocalStep, inherits
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.execution.base import Execution
+from lightning_lowrank.federated.execution.graphs import StepGraphs
 from lightning_lowrank.federated.execution.stack import ActsOnStacks, ClientStack
 from lightning_lowrank.federated.execution.traces import Watch, hooks_around_steps, without_writing
 from lightning_lowrank.federated.failures import turn_of
@@ -32,6 +33,17 @@ class Vectorized(Execution):
     def __init__(self, trainer: Any, coordinator: Coordinator) -> None:
         super().__init__(trainer, coordinator)
         self._guards = ExitStack()
+        own = (self.algorithm, self.settings.objective) if self._own_objective else ()
+        self.graphs = StepGraphs(self.module, own, self._steps_left)
+        self.graphs.numbered.append(self)
+
+    def _steps_left(self) -> float:
+        """Return how many steps the run has left, at most, if its chunks are as long as the open one."""
+        trainer = self.trainer
+        rounds = float("inf") if trainer.max_epochs in (None, -1) else trainer.max_epochs - trainer.current_epoch
+        steps = float("inf") if trainer.max_steps == -1 else trainer.max_steps - trainer.global_step
+        chunks = -(-len(self.coordinator.server.cohort) // len(self.chunk.clients))
+        return min(rounds * chunks * self.chunk.steps, steps)
 
     def start(self) -> None:
         """Refuse the module's hooks around steps to change it, for it holds the global model."""
@@ -45,6 +57,7 @@ class Vectorized(Execution):
     def begin_round(self) -> None:
         """Look which tensors are trained in this round, and who changes gradients."""
         super().begin_round()
+        self.graphs.begin_round()
         self._acting = [callback for callback in self.trainer.callbacks if isinstance(callback, ActsOnStacks)]
 
     def open(self, chunk: Chunk) -> None:
@@ -66,7 +79,9 @@ class Vectorized(Execution):
         run = self._run_objective if self._own_objective else None
         self._watch = self._watch or Watch(self.module)
         count, falls_back = len(chunk.clients), self.settings.execution == "auto"
-        stack = self._stack = ClientStack(self.trainer, self.module, self.live, count, run, self._watch, falls_back)
+        stack = self._stack = ClientStack(
+            self.trainer, self.module, self.live, count, run, self._watch, falls_back, self.graphs
+        )
         self.chunk = chunk
         self.clients = self._contexts(chunk, stack.client)
         self.algorithm.configure(self.base, self.clients[0])
@@ -121,6 +136,11 @@ class Vectorized(Execution):
             return self.loss(batch, training_step)
         finally:
             self._mapped = None
+
+    def gradients(self, batch: Any) -> Tensor | None:
+        """Make a step by the graphs of its operations, where it has been traced."""
+        assert self._stack is not None
+        return self._stack.gradients(batch, self.number)
 
     def before_step(self) -> None:
         """Show the gradients to callbacks that act on stacks, and to the method."""

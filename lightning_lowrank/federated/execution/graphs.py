@@ -1,0 +1,287 @@
+"""Clients' steps from graphs of tensor operations, traced once and replayed without vmap and autograd.
+
+`ClientStack` asks `StepGraphs` for each step. A graph serves all numbers of clients and of samples that its tracing was
+not decided by. It makes the same operations in the same order, so that its results are bit for bit those of the step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+
+from lightning_lowrank.federated.execution.reads import Observed, Reads, Untraceable
+from lightning_lowrank.federated.execution.traces import Untraced
+from lightning_lowrank.internals import tracing
+
+Results = tuple[list[Tensor], Any]
+"""Tensors, and what else a step gives, which does not depend on tensors."""
+
+_WORTH_TRACING = 1000
+"""Steps that a run must have left for the first trace, which takes as long as they gain by it if they are small."""
+_MOST_CHANGES = 10
+
+
+@dataclass
+class _Graph:
+    traced: tracing.Traced
+    reads: Reads
+    note: Any
+    unfit: set[Hashable] = field(default_factory=set)
+    """Forms and sizes that it is known not to serve."""
+
+
+@dataclass
+class _Replay:
+    graph: _Graph
+    run: Callable[[Sequence[Tensor]], list[Tensor]]
+    of_own_sizes: bool
+    """Whether the graph was traced for these sizes."""
+    rounds: int = 0
+    """Number of rounds in which it was used."""
+    last: int = -1
+
+
+class StepGraphs(Untraced):
+    """The graphs of one fit's steps.
+
+    A step is traced as soon as it has been made twice, if the rest of the run is worth it; one of other sizes, where
+    the first graph does not serve them, once it would have gained by then as much time as tracing takes. What the step
+    has read of Python meanwhile is compared before each replay; a step that reads something else is traced again, at
+    most ten times. In the first, second, fourth, eighth … round that uses a graph, its first results are compared
+    with the step's own. A step that cannot be traced, or whose graph gives other values, is made as it is.
+
+    Args:
+        module: The user's module.
+        roots: Other objects whose attributes a step may read.
+        steps_left: Returns how many steps the run has left, at most.
+
+    Attributes:
+        reason: Why steps are made without graphs; empty if that is not so.
+        numbered: Objects whose attribute ``number`` is the number of the step.
+    """
+
+    def __init__(self, module: nn.Module, roots: Sequence[Any], steps_left: Callable[[], float]) -> None:
+        self.reason = ""
+        self.numbered: list[Any] = []
+        self._module, self._roots, self._steps_left = module, roots, steps_left
+        self._graphs: dict[Hashable, list[_Graph]] = {}
+        self._replays: dict[Hashable, list[_Replay]] = {}
+        self._changes = self._round = 0
+        self._uses: Counter[Hashable] = Counter()
+        self._seconds, self._gain = 0.0, 0.0
+
+    def begin_round(self) -> None:
+        """Have graphs compared once again where this round is due."""
+        self._round += 1
+
+    def find(
+        self,
+        form: Hashable,
+        sizes: Mapping[str, int],
+        named: Sequence[Sequence[str | None] | None],
+        tensors: Sequence[Tensor],
+        step: Callable[[Sequence[Tensor]], Results],
+    ) -> Callable[[], Results] | None:
+        """Return a function that makes a step by its graph.
+
+        Args:
+            form: What must be equal for steps of one graph, but for the sizes.
+            sizes: Sizes by name.
+            named: For each tensor, the name of each dimension's size, and ``None`` for one that ``form`` fixes. ``None``
+                stands for a tensor that all clients share, and that the step does not write into.
+            tensors: What the step takes. It may write into them.
+            step: Makes the step itself.
+
+        Returns:
+            A function that returns what the step returns; ``None`` if the step is to be made without a graph.
+        """
+        if self.reason:
+            return None
+        key = (form, *sizes.values())
+        replays = self._replays.setdefault(key, [])
+        found = next((each for each in replays if not each.graph.reads.changed()), None)
+        if found is None:
+            found = self._make(form, sizes, named, tensors, step)
+            if found is None:
+                return None
+            replays.append(found)
+        replay = found
+        if replay.last != self._round:
+            replay.last, replay.rounds = self._round, replay.rounds + 1
+            if replay.rounds & (replay.rounds - 1) == 0:
+                return lambda: self._compared(key, replay, named, tensors, step)
+        return lambda: (replay.run(tensors), replay.graph.note)
+
+    def _make(
+        self,
+        form: Hashable,
+        sizes: Mapping[str, int],
+        named: Sequence[Sequence[str | None] | None],
+        tensors: Sequence[Tensor],
+        step: Callable[[Sequence[Tensor]], Results],
+    ) -> _Replay | None:
+        key = (form, *sizes.values())
+        graphs = self._graphs.setdefault(form, [])
+        changed = ""
+        for graph in graphs:
+            if key in graph.unfit:
+                continue
+            if not graph.traced.holds(sizes):
+                graph.unfit.add(key)
+                continue
+            changed = graph.reads.changed()
+            if not changed:
+                return _Replay(graph, graph.traced.replay(sizes), of_own_sizes=False)
+        if changed:
+            self._changes += 1
+            if self._changes > _MOST_CHANGES:
+                self.give_up(f"it reads {changed}, which changes again and again")
+                return None
+        elif not self._is_worth_it(key):
+            return None
+        begin = time.perf_counter()
+        try:
+            graph = self._trace(tensors, named, step)
+        except Exception as error:
+            self.give_up(str(error) if isinstance(error, Untraceable) else f"torch says: {_first_line(error)}")
+            return None
+        graphs.append(graph)
+        replay = _Replay(graph, graph.traced.replay(sizes), of_own_sizes=True)
+        self._seconds = time.perf_counter() - begin
+        return replay
+
+    def _is_worth_it(self, key: Hashable) -> bool:
+        if not self._seconds:
+            return self._steps_left() >= _WORTH_TRACING
+        self._uses[key] += 1
+        return self._uses[key] * self._gain >= self._seconds
+
+    def _trace(
+        self,
+        tensors: Sequence[Tensor],
+        named: Sequence[Sequence[str | None] | None],
+        step: Callable[[Sequence[Tensor]], Results],
+    ) -> _Graph:
+        notes: list[Any] = []
+
+        def function(*arguments: Tensor) -> list[Tensor]:
+            results, note = step(arguments)
+            notes.append(note)
+            return results
+
+        reads = Reads(self._module, self._roots)
+        before = [each.number for each in self.numbered]
+        with _same_randomness(tensors):
+            try:
+                for each in self.numbered:
+                    each.number = Observed(each.number)
+                with reads.watching():
+                    traced = _traced(function, tensors, named)
+            finally:
+                for each, number in zip(self.numbered, before, strict=True):
+                    each.number = number
+        return _Graph(traced, reads, notes[-1])
+
+    def _compared(
+        self,
+        key: Hashable,
+        replay: _Replay,
+        named: Sequence[Sequence[str | None] | None],
+        tensors: Sequence[Tensor],
+        step: Callable[[Sequence[Tensor]], Results],
+    ) -> Results:
+        """Make the step itself, and compare its results with the graph's."""
+        copies = [tensor if names is None else tensor.clone() for tensor, names in zip(tensors, named, strict=True)]
+        begin = time.perf_counter()
+        try:
+            with _same_randomness(tensors):
+                replayed = replay.run(copies)
+        except RuntimeError:
+            # A size that tracing has taken for fixed.
+            replayed = []
+        middle = time.perf_counter()
+        results, note = step(tensors)
+        self._gain = max(self._gain, time.perf_counter() - middle - (middle - begin))
+        pairs = [*zip(replayed, results, strict=False), *zip(copies, tensors, strict=True)]
+        if (
+            note != replay.graph.note
+            or len(replayed) != len(results)
+            or not all(_equal(one, two) for one, two in pairs)
+        ):
+            self._replays[key].remove(replay)
+            replay.graph.unfit.add(key)
+            if replay.of_own_sizes:
+                self.give_up("its graph gives other values than the step")
+        return results, note
+
+    def give_up(self, reason: str) -> None:
+        """Make steps without graphs from here on, and say why."""
+        self.reason = reason
+        self._graphs, self._replays = {}, {}
+        rank_zero_info(f"training_step is run in each step, not traced once: {reason}.")
+
+
+def _traced(
+    function: tracing.Function, tensors: Sequence[Tensor], named: Sequence[Sequence[str | None] | None]
+) -> tracing.Traced:
+    """Trace for all sizes, or for the present ones alone where an operation needs to know them."""
+    fixed = [[None] * tensor.ndim for tensor in tensors]
+    sizes = [names or fixed[place] for place, names in enumerate(named)]
+    try:
+        return tracing.Traced(function, tensors, sizes)
+    except RuntimeError:
+        return tracing.Traced(function, tensors, fixed)
+
+
+@contextlib.contextmanager
+def _same_randomness(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Give torch's random number generators back as they were."""
+    devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
+    with torch.random.fork_rng([device.index for device in devices]):
+        yield
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Return the tensors that nested containers hold, in their order."""
+    if not tree:
+        return []
+    found: list[Tensor] = []
+    apply_to_collection(tree, Tensor, found.append)
+    return found
+
+
+def form_of(batch: Any, samples: int) -> Hashable:
+    """Return what batches must have in common for steps of one graph, but for their number of samples.
+
+    Raises:
+        Untraceable: If a batch holds more than tensors, texts and numbers in plain containers.
+    """
+    if isinstance(batch, Tensor):
+        varies = batch.ndim > 1 and batch.shape[1] == samples
+        return varies, batch.shape[2 if varies else 1 :], batch.dtype
+    if type(batch) in (list, tuple):
+        return type(batch), *(form_of(part, samples) for part in batch)
+    if type(batch) is dict:
+        return dict, *((key, form_of(part, samples)) for key, part in batch.items())
+    if isinstance(batch, (str, int, float, type(None))):
+        return type(batch), batch
+    raise Untraceable(f"its batch holds a {type(batch).__name__}")
+
+
+def _equal(one: Tensor, two: Tensor) -> bool:
+    if one.shape != two.shape or one.dtype != two.dtype:
+        return False
+    return torch.equal(one, two) or bool(((one == two) | (one.isnan() & two.isnan())).all())
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"

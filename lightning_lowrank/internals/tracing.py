@@ -1,0 +1,321 @@
+"""Graphs of the tensor operations that a function makes, traced once for many shapes, and replayed or compiled.
+
+`StepGraphs` traces clients' steps with it. What is private here is the symbolic tracing of
+``torch.fx.experimental`` and inductor's compiler for a graph. In a torch without them nothing is traced.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Function = Callable[..., Sequence[Tensor]]
+
+_AS_THEY_ARE = frozenset({"alias", "detach"})
+# Called as functions of torch's Python interface, which takes half the time of calling the operator.
+_FUNCTIONS = frozenset(
+    [
+        "_log_softmax",
+        "_log_softmax_backward_data",
+        "_softmax",
+        "_softmax_backward_data",
+        "abs",
+        "add",
+        "addmm",
+        "argmax",
+        "baddbmm",
+        "bmm",
+        "cat",
+        "clamp",
+        "clone",
+        "cos",
+        "div",
+        "embedding",
+        "eq",
+        "exp",
+        "ge",
+        "gt",
+        "index_select",
+        "le",
+        "log",
+        "log1p",
+        "logical_and",
+        "logical_not",
+        "lt",
+        "maximum",
+        "mean",
+        "minimum",
+        "mm",
+        "mul",
+        "ne",
+        "neg",
+        "ones_like",
+        "pow",
+        "reciprocal",
+        "relu",
+        "rsqrt",
+        "rsub",
+        "select",
+        "sigmoid",
+        "sin",
+        "sqrt",
+        "squeeze",
+        "stack",
+        "sub",
+        "sum",
+        "tanh",
+        "threshold_backward",
+        "transpose",
+        "unsqueeze",
+        "where",
+        "zeros_like",
+    ]
+)
+_METHODS = frozenset(
+    ["add_", "clamp_", "copy_", "div_", "expand", "fill_", "mul_", "permute", "sub_", "t", "view", "zero_"]
+)
+
+
+def unsupported_reason() -> str:
+    """Say why nothing can be traced with this torch, or return an empty string."""
+    try:
+        _parts()
+    except (ImportError, AttributeError) as error:
+        return f"torch {torch.__version__} has no tracing of this kind ({error})"
+    return ""
+
+
+def _parts() -> tuple[Any, ...]:
+    """Return what is private to torch here. Importing it takes a good part of a second."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental import proxy_tensor, symbolic_shapes
+
+    names = ("DimDynamic", "ShapeEnv", "StatelessSymbolicContext")
+    return FakeTensorMode, proxy_tensor.make_fx, *(getattr(symbolic_shapes, name) for name in names)
+
+
+class Traced:
+    """The operations of a function of tensors, for all shapes that its tracing was not decided by.
+
+    Args:
+        function: Takes tensors, and returns a list of tensors. It may write into those it takes.
+        tensors: Values of its arguments, of which only shapes, types and devices count.
+        sizes: For each argument, the name of the size of each of its dimensions that may vary; ``None`` for fixed ones.
+
+    Raises:
+        Exception: Whatever the function or torch raises where it cannot be traced: it decides by a tensor's value, for
+            instance.
+    """
+
+    def __init__(self, function: Function, tensors: Sequence[Tensor], sizes: Sequence[Sequence[str | None]]) -> None:
+        FakeTensorMode, make_fx, DimDynamic, ShapeEnv, StatelessSymbolicContext = _parts()
+        self._shapes = ShapeEnv()
+        mode = FakeTensorMode(shape_env=self._shapes, allow_non_fake_inputs=True)
+        self.symbols: dict[Any, str] = {}
+        self._fixed: dict[str, int] = {}
+        fakes = []
+        for tensor, names in zip(tensors, sizes, strict=True):
+            dynamic = [DimDynamic.STATIC if name is None else DimDynamic.DYNAMIC for name in names]
+            context: Any = StatelessSymbolicContext(dynamic_sizes=dynamic)
+            fake = mode.from_tensor(tensor.detach(), symbolic_context=context)
+            for name, size in zip(names, fake.shape, strict=True):
+                if isinstance(size, torch.SymInt):
+                    self.symbols[size.node.expr] = name
+                elif name is not None:
+                    # Torch takes a size of 1 as fixed.
+                    self._fixed[name] = size
+            fakes.append(fake)
+        self._fakes = fakes
+        with torch.no_grad():
+            self.graph = make_fx(function, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*fakes)
+        self.constants = [getattr(self.graph, node.target) for node in self.graph.graph.nodes if node.op == "get_attr"]
+
+    def holds(self, sizes: Mapping[str, int]) -> bool:
+        """Return whether tracing would have gone the same way for these sizes."""
+        if any(sizes[name] != size for name, size in self._fixed.items()):
+            return False
+        values = self._values(sizes)
+        try:
+            return all(bool(guard.expr.xreplace(values)) for guard in self._shapes.guards)
+        except TypeError:
+            # A guard of more than these sizes.
+            return False
+
+    def _values(self, sizes: Mapping[str, int]) -> dict[Any, int]:
+        import sympy
+
+        return {symbol: sympy.Integer(sizes[name]) for symbol, name in self.symbols.items()}
+
+    def replay(self, sizes: Mapping[str, int]) -> Callable[[Sequence[Tensor]], list[Tensor]]:
+        """Return a function that makes the operations for these sizes, in the same order.
+
+        Without a graph of autograd's, its results are bit for bit those of the function.
+        """
+        return _Writer(self, self._values(sizes)).function()
+
+    def compile(self) -> Callable[[Sequence[Tensor]], list[Tensor]]:
+        """Return a function that makes the operations for any of the sizes, compiled by inductor.
+
+        Results are those of the function up to rounding.
+        """
+        import torch._inductor as inductor
+
+        with torch.no_grad():
+            compiled: Any = inductor.compile(self.graph, self._fakes)
+
+        def run(tensors: Sequence[Tensor]) -> list[Tensor]:
+            with torch.no_grad():
+                return list(compiled(*tensors))
+
+        return run
+
+
+def can_compile(device: torch.device) -> str:
+    """Say why nothing can be compiled for a device, or return an empty string."""
+    try:
+        import torch._inductor as inductor
+    except ImportError as error:
+        return f"torch {torch.__version__} has no inductor ({error})"
+    if not hasattr(inductor, "compile"):
+        return f"torch {torch.__version__} has no torch._inductor.compile"
+    if device.type == "cpu":
+        return "" if any(map(shutil.which, ("g++", "clang++", "c++"))) else "there is no C++ compiler (g++ or clang++)"
+    if device.type == "cuda":
+        try:
+            import triton as _  # noqa: F401
+        except ImportError:
+            return "there is no Triton, which compiles for GPUs (pip install triton)"
+        return ""
+    return f"inductor does not compile for {device.type}"
+
+
+class _Writer:
+    """Writes a graph as Python whose every line is one operation.
+
+    Sizes stand in it as numbers. What returns its argument as it is, and views of views that turn it back, are left
+    out; each value is let go of after its last use.
+    """
+
+    def __init__(self, traced: Traced, values: Mapping[Any, int]) -> None:
+        self._graph = traced.graph
+        self._values = values
+        self._bound: dict[str, Any] = {"torch": torch}
+        self._same: dict[Any, Any] = {}
+
+    def function(self) -> Callable[[Sequence[Tensor]], list[Tensor]]:
+        nodes = list(self._graph.graph.nodes)
+        needed = self._needed(nodes)
+        inputs: list[str] = []
+        lines: list[tuple[str, Any]] = []
+        for node in nodes:
+            if node.op == "placeholder":
+                inputs.append(node.name)
+            elif node.op == "get_attr":
+                self._bound[node.name] = getattr(self._graph, node.target)
+            elif node.op == "output":
+                lines.append((f"return [{', '.join(map(self._text, node.args[0]))}]", node))
+            elif node in needed and node not in self._same:
+                lines.append((f"{node.name} = {self._call(node)}", node))
+        last = {used: index for index, (_, node) in enumerate(lines) for used in self._used(node)}
+        body = [f"{', '.join(inputs)}, = tensors"]
+        for index, (line, node) in enumerate(lines):
+            body.append(line)
+            over = [each.name for each in self._used(node) if last[each] == index and each.op == "call_function"]
+            if over and node.op != "output":
+                body.append(f"del {', '.join(over)}")
+        source = "\n    ".join(["def replay(tensors):", *body])
+        exec(compile(source, "<traced step>", "exec"), self._bound)
+        return torch.no_grad()(self._bound["replay"])
+
+    def _used(self, node: Any) -> list[Any]:
+        """Return the nodes whose values a node takes."""
+        return list(dict.fromkeys(self._original(each) for each in node.all_input_nodes if not self._is_size(each)))
+
+    def _needed(self, nodes: Sequence[Any]) -> set[Any]:
+        """Return the nodes that write, or whose values are used. Nodes that give what they take are noted."""
+        for node in nodes:
+            self._find_same(node)
+        needed: set[Any] = set()
+        for node in reversed(nodes):
+            if node.op == "call_function" and (node in needed or _writes(node)):
+                needed.add(node)
+                needed.update(self._used(node))
+            elif node.op == "output":
+                needed.update(self._used(node))
+        return needed
+
+    def _find_same(self, node: Any) -> None:
+        if node.op != "call_function" or _name(node.target) is None:
+            return
+        name, arguments = _name(node.target), node.args
+        if name in _AS_THEY_ARE:
+            self._same[node] = self._original(arguments[0])
+        elif name == "transpose" and node.target is torch.ops.aten.transpose.int:
+            inner = self._original(arguments[0])
+            turned = inner.op == "call_function" and inner.target is node.target
+            dimensions = node.meta["val"].ndim
+            if turned and {each % dimensions for each in inner.args[1:]} == {
+                each % dimensions for each in arguments[1:]
+            }:
+                self._same[node] = self._original(inner.args[0])
+
+    def _original(self, node: Any) -> Any:
+        return self._same.get(node, node)
+
+    def _is_size(self, node: Any) -> bool:
+        return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+    def _call(self, node: Any) -> str:
+        arguments = [self._text(value) for value in node.args]
+        arguments += [f"{key}={self._text(value)}" for key, value in node.kwargs.items()]
+        name = _name(node.target)
+        if name is None:
+            if getattr(node.target, "__name__", "") == "getitem":
+                return f"{arguments[0]}[{arguments[1]}]"
+            return f"{self._bind(node.target)}({', '.join(arguments)})"
+        if name in _METHODS and not node.kwargs:
+            return f"{arguments[0]}.{name}({', '.join(arguments[1:])})"
+        if name in _FUNCTIONS:
+            self._bound[f"torch_{name}"] = getattr(torch, name, None) or node.target
+            return f"torch_{name}({', '.join(arguments)})"
+        return f"{self._bind(node.target)}({', '.join(arguments)})"
+
+    def _bind(self, value: Any) -> str:
+        name = f"bound_{len(self._bound)}"
+        self._bound[name] = value
+        return name
+
+    def _text(self, value: Any) -> str:
+        if isinstance(value, torch.fx.Node):
+            if self._is_size(value):
+                return self._number(value.meta["val"])
+            return self._original(value).name
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return self._number(value)
+        if isinstance(value, (list, tuple)):
+            return f"[{', '.join(map(self._text, value))}]"
+        if value is None or isinstance(value, (bool, int)):
+            return repr(value)
+        return self._bind(value)
+
+    def _number(self, value: Any) -> str:
+        found = value.node.expr.xreplace(self._values)
+        if isinstance(value, torch.SymBool):
+            return repr(bool(found))
+        return repr(float(found) if isinstance(value, torch.SymFloat) else int(found))
+
+
+def _name(target: Any) -> str | None:
+    """Return the name of one of torch's own operators, ``None`` for another function."""
+    schema = getattr(target, "_schema", None)
+    space, _, name = schema.name.partition("::") if schema is not None else ("", "", "")
+    return name if space == "aten" else None
+
+
+def _writes(node: Any) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return (schema is None and getattr(node.target, "__name__", "") != "getitem") or bool(schema and schema.is_mutable)
