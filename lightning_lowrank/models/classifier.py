@@ -99,7 +99,7 @@ class Classifier(LightningModule):
         inputs, targets = self.split_batch(batch)
         logits = self(inputs)
         loss = F.cross_entropy(logits, targets, label_smoothing=self.label_smoothing)
-        self.log("train_loss", loss, on_step=False, on_epoch=True, batch_size=len(targets))
+        self.log("train_loss", loss, on_step=False, on_epoch=True, batch_size=targets.shape[0])
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:

@@ -87,7 +87,7 @@ class StepGraphs(Untraced):
         self,
         form: Hashable,
         sizes: Mapping[str, int],
-        named: Sequence[Sequence[str | None] | None],
+        named: Callable[[], Sequence[Sequence[str | None] | None]],
         tensors: Sequence[Tensor],
         step: Callable[[Sequence[Tensor]], Results],
     ) -> Callable[[], Results] | None:
@@ -96,8 +96,8 @@ class StepGraphs(Untraced):
         Args:
             form: What must be equal for steps of one graph, but for the sizes.
             sizes: Sizes by name.
-            named: For each tensor, the name of each dimension's size, and ``None`` for one that ``form`` fixes. ``None``
-                stands for a tensor that all clients share, and that the step does not write into.
+            named: Returns for each tensor the name of each dimension's size, and ``None`` for one that ``form`` fixes.
+                ``None`` stands for a tensor that all clients share, and that the step does not write into.
             tensors: What the step takes. It may write into them.
             step: Makes the step itself.
 
@@ -107,7 +107,9 @@ class StepGraphs(Untraced):
         if self.reason:
             return None
         key = (form, *sizes.values())
-        replays = self._replays.setdefault(key, [])
+        replays = self._replays.get(key)
+        if replays is None:
+            replays = self._replays[key] = []
         found = next((each for each in replays if not each.graph.reads.changed()), None)
         if found is None:
             found = self._make(form, sizes, named, tensors, step)
@@ -125,7 +127,7 @@ class StepGraphs(Untraced):
         self,
         form: Hashable,
         sizes: Mapping[str, int],
-        named: Sequence[Sequence[str | None] | None],
+        named: Callable[[], Sequence[Sequence[str | None] | None]],
         tensors: Sequence[Tensor],
         step: Callable[[Sequence[Tensor]], Results],
     ) -> _Replay | None:
@@ -146,7 +148,7 @@ class StepGraphs(Untraced):
             if self._changes > _MOST_CHANGES:
                 self.give_up(f"it reads {changed}, which changes again and again")
                 return None
-        elif not self._is_worth_it(key):
+        elif not self._is_worth_it(key, first=not graphs):
             return None
         begin = time.perf_counter()
         try:
@@ -159,8 +161,8 @@ class StepGraphs(Untraced):
         self._seconds = time.perf_counter() - begin
         return replay
 
-    def _is_worth_it(self, key: Hashable) -> bool:
-        if not self._seconds:
+    def _is_worth_it(self, key: Hashable, first: bool) -> bool:
+        if first:
             return self._steps_left() >= _WORTH_TRACING
         self._uses[key] += 1
         return self._uses[key] * self._gain >= self._seconds
@@ -185,7 +187,7 @@ class StepGraphs(Untraced):
                 for each in self.numbered:
                     each.number = Observed(each.number)
                 with reads.watching():
-                    traced = _traced(function, tensors, named)
+                    traced = _traced(function, tensors, named())
             finally:
                 for each, number in zip(self.numbered, before, strict=True):
                     each.number = number
@@ -195,12 +197,12 @@ class StepGraphs(Untraced):
         self,
         key: Hashable,
         replay: _Replay,
-        named: Sequence[Sequence[str | None] | None],
+        named: Callable[[], Sequence[Sequence[str | None] | None]],
         tensors: Sequence[Tensor],
         step: Callable[[Sequence[Tensor]], Results],
     ) -> Results:
         """Make the step itself, and compare its results with the graph's."""
-        copies = [tensor if names is None else tensor.clone() for tensor, names in zip(tensors, named, strict=True)]
+        copies = [tensor if names is None else tensor.clone() for tensor, names in zip(tensors, named(), strict=True)]
         begin = time.perf_counter()
         try:
             with _same_randomness(tensors):

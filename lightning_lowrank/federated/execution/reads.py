@@ -127,13 +127,17 @@ class Reads(Untraced):
         del self._read
 
     def _add_read(self, part: nn.Module, name: str) -> None:
-        if name in _OF_LIGHTNING or name in _MEMORIES or name == "trainer":
+        traced = isinstance(part, torch.fx.GraphModule)
+        if traced or name in _OF_LIGHTNING or name in _MEMORIES or name == "trainer":
             return
         where = f"{type(part).__name__}.{name}"
         for table in (vars(part), own_parameters(part), own_buffers(part), own_children(part)):
             if name in table:
-                if name in _HOOKS and table[name]:
-                    raise Untraceable(f"{type(part).__name__} has hooks, which may do more than compute")
+                if name in _HOOKS:
+                    if table[name]:
+                        raise Untraceable(f"{type(part).__name__} has hooks, which may do more than compute")
+                    self._containers.append((table[name], {}, where))
+                    return
                 self._entry(table, name)
                 self._add(where, table[name])
                 return

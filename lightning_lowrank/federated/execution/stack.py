@@ -35,7 +35,7 @@ from lightning_lowrank.federated.objective import loss_of
 from lightning_lowrank.federated.optimizers import acts_elementwise, fresh_state, is_shared
 from lightning_lowrank.federated.state import State
 from lightning_lowrank.internals.lightning import overrides
-from lightning_lowrank.internals.torch import own_buffers, own_parameters
+from lightning_lowrank.internals.torch import is_mapped, own_buffers, own_parameters
 
 _HOOKS = (
     "configure_gradient_clipping",
@@ -247,7 +247,9 @@ class ClientStack(Untraced):
             MisconfigurationException: If the step does something that cannot be mapped over clients.
         """
         self._tell_of_unequal(parts)
-        self._watch.before_step()
+        mapped = any(len(places.numbers) > 1 for places, _ in parts)
+        if mapped:
+            self._watch.before_step()
         total: Tensor | None = None
         logged = _Logged()
         for places, batch in parts:
@@ -256,7 +258,8 @@ class ClientStack(Untraced):
             part.put_back()
             total = losses.sum() if total is None else total + losses.sum()
             logged.add(values, places.samples)
-        self._watch.after_step()
+        if mapped:
+            self._watch.after_step()
         logged.log(self._module)
         assert total is not None
         return total
@@ -330,7 +333,8 @@ class ClientStack(Untraced):
             return self._step(*arguments)
 
         # Inside the map, for its own checks of its arguments would all pass through the mode.
-        with StackedProducts(), self._captured(settings) as captured, self._in_place(values):
+        products = StackedProducts() if any(map(is_mapped, values.values())) else nullcontext()
+        with products, self._captured(settings) as captured, self._in_place(values):
             output = own_step() if self._objective is None else self._objective(values, state, batch, own_step)
         loss = loss_of(output)
         if not isinstance(loss, Tensor):
@@ -355,7 +359,12 @@ class ClientStack(Untraced):
             return vmap(of_one, randomness="different")(named, state, tensors_in(batch))
 
     def over_clients(self, run: Run, stacks: Stacks) -> tuple[Tensor, dict[str, Tensor]]:
-        """Map a client's step over clients, or make it for one after another where that is the way out."""
+        """Map a client's step over clients, or make it for one after another where that is the way out.
+
+        To map the step of a single client takes three times as long as to make it.
+        """
+        if _clients_in(stacks) == 1:
+            return self.one_by_one(run, stacks)
         written = [stack for name, stack in stacks[0].items() if name not in self.leaves]
         kept = [stack.clone() for stack in written] if self._falls_back else []
         if self._watch.mapped:
@@ -375,9 +384,13 @@ class ClientStack(Untraced):
             self._watch.mapped = False
             for stack, before in zip(written, kept, strict=True):
                 stack.copy_(before)
+        return self.one_by_one(run, stacks)
+
+    def one_by_one(self, run: Run, stacks: Stacks) -> tuple[Tensor, dict[str, Tensor]]:
+        """Make a step of one client after another; return their losses, and what they log."""
         each = [
             run(*apply_to_collection(stacks, Tensor, lambda stack, place=place: stack[place]))
-            for place in range(len(next(iter(stacks[0].values()))))
+            for place in range(_clients_in(stacks))
         ]
         names = each[0][1]
         values = {name: torch.stack([logged[name] for _, logged in each if name in logged]) for name in names}
@@ -446,6 +459,10 @@ class ClientStack(Untraced):
             gradient.mul_(scale.view(-1, *(1 for _ in gradient.shape[1:])).to(gradient.dtype))
 
 
+def _clients_in(stacks: Stacks) -> int:
+    return len(next(iter(stacks[0].values())))
+
+
 class _Logged:
     """What a step logs: the mean over clients, weighted by their samples."""
 
@@ -478,6 +495,8 @@ class _Part:
         self._named = {name: self._select(stack.leaves.get(name, value)) for name, value in stack.values.items()}
         self._state = apply_to_collection(stack.round_state, Tensor, self._select) if stack.round_state else {}
 
+        self._way = stack.one_by_one if len(numbers) == 1 else stack.mapped
+
     def _select(self, tensor: Tensor) -> Tensor:
         if self._rows is not None:
             return tensor.index_select(0, self._rows)
@@ -504,6 +523,7 @@ class _Part:
             leaf.grad = gradient
             return
         if leaf.grad is None:
+            # Another form of batch may leave a parameter out.
             leaf.grad = torch.zeros_like(leaf)
         if self._rows is None:
             leaf.grad[self._chosen] = gradient
@@ -514,19 +534,25 @@ class _Part:
         """Return what makes the clients' step by its graph, if there is one."""
         stack, samples = self._stack, self.places.samples
         try:
-            form = stack.form, form_of(self._batch, samples), torch.is_autocast_enabled(stack.device.type)
+            alone = len(self.places.numbers) == 1
+            form = stack.form, alone, form_of(self._batch, samples), torch.is_autocast_enabled(stack.device.type)
         except Untraceable as error:
             graphs.give_up(str(error))
             return None
-        stacks = [value.detach() for value in self._named.values()] + tensors_in(self._state)
         batches, shared = tensors_in(self._batch), [table[key] for table, key, _ in stack.shared]
-        sizes: list[list[str | None] | None] = [["clients", *(None for _ in value.shape[1:])] for value in stacks]
-        for tensor in batches:
-            varies = "samples" if tensor.ndim > 1 and tensor.shape[1] == samples else None
-            sizes.append(["clients", varies, *(None for _ in tensor.shape[2:])][: tensor.ndim])
-        sizes += [None for _ in shared]
+        tensors = [*self._named.values(), *tensors_in(self._state), *batches, *shared]
+
+        def sizes() -> list[list[str | None] | None]:
+            """Name the sizes of the tensors' dimensions that may vary."""
+            named: list[list[str | None] | None] = []
+            for tensor in tensors[: len(tensors) - len(shared)]:
+                of_batch = any(tensor is each for each in batches)
+                varies = "samples" if of_batch and tensor.ndim > 1 and tensor.shape[1] == samples else None
+                named.append(["clients", varies, *(None for _ in tensor.shape[2:])][: tensor.ndim])
+            return named + [None for _ in shared]
+
         present = {"clients": len(self.places.numbers), "samples": samples}
-        return graphs.find(form, present, sizes, [*stacks, *batches, *shared], self._step)
+        return graphs.find(form, present, sizes, tensors, self._step)
 
     def _step(self, tensors: Sequence[Tensor]) -> Results:
         """Return losses, gradients and what is logged, and what the names of these are."""
@@ -537,7 +563,7 @@ class _Part:
         state = apply_to_collection(self._state, Tensor, lambda _: next(given)) if self._state else {}
         batch = apply_to_collection(self._batch, Tensor, lambda _: next(given))
         with torch.enable_grad(), _held(stack.shared, list(given)):
-            losses, logged = stack.mapped(self._run, (values, state, batch))
+            losses, logged = self._way(self._run, (values, state, batch))
             gradients = torch.autograd.grad(losses.sum(), [values[name] for name in leaves], allow_unused=True)
         found = {name: each for name, each in zip(leaves, gradients, strict=True) if each is not None}
         said = {name: {**self._settings[name], "batch_size": None} for name in logged}
