@@ -21,6 +21,7 @@ from lightning_lowrank.federated.data.rounds import RoundData
 from lightning_lowrank.federated.execution.base import Execution
 from lightning_lowrank.federated.execution.causes import cause_of
 from lightning_lowrank.federated.execution.distributed import ClientParallelStrategy
+from lightning_lowrank.federated.execution.graphs import StepGraphs, steps_left
 from lightning_lowrank.federated.execution.memory import chunk_size_that_fits
 from lightning_lowrank.federated.execution.sequential import Sequential
 from lightning_lowrank.federated.execution.stack import ClientStack, unsupported_reason
@@ -121,9 +122,14 @@ def time_both(trainer: Any, module: pl.LightningModule, chunk: Chunk, loader: Ro
             be put back.
     """
     with trial(trainer, loader, chunk, _TRIED_STEPS) as (together, alone):
-        stack = ClientStack(trainer, module, trained_tensors(module), len(chunk.clients))
+        rounds = steps_left(trainer, chunk.steps)
+        # The graphs of the fit itself are traced again, where more is known of its steps.
+        graphs = StepGraphs(module, (), lambda: rounds)
+        stack = ClientStack(trainer, module, trained_tensors(module), len(chunk.clients), graphs=graphs)
         try:
-            in_chunk = _seconds(trainer, module, together, lambda step: stack.narrow(chunk.active(step)))
+            in_chunk = _seconds(
+                trainer, module, together, lambda step: stack.narrow(chunk.active(step)), stack.gradients
+            )
         finally:
             stack.close()
         one_by_one = _seconds(trainer, module, alone, lambda step: None)
@@ -132,7 +138,11 @@ def time_both(trainer: Any, module: pl.LightningModule, chunk: Chunk, loader: Ro
 
 
 def _seconds(
-    trainer: Any, module: pl.LightningModule, batches: Sequence[Any], before: Callable[[int], None]
+    trainer: Any,
+    module: pl.LightningModule,
+    batches: Sequence[Any],
+    before: Callable[[int], None],
+    gradients: Callable[[Any, int], Any] = lambda *arguments: None,
 ) -> list[float]:
     times = []
     takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
@@ -141,11 +151,12 @@ def _seconds(
         number = max(0, index - 1)
         before(number)
         begin = time.perf_counter()
-        with trainer.precision_plugin.train_step_context():
-            output = module.training_step(batch, number) if takes_index else module.training_step(batch)
         (optimizer,) = trainer.optimizers
-        optimizer.zero_grad()
-        loss_of(output).backward()
+        with trainer.precision_plugin.train_step_context():
+            if gradients(batch, number) is None:
+                output = module.training_step(batch, number) if takes_index else module.training_step(batch)
+                optimizer.zero_grad()
+                loss_of(output).backward()
         optimizer.step()
         times.append(time.perf_counter() - begin)
     return times[1:]

@@ -252,6 +252,13 @@ def _same_randomness(tensors: Sequence[Tensor]) -> Iterator[None]:
         yield
 
 
+def steps_left(trainer: Any, steps: float) -> float:
+    """Return how many steps a run has left, at most, given those of a round."""
+    rounds = float("inf") if trainer.max_epochs in (None, -1) else trainer.max_epochs - trainer.current_epoch
+    most = float("inf") if trainer.max_steps == -1 else trainer.max_steps - trainer.global_step
+    return min(rounds * steps, most)
+
+
 def tensors_in(tree: Any) -> list[Tensor]:
     """Return the tensors that nested containers hold, in their order."""
     if not tree:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_lowrank.federated.execution.traces import MANY, Untraced, held
+from lightning_lowrank.federated.execution.traces import MANY, Untraced, held, is_of_the_program
 from lightning_lowrank.internals.torch import own_buffers, own_children, own_parameters
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.device, torch.dtype, torch.Size, enum.Enum, range)
@@ -159,7 +159,7 @@ class Reads(Untraced):
             name, item = queue.pop()
             if id(item) in seen or isinstance(item, (*_PLAIN, type, types.ModuleType, nn.Module)):
                 continue
-            if isinstance(item, Untraced) and item is not root:
+            if is_of_the_program(item):
                 continue
             seen.add(id(item))
             if isinstance(item, Tensor):

@@ -33,6 +33,7 @@ _LEFT_ALONE = (
     *(type, types.ModuleType, enum.Enum, str, bytes, int, float, complex, type(None)),
     *(pl.Trainer, pl.Callback, pl.LightningDataModule, Logger, Dataset, DataLoader),
 )
+_OF_PROGRAMS = frozenset({"argparse", "jsonargparse", "logging", "lightning.pytorch.cli"})
 _DATA = (Tensor, np.ndarray)
 MANY = 10_000
 """Entries above which the entries of a container are left alone."""
@@ -52,11 +53,17 @@ def reachable(name: str, root: Any) -> Iterator[tuple[str, Any]]:
     queue: list[tuple[str, Any]] = [(name, root)]
     while queue:
         name, item = queue.pop()
-        if id(item) in seen or isinstance(item, (*_LEFT_ALONE, Untraced)):
+        if id(item) in seen or isinstance(item, _LEFT_ALONE) or is_of_the_program(item):
             continue
         seen[id(item)] = item
         yield name, item
         queue += held(name, item)
+
+
+def is_of_the_program(item: Any) -> bool:
+    """Return whether an object is of this package's runs, or of the command line that has made the module."""
+    modules = {kind.__module__ for kind in type(item).__mro__}
+    return isinstance(item, Untraced) or any(each in _OF_PROGRAMS or each[:12] == "jsonargparse" for each in modules)
 
 
 def held(name: str, item: Any) -> list[tuple[str, Any]]:

@@ -14,7 +14,7 @@ from lightning_lowrank.federated.algorithm import LocalStep, inherits
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.execution.base import Execution
-from lightning_lowrank.federated.execution.graphs import StepGraphs
+from lightning_lowrank.federated.execution.graphs import StepGraphs, steps_left
 from lightning_lowrank.federated.execution.stack import ActsOnStacks, ClientStack
 from lightning_lowrank.federated.execution.traces import Watch, hooks_around_steps, without_writing
 from lightning_lowrank.federated.failures import turn_of
@@ -38,12 +38,8 @@ class Vectorized(Execution):
         self.graphs.numbered.append(self)
 
     def _steps_left(self) -> float:
-        """Return how many steps the run has left, at most, if its chunks are as long as the open one."""
-        trainer = self.trainer
-        rounds = float("inf") if trainer.max_epochs in (None, -1) else trainer.max_epochs - trainer.current_epoch
-        steps = float("inf") if trainer.max_steps == -1 else trainer.max_steps - trainer.global_step
         chunks = -(-len(self.coordinator.server.cohort) // len(self.chunk.clients))
-        return min(rounds * chunks * self.chunk.steps, steps)
+        return steps_left(self.trainer, chunks * self.chunk.steps)
 
     def start(self) -> None:
         """Refuse the module's hooks around steps to change it, for it holds the global model."""
