@@ -343,6 +343,7 @@ class Rounds(Untraced):
         return {
             "algorithm": type(self._algorithm).__name__,
             "execution": execution.name,
+            "compiled": execution.compiled,
             "chunk_size": self._data.chunk_size,
             "progress": progress.state_dict(),
             "server": self.coordinator.state_dict(),

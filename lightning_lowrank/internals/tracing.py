@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -157,6 +158,10 @@ class Traced:
         """
         return _Writer(self, self._values(sizes)).function()
 
+    def varies_to(self, sizes: Mapping[str, int]) -> bool:
+        """Return whether compiled code serves these sizes; it takes those that vary to be more than 1."""
+        return all(sizes[name] > 1 for name in self.symbols.values())
+
     def compile(self) -> Callable[[Sequence[Tensor]], list[Tensor]]:
         """Return a function that makes the operations for any of the sizes, compiled by inductor.
 
@@ -164,8 +169,9 @@ class Traced:
         """
         import torch._inductor as inductor
 
-        with torch.no_grad():
-            compiled: Any = inductor.compile(self.graph, self._fakes)
+        # Random numbers are to be those of the step.
+        with torch.no_grad(), inductor.config.patch(fallback_random=True):
+            compiled: Any = inductor.compile(copy.deepcopy(self.graph), self._fakes)
 
         def run(tensors: Sequence[Tensor]) -> list[Tensor]:
             with torch.no_grad():

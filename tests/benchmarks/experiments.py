@@ -77,6 +77,7 @@ CONTENDERS = {
     "default": Contender("ours"),
     "auto": Contender("ours", ("--federated.execution", "auto")),
     "vectorized": Contender("ours", ("--federated.execution", "vectorized")),
+    "compiled": Contender("ours", ("--federated.execution", "auto", "--federated.compile", "true")),
     "pfl": Contender("with_pfl", only=FEDAVG),
     "flower": Contender("with_flower", alone=True, only=FEDAVG),
 }
@@ -84,8 +85,10 @@ CONTENDERS = {
 LIMITS = {
     ("fedavg_m", "default"): 1.5,
     ("fedavg_m", "auto"): 0.9,
+    ("fedavg_m", "compiled"): 0.65,
     ("fedslop", "default"): 1.4,
     ("fedslop", "auto"): 0.9,
+    ("fedslop", "compiled"): 0.7,
     ("fedmud", "default"): 1.15,
     ("fedmud", "auto"): 0.9,
 }

@@ -47,6 +47,8 @@ class Execution(Untraced, ABC):
     """Its name among the values of ``FederatedLoop(execution=...)``."""
     stacked: ClassVar[bool] = False
     """Whether clients step together, so that batches are those of a chunk."""
+    compiled: bool = False
+    """Whether steps are compiled, which checkpoints keep."""
 
     def __init__(self, trainer: Any, coordinator: Coordinator) -> None:
         self.trainer = trainer

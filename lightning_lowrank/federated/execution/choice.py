@@ -21,7 +21,7 @@ from lightning_lowrank.federated.data.rounds import RoundData
 from lightning_lowrank.federated.execution.base import Execution
 from lightning_lowrank.federated.execution.causes import cause_of
 from lightning_lowrank.federated.execution.distributed import ClientParallelStrategy
-from lightning_lowrank.federated.execution.graphs import StepGraphs, steps_left
+from lightning_lowrank.federated.execution.graphs import WORTH_COMPILING, StepGraphs, steps_left
 from lightning_lowrank.federated.execution.memory import chunk_size_that_fits
 from lightning_lowrank.federated.execution.sequential import Sequential
 from lightning_lowrank.federated.execution.stack import ClientStack, unsupported_reason
@@ -29,6 +29,7 @@ from lightning_lowrank.federated.execution.traces import hooks_around_steps, tri
 from lightning_lowrank.federated.execution.vectorized import Vectorized
 from lightning_lowrank.federated.objective import loss_of
 from lightning_lowrank.federated.state import trained_tensors
+from lightning_lowrank.internals import tracing
 
 _KINDS: dict[str, type[Execution]] = {kind.name: kind for kind in (Sequential, Vectorized)}
 _TRIED_STEPS = 5
@@ -89,7 +90,32 @@ def choose_execution(
         if not size:
             size = fitting() if processes is None else min(processes.gather(fitting()))
     data.use(kind.stacked, size)
-    return kind(trainer, coordinator)
+    execution = kind(trainer, coordinator)
+    if kind.stacked:
+        execution.compiled = _compiles(trainer, data, coordinator.settings.compile, restored, previous)
+    return execution
+
+
+def _compiles(
+    trainer: Any, data: RoundData, wanted: bool | str, restored: Mapping[str, Any] | None, previous: Execution | None
+) -> bool:
+    """Return whether steps are compiled.
+
+    Raises:
+        MisconfigurationException: If they are to be, and cannot.
+    """
+    if not wanted:
+        return False
+    reason = tracing.can_compile(trainer.strategy.root_device)
+    if reason and wanted != "auto":
+        raise MisconfigurationException(f"compile=True is not possible: {reason}. Use compile='auto' or False.")
+    if wanted != "auto" or reason:
+        return not reason
+    if restored is not None:
+        return bool(restored["compiled"])
+    if previous is not None:
+        return previous.compiled
+    return steps_left(trainer, data.current_plan().trained) >= WORTH_COMPILING
 
 
 def _vectorized_is_faster(trainer: Any, data: RoundData, size: int) -> tuple[bool, str]:

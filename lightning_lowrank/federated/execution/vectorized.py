@@ -53,7 +53,7 @@ class Vectorized(Execution):
     def begin_round(self) -> None:
         """Look which tensors are trained in this round, and who changes gradients."""
         super().begin_round()
-        self.graphs.begin_round()
+        self.graphs.begin_round(self.compiled)
         self._acting = [callback for callback in self.trainer.callbacks if isinstance(callback, ActsOnStacks)]
 
     def open(self, chunk: Chunk) -> None:
