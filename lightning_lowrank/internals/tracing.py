@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,65 +20,23 @@ Function = Callable[..., Sequence[Tensor]]
 _AS_THEY_ARE = frozenset({"alias", "detach"})
 # Called as functions of torch's Python interface, which takes half the time of calling the operator.
 _FUNCTIONS = frozenset(
-    [
-        "_log_softmax",
-        "_log_softmax_backward_data",
-        "_softmax",
-        "_softmax_backward_data",
-        "abs",
-        "add",
-        "addmm",
-        "argmax",
-        "baddbmm",
-        "bmm",
-        "cat",
-        "clamp",
-        "clone",
-        "cos",
-        "div",
-        "embedding",
-        "eq",
-        "exp",
-        "ge",
-        "gt",
-        "index_select",
-        "le",
-        "log",
-        "log1p",
-        "logical_and",
-        "logical_not",
-        "lt",
-        "maximum",
-        "mean",
-        "minimum",
-        "mm",
-        "mul",
-        "ne",
-        "neg",
-        "ones_like",
-        "pow",
-        "reciprocal",
-        "relu",
-        "rsqrt",
-        "rsub",
-        "select",
-        "sigmoid",
-        "sin",
-        "sqrt",
-        "squeeze",
-        "stack",
-        "sub",
-        "sum",
-        "tanh",
-        "threshold_backward",
-        "transpose",
-        "unsqueeze",
-        "where",
-        "zeros_like",
-    ]
+    re.findall(
+        r"\w+",
+        """
+        _log_softmax _log_softmax_backward_data _softmax _softmax_backward_data abs add addmm argmax baddbmm bmm cat
+        clamp clone cos div embedding eq exp ge gt index_select le log log1p logical_and logical_not lt maximum mean
+        minimum mm mul ne neg ones_like pow reciprocal relu rsqrt rsub select sigmoid sin sqrt squeeze stack sub sum
+        tanh threshold_backward transpose unsqueeze where zeros_like
+        """,
+    )
 )
 _METHODS = frozenset(
-    ["add_", "clamp_", "copy_", "div_", "expand", "fill_", "mul_", "permute", "sub_", "t", "view", "zero_"]
+    re.findall(
+        r"\w+",
+        """
+        add_ clamp_ copy_ div_ expand fill_ mul_ permute sub_ t view zero_
+        """,
+    )
 )
 
 
@@ -124,9 +83,11 @@ class Traced:
             context: Any = StatelessSymbolicContext(dynamic_sizes=dynamic)
             fake = mode.from_tensor(tensor.detach(), symbolic_context=context)
             for name, size in zip(names, fake.shape, strict=True):
+                if name is None:
+                    continue
                 if isinstance(size, torch.SymInt):
                     self.symbols[size.node.expr] = name
-                elif name is not None:
+                else:
                     # Torch takes a size of 1 as fixed.
                     self._fixed[name] = size
             fakes.append(fake)

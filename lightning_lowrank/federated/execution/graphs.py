@@ -160,7 +160,7 @@ class StepGraphs(Untraced):
             return None
         begin = time.perf_counter()
         try:
-            graph = self._trace(tensors, named, step)
+            graph = self._trace(tensors, named(), step)
         except Exception as error:
             self.give_up(str(error) if isinstance(error, Untraceable) else f"torch says: {_first_line(error)}")
             return None
@@ -210,7 +210,7 @@ class StepGraphs(Untraced):
                 for each in self.numbered:
                     each.number = Observed(each.number)
                 with reads.watching():
-                    traced = _traced(function, tensors, named())
+                    traced = _traced(function, tensors, named)
             finally:
                 for each, number in zip(self.numbered, before, strict=True):
                     each.number = number
