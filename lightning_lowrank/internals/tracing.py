@@ -123,9 +123,11 @@ class Traced:
             context: Any = StatelessSymbolicContext(dynamic_sizes=dynamic)
             fake = mode.from_tensor(tensor.detach(), symbolic_context=context)
             for name, size in zip(names, fake.shape, strict=True):
+                if name is None:
+                    continue
                 if isinstance(size, torch.SymInt):
                     self.symbols[size.node.expr] = name
-                elif name is not None:
+                else:
                     # Torch takes a size of 1 as fixed.
                     self._fixed[name] = size
             fakes.append(fake)

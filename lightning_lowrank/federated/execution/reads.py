@@ -46,11 +46,14 @@ class Observed(int):
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __floordiv__ = __rfloordiv__ = _refuse
     __truediv__ = __rtruediv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __neg__ = __pos__ = __abs__ = _refuse
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __index__ = __int__ = __float__ = _refuse
-    __hash__ = __str__ = __repr__ = __format__ = __divmod__ = __rdivmod__ = __and__ = __rand__ = _refuse  # type: ignore[assignment]
+    __hash__ = __str__ = __repr__ = __format__ = __divmod__ = __rdivmod__ = __and__ = __rand__ = _refuse
 
 
 class _ObservedTrainer(Untraced):
     """Stands for the trainer: plain values that are read of it are noted, anything else is refused."""
+
+    _own: Any
+    _note: Callable[[str, Any], None]
 
     def __init__(self, trainer: Any, note: Callable[[str, Any], None]) -> None:
         self.__dict__.update(_own=trainer, _note=note)
