@@ -193,7 +193,7 @@ class StepGraphs(Untraced):
     def _trace(
         self,
         tensors: Sequence[Tensor],
-        named: Sequence[Sequence[str | None] | None],
+        named: Callable[[], Sequence[Sequence[str | None] | None]],
         step: Callable[[Sequence[Tensor]], Results],
     ) -> _Graph:
         notes: list[Any] = []

@@ -52,6 +52,9 @@ class Observed(int):
 class _ObservedTrainer(Untraced):
     """Stands for the trainer: plain values that are read of it are noted, anything else is refused."""
 
+    _own: Any
+    _note: Callable[[str, Any], None]
+
     def __init__(self, trainer: Any, note: Callable[[str, Any], None]) -> None:
         self.__dict__.update(_own=trainer, _note=note)
 
