@@ -115,7 +115,7 @@ def _compiles(
         return bool(restored["compiled"])
     if previous is not None:
         return previous.compiled
-    return steps_left(trainer, data.current_plan().trained) >= WORTH_COMPILING
+    return steps_left(trainer, data.planner.plan(trainer.current_epoch).trained) >= WORTH_COMPILING
 
 
 def _vectorized_is_faster(trainer: Any, data: RoundData, size: int) -> tuple[bool, str]:
