@@ -13,7 +13,7 @@ import yaml
 from torch import Tensor
 
 from lightning_lowrank import FederatedLoop, LowRank
-from lightning_lowrank.cli import commands, main
+from lightning_lowrank.cli import main, parser
 from lightning_lowrank.cli.parser import LowRankCLI
 from lightning_lowrank.cli.runs import read_run
 from lightning_lowrank.data import CIFAR10, CIFAR100, MNIST, SVHN, FashionMNIST, TinyImageNet, VisionDataModule
@@ -150,7 +150,7 @@ def run(tmp_path, monkeypatch) -> Callable[..., LowRankCLI]:
     for data_set in (MNIST, SVHN, CIFAR10, CIFAR100, TinyImageNet):
         monkeypatch.setattr(data_set, "prepare_data", lambda self: None)
         monkeypatch.setattr(data_set, "load_images", load_images)
-    monkeypatch.setattr(commands, "LowRankCLI", Recorded)
+    monkeypatch.setattr(parser, "LowRankCLI", Recorded)
     monkeypatch.setattr(sys, "argv", ["lightning-lowrank"])
     # seed_everything sets it for the whole process, where FederatedLoop in other tests would find it.
     monkeypatch.setenv("PL_GLOBAL_SEED", "99")

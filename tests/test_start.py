@@ -16,6 +16,7 @@ import torch
 
 import lightning_lowrank
 from tests.cli.run_folders import rows_of, write_run
+from tests.grids import daily
 
 ROOT = Path(lightning_lowrank.__file__).parents[1]
 FRESH = """
@@ -40,6 +41,11 @@ HEAVY = {
     "pandas",
 }
 DRAWING = {"numpy", "matplotlib"}
+OF_OTHERS = {
+    *("flwr", "peft", "sklearn", "pandas"),
+    *(f"lightning_lowrank.{name}" for name in ("cli.report", "cli.plots", "cli.runs", "flower", "testing")),
+}
+"""What the commands with a model section leave to others."""
 PACKAGES = [
     "lightning_lowrank",
     *(
@@ -107,41 +113,35 @@ def test_export_imports_no_lightning(tmp_path, form):
     assert not modules & ({*HEAVY, "matplotlib"} - {"torch"})
 
 
+@pytest.mark.slow
 def test_inspect_imports_no_other_command():
     recipe = ROOT / "recipes" / "quickstart.yaml"
     printed, modules = fresh(COMMAND, "inspect", "--config", recipe)
     assert "bytes per client and round" in printed
-    assert not modules & {"flwr", "peft", "sklearn", "pandas"}
-    ours = {name.removeprefix("lightning_lowrank.") for name in modules}
-    assert not ours & {"cli.report", "cli.plots", "cli.runs", "flower", "testing"}
+    assert not modules & OF_OTHERS
 
 
+@daily("140")
 @pytest.mark.parametrize("columns", [60, 140])
 def test_the_overview_is_the_help_of_the_whole_parser(columns):
     printed, _ = fresh(COMMAND, "--help", columns=columns)
     whole = "from lightning_lowrank.cli import commands; commands._HELP = (); commands.main()"
     expected, modules = fresh(whole, "--help", columns=columns)
     assert "lightning" in modules
+    assert not modules & OF_OTHERS
     assert printed == expected
 
 
-NAMES = """
-from importlib import import_module
-for package in sys.argv[1:]:
-    module = import_module(package)
-    names = getattr(module, "__all__", [])
-    assert len(names) == len(set(names)), package
-    for name in names:
-        value = getattr(module, name)
-        assert name in dir(module), name
-        if isinstance(value, type):
-            assert getattr(import_module(value.__module__), value.__name__) is value, name
-"""
-
-
 def test_every_public_name_is_there():
-    # In a process of its own: the order of imports decides how jsonargparse reads unions of types in later tests.
-    fresh(NAMES.strip().replace("\n", "\n    "), *PACKAGES)
+    for package in PACKAGES:
+        module = import_module(package)
+        names = getattr(module, "__all__", [])
+        assert len(names) == len(set(names)), package
+        for name in names:
+            value = getattr(module, name)
+            assert name in dir(module), name
+            if isinstance(value, type):
+                assert getattr(import_module(value.__module__), value.__name__) is value, name
 
 
 def test_a_name_means_the_same_in_each_package_that_has_it():

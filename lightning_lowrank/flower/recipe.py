@@ -16,7 +16,6 @@ from lightning_lowrank.callbacks import StaticBatchNorm
 from lightning_lowrank.cli.parser import CLI_SETTINGS, LowRankCLI, RecipeParser
 from lightning_lowrank.federated.loop import FederatedLoop
 from lightning_lowrank.federated.wire import Wire
-from lightning_lowrank.internals.flower import read_counts_as_counts
 
 
 @dataclass
@@ -47,7 +46,6 @@ def build(configs: Sequence[str | Path], options: Sequence[str] = ()) -> Recipe:
     Raises:
         MisconfigurationException: If the recipe cannot be built, or cannot run across sites; it says why.
     """
-    read_counts_as_counts()
     words = [word for config in configs for word in ("--config", str(config))]
     with _without_own_words():
         cli = _BuiltCLI(**{**CLI_SETTINGS, "parser_class": _RaisingParser}, args=["fit", *words, *options])

@@ -1,9 +1,11 @@
-"""The private parts of Lightning's command line that ours uses."""
+"""The private parts of Lightning's command line, and of jsonargparse under it, that ours uses."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import jsonargparse
 import lightning
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -14,6 +16,30 @@ _NEEDED = (
     "_prepare_subcommand_parser",
     "_run_subcommand",
 )
+
+
+def read_counts_as_counts() -> None:
+    """Have jsonargparse read ``clients_per_round: 10`` as a count and not as the share 10.0, in this process.
+
+    jsonargparse tries the types of a union in order. It and Lightning make unions by `typing`, whose cache takes
+    ``int | float`` and ``float | int`` for one, and returns whichever some library has made first. So the order of the
+    types says nothing, and a number without a point is read as an ``int`` wherever that is allowed. A jsonargparse with
+    other private parts is left as it is.
+    """
+    hints = getattr(jsonargparse, "_typehints", None)
+    as_jsonargparse = getattr(hints, "sort_subtypes_for_union", None)
+    if as_jsonargparse is None or hasattr(as_jsonargparse, "__wrapped__"):
+        return
+
+    @functools.wraps(as_jsonargparse)
+    def counts_first(*arguments: Any, **keywords: Any) -> list[Any]:
+        kinds = list(as_jsonargparse(*arguments, **keywords))
+        if int in kinds and float in kinds[: kinds.index(int)]:
+            kinds.remove(int)
+            kinds.insert(kinds.index(float), int)
+        return kinds
+
+    setattr(hints, "sort_subtypes_for_union", counts_first)  # noqa: B010
 
 
 class SubcommandCLI(LightningCLI):
@@ -32,6 +58,7 @@ class SubcommandCLI(LightningCLI):
                 f"the LightningCLI of lightning {lightning.__version__} has no {', '.join(missing)}, on which the"
                 " command line builds: use lightning 2.6, or build the trainer in Python."
             )
+        read_counts_as_counts()
         super().__init__(*arguments, **keywords)
 
     def add_arguments_of_subcommand(self, parser: LightningArgumentParser, subcommand: str) -> list[str]:

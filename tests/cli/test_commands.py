@@ -16,7 +16,7 @@ import yaml
 from torch import Tensor, nn
 
 from lightning_lowrank import FederatedLoop, LowRank, load_dense
-from lightning_lowrank.cli import commands, main
+from lightning_lowrank.cli import main, parser
 from lightning_lowrank.cli.parser import LowRankCLI
 from lightning_lowrank.cli.runs import read_run
 from lightning_lowrank.data import Digits
@@ -108,7 +108,7 @@ def run(tmp_path, monkeypatch, made) -> Run:
             made.append(self)
             super().__init__(*arguments, **keywords)
 
-    monkeypatch.setattr(commands, "LowRankCLI", Recorded)
+    monkeypatch.setattr(parser, "LowRankCLI", Recorded)
     monkeypatch.setattr(sys, "argv", ["lightning-lowrank"])
     # seed_everything sets it for the whole process, where FederatedLoop in other tests would find it.
     monkeypatch.setenv("PL_GLOBAL_SEED", "99")
@@ -371,7 +371,7 @@ def test_one_seeds_model_is_freed_before_the_next_is_made(run, monkeypatch):
             super().instantiate_classes()
             models.append(weakref.ref(self.model))
 
-    monkeypatch.setattr(commands, "LowRankCLI", Watched)
+    monkeypatch.setattr(parser, "LowRankCLI", Watched)
     main(["fit", "--config", "base.yaml", "--seeds", "0", "1", "2", "--trainer.max_epochs", "1"])
     assert alive == [0, 0, 0]
 

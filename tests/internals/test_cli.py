@@ -1,11 +1,14 @@
-"""Lightning's command line has the private methods that `SubcommandCLI` overrides."""
+"""Lightning's command line has the private methods that `SubcommandCLI` overrides, and jsonargparse its own."""
 
+import typing
+
+import jsonargparse
 import pytest
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_lowrank.internals.cli import SubcommandCLI
+from lightning_lowrank.internals.cli import SubcommandCLI, read_counts_as_counts
 
 
 class Telling(SubcommandCLI):
@@ -39,3 +42,34 @@ def test_another_command_line_is_refused(monkeypatch, name):
     monkeypatch.delattr(LightningCLI, name)
     with pytest.raises(MisconfigurationException, match=rf"has no {name}.*lightning 2\.6"):
         Telling(BoringModel, args=["fit"])
+
+
+class Counting:
+    def __init__(self, own: int | float | None = None, cached: typing.Any = None, text: float | str = 0.5) -> None:
+        self.values = own, cached, text
+
+
+@pytest.mark.parametrize("words", [["10", "1", "3"], ["0.5", "1.0", "3.0"], ["null", "null", "one"]])
+def test_a_count_is_read_as_a_count_whatever_union_was_made_first(monkeypatch, words):
+    assert jsonargparse._typehints.sort_subtypes_for_union, "jsonargparse sorts the types of unions elsewhere"
+    for forget in typing._cleanups:
+        forget()
+    # A library does the first before Lightning is imported, Lightning the second, and jsonargparse the third.
+    first = typing.Optional[typing.Union[float, int]]  # noqa: UP007, UP045
+    same = typing.Optional[typing.Union[int, float]]  # noqa: UP007, UP045
+    typing.Optional[same]  # noqa: UP045
+    assert typing.get_args(first) == (float, int, type(None))
+    monkeypatch.setitem(Counting.__init__.__annotations__, "cached", same)
+    read_counts_as_counts()
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(Counting, "one")
+    parser.add_argument("--other", type=Counting)
+    names = [f"--one.{name}={word}" for name, word in zip(("own", "cached", "text"), words, strict=True)]
+    others = [name.replace("--one", "--other") for name in names]
+    config = parser.parse_args([*names, "--other", "Counting", *others])
+    expected = {"10": (10, 1, 3.0), "0.5": (0.5, 1.0, 3.0), "null": (None, None, "one")}[words[0]]
+    again = parser.parse_string(parser.dump(config))
+    for each in (config, again):
+        built = parser.instantiate_classes(each)
+        for values in (built.one.values, built.other.values):
+            assert [(type(value), value) for value in values] == [(type(value), value) for value in expected]

@@ -1,8 +1,5 @@
 """What `internals.flower` takes from Flower is there, and what happens where it is not."""
 
-import typing
-
-import lightning.pytorch as pl
 import pytest
 
 pytest.importorskip("flwr", reason='needs pip install "lightning_lowrank[flower]"')
@@ -20,10 +17,3 @@ def test_codes_for_what_a_sites_own_code_raised(monkeypatch):
         assert flower.is_passing(Error(code, "it has gone"))
     monkeypatch.setattr(flower, "_constant", None)
     assert flower.is_passing(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, "it failed"))
-
-
-def test_typing_forgets_which_union_was_made_first():
-    assert typing._cleanups
-    flower.read_counts_as_counts()
-    hints = pl.Trainer.__init__.__annotations__
-    assert typing.get_args(hints["limit_train_batches"]) == (int, float, type(None))

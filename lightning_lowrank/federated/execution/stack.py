@@ -256,6 +256,9 @@ class ClientStack(Untraced):
             part = _Part(self, places, batch, batch_idx, logged.settings)
             losses, values = part.mapped()
             part.put_back()
+            if len(places.numbers) > 1:
+                # A client alone would read what those before it have left.
+                self._watch.after_part()
             total = losses.sum() if total is None else total + losses.sum()
             logged.add(values, places.samples)
         if mapped:

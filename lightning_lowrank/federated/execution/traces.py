@@ -244,18 +244,27 @@ class Watch:
         """Look at the numbers anew, some of which the method may have set for this step."""
         self._numbers = self._present_numbers() if self._steps < 2 else {}
 
-    def after_step(self) -> None:
-        """Refuse what the step has left, or would leave unseen.
+    def after_part(self) -> None:
+        """Refuse what the steps of clients whose batches have one form have left, or would leave unseen.
 
         Raises:
-            MisconfigurationException: If the step changes what all clients share.
+            MisconfigurationException: If they change what all clients share.
         """
         if self._steps < 2:
             self._look()
-        self._steps += 1
         for table, key, name in self._left:
             if isinstance(table.get(key), Tensor) and is_mapped(table[key]):
                 table[key] = _left(name)
+
+    def after_step(self) -> None:
+        """Refuse numbers that each step changes.
+
+        Raises:
+            MisconfigurationException: If there is one.
+        """
+        if self._steps < 2:
+            self._compare_numbers()
+        self._steps += 1
 
     def _look(self) -> None:
         metric = self.updated_metric()
@@ -275,6 +284,8 @@ class Watch:
                         " one for all clients; register it with persistent=True"
                     )
                 self._left += [(item, key, _plain(f"{name}.{key}")) for key in found]
+
+    def _compare_numbers(self) -> None:
         numbers = self._present_numbers()
         # What a step stores once, such as a size, changes in the first one at most.
         changed = [name for name, value in numbers.items() if value != self._numbers.get(name, value)]
