@@ -49,7 +49,7 @@ class Observed:
     what = "the number of the step"
 
     def __init__(self, number: int) -> None:
-        self._number = number
+        self.own = number
 
     @property
     def __class__(self) -> type:  # type: ignore[override]
@@ -72,6 +72,11 @@ class Observed:
         raise Untraceable(f"it uses {cls.what}")
 
 
+def unobserved(number: int | Observed) -> int:
+    """Return a number of the step for a use that a graph has no part in."""
+    return number.own if type(number) is Observed else number  # type: ignore[return-value]
+
+
 class _ObservedTrainer(Untraced):
     """Stands for the trainer: plain values that are read of it are noted, anything else is refused."""
 
@@ -80,7 +85,8 @@ class _ObservedTrainer(Untraced):
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._own, name)
-        if not isinstance(value, _PLAIN):
+        # The last batch is the client's own within its step alone.
+        if not isinstance(value, _PLAIN) or name == "is_last_batch":
             raise Untraceable(f"it reads trainer.{name}")
         self._note(name, value)
         return value

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_lowrank.federated.execution.reads import Observed, Reads
+from lightning_lowrank.federated.execution.reads import Observed, Reads, unobserved
 from lightning_lowrank.internals.tracing import Traced, Untraceable
 from tests.helpers import Module, trainer
 
@@ -341,6 +341,7 @@ def test_the_trainer_s_step(tmp_path, step):
         lambda self: self.lr_schedulers(),
         lambda self: self.trainer.fit_loop.epoch_loop,
         lambda self: self.trainer.logger.name,
+        lambda self: self.trainer.is_last_batch,
         lambda self: setattr(self.trainer, "should_stop", True),
     ],
 )
@@ -400,4 +401,5 @@ def test_a_tensor_of_the_step_s_number_cannot_be_made():
 
 def test_the_step_s_number_may_be_passed_on():
     assert isinstance(Observed(3), int)
+    assert unobserved(Observed(3)) == unobserved(3) == 3
     assert (lambda *arguments, **keywords: len(arguments))(Observed(3), index=Observed(3)) == 1
