@@ -19,6 +19,7 @@ from torchmetrics import Metric
 
 from lightning_lowrank.arguments import listed
 from lightning_lowrank.federated.execution.base import Execution, while_training
+from lightning_lowrank.federated.execution.reads import unobserved
 from lightning_lowrank.federated.state import trained_tensors
 from lightning_lowrank.internals.lightning import LastBatch, overrides
 from lightning_lowrank.internals.torch import own_buffers, written
@@ -171,8 +172,7 @@ class ClientSteps:
             # Lightning gives the batch and, where the step takes it by whatever name, its number.
             own = (*arguments[:1], execution.number, *arguments[2:]) if len(arguments) > 1 else arguments
             keywords |= {"batch_idx": execution.number} if "batch_idx" in keywords else {}
-            # A number that is watched for its use is not used by this.
-            with LastBatch(trainer, int.__add__(execution.number, 1) == execution.chunk.steps):
+            with LastBatch(trainer, unobserved(execution.number) + 1 == execution.chunk.steps):
                 return step(*own, **keywords)
 
         self._replaced: dict[str, Any] = {}

@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lightning_lowrank.internals.torch import TorchDispatchMode, writes
 
 Function = Callable[..., Sequence[Tensor]]
 
@@ -38,6 +41,16 @@ _METHODS = frozenset(
         """,
     )
 )
+
+
+_OUT_OF_TENSORS = frozenset({"tolist", "numpy", "__array__", "__dlpack__", "data_ptr"})
+
+
+class Untraceable(BaseException):
+    """A function does what its graph would not: the message says what.
+
+    Not an ``Exception``, which the function might catch.
+    """
 
 
 def unsupported_reason() -> str:
@@ -65,13 +78,22 @@ class Traced:
         function: Takes tensors, and returns a list of tensors. It may write into those it takes.
         tensors: Values of its arguments, of which only shapes, types and devices count.
         sizes: For each argument, the name of the size of each of its dimensions that may vary; ``None`` for fixed ones.
+        kept: Places of arguments that the function must not write into.
 
     Raises:
+        Untraceable: If the function reads a number out of a tensor, writes into a tensor that it is not given, or into
+            one that is kept.
         Exception: Whatever the function or torch raises where it cannot be traced: it decides by a tensor's value, for
             instance.
     """
 
-    def __init__(self, function: Function, tensors: Sequence[Tensor], sizes: Sequence[Sequence[str | None]]) -> None:
+    def __init__(
+        self,
+        function: Function,
+        tensors: Sequence[Tensor],
+        sizes: Sequence[Sequence[str | None]],
+        kept: Sequence[int] = (),
+    ) -> None:
         FakeTensorMode, make_fx, DimDynamic, ShapeEnv, StatelessSymbolicContext = _parts()
         self._shapes = ShapeEnv()
         mode = FakeTensorMode(shape_env=self._shapes, allow_non_fake_inputs=True)
@@ -92,8 +114,14 @@ class Traced:
                     self._fixed[name] = size
             fakes.append(fake)
         self._fakes = fakes
+        storages = {_storage(fakes[place]) for place in kept}
+
+        def guarded(*arguments: Tensor) -> Sequence[Tensor]:
+            with _NoNumbers(), _Guard(storages):
+                return function(*arguments)
+
         with torch.no_grad():
-            self.graph = make_fx(function, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*fakes)
+            self.graph = make_fx(guarded, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*fakes)
         self.constants = [getattr(self.graph, node.target) for node in self.graph.graph.nodes if node.op == "get_attr"]
 
     def holds(self, sizes: Mapping[str, int]) -> bool:
@@ -139,6 +167,41 @@ class Traced:
                 return list(compiled(*tensors))
 
         return run
+
+
+class _NoNumbers(TorchFunctionMode):
+    """Refuses what gives a tensor's values to Python without an operation."""
+
+    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        if getattr(function, "__name__", "") in _OUT_OF_TENSORS:
+            raise Untraceable(f"it takes values out of a tensor ({function.__name__})")
+        return function(*arguments, **(keywords or {}))
+
+
+class _Guard(TorchDispatchMode):
+    """Refuses operations of which a graph would keep what they gave, or did, once.
+
+    Args:
+        kept: Storages that must not be written into.
+    """
+
+    def __init__(self, kept: set[int]) -> None:
+        super().__init__()
+        self._kept = kept
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        if torch.Tag.data_dependent_output in function.tags:
+            raise Untraceable(f"it decides or computes by a number that it takes out of a tensor ({function})")
+        if writes(function):
+            targets = arguments[0] if isinstance(arguments[0], (list, tuple)) else arguments[:1]
+            for target in targets:
+                if type(target) in (Tensor, torch.nn.Parameter) or _storage(target) in self._kept:
+                    raise Untraceable("it writes into a tensor that is not one of the clients' own")
+        return function(*arguments, **(keywords or {}))
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 def can_compile(device: torch.device) -> str:

@@ -18,9 +18,10 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-from lightning_lowrank.federated.execution.reads import Observed, Reads, Untraceable
+from lightning_lowrank.federated.execution.reads import Observed, Reads
 from lightning_lowrank.federated.execution.traces import Untraced
 from lightning_lowrank.internals import tracing
+from lightning_lowrank.internals.tracing import Untraceable
 
 Results = tuple[list[Tensor], Any]
 """Tensors, and what else a step gives, which does not depend on tensors."""
@@ -31,6 +32,8 @@ WORTH_COMPILING = 30_000
 """Steps that a run must have left for ``compile="auto"``: some 0.3 ms of each make up for ten seconds."""
 _MOST_CHANGES = 10
 _TOLERANCE = 1e-3
+_FORMS_AT_ONCE = 8
+"""Forms of batches that are traced at once. More, such as one for each length of a text, have to repay it first."""
 
 
 @dataclass
@@ -156,16 +159,19 @@ class StepGraphs(Untraced):
             if self._changes > _MOST_CHANGES:
                 self.give_up(f"it reads {changed}, which changes again and again")
                 return None
-        elif not self._is_worth_it(key, first=not graphs):
+        elif not self._is_worth_it(key, first=not graphs and len(self._graphs) <= _FORMS_AT_ONCE):
+            return None
+        if torch.is_anomaly_enabled():
+            self.give_up("detect_anomaly looks at each operation of its backward pass")
             return None
         begin = time.perf_counter()
         try:
             graph = self._trace(tensors, named(), step)
-        except Exception as error:
+            replay = self._replay(graph, sizes, of_own_sizes=True)
+        except (Exception, Untraceable) as error:
             self.give_up(str(error) if isinstance(error, Untraceable) else f"torch says: {_first_line(error)}")
             return None
         graphs.append(graph)
-        replay = self._replay(graph, sizes, of_own_sizes=True)
         self._seconds = time.perf_counter() - begin
         return replay
 
@@ -193,7 +199,7 @@ class StepGraphs(Untraced):
     def _trace(
         self,
         tensors: Sequence[Tensor],
-        named: Callable[[], Sequence[Sequence[str | None] | None]],
+        named: Sequence[Sequence[str | None] | None],
         step: Callable[[Sequence[Tensor]], Results],
     ) -> _Graph:
         notes: list[Any] = []
@@ -227,16 +233,19 @@ class StepGraphs(Untraced):
         """Make the step itself, and compare its results with the graph's."""
         copies = [tensor if names is None else tensor.clone() for tensor, names in zip(tensors, named(), strict=True)]
         begin = time.perf_counter()
+        drawn: list[Tensor] = []
         try:
             with _same_randomness(tensors):
                 replayed = replay.run(copies)
-        except RuntimeError:
+                drawn = _randomness(tensors)
+        except (RuntimeError, TypeError, ValueError, IndexError):
             # A size that tracing has taken for fixed.
             replayed = []
         middle = time.perf_counter()
         results, note = step(tensors)
         self._gain = max(self._gain, time.perf_counter() - middle - (middle - begin))
         pairs = [*zip(replayed, results, strict=False), *zip(copies, tensors, strict=True)]
+        pairs += zip(drawn, _randomness(tensors), strict=False)
         if (
             note != replay.graph.note
             or len(replayed) != len(results)
@@ -261,17 +270,17 @@ def _traced(
     """Trace for all sizes, or for the present ones alone where an operation needs to know them."""
     fixed = [[None] * tensor.ndim for tensor in tensors]
     sizes = [names or fixed[place] for place, names in enumerate(named)]
+    kept = [place for place, names in enumerate(named) if names is None]
     try:
-        return tracing.Traced(function, tensors, sizes)
+        return tracing.Traced(function, tensors, sizes, kept)
     except RuntimeError:
-        return tracing.Traced(function, tensors, fixed)
+        return tracing.Traced(function, tensors, fixed, kept)
 
 
 @contextlib.contextmanager
 def _same_randomness(tensors: Sequence[Tensor]) -> Iterator[None]:
     """Give torch's random number generators back as they were."""
-    devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
-    with torch.random.fork_rng([device.index for device in devices]):
+    with torch.random.fork_rng(_devices(tensors)):
         yield
 
 
@@ -280,6 +289,15 @@ def steps_left(trainer: Any, steps: float) -> float:
     rounds = float("inf") if trainer.max_epochs in (None, -1) else trainer.max_epochs - trainer.current_epoch
     most = float("inf") if trainer.max_steps == -1 else trainer.max_steps - trainer.global_step
     return min(rounds * steps, most)
+
+
+def _devices(tensors: Sequence[Tensor]) -> list[int]:
+    return sorted({tensor.device.index for tensor in tensors if tensor.device.type == "cuda"})
+
+
+def _randomness(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the states of torch's random number generators, which a graph has to leave where the step does."""
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in _devices(tensors))]
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -299,7 +317,7 @@ def form_of(batch: Any, samples: int) -> Hashable:
     """
     if isinstance(batch, Tensor):
         varies = batch.ndim > 1 and batch.shape[1] == samples
-        return varies, batch.shape[2 if varies else 1 :], batch.dtype
+        return varies, batch.shape[2 if varies else 1 :], batch.dtype, batch.is_contiguous() or batch.stride()
     if type(batch) in (list, tuple):
         return type(batch), *(form_of(part, samples) for part in batch)
     if type(batch) is dict:

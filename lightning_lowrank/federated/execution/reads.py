@@ -6,47 +6,76 @@ same again.
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import functools
+import io
+import operator
 import random
+import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from lightning_lowrank.federated.execution.traces import MANY, Untraced, held, is_of_the_program
+from lightning_lowrank.federated.execution.traces import MANY, Memory, Untraced, held, is_of_the_program, reachable
 from lightning_lowrank.internals.torch import own_buffers, own_children, own_parameters
+from lightning_lowrank.internals.tracing import Untraceable
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.device, torch.dtype, torch.Size, enum.Enum, range)
-_CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+_GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
 _OF_LIGHTNING = frozenset({"_trainer", "_fabric", "_current_fx_name", "log", "training_step", "__dict__", "__class__"})
 # What `LowRankLayer` remembers of shapes that it has seen.
 _MEMORIES = frozenset({"_contracted"})
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_OF_ALL_ATTRIBUTES = frozenset({"__dict__", "vars", "globals", "locals"})
+_LIBRARIES = frozenset({"torch", "lightning", "torchmetrics", "lightning_utilities", "lightning_lowrank", "numpy"})
 _MISSING = object()
-_GLOBALS = 200
+_MOST_ENTRIES = 20_000
 
 
-class Untraceable(Exception):
-    """A step does what its graph would not: the message says what."""
+class Observed:
+    """Stands for a number of the step that a graph has no place for. Whatever uses it raises `Untraceable`.
 
-
-class Observed(int):
-    """A number of the step that a graph has no place for. Whatever uses it raises `Untraceable`."""
+    It passes for an ``int`` but is none, for torch and Python take an ``int``'s value unseen.
+    """
 
     what = "the number of the step"
+
+    def __init__(self, number: int) -> None:
+        self.own = number
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return int
 
     def _refuse(self, *arguments: Any, **keywords: Any) -> Any:
         raise Untraceable(f"it uses {self.what}")
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __floordiv__ = __rfloordiv__ = _refuse
     __truediv__ = __rtruediv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __neg__ = __pos__ = __abs__ = _refuse
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __index__ = __int__ = __float__ = _refuse
-    __hash__ = __str__ = __repr__ = __format__ = __divmod__ = __rdivmod__ = __and__ = __rand__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __index__ = __int__ = __float__ = __complex__ = _refuse
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __invert__ = __lshift__ = __rlshift__ = _refuse
+    __rshift__ = __rrshift__ = __round__ = __trunc__ = __floor__ = __ceil__ = __divmod__ = __rdivmod__ = _refuse
+    __eq__ = __ne__ = __hash__ = __str__ = __repr__ = __format__ = _refuse
+    __getattr__ = _refuse
+
+    @classmethod
+    def __torch_function__(cls, *arguments: Any) -> Any:
+        """Refuse operations of torch's."""
+        raise Untraceable(f"it uses {cls.what}")
+
+
+def unobserved(number: int | Observed) -> int:
+    """Return a number of the step for a use that a graph has no part in."""
+    return number.own if type(number) is Observed else number  # type: ignore[return-value]
 
 
 class _ObservedTrainer(Untraced):
@@ -60,7 +89,8 @@ class _ObservedTrainer(Untraced):
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._own, name)
-        if not isinstance(value, _PLAIN):
+        # The last batch is the client's own within its step alone.
+        if not isinstance(value, _PLAIN) or name == "is_last_batch":
             raise Untraceable(f"it reads trainer.{name}")
         self._note(name, value)
         return value
@@ -83,8 +113,9 @@ class Reads(Untraced):
         self._read: dict[tuple[int, str], tuple[Any, str]] = {}
         self._of_trainer: dict[str, Any] = {}
         self._entries: list[tuple[Mapping[str, Any], str, Any, bool]] = []
+        self._others: list[tuple[Callable[[], Any], Any, str]] = []
         self._containers: list[tuple[Any, Any, str]] = []
-        self.tensors: set[int] = set()
+        self._seen: dict[int, Any] = {}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -97,10 +128,9 @@ class Reads(Untraced):
         others = [part for part in self._module.modules() if type(part).__getattribute__ is not object.__getattribute__]
         if others:
             raise Untraceable(f"{type(others[0]).__name__} has a __getattribute__ of its own")
-        generators = _states()
         attributes = vars(self._module)
         trainer = attributes.get("_trainer")
-        before = {id(part): dict(vars(part)) for part in self._module.modules()}
+        before = _Before([self._module, *self._roots])
 
         def noted(part: nn.Module, name: str) -> Any:
             self._read[id(part), name] = part, name
@@ -110,31 +140,34 @@ class Reads(Untraced):
         if trainer is not None:
             attributes["_trainer"] = _ObservedTrainer(trainer, self._of_trainer.__setitem__)
         try:
-            yield
+            with contextlib.redirect_stdout(io.StringIO()) as printed:
+                yield
         finally:
             del nn.Module.__getattribute__
             if trainer is not None:
                 attributes["_trainer"] = trainer
+            done = before.restore()
         self._trainer = trainer
-        if generators != _states():
-            raise Untraceable("it draws from random or numpy")
-        for part in self._module.modules():
-            for name, value in vars(part).items():
-                found = before.get(id(part), {}).get(name, _MISSING)
-                if found is not value and isinstance(value, _PLAIN) and name not in _OF_LIGHTNING and found != value:
-                    raise Untraceable(f"it sets {type(part).__name__}.{name}")
+        if done:
+            raise Untraceable(f"it {done}")
+        if printed.getvalue():
+            raise Untraceable("it prints")
+        self._add_definitions(type(self._module), "training_step")
         for part, name in self._read.values():
             self._add_read(part, name)
         for root in self._roots:
             self._add(type(root).__name__, root)
         del self._read
+        if len(self._entries) > _MOST_ENTRIES:
+            raise Untraceable(f"it can read {len(self._entries)} names, too many to compare in each step")
 
     def _add_read(self, part: nn.Module, name: str) -> None:
         traced = isinstance(part, torch.fx.GraphModule)
         if traced or name in _OF_LIGHTNING or name in _MEMORIES or name == "trainer":
             return
         where = f"{type(part).__name__}.{name}"
-        for table in (vars(part), own_parameters(part), own_buffers(part), own_children(part)):
+        tables = (vars(part), own_parameters(part), own_buffers(part), own_children(part))
+        for table in tables:
             if name in table:
                 if name in _HOOKS:
                     if table[name]:
@@ -144,11 +177,24 @@ class Reads(Untraced):
                 self._entry(table, name)
                 self._add(where, table[name])
                 return
-        found = getattr(type(part), name, None)
-        if isinstance(found, _PLAIN) and found is not None:
-            self._entry(vars(next(kind for kind in type(part).__mro__ if name in vars(kind))), name)
-        elif isinstance(found, types.FunctionType) and not _is_of_a_library(found):
-            self._add(where, found)
+        if self._add_definitions(type(part), name):
+            # An attribute of the object would come first.
+            self._entries.append((vars(part), name, _MISSING, False))
+        elif not hasattr(type(part), name):
+            self._entries += [(table, name, _MISSING, False) for table in tables]
+
+    def _add_definitions(self, kind: type, name: str) -> bool:
+        """Note what classes define by a name; return whether that, or another one, may be put before it."""
+        own = name == "forward"
+        for each in kind.__mro__:
+            if name not in vars(each):
+                continue
+            value = vars(each)[name]
+            if not _is_of_a_library(each) or (isinstance(value, _PLAIN) and not name.startswith("__")):
+                own = True
+                self._entry(vars(each), name)
+                self._add(f"{kind.__name__}.{name}", _behind(value))
+        return own
 
     def _entry(self, table: Mapping[str, Any], name: str) -> None:
         value = table[name]
@@ -156,41 +202,75 @@ class Reads(Untraced):
 
     def _add(self, name: str, root: Any) -> None:
         """Note what an object holds."""
-        seen: set[int] = set()
         queue = [(name, root)]
         while queue:
             name, item = queue.pop()
-            if id(item) in seen or isinstance(item, (*_PLAIN, type, types.ModuleType, nn.Module)):
+            if id(item) in self._seen or isinstance(item, (*_PLAIN, type, types.ModuleType, nn.Module, Tensor)):
                 continue
             if is_of_the_program(item):
                 continue
-            seen.add(id(item))
-            if isinstance(item, Tensor):
-                self.tensors.add(id(item))
-                continue
-            if isinstance(item, (np.ndarray, np.random.Generator, np.random.RandomState, random.Random)):
+            self._seen[id(item)] = item
+            if isinstance(item, (np.ndarray, *_GENERATORS)):
                 raise Untraceable(f"it can read {name}, a {type(item).__name__}")
             if isinstance(item, torch.Generator) or hasattr(type(item), "__next__"):
                 raise Untraceable(f"it can draw from {name}, a {type(item).__name__}")
-            if isinstance(item, (dict, list, set, deque)) and len(item) <= MANY:
-                self._containers.append((item, item.copy(), name))
+            if isinstance(item, (dict, list, set, deque)):
+                if len(item) > MANY:
+                    raise Untraceable(f"it can read {name}, which has more than {MANY} entries")
+                self._containers.append((item, _copy(item), name))
+            elif type(item).__hash__ is None and not hasattr(item, "__dict__") and not _slots(item):
+                raise Untraceable(f"it can read {name}, a {type(item).__name__}")
             if isinstance(item, types.FunctionType):
                 if _is_of_a_library(item):
                     continue
                 queue += self._globals(item)
+                for cell in item.__closure__ or ():
+                    self._others.append((functools.partial(getattr, cell, "cell_contents"), cell.cell_contents, name))
+            elif not isinstance(item, types.MethodType):
+                queue += self._attributes(name, item)
             queue += held(name, item)
+            if isinstance(item, types.MethodType):
+                queue.append((name, item.__func__))
+
+    def _attributes(self, name: str, item: Any) -> list[tuple[str, Any]]:
+        """Note what stands in an object's slots and classes, and return it."""
+        found = []
+        for slot in _slots(item):
+            value = getattr(item, slot, _MISSING)
+            self._others.append((functools.partial(getattr, item, slot, _MISSING), value, f"{name}.{slot}"))
+            found.append((f"{name}.{slot}", value))
+        for kind in type(item).__mro__:
+            if not _is_of_a_library(kind) and id(kind) not in self._seen:
+                self._seen[id(kind)] = kind
+                found += self._table(vars(kind), [each for each in vars(kind) if not each.startswith("__")])
+                found += [(f"{name}()", vars(kind)["__call__"])] if "__call__" in vars(kind) else []
+        return found
 
     def _globals(self, function: types.FunctionType) -> list[tuple[str, Any]]:
-        """Note the plain globals that a function names, and return those that are functions and objects."""
+        """Note what a function names of its module, and of modules and classes in it; return what these hold."""
+        names = _names(function.__code__)
+        if names & _OF_ALL_ATTRIBUTES:
+            raise Untraceable(f"{function.__name__}() can read attributes unseen, by vars() or __dict__")
+        found: list[tuple[str, Any]] = []
+        tables = [function.__globals__]
+        for table in tables:
+            known = [name for name in sorted(names) if name in table]
+            found += self._table(table, known)
+            for name in known:
+                value = table[name]
+                inner = vars(value) if isinstance(value, (type, types.ModuleType)) else None
+                if inner is not None and not _is_of_a_library(value) and all(inner is not each for each in tables):
+                    tables.append(inner)
+        return found
+
+    def _table(self, table: Mapping[str, Any], names: Sequence[str]) -> list[tuple[str, Any]]:
         found = []
-        for name in _names(function.__code__):
-            if name not in function.__globals__ or len(self._entries) > 20 * _GLOBALS:
+        for name in names:
+            value = _behind(table[name])
+            if isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType)) or _is_of_a_library(value):
                 continue
-            value = function.__globals__[name]
-            if isinstance(value, _PLAIN):
-                self._entry(function.__globals__, name)
-            elif isinstance(value, (types.FunctionType, dict, list, Tensor)):
-                self._entry(function.__globals__, name)
+            if not isinstance(value, types.MemberDescriptorType):
+                self._entry(table, name)
                 found.append((name, value))
         return found
 
@@ -201,11 +281,11 @@ class Reads(Untraced):
             if found is not value and not (plain and type(found) is type(value) and found == value):
                 return name
         for container, copy, name in self._containers:
-            try:
-                if container != copy:
-                    return name
-            except (RuntimeError, ValueError):
-                # Tensors, for one, have no single answer.
+            if _differs(container, copy):
+                return name
+        for read, value, name in self._others:
+            found = read()
+            if found is not value and not _are_equal(found, value):
                 return name
         for name, value in self._of_trainer.items():
             if getattr(self._trainer, name) != value:
@@ -213,15 +293,91 @@ class Reads(Untraced):
         return ""
 
 
+class _Before:
+    """What objects hold, and Python's random numbers, before a step; tensors aside."""
+
+    def __init__(self, roots: Sequence[Any]) -> None:
+        try:
+            self._memory = Memory(roots, tensors=False)
+        except MisconfigurationException as error:
+            raise Untraceable(f"torch could not trace it unnoticed: {error}") from None
+        kinds = (dict, list, set, deque)
+        found = [each for root in roots for each in reachable("self", root)]
+        self._held = [
+            (name, item, _copy(item))
+            for name, item in found
+            if isinstance(item, kinds) and name.rpartition(".")[2] not in _MEMORIES
+        ]
+        self._python = random.getstate()
+        self._numpy: Any = np.random.get_state()
+
+    def restore(self) -> str:
+        """Put everything back, and say what was done."""
+        done = ""
+        for name, item, copy in self._held:
+            if _differs(item, copy):
+                table = item if isinstance(item, dict) else {}
+                keys = [str(key) for key, value in table.items() if copy.get(key, _MISSING) is not value]
+                done = f"changes {'.'.join((name, *keys[:1]))}"
+        self._memory.restore()
+        _, words, position, *_ = np.random.get_state()
+        if random.getstate() != self._python or position != self._numpy[2] or (words != self._numpy[1]).any():
+            random.setstate(self._python)
+            np.random.set_state(self._numpy)
+            done = "draws from random or numpy"
+        return done
+
+
+def _copy(container: Any) -> Any:
+    kind: Any = next(each for each in (dict, list, set, deque) if isinstance(container, each))
+    return kind(container)
+
+
+def _differs(container: Any, copy: Any) -> bool:
+    """Return whether a container holds other objects, or other values of plain ones, than its copy."""
+    if len(container) != len(copy):
+        return True
+    if isinstance(copy, set):
+        return bool(container != copy)
+    if isinstance(copy, dict):
+        if any(map(operator.ne, container, copy)):
+            return True
+        container, copy = container.values(), copy.values()
+    if not any(map(operator.is_not, container, copy)):
+        return False
+    return not all(one is two or _are_equal(one, two) for one, two in zip(container, copy, strict=True))
+
+
+def _are_equal(one: Any, two: Any) -> bool:
+    return type(one) is type(two) and isinstance(one, _PLAIN) and bool(one == two)
+
+
+def _behind(value: Any) -> Any:
+    """Return the function that a method or property of a class calls."""
+    if isinstance(value, (staticmethod, classmethod)):
+        return value.__func__
+    return value.fget if isinstance(value, property) else value
+
+
+def _slots(item: Any) -> list[str]:
+    tables = [vars(kind) for kind in type(item).__mro__ if not _is_of_a_library(kind)]
+    return [name for table in tables for name in table if isinstance(table[name], types.MemberDescriptorType)]
+
+
 def _names(code: types.CodeType) -> set[str]:
     inner = [_names(each) for each in code.co_consts if isinstance(each, types.CodeType)]
     return set(code.co_names).union(*inner)
 
 
-def _is_of_a_library(function: types.FunctionType) -> bool:
-    return (function.__module__ or "").partition(".")[0] in ("torch", "lightning", "torchmetrics", "lightning_lowrank")
+def _is_of_a_library(item: Any) -> bool:
+    """Return whether a function, class or module is of a package that does not change while it runs."""
+    if isinstance(item, types.ModuleType):
+        return _is_library(item.__name__)
+    return isinstance(item, (type, types.FunctionType)) and _is_library(item.__module__ or "")
 
 
-def _states() -> tuple[Any, ...]:
-    kind, keys, position, *_ = np.random.get_state()
-    return random.getstate(), kind, bytes(keys), position  # type: ignore[arg-type]
+@cache
+def _is_library(name: str) -> bool:
+    top = name.partition(".")[0]
+    file = getattr(sys.modules.get(name), "__file__", None) or ""
+    return top in _LIBRARIES or top in sys.stdlib_module_names - {"__main__"} or "site-packages" in file

@@ -28,7 +28,6 @@ from lightning_lowrank.federated.data.loader import Places
 from lightning_lowrank.federated.execution.base import while_training
 from lightning_lowrank.federated.execution.causes import cause_of, refusal, updates
 from lightning_lowrank.federated.execution.graphs import Results, StepGraphs, form_of, tensors_in
-from lightning_lowrank.federated.execution.reads import Untraceable
 from lightning_lowrank.federated.execution.stacked_products import StackedProducts
 from lightning_lowrank.federated.execution.traces import Untraced, Watch, reachable
 from lightning_lowrank.federated.objective import loss_of
@@ -36,6 +35,7 @@ from lightning_lowrank.federated.optimizers import acts_elementwise, fresh_state
 from lightning_lowrank.federated.state import State
 from lightning_lowrank.internals.lightning import overrides
 from lightning_lowrank.internals.torch import is_mapped, own_buffers, own_parameters
+from lightning_lowrank.internals.tracing import Untraceable
 
 _HOOKS = (
     "configure_gradient_clipping",
@@ -491,7 +491,7 @@ class _Part:
         self, stack: ClientStack, places: Places, batch: Any, batch_idx: int, settings: dict[str, dict[str, Any]]
     ) -> None:
         self.places = places
-        self._stack, self._batch, self._batch_idx, self._settings = stack, batch, batch_idx, settings
+        self._stack, self._batch, self.number, self._settings = stack, batch, batch_idx, settings
         numbers = places.numbers
         self._chosen = slice(numbers[0], numbers[-1] + 1)
         self._rows = None if places.contiguous else torch.tensor(numbers, device=stack.device)
@@ -506,7 +506,7 @@ class _Part:
         return tensor if len(tensor) == len(self.places.numbers) else tensor[self._chosen]
 
     def _run(self, values: dict[str, Tensor], state: State, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        return self._stack.run(values, state, batch, self._batch_idx, self._settings)
+        return self._stack.run(values, state, batch, self.number, self._settings)
 
     def mapped(self) -> tuple[Tensor, dict[str, Tensor]]:
         """Map the step over the clients; return their losses, and what they log."""
@@ -538,7 +538,8 @@ class _Part:
         stack, samples = self._stack, self.places.samples
         try:
             alone = len(self.places.numbers) == 1
-            form = stack.form, alone, form_of(self._batch, samples), torch.is_autocast_enabled(stack.device.type)
+            forms = form_of(self._batch, samples), form_of(self._state, -1)
+            form = stack.form, alone, forms, torch.is_autocast_enabled(stack.device.type)
         except Untraceable as error:
             graphs.give_up(str(error))
             return None
@@ -555,7 +556,11 @@ class _Part:
             return named + [None for _ in shared]
 
         present = {"clients": len(self.places.numbers), "samples": samples}
-        return graphs.find(form, present, sizes, tensors, self._step)
+        graphs.numbered.append(self)
+        try:
+            return graphs.find(form, present, sizes, tensors, self._step)
+        finally:
+            graphs.numbered.pop()
 
     def _step(self, tensors: Sequence[Tensor]) -> Results:
         """Return losses, gradients and what is logged, and what the names of these are."""

@@ -103,18 +103,19 @@ class Memory:
     Args:
         roots: The objects.
         dataset: A dataset that is read meanwhile. Its tensors and arrays are taken to stay as they are.
+        tensors: Whether tensors are put back.
 
     Raises:
         MisconfigurationException: If a root holds an iterator or an open file, which cannot be put back.
     """
 
-    def __init__(self, roots: Sequence[Any], dataset: Dataset | None = None) -> None:
+    def __init__(self, roots: Sequence[Any], dataset: Dataset | None = None, tensors: bool = True) -> None:
         held = [each for root in roots for each in reachable("self", root)]
         while dataset is not None:
             around = [each for each in reachable("dataset", vars(dataset)) if not isinstance(each[1], _DATA)]
             held += [each for each in around if not hasattr(type(each[1]), "__next__")]
             dataset = vars(dataset).get("dataset")
-        found = (self._back(name, item) for name, item in held)
+        found = (self._back(name, item) for name, item in held if tensors or not isinstance(item, Tensor))
         self._restore = [back for back in found if back is not None]
 
     def _back(self, name: str, item: Any) -> Callable[[], None] | None:
