@@ -114,10 +114,9 @@ class Traced:
                     self._fixed[name] = size
             fakes.append(fake)
         self._fakes = fakes
-        storages = {_storage(fakes[place]) for place in kept}
 
         def guarded(*arguments: Tensor) -> Sequence[Tensor]:
-            with _NoNumbers(), _Guard(storages):
+            with _NoNumbers(), _Guard({_storage(arguments[place]) for place in kept}):
                 return function(*arguments)
 
         with torch.no_grad():
@@ -127,6 +126,9 @@ class Traced:
     def holds(self, sizes: Mapping[str, int]) -> bool:
         """Return whether tracing would have gone the same way for these sizes."""
         if any(sizes[name] != size for name, size in self._fixed.items()):
+            return False
+        if any(sizes[name] < 2 for name in self.symbols.values()):
+            # Torch takes a size that varies for two at least, without a guard.
             return False
         values = self._values(sizes)
         try:
