@@ -186,13 +186,18 @@ CHANGED: dict[str, Any] = {
     "summary": True,
     "execution": "vectorized",
     "chunk_size": 2,
+    "compile": "auto",
     "fast_steps": False,
     "client_settings": lambda client: {"lr": 0.01} if client else {},
     "client_memory_limit": 0,
     "personal_test": 0.2,
     "allow_changes": ["trainer"],
 }
-NEEDS = {"chunk_size": {"execution": "vectorized"}, "participants": {"clients_per_round": None}}
+NEEDS = {
+    "chunk_size": {"execution": "vectorized"},
+    "compile": {"execution": "vectorized"},
+    "participants": {"clients_per_round": None},
+}
 WITHOUT_EFFECT = {"summary", "fast_steps", "client_memory_limit", "allow_changes"}
 
 

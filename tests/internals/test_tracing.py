@@ -19,7 +19,7 @@ def gradients(values, inputs):
     values = values.detach().requires_grad_()
 
     def of_one(value, given):
-        return nn.functional.cross_entropy(torch.relu(given @ value), torch.zeros_like(given[:, 0], dtype=torch.long))
+        return torch.relu(given @ value).log_softmax(1).mean()
 
     with torch.enable_grad():
         losses = vmap(of_one)(values, inputs)
