@@ -1,6 +1,7 @@
 """TDPFed's rounds from the paper's equations in plain PyTorch, with autograd and torch's own Adam."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
@@ -162,6 +163,45 @@ def test_what_crosses_the_wire(tmp_path):
         *(f"net.{layer}.bias" for layer in (0, 1, 3, 4)),
         *buffers,
     }
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_the_fit_is_that_of_autograd_and_torchs_adam(joint):
+    """Over two batches, in double, where rounding is too small for Adam to make steps of it."""
+    draws = torch.Generator().manual_seed(3)
+    shapes = {"matrix": (9, 14), "kernel": (5, 4, 3, 3), "bias": (7,)}
+    algorithm = TDPFed(regularization=12.0, factor_steps=17, factor_learning_rate=3e-4, joint=joint)
+    start = {
+        name: random_factors(shape, 4) if len(shape) > 1 else [torch.zeros(shape).double()]
+        for name, shape in shapes.items()
+    }
+    own = {name: {str(place): value.clone() for place, value in enumerate(each)} for name, each in start.items()}
+    kinds = {
+        kind: {name: {key: torch.zeros_like(value) for key, value in each.items()} for name, each in own.items()}
+        for kind in ("first", "second")
+    }
+    theirs = {name: [value.clone().requires_grad_() for value in each] for name, each in start.items()}
+    adams = {name: [torch.optim.Adam([factor], lr=3e-4) for factor in each] for name, each in theirs.items()}
+    for number in range(2):
+        # The second batch begins at the factors' own product but for rounding, as a round does.
+        weights_of = {
+            name: composed(each).detach() if len(each) > 1 and number else torch.randn(shape, generator=draws).double()
+            for (name, each), shape in zip(theirs.items(), shapes.values(), strict=True)
+        }
+        step = SimpleNamespace(round_state={"factors": own, **kinds}, parameters=weights_of, number=number)
+        with torch.no_grad():
+            algorithm._fit(step)
+        for name, factors in theirs.items():
+            for _ in range(17):
+                for turn in [adams[name]] if joint else [[adam] for adam in adams[name]]:
+                    for factor in factors:
+                        factor.grad = None
+                    product = composed(factors) if len(factors) > 1 else factors[0]
+                    (12.0 / 2 * (weights_of[name] - product).square().sum()).backward()
+                    for adam in turn:
+                        adam.step()
+    for name, factors in theirs.items():
+        torch.testing.assert_close(list(own[name].values()), [each.detach() for each in factors], rtol=0, atol=1e-9)
 
 
 # Rounds
