@@ -8,12 +8,13 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from lightning_lowrank import MOON, SCAFFOLD, FedNTD, FromIndices
 from lightning_lowrank.federated.execution import graphs
 from lightning_lowrank.federated.execution.graphs import StepGraphs
 from tests.federated.execution.runs import OPTIMIZERS, run
-from tests.helpers import Module, network, weights
+from tests.helpers import Data, Module, blobs, network, weights
 
 
 @pytest.fixture
@@ -92,6 +93,12 @@ class Dropped(Module):
         super().__init__(network(dropout=0.3), **arguments)
 
 
+class Short(Data):
+    def __init__(self):
+        inputs, targets = blobs().tensors
+        super().__init__(TensorDataset(inputs.bfloat16(), targets))
+
+
 CASES = {
     "plain": {},
     "momentum, clipped": {
@@ -101,10 +108,10 @@ CASES = {
     "Adam, kept": {"module": partial(Module, optimizer=OPTIMIZERS["Adam"]), "optimizer_state": "keep"},
     "BatchNorm": {"module": lambda: Module(network(norm=nn.BatchNorm1d)), "data_size": 6},
     "dropout": {"module": Dropped},
-    "MOON": {"algorithm": partial(MOON, representation="net.2")},
-    "FedNTD": {"algorithm": FedNTD},
+    "MOON": {"algorithm": partial(MOON, features="net.2")},
+    "FedNTD": {"algorithm": partial(FedNTD, logits="net")},
     "SCAFFOLD": {"algorithm": SCAFFOLD},
-    "bf16": {"dtype": torch.bfloat16},
+    "bf16": {"dtype": torch.bfloat16, "data": Short()},
     "weight": {"form": "weight"},
     "update": {"form": "update"},
     "blocks": {"form": "decoupled blocks"},
@@ -168,7 +175,7 @@ class Counting(Module):
 
     def training_step(self, batch, batch_idx):
         self.steps.add_(1)
-        return super().training_step(batch, batch_idx) * self.steps
+        return super().training_step(batch, batch_idx) * self.steps.clone()
 
 
 @pytest.mark.parametrize(

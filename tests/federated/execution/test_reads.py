@@ -19,6 +19,14 @@ from lightning_lowrank.federated.execution.reads import Observed, Reads, unobser
 from lightning_lowrank.internals.tracing import Traced, Untraceable
 from tests.helpers import Module, trainer
 
+PATCHES: list[pytest.MonkeyPatch] = []
+
+
+def monkey(owner, name, value):
+    patch = PATCHES[-1]
+    (patch.setitem if isinstance(owner, dict) else patch.setattr)(owner, name, value)
+
+
 FACTOR = 2.0
 SETTINGS = {"factor": 2.0}
 DRAWS = torch.Generator()
@@ -165,10 +173,9 @@ CHANGES = {
 @pytest.fixture(autouse=True)
 def undo():
     with pytest.MonkeyPatch.context() as patch:
-        globals()["monkey"] = lambda owner, name, value: (
-            patch.setitem(owner, name, value) if isinstance(owner, dict) else patch.setattr(owner, name, value)
-        )
+        PATCHES.append(patch)
         yield
+        PATCHES.pop()
 
 
 @pytest.mark.parametrize("case", CHANGES)
