@@ -122,6 +122,7 @@ def test_inspect_imports_no_other_command():
 
 
 @daily("140")
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [60, 140])
 def test_the_overview_is_the_help_of_the_whole_parser(columns):
     printed, _ = fresh(COMMAND, "--help", columns=columns)

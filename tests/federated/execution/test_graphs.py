@@ -182,7 +182,8 @@ class Counting(Module):
     ("module", "reason"),
     [
         (Number, "uses the number of the step"),
-        (Changing, "factor, which changes again and again"),
+        # Some ten traces.
+        pytest.param(Changing, "factor, which changes again and again", marks=pytest.mark.slow),
         pytest.param(Drawing, "draws from random", marks=pytest.mark.slow),
         pytest.param(OutOfTensor, "out of a tensor", marks=pytest.mark.slow),
         pytest.param(Counting, "writes into a tensor", marks=pytest.mark.slow),
@@ -201,6 +202,7 @@ def test_steps_that_no_graph_can_make(tmp_path, counted, module, reason):
     assert counted["traced"] <= 3 + graphs._MOST_CHANGES
 
 
+@pytest.mark.slow
 def test_a_step_that_changes_to_and_fro_is_traced_for_each(tmp_path, counted):
     Twice.factor = 1.0
     expected = without(tmp_path, module=Twice)
