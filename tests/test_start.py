@@ -16,7 +16,6 @@ import torch
 
 import lightning_lowrank
 from tests.cli.run_folders import rows_of, write_run
-from tests.grids import daily
 
 ROOT = Path(lightning_lowrank.__file__).parents[1]
 FRESH = """
@@ -121,7 +120,6 @@ def test_inspect_imports_no_other_command():
     assert not modules & OF_OTHERS
 
 
-@daily("140")
 @pytest.mark.slow
 @pytest.mark.parametrize("columns", [60, 140])
 def test_the_overview_is_the_help_of_the_whole_parser(columns):
