@@ -74,6 +74,7 @@ def test_the_package_imports_nothing_until_a_name_is_used():
     assert {name for name in modules if name.startswith("lightning_lowrank")} == {"lightning_lowrank"}
 
 
+@pytest.mark.slow
 def test_the_first_name_imports_all_so_that_short_names_are_known():
     _, modules = fresh("from lightning_lowrank import LowRank")
     assert {f"lightning_lowrank.algorithms.{name}" for name in ("fedmud", "split_mix", "tdpfed")} <= modules
@@ -96,7 +97,7 @@ def test_report_imports_no_torch(tmp_path):
     assert not modules & HEAVY
 
 
-@pytest.mark.parametrize("form", ["safetensors", "peft"])
+@pytest.mark.parametrize("form", ["safetensors", pytest.param("peft", marks=pytest.mark.slow)])
 def test_export_imports_no_lightning(tmp_path, form):
     from lightning_lowrank import LowRank, MatrixProduct
     from lightning_lowrank.interop.peft_layout import outline
