@@ -1,11 +1,29 @@
-"""Why a training step cannot be mapped over clients, in plain words."""
+"""Why clients cannot step together, or their training step be mapped over them, in plain words."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
 
+import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
 
+from lightning_lowrank.federated.optimizers import acts_elementwise
+from lightning_lowrank.internals.lightning import overrides
+
+_HOOKS = (
+    "configure_gradient_clipping",
+    "transfer_batch_to_device",
+    "on_before_batch_transfer",
+    "on_after_batch_transfer",
+    "optimizer_step",
+    "optimizer_zero_grad",
+    "backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+)
 _CAUSES: tuple[tuple[str, str], ...] = (
     (
         r"\.item\(\)|data pointer of Tensor that|Can't detach views in-place",
@@ -61,3 +79,39 @@ def refusal(cause: str) -> MisconfigurationException:
         f"execution='vectorized' cannot map training_step over clients: {cause}. Or use execution='sequential', or"
         " 'auto', which falls back to it."
     )
+
+
+@runtime_checkable
+class ActsOnStacks(Protocol):
+    """A callback that changes gradients before the optimizer steps, of clients that step together as well."""
+
+    def on_before_stacked_step(self, module: pl.LightningModule, stacks: Mapping[str, Tensor]) -> None:
+        """Change the gradients of stacks ``[clients, …]`` of trained parameters by name."""
+
+
+def unsupported_reason(trainer: Any, module: pl.LightningModule) -> str:
+    """Say what in a run's settings keeps its clients from stepping together, or return an empty string.
+
+    What ``training_step`` does is seen only when it is mapped: `ClientStack.training_step` refuses that by its cause.
+    """
+    if not module.automatic_optimization:
+        return "the module optimizes manually"
+    if trainer.accumulate_grad_batches != 1:
+        return f"accumulate_grad_batches={trainer.accumulate_grad_batches} ends a group at each client's own last batch"
+    for optimizer in trainer.optimizers:
+        if not acts_elementwise(optimizer):
+            return (
+                f"the optimizer {type(optimizer).__name__} is not known to act on each number alone (if it does,"
+                " declare it with lightning_lowrank.federated.register_elementwise)"
+            )
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        return "16-mixed precision scales the losses of all clients by one factor"
+    for hook in _HOOKS:
+        if overrides(module, hook):
+            return f"{type(module).__name__}.{hook}() expects one client's batch or gradients"
+    for callback in trainer.callbacks:
+        for hook in ("on_before_optimizer_step", "on_after_backward"):
+            acts = isinstance(callback, ActsOnStacks) or callback.state_key == "FederatedLoop"
+            if overrides(callback, hook) and not acts:
+                return f"the callback {type(callback).__name__}.{hook}() expects one client's gradients"
+    return ""

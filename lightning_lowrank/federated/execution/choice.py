@@ -19,12 +19,12 @@ from lightning_lowrank.federated.data.loader import RoundLoader
 from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.data.rounds import RoundData
 from lightning_lowrank.federated.execution.base import Execution
-from lightning_lowrank.federated.execution.causes import cause_of
+from lightning_lowrank.federated.execution.causes import cause_of, unsupported_reason
 from lightning_lowrank.federated.execution.distributed import ClientParallelStrategy
 from lightning_lowrank.federated.execution.graphs import WORTH_COMPILING, StepGraphs, steps_left
 from lightning_lowrank.federated.execution.memory import chunk_size_that_fits
 from lightning_lowrank.federated.execution.sequential import Sequential
-from lightning_lowrank.federated.execution.stack import ClientStack, unsupported_reason
+from lightning_lowrank.federated.execution.stack import ClientStack
 from lightning_lowrank.federated.execution.traces import hooks_around_steps, trial
 from lightning_lowrank.federated.execution.vectorized import Vectorized
 from lightning_lowrank.federated.objective import loss_of

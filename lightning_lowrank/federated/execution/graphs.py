@@ -129,9 +129,9 @@ class StepGraphs(Untraced):
             replays.append(found)
         replay = found
         if replay.last != self._round:
-            replay.last, replay.rounds = self._round, replay.rounds + 1
-            if replay.rounds & (replay.rounds - 1) == 0:
+            if replay.rounds & (replay.rounds + 1) == 0:
                 return lambda: self._compared(key, replay, named, tensors, step)
+            replay.last, replay.rounds = self._round, replay.rounds + 1
         return lambda: (replay.run(tensors), replay.graph.note)
 
     def _make(
@@ -246,6 +246,7 @@ class StepGraphs(Untraced):
             replayed = []
         middle = time.perf_counter()
         results, note = step(tensors)
+        replay.last, replay.rounds = self._round, replay.rounds + 1
         self._gain = max(self._gain, time.perf_counter() - middle - (middle - begin))
         pairs = [*zip(replayed, results, strict=False), *zip(copies, tensors, strict=True)]
         pairs += zip(drawn, _randomness(tensors), strict=False)

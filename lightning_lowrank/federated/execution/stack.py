@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -31,23 +31,10 @@ from lightning_lowrank.federated.execution.graphs import Results, StepGraphs, fo
 from lightning_lowrank.federated.execution.stacked_products import StackedProducts
 from lightning_lowrank.federated.execution.traces import Untraced, Watch, reachable
 from lightning_lowrank.federated.objective import loss_of
-from lightning_lowrank.federated.optimizers import acts_elementwise, fresh_state, is_shared
+from lightning_lowrank.federated.optimizers import fresh_state, is_shared
 from lightning_lowrank.federated.state import State
-from lightning_lowrank.internals.lightning import overrides
 from lightning_lowrank.internals.torch import is_mapped, own_buffers, own_parameters
 from lightning_lowrank.internals.tracing import Untraceable
-
-_HOOKS = (
-    "configure_gradient_clipping",
-    "transfer_batch_to_device",
-    "on_before_batch_transfer",
-    "on_after_batch_transfer",
-    "optimizer_step",
-    "optimizer_zero_grad",
-    "backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-)
 
 Parts = Sequence[tuple[Places, Any]]
 Stacks = tuple[dict[str, Tensor], State, Any]
@@ -55,42 +42,6 @@ Run = Callable[[dict[str, Tensor], State, Any], tuple[Tensor, dict[str, Tensor]]
 
 Objective = Callable[[Mapping[str, Tensor], State, Any, Callable[[], Any]], Any]
 """Runs one client's objective, given its values by name, its round state, its batch, and its training step."""
-
-
-@runtime_checkable
-class ActsOnStacks(Protocol):
-    """A callback that changes gradients before the optimizer steps, of clients that step together as well."""
-
-    def on_before_stacked_step(self, module: pl.LightningModule, stacks: Mapping[str, Tensor]) -> None:
-        """Change the gradients of stacks ``[clients, …]`` of trained parameters by name."""
-
-
-def unsupported_reason(trainer: Any, module: pl.LightningModule) -> str:
-    """Say what in a run's settings keeps its clients from stepping together, or return an empty string.
-
-    What ``training_step`` does is seen only when it is mapped: `ClientStack.training_step` refuses that by its cause.
-    """
-    if not module.automatic_optimization:
-        return "the module optimizes manually"
-    if trainer.accumulate_grad_batches != 1:
-        return f"accumulate_grad_batches={trainer.accumulate_grad_batches} ends a group at each client's own last batch"
-    for optimizer in trainer.optimizers:
-        if not acts_elementwise(optimizer):
-            return (
-                f"the optimizer {type(optimizer).__name__} is not known to act on each number alone (if it does,"
-                " declare it with lightning_lowrank.federated.register_elementwise)"
-            )
-    if getattr(trainer.precision_plugin, "scaler", None) is not None:
-        return "16-mixed precision scales the losses of all clients by one factor"
-    for hook in _HOOKS:
-        if overrides(module, hook):
-            return f"{type(module).__name__}.{hook}() expects one client's batch or gradients"
-    for callback in trainer.callbacks:
-        for hook in ("on_before_optimizer_step", "on_after_backward"):
-            acts = isinstance(callback, ActsOnStacks) or callback.state_key == "FederatedLoop"
-            if overrides(callback, hook) and not acts:
-                return f"the callback {type(callback).__name__}.{hook}() expects one client's gradients"
-    return ""
 
 
 def _homes(module: nn.Module, names: Mapping[Tensor, str]) -> list[tuple[MutableMapping[str, Any], str, str]]:

@@ -62,6 +62,9 @@ def reachable(name: str, root: Any) -> Iterator[tuple[str, Any]]:
 
 def is_of_the_program(item: Any) -> bool:
     """Return whether an object is of this package's runs, or of the command line that has made the module."""
+    if type(item).__name__ == "Namespace":
+        # A model's settings, as argparse and jsonargparse hand them over.
+        return False
     modules = {kind.__module__ for kind in type(item).__mro__}
     return isinstance(item, Untraced) or any(each in _OF_PROGRAMS or each[:12] == "jsonargparse" for each in modules)
 

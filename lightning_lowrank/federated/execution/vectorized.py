@@ -14,8 +14,9 @@ from lightning_lowrank.federated.algorithm import LocalStep, inherits
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.execution.base import Execution
+from lightning_lowrank.federated.execution.causes import ActsOnStacks
 from lightning_lowrank.federated.execution.graphs import StepGraphs, steps_left
-from lightning_lowrank.federated.execution.stack import ActsOnStacks, ClientStack
+from lightning_lowrank.federated.execution.stack import ClientStack
 from lightning_lowrank.federated.execution.traces import Watch, hooks_around_steps, without_writing
 from lightning_lowrank.federated.failures import turn_of
 from lightning_lowrank.federated.state import State, slice_tree, stack_trees
