@@ -26,8 +26,8 @@ from lightning_lowrank.internals.tracing import Untraceable
 Results = tuple[list[Tensor], Any]
 """Tensors, and what else a step gives, which does not depend on tensors."""
 
-_WORTH_TRACING = 1000
-"""Steps that a run must have left for the first trace, which takes as long as they gain by it if they are small."""
+_WORTH_TRACING = 2000
+"""Steps that a run must have left for the first trace, which takes as long as half of them gain by it."""
 WORTH_COMPILING = 30_000
 """Steps that a run must have left for ``compile="auto"``: some 0.3 ms of each make up for ten seconds."""
 _MOST_CHANGES = 10
@@ -173,6 +173,7 @@ class StepGraphs(Untraced):
             return None
         graphs.append(graph)
         self._seconds = time.perf_counter() - begin
+        rank_zero_info(f"traced a step of clients in {self._seconds:.1f} s")
         return replay
 
     def _replay(self, graph: _Graph, sizes: Mapping[str, int], of_own_sizes: bool) -> _Replay:
