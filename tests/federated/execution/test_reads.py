@@ -1,5 +1,6 @@
 """Whatever a step reads of Python is noticed once it changes, or keeps the step from being traced."""
 
+import argparse
 import contextlib
 import itertools
 import math
@@ -81,6 +82,7 @@ class Own(Module):
         self.drop = nn.Dropout(0.5)
         self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
         self.bound = partial(pow, 2.0)
+        self.args = argparse.Namespace(factor=2.0)
         self.constant = torch.ones(2)
 
     @property
@@ -143,6 +145,7 @@ CHANGES = {
     "a set": (lambda self: 1 in self.chosen, lambda module: module.chosen.add(2)),
     "an object's attribute": (lambda self: self.helper.factor, set_to("helper.factor", 3.0)),
     "an object's class": (lambda self: self.helper(), lambda module: monkey(Helper, "scale", 3.0)),
+    "the command line's words": (lambda self: self.args.factor, set_to("args.factor", 3.0)),
     "a slot": (lambda self: self.slots.factor, set_to("slots.factor", 3.0)),
     "another object": (lambda self: self.helper.factor, lambda module: setattr(module, "helper", Helper())),
     "hparams": (lambda self: self.hparams.factor, set_to("hparams.factor", 3.0)),
