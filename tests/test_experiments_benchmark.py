@@ -6,8 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.helpers import SHARED_DATA, needs_shared_data
+from tests.benchmarks.experiments_contenders.ours import run_recipe
+from tests.benchmarks.experiments_contenders.trial import Trial
+from tests.helpers import SHARED_DATA, needs_shared_data, weights
 
 ROOT = Path(__file__).parents[1]
 # FedSLoP's loop averages weights where ours averages coefficients.
@@ -19,17 +22,34 @@ LARGEST_DIFFERENCE = {"fedavg_m": 0.0, "fedslop": 1e-6, "fedmud": 0.0, "flute": 
 @needs_shared_data("FashionMNIST")
 @pytest.mark.parametrize("experiment", LARGEST_DIFFERENCE)
 def test_every_experiment_is_that_of_the_loop_written_by_hand(tmp_path, experiment):
-    if experiment == "fedmud":
-        pytest.xfail("the quick run's weights are 0.026 apart: not looked into yet")
     file = tmp_path / "figures.json"
     script = ROOT / "tests" / "benchmarks" / "experiments.py"
     words = ["--quick", "--threads", "1", "--root", str(SHARED_DATA), "--only", experiment, "--json", str(file)]
-    words += ["--contenders", "plain", "default", "auto"]
+    contenders = ["plain", "default", "auto"]
+    if experiment == "fedmud":
+        # Its batch normalisation amplifies rounding to 0.03 in single precision: the next test compares it in double.
+        contenders.remove("auto")
+    words += ["--contenders", *contenders]
     subprocess.run([sys.executable, str(script), *words], check=True, cwd=ROOT)
     (found,) = json.loads(file.read_text())["experiments"]
     assert not found["left_out"]
-    contenders = found["contenders"]
-    accuracies = {name: figures["found"]["accuracies"] for name, figures in contenders.items()}
+    found = found["contenders"]
+    accuracies = {name: figures["found"]["accuracies"] for name, figures in found.items()}
     assert accuracies["default"] == pytest.approx(accuracies["plain"], abs=1e-6)
-    assert contenders["default"]["difference"] <= LARGEST_DIFFERENCE[experiment]
-    assert contenders["auto"]["difference"] <= 1e-4
+    assert found["default"]["difference"] <= LARGEST_DIFFERENCE[experiment]
+    if "auto" in contenders:
+        assert found["auto"]["difference"] <= 1e-4
+
+
+@pytest.mark.slow
+@needs_shared_data("FashionMNIST")
+def test_fedmuds_clients_that_step_together_are_those_that_do_not(tmp_path, monkeypatch):
+    # seed_everything sets it for the whole process, where FederatedLoop in other tests would find it.
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+    ends = []
+    for execution in ("sequential", "vectorized"):
+        trial = Trial("ours", str(SHARED_DATA), rounds=2, experiment="fedmud", folder=str(tmp_path), quick=True)
+        words = ["--federated.execution", execution, "--trainer.precision", "64-true"]
+        words += ["--trainer.enable_model_summary", "false", "--trainer.logger", "false"]
+        ends.append(weights(run_recipe(trial, [], words).model))
+    torch.testing.assert_close(*ends, rtol=1e-12, atol=1e-12)

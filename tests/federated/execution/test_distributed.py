@@ -94,7 +94,7 @@ def state(result: Mapping[str, Any]) -> dict[str, Any]:
     return {**found, "progress": {name: value for name, value in found["progress"].items() if name not in OWN}}
 
 
-def assert_as_one(alone: Mapping[str, Any], together: list[dict[str, Any]], tolerance: float = 4e-6) -> None:
+def assert_as_one(alone: Mapping[str, Any], together: list[dict[str, Any]], tolerance: float = 1e-6) -> None:
     for result in together:
         assert result["ledger"] == alone["ledger"]
         assert result["steps"] == alone["steps"]
