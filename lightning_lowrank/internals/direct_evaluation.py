@@ -6,20 +6,16 @@ releases of Lightning that they were compared with.
 
 from __future__ import annotations
 
-import inspect
 import operator
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-import lightning
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.profilers import PassThroughProfiler
-from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_lowrank.internals.lightning import missing, overrides
+from lightning_lowrank.internals.direct import Call, Hooks, calls_fit, has_usual_parts, is_compared_release
+from lightning_lowrank.internals.lightning import missing
 
 try:
     from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
@@ -31,10 +27,8 @@ except ImportError:
 else:
     _IMPORTED = True
 
-_RELEASES = ((2, 6),)
 _KINDS = {"fit": "validation", "validate": "validation", "test": "test"}
 _LOOPS = {"fit": "fit_loop.epoch_loop.val_loop", "validate": "validate_loop", "test": "test_loop"}
-_TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _NEEDED = ("lightning_module._current_fx_name", "received_sigterm", "strategy.model")
 _NEEDED_OF_LOOP = (
     "_combined_loader",
@@ -68,7 +62,7 @@ class DirectEvaluation:
         self._kind = _KINDS[stage]
         self._begin_loader = begin_loader
         self._ends = ExitStack()
-        self._hooks: _Hooks | None = None
+        self._calls: _Calls | None = None
         self._logged: dict[tuple[Any, ...], tuple[dict[str, Any], Any, str]] = {}
         self._is_known = not missing(trainer, _LOOPS[stage]) and _is_known(trainer, _loop(trainer, stage))
         if not self._is_known:
@@ -91,7 +85,7 @@ class DirectEvaluation:
             return self._run_as_lightning()
 
     def _reset(self) -> None:
-        self._hooks = None
+        self._calls = None
         self._logged.clear()
         self._ends.close()
         for loader in self._loop._combined_loader.flattened:
@@ -99,35 +93,31 @@ class DirectEvaluation:
         self._reset_as_lightning()
 
     def _is_usual(self) -> bool:
-        trainer, module = self._trainer, self._trainer.lightning_module
-        owners = [module] if trainer.datamodule is None else [module, trainer.datamodule]
+        trainer = self._trainer
         return bool(
-            type(trainer.strategy) is SingleDeviceStrategy
-            and trainer.strategy.model is module
-            and type(trainer.precision_plugin) is Precision
-            and type(trainer.profiler) is PassThroughProfiler
+            has_usual_parts(trainer)
+            and trainer.strategy.model is trainer.lightning_module
             and type(self._loop._data_fetcher) is _PrefetchDataFetcher
-            and not any(overrides(owner, hook) for owner in owners for hook in _TRANSFERS)
         )
 
     def _step(self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
-        if self._hooks is None:
-            self._hooks = _Hooks(self._trainer, self._kind, self._is_usual())
-        if not self._hooks.direct:
+        if self._calls is None:
+            self._calls = _Calls(self._trainer, self._kind, self._is_usual())
+        if not self._calls.direct:
             self._step_as_lightning(batch, batch_idx, dataloader_idx, dataloader_iter)
             return
-        trainer, loop, hooks = self._trainer, self._loop, self._hooks
+        trainer, loop, calls = self._trainer, self._loop, self._calls
         progress, connector = loop.batch_progress, trainer._logger_connector
-        batch = hooks.module.transfer_batch_to_device(batch, trainer.strategy.root_device, dataloader_idx)
+        batch = calls.module.transfer_batch_to_device(batch, trainer.strategy.root_device, dataloader_idx)
         several = loop._is_sequential and loop.num_dataloaders > 1
         indices = (batch_idx, dataloader_idx) if several else (batch_idx,)
         progress.increment_ready()
         connector.on_batch_start(batch, dataloader_idx if several else None)
-        hooks.tell("batch_start", batch, *indices)
+        calls.tell("batch_start", batch, *indices)
         progress.increment_started()
-        output = hooks.step(batch, *indices)
+        output = calls.step(batch, *indices)
         progress.increment_processed()
-        hooks.tell("batch_end", output, batch, *indices)
+        calls.tell("batch_end", output, batch, *indices)
         connector.on_batch_end()
         progress.increment_completed()
         if not trainer.sanity_checking:
@@ -165,34 +155,21 @@ class DirectEvaluation:
         return item.value is value if isinstance(value, Metric) else item.is_tensor and value.device == device
 
 
-class _Hooks:
+class _Calls:
     """What an evaluation calls of the module and of callbacks."""
 
     def __init__(self, trainer: Any, kind: str, direct: bool) -> None:
         self.direct = direct
         self.module: Any = trainer.lightning_module
-        self._trainer = trainer
         self._step_name = f"{kind}_step"
         self._own_step = getattr(self.module, self._step_name)
         self._takes_index = is_param_in_hook_signature(self._own_step, "batch_idx", min_args=2)
-        self._calls = {moment: self._overridden(f"on_{kind}_{moment}") for moment in ("batch_start", "batch_end")}
-
-    def _overridden(self, hook: str) -> tuple[str, list[Any], Any]:
-        callbacks = [getattr(each, hook) for each in self._trainer.callbacks if overrides(each, hook)]
-        return hook, callbacks, getattr(self.module, hook) if overrides(self.module, hook) else None
+        self._hooks = {moment: f"on_{kind}_{moment}" for moment in ("batch_start", "batch_end")}
+        self._tell = Hooks(trainer, self._hooks.values()).tell
 
     def tell(self, moment: str, *arguments: Any) -> None:
         """Call what overrides a hook."""
-        hook, callbacks, own = self._calls[moment]
-        if not callbacks and own is None:
-            return
-        # By this `LightningModule.log` knows where it is called from.
-        vars(self.module)["_current_fx_name"], before = hook, self.module._current_fx_name
-        for callback in callbacks:
-            callback(self._trainer, self.module, *arguments)
-        if own is not None:
-            own(*arguments)
-        vars(self.module)["_current_fx_name"] = before
+        self._tell(self._hooks[moment], *arguments)
 
     def step(self, batch: Any, batch_idx: int, *dataloader_idx: int) -> Any:
         """Make the module's step."""
@@ -209,10 +186,9 @@ def _loop(trainer: Any, stage: str) -> Any:
 
 def _is_known(trainer: Any, loop: Any) -> bool:
     """Return whether this Lightning evaluates in the way of which `DirectEvaluation` makes the steps."""
-    release = tuple(int(part) for part in lightning.__version__.split(".")[:2])
     return (
         _IMPORTED
-        and release in _RELEASES
+        and is_compared_release()
         and type(loop) is _EvaluationLoop
         and not missing(trainer, *_NEEDED)
         and not missing(_EvaluationLoop, "_is_sequential", "num_dataloaders")
@@ -225,7 +201,7 @@ def _is_known(trainer: Any, loop: Any) -> bool:
 def _calls_fit(trainer: Any, loop: Any) -> bool:
     """Return whether the methods that a step calls still take what it gives them."""
     connector = trainer._logger_connector
-    calls: tuple[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]], ...] = (
+    calls: tuple[Call, ...] = (
         (loop._evaluation_step, (None, 0, 0, None), {}),
         (loop._results.log, ("", "", None), {"batch_size": None, "enable_graph": False, "add_dataloader_idx": True}),
         (loop._results.update_metrics, ("", None, None), {}),
@@ -237,9 +213,4 @@ def _calls_fit(trainer: Any, loop: Any) -> bool:
         (connector.on_batch_end, (), {}),
         (connector.update_eval_step_metrics, (0,), {}),
     )
-    try:
-        for function, arguments, keywords in calls:
-            inspect.signature(function).bind(*arguments, **keywords)
-    except TypeError:
-        return False
-    return True
+    return calls_fit(calls)

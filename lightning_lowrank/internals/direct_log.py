@@ -12,12 +12,12 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-import lightning
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import RunningStage
 from torch import Tensor, nn
 
+from lightning_lowrank.internals.direct import Call, calls_fit, is_compared_release
 from lightning_lowrank.internals.lightning import missing, overrides
 
 try:
@@ -32,7 +32,6 @@ except ImportError:
 else:
     _IMPORTED = True
 
-_RELEASES = ((2, 6),)
 _NEEDED = (
     "barebones",
     "should_stop",
@@ -325,10 +324,9 @@ def _size_of(batch: Any) -> int | None:
 
 def _is_known(trainer: Any) -> bool:
     """Return whether what this Lightning does with what is logged is what `DirectLog` does."""
-    release = tuple(int(part) for part in lightning.__version__.split(".")[:2])
     return bool(
         _IMPORTED
-        and release in _RELEASES
+        and is_compared_release()
         and not missing(trainer, *_NEEDED)
         and _calls_fit()
         and type(trainer._logger_connector) is _LoggerConnector
@@ -344,16 +342,11 @@ def _calls_fit() -> bool:
     ours = list(inspect.signature(_Log.__call__).parameters.values())[1:]
     if [(each.name, each.default) for each in taken] != [(each.name, each.default) for each in ours]:
         return False
-    calls: tuple[tuple[Callable[..., Any], tuple[Any, ...]], ...] = (
-        (_LoggerConnector.on_batch_start, (None, None, None)),
-        (_LoggerConnector.on_batch_end, (None,)),
-        (_LoggerConnector.update_train_step_metrics, (None,)),
-        (_ResultCollection._extract_batch_size, (None, None, None, None)),
-        (_get_default_dtype, ()),
+    calls: tuple[Call, ...] = (
+        (_LoggerConnector.on_batch_start, (None, None, None), {}),
+        (_LoggerConnector.on_batch_end, (None,), {}),
+        (_LoggerConnector.update_train_step_metrics, (None,), {}),
+        (_ResultCollection._extract_batch_size, (None, None, None, None), {}),
+        (_get_default_dtype, (), {}),
     )
-    try:
-        for function, arguments in calls:
-            inspect.signature(function).bind(*arguments)
-    except TypeError:
-        return False
-    return True
+    return calls_fit(calls)

@@ -7,19 +7,15 @@ releases of Lightning that they were compared with.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import lightning
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.profilers import PassThroughProfiler
-from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 
+from lightning_lowrank.internals.direct import Call, Hooks, calls_fit, has_usual_parts, is_compared_release
 from lightning_lowrank.internals.lightning import missing, overrides
 from lightning_lowrank.internals.torch import bare_step, drop_gradients
 
@@ -34,7 +30,6 @@ except ImportError:
 else:
     _IMPORTED = True
 
-_RELEASES = ((2, 6),)
 _STEP_HOOKS = (
     "on_train_batch_start",
     "on_before_zero_grad",
@@ -44,7 +39,6 @@ _STEP_HOOKS = (
     "on_train_batch_end",
 )
 _UPDATES = ("backward", "optimizer_zero_grad")
-_TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _TRANSFER = pl.LightningModule.transfer_batch_to_device
 _END = object()
 _NEEDED = (
@@ -172,15 +166,12 @@ class DirectSteps:
         trainer, module = self._trainer, self._trainer.lightning_module
         return bool(
             self._is_known
-            and type(trainer.strategy) is SingleDeviceStrategy
-            and type(trainer.precision_plugin) is Precision
-            and type(trainer.profiler) is PassThroughProfiler
+            and has_usual_parts(trainer)
             and type(data_fetcher) is _PrefetchDataFetcher
             and module.automatic_optimization
             and trainer.accumulate_grad_batches == 1
-            and not any(overrides(module, hook) for hook in (*_UPDATES, *_TRANSFERS))
+            and not any(overrides(module, hook) for hook in _UPDATES)
             and not self._has_own_update()
-            and not any(overrides(trainer.datamodule, hook) for hook in _TRANSFERS if trainer.datamodule is not None)
         )
 
     def _around_updates(self) -> AroundUpdates | None:
@@ -194,27 +185,10 @@ class DirectSteps:
     def _find_hooks(self) -> None:
         module = self._trainer.lightning_module
         self._around = self._around_updates()
-        self._callbacks = {
-            hook: [getattr(each, hook) for each in self._trainer.callbacks if overrides(each, hook)]
-            for hook in _STEP_HOOKS
-        }
-        self._own = {hook: getattr(module, hook) for hook in _STEP_HOOKS if overrides(module, hook)}
-        self._heard = {hook for hook in _STEP_HOOKS if self._callbacks[hook] or hook in self._own}
-        self._at_once = not self._heard & {"on_before_zero_grad", "on_before_backward", "on_after_backward"}
+        self._hooks = Hooks(self._trainer, _STEP_HOOKS)
+        self._at_once = not self._hooks.heard & {"on_before_zero_grad", "on_before_backward", "on_after_backward"}
         self._clips = overrides(module, "configure_gradient_clipping") or bool(self._trainer.gradient_clip_val)
         self._takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-
-    def _tell(self, hook: str, *arguments: Any) -> Any:
-        """Call what overrides a hook, and return what the module answers."""
-        module = self._trainer.lightning_module
-        # By this `LightningModule.log` knows where it is called from.
-        attributes = vars(module)
-        before, attributes["_current_fx_name"] = attributes["_current_fx_name"], hook
-        for callback in self._callbacks[hook]:
-            callback(self._trainer, module, *arguments)
-        answer = self._own[hook](*arguments) if hook in self._own else None
-        attributes["_current_fx_name"] = before
-        return answer
 
     def _next_batch(self, data_fetcher: Any) -> Any:
         batch = _END if self._batches is None or data_fetcher.done else next(self._batches, _END)
@@ -235,7 +209,7 @@ class DirectSteps:
         return module.transfer_batch_to_device(batch, device, 0)
 
     def _step(self, data_fetcher: Any) -> None:
-        loop, trainer, heard = self._loop, self._trainer, self._heard
+        loop, trainer = self._loop, self._trainer
         module, progress, results = trainer.lightning_module, loop.batch_progress, loop._results
         batch = self._next_batch(data_fetcher)
         batch_idx = loop.batch_idx + 1
@@ -244,7 +218,7 @@ class DirectSteps:
         progress.increment_ready()
         trainer._logger_connector.on_batch_start(batch)
         output = None
-        ends_epoch = "on_train_batch_start" in heard and self._tell("on_train_batch_start", batch, batch_idx) == -1
+        ends_epoch = self._hooks.tell("on_train_batch_start", batch, batch_idx) == -1
         if ends_epoch:
             progress.increment_by(0, is_last_batch=True)
         else:
@@ -257,8 +231,7 @@ class DirectSteps:
                 loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
         if ends_epoch:
             raise StopIteration
-        if "on_train_batch_end" in heard:
-            self._tell("on_train_batch_end", output, batch, batch_idx)
+        self._hooks.tell("on_train_batch_end", output, batch, batch_idx)
         if results:
             trainer._logger_connector.on_batch_end()
         else:
@@ -268,7 +241,7 @@ class DirectSteps:
             trainer._logger_connector.update_train_step_metrics()
 
     def _update(self, module: pl.LightningModule, batch: Any, batch_idx: int) -> dict[str, Any]:
-        trainer, attributes, heard = self._trainer, vars(module), self._heard
+        trainer, attributes = self._trainer, vars(module)
         (optimizer,) = trainer.optimizers
         counts = self._loop.automatic_optimization.optim_progress.optimizer
         arguments = (batch, batch_idx) if self._takes_index else (batch,)
@@ -276,8 +249,7 @@ class DirectSteps:
 
         def zero_grad() -> None:
             counts.zero_grad.increment_ready()
-            if "on_before_zero_grad" in heard:
-                self._tell("on_before_zero_grad", optimizer)
+            self._hooks.tell("on_before_zero_grad", optimizer)
             counts.zero_grad.increment_started()
             drop_gradients(optimizer)
             counts.zero_grad.increment_completed()
@@ -306,18 +278,15 @@ class DirectSteps:
                     return None
                 loss, kept = result.closure_loss, result.loss
             zero_grad()
-            if "on_before_backward" in heard:
-                self._tell("on_before_backward", loss)
+            self._hooks.tell("on_before_backward", loss)
             loss.backward()
-            if "on_after_backward" in heard:
-                self._tell("on_after_backward")
+            self._hooks.tell("on_after_backward")
             return kept
 
         def gradients() -> Tensor | None:
             # An optimizer may call it where gradients are off.
             loss = closure() if torch.is_grad_enabled() else torch.enable_grad()(closure)()
-            if "on_before_optimizer_step" in heard:
-                self._tell("on_before_optimizer_step", optimizer)
+            self._hooks.tell("on_before_optimizer_step", optimizer)
             if self._clips:
                 module.configure_gradient_clipping(
                     optimizer,
@@ -353,8 +322,7 @@ def _batches_of(data_fetcher: Any) -> Iterator[Any] | None:
 
 def _is_known(trainer: Any) -> bool:
     """Return whether this Lightning's steps are those that `DirectSteps` makes."""
-    release = tuple(int(part) for part in lightning.__version__.split(".")[:2])
-    if not _IMPORTED or release not in _RELEASES or missing(trainer, *_NEEDED):
+    if not _IMPORTED or not is_compared_release() or missing(trainer, *_NEEDED):
         return False
     return type(trainer.fit_loop.epoch_loop) is _TrainingEpochLoop and _calls_fit(trainer)
 
@@ -363,7 +331,7 @@ def _calls_fit(trainer: Any) -> bool:
     """Return whether the methods that a step calls still take what it gives them."""
     loop = trainer.fit_loop.epoch_loop
     connector, progress = trainer._logger_connector, loop.batch_progress
-    calls: tuple[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]], ...] = (
+    calls: tuple[Call, ...] = (
         (type(loop).advance, (loop, None), {}),
         (type(loop).run, (loop, None), {}),
         (type(loop).on_advance_end, (loop, None), {}),
@@ -378,9 +346,4 @@ def _calls_fit(trainer: Any) -> bool:
         (ClosureResult, (None,), {}),
         (ClosureResult.from_training_step_output, (None,), {}),
     )
-    try:
-        for function, arguments, keywords in calls:
-            inspect.signature(function).bind(*arguments, **keywords)
-    except TypeError:
-        return False
-    return True
+    return calls_fit(calls)

@@ -1,0 +1,88 @@
+"""What the ways past Lightning's calls have in common: when they may be taken, and how hooks are told.
+
+`DirectSteps`, `DirectEvaluation` and `DirectLog` do what Lightning does, and are made for releases of it that they were
+compared with.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import lightning
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.strategies import SingleDeviceStrategy
+
+from lightning_lowrank.internals.lightning import overrides
+
+_RELEASES = ((2, 6),)
+_TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+
+
+def is_compared_release() -> bool:
+    """Return whether this Lightning is of a release that was compared with."""
+    return tuple(int(part) for part in lightning.__version__.split(".")[:2]) in _RELEASES
+
+
+def calls_fit(calls: Iterable[Call]) -> bool:
+    """Return whether functions take the arguments and keywords that stand beside them.
+
+    Example:
+        >>> calls_fit([(round, (1.5,), {"ndigits": 1})]), calls_fit([(round, (1.5,), {"digits": 1})])
+        (True, False)
+    """
+    try:
+        for function, arguments, keywords in calls:
+            inspect.signature(function).bind(*arguments, **keywords)
+    except TypeError:
+        return False
+    return True
+
+
+def has_usual_parts(trainer: Any) -> bool:
+    """Return whether strategy, precision and profiler are Lightning's plainest, and batches moved by its own hooks."""
+    owners = [owner for owner in (trainer.lightning_module, trainer.datamodule) if owner is not None]
+    return (
+        type(trainer.strategy) is SingleDeviceStrategy
+        and type(trainer.precision_plugin) is Precision
+        and type(trainer.profiler) is PassThroughProfiler
+        and not any(overrides(owner, hook) for owner in owners for hook in _TRANSFERS)
+    )
+
+
+class Hooks:
+    """Tells hooks to those callbacks that override them, and to the module if it does.
+
+    Args:
+        trainer: The trainer.
+        names: Names of the hooks. Who overrides them is looked up now.
+
+    Attributes:
+        heard: Those that somebody overrides.
+    """
+
+    def __init__(self, trainer: Any, names: Iterable[str]) -> None:
+        self._trainer = trainer
+        self._module = module = trainer.lightning_module
+        self._callbacks = {
+            name: [getattr(each, name) for each in trainer.callbacks if overrides(each, name)] for name in names
+        }
+        self._own = {name: getattr(module, name) for name in self._callbacks if overrides(module, name)}
+        self.heard = {name for name, callbacks in self._callbacks.items() if callbacks or name in self._own}
+
+    def tell(self, name: str, *arguments: Any) -> Any:
+        """Call what overrides a hook, and return what the module answers."""
+        if name not in self.heard:
+            return None
+        # By this `LightningModule.log` knows where it is called from.
+        attributes = vars(self._module)
+        before, attributes["_current_fx_name"] = attributes["_current_fx_name"], name
+        for callback in self._callbacks[name]:
+            callback(self._trainer, self._module, *arguments)
+        answer = self._own[name](*arguments) if name in self._own else None
+        attributes["_current_fx_name"] = before
+        return answer
