@@ -41,8 +41,6 @@ import os
 import statistics
 import sys
 import tempfile
-import threading
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -54,7 +52,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))
 
 from tests.benchmarks.experiments_contenders.trial import RECIPES, Trial  # noqa: E402
-from tests.benchmarks.processes import LeftOut, Process, Run  # noqa: E402
+from tests.benchmarks.processes import LeftOut, Process, Run, Turns  # noqa: E402
 
 SHARED_DATA = REPOSITORY.parent / "shared" / "data"
 LARGEST_DIFFERENCE = 0.005
@@ -154,37 +152,16 @@ def run_experiment(name: str, chosen: list[str], options: argparse.Namespace) ->
             arguments=options.recipe_arguments,
         )
         start_in(folder, "prepare", Contender("prepare"), trial).read_to_end()
-        processes: dict[str, Process] = {}
-
-        def attempt(contender: str, action: Callable[[Process], object]) -> None:
-            try:
-                action(processes[contender])
-            except LeftOut as word:
-                outcome.left_out[contender] = word
-                del processes[contender]
-
         present = [each for each in chosen if name in CONTENDERS[each].only]
-        waiting = [each for each in present if not CONTENDERS[each].alone]
-        try:
-            for contender in waiting:
+        with Turns(outcome.left_out) as turns:
+            for contender in [each for each in present if not CONTENDERS[each].alone]:
                 own = replace(trial, block=options.rounds)
-                processes[contender] = start_in(folder, contender, CONTENDERS[contender], own)
-                attempt(contender, Process.read_to_first_block)
-            for repetition in range(repetitions):
-                for contender in list(processes)[:: -1 if repetition % 2 else 1]:
-                    attempt(contender, Process.compute_block)
-            for contender in list(processes):
-                attempt(contender, Process.read_to_end)
+                turns.begin(contender, start_in(folder, contender, CONTENDERS[contender], own))
+            turns.take(repetitions)
             for contender in [each for each in present if CONTENDERS[each].alone]:
-                processes[contender] = start_in(folder, contender, CONTENDERS[contender], trial)
-                watcher = threading.Thread(target=processes[contender].watch_memory, daemon=True)
-                watcher.start()
-                attempt(contender, lambda process: run_alone(process, options.rounds))
-                watcher.join()
-            outcome.runs = {contender: process.run for contender, process in processes.items()}
-        finally:
-            for process in processes.values():
-                process.close()
+                process = start_in(folder, contender, CONTENDERS[contender], trial)
+                turns.run_alone(contender, process, lambda process: run_alone(process, options.rounds))
+            outcome.runs = turns.runs
         outcome.differences = differences(Path(folder), list(outcome.runs))
     return outcome
 

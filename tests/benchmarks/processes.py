@@ -15,13 +15,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from tests.benchmarks.contending import ProcessSetting
+
+Name = TypeVar("Name", bound=Hashable)
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SECONDS_TO_HANG = 1800
@@ -157,6 +159,66 @@ class Process:
         for stream in (self._process.stdin, self._process.stdout, self._log):
             with contextlib.suppress(BrokenPipeError):
                 stream.close()  # type: ignore[union-attr]
+
+
+class Turns(Generic[Name]):
+    """Contenders' processes that live side by side and take turns. At the end of the context all are closed.
+
+    Args:
+        left_out: Takes the contenders that can't go on, with their reasons.
+    """
+
+    def __init__(self, left_out: dict[Name, LeftOut]) -> None:
+        self._left_out = left_out
+        self._processes: dict[Name, Process] = {}
+
+    def __enter__(self) -> Turns[Name]:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for process in self._processes.values():
+            process.close()
+
+    def begin(self, contender: Name, process: Process) -> None:
+        """Add a contender, and read what it says until its first block."""
+        self._processes[contender] = process
+        self.attempt(contender, Process.read_to_first_block)
+
+    def take(self, repetitions: int) -> None:
+        """Let each compute its blocks, in an order that turns round every time, and finish."""
+        for repetition in range(repetitions):
+            for contender in list(self._processes)[:: -1 if repetition % 2 else 1]:
+                self.attempt(contender, Process.compute_block)
+        for contender in list(self._processes):
+            self.attempt(contender, Process.read_to_end)
+
+    def run_alone(self, contender: Name, process: Process, action: Callable[[Process], object]) -> None:
+        """Add a contender that runs from start to end while the memory of its descendants is watched."""
+        self._processes[contender] = process
+        with watched(process):
+            self.attempt(contender, action)
+
+    def attempt(self, contender: Name, action: Callable[[Process], object]) -> None:
+        """Do something with a contender's process, and leave it out if it can't."""
+        try:
+            action(self._processes[contender])
+        except LeftOut as word:
+            self._left_out[contender] = word
+            del self._processes[contender]
+
+    @property
+    def runs(self) -> dict[Name, Run]:
+        """What the contenders measured that have gone on."""
+        return {contender: process.run for contender, process in self._processes.items()}
+
+
+@contextlib.contextmanager
+def watched(process: Process) -> Iterator[None]:
+    """Sample the memory of a process and all its descendants. It must have ended by the end of the context."""
+    watcher = threading.Thread(target=process.watch_memory, daemon=True)
+    watcher.start()
+    yield
+    watcher.join()
 
 
 def descendants(process: int) -> Iterator[int]:

@@ -39,7 +39,6 @@ import argparse
 import os
 import statistics
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -51,7 +50,7 @@ from json_option import add_json_option, write_json
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))
 
-from tests.benchmarks.processes import LeftOut, Process, Run  # noqa: E402
+from tests.benchmarks.processes import LeftOut, Process, Run, Turns, watched  # noqa: E402
 from tests.benchmarks.rounds_contenders.experiment import Setting  # noqa: E402
 
 SHARED_DATA = REPOSITORY.parent / "shared" / "data"
@@ -214,30 +213,13 @@ def in_turns(
 ) -> Outcome:
     """Run the contenders' processes side by side, block by block, in an order that turns round every time."""
     outcome = Outcome(name, shared)
-    processes: dict[Contender, Process] = {}
-
-    def attempt(contender: Contender, action: Callable[[Process], object]) -> None:
-        try:
-            action(processes[contender])
-        except LeftOut as word:
-            outcome.left_out[contender] = word
-            del processes[contender]
-
-    try:
+    with Turns(outcome.left_out) as turns:
         for contender in contenders:
             block = rounds_a_turn.get(contender.way, rounds_a_turn[""])
             own = replace(setting_of(contender, shared), block=block, rounds=1 + repetitions * block)
-            processes[contender] = Process(script_of(contender), own)
-            attempt(contender, Process.read_to_first_block)
-        for repetition in range(repetitions):
-            for contender in list(processes)[:: -1 if repetition % 2 else 1]:
-                attempt(contender, Process.compute_block)
-        for contender in list(processes):
-            attempt(contender, Process.read_to_end)
-        outcome.runs = {contender: [process.run] for contender, process in processes.items()}
-    finally:
-        for process in processes.values():
-            process.close()
+            turns.begin(contender, Process(script_of(contender), own))
+        turns.take(repetitions)
+        outcome.runs = {contender: [run] for contender, run in turns.runs.items()}
     return outcome
 
 
@@ -249,16 +231,14 @@ def in_whole_runs(name: str, shared: Setting, contenders: list[Contender], repet
             if contender in outcome.left_out:
                 continue
             process = Process(script_of(contender), setting_of(contender, shared))
-            watcher = threading.Thread(target=process.watch_memory, daemon=True)
-            watcher.start()
-            try:
-                outcome.runs.setdefault(contender, []).append(process.read_to_end())
-            except LeftOut as word:
-                outcome.left_out[contender] = word
-                outcome.runs.pop(contender, None)
-            finally:
-                process.close()
-                watcher.join()
+            with watched(process):
+                try:
+                    outcome.runs.setdefault(contender, []).append(process.read_to_end())
+                except LeftOut as word:
+                    outcome.left_out[contender] = word
+                    outcome.runs.pop(contender, None)
+                finally:
+                    process.close()
     return outcome
 
 

@@ -148,9 +148,9 @@ def time_both(trainer: Any, module: pl.LightningModule, chunk: Chunk, loader: Ro
             be put back.
     """
     with trial(trainer, loader, chunk, _TRIED_STEPS) as (together, alone):
-        rounds = steps_left(trainer, chunk.steps)
+        left = steps_left(trainer, chunk.steps)
         # The graphs of the fit itself are traced again, where more is known of its steps.
-        graphs = StepGraphs(module, (), lambda: rounds)
+        graphs = StepGraphs(module, (), lambda: left)
         stack = ClientStack(trainer, module, trained_tensors(module), len(chunk.clients), graphs=graphs)
         try:
             in_chunk = _seconds(

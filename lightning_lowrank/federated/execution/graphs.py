@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -34,6 +34,30 @@ _MOST_CHANGES = 10
 _TOLERANCE = 1e-3
 _FORMS_AT_ONCE = 8
 """Forms of batches that are traced at once. More, such as one for each length of a text, have to repay it first."""
+
+
+class Step(NamedTuple):
+    """A step of clients that is to be made.
+
+    Args:
+        form: What must be equal for steps of one graph, but for the sizes.
+        sizes: Sizes by name.
+        named: Returns for each tensor the name of each dimension's size, and ``None`` for one that ``form`` fixes.
+            ``None`` stands for a tensor that all clients share, and that the step does not write into.
+        tensors: What the step takes. It may write into them.
+        make: Makes the step itself, given such tensors.
+    """
+
+    form: Hashable
+    sizes: Mapping[str, int]
+    named: Callable[[], Sequence[Sequence[str | None] | None]]
+    tensors: Sequence[Tensor]
+    make: Callable[[Sequence[Tensor]], Results]
+
+    @property
+    def key(self) -> Hashable:
+        """What is equal for steps of one replay."""
+        return self.form, *self.sizes.values()
 
 
 @dataclass
@@ -94,66 +118,43 @@ class StepGraphs(Untraced):
         self._round += 1
         self._compiles = compiled
 
-    def find(
-        self,
-        form: Hashable,
-        sizes: Mapping[str, int],
-        named: Callable[[], Sequence[Sequence[str | None] | None]],
-        tensors: Sequence[Tensor],
-        step: Callable[[Sequence[Tensor]], Results],
-    ) -> Callable[[], Results] | None:
-        """Return a function that makes a step by its graph.
+    def find(self, step: Step) -> Callable[[], Results] | None:
+        """Return a function that makes a step by its graph and returns what the step returns.
 
-        Args:
-            form: What must be equal for steps of one graph, but for the sizes.
-            sizes: Sizes by name.
-            named: Returns for each tensor the name of each dimension's size, and ``None`` for one that ``form`` fixes.
-                ``None`` stands for a tensor that all clients share, and that the step does not write into.
-            tensors: What the step takes. It may write into them.
-            step: Makes the step itself.
-
-        Returns:
-            A function that returns what the step returns; ``None`` if the step is to be made without a graph.
+        It is ``None`` if the step is to be made without a graph.
         """
         if self.reason:
             return None
-        key = (form, *sizes.values())
+        key = step.key
         replays = self._replays.get(key)
         if replays is None:
             replays = self._replays[key] = []
         found = next((each for each in replays if not each.graph.reads.changed()), None)
         if found is None:
-            found = self._make(form, sizes, named, tensors, step)
+            found = self._make(step)
             if found is None:
                 return None
             replays.append(found)
         replay = found
         if replay.last != self._round:
             if replay.rounds & (replay.rounds + 1) == 0:
-                return lambda: self._compared(key, replay, named, tensors, step)
+                return lambda: self._compared(replay, step)
             replay.last, replay.rounds = self._round, replay.rounds + 1
-        return lambda: (replay.run(tensors), replay.graph.note)
+        return lambda: (replay.run(step.tensors), replay.graph.note)
 
-    def _make(
-        self,
-        form: Hashable,
-        sizes: Mapping[str, int],
-        named: Callable[[], Sequence[Sequence[str | None] | None]],
-        tensors: Sequence[Tensor],
-        step: Callable[[Sequence[Tensor]], Results],
-    ) -> _Replay | None:
-        key = (form, *sizes.values())
-        graphs = self._graphs.setdefault(form, [])
+    def _make(self, step: Step) -> _Replay | None:
+        key = step.key
+        graphs = self._graphs.setdefault(step.form, [])
         changed = ""
         for graph in graphs:
             if key in graph.unfit:
                 continue
-            if not graph.traced.holds(sizes):
+            if not graph.traced.holds(step.sizes):
                 graph.unfit.add(key)
                 continue
             changed = graph.reads.changed()
             if not changed:
-                return self._replay(graph, sizes, of_own_sizes=False)
+                return self._replay(graph, step.sizes, of_own_sizes=False)
         if changed:
             self._changes += 1
             if self._changes > _MOST_CHANGES:
@@ -161,13 +162,16 @@ class StepGraphs(Untraced):
                 return None
         elif not self._is_worth_it(key, first=not graphs and len(self._graphs) <= _FORMS_AT_ONCE):
             return None
+        reason = tracing.unsupported_reason()
         if torch.is_anomaly_enabled():
-            self.give_up("detect_anomaly looks at each operation of its backward pass")
+            reason = "detect_anomaly looks at each operation of its backward pass"
+        if reason:
+            self.give_up(reason)
             return None
         begin = time.perf_counter()
         try:
-            graph = self._trace(tensors, named(), step)
-            replay = self._replay(graph, sizes, of_own_sizes=True)
+            graph = self._trace(step)
+            replay = self._replay(graph, step.sizes, of_own_sizes=True)
         except (Exception, Untraceable) as error:
             self.give_up(str(error) if isinstance(error, Untraceable) else f"torch says: {_first_line(error)}")
             return None
@@ -197,45 +201,34 @@ class StepGraphs(Untraced):
         self._uses[key] += 1
         return self._uses[key] * self._gain >= self._seconds
 
-    def _trace(
-        self,
-        tensors: Sequence[Tensor],
-        named: Sequence[Sequence[str | None] | None],
-        step: Callable[[Sequence[Tensor]], Results],
-    ) -> _Graph:
+    def _trace(self, step: Step) -> _Graph:
         notes: list[Any] = []
 
         def function(*arguments: Tensor) -> list[Tensor]:
-            results, note = step(arguments)
+            results, note = step.make(arguments)
             notes.append(note)
             return results
 
         reads = Reads(self._module, self._roots)
         before = [each.number for each in self.numbered]
-        with _same_randomness(tensors):
+        with _same_randomness(step.tensors):
             try:
                 for each in self.numbered:
                     each.number = Observed(each.number)
                 with reads.watching():
-                    traced = _traced(function, tensors, named)
+                    traced = _traced(function, step.tensors, step.named())
             finally:
                 for each, number in zip(self.numbered, before, strict=True):
                     each.number = number
         return _Graph(traced, reads, notes[-1])
 
-    def _compared(
-        self,
-        key: Hashable,
-        replay: _Replay,
-        named: Callable[[], Sequence[Sequence[str | None] | None]],
-        tensors: Sequence[Tensor],
-        step: Callable[[Sequence[Tensor]], Results],
-    ) -> Results:
+    def _compared(self, replay: _Replay, step: Step) -> Results:
         """Make the step itself, and compare its results with the graph's."""
         if self.reason:
             # Given up for another part of the same step.
-            return step(tensors)
-        copies = [tensor if names is None else tensor.clone() for tensor, names in zip(tensors, named(), strict=True)]
+            return step.make(step.tensors)
+        tensors, named = step.tensors, step.named()
+        copies = [tensor if names is None else tensor.clone() for tensor, names in zip(tensors, named, strict=True)]
         begin = time.perf_counter()
         drawn: list[Tensor] = []
         try:
@@ -246,7 +239,7 @@ class StepGraphs(Untraced):
             # A size that tracing has taken for fixed.
             replayed = []
         middle = time.perf_counter()
-        results, note = step(tensors)
+        results, note = step.make(tensors)
         replay.last, replay.rounds = self._round, replay.rounds + 1
         self._gain = max(self._gain, time.perf_counter() - middle - (middle - begin))
         pairs = [*zip(replayed, results, strict=False), *zip(copies, tensors, strict=True)]
@@ -256,8 +249,8 @@ class StepGraphs(Untraced):
             or len(replayed) != len(results)
             or not all((_equal if replay.exact else _close)(one, two) for one, two in pairs)
         ):
-            self._replays[key].remove(replay)
-            replay.graph.unfit.add(key)
+            self._replays[step.key].remove(replay)
+            replay.graph.unfit.add(step.key)
             if replay.of_own_sizes:
                 self.give_up("its graph gives other values than the step")
         return results, note

@@ -27,7 +27,7 @@ from torchmetrics import Metric
 from lightning_lowrank.federated.data.loader import Places
 from lightning_lowrank.federated.execution.base import while_training
 from lightning_lowrank.federated.execution.causes import cause_of, refusal, updates
-from lightning_lowrank.federated.execution.graphs import Results, StepGraphs, form_of, tensors_in
+from lightning_lowrank.federated.execution.graphs import Results, Step, StepGraphs, form_of, tensors_in
 from lightning_lowrank.federated.execution.stacked_products import StackedProducts
 from lightning_lowrank.federated.execution.traces import Untraced, Watch, reachable
 from lightning_lowrank.federated.objective import loss_of
@@ -509,7 +509,7 @@ class _Part:
         present = {"clients": len(self.places.numbers), "samples": samples}
         graphs.numbered.append(self)
         try:
-            return graphs.find(form, present, sizes, tensors, self._step)
+            return graphs.find(Step(form, present, sizes, tensors, self._step))
         finally:
             graphs.numbered.pop()
 
