@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import ContextDecorator
-from functools import partial
 from typing import Any
 
 import torch
@@ -266,7 +265,7 @@ def read_by(loader: DataLoader, read: Callable[..., Any]) -> Callable[[], None]:
         iterator = make_iterator()
         fetcher: Any = getattr(iterator, "_dataset_fetcher", None)
         if hasattr(fetcher, "fetch"):
-            fetcher.fetch = partial(read, as_loader=fetcher.fetch)
+            fetcher.fetch = functools.partial(read, as_loader=fetcher.fetch)
         return iterator
 
     def restore() -> None:

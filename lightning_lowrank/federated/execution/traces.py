@@ -33,7 +33,7 @@ _LEFT_ALONE = (
     *(type, types.ModuleType, enum.Enum, str, bytes, int, float, complex, type(None)),
     *(pl.Trainer, pl.Callback, pl.LightningDataModule, Logger, Dataset, DataLoader),
 )
-_OF_PROGRAMS = frozenset({"argparse", "jsonargparse", "logging", "lightning.pytorch.cli"})
+_OF_PROGRAMS = ("argparse.", "jsonargparse.", "logging.", "lightning.pytorch.cli.")
 _DATA = (Tensor, np.ndarray)
 MANY = 10_000
 """Entries above which the entries of a container are left alone."""
@@ -65,8 +65,8 @@ def is_of_the_program(item: Any) -> bool:
     if type(item).__name__ == "Namespace":
         # A model's settings, as argparse and jsonargparse hand them over.
         return False
-    modules = {kind.__module__ for kind in type(item).__mro__}
-    return isinstance(item, Untraced) or any(each in _OF_PROGRAMS or each[:12] == "jsonargparse" for each in modules)
+    modules = {f"{kind.__module__}." for kind in type(item).__mro__}
+    return isinstance(item, Untraced) or any(each.startswith(_OF_PROGRAMS) for each in modules)
 
 
 def held(name: str, item: Any) -> list[tuple[str, Any]]:
