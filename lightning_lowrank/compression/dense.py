@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_lowrank.compression.base import Codec
-from lightning_lowrank.compression.wire import load, save
+from lightning_lowrank.compression.wire import load, save, saved_length
 
 
 class Dense(Codec):
@@ -38,14 +36,8 @@ class Dense(Codec):
 
     @override
     def nbytes(self, tensors: Mapping[str, Tensor]) -> int:
-        # The length depends on names, types and shapes only, so it is measured once for each such signature.
-        return _encoded_length(tuple((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()))
+        return saved_length({name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()})
 
     @override
     def transmit(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor.detach() for name, tensor in tensors.items()}
-
-
-@lru_cache(maxsize=256)
-def _encoded_length(signature: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]) -> int:
-    return len(save({name: torch.zeros(shape, dtype=dtype) for name, dtype, shape in signature}))

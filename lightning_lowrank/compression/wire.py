@@ -11,7 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import cached_property, lru_cache, reduce
 from typing import Any
 
 import numpy as np
@@ -159,12 +159,37 @@ def read(data: bytes) -> tuple[Layout, dict[str, Tensor]]:
 def encoded_length(layout: Layout, lengths: Mapping[str, int]) -> int:
     """Return the length of the file that `write` makes of parts of these lengths."""
     lengths = {"layout": len(layout.text), **{name: length for name, length in lengths.items() if length}}
+    return saved_length({name: (torch.uint8, (length,)) for name, length in lengths.items()})
+
+
+def saved_length(entries: Mapping[str, Entry]) -> int:
+    """Return the length of the file that `save` makes of tensors of these types and shapes, without making any."""
+    return _saved_length(tuple(entries.items()))
+
+
+@lru_cache(maxsize=256)
+def _saved_length(signature: tuple[tuple[str, Entry], ...]) -> int:
+    entries = dict(signature)
+    _check_names(entries)
+    order = _types_in_order(frozenset(dtype for dtype, _ in entries.values()))
     header, start = {}, 0
-    for name in sorted(lengths):
-        header[name] = {"dtype": "U8", "shape": [lengths[name]], "data_offsets": [start, start + lengths[name]]}
-        start += lengths[name]
+    for name in sorted(entries, key=lambda name: (order[entries[name][0]], name)):
+        dtype, shape = entries[name]
+        end = start + math.prod(shape) * dtype.itemsize
+        kind = order[dtype][1]
+        header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [start, end]}
+        start = end
     # A safetensors file is the header's length in eight bytes, the header, padded to eight bytes, and the numbers.
-    return 8 + -(-len(json.dumps(header, separators=(",", ":"))) // 8) * 8 + start
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    return 8 + -(-len(text) // 8) * 8 + start
+
+
+@lru_cache(maxsize=256)
+def _types_in_order(dtypes: frozenset[torch.dtype]) -> dict[torch.dtype, tuple[int, str]]:
+    """Return where safetensors puts tensors of a type among those of others, and what it calls the type."""
+    data = save({str(dtype): torch.zeros(1, dtype=dtype) for dtype in dtypes})
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    return {dtype: (header[str(dtype)]["data_offsets"][0], header[str(dtype)]["dtype"]) for dtype in dtypes}
 
 
 def save(tensors: Mapping[str, Tensor]) -> bytes:
@@ -176,12 +201,16 @@ def save(tensors: Mapping[str, Tensor]) -> bytes:
         memory = tensor.untyped_storage().data_ptr()
         own[name] = tensor.clone() if memory in seen else tensor
         seen.add(memory)
-    if "__metadata__" in own:
-        raise ValueError("a tensor is named '__metadata__', which safetensors keeps for itself; rename it.")
+    _check_names(own)
     try:
         return safetensors.torch.save(own)
     except KeyError as error:
         raise TypeError(f"a tensor is of type {error}, which safetensors does not have; convert it.") from error
+
+
+def _check_names(tensors: Mapping[str, Any]) -> None:
+    if "__metadata__" in tensors:
+        raise ValueError("a tensor is named '__metadata__', which safetensors keeps for itself; rename it.")
 
 
 def load(data: bytes) -> dict[str, Tensor]:

@@ -20,6 +20,7 @@ from torchmetrics import Metric
 from lightning_lowrank.arguments import listed
 from lightning_lowrank.federated.execution.base import Execution, while_training
 from lightning_lowrank.federated.execution.reads import unobserved
+from lightning_lowrank.federated.execution.traces import Unwritten
 from lightning_lowrank.federated.state import trained_tensors
 from lightning_lowrank.internals.lightning import LastBatch, overrides
 from lightning_lowrank.internals.torch import own_buffers, written
@@ -49,8 +50,7 @@ class Isolation:
         self._unsaved = [(home, home.buffer.detach().clone()) for home in buffers if id(home.buffer) not in sent]
         self._marks_of_unsaved = {home.name: written(home.buffer) for home, _ in self._unsaved}
         self._frozen: dict[str, Tensor] = {}
-        self._marks: dict[str, Any] = {}
-        self._sums: dict[str, Tensor] | None = None
+        self._unwritten = Unwritten({})
         self._attributes: dict[str, Any] | None = None
         self._first = True
 
@@ -70,9 +70,8 @@ class Isolation:
 
     def watch(self) -> None:
         """Remember what the open client must not change."""
-        self._marks = {name: written(value) for name, value in self._frozen.items()}
+        self._unwritten = Unwritten(self._frozen, sums=self._first)
         if self._first:
-            self._sums = {name: _sum(value) for name, value in self._frozen.items()}
             self._attributes = None if self._stacked else _attributes(self._module)
 
     def end_step(self) -> None:
@@ -80,8 +79,8 @@ class Isolation:
         for home in self._homes:
             if home.table.get(home.key) is not home.buffer:
                 self._take_over(home)
-        if self._sums is not None:
-            self._refuse_changes()
+        if self._unwritten.has_sums:
+            self._unwritten.check()
 
     @torch.no_grad()
     def _take_over(self, home: _Home) -> None:
@@ -96,7 +95,7 @@ class Isolation:
 
     def end_client(self) -> None:
         """Refuse or name what the client has changed."""
-        self._refuse_changes()
+        self._unwritten.check()
         if self._attributes is not None:
             now = _attributes(self._module)
             changed = [name for name, before in self._attributes.items() if name in now and _differs(before, now[name])]
@@ -106,23 +105,7 @@ class Isolation:
                     " to the next and are not averaged. Register what belongs to the model as a buffer, so that each"
                     " client starts from the global value; totals of an epoch count the steps of all clients."
                 )
-        self._first, self._sums, self._attributes = False, None, None
-
-    def _refuse_changes(self) -> None:
-        changed = [
-            name
-            for name, value in self._frozen.items()
-            if written(value) != self._marks[name]
-            or (self._sums is not None and not torch.equal(_sum(value), self._sums[name]))
-        ]
-        self._sums = None
-        if changed:
-            raise MisconfigurationException(
-                f"training changes {len(changed)} frozen parameters, as an exponential moving average does:"
-                f" {listed(changed)}. A client would start from what the"
-                " last one left. Set FederatedLoop(ema_parameters=[...]) with patterns of their names, such as"
-                f" {changed[0].split('.')[0] + '*'!r}, so that they are sent and averaged like buffers."
-            )
+        self._first, self._attributes = False, None
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -237,8 +220,3 @@ def _differs(before: Any, now: Any) -> bool:
     if isinstance(before, Tensor) and isinstance(now, Tensor):
         return before.shape != now.shape or not torch.equal(before, now.detach())
     return type(before) is not type(now) or before != now
-
-
-def _sum(tensor: Tensor) -> Tensor:
-    """Return a tensor's sum: unlike `written` it sees what is written through ``tensor.data``."""
-    return tensor.detach().sum(dtype=torch.complex128 if tensor.is_complex() else torch.float64)

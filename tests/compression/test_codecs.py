@@ -6,6 +6,7 @@ A codec takes part by being exported from ``lightning_lowrank.compression`` and 
 import inspect
 import json
 import math
+import random
 import tracemalloc
 
 import pytest
@@ -29,7 +30,7 @@ from lightning_lowrank.compression import (
     Split,
     TopK,
 )
-from lightning_lowrank.compression.wire import Layout
+from lightning_lowrank.compression.wire import FLOATING, Layout
 from lightning_lowrank.models import CNN4
 from lightning_lowrank.testing import check_codec
 from tests.grids import pairwise
@@ -299,8 +300,22 @@ def test_cnn4_sizes_of_the_others():
 
 
 def test_dense_size_needs_no_values():
-    tensors = {"weight": torch.empty(1000, 1000, device="meta")}
-    assert 4_000_000 < compression.Dense().nbytes(tensors) < 4_000_200
+    tensors = {"weight": torch.empty(1_000_000, 1_000_000, device="meta")}
+    assert 4e12 < compression.Dense().nbytes(tensors) < 4e12 + 200
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_dense_size_of_any_names_types_and_shapes(seed):
+    choose = random.Random(seed)
+    types = [*FLOATING, torch.bool, torch.uint8, torch.int16, torch.uint32, torch.complex64, torch.float8_e5m2]
+    tensors = {}
+    for _ in range(seed):
+        name = "".join(choose.choice('aZ09._é日"\\\n\x01\x7f😀/') for _ in range(choose.randrange(9)))
+        tensors[name] = torch.zeros([choose.choice([0, 1, 3, 31]) for _ in range(choose.randrange(4))]).to(
+            choose.choice(types)
+        )
+    codec = compression.Dense()
+    assert codec.nbytes(tensors) == len(codec.encode(tensors))
 
 
 def test_half_rounds_as_numpy_does_and_restores_the_type():

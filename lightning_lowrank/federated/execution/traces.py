@@ -11,7 +11,7 @@ import functools
 import random
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,9 +25,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric
 
+from lightning_lowrank.arguments import listed
 from lightning_lowrank.federated.execution.causes import refusal, updates
+from lightning_lowrank.federated.state import trained_tensors
 from lightning_lowrank.internals.lightning import overrides
-from lightning_lowrank.internals.torch import TorchDispatchMode, is_mapped, writes
+from lightning_lowrank.internals.torch import TorchDispatchMode, is_mapped, writes, written
 
 _LEFT_ALONE = (
     *(type, types.ModuleType, enum.Enum, str, bytes, int, float, complex, type(None)),
@@ -35,6 +37,7 @@ _LEFT_ALONE = (
 )
 _OF_PROGRAMS = ("argparse.", "jsonargparse.", "logging.", "lightning.pytorch.cli.")
 _DATA = (Tensor, np.ndarray)
+_SUMMED_AT_ONCE = 2**16
 MANY = 10_000
 """Entries above which the entries of a container are left alone."""
 _TABLES = ("_modules.", "_parameters.", "_buffers.")
@@ -107,12 +110,20 @@ class Memory:
         roots: The objects.
         dataset: A dataset that is read meanwhile. Its tensors and arrays are taken to stay as they are.
         tensors: Whether tensors are put back.
+        frozen: Tensors that are taken to stay as they are, and not copied.
 
     Raises:
         MisconfigurationException: If a root holds an iterator or an open file, which cannot be put back.
     """
 
-    def __init__(self, roots: Sequence[Any], dataset: Dataset | None = None, tensors: bool = True) -> None:
+    def __init__(
+        self,
+        roots: Sequence[Any],
+        dataset: Dataset | None = None,
+        tensors: bool = True,
+        frozen: Collection[Tensor] = (),
+    ) -> None:
+        self._frozen = {id(tensor) for tensor in frozen}
         held = [each for root in roots for each in reachable("self", root)]
         while dataset is not None:
             around = [each for each in reachable("dataset", vars(dataset)) if not isinstance(each[1], _DATA)]
@@ -123,7 +134,7 @@ class Memory:
 
     def _back(self, name: str, item: Any) -> Callable[[], None] | None:
         if isinstance(item, Tensor):
-            return _tensor_back(item)
+            return _tensor_back(item, copied=id(item) not in self._frozen)
         if isinstance(item, np.ndarray):
             return None if isinstance(item, np.memmap) else functools.partial(np.copyto, item, item.copy())
         if isinstance(item, (dict, list, set, deque)):
@@ -147,6 +158,56 @@ class Memory:
             back()
 
 
+class Unwritten:
+    """Tells whether tensors are still what they were, without copies of them.
+
+    Args:
+        tensors: Tensors by name.
+        sums: Whether the first `check` also looks for what is written through ``tensor.data``, which takes time.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], sums: bool = False) -> None:
+        self._tensors = tensors
+        self._marks = {name: written(value) for name, value in tensors.items()}
+        self._sums = {name: _sum(value) for name, value in tensors.items()} if sums else {}
+
+    @property
+    def has_sums(self) -> bool:
+        """Whether the next `check` looks at sums."""
+        return bool(self._sums)
+
+    def check(self) -> None:
+        """Refuse what has been written.
+
+        Raises:
+            MisconfigurationException: If a tensor has changed.
+        """
+        sums, self._sums = self._sums, {}
+        changed = [
+            name
+            for name, value in self._tensors.items()
+            if written(value) != self._marks[name] or (name in sums and not torch.equal(_sum(value), sums[name]))
+        ]
+        if changed:
+            raise MisconfigurationException(
+                f"training changes {len(changed)} frozen parameters, as an exponential moving average does:"
+                f" {listed(changed)}. A client would start from what the"
+                " last one left. Set FederatedLoop(ema_parameters=[...]) with patterns of their names, such as"
+                f" {changed[0].split('.')[0] + '*'!r}, so that they are sent and averaged like buffers."
+            )
+
+
+def _sum(tensor: Tensor) -> Tensor:
+    """Return a tensor's sum: unlike `written` it sees what is written through ``tensor.data``."""
+    wide = torch.complex128 if tensor.is_complex() else torch.float64
+    # A sum in another type makes a copy in that type. One such copy after another takes the same memory.
+    parts = tensor.detach().flatten().split(_SUMMED_AT_ONCE)
+    sums = torch.empty(len(parts), dtype=wide, device=tensor.device)
+    for part, own in zip(parts, sums, strict=True):
+        torch.sum(part, 0, dtype=wide, out=own)
+    return sums
+
+
 @contextmanager
 def trial(trainer: Any, loader: Any, chunk: Any, steps: int) -> Iterator[tuple[list[Any], list[Any]]]:
     """Read the first batches of clients to try steps on them, and put everything back that these change.
@@ -161,10 +222,14 @@ def trial(trainer: Any, loader: Any, chunk: Any, steps: int) -> Iterator[tuple[l
         The clients' batches together step by step, and their first ones alone; see `RoundLoader.read`.
 
     Raises:
-        MisconfigurationException: If the module holds what cannot be put back.
+        MisconfigurationException: If the module holds what cannot be put back, or a step changes a frozen parameter.
     """
     module, loggers = trainer.lightning_module, trainer.loggers
-    memory = Memory([module, *trainer.optimizers], loader.batches)
+    sent = {id(value) for value in trained_tensors(module).values()}
+    # A frozen model may be as large as the device. Rounds refuse a step that changes it.
+    frozen = {name: value for name, value in module.named_parameters() if id(value) not in sent}
+    unwritten = Unwritten(frozen, sums=True)
+    memory = Memory([module, *trainer.optimizers], loader.batches, frozen=frozen.values())
     try:
         trainer.loggers = [DummyLogger() for _ in loggers]
         vars(module)["log"] = lambda *arguments, **keywords: None
@@ -178,15 +243,15 @@ def trial(trainer: Any, loader: Any, chunk: Any, steps: int) -> Iterator[tuple[l
         memory.restore()
         for optimizer in trainer.optimizers:
             optimizer.zero_grad()
+        unwritten.check()
 
 
-def _tensor_back(tensor: Tensor) -> Callable[[], None]:
+def _tensor_back(tensor: Tensor, copied: bool) -> Callable[[], None]:
     data, required = tensor.data, tensor.requires_grad
-    # A frozen model may be as large as the device.
-    copy = data.to("cpu", copy=True) if isinstance(tensor, nn.Parameter) and not required else data.clone()
+    copy = data.clone() if copied else None
 
     def back() -> None:
-        if not torch.equal(data, copy.to(data.device)):
+        if copy is not None and not torch.equal(data, copy):
             data.copy_(copy)
         if tensor.layout is torch.strided and tensor.data_ptr() != data.data_ptr():
             tensor.data = data
