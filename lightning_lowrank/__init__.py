@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from lightning_lowrank.callbacks.convergence_monitor import ConvergenceMonitor
     from lightning_lowrank.callbacks.lowrank import LowRank
     from lightning_lowrank.callbacks.static_batch_norm import StaticBatchNorm
+    from lightning_lowrank.callbacks.trained_checkpoints import TrainedCheckpoints
     from lightning_lowrank.compression import Half, Quantize, RandomK, Sign, TopK
     from lightning_lowrank.federated import (
         IID,
@@ -169,6 +170,7 @@ __all__ = [
     "SumProduct",
     "TDPFed",
     "TopK",
+    "TrainedCheckpoints",
     "WeightedMean",
     "WholeCheckpoints",
     "ZeroPadding",

@@ -3,5 +3,6 @@
 from lightning_lowrank.callbacks.convergence_monitor import ConvergenceMonitor
 from lightning_lowrank.callbacks.lowrank import LowRank
 from lightning_lowrank.callbacks.static_batch_norm import StaticBatchNorm
+from lightning_lowrank.callbacks.trained_checkpoints import TrainedCheckpoints
 
-__all__ = ["ConvergenceMonitor", "LowRank", "StaticBatchNorm"]
+__all__ = ["ConvergenceMonitor", "LowRank", "StaticBatchNorm", "TrainedCheckpoints"]

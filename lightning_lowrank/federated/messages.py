@@ -68,7 +68,7 @@ def dense_bytes(module: nn.Module) -> int:
         for prefix, part in module.named_modules()
         for name in getattr(part, "frozen_for_factors", ())
     }
-    wrapped, adapters = _peft_parameters(module)
+    wrapped, adapters = peft_parameters(module)
     for name, value in module.named_parameters():
         if value not in factors and value not in adapters:
             if value in wrapped:
@@ -79,7 +79,7 @@ def dense_bytes(module: nn.Module) -> int:
     return Dense().nbytes({**tensors, **persistent_buffers(module)})
 
 
-def _peft_parameters(module: nn.Module) -> tuple[set[Tensor], set[Tensor]]:
+def peft_parameters(module: nn.Module) -> tuple[set[Tensor], set[Tensor]]:
     """Return the parameters of models that PEFT wrapped and trains, and those that PEFT has put there."""
     wrapped: set[Tensor] = set()
     adapters: set[Tensor] = set()

@@ -2,33 +2,91 @@
 
 from __future__ import annotations
 
+import hashlib
 import pickle
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_lowrank.arguments import listed
 from lightning_lowrank.configuration import misconfigured
 from lightning_lowrank.interop.peft_export import refuse_changed_base, write_adapter
 from lightning_lowrank.interop.peft_layout import WRAPPED, Outline
 from lightning_lowrank.layers import LayerSpec, dense_state_dict
 
+TRAINED_CHECKPOINTS = "TrainedCheckpoints"
+"""Key of `TrainedCheckpoints`' state in a checkpoint: digests of what it leaves out."""
 
-def dense_checkpoint(path: str | Path, client: int | None = None) -> dict[str, Tensor]:
+
+def dense_checkpoint(
+    path: str | Path, client: int | None = None, module: torch.nn.Module | None = None
+) -> dict[str, Tensor]:
     """Return the unconverted module's state dict from a checkpoint of a converted one; see `load_dense`.
 
-    The state dict of a run without `LowRank` is returned unchanged.
+    The state dict of a run without `LowRank` is returned unchanged. What a checkpoint of `TrainedCheckpoints` leaves
+    out is taken from ``module``, unconverted and with the weights that the run began with.
     """
     checkpoint = _read(path, client)
-    layers = checkpoint.get("callbacks", {}).get("LowRank", {}).get("layers", [])
+    callbacks = checkpoint.get("callbacks", {})
+    layers = [LayerSpec.from_dict(layer) for layer in callbacks.get("LowRank", {}).get("layers", [])]
+    if module is None and callbacks.get(TRAINED_CHECKPOINTS, {}).get("base"):
+        raise misconfigured(
+            f"{path} holds only what was trained: use lightning_lowrank.load_dense(path, module), where the module has"
+            " the weights that the run began with, or write an adapter folder with --format peft."
+        )
+    if module is not None:
+        own: dict[str, Tensor | None] = dict(module.named_parameters(remove_duplicate=False))
+        for spec in layers:
+            for name in (spec.name, *spec.aliases):
+                own[f"{name}.frozen_weight"] = own.get(f"{name}{spec.suffix}")
+        put_back(checkpoint, own, "the module")
     if not layers and any(".factors." in name for name in checkpoint["state_dict"]):
         raise misconfigured(
             f"{path} has low-rank layers but no description of them, because it was saved with save_weights_only=True:"
             " convert a new module with LowRank(...).convert(module), load the state dict into that, and"
             " call lightning_lowrank.recover(module)."
         )
-    return dense_state_dict(checkpoint["state_dict"], [LayerSpec.from_dict(layer) for layer in layers])
+    return dense_state_dict(checkpoint["state_dict"], layers)
+
+
+def digest_of(tensor: Tensor) -> str:
+    """Return a digest of a tensor's type, shape and numbers, the same on all devices."""
+    found = hashlib.blake2b(f"{tensor.dtype} {list(tensor.shape)}".encode(), digest_size=16)
+    flat = tensor.detach().cpu().contiguous().flatten()
+    found.update(flat.view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+def put_back(checkpoint: dict[str, Any], own: Mapping[str, Tensor | None], where: str) -> dict[str, str]:
+    """Put what `TrainedCheckpoints` left out into a checkpoint, and return its digests by name.
+
+    Args:
+        checkpoint: The checkpoint, which is changed.
+        own: Tensors by the names that the checkpoint has.
+        where: Whose tensors these are, for messages.
+
+    Raises:
+        MisconfigurationException: If one that was left out is not among them, or has other values.
+    """
+    digests: dict[str, str] = checkpoint.get("callbacks", {}).get(TRAINED_CHECKPOINTS, {}).get("base", {})
+    lacking = sorted(name for name in digests if own.get(name) is None)
+    if lacking:
+        raise misconfigured(
+            f"the checkpoint leaves out {len(lacking)} frozen weights that {where} does not have: {listed(lacking)}."
+            " Build the module from the same pretrained model."
+        )
+    found = {name: digest_of(value) for name, value in own.items() if name in digests and value is not None}
+    other = sorted(name for name, digest in digests.items() if found[name] != digest)
+    if other:
+        raise misconfigured(
+            f"the checkpoint goes on from other frozen weights than {where} has: {len(other)} of {len(digests)} differ,"
+            f" {listed(other)}. Build the module from the pretrained weights that the run began with."
+        )
+    checkpoint["state_dict"].update({name: own[name].detach() for name in digests})  # type: ignore[union-attr]
+    return dict(digests)
 
 
 def adapter_checkpoint(
@@ -91,13 +149,14 @@ def load_dense(path: str | Path, module: torch.nn.Module, client: int | None = N
 
     Args:
         path: A checkpoint that a trainer with `LowRank` wrote.
-        module: A new, unconverted module of the same class.
+        module: A new, unconverted module of the same class. For a checkpoint of `TrainedCheckpoints`, with the frozen
+            weights that the run began with.
         client: Id of a client whose own model is used instead of the global one.
 
     Raises:
-        MisconfigurationException: If the file cannot be read, the checkpoint does not describe its layers, or
-            ``client`` keeps no model of its own in it.
+        MisconfigurationException: If the file cannot be read, the checkpoint does not describe its layers, it leaves
+            out frozen weights that ``module`` does not have, or ``client`` keeps no model of its own in it.
         RuntimeError: If the checkpoint is of another architecture; torch names the tensors that do not fit.
     """
-    module.load_state_dict(dense_checkpoint(path, client))
+    module.load_state_dict(dense_checkpoint(path, client, module))
     return module
