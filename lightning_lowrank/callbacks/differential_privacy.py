@@ -129,10 +129,6 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
         """Return the seed by which samples are drawn: a secret one where ``secure``."""
         return seed if self._secret is None else self._secret
 
-    def result_arguments(self) -> dict[str, Any]:
-        """Return the arguments that change a run's result."""
-        return {name: value for name, value in super().result_arguments().items() if name != "physical_batch_size"}
-
     def _forget(self) -> None:
         self._loop: FederatedLoop | None = None
         self._loader: PoissonLoader | None = None

@@ -169,7 +169,7 @@ def _calibrated(mechanism: Mechanism, steps: int, target: float, delta: float, a
                 dp_accounting.LowerEndpointAndGuess(0.05, 1.0),
                 tol=_TOLERANCE,
             )
-    except dp_accounting.NoBracketIntervalFoundError as error:
+    except dp_accounting.mechanism_calibration.NoBracketIntervalFoundError as error:
         raise MisconfigurationException(
             f"no noise keeps {steps} releases within target_epsilon={target:g} at delta={delta:g}: raise one of them."
         ) from error
