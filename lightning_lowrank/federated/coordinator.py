@@ -326,6 +326,10 @@ class Coordinator:
         self._take(client, Message(tensors), self.settings.weight_of(client))
 
     def _take(self, client: ClientInfo, message: Message, weight: float) -> None:
+        self._hand_over(client, message, weight)
+
+    def _hand_over(self, client: ClientInfo, message: Message, weight: float) -> None:
+        """Let the method take in a client's message, or add it to the private mean, which the method gets later."""
         if self.private is None:
             self.algorithm.receive(self.server, client, message, weight)
         else:
@@ -337,7 +341,7 @@ class Coordinator:
         # A client may have been sent some of the global model's values in earlier rounds alone.
         return self.algorithm.reference(self.server.base, {**self.server.sent_down(), **received})
 
-    def _release(self, private: PrivateMean) -> None:
+    def _give_mean(self, private: PrivateMean) -> None:
         """Give the method the round's private mean, in place of as many messages as a round has on average."""
         server = self.server
         info = ClientInfo(-1, 0, server.round, server.seed)
@@ -391,7 +395,7 @@ class Coordinator:
         server = self.server
         before = dict(server.model)
         if self.private is not None:
-            self._release(self.private)
+            self._give_mean(self.private)
         server.announcement = {}
         self.algorithm.aggregate(server)
         name = not_finite(self.algorithm.global_model(server), self.infinite)

@@ -11,7 +11,7 @@ from scipy.stats import norm
 
 from lightning_lowrank import ClientPrivacy, DifferentialPrivacy
 from lightning_lowrank.federated.privacy import Mechanism
-from lightning_lowrank.federated.privacy.accounting import noise_for
+from lightning_lowrank.federated.privacy.accounting import _renyi, noise_for
 
 SETTINGS = [
     (Mechanism(1.1, 10, 1000), 100, 1e-5),
@@ -131,3 +131,15 @@ def test_without_the_library(monkeypatch):
         ClientPrivacy(noise_multiplier=1.0)
     monkeypatch.undo()
     accounting.library.cache_clear()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mechanism", "steps", "delta"), SETTINGS[:4])
+def test_opacus_finds_the_same(mechanism, steps, delta):
+    accountants = pytest.importorskip("opacus.accountants")
+    accountant = accountants.RDPAccountant()
+    accountant.history = [(mechanism.noise_multiplier, mechanism.sampled / mechanism.population, steps)]
+    orders = _renyi(mechanism)[0]
+    assert mechanism.epsilon(steps, delta) == pytest.approx(
+        accountant.get_epsilon(delta, alphas=list(orders)), rel=1e-3
+    )
