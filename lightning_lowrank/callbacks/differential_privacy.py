@@ -87,7 +87,7 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
     Raises:
         MisconfigurationException: If an argument is out of range. When a fit begins, if what it trains cannot be
             protected: BatchNorm, manual optimization, accumulated or shared batches, several processes without a
-            federation, samples of several clients, methods and optimizers that take several gradients of a batch,
+            federation, methods and optimizers that take several gradients of a batch,
             factors of which none can move.
 
     Example:
@@ -211,7 +211,7 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
         return self._loader
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Refuse optimizers, methods and partitions that would see samples otherwise."""
+        """Refuse optimizers and methods that would see samples otherwise."""
         for optimizer in trainer.optimizers:
             if isinstance(optimizer, torch.optim.LBFGS):
                 raise MisconfigurationException(
@@ -228,14 +228,6 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
             )
         if isinstance(self._loop.coordinator, SiteCoordinator) and not self.secure:
             raise MisconfigurationException(f"DifferentialPrivacy {SEED_IS_KNOWN}")
-        indices = self._loop.indices
-        assert indices is not None
-        owned = torch.cat([torch.as_tensor(part) for part in indices])
-        if len(owned.unique()) < len(owned):
-            raise MisconfigurationException(
-                f"DifferentialPrivacy counts each client's ε alone, and {len(owned) - len(owned.unique())} samples are"
-                " held by several clients, whose messages would tell of them together: give each sample to one client."
-            )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Find the noise, and stand around the training step."""

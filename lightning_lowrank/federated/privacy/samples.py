@@ -156,19 +156,19 @@ class SampleGradients:
     def _watched(self) -> dict[str, Tensor]:
         return {**dict(self._module.named_buffers()), **self._kept()}
 
-    def _unmapped_state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
+    def _unmapped_state(self) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, int]]:
         parts = dict(self._module.named_modules())
         counts = {name: part.update_count for name, part in parts.items() if isinstance(part, Metric)}
-        return {name: value.clone() for name, value in self._watched().items()}, counts
+        return {name: (value, value.clone()) for name, value in self._watched().items()}, counts
 
-    def _refuse_changes(self, before: tuple[dict[str, Tensor], dict[str, int]]) -> None:
+    def _refuse_changes(self, before: tuple[dict[str, tuple[Tensor, Tensor]], dict[str, int]]) -> None:
         buffers, counts = before
         parts = dict(self._module.named_modules())
-        # A buffer that begins as None may be there by now.
+        # One that was assigned inside the map has no values outside of it.
         changed = [
             name
             for name, value in self._watched().items()
-            if name not in buffers or not torch.equal(value, buffers[name])
+            if name not in buffers or value is not buffers[name][0] or not torch.equal(value, buffers[name][1])
         ]
         changed += [name for name, count in counts.items() if parts[name].update_count != count]
         if changed:
