@@ -363,7 +363,13 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
             noise = gaussian(sums, self._noise * self.clip, *parts, secure=self.secure)
             # Of higher precision until it is divided, for 16 bits would lose much of it.
             private = {name: ((value + noise[name]) / batch_size).to(value.dtype) for name, value in sums.items()}
-        kept = self._kept(place.client)
+        kept, mechanism = self._kept(place.client), self._mechanism(place.client)
+        drawn_as = [mechanism.sampled, mechanism.population]
+        if kept.setdefault("drawn", drawn_as) != drawn_as:
+            raise MisconfigurationException(
+                f"the steps so far drew {kept['drawn'][0]} of {kept['drawn'][1]} samples, and this one draws"
+                f" {drawn_as[0]} of {drawn_as[1]}: ε counts equal steps, so go on with the same data and batch size."
+            )
         kept["steps"] = kept.get("steps", 0) + 1
         self._last = place
         if len(drawn):

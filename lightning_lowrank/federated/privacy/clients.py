@@ -329,13 +329,26 @@ class PrivateMean:
             "released": self.released,
             "clip": self.clip,
             "noise_multiplier": self.noise_multiplier,
+            "drawn": [self._mechanism.sampled, self._mechanism.population],
             "secret": self.privacy.secret,
             "sums": dict(self._sums),
             "unclipped": self._unclipped,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`'s result, with the noise that the run began with."""
+        """Go on from `state_dict`'s result, with the noise that the run began with.
+
+        Raises:
+            MisconfigurationException: If later rounds would have another noise or chance than those that are counted.
+        """
+        given, noise = self.privacy.noise_multiplier, state["noise_multiplier"]
+        drawn = [self._mechanism.sampled, self._mechanism.population]
+        if given not in (None, noise) or drawn != state["drawn"]:
+            raise MisconfigurationException(
+                f"the rounds so far drew {state['drawn'][0]} of {state['drawn'][1]} clients with"
+                f" noise_multiplier={noise:g}, and later ones would draw {drawn[0]} of {drawn[1]} with"
+                f" {given or noise:g}: ε counts equal rounds, so go on with the same."
+            )
         self.released, self.clip = state["released"], state["clip"]
         self.privacy.secret = state["secret"]
         self._mechanism = dataclasses.replace(self._mechanism, noise_multiplier=state["noise_multiplier"])

@@ -302,6 +302,14 @@ def test_clients_noise_in_rounds(tmp_path):
     assert stats.kstest(noise.numpy(), "norm").pvalue > 1e-4
 
 
+@pytest.mark.parametrize("changed", [{"sampled": 5}, {"population": 9}])
+def test_other_rounds_are_not_counted_as_equal_ones(changed):
+    with pytest.raises(MisconfigurationException, match=r"the rounds so far drew 4 of 8 clients.*go on with the same"):
+        mean_of({}, **changed).load_state_dict(mean_of({}).state_dict())
+    with pytest.raises(MisconfigurationException, match=r"noise_multiplier=2, and later ones .* with 3"):
+        mean_of({"noise_multiplier": 3.0}).load_state_dict(mean_of({}).state_dict())
+
+
 def test_no_round_beyond_the_budget():
     mean = mean_of({"target_epsilon": 5.0})
     assert not mean.exhausted
