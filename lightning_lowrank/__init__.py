@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     )
     from lightning_lowrank.algorithms.split_mix import Ensemble
     from lightning_lowrank.callbacks.convergence_monitor import ConvergenceMonitor
+    from lightning_lowrank.callbacks.differential_privacy import DifferentialPrivacy
     from lightning_lowrank.callbacks.lowrank import LowRank
     from lightning_lowrank.callbacks.static_batch_norm import StaticBatchNorm
     from lightning_lowrank.callbacks.trained_checkpoints import TrainedCheckpoints
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
         ClientIndices,
         ClientInfo,
         ClientParallelStrategy,
+        ClientPrivacy,
         Dirichlet,
         FederatedLoop,
         FromIndices,
@@ -112,8 +114,10 @@ __all__ = [
     "ClientIndices",
     "ClientInfo",
     "ClientParallelStrategy",
+    "ClientPrivacy",
     "CoLR",
     "ConvergenceMonitor",
+    "DifferentialPrivacy",
     "Dirichlet",
     "Ditto",
     "Ensemble",

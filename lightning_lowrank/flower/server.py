@@ -35,6 +35,7 @@ from lightning_lowrank.federated.messages import Ledger, dense_bytes
 from lightning_lowrank.federated.messages import Message as TensorMessage
 from lightning_lowrank.federated.offload import ClientStates
 from lightning_lowrank.federated.personal import FurtherModels
+from lightning_lowrank.federated.site import SEED_IS_KNOWN
 from lightning_lowrank.federated.state import ClientContext, Server, trained_tensors
 from lightning_lowrank.flower.messages import (
     JOIN,
@@ -197,8 +198,15 @@ class RemoteRounds(Callback):
             sampling_weights=self.loop.sampling_weights,
             participants=self.loop.participants,
             availability=self.loop.availability,
+            poisson=self.loop.privacy is not None and self.loop.privacy.poisson,
+            sampling_seed=None if self.loop.privacy is None else self.loop.privacy.sampling_seed,
         )
         self.coordinator = Coordinator(self.loop, server, self._samples, ClientStates(), self.ledger)
+        privacy = self.loop.privacy
+        if privacy is not None and not privacy.secure:
+            raise MisconfigurationException(f"{privacy!r} {SEED_IS_KNOWN}")
+        rounds = None if trainer.max_epochs == -1 else trainer.max_epochs
+        self.coordinator.protect(self._planner.per_round, self._planner.eligible, rounds)
         self._further = FurtherModels(None, self.coordinator)
         self.coordinator.setup()
 
@@ -228,7 +236,12 @@ class RemoteRounds(Callback):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Log the round's figures."""
-        log_figures(trainer, {**self.ledger.metrics(), **self._figures})
+        private = self.coordinator.private
+        spent = {} if private is None else private.figures()
+        log_figures(trainer, {**self.ledger.metrics(), **self._figures, **spent})
+        if private is not None and private.exhausted and not 0 < (trainer.max_epochs or 0) <= trainer.current_epoch + 1:
+            trainer.should_stop = True
+            rank_zero_info(f"the fit ends here: {private.exhausted}")
 
     def _meet_all(self) -> None:
         """Wait until the site of every client has joined."""
@@ -307,7 +320,7 @@ class RemoteRounds(Callback):
             outcome = self._ask(plan, options, live)
             for client, reason in sorted(outcome.failures.items()):
                 rank_zero_warn(f"round {plan.round} goes on without the site of client {client}: {reason}")
-            if outcome.arrivals:
+            if outcome.arrivals or not plan.clients:
                 return outcome
             if not outcome.passing or time.monotonic() > deadline:
                 told = "; ".join(f"client {client}: {reason}" for client, reason in sorted(outcome.failures.items()))
@@ -319,7 +332,7 @@ class RemoteRounds(Callback):
         requests: dict[int, tuple[str, RecordDict]] = {}
         packets: dict[int, Packet] = {}
         if coordinator.broadcasts_to_all:
-            self._broadcasts[plan.round] = coordinator.broadcast(coordinator.info(plan.clients[0])).encode()
+            self._broadcasts[plan.round] = coordinator.broadcast(coordinator.any_client).encode()
         for client in plan.clients:
             if client not in self._connected:
                 outcome.failures[client] = "it is not connected"

@@ -29,6 +29,8 @@ if str(REPOSITORY) not in sys.path:
 
 from lightning_lowrank import (  # noqa: E402
     BlockKronecker,
+    ClientPrivacy,
+    DifferentialPrivacy,
     FedAvg,
     FederatedLoop,
     FedMUD,
@@ -224,6 +226,12 @@ RUNS: dict[str, Callable[[], dict[str, Any]]] = {
         "trainer": {"max_time": {"minutes": 5}},
     },
     "metrics": lambda: {"module": Metrics(), "clients_per_round": 2, "trainer": {"num_sanity_val_steps": 1}},
+    "private clients": lambda: {
+        "privacy": ClientPrivacy(noise_multiplier=1.0, quantile=0.5),
+        "weighting": "uniform",
+        "clients_per_round": 2,
+    },
+    "private samples": lambda: {"callbacks_after": [DifferentialPrivacy(noise_multiplier=1.0)]},
     "inside": lambda: {"trainer": {"val_check_interval": 0.5, "limit_train_batches": 6}, "save": False},
     "failing": lambda: {"module": Failing(), "on_client_error": "raise", "save": False},
     "twice": partial(_method, "SCAFFOLD", save=False, again=5),

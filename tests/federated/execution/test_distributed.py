@@ -33,7 +33,7 @@ QUICK = ["fedavg", "scaffold", "tdpfed", "vectorized", "idle", "metrics", "chann
 RESUMED = [("fedavg", "ended"), ("tdpfed", "validated"), ("idle", "ended"), ("channels", "ended")]
 OTHERS = [
     "fedmud", "mask", "stepwise", "median", "coordinates", "capacities", "together", "kept", "twice", "manual",
-    "development", "early",
+    "development", "early", "private clients", "private samples",
 ]  # fmt: skip
 # What a process counts of its own part of a round.
 OWN = ("position", "chunk", "processes", "logged_steps")
