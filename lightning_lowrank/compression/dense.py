@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_lowrank.compression.base import Codec
-from lightning_lowrank.compression.wire import load, save
+from lightning_lowrank.compression.wire import Schema, load, save
 
 
 class Dense(Codec):
@@ -33,8 +33,8 @@ class Dense(Codec):
         return save(tensors)
 
     @override
-    def decode(self, data: bytes) -> dict[str, Tensor]:
-        return load(data)
+    def decode(self, data: bytes, schema: Schema | None = None) -> dict[str, Tensor]:
+        return load(data, schema)
 
     @override
     def nbytes(self, tensors: Mapping[str, Tensor]) -> int:

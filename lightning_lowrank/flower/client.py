@@ -7,6 +7,7 @@ from pathlib import Path
 
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank.flower.messages import JOIN, LISTEN, TRAIN, field_of, pack, unpack
@@ -27,7 +28,8 @@ def client_app(recipe: str | Path) -> ClientApp:
       the whole of them and takes its part by the recipe's partition.
     - ``data-root``: the datamodule's argument ``root`` here.
     - ``state-dir``: folder for what the site keeps from round to round, by default
-      ``$FLWR_HOME/lightning_lowrank``. It holds a file for each run and client, which a site that was restarted needs.
+      ``$FLWR_HOME/lightning_lowrank``. It holds a file for each run and client, which a site that was restarted needs:
+      one whose file is gone or damaged goes on as a new client, and both sides say so.
 
     Args:
         recipe: The recipe's file.
@@ -72,7 +74,10 @@ def client_app(recipe: str | Path) -> ClientApp:
     def train(message: Message, context: Context) -> Message:
         fields, broadcasts = unpack(message)
         number, options = field_of(fields, "round", int), field_of(fields, "options", str)
-        upload = site_of(context).train(number, broadcasts, options)
+        site = site_of(context)
+        if field_of(fields, "lost", bool):
+            rank_zero_warn(f"the server says that client {site.client} has lost what it kept: it goes on as a new one.")
+        upload = site.train(number, broadcasts, options)
         return Message(pack({"round": number}, {number: upload} if upload else None), reply_to=message)
 
     return app

@@ -36,6 +36,9 @@ clientapp = "flower_app:client"
 start-timeout = 600.0      # seconds to wait for all sites at the start, and for one at all in a round
 round-timeout = 3600.0     # seconds to wait for the sites' answers in a round
 on-bad-payload = "skip"    # a site that sends something malformed: "skip" goes on without it, "stop" ends the run
+norm-bound = 10.0          # a site whose answer changes the model by so many times the median site's norm is left out
+count-bound = 10.0         # a site that claims so many times the median site's samples counts as the median site
+nodes = ""                 # ids of the clients' nodes, "1234,5678,...", as `flwr supernode register` prints them
 validate = true            # judge the global model on the server's own validation data, if the recipe has any
 """
 

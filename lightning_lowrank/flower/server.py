@@ -6,7 +6,6 @@ epoch's round happen on the sites. Validation, checkpoints, loggers and early st
 
 from __future__ import annotations
 
-import dataclasses
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -18,7 +17,6 @@ import lightning.pytorch as pl
 import numpy as np
 from flwr.app import Context, Message, RecordDict
 from flwr.serverapp import Grid, ServerApp
-from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -30,40 +28,24 @@ from lightning_lowrank.federated.checks import check_callbacks, notes
 from lightning_lowrank.federated.checks import check_optimizers as check_all_are_trained
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.planner import RoundPlan, RoundPlanner
+from lightning_lowrank.federated.failures import described
 from lightning_lowrank.federated.loop import FederatedLoop
 from lightning_lowrank.federated.messages import Ledger, dense_bytes
-from lightning_lowrank.federated.messages import Message as TensorMessage
 from lightning_lowrank.federated.offload import ClientStates
 from lightning_lowrank.federated.personal import FurtherModels
-from lightning_lowrank.federated.state import ClientContext, Server, trained_tensors
-from lightning_lowrank.flower.messages import (
-    JOIN,
-    LISTEN,
-    TRAIN,
-    check_upload,
-    difference,
-    field_of,
-    options_of,
-    pack,
-    signature,
-    unpack,
-)
+from lightning_lowrank.federated.state import Server, trained_tensors
+from lightning_lowrank.flower.intake import Intake, expect
+from lightning_lowrank.flower.members import Connected, Members
+from lightning_lowrank.flower.messages import JOIN, LISTEN, TRAIN, options_of, pack, printable, signature, unpack
 from lightning_lowrank.flower.recipe import build, check_optimizers
 from lightning_lowrank.internals.flower import is_passing
 from lightning_lowrank.internals.lightning import TrainLoaderSource, count_steps, log_figures
 
 OnBadPayload = Literal["skip", "stop"]
 
-
-@dataclass
-class _Connected:
-    """A site as the server knows it."""
-
-    node: int
-    clients: int
-    heard: int
-    samples: int
-    batches: int
+# Seconds: how long a round waits for nodes that have just come, and when a node that was refused is asked again.
+_WAIT_FOR_NEW = 60.0
+_ASK_AGAIN = 60.0
 
 
 @dataclass(frozen=True)
@@ -72,15 +54,6 @@ class _Silence:
 
     reason: str
     passing: bool
-
-
-@dataclass(frozen=True)
-class _Expected:
-    """What a client is to send: meta tensors, `Algorithm.upload_limits`, and what the message is decoded with."""
-
-    form: TensorMessage
-    limits: Mapping[str, tuple[int, ...]]
-    received: Mapping[str, Tensor]
 
 
 @dataclass
@@ -112,6 +85,12 @@ class RemoteRounds(Callback):
         round_timeout: Seconds to wait for the sites' answers in a round.
         on_bad_payload: What a malformed payload does: ``"skip"``: its site counts as failed; ``"stop"``: the run ends.
         poll: Seconds between two looks for answers.
+        norm_bound: How many times as much as the median site's an answer may change what was sent; see `Intake`.
+            ``math.inf``: any number of times.
+        count_bound: How many times as many samples as the median site's a site may claim. One that claims more
+            counts as the median site does; see `Members`.
+        nodes: Flower's ids of all clients' nodes, in the clients' order and with commas between, as
+            ``flwr supernode register`` prints them. Default: the first node that joins as a client is its site.
 
     Raises:
         MisconfigurationException: If sites are missing at the start, run something else, or claim the same client; if
@@ -127,13 +106,22 @@ class RemoteRounds(Callback):
         round_timeout: float = 3600.0,
         on_bad_payload: OnBadPayload = "skip",
         poll: float = 0.5,
+        norm_bound: float = 10.0,
+        count_bound: float = 10.0,
+        nodes: str = "",
     ) -> None:
         check_choice("on-bad-payload", on_bad_payload, OnBadPayload)
         for name, value in (("start-timeout", start_timeout), ("round-timeout", round_timeout)):
             if not value > 0:
                 raise MisconfigurationException(f"{name} must be a number of seconds above 0, got {value!r}")
+        for name, value in (("norm-bound", norm_bound), ("count-bound", count_bound)):
+            if not value >= 1:
+                raise MisconfigurationException(f"{name} must be a number of at least 1, got {value!r}")
         self.loop = loop
         self.algorithm = loop.algorithm
+        self.norm_bound = norm_bound
+        self.count_bound = count_bound
+        self.nodes = _node_ids(nodes)
         self.recipe = recipe
         self.grid = grid
         self.start_timeout = start_timeout
@@ -145,9 +133,12 @@ class RemoteRounds(Callback):
         self._samples: list[int] = []
         self._planner: RoundPlanner
         self._further: FurtherModels
-        self._signature: dict[str, Any] = {}
-        self._connected: dict[int, _Connected] = {}
+        self._intake: Intake
+        self._members: Members
         self._known_nodes: set[int] = set()
+        self._joining: dict[str, int] = {}
+        self._refused: dict[int, tuple[float, str]] = {}
+        self._lost: set[int] = set()
         self._broadcasts: dict[int, bytes] = {}
         self._figures: dict[str, float] = {}
         self._client_steps = 0
@@ -186,19 +177,20 @@ class RemoteRounds(Callback):
             rank_zero_warn(note)
         server = self.loop.make_server(pl_module, trainer.optimizers)
         self.ledger = Ledger(dense_bytes(pl_module))
-        self._signature = signature(pl_module, self.recipe)
+        self._members = Members(signature(pl_module, self.recipe), self.loop.clients, self.nodes, self.count_bound)
         self._meet_all()
-        self._samples = [self._connected[client].samples for client in range(len(self._connected))]
+        self._samples = self._members.samples
         server.clients = len(self._samples)
         self._planner = RoundPlanner(
             seed=self.loop.experiment_seed,
-            batches=np.array([self._connected[client].batches for client in range(server.clients)]),
+            batches=np.array(self._members.batches),
             per_round=self.loop.cohort_size(server.clients),
             sampling_weights=self.loop.sampling_weights,
             participants=self.loop.participants,
             availability=self.loop.availability,
         )
         self.coordinator = Coordinator(self.loop, server, self._samples, ClientStates(), self.ledger)
+        self._intake = Intake(self.coordinator, self.norm_bound)
         self._further = FurtherModels(None, self.coordinator)
         self.coordinator.setup()
 
@@ -207,11 +199,16 @@ class RemoteRounds(Callback):
         plan, live = self._planner.plan(trainer.current_epoch), trained_tensors(pl_module)
         # Clients that sit the round out are counted as they hear of it.
         self.coordinator.begin_round(plan, live, idle=0)
+        self._intake.begin_round()
         outcome = self._hear(plan, options_of(trainer.optimizers), live)
         self.coordinator.failed = outcome.failures
-        self.coordinator.aggregate()
+        late = self._intake.aggregate()
+        self._refuse(outcome, late)
+        for client in late:
+            outcome.arrivals.remove(client)
+            rank_zero_warn(f"round {plan.round} goes on without the site of client {client}: {late[client]}")
         self.coordinator.show_global(live)
-        steps = sum(self._connected[client].batches for client in outcome.arrivals)
+        steps = sum(self._members.batches[client] for client in outcome.arrivals)
         self._client_steps += steps
         count_steps(trainer, steps)
         self._figures = {
@@ -233,77 +230,77 @@ class RemoteRounds(Callback):
     def _meet_all(self) -> None:
         """Wait until the site of every client has joined."""
         deadline = time.monotonic() + self.start_timeout
-        count = self.loop.clients
-        while True:
-            wrong = self._meet()
-            if wrong:
-                raise MisconfigurationException(f"a site cannot take part: {'; '.join(wrong)}.")
-            count = count or next((site.clients for site in self._connected.values()), None)
-            missing = [client for client in range(count or 1) if client not in self._connected]
-            if count is not None and not missing:
-                break
-            if time.monotonic() > deadline:
+        members = self._members
+        while (count := members.complete()) is None:
+            self._meet(wait=0.0)
+            if members.complete() is None and time.monotonic() > deadline:
+                count = self.loop.clients
+                missing = [client for client in range(count or 0) if client not in members.connected]
+                wrong = [reason for _, reason in self._refused.values()]
                 raise MisconfigurationException(
                     f"the recipe has {count if count is not None else 'an unknown number of'} clients, and after"
-                    f" {self.start_timeout:g} s the sites of {len(self._connected)} have joined; missing are"
+                    f" {self.start_timeout:g} s the sites of {len(members.connected)} have joined; missing are"
                     f" {missing[:10]}{' ...' if len(missing) > 10 else ''}. Start one SuperNode for each with"
                     " --node-config 'partition-id=...', or wait longer with start-timeout."
+                    + (f" Left out: a site cannot take part: {'; '.join(wrong[:10])}." if wrong else "")
                 )
             time.sleep(self.poll)
+        members.begin(count)
+        for client in members.unbelieved:
+            samples, batches = members.claimed(client)
+            rank_zero_warn(
+                f"the site of client {client} claims {samples:,} samples and {batches:,} batches, more than"
+                f" {self.count_bound:g} times the median site's: it counts as {members.samples[client]:,} samples and"
+                f" {members.batches[client]:,} batches. If it is right, give a larger count-bound."
+            )
         rank_zero_info(f"{count} sites have joined")
 
-    def _meet(self) -> list[str]:
-        """Let the sites join that are new, and return what is wrong with those that are refused."""
+    def _meet(self, wait: float) -> None:
+        """Let the nodes join that are new; wait so many seconds for their answers, which may also come later."""
         online = set(self.grid.get_node_ids())
-        for client, site in list(self._connected.items()):
-            if site.node not in online:
-                del self._connected[client]
-        unknown = sorted(online - self._known_nodes)
-        self._known_nodes = online
-        wrong = []
-        for node, reply in self._exchange({node: (JOIN, pack({})) for node in unknown}).items():
+        self._members.leave(online)
+        again = {node for node, (since, _) in self._refused.items() if time.monotonic() > since + _ASK_AGAIN}
+        self._known_nodes = (self._known_nodes & online) - again
+        self._joining = {number: node for number, node in self._joining.items() if node in online}
+        unknown = sorted(online - self._known_nodes - set(self._joining.values()))
+        self._joining |= self._push({node: (JOIN, pack({})) for node in unknown})
+        self._known_nodes |= set(self._joining.values())
+        deadline = time.monotonic() + wait
+        while True:
+            for node, reply in self._pull(self._joining).items():
+                self._admit(node, reply)
+            if not self._joining or time.monotonic() > deadline:
+                return
+            time.sleep(self.poll)
+
+    def _admit(self, node: int, reply: Message | _Silence) -> None:
+        """Let a node take part that has answered, or note why it cannot."""
+        self._refused.pop(node, None)
+        try:
             if isinstance(reply, _Silence):
                 if reply.passing:
                     self._known_nodes.discard(node)
-                else:
-                    wrong.append(f"node {node}: {reply.reason}")
-                continue
-            try:
-                fields, _ = unpack(reply)
-                reason = self._objection(fields)
-                if reason:
-                    raise DecodingError(f"client {fields.get('client')}: {reason}")
-                known = {name: field_of(fields, name, int) for name in ("clients", "heard", "samples", "batches")}
-                self._connected[field_of(fields, "client", int)] = _Connected(node, **known)
-            except DecodingError as error:
-                wrong.append(f"node {node}, {error}")
-        return wrong
-
-    def _objection(self, fields: Mapping[str, Any]) -> str:
-        """Return why a site cannot take part; an empty string where it can."""
-        differs = difference(self._signature, fields)
-        if differs:
-            return differs
-        client, clients = field_of(fields, "client", int), field_of(fields, "clients", int)
-        begun = bool(self._samples)
-        expected = self.loop.clients or len(self._samples) or clients
-        if clients != expected or not 0 <= client < clients:
-            return f"it is client {client} of {clients}, and the recipe has {expected} clients, from 0"
-        # Later, a site that was restarted may be back before Flower knows that it had gone.
-        if client in self._connected and not begun:
-            return f"another site has joined as client {client}: each needs a partition-id of its own"
-        if field_of(fields, "samples", int) < 0 or field_of(fields, "batches", int) < 0:
-            return "it tells of negative numbers of samples"
-        if begun and fields["samples"] != self._samples[client]:
-            return f"it had {self._samples[client]} samples when the run began, and now has {fields['samples']}"
-        return ""
+                    return
+                raise DecodingError(reply.reason)
+            lost = self._members.admit(node, unpack(reply)[0])
+        except Exception as error:  # whatever a node says, the others go on
+            told = str(error) if isinstance(error, DecodingError) else described(error)
+            reason = f"node {node}: {printable(told)}"
+            self._refused[node] = time.monotonic(), reason
+            rank_zero_warn(f"a site that came is left out: {reason}")
+            return
+        if lost is not None:
+            self._lost.add(lost)
+            self.algorithm.forget(self.server, self.coordinator.info(lost))
+            rank_zero_warn(
+                f"the site of client {lost} has lost what it kept of earlier rounds: it goes on as a new one."
+            )
 
     def _hear(self, plan: RoundPlan, options: str, live: Mapping[str, Tensor]) -> _Outcome:
         """Send the round's broadcasts, and take in what comes back; ask again while nobody answers."""
         deadline = time.monotonic() + self.start_timeout
         while True:
-            for reason in self._meet():
-                rank_zero_warn(f"round {plan.round}: a site that came is left out: {reason}")
+            self._meet(wait=min(self.round_timeout, _WAIT_FOR_NEW))
             outcome = self._ask(plan, options, live)
             for client, reason in sorted(outcome.failures.items()):
                 rank_zero_warn(f"round {plan.round} goes on without the site of client {client}: {reason}")
@@ -321,26 +318,27 @@ class RemoteRounds(Callback):
         if coordinator.broadcasts_to_all:
             self._broadcasts[plan.round] = coordinator.broadcast(coordinator.info(plan.clients[0])).encode()
         for client in plan.clients:
-            if client not in self._connected:
+            if client not in self._members.connected:
                 outcome.failures[client] = "it is not connected"
                 outcome.passing = True
                 continue
-            site = self._connected[client]
+            site = self._members.connected[client]
             packets[client] = coordinator.broadcast(coordinator.info(client))
             data = packets[client].encode()
             missed = self._missed(site, before=plan.round)
             payloads = {**missed, plan.round: data} if data else missed
-            requests[site.node] = TRAIN, pack({"round": plan.round, "options": options}, payloads)
+            fields = {"round": plan.round, "options": options, "lost": client in self._lost}
+            requests[site.node] = TRAIN, pack(fields, payloads)
             self.ledger.down(len(data))
             self.ledger.idle(sum(map(len, missed.values())))
-        for client, site in self._connected.items():
+        for client, site in self._members.connected.items():
             missed = self._missed(site, before=plan.round + 1)
             if missed and client not in plan.clients and site.batches:
                 requests[site.node] = LISTEN, pack({}, missed)
                 self.ledger.idle(sum(map(len, missed.values())))
-        expected = self._expect(packets, live)
-        replies = self._exchange(requests)
-        for client, site in sorted(self._connected.items()):
+        expected = expect(coordinator, packets, live)
+        replies, answers = self._exchange(requests), dict[int, Message]()
+        for client, site in sorted(self._members.connected.items()):
             reply = replies.get(site.node)
             if isinstance(reply, _Silence) and client in expected:
                 outcome.failures[client] = reply.reason
@@ -350,89 +348,37 @@ class RemoteRounds(Callback):
                         f"round {plan.round}: the site of client {client} failed: {reply.reason}"
                     )
             elif isinstance(reply, Message):
-                site.heard = plan.round
+                self._members.heard(client, plan.round)
                 if client in expected:
-                    self._take(client, reply, expected[client], outcome)
+                    self._lost.discard(client)
+                    answers[client] = reply
+        self._refuse(outcome, self._intake.take(answers, expected, self._members.batches))
+        outcome.arrivals = [client for client in answers if client not in outcome.failures]
         return outcome
 
-    def _take(self, client: int, reply: Message, expected: _Expected, outcome: _Outcome) -> None:
-        """Let the method take in what a site sent, or note why it cannot."""
-        coordinator = self.coordinator
-        info, base = coordinator.info(client), coordinator.server.base
-
-        def decode(data: bytes) -> Mapping[str, Tensor]:
-            return coordinator.wire.decode_up(base, data, expected.received, expected.form.codec)
-
-        try:
-            fields, payloads = unpack(reply)
-            if field_of(fields, "round", int) != info.round or payloads.keys() - {info.round}:
-                raise DecodingError(f"it answers for another round: {fields.get('round')}.")
-            data = payloads.get(info.round, b"")
-            self.ledger.up(len(data))
-            tensors = check_upload(data, expected.form.tensors, decode, expected.limits, coordinator.infinite)
-            coordinator.take(info, move_data_to_device(tensors, base.device))
-        except ValueError as error:
-            outcome.failures[client] = f"it sent a bad payload: {error}"
+    def _refuse(self, outcome: _Outcome, refused: Mapping[int, str]) -> None:
+        for client, reason in refused.items():
+            outcome.failures[client] = f"it sent a bad payload: {reason}"
             if self.on_bad_payload == "stop":
                 raise MisconfigurationException(
-                    f"round {info.round}: the site of client {client} failed: {outcome.failures[client]}"
-                ) from error
-        else:
-            outcome.arrivals.append(client)
+                    f"round {self.server.round}: the site of client {client} failed: {outcome.failures[client]}"
+                )
 
-    def _missed(self, site: _Connected, before: int) -> dict[int, bytes]:
+    def _missed(self, site: Connected, before: int) -> dict[int, bytes]:
         return {number: data for number, data in self._broadcasts.items() if site.heard < number < before}
-
-    def _expect(self, packets: Mapping[int, Packet], live: Mapping[str, Tensor]) -> dict[int, _Expected]:
-        """Return what clients are to send, by doing here what they do there, but for their steps."""
-        coordinator, algorithm = self.coordinator, self.algorithm
-        base = coordinator.server.base
-        expected = {}
-        try:
-            for client, packet in packets.items():
-                info = coordinator.info(client)
-                # What the client's half leaves behind goes with the copies.
-                copied = dataclasses.replace(base, state=dict(base.state))
-                state = algorithm.stand_in(coordinator.server, info)
-                context = ClientContext(**vars(info), base=copied, model=live, state=state, steps=1)
-                algorithm.configure(base, info)
-                algorithm.begin(context, TensorMessage(packet.received))
-                sent = algorithm.end(context)
-                form = {name: value.detach().to("meta") for name, value in sent.tensors.items()}
-                received = packet.received if coordinator.wire.uplink.codecs else {}
-                limits = algorithm.upload_limits(base, info)
-                expected[client] = _Expected(TensorMessage(form, sent.codec), limits, received)
-        finally:
-            coordinator.show_global(live)
-        return expected
 
     def _exchange(self, requests: Mapping[int, tuple[str, RecordDict]]) -> dict[int, Message | _Silence]:
         """Send messages to nodes, and return each one's reply, or why there is none."""
-        if not requests:
-            return {}
-        messages = [
-            Message(content, dst_node_id=node, message_type=kind, ttl=self.round_timeout)
-            for node, (kind, content) in requests.items()
-        ]
-        sent = dict(zip(self.grid.push_messages(messages), requests, strict=True))
-        pending = {number: node for number, node in sent.items() if number}
+        pending = self._push(requests)
         replies: dict[int, Message | _Silence] = {
             node: _Silence("Flower did not take its message", passing=True)
-            for node in requests
-            if node not in pending.values()
+            for node in requests.keys() - pending.values()
         }
         deadline = time.monotonic() + self.round_timeout
         while pending:
             late = time.monotonic() > deadline
             online = set(self.grid.get_node_ids())
-            for reply in self.grid.pull_messages(list(pending)):
-                node = pending.pop(reply.metadata.reply_to_message_id)
-                # Flower itself answers for a node that has gone, with an error of its own.
-                replies[node] = (
-                    _Silence(reply.error.reason or "it failed", passing=is_passing(reply.error))
-                    if reply.has_error()
-                    else reply
-                )
+            replies |= self._pull(pending)
             for number, node in list(pending.items()):
                 if late or node not in online:
                     reason = f"it did not answer within {self.round_timeout:g} s" if late else "it has gone"
@@ -441,6 +387,41 @@ class RemoteRounds(Callback):
             if pending:
                 time.sleep(self.poll)
         return replies
+
+    def _push(self, requests: Mapping[int, tuple[str, RecordDict]]) -> dict[str, int]:
+        """Send messages to nodes, and return the nodes by the numbers of those that Flower took."""
+        if not requests:
+            return {}
+        messages = [
+            Message(content, dst_node_id=node, message_type=kind, ttl=self.round_timeout)
+            for node, (kind, content) in requests.items()
+        ]
+        sent = zip(self.grid.push_messages(messages), requests, strict=True)
+        return {number: node for number, node in sent if number}
+
+    def _pull(self, pending: dict[str, int]) -> dict[int, Message | _Silence]:
+        """Return what has come for messages, and remove these from ``pending``: a second answer is dropped."""
+        replies: dict[int, Message | _Silence] = {}
+        for reply in self.grid.pull_messages(list(pending)) if pending else ():
+            number = reply.metadata.reply_to_message_id
+            node = pending.get(number)
+            # Flower itself answers for a node that has gone, with an error of its own.
+            if node is None or (not reply.has_error() and reply.metadata.src_node_id != node):
+                continue
+            del pending[number]
+            replies[node] = (
+                _Silence(printable(reply.error.reason or "it failed"), passing=is_passing(reply.error))
+                if reply.has_error()
+                else reply
+            )
+        return replies
+
+
+def _node_ids(text: str) -> list[int]:
+    words = [word.strip() for word in text.split(",")] if text.strip() else []
+    if not all(word.isascii() and word.isdigit() for word in words) or len(set(words)) < len(words):
+        raise MisconfigurationException(f"nodes must be different ids with commas between, got {text!r}")
+    return [int(word) for word in words]
 
 
 class _NoBatch:
@@ -475,8 +456,8 @@ def serve(recipe: str | Path, grid: Grid, validate: bool = True, **settings: Any
 def server_app(recipe: str | Path) -> ServerApp:
     """Return the ``ServerApp`` of a recipe.
 
-    It reads ``start-timeout``, ``round-timeout``, ``on-bad-payload`` and ``validate`` from the run's configuration
-    (``flwr run --run-config 'round-timeout=60.0'``); see `RemoteRounds`.
+    It reads ``start-timeout``, ``round-timeout``, ``on-bad-payload``, ``norm-bound``, ``count-bound``, ``nodes`` and
+    ``validate`` from the run's configuration (``flwr run --run-config 'round-timeout=60.0'``); see `RemoteRounds`.
 
     Args:
         recipe: The recipe's file.
@@ -485,7 +466,7 @@ def server_app(recipe: str | Path) -> ServerApp:
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        known = ("start-timeout", "round-timeout", "on-bad-payload", "validate")
+        known = ("start-timeout", "round-timeout", "on-bad-payload", "norm-bound", "count-bound", "nodes", "validate")
         settings: dict[str, Any] = {
             name.replace("-", "_"): context.run_config[name] for name in known if name in context.run_config
         }

@@ -7,6 +7,7 @@ server's place. Batches, augmentation and dropout are therefore those of the sim
 from __future__ import annotations
 
 import functools
+import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ from lightning.pytorch.callbacks import (
     ProgressBar,
     Timer,
 )
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
@@ -32,6 +34,7 @@ from lightning_lowrank.federated import offload
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.indices import ClientIndices
 from lightning_lowrank.federated.data.partitions import Partition
+from lightning_lowrank.federated.failures import described
 from lightning_lowrank.federated.loop import FederatedLoop
 from lightning_lowrank.federated.site import SiteCoordinator
 from lightning_lowrank.federated.state import Base, State, copy_into
@@ -72,6 +75,7 @@ class _Kept:
         client: `ClientContext.state`.
         base: `Base.state`, where broadcasts change it.
         frozen: The frozen parameters, where changes have been folded into them.
+        secret: What tells the server after a restart that this is the same site.
     """
 
     followed: int = -1
@@ -80,6 +84,7 @@ class _Kept:
     client: State = field(default_factory=dict)
     base: State = field(default_factory=dict)
     frozen: dict[str, Tensor] = field(default_factory=dict)
+    secret: str = field(default_factory=lambda: secrets.token_hex(16))
 
 
 @dataclass
@@ -153,12 +158,15 @@ class Site:
                 f"num-partitions={self._clients} was given to this site, and the recipe has {len(indices.sizes)}"
                 " clients."
             )
+        # A site that is started again before its first round is still the same.
+        self._save()
         return {
             "client": self.client,
             "clients": len(indices.sizes),
             "samples": int(indices.sizes[self.client]),
             "batches": dict(zip(plan.clients, plan.batches, strict=True)).get(self.client, 0),
             "heard": self.heard,
+            "secret": self._kept.secret,
             **self._signature,
         }
 
@@ -264,7 +272,24 @@ class Site:
             }
 
     def _load(self) -> None:
-        self._kept = _Kept(**offload.load(self._file)) if self._file.exists() else _Kept()
+        self._kept = _Kept()
+        if not self._file.exists():
+            return
+        try:
+            kept = _Kept(**offload.load(self._file))
+            wrong = [name for name, value in vars(kept).items() if type(value) is not type(getattr(self._kept, name))]
+            if wrong:
+                raise ValueError(f"{wrong[0]} is a {type(getattr(kept, wrong[0])).__name__}")
+        except Exception as error:  # a file that was cut or changed fails in any way
+            damaged = self._file.with_suffix(".damaged")
+            self._file.replace(damaged)
+            rank_zero_warn(
+                f"{self._file}, what client {self.client} keeps from round to round, cannot be read"
+                f" ({described(error)}). It is now {damaged.name}, and the site goes on as a new client: what it kept"
+                " of earlier rounds is lost."
+            )
+        else:
+            self._kept = kept
 
     def _save(self) -> None:
         self._file.parent.mkdir(parents=True, exist_ok=True)
