@@ -7,6 +7,9 @@ epoch's round happen on the sites. Validation, checkpoints, loggers and early st
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import re
+import secrets
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -16,10 +19,12 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import numpy as np
+import torch
+from filelock import FileLock, Timeout
 from flwr.app import Context, Message, RecordDict
 from flwr.serverapp import Grid, ServerApp
 from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, Checkpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
@@ -36,6 +41,7 @@ from lightning_lowrank.federated.messages import Message as TensorMessage
 from lightning_lowrank.federated.offload import ClientStates
 from lightning_lowrank.federated.personal import FurtherModels
 from lightning_lowrank.federated.state import ClientContext, Server, trained_tensors
+from lightning_lowrank.federated.whole_checkpoints import install as install_whole_checkpoints
 from lightning_lowrank.flower.messages import (
     JOIN,
     LISTEN,
@@ -49,7 +55,7 @@ from lightning_lowrank.flower.messages import (
     unpack,
 )
 from lightning_lowrank.flower.recipe import build, check_optimizers
-from lightning_lowrank.internals.flower import is_passing
+from lightning_lowrank.internals.flower import is_passing, state_folder
 from lightning_lowrank.internals.lightning import TrainLoaderSource, count_steps, log_figures
 
 OnBadPayload = Literal["skip", "stop"]
@@ -61,7 +67,6 @@ class _Connected:
 
     node: int
     clients: int
-    heard: int
     samples: int
     batches: int
 
@@ -96,10 +101,15 @@ class RemoteRounds(Callback):
     """Stands in for `FederatedLoop` on the server: a round's clients are sites.
 
     Clients are drawn as `FederatedLoop` draws them, so that a run and its simulation have the same ones. A drawn site
-    that is not there, fails, or sends something malformed counts as failed; the round is made of those that answer,
-    which must be ``min_clients``. With ``on_client_error="raise"`` an error of a site's fit ends the run. A round that
-    nobody answers is asked for again until ``start_timeout`` has passed. A site that comes back gets the broadcasts
-    that it has missed, where the method needs them.
+    that is not there, fails, or sends something malformed counts as failed; the round is made of those that answer.
+    With ``on_client_error="raise"`` an error of a site's fit ends the run. While fewer than ``min_sites`` have
+    answered, the others are asked again until ``start_timeout`` has passed. An answer that comes after its
+    ``round_timeout`` is dropped. A site that comes back gets the broadcasts that it has missed, where the method needs
+    them.
+
+    Its state is part of the trainer's checkpoints. A fit that is resumed from one goes on with the next round: sites
+    that were there when it was saved are waited for, and a site that has made a round which the checkpoint does not
+    know answers it as before.
 
     Logged are the ``comm/...`` figures of `Ledger`, here lengths of what was sent, and ``federated/clients``,
     ``federated/failed``, ``federated/samples`` and ``federated/client_steps``.
@@ -110,12 +120,15 @@ class RemoteRounds(Callback):
         grid: Flower's way to the sites.
         start_timeout: Seconds to wait for all sites at the start, and for an answer at all in a round.
         round_timeout: Seconds to wait for the sites' answers in a round.
+        min_sites: Least number of sites that must answer in a round. 0 (default): ``federated.min_clients``.
+        keep_broadcasts: Number of rounds whose broadcasts are kept for sites that have not heard them. A site that has
+            missed one that is kept no longer is left out.
         on_bad_payload: What a malformed payload does: ``"skip"``: its site counts as failed; ``"stop"``: the run ends.
         poll: Seconds between two looks for answers.
 
     Raises:
         MisconfigurationException: If sites are missing at the start, run something else, or claim the same client; if
-            nobody answers in a round.
+            fewer than ``min_sites`` answer in a round.
     """
 
     def __init__(
@@ -125,6 +138,8 @@ class RemoteRounds(Callback):
         grid: Grid,
         start_timeout: float = 600.0,
         round_timeout: float = 3600.0,
+        min_sites: int = 0,
+        keep_broadcasts: int = 100,
         on_bad_payload: OnBadPayload = "skip",
         poll: float = 0.5,
     ) -> None:
@@ -132,23 +147,35 @@ class RemoteRounds(Callback):
         for name, value in (("start-timeout", start_timeout), ("round-timeout", round_timeout)):
             if not value > 0:
                 raise MisconfigurationException(f"{name} must be a number of seconds above 0, got {value!r}")
+        for name, count, least in (("min-sites", min_sites, 0), ("keep-broadcasts", keep_broadcasts, 1)):
+            if type(count) is not int or count < least:
+                raise MisconfigurationException(f"{name} must be a whole number, {least} or more, got {count!r}")
         self.loop = loop
         self.algorithm = loop.algorithm
         self.recipe = recipe
         self.grid = grid
         self.start_timeout = start_timeout
         self.round_timeout = round_timeout
+        self.min_sites = min_sites or loop.min_clients
+        self.keep_broadcasts = keep_broadcasts
         self.on_bad_payload = on_bad_payload
         self.poll = poll
         self.ledger = Ledger(0)
         self.coordinator: Coordinator
+        self.study = secrets.token_hex(8)
+        """Name of this study, under which sites keep what is theirs. A run that goes on has the name of the first."""
+        self._restored: dict[str, Any] | None = None
         self._samples: list[int] = []
+        self._batches: list[int] = []
         self._planner: RoundPlanner
         self._further: FurtherModels
         self._signature: dict[str, Any] = {}
         self._connected: dict[int, _Connected] = {}
         self._known_nodes: set[int] = set()
+        # The last round whose broadcast each client has heard, and the broadcasts that some have not.
+        self._heard: dict[int, int] = {}
         self._broadcasts: dict[int, bytes] = {}
+        self._pruned = -1
         self._figures: dict[str, float] = {}
         self._client_steps = 0
 
@@ -163,15 +190,43 @@ class RemoteRounds(Callback):
         return self.coordinator.server
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the server holds; no run goes on from it."""
+        """Return what the server holds, and what it knows of the sites, as tensors and plain Python."""
         if not self._samples:
             return {}
-        state = {"algorithm": type(self.algorithm).__name__, "seed": self.loop.experiment_seed, "execution": "sites"}
-        return {**state, "server": self.coordinator.state_dict()}
+        return {
+            "algorithm": type(self.algorithm).__name__,
+            "seed": self.loop.experiment_seed,
+            "execution": "sites",
+            "server": self.coordinator.state_dict(),
+            "sites": {
+                "study": self.study,
+                "signature": self._signature,
+                "samples": self._samples,
+                "batches": self._batches,
+                "connected": sorted(self._connected),
+                "heard": self._heard,
+                "broadcasts": {number: _tensor(data) for number, data in self._broadcasts.items()},
+                "pruned": self._pruned,
+                "client_steps": self._client_steps,
+            },
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take `state_dict`'s result, to be installed when the fit begins.
+
+        Raises:
+            MisconfigurationException: If it is of another recipe, or of a run that was not across sites.
+        """
+        sites = state_dict.get("sites")
+        recipe = hashlib.sha256(self.recipe.encode()).hexdigest()
+        if sites is None or sites["signature"]["recipe"] != recipe:
+            raise MisconfigurationException("the checkpoint is not of a run of this recipe across sites.")
+        self._restored = state_dict
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Take the training loader's place."""
         if stage == "fit":
+            install_whole_checkpoints(trainer)
             check_callbacks(self, trainer, pl_module, "sites that sit that round out would not know")
             settings: Any = trainer
             TrainLoaderSource(settings).replace(_NoBatch())
@@ -186,21 +241,50 @@ class RemoteRounds(Callback):
             rank_zero_warn(note)
         server = self.loop.make_server(pl_module, trainer.optimizers)
         self.ledger = Ledger(dense_bytes(pl_module))
-        self._signature = signature(pl_module, self.recipe)
-        self._meet_all()
-        self._samples = [self._connected[client].samples for client in range(len(self._connected))]
+        state, self._restored = self._restored, None
+        if state is None:
+            self._signature = signature(pl_module, self.recipe)
+            self._meet_all()
+            self._samples = [self._connected[client].samples for client in range(len(self._connected))]
+            self._batches = [self._connected[client].batches for client in range(len(self._connected))]
+        else:
+            self._go_on_from(state["sites"])
         server.clients = len(self._samples)
         self._planner = RoundPlanner(
             seed=self.loop.experiment_seed,
-            batches=np.array([self._connected[client].batches for client in range(server.clients)]),
+            batches=np.array(self._batches),
             per_round=self.loop.cohort_size(server.clients),
             sampling_weights=self.loop.sampling_weights,
             participants=self.loop.participants,
             availability=self.loop.availability,
         )
         self.coordinator = Coordinator(self.loop, server, self._samples, ClientStates(), self.ledger)
+        if state is not None:
+            self.coordinator.load_state_dict(state["server"], lambda kept: move_data_to_device(kept, pl_module.device))
         self._further = FurtherModels(None, self.coordinator)
         self.coordinator.setup()
+
+    def _go_on_from(self, sites: Mapping[str, Any]) -> None:
+        """Take up what was known of the sites, and wait for those that were there."""
+        self.study, self._signature = sites["study"], sites["signature"]
+        self._samples, self._batches = list(sites["samples"]), list(sites["batches"])
+        self._heard, self._pruned = dict(sites["heard"]), sites["pruned"]
+        self._broadcasts = {number: data.numpy().tobytes() for number, data in sites["broadcasts"].items()}
+        self._client_steps = sites["client_steps"]
+        deadline = time.monotonic() + self.start_timeout
+        while True:
+            for reason in self._meet():
+                rank_zero_warn(f"a site that came is left out: {reason}")
+            missing = sorted(set(sites["connected"]) - self._connected.keys())
+            if not missing:
+                return
+            if time.monotonic() > deadline:
+                rank_zero_warn(
+                    f"the study goes on without the sites of clients {missing}, which have not come back within"
+                    f" {self.start_timeout:g} s; they may come later."
+                )
+                return
+            time.sleep(self.poll)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Let the sites make a round, and fold in what they send."""
@@ -208,6 +292,7 @@ class RemoteRounds(Callback):
         # Clients that sit the round out are counted as they hear of it.
         self.coordinator.begin_round(plan, live, idle=0)
         outcome = self._hear(plan, options_of(trainer.optimizers), live)
+        self._prune()
         self.coordinator.failed = outcome.failures
         self.coordinator.aggregate()
         self.coordinator.show_global(live)
@@ -261,7 +346,7 @@ class RemoteRounds(Callback):
         unknown = sorted(online - self._known_nodes)
         self._known_nodes = online
         wrong = []
-        for node, reply in self._exchange({node: (JOIN, pack({})) for node in unknown}).items():
+        for node, reply in self._exchange({node: (JOIN, self._pack({})) for node in unknown}).items():
             if isinstance(reply, _Silence):
                 if reply.passing:
                     self._known_nodes.discard(node)
@@ -273,8 +358,10 @@ class RemoteRounds(Callback):
                 reason = self._objection(fields)
                 if reason:
                     raise DecodingError(f"client {fields.get('client')}: {reason}")
-                known = {name: field_of(fields, name, int) for name in ("clients", "heard", "samples", "batches")}
-                self._connected[field_of(fields, "client", int)] = _Connected(node, **known)
+                known = {name: field_of(fields, name, int) for name in ("clients", "samples", "batches")}
+                client = field_of(fields, "client", int)
+                self._heard[client] = field_of(fields, "heard", int)
+                self._connected[client] = _Connected(node, **known)
             except DecodingError as error:
                 wrong.append(f"node {node}, {error}")
         return wrong
@@ -299,44 +386,57 @@ class RemoteRounds(Callback):
         return ""
 
     def _hear(self, plan: RoundPlan, options: str, live: Mapping[str, Tensor]) -> _Outcome:
-        """Send the round's broadcasts, and take in what comes back; ask again while nobody answers."""
+        """Send the round's broadcasts, and take in what comes back; ask again while too few answer."""
         deadline = time.monotonic() + self.start_timeout
+        outcome, needed = _Outcome(), min(self.min_sites, len(plan.clients))
         while True:
             for reason in self._meet():
                 rank_zero_warn(f"round {plan.round}: a site that came is left out: {reason}")
-            outcome = self._ask(plan, options, live)
+            self._ask(plan, options, live, outcome)
             for client, reason in sorted(outcome.failures.items()):
                 rank_zero_warn(f"round {plan.round} goes on without the site of client {client}: {reason}")
-            if outcome.arrivals:
+            if len(outcome.arrivals) >= needed:
                 return outcome
             if not outcome.passing or time.monotonic() > deadline:
                 told = "; ".join(f"client {client}: {reason}" for client, reason in sorted(outcome.failures.items()))
-                raise MisconfigurationException(f"no site made round {plan.round}: {told}")
+                if not outcome.arrivals:
+                    raise MisconfigurationException(f"no site made round {plan.round}: {told}")
+                raise MisconfigurationException(
+                    f"round {plan.round} has answers of {len(outcome.arrivals)} of {len(plan.clients)} sites and needs"
+                    f" {needed} (min-sites, or min_clients of the recipe): {told}"
+                )
             time.sleep(self.poll)
 
-    def _ask(self, plan: RoundPlan, options: str, live: Mapping[str, Tensor]) -> _Outcome:
-        coordinator, outcome = self.coordinator, _Outcome()
+    def _ask(self, plan: RoundPlan, options: str, live: Mapping[str, Tensor], outcome: _Outcome) -> None:
+        """Ask the clients that have not answered yet once, and tell those that sit the round out what they missed."""
+        coordinator = self.coordinator
+        outcome.failures, outcome.passing = {}, False
         requests: dict[int, tuple[str, RecordDict]] = {}
         packets: dict[int, Packet] = {}
         if coordinator.broadcasts_to_all:
             self._broadcasts[plan.round] = coordinator.broadcast(coordinator.info(plan.clients[0])).encode()
         for client in plan.clients:
+            if client in outcome.arrivals:
+                continue
             if client not in self._connected:
                 outcome.failures[client] = "it is not connected"
                 outcome.passing = True
                 continue
-            site = self._connected[client]
+            if self._heard[client] < self._pruned:
+                outcome.failures[client] = self._lost(client)
+                continue
             packets[client] = coordinator.broadcast(coordinator.info(client))
             data = packets[client].encode()
-            missed = self._missed(site, before=plan.round)
+            missed = self._missed(client, before=plan.round)
             payloads = {**missed, plan.round: data} if data else missed
-            requests[site.node] = TRAIN, pack({"round": plan.round, "options": options}, payloads)
+            content = self._pack({"round": plan.round, "options": options}, payloads)
+            requests[self._connected[client].node] = TRAIN, content
             self.ledger.down(len(data))
             self.ledger.idle(sum(map(len, missed.values())))
         for client, site in self._connected.items():
-            missed = self._missed(site, before=plan.round + 1)
-            if missed and client not in plan.clients and site.batches:
-                requests[site.node] = LISTEN, pack({}, missed)
+            missed = self._missed(client, before=plan.round + 1)
+            if missed and client not in plan.clients and site.batches and self._heard[client] >= self._pruned:
+                requests[site.node] = LISTEN, self._pack({}, missed)
                 self.ledger.idle(sum(map(len, missed.values())))
         expected = self._expect(packets, live)
         replies = self._exchange(requests)
@@ -350,10 +450,9 @@ class RemoteRounds(Callback):
                         f"round {plan.round}: the site of client {client} failed: {reply.reason}"
                     )
             elif isinstance(reply, Message):
-                site.heard = plan.round
+                self._heard[client] = plan.round
                 if client in expected:
                     self._take(client, reply, expected[client], outcome)
-        return outcome
 
     def _take(self, client: int, reply: Message, expected: _Expected, outcome: _Outcome) -> None:
         """Let the method take in what a site sent, or note why it cannot."""
@@ -380,8 +479,26 @@ class RemoteRounds(Callback):
         else:
             outcome.arrivals.append(client)
 
-    def _missed(self, site: _Connected, before: int) -> dict[int, bytes]:
-        return {number: data for number, data in self._broadcasts.items() if site.heard < number < before}
+    def _missed(self, client: int, before: int) -> dict[int, bytes]:
+        return {number: data for number, data in self._broadcasts.items() if self._heard[client] < number < before}
+
+    def _lost(self, client: int) -> str:
+        return (
+            f"it has heard the broadcasts up to round {self._heard[client]}, and those up to round {self._pruned} are"
+            f" kept no longer (keep-broadcasts={self.keep_broadcasts}): give it the state that it had, or leave it out"
+        )
+
+    def _prune(self) -> None:
+        """Forget the broadcasts that all sites have heard, or that are too old."""
+        last_heard = [self._heard[client] for client, batches in enumerate(self._batches) if batches]
+        unneeded = max(min(last_heard), self.server.round - self.keep_broadcasts)
+        gone = [number for number in self._broadcasts if number <= unneeded]
+        self._pruned = max([self._pruned, *gone])
+        for number in gone:
+            del self._broadcasts[number]
+
+    def _pack(self, fields: Mapping[str, Any], payloads: Mapping[int, bytes] | None = None) -> RecordDict:
+        return pack({"study": self.study, "min_sites": self.min_sites, **fields}, payloads)
 
     def _expect(self, packets: Mapping[int, Packet], live: Mapping[str, Tensor]) -> dict[int, _Expected]:
         """Return what clients are to send, by doing here what they do there, but for their steps."""
@@ -453,30 +570,73 @@ class _NoBatch:
         yield None
 
 
-def serve(recipe: str | Path, grid: Grid, validate: bool = True, **settings: Any) -> pl.Trainer:
+class _KeepState(Checkpoint):
+    """Saves the trainer's state after each round, in a file that a kill leaves whole; the last of all callbacks."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        trainer.save_checkpoint(self._file)
+
+
+def serve(recipe: str | Path, grid: Grid, validate: bool = True, state: Path | None = None, **settings: Any) -> Any:
     """Run a recipe across the sites that a grid reaches, and return the trainer, whose module is the global model.
 
-    ``settings`` are further arguments of `RemoteRounds`. Unless ``validate`` the server reads no data.
+    Args:
+        recipe: The recipe's file.
+        grid: Flower's way to the sites.
+        validate: Whether the server judges the global model; otherwise it reads no data.
+        state: File to save the server's state in after each round. If it is there, the run goes on from it. It is
+            deleted when the run has ended as it should. ``None``: nothing is saved.
+        settings: Further arguments of `RemoteRounds`.
+
+    Raises:
+        MisconfigurationException: If the state belongs to a run that is still going on.
     """
+    if state is None:
+        return _serve(recipe, grid, validate, None, settings)
+    state.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(f"{state}.lock", timeout=0):
+            return _serve(recipe, grid, validate, state, settings)
+    except Timeout:
+        raise MisconfigurationException(
+            f"this study is going on in another process, which saves its state in {state}: wait for its end, or give"
+            " this one another name (study)."
+        ) from None
+
+
+def _serve(recipe: str | Path, grid: Grid, validate: bool, state: Path | None, settings: Mapping[str, Any]) -> Any:
     built = build([recipe], () if validate else ("--trainer.limit_val_batches=0",))
     rounds = RemoteRounds(built.loop, Path(recipe).read_text(encoding="utf-8"), grid, **settings)
     callbacks = built.trainer.callbacks
     callbacks[callbacks.index(built.loop)] = rounds
+    data: dict[str, Any] = {"datamodule": built.datamodule} if validate else {"train_dataloaders": _NoBatch()}
+    if state is not None:
+        callbacks.append(_KeepState(state))
+        if state.exists():
+            rank_zero_info(f"the study goes on from {state}; to begin it anew, delete that file")
+            data["ckpt_path"] = state
     with warnings.catch_warnings():
         for told in ("train_dataloader yielded None", "Detected call of `lr_scheduler.step\\(\\)` before"):
             warnings.filterwarnings("ignore", f".*{told}.*")
-        if validate:
-            built.trainer.fit(built.module, datamodule=built.datamodule)
-        else:
-            built.trainer.fit(built.module, train_dataloaders=_NoBatch())
+        built.trainer.fit(built.module, **data)
+    if state is not None and built.trainer.state.finished:
+        state.unlink(missing_ok=True)
     return built.trainer
+
+
+_SETTINGS = ("start-timeout", "round-timeout", "min-sites", "keep-broadcasts", "on-bad-payload", "validate")
 
 
 def server_app(recipe: str | Path) -> ServerApp:
     """Return the ``ServerApp`` of a recipe.
 
-    It reads ``start-timeout``, ``round-timeout``, ``on-bad-payload`` and ``validate`` from the run's configuration
-    (``flwr run --run-config 'round-timeout=60.0'``); see `RemoteRounds`.
+    It reads ``start-timeout``, ``round-timeout``, ``min-sites``, ``keep-broadcasts``, ``on-bad-payload`` and
+    ``validate`` from the run's configuration (``flwr run --run-config 'round-timeout=60.0'``); see `RemoteRounds`.
+    After each round it saves its state in the folder ``state-dir``, by default ``$FLWR_HOME/lightning_lowrank``, in a
+    file that is named by ``study`` and the recipe's digest. A run that is started again goes on from there.
 
     Args:
         recipe: The recipe's file.
@@ -485,10 +645,20 @@ def server_app(recipe: str | Path) -> ServerApp:
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        known = ("start-timeout", "round-timeout", "on-bad-payload", "validate")
-        settings: dict[str, Any] = {
-            name.replace("-", "_"): context.run_config[name] for name in known if name in context.run_config
-        }
-        serve(recipe, grid, **settings)
+        config = context.run_config
+        settings: dict[str, Any] = {name.replace("-", "_"): config[name] for name in _SETTINGS if name in config}
+        serve(recipe, grid, state=_state_file(Path(recipe), config), **settings)
 
     return app
+
+
+def _state_file(recipe: Path, config: Mapping[str, Any]) -> Path:
+    study = str(config.get("study", "study"))
+    if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", study):
+        raise MisconfigurationException(f"study must be letters, digits, dots and hyphens, got {study!r}")
+    digest = hashlib.sha256(recipe.read_bytes()).hexdigest()
+    return state_folder(config) / f"server_{study}_{digest[:16]}.ckpt"
+
+
+def _tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
