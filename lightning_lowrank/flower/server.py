@@ -250,10 +250,13 @@ class RemoteRounds(Callback):
         else:
             self._go_on_from(state["sites"])
         server.clients = len(self._samples)
+        per_round = self.loop.cohort_size(server.clients)
+        if self.min_sites > per_round:
+            raise MisconfigurationException(f"min-sites={self.min_sites} is more than a round's {per_round} clients.")
         self._planner = RoundPlanner(
             seed=self.loop.experiment_seed,
             batches=np.array(self._batches),
-            per_round=self.loop.cohort_size(server.clients),
+            per_round=per_round,
             sampling_weights=self.loop.sampling_weights,
             participants=self.loop.participants,
             availability=self.loop.availability,
@@ -388,7 +391,11 @@ class RemoteRounds(Callback):
     def _hear(self, plan: RoundPlan, options: str, live: Mapping[str, Tensor]) -> _Outcome:
         """Send the round's broadcasts, and take in what comes back; ask again while too few answer."""
         deadline = time.monotonic() + self.start_timeout
-        outcome, needed = _Outcome(), min(self.min_sites, len(plan.clients))
+        outcome, needed = _Outcome(), self.min_sites
+        if len(plan.clients) < needed:
+            raise MisconfigurationException(
+                f"round {plan.round} draws {len(plan.clients)} clients and needs {needed} (min-sites)."
+            )
         while True:
             for reason in self._meet():
                 rank_zero_warn(f"round {plan.round}: a site that came is left out: {reason}")
