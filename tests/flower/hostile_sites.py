@@ -5,26 +5,45 @@ The tests send it a few thousand; `tests/benchmarks/hostile.py` as many as one l
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import random
+import time
+import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
-from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_lowrank.compression import Chain, Codec, Half, Quantize, RandomK, Sign, TopK
+from lightning_lowrank.compression import (
+    Chain,
+    Channel,
+    Codec,
+    DecodingError,
+    Dense,
+    Half,
+    Quantize,
+    RandomK,
+    Schema,
+    Sign,
+    Split,
+    TopK,
+)
 from lightning_lowrank.federated.offload import flatten_state
 from lightning_lowrank.federated.state import trained_tensors
 from lightning_lowrank.flower.intake import Expected, Intake, expect
-from lightning_lowrank.flower.messages import pack
+from lightning_lowrank.flower.members import Members
+from lightning_lowrank.flower.messages import pack, read_upload, unpack
 from lightning_lowrank.internals.lightning import make_one_epoch
 from lightning_lowrank.testing.experiment import Experiment, blobs, quiet
 from lightning_lowrank.testing.sites import Tape
@@ -153,7 +172,13 @@ def changed(data: bytes, draws: random.Random) -> bytes:
         width = draws.choice((4, 8))
         place = draws.randrange(8 + header, len(new) + 1) if 8 + header <= len(new) else 0
         new[place : place + width] = draws.choice(
-            (b"\xff" * width, b"\x00\x00\x80\x7f" * 2, b"\xff\xff\x7f\x7f" * 2, b"\x00\x00\xc0\x7f" * 2, b"\x80" * width)
+            (
+                b"\xff" * width,
+                b"\x00\x00\x80\x7f" * 2,
+                b"\xff\xff\x7f\x7f" * 2,
+                b"\x00\x00\xc0\x7f" * 2,
+                b"\x80" * width,
+            )
         )[: len(new[place : place + width])]
     return bytes(new)
 
@@ -216,3 +241,128 @@ def fuzz(target: Target, count: int, draws: random.Random, tally: Tally, checked
         if not refused or number % 100 == 99:
             intake = target.intake()
             assert target.digest() == before, f"{target.name}: taking in cannot be undone"
+
+
+def forged(parts: Mapping[str, bytes], header: str | None = None) -> bytes:
+    """Return a safetensors file of rows of bytes, or with a header of one's own."""
+    if header is None:
+        entries, start = {}, 0
+        for name, part in parts.items():
+            entries[name] = {"dtype": "U8", "shape": [len(part)], "data_offsets": [start, start + len(part)]}
+            start += len(part)
+        header = json.dumps(entries)
+    return len(header.encode()).to_bytes(8, "little") + header.encode() + b"".join(parts.values())
+
+
+def entry(shape: str, dtype: str = "F32", end: int = 0) -> str:
+    """Return what a safetensors header says of a tensor."""
+    return f'{{"dtype":"{dtype}","shape":{shape},"data_offsets":[0,{end}]}}'
+
+
+NUMBERS = 2_000_000
+EXPECTED = Schema.of({"weight": torch.empty(NUMBERS, device="meta"), "bias": torch.empty(8, device="meta")})
+
+
+@lru_cache
+def bombs() -> dict[str, Callable[[], str]]:
+    """Return messages that are made to take time or memory, each as a function that returns why it was refused.
+
+    The server expects a tensor of two million numbers and one of eight.
+    """
+
+    def refused(read: Callable[[], Any]) -> Callable[[], str]:
+        def reason() -> str:
+            with pytest.raises(DecodingError) as raised:
+                read()
+            return str(raised.value)
+
+        return reason
+
+    def decoded(codec: Codec | None, data: bytes) -> Callable[[], str]:
+        channel = Channel([codec] if codec else [])
+        return refused(lambda: read_upload(data, EXPECTED, lambda data, schema: channel.receive(data, schema=schema)))
+
+    def joined(**changes: Any) -> Callable[[], str]:
+        mine = {"recipe": "r", "layout": "l", "frozen": [1.0]}
+        honest = {"client": 0, "clients": 3, "samples": 5, "batches": 1, "heard": -1, "secret": "s", **mine}
+        message, members = answer(pack({**honest, **changes})), Members(mine)
+        return refused(lambda: members.admit(1, unpack(message)[0]))
+
+    def payloads(count: int) -> Callable[[], str]:
+        arrays = {f"{number:x}": Array("uint8", (1,), "lightning_lowrank", b"x") for number in range(count)}
+        message = answer(RecordDict({"fields": ConfigRecord({"round": 0}), "payloads": ArrayRecord(arrays)}))
+        return refused(lambda: unpack(message))
+
+    def claim(shape: str, kind: str = "float32", **parts: bytes) -> bytes:
+        text = f'{{"{kind}":{{"weight":{shape},"bias":[8]}}}}'
+        return forged({"layout": text.encode(), **parts})
+
+    def header(*entries: str) -> bytes:
+        return forged({}, f"{{{','.join(entries)}}}")
+
+    def tensor(shape: str) -> str:
+        return f'"weight":{entry(shape)}'
+
+    return {
+        "65 dimensions": decoded(None, header(tensor(str([1] * 65)))),
+        "65 dimensions in a layout": decoded(Half(), claim(str([1] * 65), values=bytes(4))),
+        "2**40 numbers": decoded(None, header(tensor("[1099511627776]"))),
+        "2**40 numbers in a layout": decoded(Half(), claim("[1099511627776]")),
+        "five times the numbers": decoded(None, header(tensor("[9999999]"))),
+        "five times the numbers in halves": decoded(Half(), claim("[9999999]", values=bytes(7_000_000))),
+        "five times the random numbers": decoded(RandomK(0.5), claim("[9999999]", values=bytes(7_000_000))),
+        "five times the largest numbers": decoded(TopK(0.5), claim("[9999999]", values=bytes(7_000_000))),
+        "five times the signs": decoded(Sign(), claim("[9999999]", signs=bytes(400_000))),
+        "no length of the header": decoded(None, b"\xff" * 5000),
+        "100,000 tensors": decoded(None, header(*(f'"{number}":{entry("[0]")}' for number in range(100_000)))),
+        "a deep header": decoded(None, forged({}, "[" * 4000)),
+        "a header that is just as deep": decoded(None, forged({}, "[" * 300)),
+        "a deep layout": decoded(Half(), forged({"layout": b'{"a":' * 60})),
+        "a number of 4,000 digits": decoded(None, header(tensor(f"[{'9' * 4000}]"))),
+        "a number of 200 digits": decoded(None, header(tensor(f"[{'9' * 200}]"))),
+        "a number of 4,301 digits": decoded(Half(), claim(f"[{'9' * 4301}]")),
+        "a name of a megabyte": decoded(None, header(f'"{"x" * 2**20}":{entry("[0]")}')),
+        "40 dimensions of 2": decoded(Half(), claim(str([2] * 40))),
+        "more bytes than twice": decoded(RandomK(0.001), bytes(8_000_000)),
+        "200 million at random": decoded(RandomK(0.001), claim("[200000000]", seed=bytes(8), values=bytes(7_000))),
+        "a count of 2**26": decoded(TopK(count=100), claim("[67108864]", values=bytes(400))),
+        "levels of none": decoded(Quantize(bits=4), claim("[999999999999]", levels=bytes(8))),
+        "a part of 2**62": decoded(Split(["bias"], Dense(), Half()), (2**62).to_bytes(8, "little") + bytes(90)),
+        "10,000 payloads": payloads(10_000),
+        "2**33 clients": joined(clients=2**33),
+        "a client of 2**62": joined(client=2**62, clients=2**62 + 1),
+        "samples in words": joined(samples="many"),
+        "no samples, but batches": joined(samples=0),
+        "negative samples": joined(samples=-5),
+        "norms in words": joined(frozen=["one"]),
+        "a million norms": joined(frozen=[1.0] * 1_000_000),
+        "a secret of a megabyte": joined(secret="s" * 2**20),
+        "a client in words": joined(client="0"),
+        "true clients": joined(clients=True),
+    }
+
+
+def peak(run: Callable[[], Any]) -> tuple[float, int, int]:
+    """Return the seconds that a call takes, the bytes that Python allocates, and by how much the process grows."""
+
+    def status(name: str) -> int:
+        (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+        return int(line.split()[1]) * 1024
+
+    run()
+    gc.collect()
+    begun = time.perf_counter()
+    run()
+    seconds = time.perf_counter() - begun
+    grown = 0
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+        before = status("VmRSS")
+        run()
+        grown = status("VmHWM") - before
+    tracemalloc.start()
+    try:
+        run()
+        return seconds, tracemalloc.get_traced_memory()[1], grown
+    finally:
+        tracemalloc.stop()
