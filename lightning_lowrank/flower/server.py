@@ -6,18 +6,23 @@ epoch's round happen on the sites. Validation, checkpoints, loggers and early st
 
 from __future__ import annotations
 
+import hashlib
+import re
+import secrets
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import numpy as np
+from filelock import FileLock, Timeout
 from flwr.app import Context, Message, RecordDict
 from flwr.serverapp import Grid, ServerApp
-from lightning.pytorch.callbacks import Callback
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch.callbacks import Callback, Checkpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
@@ -34,12 +39,14 @@ from lightning_lowrank.federated.messages import Ledger, dense_bytes
 from lightning_lowrank.federated.offload import ClientStates
 from lightning_lowrank.federated.personal import FurtherModels
 from lightning_lowrank.federated.state import Server, trained_tensors
+from lightning_lowrank.federated.whole_checkpoints import install as install_whole_checkpoints
 from lightning_lowrank.flower.intake import Intake, expect
-from lightning_lowrank.flower.members import Connected, Members
+from lightning_lowrank.flower.members import Members
 from lightning_lowrank.flower.messages import JOIN, LISTEN, TRAIN, options_of, pack, printable, signature, unpack
 from lightning_lowrank.flower.recipe import build, check_optimizers
-from lightning_lowrank.internals.flower import is_passing
+from lightning_lowrank.internals.flower import is_passing, state_folder
 from lightning_lowrank.internals.lightning import TrainLoaderSource, count_steps, log_figures
+from lightning_lowrank.interop.files import replacing
 
 OnBadPayload = Literal["skip", "stop"]
 
@@ -69,10 +76,15 @@ class RemoteRounds(Callback):
     """Stands in for `FederatedLoop` on the server: a round's clients are sites.
 
     Clients are drawn as `FederatedLoop` draws them, so that a run and its simulation have the same ones. A drawn site
-    that is not there, fails, or sends something malformed counts as failed; the round is made of those that answer,
-    which must be ``min_clients``. With ``on_client_error="raise"`` an error of a site's fit ends the run. A round that
-    nobody answers is asked for again until ``start_timeout`` has passed. A site that comes back gets the broadcasts
-    that it has missed, where the method needs them.
+    that is not there, fails, or sends something malformed counts as failed; the round is made of those that answer.
+    With ``on_client_error="raise"`` an error of a site's fit ends the run. While fewer than ``min_sites`` have
+    answered, the others are asked again until ``start_timeout`` has passed. An answer that comes after its
+    ``round_timeout`` is dropped. A site that comes back gets the broadcasts that it has missed, where the method needs
+    them.
+
+    Its state is part of the trainer's checkpoints. A fit that is resumed from one goes on with the next round: sites
+    that were there when it was saved are waited for, and a site that has made a round which the checkpoint does not
+    know answers it as before.
 
     Logged are the ``comm/...`` figures of `Ledger`, here lengths of what was sent, and ``federated/clients``,
     ``federated/failed``, ``federated/samples`` and ``federated/client_steps``.
@@ -83,6 +95,9 @@ class RemoteRounds(Callback):
         grid: Flower's way to the sites.
         start_timeout: Seconds to wait for all sites at the start, and for an answer at all in a round.
         round_timeout: Seconds to wait for the sites' answers in a round.
+        min_sites: Least number of sites that must answer in a round. 0 (default): ``federated.min_clients``.
+        keep_broadcasts: Number of rounds whose broadcasts are kept, where the method needs sites to hear all. A site
+            that has missed more is left out.
         on_bad_payload: What a malformed payload does: ``"skip"``: its site counts as failed; ``"stop"``: the run ends.
         poll: Seconds between two looks for answers.
         norm_bound: How many times as much as the median site's an answer may change what was sent; see `Intake`.
@@ -91,10 +106,11 @@ class RemoteRounds(Callback):
             counts as the median site does; see `Members`.
         nodes: Flower's ids of all clients' nodes, in the clients' order and with commas between, as
             ``flwr supernode register`` prints them. Default: the first node that joins as a client is its site.
+        broadcasts: Where broadcasts are kept, by round; in memory by default.
 
     Raises:
         MisconfigurationException: If sites are missing at the start, run something else, or claim the same client; if
-            nobody answers in a round.
+            fewer than ``min_sites`` answer in a round.
     """
 
     def __init__(
@@ -104,11 +120,14 @@ class RemoteRounds(Callback):
         grid: Grid,
         start_timeout: float = 600.0,
         round_timeout: float = 3600.0,
+        min_sites: int = 0,
+        keep_broadcasts: int = 100,
         on_bad_payload: OnBadPayload = "skip",
         poll: float = 0.5,
         norm_bound: float = 10.0,
         count_bound: float = 10.0,
         nodes: str = "",
+        broadcasts: MutableMapping[int, bytes] | None = None,
     ) -> None:
         check_choice("on-bad-payload", on_bad_payload, OnBadPayload)
         for name, value in (("start-timeout", start_timeout), ("round-timeout", round_timeout)):
@@ -117,6 +136,9 @@ class RemoteRounds(Callback):
         for name, value in (("norm-bound", norm_bound), ("count-bound", count_bound)):
             if not value >= 1:
                 raise MisconfigurationException(f"{name} must be a number of at least 1, got {value!r}")
+        for name, count, least in (("min-sites", min_sites, 0), ("keep-broadcasts", keep_broadcasts, 1)):
+            if type(count) is not int or count < least:
+                raise MisconfigurationException(f"{name} must be a whole number, {least} or more, got {count!r}")
         self.loop = loop
         self.algorithm = loop.algorithm
         self.norm_bound = norm_bound
@@ -126,10 +148,16 @@ class RemoteRounds(Callback):
         self.grid = grid
         self.start_timeout = start_timeout
         self.round_timeout = round_timeout
+        self.min_sites = min_sites or loop.min_clients
+        self.keep_broadcasts = keep_broadcasts
         self.on_bad_payload = on_bad_payload
         self.poll = poll
         self.ledger = Ledger(0)
         self.coordinator: Coordinator
+        self.study = secrets.token_hex(8)
+        """Name of this study, under which sites keep what is theirs. A run that goes on has the name of the first."""
+        self._restored: dict[str, Any] | None = None
+        self._signature: dict[str, Any] = {}
         self._samples: list[int] = []
         self._planner: RoundPlanner
         self._further: FurtherModels
@@ -139,7 +167,8 @@ class RemoteRounds(Callback):
         self._joining: dict[str, int] = {}
         self._refused: dict[int, tuple[float, str]] = {}
         self._lost: set[int] = set()
-        self._broadcasts: dict[int, bytes] = {}
+        self._broadcasts = {} if broadcasts is None else broadcasts
+        self._pruned = -1
         self._figures: dict[str, float] = {}
         self._client_steps = 0
 
@@ -154,15 +183,41 @@ class RemoteRounds(Callback):
         return self.coordinator.server
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the server holds; no run goes on from it."""
+        """Return what the server holds, and what it knows of the sites, as tensors and plain Python."""
         if not self._samples:
             return {}
-        state = {"algorithm": type(self.algorithm).__name__, "seed": self.loop.experiment_seed, "execution": "sites"}
-        return {**state, "server": self.coordinator.state_dict()}
+        return {
+            "algorithm": type(self.algorithm).__name__,
+            "seed": self.loop.experiment_seed,
+            "execution": "sites",
+            "server": self.coordinator.state_dict(),
+            "sites": {
+                "study": self.study,
+                "signature": self._signature,
+                "members": self._members.state_dict(),
+                "intake": self._intake.state_dict(),
+                "connected": sorted(self._members.connected),
+                "lost": sorted(self._lost),
+                "pruned": self._pruned,
+                "client_steps": self._client_steps,
+            },
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take `state_dict`'s result, to be installed when the fit begins.
+
+        Raises:
+            MisconfigurationException: If it is of another recipe, or of a run that was not across sites.
+        """
+        sites = state_dict.get("sites")
+        if sites is None or sites["signature"]["recipe"] != hashlib.sha256(self.recipe.encode()).hexdigest():
+            raise MisconfigurationException("the checkpoint is not of a run of this recipe across sites.")
+        self._restored = state_dict
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Take the training loader's place."""
         if stage == "fit":
+            install_whole_checkpoints(trainer)
             check_callbacks(self, trainer, pl_module, "sites that sit that round out would not know")
             settings: Any = trainer
             TrainLoaderSource(settings).replace(_NoBatch())
@@ -177,22 +232,54 @@ class RemoteRounds(Callback):
             rank_zero_warn(note)
         server = self.loop.make_server(pl_module, trainer.optimizers)
         self.ledger = Ledger(dense_bytes(pl_module))
-        self._members = Members(signature(pl_module, self.recipe), self.loop.clients, self.nodes, self.count_bound)
-        self._meet_all()
+        state, self._restored = self._restored, None
+        # Rounds change what is frozen, by which sites are compared with the server.
+        self._signature = signature(pl_module, self.recipe) if state is None else state["sites"]["signature"]
+        self._members = Members(self._signature, self.loop.clients, self.nodes, self.count_bound)
+        if state is None:
+            self._meet_all()
+        else:
+            self._members.load_state_dict(state["sites"]["members"])
         self._samples = self._members.samples
         server.clients = len(self._samples)
+        per_round = self.loop.cohort_size(server.clients)
+        if self.min_sites > per_round:
+            raise MisconfigurationException(f"min-sites={self.min_sites} is more than a round's {per_round} clients.")
         self._planner = RoundPlanner(
             seed=self.loop.experiment_seed,
             batches=np.array(self._members.batches),
-            per_round=self.loop.cohort_size(server.clients),
+            per_round=per_round,
             sampling_weights=self.loop.sampling_weights,
             participants=self.loop.participants,
             availability=self.loop.availability,
         )
         self.coordinator = Coordinator(self.loop, server, self._samples, ClientStates(), self.ledger)
+        if state is not None:
+            self.coordinator.load_state_dict(state["server"], lambda kept: move_data_to_device(kept, pl_module.device))
         self._intake = Intake(self.coordinator, self.norm_bound)
         self._further = FurtherModels(None, self.coordinator)
         self.coordinator.setup()
+        if state is not None:
+            self._go_on_from(state["sites"])
+
+    def _go_on_from(self, sites: Mapping[str, Any]) -> None:
+        """Take up what was known of the sites, and wait for those that were there."""
+        self._intake.load_state_dict(sites["intake"])
+        self.study, self._pruned, self._client_steps = sites["study"], sites["pruned"], sites["client_steps"]
+        self._lost = set(sites["lost"])
+        deadline = time.monotonic() + self.start_timeout
+        while True:
+            self._meet(wait=0.0)
+            missing = sorted(set(sites["connected"]) - self._members.connected.keys())
+            if not missing:
+                return
+            if time.monotonic() > deadline:
+                rank_zero_warn(
+                    f"the study goes on without the sites of clients {missing}, which have not come back within"
+                    f" {self.start_timeout:g} s; they may come later."
+                )
+                return
+            time.sleep(self.poll)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Let the sites make a round, and fold in what they send."""
@@ -202,11 +289,12 @@ class RemoteRounds(Callback):
         self._intake.begin_round()
         outcome = self._hear(plan, options_of(trainer.optimizers), live)
         self.coordinator.failed = outcome.failures
-        late = self._intake.aggregate()
+        late = self._intake.aggregate(self.min_sites)
         self._refuse(outcome, late)
         for client in late:
             outcome.arrivals.remove(client)
             rank_zero_warn(f"round {plan.round} goes on without the site of client {client}: {late[client]}")
+        self._prune()
         self.coordinator.show_global(live)
         steps = sum(self._members.batches[client] for client in outcome.arrivals)
         self._client_steps += steps
@@ -263,7 +351,7 @@ class RemoteRounds(Callback):
         self._known_nodes = (self._known_nodes & online) - again
         self._joining = {number: node for number, node in self._joining.items() if node in online}
         unknown = sorted(online - self._known_nodes - set(self._joining.values()))
-        self._joining |= self._push({node: (JOIN, pack({})) for node in unknown})
+        self._joining |= self._push({node: (JOIN, self._pack({})) for node in unknown})
         self._known_nodes |= set(self._joining.values())
         deadline = time.monotonic() + wait
         while True:
@@ -297,44 +385,66 @@ class RemoteRounds(Callback):
             )
 
     def _hear(self, plan: RoundPlan, options: str, live: Mapping[str, Tensor]) -> _Outcome:
-        """Send the round's broadcasts, and take in what comes back; ask again while nobody answers."""
+        """Send the round's broadcasts, and take in what comes back; ask again while too few answer."""
         deadline = time.monotonic() + self.start_timeout
+        outcome, needed = _Outcome(), self.min_sites
+        if len(plan.clients) < needed:
+            raise MisconfigurationException(
+                f"round {plan.round} draws {len(plan.clients)} clients and needs {needed} (min-sites)."
+            )
         while True:
             self._meet(wait=min(self.round_timeout, _WAIT_FOR_NEW))
-            outcome = self._ask(plan, options, live)
+            self._ask(plan, options, live, outcome)
             for client, reason in sorted(outcome.failures.items()):
                 rank_zero_warn(f"round {plan.round} goes on without the site of client {client}: {reason}")
-            if outcome.arrivals:
+            if len(outcome.arrivals) >= needed:
                 return outcome
             if not outcome.passing or time.monotonic() > deadline:
                 told = "; ".join(f"client {client}: {reason}" for client, reason in sorted(outcome.failures.items()))
-                raise MisconfigurationException(f"no site made round {plan.round}: {told}")
+                if not outcome.arrivals:
+                    raise MisconfigurationException(f"no site made round {plan.round}: {told}")
+                raise MisconfigurationException(
+                    f"round {plan.round} has answers of {len(outcome.arrivals)} of {len(plan.clients)} sites and needs"
+                    f" {needed} (min-sites, or min_clients of the recipe): {told}"
+                )
             time.sleep(self.poll)
 
-    def _ask(self, plan: RoundPlan, options: str, live: Mapping[str, Tensor]) -> _Outcome:
-        coordinator, outcome = self.coordinator, _Outcome()
+    def _ask(self, plan: RoundPlan, options: str, live: Mapping[str, Tensor], outcome: _Outcome) -> None:
+        """Ask the clients that have not answered yet once, and tell those that sit the round out what they missed."""
+        coordinator = self.coordinator
+        outcome.failures, outcome.passing = {}, False
         requests: dict[int, tuple[str, RecordDict]] = {}
         packets: dict[int, Packet] = {}
         if coordinator.broadcasts_to_all:
             self._broadcasts[plan.round] = coordinator.broadcast(coordinator.info(plan.clients[0])).encode()
         for client in plan.clients:
+            if client in outcome.arrivals:
+                continue
             if client not in self._members.connected:
                 outcome.failures[client] = "it is not connected"
                 outcome.passing = True
                 continue
             site = self._members.connected[client]
+            if site.heard < self._pruned:
+                outcome.failures[client] = (
+                    f"it has heard the broadcasts up to round {site.heard}, and those up to round {self._pruned} are"
+                    f" kept no longer (keep-broadcasts={self.keep_broadcasts})"
+                )
+                continue
             packets[client] = coordinator.broadcast(coordinator.info(client))
             data = packets[client].encode()
-            missed = self._missed(site, before=plan.round)
+            missed = self._missed(site.heard, before=plan.round)
             payloads = {**missed, plan.round: data} if data else missed
             fields = {"round": plan.round, "options": options, "lost": client in self._lost}
-            requests[site.node] = TRAIN, pack(fields, payloads)
+            requests[site.node] = TRAIN, self._pack(fields, payloads)
             self.ledger.down(len(data))
             self.ledger.idle(sum(map(len, missed.values())))
         for client, site in self._members.connected.items():
-            missed = self._missed(site, before=plan.round + 1)
-            if missed and client not in plan.clients and site.batches:
-                requests[site.node] = LISTEN, pack({}, missed)
+            if client in plan.clients or not site.batches or site.heard < self._pruned:
+                continue
+            missed = self._missed(site.heard, before=plan.round + 1)
+            if missed:
+                requests[site.node] = LISTEN, self._pack({}, missed)
                 self.ledger.idle(sum(map(len, missed.values())))
         expected = expect(coordinator, packets, live)
         replies, answers = self._exchange(requests), dict[int, Message]()
@@ -353,8 +463,7 @@ class RemoteRounds(Callback):
                     self._lost.discard(client)
                     answers[client] = reply
         self._refuse(outcome, self._intake.take(answers, expected, self._members.batches))
-        outcome.arrivals = [client for client in answers if client not in outcome.failures]
-        return outcome
+        outcome.arrivals += [client for client in answers if client not in outcome.failures]
 
     def _refuse(self, outcome: _Outcome, refused: Mapping[int, str]) -> None:
         for client, reason in refused.items():
@@ -364,8 +473,17 @@ class RemoteRounds(Callback):
                     f"round {self.server.round}: the site of client {client} failed: {outcome.failures[client]}"
                 )
 
-    def _missed(self, site: Connected, before: int) -> dict[int, bytes]:
-        return {number: data for number, data in self._broadcasts.items() if site.heard < number < before}
+    def _missed(self, heard: int, before: int) -> dict[int, bytes]:
+        return {number: self._broadcasts[number] for number in sorted(self._broadcasts) if heard < number < before}
+
+    def _prune(self) -> None:
+        """Forget the broadcasts that are too old."""
+        for number in [each for each in self._broadcasts if each <= self.server.round - self.keep_broadcasts]:
+            self._pruned = max(self._pruned, number)
+            del self._broadcasts[number]
+
+    def _pack(self, fields: Mapping[str, Any], payloads: Mapping[int, bytes] | None = None) -> RecordDict:
+        return pack({"study": self.study, "min_sites": self.min_sites, **fields}, payloads)
 
     def _exchange(self, requests: Mapping[int, tuple[str, RecordDict]]) -> dict[int, Message | _Silence]:
         """Send messages to nodes, and return each one's reply, or why there is none."""
@@ -434,30 +552,120 @@ class _NoBatch:
         yield None
 
 
-def serve(recipe: str | Path, grid: Grid, validate: bool = True, **settings: Any) -> pl.Trainer:
+class _Kept(MutableMapping[int, bytes]):
+    """Broadcasts in a folder, a file for each; an entry is there as a whole or not at all.
+
+    Args:
+        folder: The folder.
+        begin: Whether it begins empty, whatever an earlier study left there.
+    """
+
+    def __init__(self, folder: Path, begin: bool) -> None:
+        self._folder = folder
+        if begin:
+            self.clear()
+
+    def _file(self, number: int) -> Path:
+        return self._folder / f"round_{number}.bin"
+
+    def __getitem__(self, number: int) -> bytes:
+        return self._file(number).read_bytes()
+
+    def __setitem__(self, number: int, data: bytes) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with replacing(self._file(number)) as part:
+            part.write_bytes(data)
+
+    def __delitem__(self, number: int) -> None:
+        self._file(number).unlink()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(sorted(int(file.stem.removeprefix("round_")) for file in self._folder.glob("round_*.bin")))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
+class _KeepState(Checkpoint):
+    """Saves the trainer's state after each round, in a file that a kill leaves whole; the last of all callbacks."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        trainer.save_checkpoint(self._file)
+
+
+def serve(recipe: str | Path, grid: Grid, validate: bool = True, state: Path | None = None, **settings: Any) -> Any:
     """Run a recipe across the sites that a grid reaches, and return the trainer, whose module is the global model.
 
-    ``settings`` are further arguments of `RemoteRounds`. Unless ``validate`` the server reads no data.
+    Args:
+        recipe: The recipe's file.
+        grid: Flower's way to the sites.
+        validate: Whether the server judges the global model; otherwise it reads no data.
+        state: File to save the server's state in after each round. If it is there, the run goes on from it. It is
+            deleted when the run has ended as it should. ``None``: nothing is saved.
+        settings: Further arguments of `RemoteRounds`.
+
+    Raises:
+        MisconfigurationException: If the state belongs to a run that is still going on.
     """
+    if state is None:
+        return _serve(recipe, grid, validate, None, settings)
+    state.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(f"{state}.lock", timeout=0):
+            return _serve(recipe, grid, validate, state, settings)
+    except Timeout:
+        raise MisconfigurationException(
+            f"this study is going on in another process, which saves its state in {state}: wait for its end, or give"
+            " this one another name (study)."
+        ) from None
+
+
+def _serve(recipe: str | Path, grid: Grid, validate: bool, state: Path | None, settings: Mapping[str, Any]) -> Any:
     built = build([recipe], () if validate else ("--trainer.limit_val_batches=0",))
-    rounds = RemoteRounds(built.loop, Path(recipe).read_text(encoding="utf-8"), grid, **settings)
+    kept = None if state is None else _Kept(state.with_suffix(".broadcasts"), begin=not state.exists())
+    rounds = RemoteRounds(built.loop, Path(recipe).read_text(encoding="utf-8"), grid, broadcasts=kept, **settings)
     callbacks = built.trainer.callbacks
     callbacks[callbacks.index(built.loop)] = rounds
+    data: dict[str, Any] = {"datamodule": built.datamodule} if validate else {"train_dataloaders": _NoBatch()}
+    if state is not None:
+        callbacks.append(_KeepState(state))
+        if state.exists():
+            rank_zero_info(f"the study goes on from {state}; to begin it anew, delete that file")
+            data["ckpt_path"] = state
     with warnings.catch_warnings():
-        for told in ("train_dataloader yielded None", "Detected call of `lr_scheduler.step\\(\\)` before"):
+        for told in ("train_dataloader yielded None", r"Detected call of `lr_scheduler.step\(\)` before"):
             warnings.filterwarnings("ignore", f".*{told}.*")
-        if validate:
-            built.trainer.fit(built.module, datamodule=built.datamodule)
-        else:
-            built.trainer.fit(built.module, train_dataloaders=_NoBatch())
+        built.trainer.fit(built.module, **data)
+    if state is not None and kept is not None and built.trainer.state.finished:
+        state.unlink(missing_ok=True)
+        kept.clear()
     return built.trainer
+
+
+_SETTINGS = (
+    "start-timeout",
+    "round-timeout",
+    "min-sites",
+    "keep-broadcasts",
+    "on-bad-payload",
+    "norm-bound",
+    "count-bound",
+    "nodes",
+    "validate",
+)
 
 
 def server_app(recipe: str | Path) -> ServerApp:
     """Return the ``ServerApp`` of a recipe.
 
-    It reads ``start-timeout``, ``round-timeout``, ``on-bad-payload``, ``norm-bound``, ``count-bound``, ``nodes`` and
-    ``validate`` from the run's configuration (``flwr run --run-config 'round-timeout=60.0'``); see `RemoteRounds`.
+    It reads ``start-timeout``, ``round-timeout``, ``min-sites``, ``keep-broadcasts``, ``on-bad-payload``,
+    ``norm-bound``, ``count-bound``, ``nodes`` and ``validate`` from the run's configuration (``flwr run --run-config
+    'round-timeout=60.0'``); see `RemoteRounds`.
+    After each round it saves its state in the folder ``state-dir``, by default ``$FLWR_HOME/lightning_lowrank``, in a
+    file that is named by ``study`` and the recipe's digest. A run that is started again goes on from there.
 
     Args:
         recipe: The recipe's file.
@@ -466,10 +674,16 @@ def server_app(recipe: str | Path) -> ServerApp:
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        known = ("start-timeout", "round-timeout", "on-bad-payload", "norm-bound", "count-bound", "nodes", "validate")
-        settings: dict[str, Any] = {
-            name.replace("-", "_"): context.run_config[name] for name in known if name in context.run_config
-        }
-        serve(recipe, grid, **settings)
+        config = context.run_config
+        settings: dict[str, Any] = {name.replace("-", "_"): config[name] for name in _SETTINGS if name in config}
+        serve(recipe, grid, state=_state_file(Path(recipe), config), **settings)
 
     return app
+
+
+def _state_file(recipe: Path, config: Mapping[str, Any]) -> Path:
+    study = str(config.get("study", "study"))
+    if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", study):
+        raise MisconfigurationException(f"study must be letters, digits, dots and hyphens, got {study!r}")
+    digest = hashlib.sha256(recipe.read_bytes()).hexdigest()
+    return state_folder(config) / f"server_{study}_{digest[:16]}.ckpt"
