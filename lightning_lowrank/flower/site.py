@@ -34,11 +34,14 @@ from lightning_lowrank.federated import offload
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.indices import ClientIndices
 from lightning_lowrank.federated.data.partitions import Partition
+from lightning_lowrank.federated.data.planner import RoundPlan
 from lightning_lowrank.federated.failures import described
 from lightning_lowrank.federated.loop import FederatedLoop
+from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.site import SiteCoordinator
-from lightning_lowrank.federated.state import Base, State, copy_into
+from lightning_lowrank.federated.state import Base, ClientContext, State, copy_into, trained_tensors
 from lightning_lowrank.flower.messages import signature, take_options
+from lightning_lowrank.flower.policy import Policy
 from lightning_lowrank.flower.recipe import Recipe, build, check_optimizers
 from lightning_lowrank.internals.lightning import drop_schedulers, make_one_epoch
 
@@ -111,6 +114,7 @@ class Site:
         own_data: The recipe's data, read here, is this site's alone. Otherwise all sites hold the recipe's whole data,
             and this one takes its part by the recipe's partition.
         data_root: What the datamodule's argument ``root`` is here; ``None``: what the recipe says.
+        policy: What the site permits; by default everything.
 
     Raises:
         MisconfigurationException: If the recipe cannot run across sites, or there is no such client.
@@ -124,9 +128,11 @@ class Site:
         clients: int | None = None,
         own_data: bool = False,
         data_root: str | None = None,
+        policy: Policy | None = None,
     ) -> None:
         self.client = client
         self.round: _Round
+        self.policy = Policy() if policy is None else policy
         self._recipe = Path(recipe)
         self._clients = clients
         self._own_data = own_data
@@ -147,6 +153,7 @@ class Site:
 
         Raises:
             MisconfigurationException: If something would not work in a round.
+            PolicyViolation: If the site's policy does not permit the recipe.
         """
         self._built = None
         loop = self._fit(-1)
@@ -192,6 +199,7 @@ class Site:
         Raises:
             DecodingError: If a broadcast cannot be decoded.
             MisconfigurationException: If the client cannot train, or has made a later round.
+            PolicyViolation: If the site's policy does not permit what the server or the recipe asks for.
         """
         kept = self._kept
         if number < kept.followed:
@@ -221,6 +229,7 @@ class Site:
         options = list(_QUIET)
         if self._data_root is not None:
             options.append(f"--data.init_args.root={self._data_root}")
+        self.policy.check_recipe(self._recipe.read_text(encoding="utf-8"))
         recipe = build([self._recipe], options)
         loop = recipe.loop
         if self._own_data:
@@ -256,6 +265,7 @@ class Site:
         if base is self._base:
             return
         self._base = base
+        self.policy.check_trained(trained_tensors(base.module))
         self._signature = signature(base.module, self._recipe.read_text(encoding="utf-8"))
         base.state = dict(self._kept.base)
         copy_into(dict(base.module.named_parameters()), self._kept.frozen)
@@ -312,6 +322,21 @@ class _FlowerCoordinator(SiteCoordinator):
         """Return the broadcasts, after the optimizers have taken over the round's options."""
         take_options(self.server.base.optimizers, self._site.round.options)
         return self._site.round.broadcasts
+
+    def begin_round(self, plan: RoundPlan, live: Mapping[str, Tensor], idle: int) -> None:
+        """Apply what has been broadcast, if the site's policy permits it and what is trained in this round."""
+        super().begin_round(plan, live, idle)
+        self._site.policy.check_tensors(self.received, "the server's message")
+        self._site.policy.check_trained(live)
+
+    def pack(self, client: ClientContext, message: Message) -> Packet:
+        """Return what a client sends as it crosses the wire, within what the site's policy permits."""
+        policy, exact = self._site.policy, self.algorithm.exact
+        policy.check_tensors(message.tensors, "the answer")
+        reference = self.algorithm.reference(client.base, self.received)
+        packet = super().pack(client, policy.clipped(message, reference, exact))
+        policy.check_change(packet.received, reference, exact)
+        return packet
 
     def upload(self, packet: Packet) -> None:
         """Encode what the client sends."""

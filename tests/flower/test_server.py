@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 SMALL = {"data": {"init_args": {"limit_samples": 60}}, "trainer": {"max_epochs": 3}}
 RECIPES = {
-    "momentum": {"federated": {"algorithm": method("FedAdam", server_lr=0.01)}},
+    "momentum": {"federated": {"algorithm": "FedAvgM"}},
     "SCAFFOLD": {"federated": {"algorithm": "SCAFFOLD"}},
     "FedMUD": {"federated": {"algorithm": "FedMUD"}, "lowrank": MUD},
     "held copy": {"federated": {"downlink": [method("TopK", share=0.5, error_feedback=True)]}},
