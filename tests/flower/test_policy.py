@@ -186,7 +186,7 @@ def test_the_audit_log_has_every_message(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = write_recipe(tmp_path, SMALL)
     log = tmp_path / "elsewhere" / "log.jsonl"
-    _, grid = run_on_sites(recipe, tmp_path, node_config=lambda client: {"audit_log": str(log)} if client == 0 else {})
+    run_on_sites(recipe, tmp_path, node_config=lambda client: {"audit_log": str(log)} if client == 0 else {})
     entries = read_audit(log).entries
     assert [(entry["direction"], entry["kind"], entry["round"]) for entry in entries] == [
         ("received", "query.join", None),
