@@ -156,6 +156,17 @@ def check_local_update(algorithm: Algorithm, trainer: pl.Trainer, module: pl.Lig
         )
 
 
+def refuse_batch_norm(module: nn.Module, asking: str, way_out: str = "") -> None:
+    """Refuse BatchNorm layers, whose statistics and outputs mix samples; ``asking`` is what does not go with them."""
+    found = [name for name, layer in module.named_modules() if isinstance(layer, BATCH_NORMS)]
+    if found:
+        raise MisconfigurationException(
+            f"{asking} bounds what one {'client' if 'Client' in asking else 'sample'} changes, and BatchNorm"
+            f" ({listed(found)}) has statistics that no clipping bounds in a usable way: {way_out}use GroupNorm or"
+            " LayerNorm."
+        )
+
+
 def notes(module: pl.LightningModule, buffers: BufferPolicy) -> list[str]:
     """Return what a user should know of how this module will behave in rounds, one sentence each."""
     found = []

@@ -38,6 +38,7 @@ from lightning_lowrank.federated.loop import FederatedLoop
 from lightning_lowrank.federated.messages import Ledger, dense_bytes
 from lightning_lowrank.federated.offload import ClientStates
 from lightning_lowrank.federated.personal import FurtherModels
+from lightning_lowrank.federated.site import SEED_IS_KNOWN
 from lightning_lowrank.federated.state import Server, trained_tensors
 from lightning_lowrank.federated.whole_checkpoints import install as install_whole_checkpoints
 from lightning_lowrank.flower.intake import Intake, expect
@@ -148,7 +149,7 @@ class RemoteRounds(Callback):
         self.grid = grid
         self.start_timeout = start_timeout
         self.round_timeout = round_timeout
-        self.min_sites = min_sites or loop.min_clients
+        self.min_sites = min_sites or loop.least_answers
         self.keep_broadcasts = keep_broadcasts
         self.on_bad_payload = on_bad_payload
         self.poll = poll
@@ -252,8 +253,15 @@ class RemoteRounds(Callback):
             sampling_weights=self.loop.sampling_weights,
             participants=self.loop.participants,
             availability=self.loop.availability,
+            poisson=self.loop.privacy is not None and self.loop.privacy.poisson,
+            sampling_seed=None if self.loop.privacy is None else self.loop.privacy.sampling_seed,
         )
         self.coordinator = Coordinator(self.loop, server, self._samples, ClientStates(), self.ledger)
+        privacy = self.loop.privacy
+        if privacy is not None and not privacy.secure:
+            raise MisconfigurationException(f"{privacy!r} {SEED_IS_KNOWN}")
+        rounds = None if trainer.max_epochs == -1 else trainer.max_epochs
+        self.coordinator.protect(self._planner.per_round, self._planner.eligible, rounds)
         if state is not None:
             self.coordinator.load_state_dict(state["server"], lambda kept: move_data_to_device(kept, pl_module.device))
         self._intake = Intake(self.coordinator, self.norm_bound)
@@ -313,7 +321,12 @@ class RemoteRounds(Callback):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Log the round's figures."""
-        log_figures(trainer, {**self.ledger.metrics(), **self._figures})
+        private = self.coordinator.private
+        spent = {} if private is None else private.figures()
+        log_figures(trainer, {**self.ledger.metrics(), **self._figures, **spent})
+        if private is not None and private.exhausted and not 0 < (trainer.max_epochs or 0) <= trainer.current_epoch + 1:
+            trainer.should_stop = True
+            rank_zero_info(f"the fit ends here: {private.exhausted}")
 
     def _meet_all(self) -> None:
         """Wait until the site of every client has joined."""
@@ -416,7 +429,7 @@ class RemoteRounds(Callback):
         requests: dict[int, tuple[str, RecordDict]] = {}
         packets: dict[int, Packet] = {}
         if coordinator.broadcasts_to_all:
-            self._broadcasts[plan.round] = coordinator.broadcast(coordinator.info(plan.clients[0])).encode()
+            self._broadcasts[plan.round] = coordinator.broadcast(coordinator.any_client).encode()
         for client in plan.clients:
             if client in outcome.arrivals:
                 continue
