@@ -124,7 +124,6 @@ class Intake:
 
     def begin_round(self) -> None:
         """Begin a round, which the method has begun."""
-        self._undo = self.coordinator.checkpoint()
         self._taken, self._excess, self._changed = {}, {}, {}
 
     def take(
@@ -142,6 +141,8 @@ class Intake:
         """
         refused: dict[int, str] = {}
         data: dict[int, bytes] = {}
+        if not self._taken:
+            self._undo = self.coordinator.checkpoint()
         for client in sorted(replies):
             try:
                 data[client] = self._payload(replies[client])

@@ -15,16 +15,7 @@ from lightning_lowrank.compression import DecodingError
 from lightning_lowrank.flower.intake import believed
 from lightning_lowrank.flower.messages import Claims, Fields, difference
 
-__all__ = ["Connected", "Members"]
-
-
-@dataclass
-class Connected:
-    """A site that is there: its node, the last round whose broadcast it has, and the steps that it makes in a round."""
-
-    node: int
-    heard: int
-    batches: int
+__all__ = ["Members"]
 
 
 @dataclass(frozen=True)
@@ -60,7 +51,10 @@ class Members:
         nodes: Sequence[int] = (),
         count_bound: float = 10.0,
     ) -> None:
-        self.connected: dict[int, Connected] = {}
+        self.connected: dict[int, int] = {}
+        """The nodes of those that are there, by client."""
+        self.heard: dict[int, int] = {}
+        """The last round whose broadcast each client has."""
         self.samples: list[int] = []
         self.batches: list[int] = []
         self.unbelieved: list[int] = []
@@ -70,7 +64,6 @@ class Members:
         self._nodes = list(nodes)
         self._count_bound = count_bound
         self._owners: dict[int, _Owner] = {}
-        self._heard: dict[int, int] = {}
 
     @property
     def begun(self) -> bool:
@@ -79,11 +72,7 @@ class Members:
 
     def leave(self, online: Collection[int]) -> None:
         """Take note of the nodes that are there."""
-        self.connected = {client: site for client, site in self.connected.items() if site.node in online}
-
-    def heard(self, client: int, round_number: int) -> None:
-        """Take note that a client's site has a round's broadcast."""
-        self.connected[client].heard = self._heard[client] = round_number
+        self.connected = {client: node for client, node in self.connected.items() if node in online}
 
     def admit(self, node: int, fields: Fields) -> int | None:
         """Let a node take part.
@@ -116,12 +105,10 @@ class Members:
                 raise DecodingError(
                     f"client {client}: it had {first.samples} samples when the run began, and now has {owner.samples}"
                 )
-            batches = self.batches[client]
-        else:
-            batches = claims.batches
         self._owners[client] = owner
-        self.connected[client] = Connected(node, claims.heard, batches)
-        return client if claims.heard < self._heard.get(client, -1) else None
+        self.connected[client] = node
+        before, self.heard[client] = self.heard.get(client, -1), claims.heard
+        return client if claims.heard < before else None
 
     def _check_owner(self, client: int, new: _Owner) -> None:
         """Refuse a node for a client that is another one's."""
@@ -162,7 +149,7 @@ class Members:
 
     def begin(self, count: int) -> None:
         """Begin the run with so many clients, and settle how much each of them counts."""
-        self.connected = {client: site for client, site in self.connected.items() if client < count}
+        self.connected = {client: node for client, node in self.connected.items() if client < count}
         owners = [self._owners[client] for client in range(count)]
         self._owners = dict(enumerate(owners))
         self.samples = believed([owner.samples for owner in owners], self._count_bound)
@@ -172,8 +159,6 @@ class Members:
             for client, owner in enumerate(owners)
             if (owner.samples, owner.batches) != (self.samples[client], self.batches[client])
         ]
-        for client, site in self.connected.items():
-            site.batches = self.batches[client]
 
     def claimed(self, client: int) -> tuple[int, int]:
         """Return the numbers of samples and of batches that a client's site claims."""
@@ -185,12 +170,17 @@ class Members:
             client: [owner.node, owner.secret, owner.clients, owner.samples, owner.batches]
             for client, owner in self._owners.items()
         }
-        return {"owners": owners, "heard": dict(self._heard), "begun": len(self.samples)}
+        return {
+            "owners": owners,
+            "heard": dict(self.heard),
+            "begun": len(self.samples),
+            "connected": sorted(self.connected),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict`'s result; no site is connected."""
         self._owners = {int(client): _Owner(*owner) for client, owner in state["owners"].items()}
-        self._heard = {int(client): heard for client, heard in state["heard"].items()}
+        self.heard = {int(client): heard for client, heard in state["heard"].items()}
         self.connected = {}
         if state["begun"]:
             self.begin(state["begun"])

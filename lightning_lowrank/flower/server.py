@@ -134,12 +134,12 @@ class RemoteRounds(Callback):
         for name, value in (("start-timeout", start_timeout), ("round-timeout", round_timeout)):
             if not value > 0:
                 raise MisconfigurationException(f"{name} must be a number of seconds above 0, got {value!r}")
-        for name, value in (("norm-bound", norm_bound), ("count-bound", count_bound)):
-            if not value >= 1:
-                raise MisconfigurationException(f"{name} must be a number of at least 1, got {value!r}")
         for name, count, least in (("min-sites", min_sites, 0), ("keep-broadcasts", keep_broadcasts, 1)):
             if type(count) is not int or count < least:
                 raise MisconfigurationException(f"{name} must be a whole number, {least} or more, got {count!r}")
+        for name, value in (("norm-bound", norm_bound), ("count-bound", count_bound)):
+            if not value >= 1:
+                raise MisconfigurationException(f"{name} must be a number of at least 1, got {value!r}")
         self.loop = loop
         self.algorithm = loop.algorithm
         self.norm_bound = norm_bound
@@ -158,16 +158,17 @@ class RemoteRounds(Callback):
         self.study = secrets.token_hex(8)
         """Name of this study, under which sites keep what is theirs. A run that goes on has the name of the first."""
         self._restored: dict[str, Any] | None = None
-        self._signature: dict[str, Any] = {}
-        self._samples: list[int] = []
         self._planner: RoundPlanner
         self._further: FurtherModels
+        self._signature: dict[str, Any] = {}
         self._intake: Intake
-        self._members: Members
+        self._members: Members | None = None
         self._known_nodes: set[int] = set()
         self._joining: dict[str, int] = {}
         self._refused: dict[int, tuple[float, str]] = {}
+        # Clients whose sites have lost what they kept: of whom the method, and who themselves, have not heard of it.
         self._lost: set[int] = set()
+        self._untold: set[int] = set()
         self._broadcasts = {} if broadcasts is None else broadcasts
         self._pruned = -1
         self._figures: dict[str, float] = {}
@@ -179,13 +180,20 @@ class RemoteRounds(Callback):
         return "FederatedLoop"
 
     @property
+    def members(self) -> Members:
+        """The sites of this run."""
+        if self._members is None:
+            self._members = Members(self._signature, self.loop.clients, self.nodes, self.count_bound)
+        return self._members
+
+    @property
     def server(self) -> Server:
         """The server of this run."""
         return self.coordinator.server
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the server holds, and what it knows of the sites, as tensors and plain Python."""
-        if not self._samples:
+        if not self.members.begun:
             return {}
         return {
             "algorithm": type(self.algorithm).__name__,
@@ -195,10 +203,9 @@ class RemoteRounds(Callback):
             "sites": {
                 "study": self.study,
                 "signature": self._signature,
-                "members": self._members.state_dict(),
+                "members": self.members.state_dict(),
+                "lost": sorted(self._lost | self._untold),
                 "intake": self._intake.state_dict(),
-                "connected": sorted(self._members.connected),
-                "lost": sorted(self._lost),
                 "pruned": self._pruned,
                 "client_steps": self._client_steps,
             },
@@ -211,7 +218,8 @@ class RemoteRounds(Callback):
             MisconfigurationException: If it is of another recipe, or of a run that was not across sites.
         """
         sites = state_dict.get("sites")
-        if sites is None or sites["signature"]["recipe"] != hashlib.sha256(self.recipe.encode()).hexdigest():
+        recipe = hashlib.sha256(self.recipe.encode()).hexdigest()
+        if sites is None or sites["signature"]["recipe"] != recipe:
             raise MisconfigurationException("the checkpoint is not of a run of this recipe across sites.")
         self._restored = state_dict
 
@@ -234,21 +242,18 @@ class RemoteRounds(Callback):
         server = self.loop.make_server(pl_module, trainer.optimizers)
         self.ledger = Ledger(dense_bytes(pl_module))
         state, self._restored = self._restored, None
-        # Rounds change what is frozen, by which sites are compared with the server.
-        self._signature = signature(pl_module, self.recipe) if state is None else state["sites"]["signature"]
-        self._members = Members(self._signature, self.loop.clients, self.nodes, self.count_bound)
         if state is None:
+            self._signature = signature(pl_module, self.recipe)
             self._meet_all()
         else:
-            self._members.load_state_dict(state["sites"]["members"])
-        self._samples = self._members.samples
-        server.clients = len(self._samples)
+            self._go_on_from(state["sites"])
+        server.clients = len(self.members.samples)
         per_round = self.loop.cohort_size(server.clients)
         if self.min_sites > per_round:
             raise MisconfigurationException(f"min-sites={self.min_sites} is more than a round's {per_round} clients.")
         self._planner = RoundPlanner(
             seed=self.loop.experiment_seed,
-            batches=np.array(self._members.batches),
+            batches=np.array(self.members.batches),
             per_round=per_round,
             sampling_weights=self.loop.sampling_weights,
             participants=self.loop.participants,
@@ -256,29 +261,29 @@ class RemoteRounds(Callback):
             poisson=self.loop.privacy is not None and self.loop.privacy.poisson,
             sampling_seed=None if self.loop.privacy is None else self.loop.privacy.sampling_seed,
         )
-        self.coordinator = Coordinator(self.loop, server, self._samples, ClientStates(), self.ledger)
+        self.coordinator = Coordinator(self.loop, server, self.members.samples, ClientStates(), self.ledger)
         privacy = self.loop.privacy
         if privacy is not None and not privacy.secure:
             raise MisconfigurationException(f"{privacy!r} {SEED_IS_KNOWN}")
         rounds = None if trainer.max_epochs == -1 else trainer.max_epochs
         self.coordinator.protect(self._planner.per_round, self._planner.eligible, rounds)
-        if state is not None:
-            self.coordinator.load_state_dict(state["server"], lambda kept: move_data_to_device(kept, pl_module.device))
         self._intake = Intake(self.coordinator, self.norm_bound)
+        if state is not None:
+            self._intake.load_state_dict(state["sites"]["intake"])
+            self.coordinator.load_state_dict(state["server"], lambda kept: move_data_to_device(kept, pl_module.device))
         self._further = FurtherModels(None, self.coordinator)
         self.coordinator.setup()
-        if state is not None:
-            self._go_on_from(state["sites"])
 
     def _go_on_from(self, sites: Mapping[str, Any]) -> None:
         """Take up what was known of the sites, and wait for those that were there."""
-        self._intake.load_state_dict(sites["intake"])
-        self.study, self._pruned, self._client_steps = sites["study"], sites["pruned"], sites["client_steps"]
-        self._lost = set(sites["lost"])
+        self.study, self._signature = sites["study"], sites["signature"]
+        self.members.load_state_dict(sites["members"])
+        self._lost, self._pruned = set(sites["lost"]), sites["pruned"]
+        self._client_steps = sites["client_steps"]
         deadline = time.monotonic() + self.start_timeout
         while True:
             self._meet(wait=0.0)
-            missing = sorted(set(sites["connected"]) - self._members.connected.keys())
+            missing = sorted(set(sites["members"]["connected"]) - self.members.connected.keys())
             if not missing:
                 return
             if time.monotonic() > deadline:
@@ -296,21 +301,21 @@ class RemoteRounds(Callback):
         self.coordinator.begin_round(plan, live, idle=0)
         self._intake.begin_round()
         outcome = self._hear(plan, options_of(trainer.optimizers), live)
+        self._prune()
         self.coordinator.failed = outcome.failures
         late = self._intake.aggregate(self.min_sites)
         self._refuse(outcome, late)
         for client in late:
             outcome.arrivals.remove(client)
             rank_zero_warn(f"round {plan.round} goes on without the site of client {client}: {late[client]}")
-        self._prune()
         self.coordinator.show_global(live)
-        steps = sum(self._members.batches[client] for client in outcome.arrivals)
+        steps = sum(self.members.batches[client] for client in outcome.arrivals)
         self._client_steps += steps
         count_steps(trainer, steps)
         self._figures = {
             "federated/clients": len(outcome.arrivals),
             "federated/failed": len(outcome.failures),
-            "federated/samples": sum(self._samples[client] for client in outcome.arrivals),
+            "federated/samples": sum(self.members.samples[client] for client in outcome.arrivals),
             "federated/client_steps": self._client_steps,
         }
 
@@ -331,7 +336,7 @@ class RemoteRounds(Callback):
     def _meet_all(self) -> None:
         """Wait until the site of every client has joined."""
         deadline = time.monotonic() + self.start_timeout
-        members = self._members
+        members = self.members
         while (count := members.complete()) is None:
             self._meet(wait=0.0)
             if members.complete() is None and time.monotonic() > deadline:
@@ -359,7 +364,7 @@ class RemoteRounds(Callback):
     def _meet(self, wait: float) -> None:
         """Let the nodes join that are new; wait so many seconds for their answers, which may also come later."""
         online = set(self.grid.get_node_ids())
-        self._members.leave(online)
+        self.members.leave(online)
         again = {node for node, (since, _) in self._refused.items() if time.monotonic() > since + _ASK_AGAIN}
         self._known_nodes = (self._known_nodes & online) - again
         self._joining = {number: node for number, node in self._joining.items() if node in online}
@@ -383,7 +388,7 @@ class RemoteRounds(Callback):
                     self._known_nodes.discard(node)
                     return
                 raise DecodingError(reply.reason)
-            lost = self._members.admit(node, unpack(reply)[0])
+            lost = self.members.admit(node, unpack(reply)[0])
         except Exception as error:  # whatever a node says, the others go on
             told = str(error) if isinstance(error, DecodingError) else described(error)
             reason = f"node {node}: {printable(told)}"
@@ -392,7 +397,6 @@ class RemoteRounds(Callback):
             return
         if lost is not None:
             self._lost.add(lost)
-            self.algorithm.forget(self.server, self.coordinator.info(lost))
             rank_zero_warn(
                 f"the site of client {lost} has lost what it kept of earlier rounds: it goes on as a new one."
             )
@@ -426,6 +430,9 @@ class RemoteRounds(Callback):
         """Ask the clients that have not answered yet once, and tell those that sit the round out what they missed."""
         coordinator = self.coordinator
         outcome.failures, outcome.passing = {}, False
+        for client in sorted(self._lost):
+            self.algorithm.forget(coordinator.server, coordinator.info(client))
+        self._untold, self._lost = self._untold | self._lost, set()
         requests: dict[int, tuple[str, RecordDict]] = {}
         packets: dict[int, Packet] = {}
         if coordinator.broadcasts_to_all:
@@ -433,36 +440,31 @@ class RemoteRounds(Callback):
         for client in plan.clients:
             if client in outcome.arrivals:
                 continue
-            if client not in self._members.connected:
+            if client not in self.members.connected:
                 outcome.failures[client] = "it is not connected"
                 outcome.passing = True
                 continue
-            site = self._members.connected[client]
-            if site.heard < self._pruned:
-                outcome.failures[client] = (
-                    f"it has heard the broadcasts up to round {site.heard}, and those up to round {self._pruned} are"
-                    f" kept no longer (keep-broadcasts={self.keep_broadcasts})"
-                )
+            if self.members.heard[client] < self._pruned:
+                outcome.failures[client] = self._too_late(client)
                 continue
             packets[client] = coordinator.broadcast(coordinator.info(client))
             data = packets[client].encode()
-            missed = self._missed(site.heard, before=plan.round)
+            missed = self._missed(client, before=plan.round)
             payloads = {**missed, plan.round: data} if data else missed
-            fields = {"round": plan.round, "options": options, "lost": client in self._lost}
-            requests[site.node] = TRAIN, self._pack(fields, payloads)
+            fields = {"round": plan.round, "options": options, "lost": client in self._untold}
+            requests[self.members.connected[client]] = TRAIN, self._pack(fields, payloads)
             self.ledger.down(len(data))
             self.ledger.idle(sum(map(len, missed.values())))
-        for client, site in self._members.connected.items():
-            if client in plan.clients or not site.batches or site.heard < self._pruned:
-                continue
-            missed = self._missed(site.heard, before=plan.round + 1)
-            if missed:
-                requests[site.node] = LISTEN, self._pack({}, missed)
+        for client, node in self.members.connected.items():
+            missed = self._missed(client, before=plan.round + 1)
+            idle = client not in plan.clients and self.members.batches[client]
+            if missed and idle and self.members.heard[client] >= self._pruned:
+                requests[node] = LISTEN, self._pack({}, missed)
                 self.ledger.idle(sum(map(len, missed.values())))
         expected = expect(coordinator, packets, live)
         replies, answers = self._exchange(requests), dict[int, Message]()
-        for client, site in sorted(self._members.connected.items()):
-            reply = replies.get(site.node)
+        for client, node in sorted(self.members.connected.items()):
+            reply = replies.get(node)
             if isinstance(reply, _Silence) and client in expected:
                 outcome.failures[client] = reply.reason
                 outcome.passing |= reply.passing
@@ -471,12 +473,13 @@ class RemoteRounds(Callback):
                         f"round {plan.round}: the site of client {client} failed: {reply.reason}"
                     )
             elif isinstance(reply, Message):
-                self._members.heard(client, plan.round)
+                self.members.heard[client] = plan.round
                 if client in expected:
-                    self._lost.discard(client)
+                    self._untold.discard(client)
                     answers[client] = reply
-        self._refuse(outcome, self._intake.take(answers, expected, self._members.batches))
-        outcome.arrivals += [client for client in answers if client not in outcome.failures]
+        refused = self._intake.take(answers, expected, self.members.batches)
+        outcome.arrivals += [client for client in answers if client not in refused]
+        self._refuse(outcome, refused)
 
     def _refuse(self, outcome: _Outcome, refused: Mapping[int, str]) -> None:
         for client, reason in refused.items():
@@ -486,8 +489,19 @@ class RemoteRounds(Callback):
                     f"round {self.server.round}: the site of client {client} failed: {outcome.failures[client]}"
                 )
 
-    def _missed(self, heard: int, before: int) -> dict[int, bytes]:
-        return {number: self._broadcasts[number] for number in sorted(self._broadcasts) if heard < number < before}
+    def _missed(self, client: int, before: int) -> dict[int, bytes]:
+        return {
+            number: self._broadcasts[number]
+            for number in sorted(self._broadcasts)
+            if self.members.heard[client] < number < before
+        }
+
+    def _too_late(self, client: int) -> str:
+        heard = self.members.heard[client]
+        return (
+            f"it has heard the broadcasts up to round {heard}, and those up to round {self._pruned} are"
+            f" kept no longer (keep-broadcasts={self.keep_broadcasts}): give it the state that it had, or leave it out"
+        )
 
     def _prune(self) -> None:
         """Forget the broadcasts that are too old."""
@@ -649,7 +663,7 @@ def _serve(recipe: str | Path, grid: Grid, validate: bool, state: Path | None, s
             rank_zero_info(f"the study goes on from {state}; to begin it anew, delete that file")
             data["ckpt_path"] = state
     with warnings.catch_warnings():
-        for told in ("train_dataloader yielded None", r"Detected call of `lr_scheduler.step\(\)` before"):
+        for told in ("train_dataloader yielded None", "Detected call of `lr_scheduler.step\\(\\)` before"):
             warnings.filterwarnings("ignore", f".*{told}.*")
         built.trainer.fit(built.module, **data)
     if state is not None and kept is not None and built.trainer.state.finished:
@@ -675,8 +689,8 @@ def server_app(recipe: str | Path) -> ServerApp:
     """Return the ``ServerApp`` of a recipe.
 
     It reads ``start-timeout``, ``round-timeout``, ``min-sites``, ``keep-broadcasts``, ``on-bad-payload``,
-    ``norm-bound``, ``count-bound``, ``nodes`` and ``validate`` from the run's configuration (``flwr run --run-config
-    'round-timeout=60.0'``); see `RemoteRounds`.
+    ``norm-bound``, ``count-bound``, ``nodes`` and ``validate`` from the run's configuration
+    (``flwr run --run-config 'round-timeout=60.0'``); see `RemoteRounds`.
     After each round it saves its state in the folder ``state-dir``, by default ``$FLWR_HOME/lightning_lowrank``, in a
     file that is named by ``study`` and the recipe's digest. A run that is started again goes on from there.
 
