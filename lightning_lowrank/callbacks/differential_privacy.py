@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_lowrank.arguments import Configured
 from lightning_lowrank.configuration import check_integer, check_number
 from lightning_lowrank.federated.algorithm import inherits
-from lightning_lowrank.federated.checks import refuse_batch_norm
+from lightning_lowrank.federated.checks import check_factors_move, refuse_batch_norm
 from lightning_lowrank.federated.data.loader import check_loader
 from lightning_lowrank.federated.data.poisson import PoissonLoader
 from lightning_lowrank.federated.data.sampling import NeedsPoissonBatches
@@ -25,7 +25,7 @@ from lightning_lowrank.federated.execution.graphs import tensors_in
 from lightning_lowrank.federated.loop import FederatedLoop
 from lightning_lowrank.federated.privacy.accounting import Accountant, Mechanism, check_budget, noise_for
 from lightning_lowrank.federated.privacy.noise import gaussian
-from lightning_lowrank.federated.privacy.samples import SampleGradients, check_factors_move, with_gradients
+from lightning_lowrank.federated.privacy.samples import SampleGradients, with_gradients
 from lightning_lowrank.federated.site import SEED_IS_KNOWN, SiteCoordinator
 from lightning_lowrank.federated.state import State
 from lightning_lowrank.internals.lightning import TrainLoaderSource, log_figures

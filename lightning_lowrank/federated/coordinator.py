@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lightning_lowrank.arguments import listed
 from lightning_lowrank.compression import Packet
 from lightning_lowrank.federated.algorithm import detached, inherits
-from lightning_lowrank.federated.checks import check_trained, goes_on_from, refuse_batch_norm
+from lightning_lowrank.federated.checks import check_factors_move, check_trained, goes_on_from, refuse_batch_norm
 from lightning_lowrank.federated.data.planner import RoundPlan
 from lightning_lowrank.federated.failures import NotFiniteError, described, not_finite, rows_not_finite
 from lightning_lowrank.federated.messages import Ledger, Message, dense_bytes
@@ -105,7 +105,7 @@ class Coordinator:
             )
         if self.settings.buffers != "local":
             refuse_batch_norm(self.server.base.module, "ClientPrivacy", "keep them with clients (buffers='local'), or ")
-        shares = getattr(self.settings, "noise_shares", self.settings.min_clients)
+        shares = self.settings.noise_shares
         self.private = PrivateMean(privacy, self.server.seed, sampled, population, rounds, shares)
         if privacy.noise_at == "clients" and shares < 2:
             rank_zero_warn(
@@ -145,8 +145,12 @@ class Coordinator:
         self.ledger.begin_round()
         self.failed, self._answers, self._first_error = {}, 0, None
         self.algorithm.begin_round(server)
-        if self.private is not None and self.private.exhausted:
-            raise MisconfigurationException(f"{self.private.exhausted}: raise it, or end the run here.")
+        if self.private is not None:
+            if self.private.exhausted:
+                raise MisconfigurationException(f"{self.private.exhausted}: raise it, or end the run here.")
+            if not self.private.released:
+                moving = self._trained.keys() - self.algorithm.unstepped(plan.round) if self._trained else ()
+                check_factors_move(server.base.module, moving, "ClientPrivacy")
         if self.wire.holds_copy:
             first = self.any_client
             self._broadcast_to_all = self.wire.down(server.base, self.message(first), first)

@@ -90,6 +90,8 @@ class Rounds(Untraced):
         planner = data.planner
         endless = trainer.max_epochs == -1
         coordinator.protect(planner.per_round, planner.eligible, None if endless else trainer.max_epochs)
+        if before is not None and before.coordinator.private is not None and coordinator.private is not None:
+            coordinator.private.load_state_dict(before.coordinator.private.state_dict())
         if restored is not None:
             coordinator.load_state_dict(restored["server"], self._to_device)
             # A secret by which cohorts are drawn is another now.

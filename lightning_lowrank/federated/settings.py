@@ -274,6 +274,8 @@ class FederatedSettings(Configured):
             )
 
     def _check_privacy(self) -> None:
+        # A site changes min_clients for its own rounds of one client.
+        self.noise_shares = self.min_clients
         if self.privacy is None:
             return
         _check(
@@ -296,8 +298,6 @@ class FederatedSettings(Configured):
             f"min_clients={self.min_clients} ends a fit by the size of a cohort, which"
             " ClientPrivacy(sampling='poisson') lets vary, down to none: leave it out, or use sampling='fixed'.",
         )
-        # A site changes min_clients for its own rounds of one client.
-        self.noise_shares = self.min_clients
 
     @property
     def least_answers(self) -> int:

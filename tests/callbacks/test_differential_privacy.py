@@ -33,8 +33,9 @@ from lightning_lowrank import (
     SumProduct,
     convert,
 )
+from lightning_lowrank.federated.checks import check_factors_move
 from lightning_lowrank.federated.privacy import Mechanism
-from lightning_lowrank.federated.privacy.samples import SampleGradients, check_factors_move
+from lightning_lowrank.federated.privacy.samples import SampleGradients
 from lightning_lowrank.seeding import generator
 from tests.helpers import Data, Module, assert_same, blobs, draw, fit, network, trainer, weights
 
@@ -286,7 +287,7 @@ def federated(tmp_path, algorithm=None, callback=None, net=None, low_rank=None, 
 
 
 def test_every_client_has_its_own_epsilon(tmp_path):
-    run, _, loop, callback = federated(tmp_path, local_epochs=2, partition=FromIndices([range(30), range(30, 64)]))
+    run, _, _, callback = federated(tmp_path, local_epochs=2, partition=FromIndices([range(30), range(30, 64)]))
     expected = {}
     for client, samples in enumerate((30, 34)):
         steps = 3 * 2 * math.ceil(samples / 8)

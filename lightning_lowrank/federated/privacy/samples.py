@@ -11,16 +11,14 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torch.func import functional_call, grad, jvp, vmap
+from torch.func import functional_call, grad, vmap
 from torchmetrics import Metric
 
-from lightning_lowrank.aggregation.adapters import find_adapters
 from lightning_lowrank.arguments import listed
 from lightning_lowrank.federated.execution.causes import cause_of
 from lightning_lowrank.federated.execution.graphs import tensors_in
 from lightning_lowrank.federated.execution.stack import captured_logs
 from lightning_lowrank.federated.objective import loss_of
-from lightning_lowrank.layers import low_rank_layers
 
 Logged = dict[str, Tensor]
 
@@ -210,48 +208,3 @@ def with_gradients(loss: Tensor, parameters: Mapping[str, Tensor], gradients: Ma
         tensor([1., 2.])
     """
     return _WithGradients.apply(loss, [gradients[name] for name in parameters], *parameters.values())
-
-
-def check_factors_move(module: nn.Module, trained: Iterable[str], asking: str) -> None:
-    """Refuse factors of which none can move: where the weight does not depend on any that is trained.
-
-    That is so for LoRA's ``A`` alone while ``B`` is zero. A run would then spend its budget on noise. A weight's
-    dependence is its derivative by all trained factors, along a random direction.
-
-    Args:
-        module: The module.
-        trained: Names of the parameters that are trained.
-        asking: What refuses, for the message.
-    """
-    names = set(trained)
-    still = []
-    held = {name: value.detach() for name, value in module.named_parameters(remove_duplicate=False)}
-    draws = torch.Generator().manual_seed(0)
-
-    def direction(value: Tensor) -> Tensor:
-        return torch.randn(value.shape, generator=draws).to(value)
-
-    for layer_name, layer in low_rank_layers(module, tied=False):
-        prefix = f"{layer_name}.factors." if layer_name else "factors."
-        factors = {name: value.detach() for name, value in layer.factors.items()}
-        moving = {name: value for name, value in factors.items() if prefix + name in names}
-        if moving:
-
-            def composed(values: dict[str, Tensor], layer: Any = layer, factors: Any = factors) -> Tensor:
-                return layer.update({**factors, **values})
-
-            tangents = {name: direction(value) for name, value in moving.items()}
-            if not jvp(composed, (moving,), (tangents,))[1].any():
-                still.append(layer_name)
-    if any(hasattr(part, "lora_A") and hasattr(part, "get_base_layer") for part in module.modules()):
-        for adapter in find_adapters(module).values():
-            B, A = adapter.parameters["B"], adapter.parameters["A"]
-            moves = [held[other].any() for name, other in ((B, A), (A, B)) if name in names]
-            if moves and not any(moves):
-                still.append(adapter.name)
-    if still:
-        raise MisconfigurationException(
-            f"{asking}: none of the factors of {listed(still)} that are trained can move, since they meet a factor that"
-            " is zero, and all their steps would be noise: train the other factor too (LoRA's B, not A alone), or begin"
-            " with one that is not zero."
-        )

@@ -255,6 +255,16 @@ def test_cohorts_vary_and_the_fit_ends_before_the_budget(tmp_path, capsys):
 
 
 @pytest.mark.slow
+def test_a_fit_that_goes_on_spends_on(tmp_path):
+    loop, module, data = loop_of(), Module(small(), SGD), Data(blobs(40))
+    run = trainer(tmp_path, loop, max_epochs=2)
+    fit(run, module, data)
+    run.fit_loop.max_epochs = 5
+    fit(run, module, data)
+    assert loop.coordinator.private.released == 5
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("secure", [False, True])
 def test_resume_goes_on_with_budget_clip_and_cohorts(tmp_path, secure):
     def made():
@@ -352,7 +362,7 @@ def lora(**settings):
     [
         (partial(loop_of, FedLoRA(SumProduct())), network, [lora], r"FedLoRA\(SumProduct\(.*\)\) needs each client's"),
         (partial(loop_of, METHODS["HeteroFL"].make()), network, [], "HeteroFL needs each client's own message"),
-        (loop_of, partial(network, norm=nn.BatchNorm1d), [], r"BatchNorm \(net.1\).*buffers='local'.*GroupNorm"),
+        (loop_of, partial(network, norm=nn.BatchNorm1d), [], r"BatchNorm \(net\.1\).*buffers='local'.*GroupNorm"),
         (
             partial(loop_of, privacy={"quantile": 0.5, "count_noise": 0.4}),
             network,
