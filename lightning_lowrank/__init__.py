@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     )
     from lightning_lowrank.algorithms.split_mix import Ensemble
     from lightning_lowrank.callbacks.convergence_monitor import ConvergenceMonitor
+    from lightning_lowrank.callbacks.differential_privacy import DifferentialPrivacy
     from lightning_lowrank.callbacks.lowrank import LowRank
     from lightning_lowrank.callbacks.static_batch_norm import StaticBatchNorm
     from lightning_lowrank.compression import Half, Quantize, RandomK, Sign, TopK
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
         ClientIndices,
         ClientInfo,
         ClientParallelStrategy,
+        ClientPrivacy,
         Dirichlet,
         FederatedLoop,
         FromIndices,
@@ -111,8 +113,10 @@ __all__ = [
     "ClientIndices",
     "ClientInfo",
     "ClientParallelStrategy",
+    "ClientPrivacy",
     "CoLR",
     "ConvergenceMonitor",
+    "DifferentialPrivacy",
     "Dirichlet",
     "Ditto",
     "Ensemble",

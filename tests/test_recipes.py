@@ -40,6 +40,7 @@ OTHER_BASES: dict[tuple[str, str], Callable[[str], bool]] = {
     ("fedhm", "tiny_imagenet"): lambda overlay: overlay.endswith((*RESNET34, "_tiny_imagenet", "central", "local")),
     ("finetuning", "sst2"): lambda overlay: True,
     ("lora_aggregation", "mnist"): lambda overlay: True,
+    ("privacy", "mnist"): lambda overlay: True,
 }
 FEDMUD_SETTINGS = {
     "mud": ("reset_interval_2", "reset_interval_4", "init_scale_0_1", "init_scale_1", "init_scale_10"),
@@ -211,6 +212,8 @@ def test_recipe_runs(run, names, monkeypatch):
         assert torch.isfinite(done.trainer.callback_metrics[name])
     loop = next(callback for callback in done.trainer.callbacks if isinstance(callback, FederatedLoop))
     assert type(loop.algorithm).__name__ == last_said(names, "federated", "algorithm")
+    if names[0].startswith("privacy/") and names[-1] != "privacy/none":
+        assert 0 < float(done.trainer.callback_metrics["privacy/epsilon"]) <= 8
     overlay = content_of(RECIPES / f"{names[-1]}.yaml")
     algorithm = overlay.get("federated", {}).get("algorithm", {})
     if isinstance(algorithm, dict) and "class_path" not in algorithm:

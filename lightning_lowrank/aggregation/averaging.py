@@ -36,6 +36,7 @@ class ProductSum(Operator):
     """
 
     mixed_ranks: ClassVar[bool] = False
+    linear: ClassVar[bool] = True
 
     @override
     def _aggregate(self, inputs: LayerInputs) -> Broadcast:
@@ -53,6 +54,8 @@ class RBLA(Operator):
         >>> RBLA().aggregate([small, large]).server.B[0]
         tensor([3., 5.])
     """
+
+    linear: ClassVar[bool] = True
 
     @override
     def _aggregate(self, inputs: LayerInputs) -> Broadcast:
@@ -85,6 +88,8 @@ class FFA(Operator):
         >>> FFA().aggregate(pairs).server.product()[0]
         tensor([2., 2.])
     """
+
+    linear: ClassVar[bool] = True
 
     @override
     def trained(self, round: int) -> Factors:
@@ -205,6 +210,7 @@ class FedSA(Operator):
     """
 
     broadcasts: ClassVar[Literal["common", "personal"]] = "personal"
+    linear: ClassVar[bool] = True
 
     @override
     def sent_up(self, round: int) -> Factors:

@@ -35,12 +35,14 @@ class Operator(Configured, ABC):
         redraws: Whether the pairs that clients receive are drawn by :meth:`fresh`, and need not be sent.
         changes_base: Whether there is a change of the base weight, which every client needs, also outside the cohort.
         mixed_ranks: Whether clients of different ranks can be aggregated.
+        linear: Whether for clients of one rank the result depends on the mean of each sent factor alone.
     """
 
     broadcasts: ClassVar[Literal["common", "personal"]] = "common"
     redraws: ClassVar[bool] = False
     changes_base: ClassVar[bool] = False
     mixed_ranks: ClassVar[bool] = True
+    linear: ClassVar[bool] = False
 
     def trained(self, round: int) -> Factors:
         """Return the factors that clients train in a round; the other is frozen."""

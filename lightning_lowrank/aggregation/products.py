@@ -232,6 +232,7 @@ class CoLR(Operator):
 
     redraws: ClassVar[bool] = True
     changes_base: ClassVar[bool] = True
+    linear: ClassVar[bool] = True
 
     def __init__(self, trained_factor: Literal["B", "A"] = "B") -> None:
         check_choice("trained_factor", trained_factor, Literal["B", "A"])

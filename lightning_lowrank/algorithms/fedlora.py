@@ -208,6 +208,15 @@ class FedLoRA(Algorithm):
             adapter.scaling = self._scaling(adapter, level)
 
     @property
+    def needs_only_mean(self) -> bool:
+        """Whether the operator takes the means of factors, of clients of one rank that send all slots."""
+        return self.operator.linear and len(self.levels) == 1 and not self.upload_ranks
+
+    def unstepped(self, round_number: int) -> frozenset[str]:
+        trained = self.operator.trained(round_number)
+        return frozenset(parameter for parameter, (_, name) in self._factors.items() if name not in trained)
+
+    @property
     def announces(self) -> bool:
         return self.operator.changes_base or self.operator.redraws
 
@@ -376,10 +385,8 @@ class FedLoRA(Algorithm):
             client.round_state["received"] = detached({name: client.model[name] for name in self._factors})
 
     def before_step(self, step: LocalStep) -> None:
-        trained = self.operator.trained(step.round)
-        for parameter, (_, name) in self._factors.items():
-            if name not in trained:
-                step.parameters[parameter].grad = None
+        for parameter in self.unstepped(step.round):
+            step.parameters[parameter].grad = None
 
     def end(self, client: ClientContext) -> Message:
         """Return the factors that the operator uses and the rest; keep the client's own."""

@@ -55,6 +55,11 @@ class SCAFFOLD(Algorithm):
         self.lr_server = lr_server
         self._groups: dict[str, int] = {}
 
+    @property
+    def needs_only_mean(self) -> bool:
+        """True: the sum of the control variates' changes is their mean times the number of messages."""
+        return True
+
     def setup(self, base: Base) -> None:
         self._groups = parameter_groups(base, "SCAFFOLD")
         for group in base.optimizers[0].param_groups:

@@ -16,6 +16,7 @@ from lightning_lowrank.federated.loop import FederatedLoop
 from lightning_lowrank.federated.messages import Ledger, Message
 from lightning_lowrank.federated.objective import MaskAbsentClasses, Objective
 from lightning_lowrank.federated.optimizers import register_elementwise
+from lightning_lowrank.federated.privacy import ClientPrivacy
 from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, Server
 from lightning_lowrank.federated.whole_checkpoints import WholeCheckpoints
 
@@ -28,6 +29,7 @@ __all__ = [
     "ClientIndices",
     "ClientInfo",
     "ClientParallelStrategy",
+    "ClientPrivacy",
     "Dirichlet",
     "FederatedLoop",
     "FromIndices",

@@ -78,6 +78,19 @@ class Algorithm(Configured):
     That is so where nothing that the method keeps, or finds in `setup`, is of the first round's parameters alone.
     """
 
+    @property
+    def needs_only_mean(self) -> bool:
+        """Whether the server's half does the same if it gets the clients' mean in place of each of their messages.
+
+        Then single messages may stay unknown to it, as with `ClientPrivacy`. By default that is so where `receive` only
+        adds messages to the aggregator.
+        """
+        return inherits(self, "receive")
+
+    def unstepped(self, round_number: int) -> frozenset[str]:
+        """Return names of trained parameters that do not move in a round, since `before_step` drops their gradients."""
+        return frozenset()
+
     # Every side
 
     def setup(self, base: Base) -> None:

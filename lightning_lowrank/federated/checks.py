@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
     BatchSizeFinder,
@@ -23,15 +24,18 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import nn
+from torch import Tensor, nn
+from torch.func import jvp
 from torch.optim import Optimizer
 
+from lightning_lowrank.aggregation.adapters import find_adapters
 from lightning_lowrank.arguments import listed
 from lightning_lowrank.federated.algorithm import Algorithm, inherits
 from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.federated.state import Base, BufferPolicy
 from lightning_lowrank.internals.lightning import overrides
 from lightning_lowrank.internals.torch import BATCH_NORMS
+from lightning_lowrank.layers import low_rank_layers
 
 _READING_HOOKS = (
     "on_train_batch_end",
@@ -153,6 +157,61 @@ def check_local_update(algorithm: Algorithm, trainer: pl.Trainer, module: pl.Lig
         raise MisconfigurationException(
             f"{method} steps the optimizer in its own way on each batch:"
             f" set accumulate_grad_batches=1, not {trainer.accumulate_grad_batches}."
+        )
+
+
+def refuse_batch_norm(module: nn.Module, asking: str, way_out: str = "") -> None:
+    """Refuse BatchNorm layers, whose statistics mix samples; ``asking`` is what does not go with them."""
+    found = [name for name, layer in module.named_modules() if isinstance(layer, BATCH_NORMS)]
+    if found:
+        raise MisconfigurationException(
+            f"{asking} cannot bound what the statistics of BatchNorm ({listed(found)}) tell of single samples, nor keep"
+            f" them positive under noise: {way_out}use GroupNorm or LayerNorm."
+        )
+
+
+def check_factors_move(module: nn.Module, trained: Iterable[str], asking: str) -> None:
+    """Refuse factors of which none can move: where the weight does not depend on any that is trained.
+
+    That is so for LoRA's ``A`` alone while ``B`` is zero. A run would then spend its budget on noise. A weight's
+    dependence is its derivative by all trained factors, along a random direction.
+
+    Args:
+        module: The module.
+        trained: Names of the parameters that are trained.
+        asking: What refuses, for the message.
+    """
+    names = set(trained)
+    still = []
+    held = {name: value.detach() for name, value in module.named_parameters(remove_duplicate=False)}
+    draws = torch.Generator().manual_seed(0)
+
+    def direction(value: Tensor) -> Tensor:
+        return torch.randn(value.shape, generator=draws).to(value)
+
+    for layer_name, layer in low_rank_layers(module, tied=False):
+        prefix = f"{layer_name}.factors." if layer_name else "factors."
+        factors = {name: value.detach() for name, value in layer.factors.items()}
+        moving = {name: value for name, value in factors.items() if prefix + name in names}
+        if moving:
+
+            def composed(values: dict[str, Tensor], layer: Any = layer, factors: Any = factors) -> Tensor:
+                return layer.update({**factors, **values})
+
+            tangents = {name: direction(value) for name, value in moving.items()}
+            if not jvp(composed, (moving,), (tangents,))[1].any():
+                still.append(layer_name)
+    if any(hasattr(part, "lora_A") and hasattr(part, "get_base_layer") for part in module.modules()):
+        for adapter in find_adapters(module).values():
+            B, A = adapter.parameters["B"], adapter.parameters["A"]
+            moves = [held[other].any() for name, other in ((B, A), (A, B)) if name in names]
+            if moves and not any(moves):
+                still.append(adapter.name)
+    if still:
+        raise MisconfigurationException(
+            f"{asking}: none of the factors of {listed(still)} that are trained can move, since they meet a factor that"
+            " is zero, and all their steps would be noise: train the other factor too (LoRA's B, not A alone), or begin"
+            " with one that is not zero."
         )
 
 

@@ -7,21 +7,24 @@ that exchanges what arrives; a real site has one that stands for the wire.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_lowrank.arguments import listed
 from lightning_lowrank.compression import Packet
 from lightning_lowrank.federated.algorithm import detached, inherits
-from lightning_lowrank.federated.checks import check_trained, goes_on_from
+from lightning_lowrank.federated.checks import check_factors_move, check_trained, goes_on_from, refuse_batch_norm
 from lightning_lowrank.federated.data.planner import RoundPlan
 from lightning_lowrank.federated.failures import NotFiniteError, described, not_finite, rows_not_finite
 from lightning_lowrank.federated.messages import Ledger, Message, dense_bytes
 from lightning_lowrank.federated.offload import ClientStates
+from lightning_lowrank.federated.privacy.clients import PrivateMean
 from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.federated.state import (
     ClientContext,
@@ -33,6 +36,8 @@ from lightning_lowrank.federated.state import (
     trained_tensors,
 )
 from lightning_lowrank.federated.wire import Wire
+
+_BEGAN = "privacy.began"
 
 
 class Coordinator:
@@ -73,6 +78,40 @@ class Coordinator:
         self.infinite: frozenset[str] = frozenset()
         """Names of buffers that hold numbers that are not finite, such as a mask of -inf."""
         self._trained: dict[str, Tensor] | None = None
+        self.private: PrivateMean | None = None
+        """What stands between clients' messages and the method with `ClientPrivacy`; see `protect`."""
+
+    def protect(self, sampled: int, population: int, rounds: int | None) -> None:
+        """Have the method see the clients' private mean alone, where the settings ask for it.
+
+        Args:
+            sampled: Number of clients that a round draws, on average or exactly.
+            population: Number of clients that can be drawn.
+            rounds: Number of rounds of the run; ``None`` where it has no end.
+
+        Raises:
+            MisconfigurationException: If the method needs more than the mean, or the module has BatchNorm.
+        """
+        privacy = self.settings.privacy
+        if privacy is None:
+            return
+        name = type(self.algorithm).__name__
+        if not self.algorithm.needs_only_mean:
+            operator = getattr(self.algorithm, "operator", None)
+            raise MisconfigurationException(
+                f"ClientPrivacy gives the server the mean of what clients send, and {name}"
+                f"{'' if operator is None else f'({operator!r})'} needs each client's own message: use a method that"
+                " averages, such as FedAvg(), or FedLoRA() with ProductSum(), FFA() or RoLoRA()."
+            )
+        if self.settings.buffers != "local":
+            refuse_batch_norm(self.server.base.module, "ClientPrivacy", "keep them with clients (buffers='local'), or ")
+        shares = self.settings.noise_shares
+        self.private = PrivateMean(privacy, self.server.seed, sampled, population, rounds, shares)
+        if privacy.noise_at == "clients" and shares < 2:
+            rank_zero_warn(
+                "noise_at='clients' with min_clients=1 has every client add a whole round's noise: set min_clients to"
+                " the number of clients that always answer."
+            )
 
     def setup(self) -> None:
         """Let the method and the wire look at the module, before the first round."""
@@ -106,14 +145,25 @@ class Coordinator:
         self.ledger.begin_round()
         self.failed, self._answers, self._first_error = {}, 0, None
         self.algorithm.begin_round(server)
+        if self.private is not None:
+            if self.private.exhausted:
+                raise MisconfigurationException(f"{self.private.exhausted}: raise it, or end the run here.")
+            if not self.private.released:
+                moving = self._trained.keys() - self.algorithm.unstepped(plan.round) if self._trained else ()
+                check_factors_move(server.base.module, moving, "ClientPrivacy")
         if self.wire.holds_copy:
-            first = self.info(plan.clients[0])
+            first = self.any_client
             self._broadcast_to_all = self.wire.down(server.base, self.message(first), first)
             self.wire.hold(server.base, self._broadcast_to_all.received)
         for client in plan.failed:
             self.ledger.down(self.broadcast(self.info(client)).nbytes)
         if self.broadcasts_to_all:
-            self.ledger.idle(idle * self.broadcast(self.info(plan.clients[0])).nbytes)
+            self.ledger.idle(idle * self.broadcast(self.any_client).nbytes)
+
+    @property
+    def any_client(self) -> ClientInfo:
+        """The cohort's first client, or one that stands for it where nobody was drawn."""
+        return self.info(self.server.cohort[0] if self.server.cohort else 0)
 
     def _follow(self, trained: dict[str, Tensor]) -> None:
         """Take note of the parameters that are trained from this round on, which a callback may have changed.
@@ -174,7 +224,7 @@ class Coordinator:
         message = self.message(client)
         if not self.wire.holds_copy:
             return self.wire.down(self.server.base, message, client)
-        first_client = self.info(self.server.cohort[0])
+        first_client = self.any_client
         first = self.message(first_client)
         if message.tensors.keys() != first.tensors.keys() or any(
             value is not first.tensors[name] and not torch.equal(value, first.tensors[name])
@@ -191,15 +241,19 @@ class Coordinator:
         return self._broadcast_to_all
 
     @property
+    def _clients_add_noise(self) -> bool:
+        return self.private is not None and self.private.privacy.noise_at == "clients"
+
+    @property
     def sends_global_model(self) -> bool:
         """Whether every client is sent the global model as it is, so that clients may be given it without a message."""
         own = inherits(self.algorithm, "broadcast", "global_model") and not self.server.announcement
-        return own and not self.settings.downlink and not self.settings.uplink
+        return own and not self.settings.downlink and not self.settings.uplink and self.private is None
 
     @property
     def averages_models(self) -> bool:
         """Whether stacks of clients' values may be handed over in place of their messages."""
-        own = inherits(self.algorithm, "end", "receive")
+        own = inherits(self.algorithm, "end", "receive") and self.private is None
         return own and not self.settings.uplink and not self.wire.holds_copy
 
     def send(self, client: ClientInfo) -> Message:
@@ -214,13 +268,24 @@ class Coordinator:
         """Send clients the global model, which they are given by the caller; see `sends_global_model`."""
         self.ledger.down(self.broadcast(clients[0]).nbytes, len(clients))
 
+    def began(self, client: ClientContext) -> None:
+        """Keep the values with which a client has begun the round, where its own noise needs its change of them."""
+        if self._clients_add_noise:
+            client.round_state[_BEGAN] = detached(client.model)
+
     def pack(self, client: ClientContext, message: Message) -> Packet:
         """Return what a client sends as it crosses the wire.
 
         Raises:
             NotFiniteError: If it holds numbers that are not finite, before the codecs or after them.
         """
-        packet = self.wire.up(client, message, self._received.pop(client.id, {}))
+        received = self._received.pop(client.id, {})
+        if self._clients_add_noise:
+            assert self.private is not None
+            center = self.algorithm.reference(client.base, client.round_state.pop(_BEGAN))
+            tensors = self.private.protected(message.tensors, center, client.round, client.id)
+            message = Message(tensors, message.codec)
+        packet = self.wire.up(client, message, received)
         tensors = dict(message.tensors)
         if self.settings.uplink or message.codec is not None:
             codec = type(packet.codec).__name__
@@ -253,7 +318,7 @@ class Coordinator:
         Raises:
             MisconfigurationException: If there are fewer. Its cause is the first client's error.
         """
-        needed, cohort = self.settings.min_clients, self.server.cohort
+        needed, cohort = self.settings.least_answers, self.server.cohort
         if answers < needed:
             reasons = "".join(f"\n  client {client}: {reason}" for client, reason in self.failed.items())
             raise MisconfigurationException(
@@ -284,7 +349,36 @@ class Coordinator:
         self._take(client, Message(tensors), self.settings.weight_of(client))
 
     def _take(self, client: ClientInfo, message: Message, weight: float) -> None:
-        self.algorithm.receive(self.server, client, message, weight)
+        if self.private is None:
+            self.algorithm.receive(self.server, client, message, weight)
+        else:
+            received = self.message(client).tensors if self.wire.holds_copy else self.broadcast(client).received
+            self.private.add(message.tensors, self._center(received))
+
+    def _center(self, received: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the values, by name, of which a client's message that ``received`` these has the change."""
+        # A client may have been sent some of the global model's values in earlier rounds alone.
+        return self.algorithm.reference(self.server.base, {**self.server.sent_down(), **received})
+
+    def _release(self, private: PrivateMean) -> None:
+        """Give the method the round's private mean, in place of as many messages as a round has on average."""
+        server = self.server
+        info = ClientInfo(-1, 0, server.round, server.seed)
+        with torch.no_grad():
+            mean = private.release(self._form(info), self._center(self.message(info).tensors), server.round)
+        for _ in range(private.sampled):
+            self.algorithm.receive(server, info, Message(mean), 1.0)
+
+    def _form(self, info: ClientInfo) -> Mapping[str, Tensor]:
+        """Return a message of the round, of which only names, shapes and types are those of clients' messages."""
+        base, algorithm = self.server.base, self.algorithm
+        copied = dataclasses.replace(base, state=dict(base.state))
+        # Copies, for the module may hold a client's values, or the global model for stacked clients.
+        model = detached(trained_tensors(base.module))
+        state = algorithm.stand_in(self.server, info)
+        context = ClientContext(**vars(info), base=copied, model=model, state=state, steps=1)
+        algorithm.begin(context, Message(self.broadcast(info).received))
+        return algorithm.end(context).tensors
 
     def receive_stacks(
         self, clients: Sequence[ClientContext], stacks: Mapping[str, Tensor], message: Message
@@ -318,8 +412,10 @@ class Coordinator:
         """
         self.check_answers(self._answers)
         server = self.server
-        server.announcement = {}
         before = dict(server.model)
+        if self.private is not None:
+            self._release(self.private)
+        server.announcement = {}
         self.algorithm.aggregate(server)
         name = not_finite(self.algorithm.global_model(server), self.infinite)
         if name is not None:
@@ -360,6 +456,7 @@ class Coordinator:
             "ledger": self.ledger.state_dict(),
             "failed": self.failed,
             "answers": self._answers,
+            "private": None if self.private is None else self.private.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], to_device: Callable[[Any], Any]) -> None:
@@ -378,6 +475,8 @@ class Coordinator:
         server.base.state = to_device(state["base"])
         self._received = to_device(state["received"])
         self.ledger.load_state_dict(state["ledger"])
+        if self.private is not None and state["private"] is not None:
+            self.private.load_state_dict(to_device(state["private"]))
         self.failed, self._answers = dict(state["failed"]), state["answers"]
         for _, kept in self.states.items():
             kept.update(to_device(kept))

@@ -172,6 +172,17 @@ class FederatedLoop(FederatedSettings, Callback):
         return None if self._data is None else self._data.indices
 
     @property
+    def data(self) -> RoundData:
+        """The training set of this fit, divided among clients and read round by round.
+
+        Raises:
+            RuntimeError: If no fit has begun.
+        """
+        if self._data is None:
+            raise RuntimeError("FederatedLoop has no data before a fit has begun.")
+        return self._data
+
+    @property
     def plan(self) -> RoundPlan | None:
         """The present round's plan; ``None`` before the first."""
         return None if self._data is None else self._data.plan
@@ -285,6 +296,8 @@ class FederatedLoop(FederatedSettings, Callback):
             self.rounds.resume(state)
             if self._progress.position and not self._progress.round_open:
                 forget_batches(trainer)
+            if not self._progress.round_open:
+                self.rounds.stop_if_spent()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Plan no further round, and say in a line what the rounds came to."""
@@ -341,6 +354,8 @@ class FederatedLoop(FederatedSettings, Callback):
         if self._processes is not None:
             pool_training_results(trainer, self._processes.gather)
         log_figures(trainer, self.rounds.figures())
+        if not 0 < (trainer.max_epochs or 0) <= trainer.current_epoch + 1:
+            self.rounds.stop_if_spent()
 
     # Evaluation
 

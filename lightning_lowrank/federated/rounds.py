@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
@@ -86,8 +87,15 @@ class Rounds(Untraced):
         server.base.optimizers, server.clients = trainer.optimizers, len(samples)
         coordinator = make(settings, server, samples, states, ledger, data.labels_of)
         self.coordinator: Coordinator = coordinator
+        planner = data.planner
+        endless = trainer.max_epochs == -1
+        coordinator.protect(planner.per_round, planner.eligible, None if endless else trainer.max_epochs)
+        if before is not None and before.coordinator.private is not None and coordinator.private is not None:
+            coordinator.private.load_state_dict(before.coordinator.private.state_dict())
         if restored is not None:
             coordinator.load_state_dict(restored["server"], self._to_device)
+            # A secret by which cohorts are drawn is another now.
+            data.plan = data.plan if coordinator.private is None else None
         self.further = FurtherModels(data, coordinator)
         coordinator.setup()
         data.group_key = self._group_key
@@ -298,6 +306,13 @@ class Rounds(Untraced):
         if progress.position == plan.total:
             self.aggregate()
 
+    def stop_if_spent(self) -> None:
+        """End the fit, with a message, where one more round would pass the budget of `ClientPrivacy`."""
+        private = self.coordinator.private
+        if private is not None and private.exhausted:
+            self._trainer.should_stop = True
+            rank_zero_info(f"the fit ends here: {private.exhausted}")
+
     def pause(self) -> None:
         """Give the process's random number generators back."""
         self._data.randomness.release()
@@ -311,8 +326,10 @@ class Rounds(Untraced):
     def figures(self) -> dict[str, float]:
         """Return what is logged of the round."""
         plan, failed = self._data.current_plan(), self.coordinator.failed
+        private = self.coordinator.private
         return {
             **self.coordinator.ledger.metrics(),
+            **({} if private is None else private.figures()),
             "federated/clients": len(plan.clients) - len(failed),
             "federated/failed": len(plan.failed) + len(failed),
             "federated/samples": sum(self.coordinator.samples[each] for each in plan.clients if each not in failed),

@@ -24,6 +24,7 @@ from lightning_lowrank.federated.data.indices import ClientIndices
 from lightning_lowrank.federated.data.labels import find_labels
 from lightning_lowrank.federated.data.partitions import IID, Partition
 from lightning_lowrank.federated.objective import Objective
+from lightning_lowrank.federated.privacy import ClientPrivacy
 from lightning_lowrank.federated.state import Base, BufferPolicy, ClientInfo, Server, trained_tensors
 from lightning_lowrank.seeding import default_seed
 
@@ -50,6 +51,9 @@ class FederatedSettings(Configured):
             Clients that sit a round out must hear it too. Without error feedback they get the values.
         aggregator: How the arrivals of a round become one value, for methods that average; `WeightedMean` by default.
         objective: What clients are trained for beside the module's own loss, such as ``MaskAbsentClasses()``.
+        privacy: Differential privacy of whole clients, such as ``ClientPrivacy(clip=1.0, target_epsilon=8.0)``; see
+            there. It goes with ``weighting="uniform"`` and methods whose server needs only the clients' mean. ``None``
+            (default): none. (Single samples are protected by the callback `DifferentialPrivacy`.)
         weighting: A client's weight in the mean: its number of ``"samples"``, ``"uniform"``, or a function of the
             `ClientInfo`.
         buffers: Persistent buffers such as BatchNorm's statistics. ``"average"``: sent, trained and averaged like
@@ -132,6 +136,7 @@ class FederatedSettings(Configured):
     downlink: list[Codec] = field(default_factory=list)
     aggregator: Aggregator | None = None
     objective: Objective | None = None
+    privacy: ClientPrivacy | None = None
     weighting: Literal["samples", "uniform"] | Callable[[ClientInfo], float] = "samples"
     buffers: BufferPolicy = "average"
     ema_parameters: list[str] = field(default_factory=list)
@@ -161,6 +166,7 @@ class FederatedSettings(Configured):
         self._check_parts()
         self._check_rounds()
         self._check_clients()
+        self._check_privacy()
 
     def _check_parts(self) -> None:
         parts = (
@@ -168,6 +174,11 @@ class FederatedSettings(Configured):
             ("partition", Partition, "a Partition such as IID() or Dirichlet(0.3)"),
             ("aggregator", Aggregator, "an Aggregator such as WeightedMean()"),
             ("objective", (Objective, type(None)), "an Objective such as MaskAbsentClasses(), or None"),
+            (
+                "privacy",
+                (ClientPrivacy, type(None)),
+                "a ClientPrivacy such as ClientPrivacy(noise_multiplier=1.0), or None",
+            ),
         )
         for name, kind, wanted in parts:
             part = getattr(self, name)
@@ -261,6 +272,37 @@ class FederatedSettings(Configured):
                 all(0 <= chance <= 1 for chance in self.availability),
                 f"availability must be chances in [0, 1], got {self.availability}",
             )
+
+    def _check_privacy(self) -> None:
+        # A site changes min_clients for its own rounds of one client.
+        self.noise_shares = self.min_clients
+        if self.privacy is None:
+            return
+        _check(
+            self.weighting == "uniform",
+            f"privacy bounds what one client changes, and weighting={self.weighting!r} weighs clients by what may be"
+            " private: set weighting='uniform'.",
+        )
+        _check(
+            type(self.aggregator) is WeightedMean,
+            f"privacy adds its noise to a mean, and aggregator={self.aggregator!r} is another rule: leave it out.",
+        )
+        for name in ("sampling_weights", "participants", "availability"):
+            _check(
+                getattr(self, name) is None,
+                f"privacy accounts clients that all have the same chance to be drawn, and {name} changes that: leave"
+                " it out.",
+            )
+        _check(
+            not self.privacy.poisson or self.min_clients == 1,
+            f"min_clients={self.min_clients} ends a fit by the size of a cohort, which"
+            " ClientPrivacy(sampling='poisson') lets vary, down to none: leave it out, or use sampling='fixed'.",
+        )
+
+    @property
+    def least_answers(self) -> int:
+        """Least number of clients that must answer in a round; none where Poisson sampling may draw none."""
+        return 0 if self.privacy is not None and self.privacy.poisson else self.min_clients
 
     @property
     def experiment_seed(self) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_lowrank.compression import Packet
@@ -14,6 +15,10 @@ from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.planner import RoundPlan
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.state import ClientContext, ClientInfo
+
+SEED_IS_KNOWN = (
+    "draws its noise by the recipe's seed, which server and sites all have, and could take away: set secure=True."
+)
 
 
 class SiteCoordinator(Coordinator, ABC):
@@ -36,6 +41,14 @@ class SiteCoordinator(Coordinator, ABC):
     @abstractmethod
     def upload(self, packet: Packet) -> None:
         """Take what the client sends to the server."""
+
+    def protect(self, sampled: int, population: int, rounds: int | None) -> None:
+        """Clip and add noise where clients do it; elsewhere that is the server's work."""
+        privacy = self.settings.privacy
+        if privacy is not None and privacy.noise_at == "clients":
+            if not privacy.secure:
+                raise MisconfigurationException(f"{privacy!r} {SEED_IS_KNOWN}")
+            super().protect(sampled, population, rounds)
 
     def begin_round(self, plan: RoundPlan, live: Mapping[str, Tensor], idle: int) -> None:
         """Apply what has been broadcast since the client's last round."""

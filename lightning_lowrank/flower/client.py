@@ -37,7 +37,7 @@ def client_app(recipe: str | Path) -> ClientApp:
     - ``data-root``: the datamodule's argument ``root`` here.
     - ``state-dir``: folder for what the site keeps from round to round, by default
       ``$FLWR_HOME/lightning_lowrank``. It holds a file for each study and client, which a site that was restarted
-      needs, and which a study that goes on in another run of Flower finds again. One whose file is gone or damaged
+      needs, and which a study that goes on in another run of Flower finds again. A site whose file is gone or damaged
       goes on as a new client, and both sides say so.
     - ``policy``: the file of the site's `Policy`, YAML or TOML. It is read before each message. Without it everything
       is permitted.
@@ -48,9 +48,12 @@ def client_app(recipe: str | Path) -> ClientApp:
         recipe: The recipe's file.
     """
     sites: dict[tuple[str, int], Site] = {}
+    last: Site | None = None
 
     def guard(message: Message, context: Context, answer: ClientAppCallable) -> Message:
         """Answer a message within the site's policy, and write both into its audit log."""
+        nonlocal last
+        last = None
         config = context.node_config
         default = state_folder(config) / f"audit_client_{config.get('partition-id', 'unknown')}.jsonl"
         log = AuditLog(Path(str(config.get("audit-log", default))))
@@ -67,7 +70,7 @@ def client_app(recipe: str | Path) -> ClientApp:
             refused = isinstance(error, PolicyViolation)
             log.append(direction="refused" if refused else "failed", **about, reason=str(error))
             raise
-        log.append(direction="sent", **about, **entry)
+        log.append(direction="sent", **about, **entry, epsilon=None if last is None else last.epsilon)
         return reply
 
     app = ClientApp(mods=[guard])
@@ -96,8 +99,10 @@ def client_app(recipe: str | Path) -> ClientApp:
                 own_data=bool(config.get("own-data", False)),
                 data_root=None if root is None else str(root),
             )
-        sites[key].policy = policy
-        return sites[key]
+        nonlocal last
+        last = sites[key]
+        last.policy = policy
+        return last
 
     @app.query(JOIN.split(".")[1])
     def join(message: Message, context: Context) -> Message:

@@ -163,10 +163,13 @@ class Intake:
                 refused[client] = reason
         return refused
 
-    def aggregate(self) -> dict[int, str]:
+    def aggregate(self, least: int = 1) -> dict[int, str]:
         """Let the method aggregate what was taken in.
 
         Where it fails, those whose answers make it fail are left out, at most a minority.
+
+        Args:
+            least: Number of answers that must remain.
 
         Returns:
             For clients that were left out, the reason.
@@ -182,7 +185,7 @@ class Intake:
             return {}
         except Exception as error:
             suspects = sorted(self._taken, key=lambda client: -self._excess.get(client, 0.0))
-            few = (len(suspects) - 1) // 2
+            few = min((len(suspects) - 1) // 2, len(suspects) - least)
             for left_out in [*((client,) for client in suspects if few), *(suspects[:n] for n in range(2, few + 1))]:
                 if coordinator.server.announcement:
                     # Every copy of the base has changed, which nothing takes back.

@@ -21,7 +21,9 @@ import yaml
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from lightning_lowrank.callbacks import DifferentialPrivacy
 from lightning_lowrank.federated.messages import Message
+from lightning_lowrank.federated.privacy import ClientPrivacy
 from lightning_lowrank.flower.messages import Fields, field_of
 from lightning_lowrank.patterns import matches
 
@@ -42,7 +44,12 @@ class Policy:
         min_clients: Least number of sites in a mean: the server must say that it makes no round of fewer. A server that
             lies about it can be held to it only with ``secure_aggregation``.
         clip: Largest L2 norm, above 0, of the change that leaves the site, over all tensors together. A larger change
-            is scaled down to it before it is encoded. A recipe that states a larger clipping norm is refused.
+            is scaled down to it before it is encoded. A recipe whose ``federated.privacy`` states a larger clipping
+            norm is refused.
+        max_epsilon: Largest ε, above 0, that all rounds together may cost the site's samples. It needs a recipe with
+            the callback `DifferentialPrivacy`, by which the site counts; a round that would cost more is refused
+            before it is trained.
+        max_delta: Largest δ of that ε, in (0, 1). Default 1e-5. Use less than 1 over the site's number of samples.
         max_download: Largest message from the server, in bytes.
         max_upload: Largest message to the server, in bytes.
         tensors: Names that may be sent in either direction, as patterns with the wildcards of `fnmatch`, each with the
@@ -65,6 +72,8 @@ class Policy:
 
     min_clients: int | None = None
     clip: float | None = None
+    max_epsilon: float | None = None
+    max_delta: float = 1e-5
     max_download: int | None = None
     max_upload: int | None = None
     tensors: Mapping[str, Sequence[int]] | None = None
@@ -76,8 +85,12 @@ class Policy:
         for name in ("min_clients", "max_download", "max_upload"):
             value = getattr(self, name)
             _check(value is None or (type(value) is int and value >= 1), name, "a whole number, 1 or more", value)
-        is_number = type(self.clip) in (int, float) and math.isfinite(self.clip or 0) and (self.clip or 0) > 0
-        _check(self.clip is None or is_number, "clip", "a number above 0", self.clip)
+        for name in ("clip", "max_epsilon", "max_delta"):
+            value = getattr(self, name)
+            optional = value is None and name != "max_delta"
+            above = type(value) in (int, float) and math.isfinite(value) and value > 0
+            _check(optional or above, name, "a number above 0", value)
+        _check(self.max_delta < 1, "max_delta", "below 1", self.max_delta)
         for name in ("modules", "classes"):
             value = getattr(self, name)
             _check(value is None or _are_texts(value), name, "a list of patterns", value)
@@ -159,6 +172,40 @@ class Policy:
         for path in _names(yaml.safe_load(text)):
             if not any(fnmatchcase(path, pattern) for pattern in self.classes):
                 raise self._violation("classes", list(self.classes), f"the recipe names {path[:100]!r}")
+
+    def check_privacy(self, clients: ClientPrivacy | None, samples: DifferentialPrivacy | None) -> None:
+        """Refuse a recipe whose privacy is less than what the site asks for.
+
+        Args:
+            clients: The recipe's ``federated.privacy``.
+            samples: The recipe's callback, if it has one.
+
+        Raises:
+            PolicyViolation: If it is.
+        """
+        if self.clip is not None and clients is not None and clients.clip > self.clip:
+            raise self._violation("clip", self.clip, f"the recipe's federated.privacy has clip={clients.clip}")
+        if self.max_epsilon is None:
+            return
+        if samples is None:
+            told = "the recipe has no DifferentialPrivacy, by which the site would count what its rounds cost"
+            raise self._violation("max_epsilon", self.max_epsilon, told)
+        if samples.delta > self.max_delta:
+            told = f"the recipe's DifferentialPrivacy has delta={samples.delta}"
+            raise self._violation("max_delta", self.max_delta, told)
+
+    def check_cost(self, samples: DifferentialPrivacy | None, client: int, steps: int) -> None:
+        """Refuse a round of so many steps that would cost too much.
+
+        Raises:
+            PolicyViolation: If it would.
+        """
+        if self.max_epsilon is None or samples is None:
+            return
+        cost = samples.epsilon(client, steps)
+        if cost > self.max_epsilon:
+            told = f"{steps} more steps would make it {cost:.4g} at δ = {samples.delta:g}"
+            raise self._violation("max_epsilon", self.max_epsilon, told)
 
     def check_trained(self, names: Iterable[str]) -> None:
         """Refuse to train parameters that are not of the permitted modules.

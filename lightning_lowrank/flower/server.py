@@ -11,14 +11,13 @@ import re
 import secrets
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import numpy as np
-import torch
 from filelock import FileLock, Timeout
 from flwr.app import Context, Message, RecordDict
 from flwr.serverapp import Grid, ServerApp
@@ -39,6 +38,7 @@ from lightning_lowrank.federated.loop import FederatedLoop
 from lightning_lowrank.federated.messages import Ledger, dense_bytes
 from lightning_lowrank.federated.offload import ClientStates
 from lightning_lowrank.federated.personal import FurtherModels
+from lightning_lowrank.federated.site import SEED_IS_KNOWN
 from lightning_lowrank.federated.state import Server, trained_tensors
 from lightning_lowrank.federated.whole_checkpoints import install as install_whole_checkpoints
 from lightning_lowrank.flower.intake import Intake, expect
@@ -47,6 +47,7 @@ from lightning_lowrank.flower.messages import JOIN, LISTEN, TRAIN, options_of, p
 from lightning_lowrank.flower.recipe import build, check_optimizers
 from lightning_lowrank.internals.flower import is_passing, state_folder
 from lightning_lowrank.internals.lightning import TrainLoaderSource, count_steps, log_figures
+from lightning_lowrank.interop.files import replacing
 
 OnBadPayload = Literal["skip", "stop"]
 
@@ -96,8 +97,8 @@ class RemoteRounds(Callback):
         start_timeout: Seconds to wait for all sites at the start, and for an answer at all in a round.
         round_timeout: Seconds to wait for the sites' answers in a round.
         min_sites: Least number of sites that must answer in a round. 0 (default): ``federated.min_clients``.
-        keep_broadcasts: Number of rounds whose broadcasts are kept for sites that have not heard them. A site that has
-            missed one that is kept no longer is left out.
+        keep_broadcasts: Number of rounds whose broadcasts are kept, where the method needs sites to hear all. A site
+            that has missed more is left out.
         on_bad_payload: What a malformed payload does: ``"skip"``: its site counts as failed; ``"stop"``: the run ends.
         poll: Seconds between two looks for answers.
         norm_bound: How many times as much as the median site's an answer may change what was sent; see `Intake`.
@@ -106,6 +107,7 @@ class RemoteRounds(Callback):
             counts as the median site does; see `Members`.
         nodes: Flower's ids of all clients' nodes, in the clients' order and with commas between, as
             ``flwr supernode register`` prints them. Default: the first node that joins as a client is its site.
+        broadcasts: Where broadcasts are kept, by round; in memory by default.
 
     Raises:
         MisconfigurationException: If sites are missing at the start, run something else, or claim the same client; if
@@ -126,6 +128,7 @@ class RemoteRounds(Callback):
         norm_bound: float = 10.0,
         count_bound: float = 10.0,
         nodes: str = "",
+        broadcasts: MutableMapping[int, bytes] | None = None,
     ) -> None:
         check_choice("on-bad-payload", on_bad_payload, OnBadPayload)
         for name, value in (("start-timeout", start_timeout), ("round-timeout", round_timeout)):
@@ -146,7 +149,7 @@ class RemoteRounds(Callback):
         self.grid = grid
         self.start_timeout = start_timeout
         self.round_timeout = round_timeout
-        self.min_sites = min_sites or loop.min_clients
+        self.min_sites = min_sites or loop.least_answers
         self.keep_broadcasts = keep_broadcasts
         self.on_bad_payload = on_bad_payload
         self.poll = poll
@@ -166,8 +169,7 @@ class RemoteRounds(Callback):
         # Clients whose sites have lost what they kept: of whom the method, and who themselves, have not heard of it.
         self._lost: set[int] = set()
         self._untold: set[int] = set()
-        # The broadcasts that some sites have not heard.
-        self._broadcasts: dict[int, bytes] = {}
+        self._broadcasts = {} if broadcasts is None else broadcasts
         self._pruned = -1
         self._figures: dict[str, float] = {}
         self._client_steps = 0
@@ -204,7 +206,6 @@ class RemoteRounds(Callback):
                 "members": self.members.state_dict(),
                 "lost": sorted(self._lost | self._untold),
                 "intake": self._intake.state_dict(),
-                "broadcasts": {number: _tensor(data) for number, data in self._broadcasts.items()},
                 "pruned": self._pruned,
                 "client_steps": self._client_steps,
             },
@@ -257,8 +258,15 @@ class RemoteRounds(Callback):
             sampling_weights=self.loop.sampling_weights,
             participants=self.loop.participants,
             availability=self.loop.availability,
+            poisson=self.loop.privacy is not None and self.loop.privacy.poisson,
+            sampling_seed=None if self.loop.privacy is None else self.loop.privacy.sampling_seed,
         )
         self.coordinator = Coordinator(self.loop, server, self.members.samples, ClientStates(), self.ledger)
+        privacy = self.loop.privacy
+        if privacy is not None and not privacy.secure:
+            raise MisconfigurationException(f"{privacy!r} {SEED_IS_KNOWN}")
+        rounds = None if trainer.max_epochs == -1 else trainer.max_epochs
+        self.coordinator.protect(self._planner.per_round, self._planner.eligible, rounds)
         self._intake = Intake(self.coordinator, self.norm_bound)
         if state is not None:
             self._intake.load_state_dict(state["sites"]["intake"])
@@ -271,7 +279,6 @@ class RemoteRounds(Callback):
         self.study, self._signature = sites["study"], sites["signature"]
         self.members.load_state_dict(sites["members"])
         self._lost, self._pruned = set(sites["lost"]), sites["pruned"]
-        self._broadcasts = {number: data.numpy().tobytes() for number, data in sites["broadcasts"].items()}
         self._client_steps = sites["client_steps"]
         deadline = time.monotonic() + self.start_timeout
         while True:
@@ -296,7 +303,7 @@ class RemoteRounds(Callback):
         outcome = self._hear(plan, options_of(trainer.optimizers), live)
         self._prune()
         self.coordinator.failed = outcome.failures
-        late = self._intake.aggregate()
+        late = self._intake.aggregate(self.min_sites)
         self._refuse(outcome, late)
         for client in late:
             outcome.arrivals.remove(client)
@@ -319,7 +326,12 @@ class RemoteRounds(Callback):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Log the round's figures."""
-        log_figures(trainer, {**self.ledger.metrics(), **self._figures})
+        private = self.coordinator.private
+        spent = {} if private is None else private.figures()
+        log_figures(trainer, {**self.ledger.metrics(), **self._figures, **spent})
+        if private is not None and private.exhausted and not 0 < (trainer.max_epochs or 0) <= trainer.current_epoch + 1:
+            trainer.should_stop = True
+            rank_zero_info(f"the fit ends here: {private.exhausted}")
 
     def _meet_all(self) -> None:
         """Wait until the site of every client has joined."""
@@ -424,7 +436,7 @@ class RemoteRounds(Callback):
         requests: dict[int, tuple[str, RecordDict]] = {}
         packets: dict[int, Packet] = {}
         if coordinator.broadcasts_to_all:
-            self._broadcasts[plan.round] = coordinator.broadcast(coordinator.info(plan.clients[0])).encode()
+            self._broadcasts[plan.round] = coordinator.broadcast(coordinator.any_client).encode()
         for client in plan.clients:
             if client in outcome.arrivals:
                 continue
@@ -479,7 +491,9 @@ class RemoteRounds(Callback):
 
     def _missed(self, client: int, before: int) -> dict[int, bytes]:
         return {
-            number: data for number, data in self._broadcasts.items() if self.members.heard[client] < number < before
+            number: self._broadcasts[number]
+            for number in sorted(self._broadcasts)
+            if self.members.heard[client] < number < before
         }
 
     def _too_late(self, client: int) -> str:
@@ -490,12 +504,9 @@ class RemoteRounds(Callback):
         )
 
     def _prune(self) -> None:
-        """Forget the broadcasts that all sites have heard, or that are too old."""
-        last_heard = [self.members.heard[client] for client, batches in enumerate(self.members.batches) if batches]
-        unneeded = max(min(last_heard), self.server.round - self.keep_broadcasts)
-        gone = [number for number in self._broadcasts if number <= unneeded]
-        self._pruned = max([self._pruned, *gone])
-        for number in gone:
+        """Forget the broadcasts that are too old."""
+        for number in [each for each in self._broadcasts if each <= self.server.round - self.keep_broadcasts]:
+            self._pruned = max(self._pruned, number)
             del self._broadcasts[number]
 
     def _pack(self, fields: Mapping[str, Any], payloads: Mapping[int, bytes] | None = None) -> RecordDict:
@@ -568,6 +579,40 @@ class _NoBatch:
         yield None
 
 
+class _Kept(MutableMapping[int, bytes]):
+    """Broadcasts in a folder, a file for each; an entry is there as a whole or not at all.
+
+    Args:
+        folder: The folder.
+        begin: Whether it begins empty, whatever an earlier study left there.
+    """
+
+    def __init__(self, folder: Path, begin: bool) -> None:
+        self._folder = folder
+        if begin:
+            self.clear()
+
+    def _file(self, number: int) -> Path:
+        return self._folder / f"round_{number}.bin"
+
+    def __getitem__(self, number: int) -> bytes:
+        return self._file(number).read_bytes()
+
+    def __setitem__(self, number: int, data: bytes) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with replacing(self._file(number)) as part:
+            part.write_bytes(data)
+
+    def __delitem__(self, number: int) -> None:
+        self._file(number).unlink()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(sorted(int(file.stem.removeprefix("round_")) for file in self._folder.glob("round_*.bin")))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
 class _KeepState(Checkpoint):
     """Saves the trainer's state after each round, in a file that a kill leaves whole; the last of all callbacks."""
 
@@ -607,7 +652,8 @@ def serve(recipe: str | Path, grid: Grid, validate: bool = True, state: Path | N
 
 def _serve(recipe: str | Path, grid: Grid, validate: bool, state: Path | None, settings: Mapping[str, Any]) -> Any:
     built = build([recipe], () if validate else ("--trainer.limit_val_batches=0",))
-    rounds = RemoteRounds(built.loop, Path(recipe).read_text(encoding="utf-8"), grid, **settings)
+    kept = None if state is None else _Kept(state.with_suffix(".broadcasts"), begin=not state.exists())
+    rounds = RemoteRounds(built.loop, Path(recipe).read_text(encoding="utf-8"), grid, broadcasts=kept, **settings)
     callbacks = built.trainer.callbacks
     callbacks[callbacks.index(built.loop)] = rounds
     data: dict[str, Any] = {"datamodule": built.datamodule} if validate else {"train_dataloaders": _NoBatch()}
@@ -620,8 +666,9 @@ def _serve(recipe: str | Path, grid: Grid, validate: bool, state: Path | None, s
         for told in ("train_dataloader yielded None", "Detected call of `lr_scheduler.step\\(\\)` before"):
             warnings.filterwarnings("ignore", f".*{told}.*")
         built.trainer.fit(built.module, **data)
-    if state is not None and built.trainer.state.finished:
+    if state is not None and kept is not None and built.trainer.state.finished:
         state.unlink(missing_ok=True)
+        kept.clear()
     return built.trainer
 
 
@@ -667,7 +714,3 @@ def _state_file(recipe: Path, config: Mapping[str, Any]) -> Path:
         raise MisconfigurationException(f"study must be letters, digits, dots and hyphens, got {study!r}")
     digest = hashlib.sha256(recipe.read_bytes()).hexdigest()
     return state_folder(config) / f"server_{study}_{digest[:16]}.ckpt"
-
-
-def _tensor(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)

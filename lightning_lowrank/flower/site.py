@@ -29,6 +29,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from lightning_lowrank.callbacks import DifferentialPrivacy
 from lightning_lowrank.compression import Packet
 from lightning_lowrank.federated import offload
 from lightning_lowrank.federated.coordinator import Coordinator
@@ -132,6 +133,8 @@ class Site:
     ) -> None:
         self.client = client
         self.round: _Round
+        self.epsilon: float | None = None
+        """What the site's samples have cost after the last round of this process, if the recipe counts it."""
         self.policy = Policy() if policy is None else policy
         self._recipe = Path(recipe)
         self._clients = clients
@@ -217,6 +220,7 @@ class Site:
             self._built = None
             self._load()
             raise
+        self.epsilon = self._epsilon()
         kept.followed = number
         kept.pending = {later: data for later, data in kept.pending.items() if later > number}
         kept.upload = _tensor(self.round.upload)
@@ -232,6 +236,7 @@ class Site:
         self.policy.check_recipe(self._recipe.read_text(encoding="utf-8"))
         recipe = build([self._recipe], options)
         loop = recipe.loop
+        self.policy.check_privacy(loop.privacy, _private(recipe))
         if self._own_data:
             if loop.clients is None:
                 raise MisconfigurationException("sites with data of their own need federated.clients in the recipe.")
@@ -258,6 +263,19 @@ class Site:
         make_one_epoch(recipe.trainer, number)
         recipe.trainer.fit(recipe.module, datamodule=recipe.datamodule)
         return recipe.loop
+
+    def check_cost(self, steps: int) -> None:
+        """Refuse a round of so many steps that would cost more privacy than the site's policy permits.
+
+        Raises:
+            PolicyViolation: If it would.
+        """
+        assert self._built is not None
+        self.policy.check_cost(_private(self._built), self.client, steps)
+
+    def _epsilon(self) -> float | None:
+        private = None if self._built is None else _private(self._built)
+        return None if private is None else private.epsilon(self.client)
 
     def restore(self, coordinator: Coordinator) -> None:
         """Give a base that is new what this site has followed before."""
@@ -328,6 +346,7 @@ class _FlowerCoordinator(SiteCoordinator):
         super().begin_round(plan, live, idle)
         self._site.policy.check_tensors(self.received, "the server's message")
         self._site.policy.check_trained(live)
+        self._site.check_cost(sum(plan.batches))
 
     def pack(self, client: ClientContext, message: Message) -> Packet:
         """Return what a client sends as it crosses the wire, within what the site's policy permits."""
@@ -335,12 +354,18 @@ class _FlowerCoordinator(SiteCoordinator):
         policy.check_tensors(message.tensors, "the answer")
         reference = self.algorithm.reference(client.base, self.received)
         packet = super().pack(client, policy.clipped(message, reference, exact))
-        policy.check_change(packet.received, reference, exact)
+        if not self._clients_add_noise:
+            policy.check_change(packet.received, reference, exact)
         return packet
 
     def upload(self, packet: Packet) -> None:
         """Encode what the client sends."""
         self._site.round.upload = packet.encode()
+
+
+def _private(recipe: Recipe) -> DifferentialPrivacy | None:
+    callbacks = recipe.trainer.callbacks
+    return next((callback for callback in callbacks if isinstance(callback, DifferentialPrivacy)), None)
 
 
 class _OneClient(Partition):

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.data import TensorDataset, default_collate
 
 from lightning_lowrank import (
+    ClientPrivacy,
     Dirichlet,
     FedAvg,
     FedAvgM,
@@ -171,6 +172,7 @@ CHANGED: dict[str, Any] = {
     "downlink": [Half()],
     "aggregator": Median(),
     "objective": MaskAbsentClasses("net"),
+    "privacy": ClientPrivacy(noise_multiplier=1.0),
     "weighting": "uniform",
     "buffers": "local",
     "ema_parameters": ["net.0.weight"],
@@ -197,6 +199,7 @@ NEEDS = {
     "chunk_size": {"execution": "vectorized"},
     "compile": {"execution": "vectorized"},
     "participants": {"clients_per_round": None},
+    "privacy": {"weighting": "uniform"},
 }
 WITHOUT_EFFECT = {"summary", "fast_steps", "client_memory_limit", "allow_changes"}
 

@@ -8,6 +8,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_lowrank.cli.audit import read_audit
 from lightning_lowrank.compression import Sign
 from lightning_lowrank.federated.messages import Message
+from lightning_lowrank.federated.privacy import ClientPrivacy
 from lightning_lowrank.flower.policy import Policy, PolicyViolation
 from lightning_lowrank.flower.recipe import build
 from tests.flower.helpers import merged, method, run_on_sites, write_recipe
@@ -44,6 +45,8 @@ def test_files(tmp_path, suffix):
         ("clip: 0", "clip must be a number above 0"),
         ("clip: .nan", "clip must be a number above 0"),
         ("clip: big", "clip must be"),
+        ("max_epsilon: -1", "max_epsilon must be a number above 0"),
+        ("max_delta: 1", "max_delta must be below 1"),
         ("modules: network", "modules must be a list of patterns"),
         ("tensors: {a: 5}", "tensors must be patterns"),
     ],
@@ -196,3 +199,42 @@ def test_the_audit_log_has_every_message(tmp_path, monkeypatch):
     parameters = 64 * 16 + 16 + 16 * 16 + 16 + 16 * 10 + 10
     assert all(entry["bytes"] > 4 * parameters for entry in entries[2:])
     assert len({entry["digest"] for entry in entries}) == len(entries)
+
+
+@pytest.mark.slow
+def test_a_round_that_costs_too_much_privacy_is_refused(tmp_path, monkeypatch):
+    pytest.importorskip("dp_accounting")
+    monkeypatch.chdir(tmp_path)
+    private = method("DifferentialPrivacy", noise_multiplier=1.0, delta=1e-6, secure=True)
+    recipe = write_recipe(tmp_path, merged(SMALL, {"trainer": {"callbacks": [private]}}))
+    run_on_sites(recipe, tmp_path)
+    entries = read_audit(tmp_path / "state" / "audit_client_0.jsonl").entries
+    _, first, second = (entry["epsilon"] for entry in entries if entry["direction"] == "sent")
+    assert 0 < first < second
+    file = tmp_path / "policy.yaml"
+
+    def run(policy, name):
+        file.write_text(policy)
+        config = {"policy": str(file)}
+        return run_on_sites(recipe, tmp_path / name, node_config=lambda client: config if client == 0 else {})
+
+    served, _ = run(f"max_epsilon: {(first + second) / 2}", "some")
+    assert served.callback_metrics["federated/failed"] == 1
+    entries = read_audit(tmp_path / "some" / "state" / "audit_client_0.jsonl").entries
+    assert [entry["direction"] for entry in entries] == [*["received", "sent"] * 2, "received", "refused"]
+    assert "policy has max_epsilon=" in entries[-1]["reason"]
+    for policy, told in (
+        ("{max_epsilon: 1000.0, max_delta: 1.0e-7}", "policy has max_delta=1e-07, and .* has delta=1e-06"),
+        ("max_epsilon: 1.0e-3", "no site made round 0|policy has max_epsilon"),
+    ):
+        file.write_text(policy)
+        with pytest.raises(MisconfigurationException, match=told):
+            run_on_sites(recipe, tmp_path / told[:9], node_config=lambda client: {"policy": str(file)})
+
+
+def test_privacy_that_is_less_than_asked_for():
+    with pytest.raises(PolicyViolation, match=r"policy has clip=0\.5, and the recipe.* has clip=1\.0"):
+        Policy(clip=0.5).check_privacy(ClientPrivacy(clip=1.0, noise_multiplier=1.0), None)
+    Policy(clip=1.0).check_privacy(ClientPrivacy(clip=1.0, noise_multiplier=1.0), None)
+    with pytest.raises(PolicyViolation, match="policy has max_epsilon=8, and the recipe has no DifferentialPrivacy"):
+        Policy(max_epsilon=8).check_privacy(None, None)

@@ -28,6 +28,7 @@ from torch.utils.data import (
 from lightning_lowrank.federated.data.blocks import BlockReader, Request
 from lightning_lowrank.federated.data.indices import ClientIndices
 from lightning_lowrank.federated.data.planner import Chunk, RoundPlan
+from lightning_lowrank.federated.data.sampling import drawn_by_poisson, rate_of
 from lightning_lowrank.federated.randomness import StepRandomness, seed_process, step_seed
 from lightning_lowrank.seeding import derive_seed, generator
 
@@ -209,6 +210,9 @@ class RoundLoader:
         shuffle: Whether a client's samples are permuted, again for each of its local epochs.
         stacked: Whether a batch is that of a whole chunk: for each batch size the clients' places in the chunk and
             their batches, stacked.
+        poisson: Returns the seed by which each of a client's samples is in a batch on its own, so that batches have the
+            loader's size on average. Where none is drawn, the client's first sample stands for the batch; see `drawn`.
+            ``None``: batches are of one size.
     """
 
     def __init__(
@@ -222,8 +226,10 @@ class RoundLoader:
         randomness: StepRandomness,
         shuffle: bool,
         stacked: bool = False,
+        poisson: Callable[[], int] | None = None,
     ) -> None:
         self.shuffle = shuffle
+        self._poisson = poisson
         self.stacked = stacked
         self.batch_size = cast(int, loader.batch_size)
         self.drop_last = loader.drop_last
@@ -315,7 +321,19 @@ class RoundLoader:
             if position < end
         ]
 
+    def drawn(self, round_number: int, client: int, step: int) -> np.ndarray:
+        """Return the samples that Poisson sampling draws for a batch; there may be none."""
+        assert self._poisson is not None
+        samples = np.asarray(self._clients[client])
+        rate = rate_of(len(samples), self.batch_size)
+        return drawn_by_poisson(samples, rate, self._poisson(), "poisson", round_number, client, step)
+
     def _client_batches(self, round_number: int, client: int, count: int) -> Iterator[np.ndarray]:
+        if self._poisson is not None:
+            for step in range(count):
+                drawn = self.drawn(round_number, client, step)
+                yield drawn if len(drawn) else np.asarray(self._clients[client])[:1]
+            return
         indices = self._clients[client]
         draws = generator(self._seed, "order", round_number, client)
         while True:

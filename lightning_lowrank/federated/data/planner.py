@@ -100,6 +100,9 @@ class RoundPlanner:
         per_round: Clients to draw, a count.
         sampling_weights: As for `FederatedSettings`, like `participants` and `availability`.
         failure_probability: Chance that a drawn client never answers.
+        poisson: Whether each client is drawn on its own, so that a round has ``per_round`` clients on average. A round
+            that nobody trains in has one step without a batch.
+        sampling_seed: Returns the seed by which clients are drawn, given ``seed``; by default that.
         truncate: Largest number of batches in a round (Lightning's ``fast_dev_run``).
         chunk_size: Largest number of clients that step together; 1 for one after another.
         samples: Number of samples of each client, by which those that step together are sorted.
@@ -120,6 +123,8 @@ class RoundPlanner:
     participants: Sequence[Sequence[int]] | None = None
     availability: Sequence[float] | Callable[[int, int], bool] | None = None
     failure_probability: float = 0.0
+    poisson: bool = False
+    sampling_seed: Callable[[int], int] | None = None
     truncate: int | None = None
     chunk_size: int = 1
     samples: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -146,7 +151,7 @@ class RoundPlanner:
             tuple(batches),
             tuple(failed),
             tuple(parts[self.process]),
-            padding=max(steps) - steps[self.process],
+            padding=(max(steps) or 1) - steps[self.process],
         )
 
     def client_steps(self, rounds: Iterable[int], group_of: Callable[[int], int], limit: int | None = None) -> int:
@@ -161,13 +166,13 @@ class RoundPlanner:
         for number in rounds:
             group = group_of(number)
             if left is None:
-                steps += -(-max(self._cohort(number)[1]) // group)
+                steps += -(-max(self._cohort(number)[1], default=0) // group)
                 continue
             made = []
             for chunk in self.plan(number).chunks:
                 made.append(min(-(-chunk.steps // group), left))
                 left -= made[-1]
-            steps += max(made)
+            steps += max(made, default=0)
             if left <= 0:
                 break
         return steps
@@ -177,7 +182,7 @@ class RoundPlanner:
         drawn = self._drawn(round_number)
         answering, failed = self._answering(round_number, drawn)
         batches = self.batches[answering].tolist()
-        if self.truncate is not None:
+        if self.truncate is not None and answering:
             share = -(-self.truncate // len(answering))
             left, kept = self.truncate, []
             for count in batches:
@@ -186,6 +191,11 @@ class RoundPlanner:
             answering = [client for client, count in zip(answering, kept, strict=True) if count]
             batches = [count for count in kept if count]
         return answering, batches, failed
+
+    @property
+    def eligible(self) -> int:
+        """Number of clients that can be drawn, where all are available."""
+        return int(np.count_nonzero(self.batches))
 
     def _grouped(self, round_number: int, batches: Mapping[int, int]) -> list[list[int]]:
         """Group clients of a kind with about as many batches; the longest come first."""
@@ -220,9 +230,13 @@ class RoundPlanner:
             raise MisconfigurationException(
                 f"no client is available in round {round_number}: raise `availability` or `sampling_weights`."
             )
+        seed = self.seed if self.sampling_seed is None else self.sampling_seed(self.seed)
+        if self.poisson:
+            chances = _chances(len(self.batches), seed, "sampling", round_number)
+            return ids[chances[ids] < min(1.0, self.per_round / len(ids))].tolist()
         count = min(self.per_round, len(ids))
         weights = np.ones(len(ids)) if self.sampling_weights is None else np.asarray(self.sampling_weights)[ids]
-        draws = generator(self.seed, "sampling", round_number)
+        draws = generator(seed, "sampling", round_number)
         chosen = torch.multinomial(torch.from_numpy(weights.astype(np.float64)), count, generator=draws)
         return sorted(ids[chosen.numpy()].tolist())
 
@@ -231,7 +245,7 @@ class RoundPlanner:
             return drawn, []
         luck = _chances(len(self.batches), self.seed, "failure", round_number)
         failed = [client for client in drawn if luck[client] < self.failure_probability]
-        if len(failed) == len(drawn):
+        if len(failed) == len(drawn) and not self.poisson:
             failed.remove(max(drawn, key=luck.__getitem__))
         return [client for client in drawn if client not in failed], failed
 

@@ -24,6 +24,7 @@ from lightning_lowrank.federated.data.loader import (
     check_loader,
 )
 from lightning_lowrank.federated.data.planner import RoundPlan, RoundPlanner
+from lightning_lowrank.federated.data.sampling import NeedsPoissonBatches
 from lightning_lowrank.federated.fingerprint import describe, digest
 from lightning_lowrank.federated.progress import Progress
 from lightning_lowrank.federated.randomness import StepRandomness
@@ -80,6 +81,7 @@ class RoundData:
         ``limit`` is the ``limit_train_batches`` that the user gave the trainer.
         """
         self._trainer, self._user_loader, self._limit = trainer, user_loader, limit
+        self._poisson = next((each for each in trainer.callbacks if isinstance(each, NeedsPoissonBatches)), None)
         self._every_n_epochs = trainer.reload_dataloaders_every_n_epochs
         self._loader, self.running = None, True
 
@@ -131,8 +133,13 @@ class RoundData:
             randomness=self.randomness,
             shuffle=isinstance(loader.sampler, RandomSampler) and not self._trainer.overfit_batches,
             stacked=self.stacked,
+            poisson=None if self._poisson is None else self._poisson_seed,
         )
         return self._loader
+
+    def _poisson_seed(self) -> int:
+        assert self._poisson is not None
+        return self._poisson.batch_seed(self.settings.experiment_seed)
 
     def divided(self) -> ClientIndices:
         """Return which training samples each client has, dividing them where that has not been done."""
@@ -193,6 +200,11 @@ class RoundData:
     def labels_of(self, client: int) -> Tensor | None:
         """Return the labels of a client's training samples, ``None`` where none are found."""
         assert self.indices is not None
+        if self._poisson is not None:
+            raise MisconfigurationException(
+                "the method or objective reads the labels of a client's samples, which DifferentialPrivacy does not"
+                " protect: use another one, or leave out DifferentialPrivacy."
+            )
         if self.label_values is None and self.training_loader is not None:
             try:
                 self.label_values = find_labels(self.training_loader.dataset, self.settings.labels)
@@ -240,6 +252,8 @@ class RoundData:
             participants=settings.participants,
             availability=settings.availability,
             failure_probability=settings.client_dropout,
+            poisson=settings.privacy is not None and settings.privacy.poisson,
+            sampling_seed=None if settings.privacy is None else settings.privacy.sampling_seed,
             truncate=truncate,
             chunk_size=self.chunk_size,
             samples=samples,

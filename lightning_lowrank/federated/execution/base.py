@@ -47,6 +47,8 @@ class Execution(Untraced, ABC):
     """Its name among the values of ``FederatedLoop(execution=...)``."""
     stacked: ClassVar[bool] = False
     """Whether clients step together, so that batches are those of a chunk."""
+    substituted: bool = False
+    """Whether training steps are run with other tensors in the module's place, as `DifferentialPrivacy` does."""
     compiled: bool = False
     """Whether steps are compiled, which checkpoints keep."""
 
@@ -176,6 +178,7 @@ class Execution(Untraced, ABC):
         with turn_of(client.id):
             self.algorithm.begin(client, message)
             self._begin_extras(client)
+            self.coordinator.began(client)
 
     def _begin_extras(self, client: ClientContext) -> None:
         """Do what the settings ask for beside the method."""

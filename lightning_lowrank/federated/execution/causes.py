@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from lightning_lowrank.federated.data.sampling import NeedsPoissonBatches
 from lightning_lowrank.federated.optimizers import acts_elementwise
 from lightning_lowrank.internals.lightning import overrides
 
@@ -110,6 +111,8 @@ def unsupported_reason(trainer: Any, module: pl.LightningModule) -> str:
         if overrides(module, hook):
             return f"{type(module).__name__}.{hook}() expects one client's batch or gradients"
     for callback in trainer.callbacks:
+        if isinstance(callback, NeedsPoissonBatches):
+            return f"{type(callback).__name__} maps each step over the samples of one client's batch"
         for hook in ("on_before_optimizer_step", "on_after_backward"):
             acts = isinstance(callback, ActsOnStacks) or callback.state_key == "FederatedLoop"
             if overrides(callback, hook) and not acts:

@@ -7,6 +7,7 @@ same again.
 from __future__ import annotations
 
 import contextlib
+import dis
 import enum
 import functools
 import io
@@ -35,6 +36,8 @@ _OF_LIGHTNING = frozenset({"_trainer", "_fabric", "_current_fx_name", "log", "tr
 # What `LowRankLayer` remembers of shapes that it has seen.
 _MEMORIES = frozenset({"_contracted"})
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_OF_GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
+_IMPORTS = frozenset({"IMPORT_NAME"})
 _OF_ALL_ATTRIBUTES = frozenset({"__dict__", "vars", "globals", "locals"})
 _LIBRARIES = frozenset({"torch", "lightning", "torchmetrics", "lightning_utilities", "lightning_lowrank", "numpy"})
 _MISSING = object()
@@ -248,13 +251,17 @@ class Reads(Untraced):
 
     def _globals(self, function: types.FunctionType) -> list[tuple[str, Any]]:
         """Note what a function names of its module, and of modules and classes in it; return what these hold."""
-        names = _names(function.__code__)
+        code = function.__code__
+        names = _names(code)
         if names & _OF_ALL_ATTRIBUTES:
             raise Untraceable(f"{function.__name__}() can read attributes unseen, by vars() or __dict__")
         found: list[tuple[str, Any]] = []
-        tables = [function.__globals__]
+        imported = [sys.modules[name] for name in _names(code, _IMPORTS) if name in sys.modules]
+        tables = [function.__globals__, *(vars(module) for module in imported if not _is_of_a_library(module))]
         for table in tables:
-            known = [name for name in sorted(names) if name in table]
+            # A global may have the name of an attribute that the function reads of something else.
+            read = _names(code, _OF_GLOBALS) if table is function.__globals__ else names
+            known = [name for name in sorted(read) if name in table]
             found += self._table(table, known)
             for name in known:
                 value = table[name]
@@ -364,9 +371,12 @@ def _slots(item: Any) -> list[str]:
     return [name for table in tables for name in table if isinstance(table[name], types.MemberDescriptorType)]
 
 
-def _names(code: types.CodeType) -> set[str]:
-    inner = [_names(each) for each in code.co_consts if isinstance(each, types.CodeType)]
-    return set(code.co_names).union(*inner)
+def _names(code: types.CodeType, operations: frozenset[str] | None = None) -> set[str]:
+    """Return the names in a function and the functions within it, or those that certain operations look up."""
+    own = set(code.co_names)
+    if operations is not None:
+        own = {each.argval for each in dis.get_instructions(code) if each.opname in operations}
+    return own.union(*(_names(each, operations) for each in code.co_consts if isinstance(each, types.CodeType)))
 
 
 def _is_of_a_library(item: Any) -> bool:

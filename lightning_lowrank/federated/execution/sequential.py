@@ -65,7 +65,12 @@ class Sequential(Execution):
 
     def step(self) -> LocalStep:
         """Return what the method sees of the present step."""
-        return self._step_of_one(self.live, self.round_state)
+        return self._step_of_one(self._present() if self.substituted else self.live, self.round_state)
+
+    def _present(self) -> Mapping[str, Tensor]:
+        """Return what the module holds under the names of the live tensors."""
+        held = {**dict(self.module.named_parameters(remove_duplicate=False)), **dict(self.module.named_buffers())}
+        return {name: held.get(name, value) for name, value in self.live.items()}
 
     def before_step(self) -> None:
         """Show the gradients to the method; at a client's first step, refuse those of what was frozen before."""

@@ -288,7 +288,7 @@ class ClientStack(Untraced):
 
         # Inside the map, for its own checks of its arguments would all pass through the mode.
         products = StackedProducts() if any(map(is_mapped, values.values())) else nullcontext()
-        with products, self._captured(settings) as captured, self._in_place(values):
+        with products, captured_logs(self._module, settings, _refuse_metric) as captured, self._in_place(values):
             output = own_step() if self._objective is None else self._objective(values, state, batch, own_step)
         loss = loss_of(output)
         if not isinstance(loss, Tensor):
@@ -367,32 +367,6 @@ class ClientStack(Untraced):
             for (table, key, _), tensor in zip(self._homes, previous, strict=True):
                 table[key] = tensor
 
-    @contextmanager
-    def _captured(self, settings: dict[str, dict[str, Any]]) -> Iterator[dict[str, Tensor]]:
-        """Collect what the step logs, for one client's values are not to be logged from inside the map."""
-        captured: dict[str, Tensor] = {}
-
-        def log(name: str, value: Any, *arguments: Any, **keywords: Any) -> None:
-            if isinstance(value, Metric):
-                raise MisconfigurationException(
-                    f"execution='vectorized': training_step logs the metric {type(value).__name__} as {name!r}, whose"
-                    " state is one for all clients; log its value, or use execution='sequential'."
-                )
-            captured[name] = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
-            names = ("prog_bar", "logger", "on_step", "on_epoch")
-            settings[name] = {**dict(zip(names, arguments, strict=False)), **keywords}
-
-        attributes = vars(self._module)
-        previous = attributes.get("log")
-        attributes["log"] = log
-        try:
-            yield captured
-        finally:
-            if previous is None:
-                del attributes["log"]
-            else:
-                attributes["log"] = previous
-
     @torch.no_grad()
     def _clip(
         self,
@@ -411,6 +385,47 @@ class ClientStack(Untraced):
         scale = (gradient_clip_val / (torch.linalg.vector_norm(norms, dim=0) + 1e-6)).clamp(max=1.0)
         for gradient in gradients:
             gradient.mul_(scale.view(-1, *(1 for _ in gradient.shape[1:])).to(gradient.dtype))
+
+
+@contextmanager
+def captured_logs(
+    module: pl.LightningModule,
+    settings: dict[str, dict[str, Any]],
+    refuse_metric: Callable[[str, Metric], Exception],
+) -> Iterator[dict[str, Tensor]]:
+    """Collect what a step logs, for the values inside a map are not to be logged from there.
+
+    Args:
+        module: The module whose step is mapped.
+        settings: Takes by name with which settings values are logged.
+        refuse_metric: Returns what is raised for a metric that is logged, given its name.
+    """
+    captured: dict[str, Tensor] = {}
+
+    def log(name: str, value: Any, *arguments: Any, **keywords: Any) -> None:
+        if isinstance(value, Metric):
+            raise refuse_metric(name, value)
+        captured[name] = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
+        names = ("prog_bar", "logger", "on_step", "on_epoch")
+        settings[name] = {**dict(zip(names, arguments, strict=False)), **keywords}
+
+    attributes = vars(module)
+    previous = attributes.get("log")
+    attributes["log"] = log
+    try:
+        yield captured
+    finally:
+        if previous is None:
+            del attributes["log"]
+        else:
+            attributes["log"] = previous
+
+
+def _refuse_metric(name: str, metric: Metric) -> MisconfigurationException:
+    return MisconfigurationException(
+        f"execution='vectorized': training_step logs the metric {type(metric).__name__} as {name!r}, whose"
+        " state is one for all clients; log its value, or use execution='sequential'."
+    )
 
 
 def _clients_in(stacks: Stacks) -> int:

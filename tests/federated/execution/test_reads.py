@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import math
 import random
+import sys
 import types
 from collections import deque
 from dataclasses import dataclass
@@ -39,6 +40,12 @@ SPACE.factor = 2.0
 
 class Globals:
     factor = 2.0
+
+
+def imported():
+    import space_of_settings
+
+    return space_of_settings.factor
 
 
 def scaled(value):
@@ -170,12 +177,14 @@ CHANGES = {
     "a global object": (lambda self: CONFIG.factor, lambda module: monkey(CONFIG, "factor", 3.0)),
     "a global class": (lambda self: Globals.factor, lambda module: monkey(Globals, "factor", 3.0)),
     "a module of settings": (lambda self: SPACE.factor, lambda module: monkey(SPACE, "factor", 3.0)),
+    "a module imported in the step": (lambda self: imported(), lambda module: monkey(SPACE, "factor", 3.0)),
 }
 
 
 @pytest.fixture(autouse=True)
 def undo():
     with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "space_of_settings", SPACE)
         PATCHES.append(patch)
         yield
         PATCHES.pop()
@@ -192,6 +201,14 @@ def test_a_change_is_noticed(case):
     assert reads.changed() != ""
     # A class keeps what it has been given.
     Own.listed[:] = [2.0]
+
+
+def test_a_global_named_like_an_attribute_is_not_read(monkeypatch):
+    values = [1.0]
+    monkeypatch.setitem(globals(), "factor", values)
+    _, reads = watched(lambda self: CONFIG.factor)
+    values.append(2.0)
+    assert reads.changed() == ""
 
 
 def test_what_is_set_back_is_as_it_was():

@@ -1,0 +1,510 @@
+"""`DifferentialPrivacy`: protects single training samples, in a plain fit or at each client of a federation."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
+from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_lowrank.arguments import Configured
+from lightning_lowrank.configuration import check_integer, check_number
+from lightning_lowrank.federated.algorithm import inherits
+from lightning_lowrank.federated.checks import check_factors_move, refuse_batch_norm
+from lightning_lowrank.federated.data.loader import check_loader
+from lightning_lowrank.federated.data.poisson import PoissonLoader
+from lightning_lowrank.federated.data.sampling import NeedsPoissonBatches
+from lightning_lowrank.federated.execution.base import while_training
+from lightning_lowrank.federated.execution.graphs import tensors_in
+from lightning_lowrank.federated.loop import FederatedLoop
+from lightning_lowrank.federated.privacy.accounting import Accountant, Mechanism, check_budget, noise_for
+from lightning_lowrank.federated.privacy.noise import gaussian
+from lightning_lowrank.federated.privacy.samples import SampleGradients, with_gradients
+from lightning_lowrank.federated.site import SEED_IS_KNOWN, SiteCoordinator
+from lightning_lowrank.federated.state import State
+from lightning_lowrank.internals.lightning import TrainLoaderSource, log_figures
+from lightning_lowrank.seeding import default_seed
+
+_KEY = "privacy"
+_LOGGED_CLIENTS = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where a step is: its client (0 without a federation), its round or epoch, and its number there."""
+
+    client: int
+    round: int
+    step: int
+
+
+class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
+    r"""Train with differential privacy of each sample: DP-SGD (Abadi et al., CCS 2016, Algorithm 1).
+
+    Each batch is drawn by Poisson sampling: every sample is in it on its own, with chance :math:`q`, the loader's batch
+    size :math:`B` over the number of samples. With the gradients :math:`g_i` of single samples over all trained
+    parameters, the optimizer, whichever it is, steps with
+
+    .. math:: \bar g = \frac{1}{B}\Big(\sum_{i} g_i \min\big(1, C / \lVert g_i\rVert\big)
+        + \mathcal{N}(0, (z C)^2)\Big).
+
+    The module's own ``training_step`` is called with batches of one sample, mapped over the batch by `torch.func.vmap`,
+    or one after another where it cannot be mapped. So a sample's loss may depend on nothing of the others, and
+    a loss that is a mean over the batch stays that. All that is in the loss is bounded, a method's own terms included
+    (``Algorithm.loss``). The figures that the step logs are not protected, nor is anything that else reads samples: see
+    ``docs/privacy.md``.
+
+    Without `FederatedLoop` the training loader is replaced by one of Poisson-sampled batches. Beside it (put this
+    callback after it), each client protects its samples against everybody else, the server included. Then ε is each
+    client's own, and that of the whole is the largest, since clients share no sample. Between real sites each site
+    counts its own ε in its file, and refuses a round that would pass ``target_epsilon``.
+
+    Each epoch or round logs ``privacy/epsilon``, and of up to 32 clients ``privacy/epsilon/<client>``. The fit ends
+    before ``target_epsilon`` is passed, with a message. Checkpoints hold what has been spent.
+
+    Args:
+        clip: Largest norm :math:`C` of a sample's gradient, over all trained parameters, above 0.
+        noise_multiplier: Noise :math:`z`, above 0. ``None``: the smallest with which the steps of all epochs cost
+            ``target_epsilon``, to 1e-4. In a simulated federation these are the planned steps of each client.
+        target_epsilon: The ε that is not passed. ``None``: no limit.
+        delta: The δ of all ε. Use less than 1 over the number of samples. Default 1e-5.
+        physical_batch_size: Largest number of samples whose gradients are in memory at once. ``None``: all of a batch.
+            The result does not depend on it, to rounding.
+        accountant: dp-accounting's ``"rdp"`` (default, fast) or ``"pld"``, which finds a smaller ε in about a second
+            each.
+        secure: Draw noise from the operating system's entropy, and batches from a secret seed, which checkpoints hold.
+            By default both come from the run's named generators, which repeat them, and which are not cryptographic:
+            whoever knows the seed can take the noise away. A real site's server knows it, and needs ``secure=True``.
+        seed: Seed of noise and batches in a fit without `FederatedLoop`. ``None``: the seed given to Lightning's
+            ``seed_everything``, or 0.
+
+    Raises:
+        MisconfigurationException: If an argument is out of range. When a fit begins, if what it trains cannot be
+            protected: BatchNorm, manual optimization, accumulated or shared batches, several processes without a
+            federation, samples of several clients, methods and optimizers that take several gradients of a batch,
+            factors of which none can move.
+
+    Example:
+        >>> import lightning as L
+        >>> trainer = L.Trainer(
+        ...     max_epochs=5, callbacks=[DifferentialPrivacy(clip=1.0, target_epsilon=8.0, delta=1e-4)], logger=False
+        ... )
+    """
+
+    def __init__(
+        self,
+        clip: float = 1.0,
+        noise_multiplier: float | None = None,
+        target_epsilon: float | None = None,
+        delta: float = 1e-5,
+        physical_batch_size: int | None = None,
+        accountant: Accountant = "rdp",
+        secure: bool = False,
+        seed: int | None = None,
+    ) -> None:
+        check_budget(noise_multiplier, target_epsilon, delta, accountant)
+        check_number("clip", clip, above=0)
+        if physical_batch_size is not None:
+            check_integer("physical_batch_size", physical_batch_size)
+        self.clip = clip
+        self.noise_multiplier = noise_multiplier
+        self.target_epsilon = target_epsilon
+        self.delta = delta
+        self.physical_batch_size = physical_batch_size
+        self.accountant: Accountant = accountant
+        self.secure = secure
+        self.seed = default_seed() if seed is None else seed
+        self._noise: float | None = noise_multiplier
+        self._own: State = {}
+        self._secret = secrets.randbits(62) if secure else None
+        self._forget()
+
+    def batch_seed(self, seed: int) -> int:
+        """Return the seed by which samples are drawn: a secret one where ``secure``."""
+        return seed if self._secret is None else self._secret
+
+    def _forget(self) -> None:
+        self._loop: FederatedLoop | None = None
+        self._loader: PoissonLoader | None = None
+        self._last: _Place | None = None
+        self._trained: dict[int, list[str]] = {}
+        self._replaced: tuple[Any, Any] | None = None
+        self._source: TrainLoaderSource | None = None
+
+    # Beginning and end of a fit
+
+    def setup(self, trainer: Any, pl_module: pl.LightningModule, stage: str) -> None:
+        """Refuse what cannot be protected, and take the training loader's place where there is no `FederatedLoop`."""
+        if stage != "fit":
+            return
+        self._forget()
+        refuse_batch_norm(pl_module, "DifferentialPrivacy")
+        self._check_settings(trainer, pl_module)
+        standing = next((each for each in trainer.callbacks if each.state_key == "FederatedLoop"), None)
+        if isinstance(standing, FederatedLoop):
+            self._loop = standing
+        elif standing is None:
+            self._take_loader(trainer)
+
+    def _check_settings(self, trainer: Any, module: pl.LightningModule) -> None:
+        if sum(isinstance(each, DifferentialPrivacy) for each in trainer.callbacks) > 1:
+            raise MisconfigurationException("there are two DifferentialPrivacy callbacks: keep one.")
+        if not module.automatic_optimization:
+            raise MisconfigurationException(
+                "DifferentialPrivacy accounts one gradient of each batch, and the module optimizes manually: use"
+                " automatic optimization."
+            )
+        if trainer.accumulate_grad_batches != 1 or any(
+            isinstance(each, GradientAccumulationScheduler) for each in trainer.callbacks
+        ):
+            raise MisconfigurationException(
+                "DifferentialPrivacy adds the noise of a step to each batch, and accumulated batches would have it"
+                " several times: set accumulate_grad_batches=1, a larger batch_size, and physical_batch_size for what"
+                " fits into memory."
+            )
+        if getattr(trainer.precision_plugin, "scaler", None) is not None:
+            raise MisconfigurationException(
+                "DifferentialPrivacy clips gradients before precision='16-mixed' takes its scale from them: use"
+                " 'bf16-mixed' or '32-true'."
+            )
+        if trainer.overfit_batches:
+            raise MisconfigurationException(
+                f"overfit_batches={trainer.overfit_batches} repeats batches, and DifferentialPrivacy accounts batches"
+                " that are drawn anew: leave it out."
+            )
+
+    def _take_loader(self, trainer: Any) -> None:
+        if trainer.world_size > 1:
+            raise MisconfigurationException(
+                f"DifferentialPrivacy draws batches over the whole training set, and {trainer.world_size} processes"
+                " have parts of it: set devices=1."
+            )
+        source = self._source = TrainLoaderSource(trainer)
+        if not source.is_defined():
+            raise MisconfigurationException(
+                "there is no training loader: define train_dataloader() on the module or the datamodule, or pass one"
+                " to trainer.fit(model, train_dataloaders)."
+            )
+        if trainer.reload_dataloaders_every_n_epochs:
+            raise MisconfigurationException(
+                "DifferentialPrivacy accounts batches of one training set, and reload_dataloaders_every_n_epochs may"
+                " change it: leave it out."
+            )
+        source.replace(_Lazy(self, trainer, source))
+
+    def make_loader(self, trainer: Any, source: TrainLoaderSource) -> PoissonLoader:
+        """Return the loader of Poisson-sampled batches, which is made when Lightning first asks for batches."""
+        if self._loader is None:
+            self._loader = PoissonLoader(
+                check_loader(source.user_loader()),
+                self.seed,
+                poisson=lambda: self.batch_seed(self.seed),
+                epoch=lambda: trainer.current_epoch,
+                position=lambda: trainer.fit_loop.epoch_loop.batch_progress.current.ready,
+            )
+        return self._loader
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Refuse optimizers, methods and partitions that would see samples otherwise."""
+        for optimizer in trainer.optimizers:
+            if isinstance(optimizer, torch.optim.LBFGS):
+                raise MisconfigurationException(
+                    "DifferentialPrivacy accounts one gradient of each batch, and LBFGS takes several: use another"
+                    " optimizer."
+                )
+        if self._loop is None:
+            return
+        if not inherits(self._loop.algorithm, "local_update"):
+            raise MisconfigurationException(
+                "DifferentialPrivacy accounts one gradient of each batch, and"
+                f" {type(self._loop.algorithm).__name__} takes others or several of them (Algorithm.local_update): use"
+                " a method that leaves the optimizer's step as it is, such as FedAvg()."
+            )
+        if isinstance(self._loop.coordinator, SiteCoordinator) and not self.secure:
+            raise MisconfigurationException(f"DifferentialPrivacy {SEED_IS_KNOWN}")
+        indices = self._loop.indices
+        assert indices is not None
+        owned = torch.cat([torch.as_tensor(part) for part in indices])
+        if len(owned.unique()) < len(owned):
+            raise MisconfigurationException(
+                f"DifferentialPrivacy counts each client's ε alone, and {len(owned) - len(owned.unique())} samples are"
+                " held by several clients, whose messages would tell of them together: give each sample to one client."
+            )
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Find the noise, and stand around the training step."""
+        if self._loop is None and self._loader is None:
+            return
+        if self._noise is None:
+            self._noise = self._noise_of_run(trainer)
+        first = self._loop.server.round if self._loop is not None else 0
+        check_factors_move(pl_module, self._names(pl_module, first), "DifferentialPrivacy")
+        own = pl_module.training_step
+        gradients = SampleGradients(pl_module, own, self.physical_batch_size, self._round_state)
+
+        def private_step(batch: Any, *arguments: Any) -> torch.Tensor:
+            return self._step(trainer, pl_module, gradients, batch, arguments)
+
+        standing = while_training(trainer, own, private_step)
+        self._replaced = vars(pl_module).get("training_step"), standing
+        vars(pl_module)["training_step"] = standing
+        if self._loop is not None:
+            self._loop.rounds.execution.substituted = True
+        self._stop_if_spent(trainer)
+
+    def _put_back(self, module: pl.LightningModule) -> None:
+        before, standing = self._replaced or (None, None)
+        if standing is not None and vars(module).get("training_step") is standing:
+            if before is None:
+                del vars(module)["training_step"]
+            else:
+                vars(module)["training_step"] = before
+        self._replaced = None
+        if self._loader is not None:
+            self._loader.close()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Give the module its training step back."""
+        self._put_back(pl_module)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Give the module its training step back."""
+        self._put_back(pl_module)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Give the trainer its training loader back."""
+        self._put_back(pl_module)
+        if self._source is not None:
+            self._source.restore()
+            self._source = None
+
+    # Steps
+
+    def _round_state(self) -> Mapping[str, torch.Tensor]:
+        kept = {} if self._loop is None else self._loop.rounds.execution.round_state
+        return {f"round_state[{number}]": value for number, value in enumerate(tensors_in(kept))}
+
+    def _names(self, module: pl.LightningModule, round_number: int) -> list[str]:
+        """Return the names of the parameters that move in a round."""
+        still = frozenset() if self._loop is None else self._loop.algorithm.unstepped(round_number)
+        return [name for name, value in module.named_parameters() if value.requires_grad and name not in still]
+
+    def _place(self, trainer: Any) -> _Place:
+        if self._loop is not None:
+            execution = self._loop.rounds.execution
+            return _Place(execution.clients[0].id, execution.clients[0].round, execution.number)
+        return _Place(0, trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx)
+
+    def _kept(self, client: int) -> State:
+        """Return what is kept of a client's privacy."""
+        if self._loop is None:
+            return self._own
+        open_clients = self._loop.rounds.execution.clients
+        state = next((each.state for each in open_clients if each.id == client), None)
+        return (self._loop.coordinator.states[client] if state is None else state).setdefault(_KEY, {})
+
+    def steps_of(self, client: int = 0) -> int:
+        """Return how many steps a client has made in all, each of which has cost something."""
+        return self._kept(client).get("steps", 0)
+
+    def _mechanism(self, client: int) -> Mechanism:
+        if self._loop is not None:
+            loader = self._loop.data.loader
+            assert self._loop.indices is not None
+            samples = len(self._loop.indices[client])
+            return Mechanism(self._noise or 1.0, min(loader.batch_size, samples), samples)
+        assert self._loader is not None
+        samples = len(self._loader.samples)
+        return Mechanism(self._noise or 1.0, min(self._loader.batch_size, samples), samples)
+
+    def epsilon(self, client: int = 0, more: int = 0) -> float:
+        """Return the ε of a client's steps so far, and of so many ``more``."""
+        return self._mechanism(client).epsilon(self.steps_of(client) + more, self.delta, self.accountant)
+
+    def epsilons(self) -> dict[int, float]:
+        """Return by client the ε that its samples have cost; without a federation there is one client, 0."""
+        if self._loop is None:
+            return {0: self.epsilon()}
+        sizes = self._loop.data.divided().sizes.tolist()
+        return {client: self.epsilon(client) for client, size in enumerate(sizes) if size}
+
+    def _step(
+        self, trainer: Any, module: pl.LightningModule, gradients: SampleGradients, batch: Any, arguments: Any
+    ) -> torch.Tensor:
+        place = self._place(trainer)
+        if place == self._last:
+            raise MisconfigurationException(
+                "DifferentialPrivacy accounts one gradient of each batch, and a second one of the same batch was asked"
+                f" for: {', '.join(type(each).__name__ for each in trainer.optimizers)} or a callback calls the"
+                " training step again. Use an optimizer that takes one gradient a step."
+            )
+        target = self.target_epsilon
+        if target is not None and self.epsilon(place.client, 1) > target:
+            raise MisconfigurationException(f"{self._spent(place.client, 1)}: raise it, or end the run here.")
+        loader = self._loader if self._loop is None else None
+        if loader is not None:
+            drawn, seed, batch_size = loader.drawn(place.round, place.step), self.seed, loader.batch_size
+        else:
+            assert self._loop is not None
+            of_round = self._loop.data.loader
+            drawn = of_round.drawn(place.round, place.client, place.step)
+            seed, batch_size = (
+                self._loop.experiment_seed,
+                min(of_round.batch_size, len(self._loop.data.divided()[place.client])),
+            )
+        if loader is not None:
+            batch_size = min(batch_size, len(loader.samples))
+        names = self._names(module, place.round)
+        with torch.no_grad():
+            loss, sums, logged, settings = gradients.clipped(names, batch, max(len(drawn), 1), self.clip, arguments)
+            if not len(drawn):
+                # The batch is one sample that stands for none.
+                sums = {name: torch.zeros_like(value) for name, value in sums.items()}
+            assert self._noise is not None
+            parts = (seed, "privacy noise", place.round, place.client, place.step)
+            noise = gaussian(sums, self._noise * self.clip, *parts, secure=self.secure)
+            # Of higher precision until it is divided, for 16 bits would lose much of it.
+            private = {name: ((value + noise[name]) / batch_size).to(value.dtype) for name, value in sums.items()}
+        kept = self._kept(place.client)
+        kept["steps"] = kept.get("steps", 0) + 1
+        self._last = place
+        if len(drawn):
+            for name, value in logged.items():
+                module.log(name, value, **{**settings[name], "batch_size": len(drawn)})
+        live = dict(module.named_parameters())
+        return with_gradients(loss, {name: live[name] for name in names}, private)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Give random number generators back, and end a fit whose budget is spent."""
+        if self._loader is not None:
+            self._loader.close()
+            if not (trainer.is_last_batch and 0 < (trainer.max_epochs or 0) <= trainer.current_epoch + 1):
+                self._stop_if_spent(trainer)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Log what has been spent, and end a fit whose budget is spent."""
+        if self._loop is None and self._loader is None:
+            return
+        if self._loop is not None and isinstance(self._loop.coordinator, SiteCoordinator):
+            return
+        spent = self.epsilons()
+        figures = {"privacy/epsilon": max(spent.values())}
+        if self._loop is not None and len(spent) <= _LOGGED_CLIENTS:
+            figures |= {f"privacy/epsilon/{client}": value for client, value in spent.items()}
+        log_figures(trainer, figures)
+        if not 0 < (trainer.max_epochs or 0) <= trainer.current_epoch + 1:
+            self._stop_if_spent(trainer, trainer.current_epoch + 1)
+
+    # The budget
+
+    def _noise_of_run(self, trainer: Any) -> float:
+        assert self.target_epsilon is not None
+        if self._loop is not None and isinstance(self._loop.coordinator, SiteCoordinator):
+            raise MisconfigurationException(
+                "target_epsilon alone finds the noise for the steps that a run will make, and a site does not know in"
+                " which rounds it will take part: give noise_multiplier too."
+            )
+        steps: dict[int, int] = {}
+        epochs, most = trainer.max_epochs, trainer.max_steps
+        if epochs == -1 and (most == -1 or self._loop is not None):
+            raise MisconfigurationException(
+                "target_epsilon alone finds the noise for the number of steps, and max_epochs=-1 has no end: set"
+                " max_epochs, or give noise_multiplier too."
+            )
+        if self._loop is None:
+            of_all = epochs * trainer.num_training_batches if epochs != -1 else most
+            steps[0] = of_all if most == -1 else min(of_all, most)
+        else:
+            for number in range(max(1, epochs)):
+                plan = self._loop.data.planner.plan(number)
+                for client, batches in zip(plan.clients, plan.batches, strict=True):
+                    steps[client] = steps.get(client, 0) + batches
+        runs = [(self._mechanism(client), count) for client, count in steps.items()]
+        return noise_for(self.target_epsilon, self.delta, runs, self.accountant)
+
+    def _spent(self, client: int, more: int) -> str:
+        who = "" if self._loop is None else f" of client {client}"
+        return (
+            f"{self.steps_of(client)} steps{who} have cost ε = {self.epsilon(client):.4g} at δ = {self.delta:g}, and"
+            f" {more} more would cost {self.epsilon(client, more):.4g}, above target_epsilon={self.target_epsilon:g}"
+        )
+
+    def _stop_if_spent(self, trainer: Any, round_number: int | None = None) -> None:
+        """End the fit where the next step, or the next round of one of its clients, would pass the budget."""
+        if self.target_epsilon is None:
+            return
+        due = {0: 1}
+        if self._loop is not None:
+            if isinstance(self._loop.coordinator, SiteCoordinator):
+                return
+            open_round = self._loop.rounds.execution.clients
+            plan = self._loop.data.planner.plan(trainer.current_epoch if round_number is None else round_number)
+            due = {} if open_round else dict(zip(plan.clients, plan.batches, strict=True))
+        for client, more in due.items():
+            if self.epsilon(client, more) > self.target_epsilon:
+                trainer.should_stop = True
+                rank_zero_info(f"the fit ends here: {self._spent(client, more)}")
+                return
+
+    # Checkpoints
+
+    @property
+    def state_key(self) -> str:
+        """Name of this callback's state in checkpoints."""
+        return "DifferentialPrivacy"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what has been spent; what clients have spent is with what they keep."""
+        return {
+            "noise_multiplier": self._noise,
+            "own": dict(self._own),
+            "secret": self._secret,
+            "arguments": self._compared(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from `state_dict`'s result.
+
+        Raises:
+            MisconfigurationException: If what is protected, or how, is another than in the checkpoint.
+        """
+        before, now = state_dict["arguments"], self._compared()
+        changed = [f"{name}={before[name]!r}, now {now[name]!r}" for name in now if before[name] != now[name]]
+        if changed:
+            raise MisconfigurationException(
+                f"the checkpoint's run had DifferentialPrivacy with {'; '.join(changed)}: go on with the same."
+            )
+        self._noise, self._own = state_dict["noise_multiplier"], dict(state_dict["own"])
+        self._secret = state_dict["secret"]
+
+    def _compared(self) -> dict[str, Any]:
+        names = ("clip", "noise_multiplier", "delta", "secure", "seed")
+        return {name: getattr(self, name) for name in names}
+
+
+class _Lazy:
+    """Stands in the trainer for the training loader, and makes the private one when batches are asked for."""
+
+    def __init__(self, privacy: DifferentialPrivacy, trainer: Any, source: TrainLoaderSource) -> None:
+        self._make = lambda: privacy.make_loader(trainer, source)
+
+    def __len__(self) -> int:
+        return len(self._make())
+
+    def __iter__(self) -> Any:
+        return iter(self._make())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tell Lightning that this loader can resume."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take nothing: the position is part of Lightning's own state."""

@@ -1,0 +1,93 @@
+"""Poisson-sampled batches: each sample is in a batch on its own, with one chance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import numpy as np
+from torch.utils.data import DataLoader
+
+from lightning_lowrank.federated.data.blocks import Request
+from lightning_lowrank.federated.data.loader import SeededBatches, batch_reader, batches_of
+from lightning_lowrank.federated.data.sampling import drawn_by_poisson, rate_of
+from lightning_lowrank.federated.randomness import StepRandomness, seed_process, step_seed
+from lightning_lowrank.seeding import derive_seed
+
+
+class PoissonLoader:
+    """A training loader of Poisson-sampled batches, which can begin at any of them.
+
+    It keeps the dataset, collate function and workers of another loader, and the number of its batches. A batch has the
+    loader's batch size on average. Where no sample is drawn, the first sample stands for the batch; see `drawn`.
+
+    Args:
+        loader: The user's loader, checked by `check_loader`.
+        seed: Seed of what is drawn while samples are read.
+        poisson: Returns the seed by which samples are drawn.
+        epoch: Returns the number of the epoch.
+        position: Returns the number of the epoch's batches that are done.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader,
+        seed: int,
+        poisson: Callable[[], int],
+        epoch: Callable[[], int],
+        position: Callable[[], int],
+    ) -> None:
+        self.samples = np.arange(len(loader.dataset))  # type: ignore[arg-type]
+        self.batch_size = cast(int, loader.batch_size)
+        self._length = int(batches_of(np.array([len(self.samples)]), loader)[0])
+        self._seed, self._poisson, self._epoch, self._position = seed, poisson, epoch, position
+        self._randomness = StepRandomness()
+        self._read = batch_reader(loader, SeededBatches(loader.dataset, loader.collate_fn), _RequestsOf(self))
+
+    def __len__(self) -> int:
+        return self._length
+
+    def drawn(self, epoch: int, step: int) -> np.ndarray:
+        """Return the samples that a batch is made of; there may be none."""
+        rate = rate_of(len(self.samples), self.batch_size)
+        return drawn_by_poisson(self.samples, rate, self._poisson(), "poisson", epoch, step)
+
+    def requests(self) -> Iterator[Request]:
+        """Yield what the epoch's remaining batches read."""
+        epoch = self._epoch()
+        seed = derive_seed(self._seed, "data", epoch)
+        for step in range(self._position(), self._length):
+            drawn = self.drawn(epoch, step)
+            yield Request(drawn if len(drawn) else self.samples[:1], step_seed(seed, step))
+
+    def __iter__(self) -> Iterator[Any]:
+        reading: list[Iterator[Any]] = []
+        seed, first = derive_seed(self._seed, "training", self._epoch()), self._position()
+        for step in range(first, self._length):
+            self.close()
+            self._randomness.open()
+            if not reading:
+                reading.append(self._read())
+            batch = next(reading[0])
+            seed_process(step_seed(seed, step))
+            yield batch
+        self.close()
+
+    def close(self) -> None:
+        """Give the process's random number generators back, which a step has seeded."""
+        self._randomness.release()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tell Lightning that this loader can resume; the position is part of the loop's own state."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take nothing: see `state_dict`."""
+
+
+class _RequestsOf:
+    def __init__(self, loader: PoissonLoader) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[Request]:
+        return self._loader.requests()

@@ -1,0 +1,10 @@
+"""Differential privacy: what a round or a step releases, how much noise it gets, and what that costs.
+
+Accounting is dp-accounting's (the extra ``[privacy]``). `ClientPrivacy` protects whole clients. What protects single
+samples is used by the callback `DifferentialPrivacy`.
+"""
+
+from lightning_lowrank.federated.privacy.accounting import Mechanism
+from lightning_lowrank.federated.privacy.clients import ClientPrivacy
+
+__all__ = ["ClientPrivacy", "Mechanism"]

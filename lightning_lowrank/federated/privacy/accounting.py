@@ -1,0 +1,200 @@
+"""What subsampled Gaussian mechanisms cost, as dp-accounting counts it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_lowrank.configuration import check_choice, check_number
+
+Sampling = Literal["poisson", "fixed"]
+Accountant = Literal["rdp", "pld"]
+
+_TOLERANCE = 1e-4
+
+
+@functools.cache
+def library() -> Any:
+    """Return the package dp-accounting, which takes a while to import.
+
+    Raises:
+        MisconfigurationException: If it is not installed.
+    """
+    try:
+        import dp_accounting.pld
+        import dp_accounting.rdp.rdp_privacy_accountant
+    except ImportError as error:
+        raise MisconfigurationException(
+            "differential privacy needs dp-accounting, which is not installed: pip install 'lightning_lowrank[privacy]'"
+        ) from error
+    return dp_accounting
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """One release of a sum of clipped contributions with Gaussian noise.
+
+    Args:
+        noise_multiplier: Standard deviation of the sum's noise over the clipping norm, above 0.
+        sampled: How many contribute: on average (Poisson sampling), or exactly (fixed size).
+        population: From how many they are drawn.
+        sampling: ``"poisson"``: each contributes on its own, with chance ``sampled / population``. Neighbours differ by
+            one that is added or removed. ``"fixed"``: just ``sampled`` are drawn without replacement. Neighbours differ
+            by one that is replaced, which moves the sum by twice the clipping norm.
+
+    Example:
+        >>> mechanism = Mechanism(noise_multiplier=1.1, sampled=10, population=1000)
+        >>> round(mechanism.epsilon(steps=100, delta=1e-5), 3)
+        0.956
+    """
+
+    noise_multiplier: float
+    sampled: int
+    population: int
+    sampling: Sampling = "poisson"
+
+    @property
+    def event(self) -> Any:
+        """One release as dp-accounting's event."""
+        dp_accounting = library()
+        if self.sampling == "fixed":
+            # The library's multiplier is over the sensitivity, and to replace a contribution moves the sum by 2 clip.
+            gaussian = dp_accounting.GaussianDpEvent(self.noise_multiplier / 2)
+            if self.sampled >= self.population:
+                return gaussian
+            return dp_accounting.SampledWithoutReplacementDpEvent(self.population, self.sampled, gaussian)
+        gaussian = dp_accounting.GaussianDpEvent(self.noise_multiplier)
+        if self.sampled >= self.population:
+            return gaussian
+        return dp_accounting.PoissonSampledDpEvent(self.sampled / self.population, gaussian)
+
+    def accountant(self, kind: Accountant) -> Any:
+        """Return an empty accountant of dp-accounting's for this mechanism."""
+        dp_accounting = library()
+        relations = dp_accounting.NeighboringRelation
+        relation = relations.REPLACE_ONE if self.sampling == "fixed" else relations.ADD_OR_REMOVE_ONE
+        kinds = {"rdp": dp_accounting.rdp.RdpAccountant, "pld": dp_accounting.pld.PLDAccountant}
+        return kinds[kind](neighboring_relation=relation)
+
+    def epsilon(self, steps: int, delta: float, accountant: Accountant = "rdp") -> float:
+        """Return the ε of so many releases at a given δ."""
+        if steps <= 0:
+            return 0.0
+        if accountant == "rdp":
+            orders, of_one = _renyi(self)
+            return float(library().rdp.rdp_privacy_accountant.compute_epsilon(orders, steps * of_one, delta)[0])
+        return _composed(self, steps, delta)
+
+
+@functools.lru_cache(maxsize=4096)
+def _renyi(mechanism: Mechanism) -> tuple[Any, Any]:
+    """Return the Rényi divergences of one release: they add up, and the library takes longest for them."""
+    accountant = mechanism.accountant("rdp")
+    with _quiet():
+        accountant.compose(mechanism.event)
+    return accountant.orders, accountant.rdp
+
+
+@functools.lru_cache(maxsize=4096)
+def _composed(mechanism: Mechanism, steps: int, delta: float) -> float:
+    accountant = mechanism.accountant("pld")
+    accountant.compose(library().SelfComposedDpEvent(mechanism.event, steps))
+    return float(accountant.get_epsilon(delta))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Leave out the library's notes on single orders that it passes over, which makes ε no smaller."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def noise_for(
+    target: float, delta: float, runs: Iterable[tuple[Mechanism, int]], accountant: Accountant = "rdp"
+) -> float:
+    """Return the smallest noise multiplier, to 1e-4, at which none of some runs costs more than ``target``.
+
+    Args:
+        target: The ε that none may exceed.
+        delta: Its δ.
+        runs: Mechanisms, whose own noise multiplier does not count, each with its number of releases.
+        accountant: Which accountant.
+
+    Raises:
+        MisconfigurationException: If no noise is enough.
+    """
+    distinct = {(dataclasses.replace(mechanism, noise_multiplier=1.0), steps) for mechanism, steps in runs if steps}
+    noise = 0.0
+    while distinct:
+        costs = {run: run[0].epsilon(run[1], delta, accountant) for run in distinct} if not noise else {}
+        worst, steps = max(costs, key=costs.__getitem__) if costs else next(iter(distinct))
+        noise = max(noise, _calibrated(worst, steps, target, delta, accountant))
+        distinct = {
+            (mechanism, steps)
+            for mechanism, steps in distinct
+            if dataclasses.replace(mechanism, noise_multiplier=noise).epsilon(steps, delta, accountant) > target
+        }
+    return noise
+
+
+def _calibrated(mechanism: Mechanism, steps: int, target: float, delta: float, accountant: Accountant) -> float:
+    dp_accounting = library()
+
+    def event(noise: float) -> Any:
+        # Brent's method begins at 0, which is no mechanism of ours.
+        if noise <= 0:
+            return dp_accounting.NonPrivateDpEvent()
+        of_one = dataclasses.replace(mechanism, noise_multiplier=noise).event
+        return dp_accounting.SelfComposedDpEvent(of_one, steps)
+
+    try:
+        with _quiet():
+            noise = dp_accounting.calibrate_dp_mechanism(
+                lambda: mechanism.accountant(accountant),
+                event,
+                target,
+                delta,
+                dp_accounting.LowerEndpointAndGuess(0.05, 1.0),
+                tol=_TOLERANCE,
+            )
+    except dp_accounting.mechanism_calibration.NoBracketIntervalFoundError as error:
+        raise MisconfigurationException(
+            f"no noise keeps {steps} releases within target_epsilon={target:g} at delta={delta:g}: raise one of them."
+        ) from error
+    while dataclasses.replace(mechanism, noise_multiplier=noise).epsilon(steps, delta, accountant) > target:
+        noise += _TOLERANCE
+    return float(noise)
+
+
+def check_budget(
+    noise_multiplier: float | None, target_epsilon: float | None, delta: float, accountant: Accountant
+) -> None:
+    """Refuse a budget that is none.
+
+    Raises:
+        MisconfigurationException: If neither noise nor ε is given, or a number is out of range.
+    """
+    library()
+    check_choice("accountant", accountant, Accountant)
+    check_number("delta", delta, above=0, below=1)
+    if noise_multiplier is None and target_epsilon is None:
+        raise MisconfigurationException(
+            "give noise_multiplier, the noise over the clipping norm, or target_epsilon, for which it is found, or"
+            " both: then the noise is as given and the run ends before target_epsilon is passed."
+        )
+    if noise_multiplier is not None:
+        check_number("noise_multiplier", noise_multiplier, above=0)
+    if target_epsilon is not None:
+        check_number("target_epsilon", target_epsilon, above=0)

@@ -1,0 +1,56 @@
+"""Gaussian noise, from the run's named generators or from the operating system's entropy."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_lowrank.seeding import generator
+
+_AT_ONCE = 2**20
+
+
+def gaussian(like: Mapping[str, Tensor], std: float, *parts: int | str, secure: bool = False) -> dict[str, Tensor]:
+    """Return noise of the shapes and devices of some tensors, in float64 where the device has it.
+
+    Args:
+        like: The tensors by name. They draw in their order.
+        std: Standard deviation.
+        *parts: What the noise is for, as for `generator`: the same parts give the same noise.
+        secure: Draw from the operating system's entropy instead, where nothing gives the same noise again.
+
+    Example:
+        >>> first, again = (gaussian({"w": torch.zeros(3)}, 2.0, 0, "noise")["w"] for _ in range(2))
+        >>> torch.equal(first, again)
+        True
+    """
+    draws = None if secure else generator(*parts)
+    found = {}
+    for name, value in like.items():
+        if draws is None:
+            noise = _of_the_system(value.numel()).view(value.shape)
+        else:
+            noise = torch.randn(value.shape, generator=draws, dtype=torch.float64)
+        dtype = torch.float32 if value.device.type == "mps" else torch.float64
+        found[name] = (std * noise).to(value.device, dtype)
+    return found
+
+
+def _of_the_system(count: int) -> Tensor:
+    """Return standard normal numbers, by Box and Muller from the system's entropy.
+
+    Each is half the sum of four, so that the gaps between a single draw's possible values do not show which sum was
+    added to it (Holohan and Braghin, 2021, arXiv:2107.10138).
+    """
+    found = np.empty(count)
+    for start in range(0, count, _AT_ONCE):
+        size = min(_AT_ONCE, count - start)
+        bits = np.frombuffer(secrets.token_bytes(8 * 4 * size), dtype=np.uint64).reshape(2, 2, size) >> np.uint64(11)
+        uniform = (bits + np.uint64(1)).astype(np.float64) * 2.0**-53
+        radius, angle = np.sqrt(-2 * np.log(uniform[0])), 2 * np.pi * uniform[1]
+        found[start : start + size] = (radius * np.cos(angle) + radius * np.sin(angle)).sum(0) / 2
+    return torch.from_numpy(found)

@@ -1,0 +1,210 @@
+"""The clipped gradients of single samples, by the user's own ``training_step`` mapped over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torchmetrics import Metric
+
+from lightning_lowrank.arguments import listed
+from lightning_lowrank.federated.execution.causes import cause_of
+from lightning_lowrank.federated.execution.graphs import tensors_in
+from lightning_lowrank.federated.execution.stack import captured_logs
+from lightning_lowrank.federated.objective import loss_of
+
+Logged = dict[str, Tensor]
+
+
+class _Step(nn.Module):
+    """Makes a step of a module a module's forward, so that it can be called with other parameters."""
+
+    def __init__(self, module: pl.LightningModule, step: Callable[..., Any]) -> None:
+        super().__init__()
+        self.module = module
+        self.step = step
+
+    def forward(self, *arguments: Any) -> Any:
+        return self.step(*arguments)
+
+
+class SampleGradients:
+    """Sums clipped gradients of single samples.
+
+    ``training_step`` is called with batches of one sample, mapped by `torch.func.vmap`. A step that cannot be mapped is
+    made for one sample after another, with the same result, and a warning.
+
+    Args:
+        module: The module.
+        step: Its training step.
+        at_once: Largest number of samples that are mapped at once; ``None``: all of a batch.
+        kept: Returns further tensors by name that the step may not change.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        step: Callable[..., Any],
+        at_once: int | None = None,
+        kept: Callable[[], Mapping[str, Tensor]] = dict,
+    ) -> None:
+        self._module = module
+        self._call = _Step(module, step)
+        self._at_once = at_once
+        self._kept = kept
+        self._mapped = True
+
+    def clipped(
+        self, names: Iterable[str], batch: Any, size: int, clip: float, arguments: Sequence[Any] = ()
+    ) -> tuple[Tensor, dict[str, Tensor], Logged, dict[str, dict[str, Any]]]:
+        """Return the mean loss, the sums of clipped gradients, the means of what is logged, and how it is logged.
+
+        Args:
+            names: Names of the parameters that are trained.
+            batch: The batch.
+            size: Number of its samples, the first dimension of all its tensors.
+            clip: Largest norm of a sample's gradient, over all these parameters.
+            arguments: Further arguments of the training step.
+
+        Raises:
+            MisconfigurationException: If the batch holds a tensor of something else than its samples, or the step
+                changes a buffer or a metric.
+        """
+        tensors = tensors_in(batch)
+        wrong = [tuple(tensor.shape) for tensor in tensors if not tensor.ndim or len(tensor) != size]
+        if wrong or not tensors:
+            raise MisconfigurationException(
+                f"DifferentialPrivacy takes a batch apart into its {size} samples, which must be the first dimension of"
+                f" every tensor in it; got {f'one of shape {wrong[0]}' if wrong else type(batch).__name__}: have the"
+                " collate function stack samples in a first dimension."
+            )
+        held = dict(self._module.named_parameters())
+        parameters = {name: held[name].detach() for name in names}
+        sums = {name: torch.zeros_like(value) for name, value in parameters.items()}
+        settings: dict[str, dict[str, Any]] = {}
+        losses: list[Tensor] = []
+        logged: dict[str, list[Tensor]] = {}
+        before = self._unmapped_state()
+        for start in range(0, size, self._at_once or size):
+            part = [tensor[start : start + (self._at_once or size)] for tensor in tensors]
+            gradients, of_each, values = self._gradients(parameters, batch, part, arguments, settings)
+            norms = torch.stack([value.flatten(1).float().norm(dim=1) for value in gradients.values()]).norm(dim=0)
+            # What is not finite has no place in a bounded sum.
+            finite = norms.isfinite()
+            scale = torch.where(finite, (clip / (norms + 1e-6)).clamp(max=1.0), 0.0)
+            for name, value in gradients.items():
+                rows = value.flatten(1)
+                if not bool(finite.all()):
+                    rows = torch.where(finite.unsqueeze(1), rows, 0.0)
+                sums[name] += (scale.to(rows.dtype) @ rows).view_as(sums[name])
+            losses.append(of_each)
+            for name, each in values.items():
+                logged.setdefault(name, []).append(each)
+        self._refuse_changes(before)
+        means = {name: torch.cat(each).float().mean(0) for name, each in logged.items()}
+        return torch.cat(losses).mean(), sums, means, settings
+
+    def _gradients(
+        self,
+        parameters: Mapping[str, Tensor],
+        batch: Any,
+        tensors: Sequence[Tensor],
+        arguments: Sequence[Any],
+        settings: dict[str, dict[str, Any]],
+    ) -> tuple[dict[str, Tensor], Tensor, Logged]:
+        def of_one(values: dict[str, Tensor], sample: list[Tensor]) -> tuple[Tensor, tuple[Tensor, Logged]]:
+            given = iter(sample)
+            one = apply_to_collection(batch, Tensor, lambda _: next(given).unsqueeze(0))
+            named = {f"module.{name}": value for name, value in values.items()}
+            with captured_logs(self._module, settings, _refuse_metric) as logged:
+                loss = loss_of(functional_call(self._call, named, (one, *arguments)))
+            if not isinstance(loss, Tensor):
+                raise MisconfigurationException(
+                    f"DifferentialPrivacy: training_step gave {loss!r} in place of a loss, and a step cannot be left"
+                    " out: its noise would be missing."
+                )
+            return loss.sum(), (loss.sum().detach(), dict(logged))
+
+        each = grad(of_one, has_aux=True)
+        if self._mapped:
+            try:
+                gradients, (losses, logged) = vmap(each, in_dims=(None, 0), randomness="different")(
+                    dict(parameters), list(tensors)
+                )
+                return gradients, losses, logged
+            except MisconfigurationException:
+                raise
+            except (RuntimeError, ValueError, NotImplementedError, TypeError) as error:
+                self._mapped = False
+                rank_zero_warn(
+                    f"DifferentialPrivacy: training_step cannot be mapped over samples: {cause_of(error)}. It is called"
+                    " for one sample after another, which takes longer."
+                )
+        found = [each(dict(parameters), [tensor[row] for tensor in tensors]) for row in range(len(tensors[0]))]
+        stacked = {name: torch.stack([of_sample[name] for of_sample, _ in found]) for name in parameters}
+        names = found[0][1][1]
+        logged = {name: torch.stack([values[name] for _, (_, values) in found if name in values]) for name in names}
+        return stacked, torch.stack([loss for _, (loss, _) in found]), logged
+
+    def _watched(self) -> dict[str, Tensor]:
+        return {**dict(self._module.named_buffers()), **self._kept()}
+
+    def _unmapped_state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
+        parts = dict(self._module.named_modules())
+        counts = {name: part.update_count for name, part in parts.items() if isinstance(part, Metric)}
+        return {name: value.clone() for name, value in self._watched().items()}, counts
+
+    def _refuse_changes(self, before: tuple[dict[str, Tensor], dict[str, int]]) -> None:
+        buffers, counts = before
+        parts = dict(self._module.named_modules())
+        # A buffer that begins as None may be there by now.
+        changed = [
+            name
+            for name, value in self._watched().items()
+            if name not in buffers or not torch.equal(value, buffers[name])
+        ]
+        changed += [name for name, count in counts.items() if parts[name].update_count != count]
+        if changed:
+            raise MisconfigurationException(
+                f"DifferentialPrivacy clips gradients, and training_step also changes {listed(changed)}, which takes"
+                " what samples say without clipping: leave such buffers and metrics out of the training step."
+            )
+
+
+def _refuse_metric(name: str, metric: Metric) -> MisconfigurationException:
+    return MisconfigurationException(
+        f"DifferentialPrivacy: training_step logs the metric {type(metric).__name__} as {name!r}, whose state holds"
+        " several samples; log its value."
+    )
+
+
+class _WithGradients(torch.autograd.Function):
+    """A loss whose gradients are given."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor], *parameters: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, factor: Tensor) -> tuple[Any, ...]:
+        return None, None, *(factor.to(gradient.dtype) * gradient for gradient in ctx.gradients)
+
+
+def with_gradients(loss: Tensor, parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> Tensor:
+    """Return a loss of the same value whose ``backward()`` gives parameters these gradients.
+
+    Example:
+        >>> weight = torch.zeros(2, requires_grad=True)
+        >>> with_gradients(torch.tensor(3.0), {"w": weight}, {"w": torch.tensor([1.0, 2.0])}).backward()
+        >>> weight.grad
+        tensor([1., 2.])
+    """
+    return _WithGradients.apply(loss, [gradients[name] for name in parameters], *parameters.values())

@@ -1,0 +1,493 @@
+"""Single samples: clipped gradients re-derived one by one, noise, batches, and what is refused."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from scipy import stats
+from torch import nn
+from torch.utils.data import DataLoader, WeightedRandomSampler
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_lowrank import (
+    CP,
+    FFA,
+    MOON,
+    SCAFFOLD,
+    BlockKronecker,
+    DifferentialPrivacy,
+    Ditto,
+    FedAvg,
+    FederatedLoop,
+    FedLoRA,
+    FedProx,
+    FromIndices,
+    Hadamard,
+    LowRank,
+    MaskAbsentClasses,
+    MatrixProduct,
+    RoLoRA,
+    SumProduct,
+    convert,
+)
+from lightning_lowrank.federated.checks import check_factors_move
+from lightning_lowrank.federated.privacy import Mechanism
+from lightning_lowrank.federated.privacy.samples import SampleGradients
+from lightning_lowrank.seeding import generator
+from tests.helpers import Data, Module, assert_same, blobs, draw, fit, network, trainer, weights
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+
+
+def linear() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Linear(6, 4)
+
+
+def private(**arguments) -> DifferentialPrivacy:
+    return DifferentialPrivacy(**{"noise_multiplier": 1.0, **arguments})
+
+
+# The gradients of single samples
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(3, 5, batch_first=True), nn.Linear(5, 4)
+
+    def forward(self, inputs):
+        return self.head(self.rnn(inputs)[0][:, -1])
+
+
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.norm = nn.Embedding(7, 8), nn.LayerNorm(8)
+        self.attention, self.head = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 4)
+
+    def forward(self, inputs):
+        values = self.norm(self.tokens(inputs))
+        return self.head(self.attention(values, values, values)[0].mean(1))
+
+
+def lowered(factorization, net, **settings):
+    convert(net, factorization, **{"rank": 2, "allow_larger": True, "init": "uniform", **settings})
+    return net
+
+
+def convolutional():
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Conv2d(4, 4, 2), nn.Flatten(), nn.Linear(16, 4)
+    )
+
+
+IMAGES = partial(draw, 5, 2, 5, 5)
+NETWORKS = {
+    "linear": (network, partial(draw, 5, 6)),
+    "convolution": (convolutional, IMAGES),
+    "attention": (Attending, lambda: torch.arange(15).view(5, 3) % 7),
+    "recurrent": (Recurrent, partial(draw, 5, 4, 3)),
+    "tied": (lambda: nn.Sequential(*[nn.Linear(6, 6)] * 2, nn.Linear(6, 4)), partial(draw, 5, 6)),
+    "matrix product": (lambda: lowered(MatrixProduct(), network()), partial(draw, 5, 6)),
+    "matrix product weight": (lambda: lowered(MatrixProduct(), network(), role="weight"), partial(draw, 5, 6)),
+    "half frozen": (lambda: lowered(MatrixProduct(), network(), half_frozen=True), partial(draw, 5, 6)),
+    "blocks": (lambda: lowered(BlockKronecker(), network(), decouple=True), partial(draw, 5, 6)),
+    "hadamard": (lambda: lowered(Hadamard(), convolutional()), IMAGES),
+    "cp": (lambda: lowered(CP(), convolutional()), IMAGES),
+}
+
+
+@pytest.mark.parametrize("at_once", [None, 2])
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.filterwarnings("ignore:.*cannot be mapped over samples")
+def test_clipped_gradients_are_those_of_one_sample_after_another(name, at_once):
+    make, inputs = NETWORKS[name]
+    torch.manual_seed(2)
+    module, batch = Module(make()), (inputs(), torch.tensor([0, 1, 2, 3, 0]))
+    names = [name for name, value in module.named_parameters() if value.requires_grad]
+    rows = []
+    for row in range(5):
+        module.zero_grad()
+        loss = module.loss([part[row : row + 1] for part in batch])
+        loss.backward()
+        rows.append((loss.item(), {each: module.get_parameter(each).grad.clone() for each in names}))
+    norms = [torch.cat([value.flatten() for value in of_row.values()]).norm().item() for _, of_row in rows]
+    # It binds for some of the samples.
+    clip, losses = sorted(norms)[2], [loss for loss, _ in rows]
+    expected = {
+        each: sum(of_row[each] * min(1.0, clip / norm) for (_, of_row), norm in zip(rows, norms, strict=True))
+        for each in names
+    }
+    loss, sums, logged, _ = SampleGradients(module, module.training_step, at_once).clipped(names, batch, 5, clip, (0,))
+    assert loss.item() == pytest.approx(sum(losses) / 5, rel=1e-5)
+    assert logged["train_loss"].item() == pytest.approx(sum(losses) / 5, rel=1e-5)
+    for each, value in sums.items():
+        assert torch.allclose(value, expected[each], rtol=1e-4, atol=1e-5), each
+
+
+def test_a_sample_without_a_finite_gradient_counts_for_nothing():
+    module = Module(linear())
+    inputs = torch.cat([draw(2, 6), torch.full((1, 6), torch.inf)])
+    gradients = SampleGradients(module, module.training_step)
+    names = [name for name, _ in module.named_parameters()]
+    labels = torch.tensor([0, 1, 2])
+    found = gradients.clipped(names, (inputs, labels), 3, 1.0, (0,))[1]
+    without = gradients.clipped(names, (inputs[:2], labels[:2]), 2, 1.0, (0,))[1]
+    assert_same(found, without)
+
+
+def test_batches_that_cannot_be_taken_apart():
+    module = Module(linear())
+    gradients = SampleGradients(module, module.training_step)
+    with pytest.raises(MisconfigurationException, match=r"into its 2 samples.*got one of shape \(\)"):
+        gradients.clipped(["net.weight"], (torch.zeros(2, 6), torch.tensor(0.0)), 2, 1.0, (0,))
+
+
+# A fit
+
+
+class Recorder(Module):
+    """Keeps the gradients with which the optimizer steps, and the batches' sizes."""
+
+    def __init__(self, *arguments, **keywords):
+        super().__init__(*arguments, **keywords)
+        self.gradients = []
+
+    def on_before_optimizer_step(self, optimizer):
+        self.gradients.append(torch.cat([value.grad.flatten().clone() for value in self.parameters()]))
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_noise_of_steps(tmp_path, secure):
+    module = Recorder(nn.Linear(6, 4), partial(torch.optim.SGD, lr=0.0))
+    arguments = {"clip": 0.5, "noise_multiplier": 100.0, "secure": secure}
+    fit(trainer(tmp_path, private(**arguments), max_epochs=10), module, Data(blobs(64)))
+    # The gradients are small beside noise of z C over the batch size, 8.
+    noise = torch.stack(module.gradients) / (100.0 * 0.5 / 8)
+    assert noise.shape == (80, 28)
+    assert stats.kstest(noise.flatten().numpy(), "norm").pvalue > 1e-4
+    assert noise.var().item() == pytest.approx(1, abs=5 * math.sqrt(2 / noise.numel()))
+    assert len(noise.unique()) == noise.numel()
+
+
+def test_a_step_is_dp_sgd(tmp_path):
+    """The gradients of a fit, with Poisson batches drawn again, in plain PyTorch."""
+    data = blobs(40)
+    module = Recorder(linear(), partial(torch.optim.SGD, lr=0.0))
+    callback = private(clip=0.3, noise_multiplier=1e-7, seed=4)
+    fit(trainer(tmp_path, callback, max_epochs=4), module, Data(data))
+    sizes = []
+    for number, found in enumerate(module.gradients):
+        chances = torch.rand(40, generator=generator(4, "poisson", number // 5, number % 5), dtype=torch.float64)
+        drawn = (chances < 8 / 40).nonzero().flatten()
+        sizes.append(len(drawn))
+        expected = torch.zeros(28)
+        for row in drawn.tolist():
+            module.zero_grad()
+            nn.functional.cross_entropy(module.net(data.tensors[0][row]), data.tensors[1][row]).backward()
+            gradient = torch.cat([value.grad.flatten() for value in module.parameters()])
+            expected += gradient * min(1.0, 0.3 / gradient.norm().item())
+        assert torch.allclose(found, expected / 8, atol=1e-5)
+    assert len(set(sizes)) > 2
+
+
+def test_an_empty_batch_is_a_step_of_noise(tmp_path):
+    module = Recorder(linear(), partial(torch.optim.SGD, lr=0.0))
+    callback = private(clip=100.0, noise_multiplier=1e-7)
+    run = trainer(tmp_path, callback, max_epochs=3)
+    fit(run, module, Data(blobs(12), batch_size=1))
+    empty = [number for number in range(36) if not len(callback._loader.drawn(number // 12, number % 12))]
+    assert 5 < len(empty) < 30
+    for number, gradient in enumerate(module.gradients):
+        assert (gradient.abs().max() < 1e-3) == (number in empty)
+    assert callback.steps_of() == 36
+    assert callback.epsilon() == Mechanism(1e-7, 1, 12).epsilon(36, 1e-5)
+
+
+def test_epsilon_is_logged_and_the_fit_ends_before_the_budget(tmp_path):
+    callback = private(target_epsilon=4.0)
+    run = trainer(tmp_path, callback, max_epochs=50)
+    fit(run, Module(linear(), SGD), Data(blobs(64)))
+    steps = callback.steps_of()
+    one = Mechanism(1.0, 8, 64)
+    assert one.epsilon(steps, 1e-5) <= 4.0 < one.epsilon(steps + 1, 1e-5)
+    assert run.global_step == steps < 400
+    assert run.callback_metrics["privacy/epsilon"].item() == callback.epsilon() == one.epsilon(steps, 1e-5)
+    # A minimum of epochs does not go beyond it.
+    with pytest.raises(
+        MisconfigurationException, match=rf"{steps} steps have cost .* above target_epsilon=4: raise it"
+    ):
+        fit(
+            trainer(tmp_path, private(target_epsilon=4.0), max_epochs=50, min_epochs=50),
+            Module(linear(), SGD),
+            Data(blobs(64)),
+        )
+
+
+@pytest.mark.slow
+def test_noise_is_found_for_the_steps(tmp_path):
+    callback = DifferentialPrivacy(target_epsilon=3.0)
+    run = trainer(tmp_path, callback, max_epochs=3)
+    fit(run, Module(linear(), SGD), Data(blobs(64)))
+    assert run.global_step == 24
+    assert 2.99 < callback.epsilon() <= 3.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("federated", [False, True])
+def test_resume_is_exact(tmp_path, federated):
+    def made():
+        loop = FederatedLoop(FedAvg(), clients=4, clients_per_round=2, local_epochs=2, summary=False)
+        net = network(dropout=0.2)
+        return [*([loop] if federated else []), DifferentialPrivacy(target_epsilon=8.0)], Module(net, SGD)
+
+    callbacks, module = made()
+    keep = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=3)
+    fit(trainer(tmp_path, *callbacks, keep, max_epochs=3), module, Data(blobs(64)))
+    files = sorted(tmp_path.glob("step*.ckpt"))
+    assert len(files) > 5
+    for file in files[:4]:
+        again, other = made()
+        fit(trainer(tmp_path, *again, max_epochs=3), other, Data(blobs(64)), ckpt_path=file)
+        assert_same(weights(module), weights(other))
+        assert again[-1].epsilons() == callbacks[-1].epsilons()
+    changed, other = made()
+    changed[-1] = DifferentialPrivacy(target_epsilon=8.0, clip=2.0)
+    with pytest.raises(MisconfigurationException, match=r"clip"):
+        fit(trainer(tmp_path, *changed, max_epochs=3), other, Data(blobs(64)), ckpt_path=files[0])
+
+
+def test_the_trainer_and_the_module_are_given_back(tmp_path):
+    module, data = Module(linear(), SGD), Data(blobs(40))
+    run = trainer(tmp_path, private(), max_epochs=1)
+    fit(run, module, data)
+    assert "training_step" not in vars(module)
+    state = torch.random.get_rng_state()
+    fit(trainer(tmp_path, private(), max_epochs=1), module, data)
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+# Clients
+
+
+def federated(tmp_path, algorithm=None, callback=None, net=None, low_rank=None, **settings):
+    loop = FederatedLoop(
+        FedAvg() if algorithm is None else algorithm,
+        **{"clients": 4, "clients_per_round": 2, "summary": False, **settings},
+    )
+    callback = private() if callback is None else callback
+    module = Recorder(linear() if net is None else net, SGD)
+    run = trainer(tmp_path, *([] if low_rank is None else [low_rank]), loop, callback, max_epochs=3)
+    fit(run, module, Data(blobs(64)))
+    return run, module, loop, callback
+
+
+def test_every_client_has_its_own_epsilon(tmp_path):
+    run, _, _, callback = federated(tmp_path, local_epochs=2, partition=FromIndices([range(30), range(30, 64)]))
+    expected = {}
+    for client, samples in enumerate((30, 34)):
+        steps = 3 * 2 * math.ceil(samples / 8)
+        expected[client] = Mechanism(1.0, 8, samples).epsilon(steps, 1e-5)
+        assert run.callback_metrics[f"privacy/epsilon/{client}"].item() == expected[client]
+    assert callback.epsilons() == expected
+    assert run.callback_metrics["privacy/epsilon"].item() == max(expected.values())
+
+
+@pytest.mark.slow
+def test_a_client_trains_as_a_fit_of_its_own(tmp_path):
+    """A federation of one client makes the steps of the callback alone, up to the draws' names."""
+    _, module, loop, _ = federated(
+        tmp_path, callback=private(noise_multiplier=1e-7, clip=1e6), clients=1, clients_per_round=1
+    )
+    data, net = blobs(64), linear()
+    optimizer = SGD(net.parameters())
+    for round_number in range(3):
+        for step in range(8):
+            rows = loop.data.loader.drawn(round_number, 0, step)
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(net(data.tensors[0][rows]), data.tensors[1][rows], reduction="sum")
+            (loss / 8).backward()
+            optimizer.step()
+    for name, value in net.state_dict().items():
+        assert torch.allclose(weights(module)[f"net.{name}"], value, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_the_budget_ends_rounds(tmp_path):
+    loop = FederatedLoop(FedAvg(), clients=4, clients_per_round=2, summary=False)
+    callback = private(target_epsilon=12.0)
+    run = trainer(tmp_path, loop, callback, max_epochs=50)
+    fit(run, Module(linear(), SGD), Data(blobs(64)))
+    assert 1 < run.current_epoch < 50
+    assert max(callback.epsilons().values()) <= 12.0
+    plan = loop.data.planner.plan(run.current_epoch)
+    assert any(callback.epsilon(client, more) > 12.0 for client, more in zip(plan.clients, plan.batches, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("algorithm", "factor"), [(FFA, {0: "B", 1: "B"}), (RoLoRA, {0: "B", 1: "A"})])
+def test_a_factor_that_stands_still_takes_no_part_of_the_clip(tmp_path, algorithm, factor):
+    class Seen(Module):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            self.seen = {}
+
+        def on_after_backward(self):
+            moved = {name for name, value in self.named_parameters() if value.grad is not None and value.grad.any()}
+            self.seen.setdefault(self.current_epoch, set()).update(moved)
+
+    module = Seen(network(), SGD)
+    low_rank = LowRank(MatrixProduct(), rank=2, alpha=2, init="lora", freeze_rest=True, summary=False)
+    loop = FederatedLoop(FedLoRA(algorithm()), clients=2, summary=False)
+    fit(trainer(tmp_path, low_rank, loop, private(), max_epochs=2), module, Data(blobs(64)))
+    names = {"B": "U", "A": "V"}
+    for number, trained in factor.items():
+        factors = {name.rsplit(".", 1)[-1] for name in module.seen[number] if ".factors." in name}
+        assert factors == {names[trained]}
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        partial(FedProx, mu=5.0),
+        pytest.param(partial(MOON, "net"), marks=pytest.mark.slow),
+        pytest.param(SCAFFOLD, marks=pytest.mark.slow),
+    ],
+)
+def test_a_methods_own_terms_are_in_the_gradient(tmp_path, algorithm):
+    """Without noise and clipping, and all samples in each batch, it is the method as it is without privacy."""
+    data = Data(blobs(24), batch_size=24)
+    found = []
+    for callback in ([], [private(noise_multiplier=1e-9, clip=1e6)]):
+        module = Module(network(), SGD)
+        loop = FederatedLoop(algorithm(), clients=2, local_epochs=3, summary=False)
+        fit(trainer(tmp_path, loop, *callback, max_epochs=2), module, data)
+        found.append(weights(module))
+    for name, value in found[0].items():
+        assert torch.allclose(value, found[1][name], atol=2e-5), name
+
+
+# Refusals
+
+
+class Measured(Module):
+    def __init__(self, log):
+        super().__init__(linear(), SGD)
+        self.accuracy, self.logs = MulticlassAccuracy(4), log
+
+    def training_step(self, batch, batch_idx):
+        self.accuracy(self.net(batch[0]), batch[1])
+        if self.logs:
+            self.log("acc", self.accuracy)
+        return self.loss(batch)
+
+
+class Running(Module):
+    def __init__(self):
+        super().__init__(linear(), SGD)
+        self.register_buffer("mean", torch.zeros(6))
+
+    def training_step(self, batch, batch_idx):
+        self.mean = 0.9 * self.mean + 0.1 * batch[0].detach().mean(0)
+        return self.loss(batch)
+
+
+class Manual(Module):
+    def __init__(self):
+        super().__init__(linear(), SGD)
+        self.automatic_optimization = False
+
+
+class Twice(torch.optim.SGD):
+    def step(self, closure=None):
+        closure()
+        return super().step(closure)
+
+
+class SamplerData(Data):
+    def train_dataloader(self):
+        return DataLoader(self.train, batch_size=8, sampler=WeightedRandomSampler([1.0] * 40, 40))
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        (lambda: Module(network(norm=nn.BatchNorm1d), SGD), r"BatchNorm \(net\.1\)"),
+        (Manual, "the module optimizes manually"),
+        (lambda: Module(linear(), torch.optim.LBFGS), "LBFGS takes several"),
+        (lambda: Module(linear(), partial(Twice, lr=0.1)), "a second one of the same batch was asked for: Twice"),
+        (partial(Measured, True), "logs the metric MulticlassAccuracy as 'acc'"),
+        (partial(Measured, False), "training_step also changes"),
+        (Running, "training_step also changes mean"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*cannot be mapped over samples")
+def test_modules_that_are_refused(tmp_path, module, said):
+    with pytest.raises(MisconfigurationException, match=said):
+        fit(trainer(tmp_path, private()), module(), Data(blobs(40)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"accumulate_grad_batches": 2}, "set accumulate_grad_batches=1"),
+        ({"overfit_batches": 2}, "overfit_batches=2 repeats batches"),
+        ({"reload_dataloaders_every_n_epochs": 1}, "one training set"),
+    ],
+)
+def test_trainers_that_are_refused(tmp_path, settings, said):
+    with pytest.raises(MisconfigurationException, match=said):
+        fit(trainer(tmp_path, private(), **settings), Module(linear(), SGD), Data(blobs(40)))
+
+
+def test_batches_that_are_drawn_otherwise(tmp_path):
+    with pytest.raises(MisconfigurationException, match="draws with WeightedRandomSampler"):
+        fit(trainer(tmp_path, private()), Module(linear(), SGD), SamplerData(blobs(40)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"algorithm": Ditto()}, r"Ditto takes others or several of them \(Algorithm\.local_update\)"),
+        ({"execution": "vectorized"}, "DifferentialPrivacy maps each step over the samples of one client's batch"),
+        ({"objective": MaskAbsentClasses("net", classes=4)}, "reads the labels of a client's samples"),
+        ({"partition": FromIndices([range(40), range(39, 64)]), "clients": 2}, "1 samples are held by several clients"),
+    ],
+)
+def test_federations_that_are_refused(tmp_path, arguments, said):
+    with pytest.raises(MisconfigurationException, match=said):
+        federated(tmp_path, **arguments)
+
+
+def test_factors_that_cannot_move():
+    net = network()
+    convert(net, MatrixProduct(), rank=2, alpha=2, init="lora")
+    every = [name for name, value in net.named_parameters() if value.requires_grad]
+    check_factors_move(net, every, "")
+    check_factors_move(net, [name for name in every if not name.endswith(".V")], "")
+    with pytest.raises(MisconfigurationException, match=r"DifferentialPrivacy: none of the factors of 0, 2 and 4"):
+        check_factors_move(net, [name for name in every if not name.endswith(".U")], "DifferentialPrivacy")
+    with torch.no_grad():
+        net[0].factors.U.fill_(0.5)
+    with pytest.raises(MisconfigurationException, match=r"factors of 2, 4 that"):
+        check_factors_move(net, [name for name in every if not name.endswith(".U")], "")
+
+
+def test_factors_of_peft_that_cannot_move():
+    peft = pytest.importorskip("peft")
+    net = peft.get_peft_model(network(), peft.LoraConfig(r=2, target_modules=["0", "2"]))
+    every = [name for name, value in net.named_parameters() if value.requires_grad]
+    check_factors_move(net, every, "")
+    with pytest.raises(MisconfigurationException, match="can move"):
+        check_factors_move(net, [name for name in every if "lora_A" in name], "")
+
+
+@pytest.mark.slow
+def test_products_are_trained_too(tmp_path):
+    low_rank = LowRank(MatrixProduct(), rank=2, alpha=2, init="lora", freeze_rest=True, summary=False)
+    run, *_ = federated(tmp_path, FedLoRA(SumProduct()), net=network(), low_rank=low_rank)
+    assert run.callback_metrics["privacy/epsilon"] > 0
