@@ -349,6 +349,10 @@ class FedLoRA(Algorithm):
         """Return the factors; a broadcast omits those that the client has."""
         return {"received": {name: server.model[name] for name in self._factors}} if self._alternates else {}
 
+    def forget(self, server: Server, client: ClientInfo) -> None:
+        """Send the client all factors again."""
+        server.state.get("heard", {}).pop(client.id, None)
+
     def upload_limits(self, base: Base, client: ClientInfo) -> dict[str, tuple[int, ...]]:
         if not self.upload_ranks:
             return {}

@@ -125,9 +125,17 @@ class SCAFFOLD(Algorithm):
         model, changes = _split(message.tensors)
         server.aggregator.add(model, weight)
         sums = server.state.get("changes", {})
+        if client.id in server.state.get("lost", ()):
+            # Its change is one from 0, and the sum of all holds the variate that it had.
+            server.state["lost"] = [each for each in server.state["lost"] if each != client.id]
+            changes = _zeros(changes)
         server.state["changes"] = {
             name: change.double() + sums[name] if sums else change.double() for name, change in changes.items()
         }
+
+    def forget(self, server: Server, client: ClientInfo) -> None:
+        """Leave the client's part of the control variate as it is until its next but one answer."""
+        server.state["lost"] = [*server.state.get("lost", []), client.id]
 
     @torch.no_grad()
     def aggregate(self, server: Server) -> None:

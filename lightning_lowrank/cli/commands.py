@@ -1,6 +1,7 @@
 """The commands of ``lightning-lowrank``: one function each, which parses its own part of the command line.
 
-``fit --seeds 0 1 2`` makes one run for each seed. ``export``, ``flower`` and ``report`` need no model section.
+``fit --seeds 0 1 2`` makes one run for each seed. ``audit``, ``export``, ``flower`` and ``report`` need no model
+section.
 
 Each function imports what its command uses, after it has parsed its words: Lightning takes seconds to import, torch a
 second or two, and matplotlib half a second.
@@ -138,6 +139,22 @@ def _report(parser: argparse.ArgumentParser, words: list[str]) -> None:
     report(options.runs, metric=options.metric, output=options.output, each=options.each, console=Console())
 
 
+def _audit(parser: argparse.ArgumentParser, words: list[str]) -> None:
+    parser.add_argument("log", type=Path, help="a site's audit log, audit_client_<number>.jsonl")
+    parser.add_argument("--after", default=None, help="last hash of an earlier reading, which must still be there")
+    parser.add_argument("--last", type=int, default=None, help="print only so many lines from the end")
+    options = parser.parse_args(words)
+    from lightning_lowrank.cli.audit import print_audit
+    from lightning_lowrank.configuration import misconfigured
+
+    try:
+        faults = print_audit(options.log, options.after, options.last)
+    except OSError as error:
+        raise misconfigured(f"{options.log} cannot be read: {error.strerror}") from error
+    if faults:
+        raise misconfigured(f"{options.log} is not as the site wrote it: {'; '.join(faults)}.")
+
+
 def _flower(parser: argparse.ArgumentParser, words: list[str]) -> None:
     parser.add_argument(
         "--config", type=Path, action="append", required=True, help="a recipe; a later one changes an earlier one"
@@ -159,6 +176,7 @@ _WITHOUT_MODEL: dict[str, tuple[Callable[[argparse.ArgumentParser, list[str]], N
         _export,
         "Turn a checkpoint into dense weights that load into the unconverted module, or a PEFT adapter.",
     ),
+    "audit": (_audit, "Read and verify a site's audit log: every message that it was sent and has sent."),
     "report": (_report, "Compare runs: one table, and accuracy against rounds and bytes."),
     "flower": (_flower, "Write the Flower project of a recipe: `flwr run OUTPUT` then runs it across sites."),
 }

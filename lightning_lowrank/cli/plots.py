@@ -9,11 +9,14 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.legend import Legend
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from lightning_lowrank.cli.runs import Run, mean_and_deviation
 
 _LEGEND_INSIDE = 6
+# Beyond, an axis's own arithmetic overflows.
+_LARGEST_DRAWN = 1e300
 
 
 @dataclass
@@ -45,11 +48,12 @@ def plot_curves(
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
     _draw(axes, curves, x_label, y_label, in_bytes)
-    axes.set_title(f"{y_label} by {x_label}", fontsize=13)
+    axes.set_title(f"{y_label} by {x_label}", fontsize=13, parse_math=False)
     if len(curves) <= _LEGEND_INSIDE:
-        axes.legend(fontsize=11, frameon=False)
+        legend = axes.legend(fontsize=11, frameon=False)
     else:
-        figure.legend(fontsize=9, frameon=False, loc="outside right upper")
+        legend = figure.legend(fontsize=9, frameon=False, loc="outside right upper")
+    _as_text(legend)
     figure.savefig(path, dpi=150)
     return path
 
@@ -66,14 +70,27 @@ def plot_convergence(groups: Mapping[str, Sequence[Run]], path: Path) -> Path:
             axes.set_yscale("log")
         if constant == "R":
             handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, fontsize=9, frameon=False, loc="outside right upper")
+    _as_text(figure.legend(handles, labels, fontsize=9, frameon=False, loc="outside right upper"))
     figure.savefig(path, dpi=150)
     return path
+
+
+def _as_text(legend: Legend) -> None:
+    """Show names as they are: a folder or a metric may be called anything."""
+    for text in legend.get_texts():
+        text.set_parse_math(False)
+
+
+def _can_be_drawn(point: Point, in_bytes: bool) -> bool:
+    return all(abs(part) < _LARGEST_DRAWN for part in (point.x, point.y, point.spread)) and not (
+        in_bytes and point.x <= 0
+    )
 
 
 def _draw(
     axes: Axes, curves: Mapping[str, Sequence[Point]], x_label: str, y_label: str, in_bytes: bool = False
 ) -> None:
+    curves = {name: [point for point in points if _can_be_drawn(point, in_bytes)] for name, points in curves.items()}
     styles = ("-", "--", ":", "-.")
     for number, (name, points) in enumerate(curves.items()):
         if points:
@@ -89,13 +106,14 @@ def _draw(
     if in_bytes:
         axes.set_xscale("log")
         spent = [point.x for points in curves.values() for point in points]
-        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if max(spent) < 500 * min(spent) else (1,)))
+        few = not spent or max(spent) < 500 * min(spent)
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if few else (1,)))
         axes.xaxis.set_major_formatter(EngFormatter(unit="B", sep="\N{NO-BREAK SPACE}"))
         axes.xaxis.set_minor_formatter(NullFormatter())
     else:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel(x_label, fontsize=12)
-    axes.set_ylabel(y_label, fontsize=12)
+    axes.set_ylabel(y_label, fontsize=12, parse_math=False)
     axes.tick_params(labelsize=11)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)

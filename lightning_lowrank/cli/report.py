@@ -159,4 +159,6 @@ def _text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[st
 
 
 def _print_line(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    # A name of a file or a metric may hold what a terminal takes for a command.
+    shown = "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
+    console.print(shown, markup=False, highlight=False, soft_wrap=True)

@@ -6,11 +6,11 @@ import csv
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import accumulate, takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import yaml
@@ -19,6 +19,13 @@ from lightning_lowrank.configuration import misconfigured
 from lightning_lowrank.direction import Monitor
 
 _TOLD = 4
+# What a folder may make this process hold: a run of 10,000 rounds that logs a hundred figures has a million.
+_MOST_ROUNDS = 2**31
+_MOST_FIGURES = 2_000_000
+_LONGEST_LINE = 2**20
+_LARGEST_CONFIG = 2**20
+_MOST_NODES = 100_000
+_DEEPEST = 100
 # What a configuration has otherwise than others in every run, or what a row's other columns tell.
 _NOT_TOLD = ("seed_everything", "ckpt_path", "trainer.logger", "trainer.default_root_dir")
 # Arguments that only say where a run writes to.
@@ -43,19 +50,36 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    """Read the ``metrics.csv`` of one run folder, without what is no number in it."""
+    """Read the ``metrics.csv`` of one run folder, without what is no number in it.
+
+    A run folder may come from anyone. One whose file is none of a `CSVLogger`'s, or has more figures than any run, is
+    one without rounds.
+    """
     rounds: dict[int, dict[str, float]] = {}
+    held = 0
     try:
         with open(folder / "metrics.csv", newline="", errors="replace") as file:
-            for row in csv.DictReader(file):
+            for row in csv.DictReader(_lines(file)):
                 epoch = _number(row.pop("epoch", None))
-                if epoch is not None and math.isfinite(epoch):
-                    found = {key: _number(value) for key, value in row.items()}
+                if epoch is not None and 0 <= epoch < _MOST_ROUNDS:
+                    found = {key: _number(value) for key, value in row.items() if key is not None}
                     figures = rounds.setdefault(int(epoch), {})
+                    held -= len(figures)
                     figures.update({key: value for key, value in found.items() if value is not None})
+                    held += len(figures)
+                    if held > _MOST_FIGURES:
+                        raise csv.Error(f"more than {_MOST_FIGURES:,} figures")
     except (OSError, csv.Error):
         rounds.clear()
     return Run(folder, dict(sorted(rounds.items())))
+
+
+def _lines(file: TextIO) -> Iterator[str]:
+    """Yield a file's lines, and refuse one that is longer than any header."""
+    while line := file.readline(_LONGEST_LINE):
+        if len(line) == _LONGEST_LINE:
+            raise csv.Error(f"a line of more than {_LONGEST_LINE:,} letters")
+        yield line
 
 
 def _number(text: Any) -> float | None:
@@ -73,7 +97,8 @@ def find_runs(paths: Sequence[Path]) -> list[Run]:
     """
     folders: list[Path] = []
     for path in paths:
-        found = sorted(file.parent for file in path.resolve().rglob("metrics.csv"))
+        # Not a pipe or a device: reading would not end.
+        found = sorted(file.parent for file in path.resolve().rglob("metrics.csv") if file.is_file())
         if not found:
             raise misconfigured(
                 f"{path} holds no run: expected metrics.csv, which lightning.pytorch.loggers.CSVLogger writes."
@@ -134,12 +159,46 @@ class _Configured:
 
 
 def _load_config(run: Run) -> dict[str, Any]:
-    """Return a run's configuration; empty where there is none that can be read."""
+    """Return a run's configuration; empty where there is none that can be read.
+
+    Aliases may make a small file one of any size: what it comes to is counted before it is made.
+    """
+    file = run.folder / "config.yaml"
     try:
-        config = yaml.safe_load((run.folder / "config.yaml").read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        if not file.is_file() or file.stat().st_size > _LARGEST_CONFIG:
+            return {}
+        text = file.read_text()
+        # The scanner's time grows with the square of the depth.
+        depth = accumulate({"[": 1, "{": 1, "]": -1, "}": -1}.get(letter, 0) for letter in text)
+        if max(depth, default=0) > _DEEPEST:
+            return {}
+        loader = yaml.SafeLoader(text)
+        try:
+            node = loader.get_single_node()
+            if node is None or _expanded(node, {}) > _MOST_NODES:
+                return {}
+            config = loader.construct_document(node)
+        finally:
+            loader.dispose()
+    # Its constructors raise whatever they stumble over: a ValueError for a date, an IndexError for an empty number.
+    except (OSError, ArithmeticError, LookupError, TypeError, ValueError, RecursionError, yaml.YAMLError):
         return {}
     return config if isinstance(config, dict) else {}
+
+
+def _expanded(node: yaml.Node, known: dict[int, float]) -> float:
+    """Return how many nodes there are if each alias is written out; infinite where one contains itself."""
+    if id(node) not in known:
+        known[id(node)] = math.inf
+        parts: list[yaml.Node] = []
+        if isinstance(node, yaml.MappingNode):
+            parts = [part for pair in node.value for part in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            parts = node.value
+        # A long text that is repeated counts by its length.
+        own = 1 + len(node.value) // 64 if isinstance(node, yaml.ScalarNode) else 1
+        known[id(node)] = own + sum(_expanded(part, known) for part in parts)
+    return known[id(node)]
 
 
 def monitors(runs: Iterable[Run]) -> list[Monitor]:

@@ -9,7 +9,7 @@ from lightning_lowrank.compression.quantize import Quantize
 from lightning_lowrank.compression.sign import Sign
 from lightning_lowrank.compression.sparse import Mask, RandomK, TopK
 from lightning_lowrank.compression.split import Split
-from lightning_lowrank.compression.wire import DecodingError
+from lightning_lowrank.compression.wire import DecodingError, Schema
 
 __all__ = [
     "Chain",
@@ -24,6 +24,7 @@ __all__ = [
     "Quantize",
     "RandomCodec",
     "RandomK",
+    "Schema",
     "Sign",
     "Split",
     "TopK",

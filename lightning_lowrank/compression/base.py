@@ -17,6 +17,7 @@ from lightning_lowrank.compression.wire import (
     DecodingError,
     Entry,
     Layout,
+    Schema,
     encoded_length,
     entry_bytes,
     join,
@@ -32,7 +33,8 @@ class Codec(Configured, ABC):
     """How named tensors become bytes, and what of them arrives on the other side.
 
     Names, types and shapes travel with the numbers. A decoder is a codec that was built with the same arguments. It
-    needs nothing else but the bytes, not even the seed of a codec that draws random numbers.
+    needs nothing else but the bytes, not even the seed of a codec that draws random numbers. One that reads what others
+    send is given a `Schema` as well.
 
     Attributes:
         unbiased: Whether the expectation of what arrives, over seeds, is what was sent. Default False.
@@ -50,11 +52,16 @@ class Codec(Configured, ABC):
         """Return the bytes that cross the wire for ``tensors``."""
 
     @abstractmethod
-    def decode(self, data: bytes) -> dict[str, Tensor]:
+    def decode(self, data: bytes, schema: Schema | None = None) -> dict[str, Tensor]:
         """Return the named tensors, on the CPU, that ``data`` encodes.
 
+        Args:
+            data: The bytes.
+            schema: Names, types and shapes of the tensors, which are then held against those that the bytes claim
+                before memory of that size is allocated. Default: any are taken.
+
         Raises:
-            DecodingError: If no codec of these arguments writes such bytes.
+            DecodingError: If no codec of these arguments writes such bytes, or the tensors do not fit ``schema``.
         """
 
     def nbytes(self, tensors: Mapping[str, Tensor]) -> int:
@@ -171,8 +178,8 @@ class FloatingCodec(Codec, Generic[Codes]):
         return write(layout, {"exact": exact, **packed})
 
     @override
-    def decode(self, data: bytes) -> dict[str, Tensor]:
-        layout, parts = read(data)
+    def decode(self, data: bytes, schema: Schema | None = None) -> dict[str, Tensor]:
+        layout, parts = read(data, schema)
         try:
             lengths = {"exact": entry_bytes(layout.exact), **self.lengths(layout, parts)}
             self.check_lengths(parts, lengths)

@@ -13,7 +13,7 @@ from lightning_lowrank.compression.base import Codec
 from lightning_lowrank.compression.chain import Chain, chained
 from lightning_lowrank.compression.dense import Dense
 from lightning_lowrank.compression.split import Split
-from lightning_lowrank.compression.wire import FLOATING
+from lightning_lowrank.compression.wire import FLOATING, DecodingError, Schema
 
 
 @dataclass(frozen=True)
@@ -166,6 +166,7 @@ class Channel:
         reference: Mapping[str, Tensor] | None = None,
         exact: Collection[str] = (),
         own: Codec | None = None,
+        schema: Schema | None = None,
     ) -> dict[str, Tensor]:
         """Return the message, on the CPU, bit for bit as the sender's `Packet.received` has it.
 
@@ -174,13 +175,17 @@ class Channel:
             reference: As it was given to `send`.
             exact: As it was given to `send`.
             own: As it was given to `send`, or a codec of the same arguments.
+            schema: What the message must be. Then bytes of more than twice its encoding's length are refused unread,
+                and no memory is allocated before the names, types and shapes that they claim are found to be these.
 
         Raises:
-            DecodingError: If no sender with these arguments writes such bytes.
+            DecodingError: If no sender with these arguments writes such bytes, or the message does not fit ``schema``.
         """
+        if schema is not None:
+            _check_length(len(data), self.nbytes(schema.largest, exact=exact, own=own))
         if not data:
             return {}
-        tensors = self._message_codec(exact, own).decode(data)
+        tensors = self._message_codec(exact, own).decode(data, schema)
         if self._codec is None or own is not None or not reference:
             return tensors
         references = {name: reference[name] for name in _differing(tensors, reference, exact)}
@@ -200,6 +205,17 @@ class Channel:
         if own is not None:
             codec = chained(own, [codec])  # type: ignore[list-item]  # refused there if it cannot follow
         return Split(exact, Dense(), codec) if exact else codec
+
+
+def _check_length(length: int, expected: int) -> None:
+    """Refuse bytes of another length than a message of ``expected`` bytes could have."""
+    if not expected and length:
+        raise DecodingError(f"{length:,} bytes came, and this method sends nothing.")
+    if expected and not length:
+        raise DecodingError("nothing came, and this method sends tensors.")
+    # A codec whose masks are the sender's choice may send more numbers than this side's would.
+    if length > 2 * expected:
+        raise DecodingError(f"{length:,} bytes came, and what is expected here has at most {2 * expected:,}.")
 
 
 def _differing(tensors: Mapping[str, Tensor], reference: Mapping[str, Tensor], exact: Collection[str]) -> list[str]:

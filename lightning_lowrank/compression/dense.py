@@ -8,7 +8,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_lowrank.compression.base import Codec
-from lightning_lowrank.compression.wire import load, save, saved_length
+from lightning_lowrank.compression.wire import Schema, load, save, saved_length
 
 
 class Dense(Codec):
@@ -31,8 +31,8 @@ class Dense(Codec):
         return save(tensors)
 
     @override
-    def decode(self, data: bytes) -> dict[str, Tensor]:
-        return load(data)
+    def decode(self, data: bytes, schema: Schema | None = None) -> dict[str, Tensor]:
+        return load(data, schema)
 
     @override
     def nbytes(self, tensors: Mapping[str, Tensor]) -> int:

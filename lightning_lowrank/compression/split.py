@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from lightning_lowrank.compression.base import Codec
-from lightning_lowrank.compression.wire import DecodingError
+from lightning_lowrank.compression.wire import DecodingError, Schema
 from lightning_lowrank.seeding import derive_seed
 
 
@@ -66,11 +66,13 @@ class Split(Codec):
         return len(data).to_bytes(8, "little") + data + self.others.encode(others)
 
     @override
-    def decode(self, data: bytes) -> dict[str, Tensor]:
+    def decode(self, data: bytes, schema: Schema | None = None) -> dict[str, Tensor]:
         end = 8 + int.from_bytes(data[:8], "little")
         if len(data) < max(end, 8):
             raise DecodingError(f"the first part should end at byte {end}, but there are {len(data)} bytes.")
-        chosen, others = self.chosen.decode(data[8:end]), self.others.decode(data[end:])
+        first = None if schema is None else schema.part(self.names.__contains__)
+        second = None if schema is None else schema.part(lambda name: name not in self.names)
+        chosen, others = self.chosen.decode(data[8:end], first), self.others.decode(data[end:], second)
         astray = sorted((chosen.keys() - self.names) | (others.keys() & self.names))
         if astray:
             raise DecodingError(f"the tensor {astray[0]!r} came through the wrong one of this Split's two codecs.")

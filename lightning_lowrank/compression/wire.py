@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, reduce
 from typing import Any
@@ -27,6 +28,9 @@ _EXACT = (
 )
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATING + _EXACT}
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_MOST_DIMENSIONS = 64
+# Of a compressing codec's file, whose header names no tensor: several parts for each codec of a chain.
+_LONGEST_HEADER = 4096
 
 
 class DecodingError(ValueError):
@@ -34,6 +38,74 @@ class DecodingError(ValueError):
 
 
 Entry = tuple[torch.dtype, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Schema:
+    """What a decoder takes: the names, types and shapes that the decoded tensors must have.
+
+    A decoder that is given one compares it with what the bytes claim before it allocates anything.
+
+    Args:
+        entries: Type and shape of each tensor.
+        flexible: Names of tensors whose shape is the sender's choice: they have as many dimensions as their entry, and
+            none that is larger.
+
+    Example:
+        >>> schema = Schema.of({"weight": torch.zeros(2, 3)})
+        >>> schema.check({"bias": (torch.float32, (2,))})
+        Traceback (most recent call last):
+        lightning_lowrank.compression.wire.DecodingError: the tensor 'bias' came and is not expected.
+    """
+
+    entries: dict[str, Entry]
+    flexible: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor], limits: Mapping[str, tuple[int, ...]] | None = None) -> Schema:
+        """Return the schema of tensors such as these, which may be on the meta device.
+
+        Args:
+            tensors: The tensors.
+            limits: The largest shapes of tensors whose shape is the sender's choice, by name; other names are ignored.
+        """
+        limits = {name: shape for name, shape in (limits or {}).items() if name in tensors}
+        entries = {name: (value.dtype, tuple(limits.get(name, value.shape))) for name, value in tensors.items()}
+        return cls(entries, frozenset(limits))
+
+    @cached_property
+    def largest(self) -> dict[str, Tensor]:
+        """Meta tensors of the largest shapes that are taken."""
+        return {name: torch.empty(shape, dtype=dtype, device="meta") for name, (dtype, shape) in self.entries.items()}
+
+    def part(self, keep: Callable[[str], bool]) -> Schema:
+        """Return the schema of the tensors whose names ``keep`` takes."""
+        kept = {name: entry for name, entry in self.entries.items() if keep(name)}
+        return Schema(kept, self.flexible & kept.keys())
+
+    def check(self, claimed: Mapping[str, Entry]) -> None:
+        """Compare names, types and shapes with those that are expected.
+
+        Raises:
+            DecodingError: If they differ.
+        """
+        for name in claimed:
+            if name not in self.entries:
+                raise DecodingError(f"the tensor {name[:80]!r} came and is not expected.")
+        for name, (dtype, shape) in self.entries.items():
+            if name not in claimed:
+                raise DecodingError(f"the tensor {name!r} is missing.")
+            came, size = claimed[name]
+            fits = size == shape or (
+                name in self.flexible
+                and len(size) == len(shape)
+                and all(one <= most for one, most in zip(size, shape, strict=True))
+            )
+            if came != dtype or not fits:
+                raise DecodingError(
+                    f"the tensor {name!r} came as {came} of shape {_shortened(size)}, and is expected as {dtype} of"
+                    f" shape {'at most ' if name in self.flexible else ''}{shape}."
+                )
 
 
 @dataclass(frozen=True)
@@ -80,8 +152,8 @@ class Layout:
                     raise DecodingError(f"the bytes name the tensor {name!r} twice.")
                 if not (isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)):
                     raise DecodingError(f"the shape of tensor {name!r} is {str(shape)[:80]}, not a list of sizes.")
-                if math.prod(max(size, 1) for size in shape) >= 2**59:
-                    raise DecodingError(f"the shape of tensor {name!r} is {str(shape)[:80]}, beyond any memory.")
+                if len(shape) > _MOST_DIMENSIONS or math.prod(max(size, 1) for size in shape) >= 2**59:
+                    raise DecodingError(f"the shape of tensor {name!r} is {_shortened(shape)}, beyond any tensor.")
                 entries[name] = (_DTYPES[kind], tuple(shape))
         return cls(entries)
 
@@ -134,6 +206,10 @@ def entry_bytes(entries: Mapping[str, Entry]) -> int:
     return sum(math.prod(shape) * dtype.itemsize for dtype, shape in entries.values())
 
 
+def _shortened(shape: Sequence[int]) -> str:
+    return f"({', '.join(map(str, shape))})" if len(shape) < 9 else f"of {len(shape)} dimensions"
+
+
 def _object(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise DecodingError(f"the names and shapes of the tensors are {str(value)[:80]}, not a mapping.")
@@ -146,14 +222,53 @@ def write(layout: Layout, parts: Mapping[str, Tensor]) -> bytes:
     return save({"layout": torch.frombuffer(bytearray(layout.text), dtype=torch.uint8), **filled})
 
 
-def read(data: bytes) -> tuple[Layout, dict[str, Tensor]]:
-    """Return the layout and the parts of a file; a part that is not there is empty."""
+def read(data: bytes, schema: Schema | None = None) -> tuple[Layout, dict[str, Tensor]]:
+    """Return the layout and the parts of a file; a part that is not there is empty.
+
+    With a schema, names, types and shapes are held against it before anything of their size is allocated.
+    """
+    if schema is not None:
+        longest = len(Layout.grouped(schema.entries).text)
+        for name, (dtype, shape) in claimed_entries(data, _LONGEST_HEADER).items():
+            if dtype != "U8" or len(shape) != 1 or (name == "layout" and shape[0] > longest):
+                raise DecodingError(f"the part {name[:80]!r} of the bytes is {dtype[:80]!r} of shape {shape[:4]}.")
     parts: dict[str, Tensor] = defaultdict(lambda: torch.empty(0, dtype=torch.uint8))
     parts.update(load(data))
     for name, part in parts.items():
         if part.dtype != torch.uint8 or part.dim() != 1:
             raise DecodingError(f"the part {name!r} of the bytes is not one row of bytes.")
-    return Layout.parse(parts.pop("layout").numpy().tobytes() if "layout" in parts else b""), parts
+    layout = Layout.parse(parts.pop("layout").numpy().tobytes() if "layout" in parts else b"")
+    if schema is not None:
+        schema.check(layout.entries)
+    return layout, parts
+
+
+def claimed_entries(data: bytes, longest: int) -> dict[str, tuple[str, list[int]]]:
+    """Return the types, in safetensors' words, and the shapes that a safetensors file's header claims, by name.
+
+    Args:
+        data: The file.
+        longest: How many bytes the header may have.
+
+    Raises:
+        DecodingError: If there is no header of that length, or it is none of `save`.
+    """
+    length = int.from_bytes(data[:8], "little")
+    if len(data) < 8 + length:
+        raise DecodingError(f"the {len(data):,} bytes are no safetensors file: they are cut or changed.")
+    if length > longest:
+        raise DecodingError(f"the header has {length:,} bytes, and at most {longest:,} are expected.")
+    try:
+        header = json.loads(data[8 : 8 + length])
+    except (ValueError, RecursionError) as error:
+        raise DecodingError(f"the bytes are no safetensors file: {str(error)[:80]}") from error
+    claimed = {}
+    for name, entry in _object(header).items():
+        dtype, shape = (entry.get("dtype"), entry.get("shape")) if isinstance(entry, dict) else (None, None)
+        if not isinstance(dtype, str) or not isinstance(shape, list) or any(type(size) is not int for size in shape):
+            raise DecodingError(f"the header's entry {name[:80]!r} is {str(entry)[:80]}, no tensor.")
+        claimed[name] = dtype, shape
+    return claimed
 
 
 def encoded_length(layout: Layout, lengths: Mapping[str, int]) -> int:
@@ -213,15 +328,42 @@ def _check_names(tensors: Mapping[str, Any]) -> None:
         raise ValueError("a tensor is named '__metadata__', which safetensors keeps for itself; rename it.")
 
 
-def load(data: bytes) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file; anything else is a `DecodingError`."""
+def load(data: bytes, schema: Schema | None = None) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file; anything else is a `DecodingError`.
+
+    With a schema, the header is held against it before anything else is read.
+    """
+    if schema is not None:
+        # Beside name and shape, an entry has some eighty letters, of which up to forty are two places in the file.
+        names = sum(len(json.dumps(name)) + len(str(shape)) + 120 for name, (_, shape) in schema.entries.items())
+        claimed = claimed_entries(data, 64 + names)
+        words = _saved_dtypes()
+        unknown = sorted({word for word, _ in claimed.values()} - words.keys())
+        if unknown:
+            raise DecodingError(f"the bytes name the unknown type {unknown[0][:80]!r}.")
+        schema.check({name: (words[word], tuple(shape)) for name, (word, shape) in claimed.items()})
     try:
         tensors = safetensors.torch.load(data)
     except Exception as error:  # its parser raises whatever it stumbles over, KeyError and TypeError among them
-        raise DecodingError(f"the {len(data)} bytes are no safetensors file that can be read: {error}") from error
+        raise DecodingError(f"the {len(data):,} bytes are no safetensors file that can be read: {error}") from error
+    if schema is not None:
+        # A header may say the same thing twice, and otherwise.
+        schema.check({name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()})
     for name, tensor in tensors.items():
         _check_booleans(name, tensor)
     return tensors
+
+
+@lru_cache
+def _saved_dtypes() -> dict[str, torch.dtype]:
+    """Return the types that `save` takes, by safetensors' words for them."""
+    words = {}
+    for dtype in _DTYPES.values():
+        # It has no complex numbers of sixteen bytes.
+        with suppress(TypeError):
+            data = save({"one": torch.empty(0, dtype=dtype)})
+            words[claimed_entries(data, _LONGEST_HEADER)["one"][0]] = dtype
+    return words
 
 
 def join(tensors: Sequence[Tensor]) -> Tensor:

@@ -153,7 +153,11 @@ class Algorithm(Configured):
         return Message(server.sent_down())
 
     def receive(self, server: Server, client: ClientInfo, message: Message, weight: float) -> None:
-        """Take in what ``client`` sent; ``weight`` is its share before normalisation."""
+        """Take in what ``client`` sent; ``weight`` is its share before normalisation.
+
+        Tensors in ``server.state`` are replaced, not changed in place: where this raises an error, between real sites,
+        ``server.state`` becomes what it was, and the client counts as failed.
+        """
         server.aggregator.add(message.tensors, weight)
 
     def aggregate(self, server: Server) -> None:
@@ -180,6 +184,12 @@ class Algorithm(Configured):
         out what the client has received earlier, it is that.
         """
         return {}
+
+    def forget(self, server: Server, client: ClientInfo) -> None:
+        """Take note that a client, which is elsewhere, has lost its ``state`` and goes on as one that is new.
+
+        A method whose server relies on what clients keep lets go of it here. By default there is nothing to do.
+        """
 
     def upload_limits(self, base: Base, client: ClientInfo) -> Mapping[str, tuple[int, ...]]:
         """Return the largest shapes of those tensors that ``client`` sends in shapes of its own choice, by name.

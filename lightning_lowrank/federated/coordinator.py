@@ -26,7 +26,15 @@ from lightning_lowrank.federated.messages import Ledger, Message, dense_bytes
 from lightning_lowrank.federated.offload import ClientStates
 from lightning_lowrank.federated.privacy.clients import PrivateMean
 from lightning_lowrank.federated.settings import FederatedSettings
-from lightning_lowrank.federated.state import ClientContext, ClientInfo, Server, State, copy_into, trained_tensors
+from lightning_lowrank.federated.state import (
+    ClientContext,
+    ClientInfo,
+    Server,
+    State,
+    copied_state,
+    copy_into,
+    trained_tensors,
+)
 from lightning_lowrank.federated.wire import Wire
 
 _BEGAN = "privacy.began"
@@ -317,6 +325,21 @@ class Coordinator:
                 f"round {self.server.round} has answers of {answers} of {len(cohort)} clients and needs"
                 f" min_clients={needed}.{reasons}"
             ) from self._first_error
+
+    def checkpoint(self) -> Callable[[], None]:
+        """Return what puts the server back to where it is now.
+
+        That holds for what is replaced: tensors that were changed in place, and announcements, stay.
+        """
+        server, answers = self.server, self._answers
+        model, state, base, aggregator = dict(server.model), server.state, server.base.state, server.aggregator
+        kept, kept_base = copied_state(state), copied_state(base)
+
+        def undo() -> None:
+            server.model, server.aggregator, self._answers = model, aggregator, answers
+            server.state, server.base.state = kept, kept_base
+
+        return undo
 
     def take(self, client: ClientInfo, tensors: Mapping[str, Tensor]) -> None:
         """Let the method take in what arrived from a client."""

@@ -12,7 +12,7 @@ from typing import Any
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from lightning_lowrank.compression import Channel, Codec, Packet
+from lightning_lowrank.compression import Channel, Codec, Packet, Schema
 from lightning_lowrank.federated.algorithm import Algorithm, detached
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, trained_tensors
@@ -137,10 +137,23 @@ class Wire:
         return packet
 
     def decode_up(
-        self, base: Base, data: bytes, received: Mapping[str, Tensor], codec: Codec | None
+        self,
+        base: Base,
+        data: bytes,
+        received: Mapping[str, Tensor],
+        codec: Codec | None,
+        schema: Schema | None = None,
     ) -> dict[str, Tensor]:
-        """Return the message that `up`'s encoding holds, on the CPU; ``codec`` is the method's own, if any."""
+        """Return the message that `up`'s encoding holds, on the CPU.
+
+        Args:
+            base: The server's.
+            data: The bytes.
+            received: What the client received.
+            codec: The method's own, if any.
+            schema: What the message must be; see `Channel.receive`.
+        """
         if not self.uplink.codecs:
-            return self.uplink.receive(data, own=codec)
+            return self.uplink.receive(data, own=codec, schema=schema)
         reference = {name: value.cpu() for name, value in self._algorithm.reference(base, received).items()}
-        return self.uplink.receive(data, reference=reference, exact=self._exact(base), own=codec)
+        return self.uplink.receive(data, reference=reference, exact=self._exact(base), own=codec, schema=schema)

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-import os
+import hashlib
+import json
+import re
 from pathlib import Path
+from typing import Any
 
-from flwr.app import Context, Message
+from flwr.app import ArrayRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.clientapp.typing import ClientAppCallable
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_lowrank.flower.messages import JOIN, LISTEN, TRAIN, field_of, pack, unpack
+from lightning_lowrank.cli.audit import AuditLog
+from lightning_lowrank.compression import DecodingError
+from lightning_lowrank.flower.messages import JOIN, LISTEN, TRAIN, Fields, field_of, pack, unpack
+from lightning_lowrank.flower.policy import Policy, PolicyViolation
 from lightning_lowrank.flower.site import Site
+from lightning_lowrank.internals.flower import state_folder
 
 __all__ = ["client_app"]
 
@@ -27,15 +36,46 @@ def client_app(recipe: str | Path) -> ClientApp:
       the whole of them and takes its part by the recipe's partition.
     - ``data-root``: the datamodule's argument ``root`` here.
     - ``state-dir``: folder for what the site keeps from round to round, by default
-      ``$FLWR_HOME/lightning_lowrank``. It holds a file for each run and client, which a site that was restarted needs.
+      ``$FLWR_HOME/lightning_lowrank``. It holds a file for each study and client, which a site that was restarted
+      needs, and which a study that goes on in another run of Flower finds again. A site whose file is gone or damaged
+      goes on as a new client, and both sides say so.
+    - ``policy``: the file of the site's `Policy`, YAML or TOML. It is read before each message. Without it everything
+      is permitted.
+    - ``audit-log``: the site's audit log, by default ``audit_client_<partition-id>.jsonl`` in ``state-dir``. It gets a
+      line for each message that was received, sent or refused; ``lightning-lowrank audit FILE`` reads it.
 
     Args:
         recipe: The recipe's file.
     """
-    app = ClientApp()
-    sites: dict[tuple[int, int], Site] = {}
+    sites: dict[tuple[str, int], Site] = {}
+    last: Site | None = None
 
-    def site_of(context: Context) -> Site:
+    def guard(message: Message, context: Context, answer: ClientAppCallable) -> Message:
+        """Answer a message within the site's policy, and write both into its audit log."""
+        nonlocal last
+        last = None
+        config = context.node_config
+        default = state_folder(config) / f"audit_client_{config.get('partition-id', 'unknown')}.jsonl"
+        log = AuditLog(Path(str(config.get("audit-log", default))))
+        about = {"kind": message.metadata.message_type, "run": str(context.run_id)}
+        received, entry = _measured(message)
+        log.append(direction="received", **about, **entry)
+        try:
+            policy = _policy_of(context)
+            policy.check_download(received)
+            reply = answer(message, context)
+            sent, entry = _measured(reply)
+            policy.check_upload(sent)
+        except Exception as error:
+            refused = isinstance(error, PolicyViolation)
+            log.append(direction="refused" if refused else "failed", **about, reason=str(error))
+            raise
+        log.append(direction="sent", **about, **entry, epsilon=None if last is None else last.epsilon)
+        return reply
+
+    app = ClientApp(mods=[guard])
+
+    def site_of(fields: Fields, context: Context) -> Site:
         config = context.node_config
         client = config.get("partition-id")
         if type(client) is not int:
@@ -43,36 +83,70 @@ def client_app(recipe: str | Path) -> ClientApp:
                 "this site does not say which client it is: start its SuperNode with --node-config 'partition-id=0' or"
                 f" the like, got {dict(config)}."
             )
-        key = context.run_id, client
+        study = field_of(fields, "study", str)
+        if not re.fullmatch("[0-9a-f]{16}", study):
+            raise DecodingError(f"the study's name is {study[:40]!r}, and should be 16 hexadecimal digits.")
+        policy = _policy_of(context)
+        policy.check_request(fields)
+        key = study, client
         if key not in sites:
-            home = Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr")
-            folder = Path(str(config.get("state-dir", home / "lightning_lowrank")))
             clients, root = config.get("num-partitions"), config.get("data-root")
             sites[key] = Site(
                 recipe,
                 client,
-                folder / f"run_{context.run_id}_client_{client}.safetensors",
+                state_folder(config) / f"study_{study}_client_{client}.safetensors",
                 clients=None if clients is None else int(clients),
                 own_data=bool(config.get("own-data", False)),
                 data_root=None if root is None else str(root),
             )
-        return sites[key]
+        nonlocal last
+        last = sites[key]
+        last.policy = policy
+        return last
 
     @app.query(JOIN.split(".")[1])
     def join(message: Message, context: Context) -> Message:
-        return Message(pack(site_of(context).join()), reply_to=message)
+        fields, _ = unpack(message)
+        return Message(pack(site_of(fields, context).join()), reply_to=message)
 
     @app.query(LISTEN.split(".")[1])
     def listen(message: Message, context: Context) -> Message:
-        _, broadcasts = unpack(message)
-        site_of(context).listen(broadcasts)
+        fields, broadcasts = unpack(message)
+        site_of(fields, context).listen(broadcasts)
         return Message(pack({}), reply_to=message)
 
     @app.train(TRAIN.split(".")[1])
     def train(message: Message, context: Context) -> Message:
         fields, broadcasts = unpack(message)
         number, options = field_of(fields, "round", int), field_of(fields, "options", str)
-        upload = site_of(context).train(number, broadcasts, options)
+        site = site_of(fields, context)
+        if field_of(fields, "lost", bool):
+            rank_zero_warn(f"the server says that client {site.client} has lost what it kept: it goes on as a new one.")
+        upload = site.train(number, broadcasts, options)
         return Message(pack({"round": number}, {number: upload} if upload else None), reply_to=message)
 
     return app
+
+
+def _policy_of(context: Context) -> Policy:
+    file = context.node_config.get("policy")
+    return Policy() if file is None else Policy.load(str(file))
+
+
+def _measured(message: Message) -> tuple[int, dict[str, Any]]:
+    """Return the bytes of a message's content, and what an audit log says of it."""
+    content: RecordDict = message.content
+    digest, nbytes, number = hashlib.sha256(), 0, None
+    for name, record in sorted(content.items()):
+        if isinstance(record, ArrayRecord):
+            for key, array in sorted(record.items()):
+                digest.update(json.dumps([name, key, array.dtype, list(array.shape), array.stype]).encode())
+                digest.update(array.data)
+                nbytes += len(array.data)
+            continue
+        plain = json.dumps([name, dict(record)], sort_keys=True, default=bytes.hex).encode()
+        digest.update(plain)
+        nbytes += len(plain)
+        said = record.get("round")
+        number = said if type(said) is int else number
+    return nbytes, {"round": number, "bytes": nbytes, "digest": digest.hexdigest()}

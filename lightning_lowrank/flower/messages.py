@@ -2,7 +2,8 @@
 
 Messages are bytes of this package's codecs in an ``ArrayRecord``, one array for each round that a site is told of;
 everything else is plain numbers and strings in a ``ConfigRecord``. Nothing is pickled. What a site sends is held
-against what the method's own `Algorithm.end` would send before anything else looks at it.
+against what the method's own `Algorithm.end` would send before anything of its size is allocated, and before anything
+else looks at it. Whatever is wrong with it is a `DecodingError`.
 """
 
 from __future__ import annotations
@@ -11,15 +12,16 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from dataclasses import fields as dataclass_fields
 from typing import Any
 
-import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_lowrank.compression import DecodingError, Dense
-from lightning_lowrank.federated.failures import not_finite
+from lightning_lowrank.compression import DecodingError, Schema
+from lightning_lowrank.federated.failures import described, not_finite
 from lightning_lowrank.federated.state import trained_tensors
 
 JOIN = "query.join"
@@ -31,9 +33,9 @@ _FIELDS = "fields"
 _PAYLOADS = "payloads"
 # Parameters, and what every side of a projected optimizer sets for itself.
 _NOT_TOLD = ("params", "stacked", "seed", "subspaces", "refresh_number", "steps_since_refresh")
-# A codec may send positions beside numbers, which take less than the numbers do, and headers.
-_LARGEST_RATIO = 2
-_HEADROOM = 65536
+_KINDS = {"int": int, "str": str}
+_MOST_CLIENTS = 2**20
+_LONGEST_SECRET = 64
 
 Fields = Mapping[str, Any]
 
@@ -60,9 +62,10 @@ def unpack(message: Message) -> tuple[dict[str, Any], dict[int, bytes]]:
     fields = content.config_records.get(_FIELDS)
     if fields is None:
         raise DecodingError("the message has no fields.")
-    payloads = {}
+    payloads: dict[int, bytes] = {}
     for number, array in (content.array_records.get(_PAYLOADS) or {}).items():
-        if not (number.isascii() and number.isdigit() and len(number) < 10) or array.stype != _ENCODING:
+        known = number.isascii() and number.isdigit() and len(number) < 10 and int(number) not in payloads
+        if not known or array.stype != _ENCODING or not isinstance(array.data, bytes):
             raise DecodingError(f"the message holds the array {number[:40]!r}, which is no payload of a round.")
         payloads[int(number)] = array.data
     return dict(fields), payloads
@@ -82,67 +85,91 @@ def field_of(fields: Fields, name: str, kind: type) -> Any:
     return value
 
 
-def check_upload(
+def read_upload(
     data: bytes,
-    expected: Mapping[str, Tensor],
-    decode: Callable[[bytes], Mapping[str, Tensor]],
-    limits: Mapping[str, tuple[int, ...]] | None = None,
+    schema: Schema,
+    decode: Callable[[bytes, Schema], Mapping[str, Tensor]],
     infinite: Collection[str] = (),
 ) -> dict[str, Tensor]:
-    """Decode what a site sent, where the method sends anything, into tensors on the CPU.
+    """Decode what a site sent into tensors on the CPU.
 
     Args:
         data: The bytes; empty where the method sends nothing.
-        expected: Tensors of the names, shapes and types that are expected; meta tensors will do.
-        decode: Decodes the bytes.
-        limits: `Algorithm.upload_limits`: the largest shapes of tensors whose shape is the site's choice.
+        schema: Names, types and shapes of the tensors.
+        decode: Decodes the bytes, such as a codec's ``decode``.
         infinite: Names of tensors that may hold numbers that are not finite.
 
     Raises:
-        DecodingError: If the bytes are larger than any such message could be, cannot be decoded, or hold tensors of
-            other names, shapes or types, or numbers that are not finite.
+        DecodingError: If the bytes cannot be decoded, whatever ``decode`` raises, or hold other tensors, or numbers
+            that are not finite.
 
     Example:
         >>> import torch
+        >>> from lightning_lowrank.compression import Dense
         >>> data = Dense().encode({"weight": torch.ones(2)})
-        >>> check_upload(data, {"weight": torch.zeros(2)}, Dense().decode)
+        >>> read_upload(data, Schema.of({"weight": torch.zeros(2)}), Dense().decode)
         {'weight': tensor([1., 1.])}
     """
-    limits = limits or {}
-    largest = {
-        name: torch.empty(limits.get(name, like.shape), dtype=like.dtype, device="meta")
-        for name, like in expected.items()
-    }
-    limit = _LARGEST_RATIO * Dense().nbytes(largest) + _HEADROOM
-    if len(data) > limit:
-        raise DecodingError(f"{len(data):,} bytes came, and what is expected here has at most {limit:,}.")
-    if not expected:
-        if data:
-            raise DecodingError(f"{len(data):,} bytes came, and this method sends nothing.")
-        return {}
-    if not data:
-        raise DecodingError("nothing came, and this method sends tensors.")
-    tensors = decode(data)
-    astray = sorted(tensors.keys() ^ expected.keys())
-    if astray:
-        what = "came and is not expected" if astray[0] in tensors else "is missing"
-        raise DecodingError(f"the tensor {astray[0][:80]!r} {what}.")
-    for name, like in largest.items():
-        value = tensors[name]
-        fits = value.shape == like.shape or (
-            name in limits
-            and value.ndim == like.ndim
-            and all(size <= most for size, most in zip(value.shape, like.shape, strict=True))
-        )
-        if not fits or value.dtype != like.dtype:
-            raise DecodingError(
-                f"the tensor {name!r} came as {value.dtype} of shape {tuple(value.shape)}, and is expected as"
-                f" {like.dtype} of shape {'at most ' if name in limits else ''}{tuple(like.shape)}."
-            )
+    try:
+        tensors = decode(data, schema)
+    except DecodingError:
+        raise
+    except Exception as error:  # whatever the site sent, it is the site's fault alone
+        raise DecodingError(f"it cannot be decoded: {described(error)}") from error
+    # A codec of the user's own may not know of schemas.
+    schema.check({name: (value.dtype, tuple(value.shape)) for name, value in tensors.items()})
     bad = not_finite(tensors, infinite)
     if bad is not None:
         raise DecodingError(f"the tensor {bad!r} holds numbers that are not finite.")
-    return {name: tensors[name] for name in expected}
+    return {name: tensors[name] for name in schema.entries}
+
+
+@dataclass(frozen=True)
+class Claims:
+    """What a site says of itself when it joins, of the right types and in range.
+
+    Args:
+        client: Number of its client, from 0.
+        clients: Number of clients of the federation.
+        samples: Number of its training samples.
+        batches: Number of steps that it makes in a round.
+        heard: The last round whose broadcast it has, -1 before the first.
+        secret: What no other site knows; the site keeps it from its first start on.
+    """
+
+    client: int
+    clients: int
+    samples: int
+    batches: int
+    heard: int
+    secret: str
+
+    @classmethod
+    def of(cls, fields: Fields) -> Claims:
+        """Read a message's fields.
+
+        Raises:
+            DecodingError: If one is not there, of another type or out of range.
+        """
+        claims = cls(
+            **{each.name: field_of(fields, each.name, _KINDS[str(each.type)]) for each in dataclass_fields(cls)}
+        )
+        if not 0 <= claims.client < claims.clients <= _MOST_CLIENTS:
+            raise DecodingError(f"it is client {claims.client} of {claims.clients}, and clients are numbered from 0.")
+        if claims.heard < -1 or claims.samples < 0 or claims.batches < 0 or (claims.batches and not claims.samples):
+            raise DecodingError(
+                f"it tells of {claims.samples} samples, {claims.batches} batches and round {claims.heard}, which"
+                " cannot be."
+            )
+        if len(claims.secret) > _LONGEST_SECRET:
+            raise DecodingError(f"its secret has {len(claims.secret):,} letters.")
+        return claims
+
+
+def printable(text: str, longest: int = 300) -> str:
+    """Return a text of a site's as a line that a log or a terminal takes for nothing else than a text."""
+    line = "".join(letter if letter.isprintable() else " " for letter in text[: longest + 1])
+    return line if len(text) <= longest else f"{line[:longest]} ..."
 
 
 def options_of(optimizers: Sequence[Optimizer]) -> str:
@@ -199,7 +226,11 @@ def difference(mine: Mapping[str, Any], fields: Fields) -> str:
     if fields.get("layout") != mine["layout"]:
         return "its module has tensors of other names, types or shapes"
     theirs = fields.get("frozen")
-    if not isinstance(theirs, list) or len(theirs) != len(mine["frozen"]):
+    if (
+        not isinstance(theirs, list)
+        or len(theirs) != len(mine["frozen"])
+        or any(type(one) is not float for one in theirs)
+    ):
         return "it freezes other parameters"
     if not all(
         math.isclose(one, other, rel_tol=1e-3, abs_tol=1e-6) for one, other in zip(theirs, mine["frozen"], strict=True)

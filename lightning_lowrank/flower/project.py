@@ -35,7 +35,13 @@ clientapp = "flower_app:client"
 [tool.flwr.app.config]
 start-timeout = 600.0      # seconds to wait for all sites at the start, and for one at all in a round
 round-timeout = 3600.0     # seconds to wait for the sites' answers in a round
+min-sites = 0              # least number of sites that must answer in a round; 0: federated.min_clients
+keep-broadcasts = 100      # rounds whose broadcasts are kept for sites that have not heard them
+study = "{name}"{padding}  # the server goes on from the state of an unfinished study of this name and recipe
 on-bad-payload = "skip"    # a site that sends something malformed: "skip" goes on without it, "stop" ends the run
+norm-bound = 10.0          # a site whose answer changes the model by so many times the median site's norm is left out
+count-bound = 10.0         # a site that claims so many times the median site's samples counts as the median site
+nodes = ""                 # ids of the clients' nodes, "1234,5678,...", as `flwr supernode register` prints them
 validate = true            # judge the global model on the server's own validation data, if the recipe has any
 """
 
@@ -73,6 +79,8 @@ def write_project(configs: Sequence[str | Path], output: str | Path) -> None:
     # Flower's names begin with a letter and hold letters, digits and hyphens.
     name = re.sub(r"[^A-Za-z0-9]+", "-", output.resolve().name).strip("-")
     name = name if name[:1].isalpha() else f"run-{name}".rstrip("-")
-    (output / "pyproject.toml").write_text(_PROJECT.format(name=name[:_LONGEST_NAME].rstrip("-")), encoding="utf-8")
+    name = name[:_LONGEST_NAME].rstrip("-")
+    project = _PROJECT.format(name=name, padding=" " * max(1, 16 - len(name)))
+    (output / "pyproject.toml").write_text(project, encoding="utf-8")
     (output / "flower_app.py").write_text(_APP, encoding="utf-8")
     (output / "recipe.yaml").write_text(recipe.text, encoding="utf-8")

@@ -6,20 +6,23 @@ epoch's round happen on the sites. Validation, checkpoints, loggers and early st
 
 from __future__ import annotations
 
-import dataclasses
+import hashlib
+import re
+import secrets
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import numpy as np
+from filelock import FileLock, Timeout
 from flwr.app import Context, Message, RecordDict
 from flwr.serverapp import Grid, ServerApp
 from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, Checkpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
@@ -30,41 +33,27 @@ from lightning_lowrank.federated.checks import check_callbacks, notes
 from lightning_lowrank.federated.checks import check_optimizers as check_all_are_trained
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.planner import RoundPlan, RoundPlanner
+from lightning_lowrank.federated.failures import described
 from lightning_lowrank.federated.loop import FederatedLoop
 from lightning_lowrank.federated.messages import Ledger, dense_bytes
-from lightning_lowrank.federated.messages import Message as TensorMessage
 from lightning_lowrank.federated.offload import ClientStates
 from lightning_lowrank.federated.personal import FurtherModels
 from lightning_lowrank.federated.site import SEED_IS_KNOWN
-from lightning_lowrank.federated.state import ClientContext, Server, trained_tensors
-from lightning_lowrank.flower.messages import (
-    JOIN,
-    LISTEN,
-    TRAIN,
-    check_upload,
-    difference,
-    field_of,
-    options_of,
-    pack,
-    signature,
-    unpack,
-)
+from lightning_lowrank.federated.state import Server, trained_tensors
+from lightning_lowrank.federated.whole_checkpoints import install as install_whole_checkpoints
+from lightning_lowrank.flower.intake import Intake, expect
+from lightning_lowrank.flower.members import Members
+from lightning_lowrank.flower.messages import JOIN, LISTEN, TRAIN, options_of, pack, printable, signature, unpack
 from lightning_lowrank.flower.recipe import build, check_optimizers
-from lightning_lowrank.internals.flower import is_passing
+from lightning_lowrank.internals.flower import is_passing, state_folder
 from lightning_lowrank.internals.lightning import TrainLoaderSource, count_steps, log_figures
+from lightning_lowrank.interop.files import replacing
 
 OnBadPayload = Literal["skip", "stop"]
 
-
-@dataclass
-class _Connected:
-    """A site as the server knows it."""
-
-    node: int
-    clients: int
-    heard: int
-    samples: int
-    batches: int
+# Seconds: how long a round waits for nodes that have just come, and when a node that was refused is asked again.
+_WAIT_FOR_NEW = 60.0
+_ASK_AGAIN = 60.0
 
 
 @dataclass(frozen=True)
@@ -73,15 +62,6 @@ class _Silence:
 
     reason: str
     passing: bool
-
-
-@dataclass(frozen=True)
-class _Expected:
-    """What a client is to send: meta tensors, `Algorithm.upload_limits`, and what the message is decoded with."""
-
-    form: TensorMessage
-    limits: Mapping[str, tuple[int, ...]]
-    received: Mapping[str, Tensor]
 
 
 @dataclass
@@ -97,10 +77,15 @@ class RemoteRounds(Callback):
     """Stands in for `FederatedLoop` on the server: a round's clients are sites.
 
     Clients are drawn as `FederatedLoop` draws them, so that a run and its simulation have the same ones. A drawn site
-    that is not there, fails, or sends something malformed counts as failed; the round is made of those that answer,
-    which must be ``min_clients``. With ``on_client_error="raise"`` an error of a site's fit ends the run. A round that
-    nobody answers is asked for again until ``start_timeout`` has passed. A site that comes back gets the broadcasts
-    that it has missed, where the method needs them.
+    that is not there, fails, or sends something malformed counts as failed; the round is made of those that answer.
+    With ``on_client_error="raise"`` an error of a site's fit ends the run. While fewer than ``min_sites`` have
+    answered, the others are asked again until ``start_timeout`` has passed. An answer that comes after its
+    ``round_timeout`` is dropped. A site that comes back gets the broadcasts that it has missed, where the method needs
+    them.
+
+    Its state is part of the trainer's checkpoints. A fit that is resumed from one goes on with the next round: sites
+    that were there when it was saved are waited for, and a site that has made a round which the checkpoint does not
+    know answers it as before.
 
     Logged are the ``comm/...`` figures of `Ledger`, here lengths of what was sent, and ``federated/clients``,
     ``federated/failed``, ``federated/samples`` and ``federated/client_steps``.
@@ -111,12 +96,22 @@ class RemoteRounds(Callback):
         grid: Flower's way to the sites.
         start_timeout: Seconds to wait for all sites at the start, and for an answer at all in a round.
         round_timeout: Seconds to wait for the sites' answers in a round.
+        min_sites: Least number of sites that must answer in a round. 0 (default): ``federated.min_clients``.
+        keep_broadcasts: Number of rounds whose broadcasts are kept, where the method needs sites to hear all. A site
+            that has missed more is left out.
         on_bad_payload: What a malformed payload does: ``"skip"``: its site counts as failed; ``"stop"``: the run ends.
         poll: Seconds between two looks for answers.
+        norm_bound: How many times as much as the median site's an answer may change what was sent; see `Intake`.
+            ``math.inf``: any number of times.
+        count_bound: How many times as many samples as the median site's a site may claim. One that claims more
+            counts as the median site does; see `Members`.
+        nodes: Flower's ids of all clients' nodes, in the clients' order and with commas between, as
+            ``flwr supernode register`` prints them. Default: the first node that joins as a client is its site.
+        broadcasts: Where broadcasts are kept, by round; in memory by default.
 
     Raises:
         MisconfigurationException: If sites are missing at the start, run something else, or claim the same client; if
-            nobody answers in a round.
+            fewer than ``min_sites`` answer in a round.
     """
 
     def __init__(
@@ -126,30 +121,56 @@ class RemoteRounds(Callback):
         grid: Grid,
         start_timeout: float = 600.0,
         round_timeout: float = 3600.0,
+        min_sites: int = 0,
+        keep_broadcasts: int = 100,
         on_bad_payload: OnBadPayload = "skip",
         poll: float = 0.5,
+        norm_bound: float = 10.0,
+        count_bound: float = 10.0,
+        nodes: str = "",
+        broadcasts: MutableMapping[int, bytes] | None = None,
     ) -> None:
         check_choice("on-bad-payload", on_bad_payload, OnBadPayload)
         for name, value in (("start-timeout", start_timeout), ("round-timeout", round_timeout)):
             if not value > 0:
                 raise MisconfigurationException(f"{name} must be a number of seconds above 0, got {value!r}")
+        for name, count, least in (("min-sites", min_sites, 0), ("keep-broadcasts", keep_broadcasts, 1)):
+            if type(count) is not int or count < least:
+                raise MisconfigurationException(f"{name} must be a whole number, {least} or more, got {count!r}")
+        for name, value in (("norm-bound", norm_bound), ("count-bound", count_bound)):
+            if not value >= 1:
+                raise MisconfigurationException(f"{name} must be a number of at least 1, got {value!r}")
         self.loop = loop
         self.algorithm = loop.algorithm
+        self.norm_bound = norm_bound
+        self.count_bound = count_bound
+        self.nodes = _node_ids(nodes)
         self.recipe = recipe
         self.grid = grid
         self.start_timeout = start_timeout
         self.round_timeout = round_timeout
+        self.min_sites = min_sites or loop.least_answers
+        self.keep_broadcasts = keep_broadcasts
         self.on_bad_payload = on_bad_payload
         self.poll = poll
         self.ledger = Ledger(0)
         self.coordinator: Coordinator
-        self._samples: list[int] = []
+        self.study = secrets.token_hex(8)
+        """Name of this study, under which sites keep what is theirs. A run that goes on has the name of the first."""
+        self._restored: dict[str, Any] | None = None
         self._planner: RoundPlanner
         self._further: FurtherModels
         self._signature: dict[str, Any] = {}
-        self._connected: dict[int, _Connected] = {}
+        self._intake: Intake
+        self._members: Members | None = None
         self._known_nodes: set[int] = set()
-        self._broadcasts: dict[int, bytes] = {}
+        self._joining: dict[str, int] = {}
+        self._refused: dict[int, tuple[float, str]] = {}
+        # Clients whose sites have lost what they kept: of whom the method, and who themselves, have not heard of it.
+        self._lost: set[int] = set()
+        self._untold: set[int] = set()
+        self._broadcasts = {} if broadcasts is None else broadcasts
+        self._pruned = -1
         self._figures: dict[str, float] = {}
         self._client_steps = 0
 
@@ -159,20 +180,53 @@ class RemoteRounds(Callback):
         return "FederatedLoop"
 
     @property
+    def members(self) -> Members:
+        """The sites of this run."""
+        if self._members is None:
+            self._members = Members(self._signature, self.loop.clients, self.nodes, self.count_bound)
+        return self._members
+
+    @property
     def server(self) -> Server:
         """The server of this run."""
         return self.coordinator.server
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the server holds; no run goes on from it."""
-        if not self._samples:
+        """Return what the server holds, and what it knows of the sites, as tensors and plain Python."""
+        if not self.members.begun:
             return {}
-        state = {"algorithm": type(self.algorithm).__name__, "seed": self.loop.experiment_seed, "execution": "sites"}
-        return {**state, "server": self.coordinator.state_dict()}
+        return {
+            "algorithm": type(self.algorithm).__name__,
+            "seed": self.loop.experiment_seed,
+            "execution": "sites",
+            "server": self.coordinator.state_dict(),
+            "sites": {
+                "study": self.study,
+                "signature": self._signature,
+                "members": self.members.state_dict(),
+                "lost": sorted(self._lost | self._untold),
+                "intake": self._intake.state_dict(),
+                "pruned": self._pruned,
+                "client_steps": self._client_steps,
+            },
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take `state_dict`'s result, to be installed when the fit begins.
+
+        Raises:
+            MisconfigurationException: If it is of another recipe, or of a run that was not across sites.
+        """
+        sites = state_dict.get("sites")
+        recipe = hashlib.sha256(self.recipe.encode()).hexdigest()
+        if sites is None or sites["signature"]["recipe"] != recipe:
+            raise MisconfigurationException("the checkpoint is not of a run of this recipe across sites.")
+        self._restored = state_dict
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Take the training loader's place."""
         if stage == "fit":
+            install_whole_checkpoints(trainer)
             check_callbacks(self, trainer, pl_module, "sites that sit that round out would not know")
             settings: Any = trainer
             TrainLoaderSource(settings).replace(_NoBatch())
@@ -187,45 +241,81 @@ class RemoteRounds(Callback):
             rank_zero_warn(note)
         server = self.loop.make_server(pl_module, trainer.optimizers)
         self.ledger = Ledger(dense_bytes(pl_module))
-        self._signature = signature(pl_module, self.recipe)
-        self._meet_all()
-        self._samples = [self._connected[client].samples for client in range(len(self._connected))]
-        server.clients = len(self._samples)
+        state, self._restored = self._restored, None
+        if state is None:
+            self._signature = signature(pl_module, self.recipe)
+            self._meet_all()
+        else:
+            self._go_on_from(state["sites"])
+        server.clients = len(self.members.samples)
+        per_round = self.loop.cohort_size(server.clients)
+        if self.min_sites > per_round:
+            raise MisconfigurationException(f"min-sites={self.min_sites} is more than a round's {per_round} clients.")
         self._planner = RoundPlanner(
             seed=self.loop.experiment_seed,
-            batches=np.array([self._connected[client].batches for client in range(server.clients)]),
-            per_round=self.loop.cohort_size(server.clients),
+            batches=np.array(self.members.batches),
+            per_round=per_round,
             sampling_weights=self.loop.sampling_weights,
             participants=self.loop.participants,
             availability=self.loop.availability,
             poisson=self.loop.privacy is not None and self.loop.privacy.poisson,
             sampling_seed=None if self.loop.privacy is None else self.loop.privacy.sampling_seed,
         )
-        self.coordinator = Coordinator(self.loop, server, self._samples, ClientStates(), self.ledger)
+        self.coordinator = Coordinator(self.loop, server, self.members.samples, ClientStates(), self.ledger)
         privacy = self.loop.privacy
         if privacy is not None and not privacy.secure:
             raise MisconfigurationException(f"{privacy!r} {SEED_IS_KNOWN}")
         rounds = None if trainer.max_epochs == -1 else trainer.max_epochs
         self.coordinator.protect(self._planner.per_round, self._planner.eligible, rounds)
+        self._intake = Intake(self.coordinator, self.norm_bound)
+        if state is not None:
+            self._intake.load_state_dict(state["sites"]["intake"])
+            self.coordinator.load_state_dict(state["server"], lambda kept: move_data_to_device(kept, pl_module.device))
         self._further = FurtherModels(None, self.coordinator)
         self.coordinator.setup()
+
+    def _go_on_from(self, sites: Mapping[str, Any]) -> None:
+        """Take up what was known of the sites, and wait for those that were there."""
+        self.study, self._signature = sites["study"], sites["signature"]
+        self.members.load_state_dict(sites["members"])
+        self._lost, self._pruned = set(sites["lost"]), sites["pruned"]
+        self._client_steps = sites["client_steps"]
+        deadline = time.monotonic() + self.start_timeout
+        while True:
+            self._meet(wait=0.0)
+            missing = sorted(set(sites["members"]["connected"]) - self.members.connected.keys())
+            if not missing:
+                return
+            if time.monotonic() > deadline:
+                rank_zero_warn(
+                    f"the study goes on without the sites of clients {missing}, which have not come back within"
+                    f" {self.start_timeout:g} s; they may come later."
+                )
+                return
+            time.sleep(self.poll)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Let the sites make a round, and fold in what they send."""
         plan, live = self._planner.plan(trainer.current_epoch), trained_tensors(pl_module)
         # Clients that sit the round out are counted as they hear of it.
         self.coordinator.begin_round(plan, live, idle=0)
+        self._intake.begin_round()
         outcome = self._hear(plan, options_of(trainer.optimizers), live)
+        self._prune()
         self.coordinator.failed = outcome.failures
-        self.coordinator.aggregate()
+        late = self._intake.aggregate(self.min_sites)
+        self._refuse(outcome, late)
+        for client in late:
+            outcome.arrivals.remove(client)
+            rank_zero_warn(f"round {plan.round} goes on without the site of client {client}: {late[client]}")
         self.coordinator.show_global(live)
-        steps = sum(self._connected[client].batches for client in outcome.arrivals)
+        steps = sum(self.members.batches[client] for client in outcome.arrivals)
         self._client_steps += steps
         count_steps(trainer, steps)
         self._figures = {
             "federated/clients": len(outcome.arrivals),
             "federated/failed": len(outcome.failures),
-            "federated/samples": sum(self._samples[client] for client in outcome.arrivals),
+            "federated/samples": sum(self.members.samples[client] for client in outcome.arrivals),
             "federated/client_steps": self._client_steps,
         }
 
@@ -246,115 +336,135 @@ class RemoteRounds(Callback):
     def _meet_all(self) -> None:
         """Wait until the site of every client has joined."""
         deadline = time.monotonic() + self.start_timeout
-        count = self.loop.clients
-        while True:
-            wrong = self._meet()
-            if wrong:
-                raise MisconfigurationException(f"a site cannot take part: {'; '.join(wrong)}.")
-            count = count or next((site.clients for site in self._connected.values()), None)
-            missing = [client for client in range(count or 1) if client not in self._connected]
-            if count is not None and not missing:
-                break
-            if time.monotonic() > deadline:
+        members = self.members
+        while (count := members.complete()) is None:
+            self._meet(wait=0.0)
+            if members.complete() is None and time.monotonic() > deadline:
+                count = self.loop.clients
+                missing = [client for client in range(count or 0) if client not in members.connected]
+                wrong = [reason for _, reason in self._refused.values()]
                 raise MisconfigurationException(
                     f"the recipe has {count if count is not None else 'an unknown number of'} clients, and after"
-                    f" {self.start_timeout:g} s the sites of {len(self._connected)} have joined; missing are"
+                    f" {self.start_timeout:g} s the sites of {len(members.connected)} have joined; missing are"
                     f" {missing[:10]}{' ...' if len(missing) > 10 else ''}. Start one SuperNode for each with"
                     " --node-config 'partition-id=...', or wait longer with start-timeout."
+                    + (f" Left out: a site cannot take part: {'; '.join(wrong[:10])}." if wrong else "")
                 )
             time.sleep(self.poll)
+        members.begin(count)
+        for client in members.unbelieved:
+            samples, batches = members.claimed(client)
+            rank_zero_warn(
+                f"the site of client {client} claims {samples:,} samples and {batches:,} batches, more than"
+                f" {self.count_bound:g} times the median site's: it counts as {members.samples[client]:,} samples and"
+                f" {members.batches[client]:,} batches. If it is right, give a larger count-bound."
+            )
         rank_zero_info(f"{count} sites have joined")
 
-    def _meet(self) -> list[str]:
-        """Let the sites join that are new, and return what is wrong with those that are refused."""
+    def _meet(self, wait: float) -> None:
+        """Let the nodes join that are new; wait so many seconds for their answers, which may also come later."""
         online = set(self.grid.get_node_ids())
-        for client, site in list(self._connected.items()):
-            if site.node not in online:
-                del self._connected[client]
-        unknown = sorted(online - self._known_nodes)
-        self._known_nodes = online
-        wrong = []
-        for node, reply in self._exchange({node: (JOIN, pack({})) for node in unknown}).items():
+        self.members.leave(online)
+        again = {node for node, (since, _) in self._refused.items() if time.monotonic() > since + _ASK_AGAIN}
+        self._known_nodes = (self._known_nodes & online) - again
+        self._joining = {number: node for number, node in self._joining.items() if node in online}
+        unknown = sorted(online - self._known_nodes - set(self._joining.values()))
+        self._joining |= self._push({node: (JOIN, self._pack({})) for node in unknown})
+        self._known_nodes |= set(self._joining.values())
+        deadline = time.monotonic() + wait
+        while True:
+            for node, reply in self._pull(self._joining).items():
+                self._admit(node, reply)
+            if not self._joining or time.monotonic() > deadline:
+                return
+            time.sleep(self.poll)
+
+    def _admit(self, node: int, reply: Message | _Silence) -> None:
+        """Let a node take part that has answered, or note why it cannot."""
+        self._refused.pop(node, None)
+        try:
             if isinstance(reply, _Silence):
                 if reply.passing:
                     self._known_nodes.discard(node)
-                else:
-                    wrong.append(f"node {node}: {reply.reason}")
-                continue
-            try:
-                fields, _ = unpack(reply)
-                reason = self._objection(fields)
-                if reason:
-                    raise DecodingError(f"client {fields.get('client')}: {reason}")
-                known = {name: field_of(fields, name, int) for name in ("clients", "heard", "samples", "batches")}
-                self._connected[field_of(fields, "client", int)] = _Connected(node, **known)
-            except DecodingError as error:
-                wrong.append(f"node {node}, {error}")
-        return wrong
-
-    def _objection(self, fields: Mapping[str, Any]) -> str:
-        """Return why a site cannot take part; an empty string where it can."""
-        differs = difference(self._signature, fields)
-        if differs:
-            return differs
-        client, clients = field_of(fields, "client", int), field_of(fields, "clients", int)
-        begun = bool(self._samples)
-        expected = self.loop.clients or len(self._samples) or clients
-        if clients != expected or not 0 <= client < clients:
-            return f"it is client {client} of {clients}, and the recipe has {expected} clients, from 0"
-        # Later, a site that was restarted may be back before Flower knows that it had gone.
-        if client in self._connected and not begun:
-            return f"another site has joined as client {client}: each needs a partition-id of its own"
-        if field_of(fields, "samples", int) < 0 or field_of(fields, "batches", int) < 0:
-            return "it tells of negative numbers of samples"
-        if begun and fields["samples"] != self._samples[client]:
-            return f"it had {self._samples[client]} samples when the run began, and now has {fields['samples']}"
-        return ""
+                    return
+                raise DecodingError(reply.reason)
+            lost = self.members.admit(node, unpack(reply)[0])
+        except Exception as error:  # whatever a node says, the others go on
+            told = str(error) if isinstance(error, DecodingError) else described(error)
+            reason = f"node {node}: {printable(told)}"
+            self._refused[node] = time.monotonic(), reason
+            rank_zero_warn(f"a site that came is left out: {reason}")
+            return
+        if lost is not None:
+            self._lost.add(lost)
+            rank_zero_warn(
+                f"the site of client {lost} has lost what it kept of earlier rounds: it goes on as a new one."
+            )
 
     def _hear(self, plan: RoundPlan, options: str, live: Mapping[str, Tensor]) -> _Outcome:
-        """Send the round's broadcasts, and take in what comes back; ask again while nobody answers."""
+        """Send the round's broadcasts, and take in what comes back; ask again while too few answer."""
         deadline = time.monotonic() + self.start_timeout
+        outcome, needed = _Outcome(), self.min_sites
+        if len(plan.clients) < needed:
+            raise MisconfigurationException(
+                f"round {plan.round} draws {len(plan.clients)} clients and needs {needed} (min-sites)."
+            )
         while True:
-            for reason in self._meet():
-                rank_zero_warn(f"round {plan.round}: a site that came is left out: {reason}")
-            outcome = self._ask(plan, options, live)
+            self._meet(wait=min(self.round_timeout, _WAIT_FOR_NEW))
+            self._ask(plan, options, live, outcome)
             for client, reason in sorted(outcome.failures.items()):
                 rank_zero_warn(f"round {plan.round} goes on without the site of client {client}: {reason}")
-            if outcome.arrivals or not plan.clients:
+            if len(outcome.arrivals) >= needed:
                 return outcome
             if not outcome.passing or time.monotonic() > deadline:
                 told = "; ".join(f"client {client}: {reason}" for client, reason in sorted(outcome.failures.items()))
-                raise MisconfigurationException(f"no site made round {plan.round}: {told}")
+                if not outcome.arrivals:
+                    raise MisconfigurationException(f"no site made round {plan.round}: {told}")
+                raise MisconfigurationException(
+                    f"round {plan.round} has answers of {len(outcome.arrivals)} of {len(plan.clients)} sites and needs"
+                    f" {needed} (min-sites, or min_clients of the recipe): {told}"
+                )
             time.sleep(self.poll)
 
-    def _ask(self, plan: RoundPlan, options: str, live: Mapping[str, Tensor]) -> _Outcome:
-        coordinator, outcome = self.coordinator, _Outcome()
+    def _ask(self, plan: RoundPlan, options: str, live: Mapping[str, Tensor], outcome: _Outcome) -> None:
+        """Ask the clients that have not answered yet once, and tell those that sit the round out what they missed."""
+        coordinator = self.coordinator
+        outcome.failures, outcome.passing = {}, False
+        for client in sorted(self._lost):
+            self.algorithm.forget(coordinator.server, coordinator.info(client))
+        self._untold, self._lost = self._untold | self._lost, set()
         requests: dict[int, tuple[str, RecordDict]] = {}
         packets: dict[int, Packet] = {}
         if coordinator.broadcasts_to_all:
             self._broadcasts[plan.round] = coordinator.broadcast(coordinator.any_client).encode()
         for client in plan.clients:
-            if client not in self._connected:
+            if client in outcome.arrivals:
+                continue
+            if client not in self.members.connected:
                 outcome.failures[client] = "it is not connected"
                 outcome.passing = True
                 continue
-            site = self._connected[client]
+            if self.members.heard[client] < self._pruned:
+                outcome.failures[client] = self._too_late(client)
+                continue
             packets[client] = coordinator.broadcast(coordinator.info(client))
             data = packets[client].encode()
-            missed = self._missed(site, before=plan.round)
+            missed = self._missed(client, before=plan.round)
             payloads = {**missed, plan.round: data} if data else missed
-            requests[site.node] = TRAIN, pack({"round": plan.round, "options": options}, payloads)
+            fields = {"round": plan.round, "options": options, "lost": client in self._untold}
+            requests[self.members.connected[client]] = TRAIN, self._pack(fields, payloads)
             self.ledger.down(len(data))
             self.ledger.idle(sum(map(len, missed.values())))
-        for client, site in self._connected.items():
-            missed = self._missed(site, before=plan.round + 1)
-            if missed and client not in plan.clients and site.batches:
-                requests[site.node] = LISTEN, pack({}, missed)
+        for client, node in self.members.connected.items():
+            missed = self._missed(client, before=plan.round + 1)
+            idle = client not in plan.clients and self.members.batches[client]
+            if missed and idle and self.members.heard[client] >= self._pruned:
+                requests[node] = LISTEN, self._pack({}, missed)
                 self.ledger.idle(sum(map(len, missed.values())))
-        expected = self._expect(packets, live)
-        replies = self._exchange(requests)
-        for client, site in sorted(self._connected.items()):
-            reply = replies.get(site.node)
+        expected = expect(coordinator, packets, live)
+        replies, answers = self._exchange(requests), dict[int, Message]()
+        for client, node in sorted(self.members.connected.items()):
+            reply = replies.get(node)
             if isinstance(reply, _Silence) and client in expected:
                 outcome.failures[client] = reply.reason
                 outcome.passing |= reply.passing
@@ -363,89 +473,57 @@ class RemoteRounds(Callback):
                         f"round {plan.round}: the site of client {client} failed: {reply.reason}"
                     )
             elif isinstance(reply, Message):
-                site.heard = plan.round
+                self.members.heard[client] = plan.round
                 if client in expected:
-                    self._take(client, reply, expected[client], outcome)
-        return outcome
+                    self._untold.discard(client)
+                    answers[client] = reply
+        refused = self._intake.take(answers, expected, self.members.batches)
+        outcome.arrivals += [client for client in answers if client not in refused]
+        self._refuse(outcome, refused)
 
-    def _take(self, client: int, reply: Message, expected: _Expected, outcome: _Outcome) -> None:
-        """Let the method take in what a site sent, or note why it cannot."""
-        coordinator = self.coordinator
-        info, base = coordinator.info(client), coordinator.server.base
-
-        def decode(data: bytes) -> Mapping[str, Tensor]:
-            return coordinator.wire.decode_up(base, data, expected.received, expected.form.codec)
-
-        try:
-            fields, payloads = unpack(reply)
-            if field_of(fields, "round", int) != info.round or payloads.keys() - {info.round}:
-                raise DecodingError(f"it answers for another round: {fields.get('round')}.")
-            data = payloads.get(info.round, b"")
-            self.ledger.up(len(data))
-            tensors = check_upload(data, expected.form.tensors, decode, expected.limits, coordinator.infinite)
-            coordinator.take(info, move_data_to_device(tensors, base.device))
-        except ValueError as error:
-            outcome.failures[client] = f"it sent a bad payload: {error}"
+    def _refuse(self, outcome: _Outcome, refused: Mapping[int, str]) -> None:
+        for client, reason in refused.items():
+            outcome.failures[client] = f"it sent a bad payload: {reason}"
             if self.on_bad_payload == "stop":
                 raise MisconfigurationException(
-                    f"round {info.round}: the site of client {client} failed: {outcome.failures[client]}"
-                ) from error
-        else:
-            outcome.arrivals.append(client)
+                    f"round {self.server.round}: the site of client {client} failed: {outcome.failures[client]}"
+                )
 
-    def _missed(self, site: _Connected, before: int) -> dict[int, bytes]:
-        return {number: data for number, data in self._broadcasts.items() if site.heard < number < before}
+    def _missed(self, client: int, before: int) -> dict[int, bytes]:
+        return {
+            number: self._broadcasts[number]
+            for number in sorted(self._broadcasts)
+            if self.members.heard[client] < number < before
+        }
 
-    def _expect(self, packets: Mapping[int, Packet], live: Mapping[str, Tensor]) -> dict[int, _Expected]:
-        """Return what clients are to send, by doing here what they do there, but for their steps."""
-        coordinator, algorithm = self.coordinator, self.algorithm
-        base = coordinator.server.base
-        expected = {}
-        try:
-            for client, packet in packets.items():
-                info = coordinator.info(client)
-                # What the client's half leaves behind goes with the copies.
-                copied = dataclasses.replace(base, state=dict(base.state))
-                state = algorithm.stand_in(coordinator.server, info)
-                context = ClientContext(**vars(info), base=copied, model=live, state=state, steps=1)
-                algorithm.configure(base, info)
-                algorithm.begin(context, TensorMessage(packet.received))
-                sent = algorithm.end(context)
-                form = {name: value.detach().to("meta") for name, value in sent.tensors.items()}
-                received = packet.received if coordinator.wire.uplink.codecs else {}
-                limits = algorithm.upload_limits(base, info)
-                expected[client] = _Expected(TensorMessage(form, sent.codec), limits, received)
-        finally:
-            coordinator.show_global(live)
-        return expected
+    def _too_late(self, client: int) -> str:
+        heard = self.members.heard[client]
+        return (
+            f"it has heard the broadcasts up to round {heard}, and those up to round {self._pruned} are"
+            f" kept no longer (keep-broadcasts={self.keep_broadcasts}): give it the state that it had, or leave it out"
+        )
+
+    def _prune(self) -> None:
+        """Forget the broadcasts that are too old."""
+        for number in [each for each in self._broadcasts if each <= self.server.round - self.keep_broadcasts]:
+            self._pruned = max(self._pruned, number)
+            del self._broadcasts[number]
+
+    def _pack(self, fields: Mapping[str, Any], payloads: Mapping[int, bytes] | None = None) -> RecordDict:
+        return pack({"study": self.study, "min_sites": self.min_sites, **fields}, payloads)
 
     def _exchange(self, requests: Mapping[int, tuple[str, RecordDict]]) -> dict[int, Message | _Silence]:
         """Send messages to nodes, and return each one's reply, or why there is none."""
-        if not requests:
-            return {}
-        messages = [
-            Message(content, dst_node_id=node, message_type=kind, ttl=self.round_timeout)
-            for node, (kind, content) in requests.items()
-        ]
-        sent = dict(zip(self.grid.push_messages(messages), requests, strict=True))
-        pending = {number: node for number, node in sent.items() if number}
+        pending = self._push(requests)
         replies: dict[int, Message | _Silence] = {
             node: _Silence("Flower did not take its message", passing=True)
-            for node in requests
-            if node not in pending.values()
+            for node in requests.keys() - pending.values()
         }
         deadline = time.monotonic() + self.round_timeout
         while pending:
             late = time.monotonic() > deadline
             online = set(self.grid.get_node_ids())
-            for reply in self.grid.pull_messages(list(pending)):
-                node = pending.pop(reply.metadata.reply_to_message_id)
-                # Flower itself answers for a node that has gone, with an error of its own.
-                replies[node] = (
-                    _Silence(reply.error.reason or "it failed", passing=is_passing(reply.error))
-                    if reply.has_error()
-                    else reply
-                )
+            replies |= self._pull(pending)
             for number, node in list(pending.items()):
                 if late or node not in online:
                     reason = f"it did not answer within {self.round_timeout:g} s" if late else "it has gone"
@@ -454,6 +532,41 @@ class RemoteRounds(Callback):
             if pending:
                 time.sleep(self.poll)
         return replies
+
+    def _push(self, requests: Mapping[int, tuple[str, RecordDict]]) -> dict[str, int]:
+        """Send messages to nodes, and return the nodes by the numbers of those that Flower took."""
+        if not requests:
+            return {}
+        messages = [
+            Message(content, dst_node_id=node, message_type=kind, ttl=self.round_timeout)
+            for node, (kind, content) in requests.items()
+        ]
+        sent = zip(self.grid.push_messages(messages), requests, strict=True)
+        return {number: node for number, node in sent if number}
+
+    def _pull(self, pending: dict[str, int]) -> dict[int, Message | _Silence]:
+        """Return what has come for messages, and remove these from ``pending``: a second answer is dropped."""
+        replies: dict[int, Message | _Silence] = {}
+        for reply in self.grid.pull_messages(list(pending)) if pending else ():
+            number = reply.metadata.reply_to_message_id
+            node = pending.get(number)
+            # Flower itself answers for a node that has gone, with an error of its own.
+            if node is None or (not reply.has_error() and reply.metadata.src_node_id != node):
+                continue
+            del pending[number]
+            replies[node] = (
+                _Silence(printable(reply.error.reason or "it failed"), passing=is_passing(reply.error))
+                if reply.has_error()
+                else reply
+            )
+        return replies
+
+
+def _node_ids(text: str) -> list[int]:
+    words = [word.strip() for word in text.split(",")] if text.strip() else []
+    if not all(word.isascii() and word.isdigit() for word in words) or len(set(words)) < len(words):
+        raise MisconfigurationException(f"nodes must be different ids with commas between, got {text!r}")
+    return [int(word) for word in words]
 
 
 class _NoBatch:
@@ -466,30 +579,120 @@ class _NoBatch:
         yield None
 
 
-def serve(recipe: str | Path, grid: Grid, validate: bool = True, **settings: Any) -> pl.Trainer:
+class _Kept(MutableMapping[int, bytes]):
+    """Broadcasts in a folder, a file for each; an entry is there as a whole or not at all.
+
+    Args:
+        folder: The folder.
+        begin: Whether it begins empty, whatever an earlier study left there.
+    """
+
+    def __init__(self, folder: Path, begin: bool) -> None:
+        self._folder = folder
+        if begin:
+            self.clear()
+
+    def _file(self, number: int) -> Path:
+        return self._folder / f"round_{number}.bin"
+
+    def __getitem__(self, number: int) -> bytes:
+        return self._file(number).read_bytes()
+
+    def __setitem__(self, number: int, data: bytes) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with replacing(self._file(number)) as part:
+            part.write_bytes(data)
+
+    def __delitem__(self, number: int) -> None:
+        self._file(number).unlink()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(sorted(int(file.stem.removeprefix("round_")) for file in self._folder.glob("round_*.bin")))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
+class _KeepState(Checkpoint):
+    """Saves the trainer's state after each round, in a file that a kill leaves whole; the last of all callbacks."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        trainer.save_checkpoint(self._file)
+
+
+def serve(recipe: str | Path, grid: Grid, validate: bool = True, state: Path | None = None, **settings: Any) -> Any:
     """Run a recipe across the sites that a grid reaches, and return the trainer, whose module is the global model.
 
-    ``settings`` are further arguments of `RemoteRounds`. Unless ``validate`` the server reads no data.
+    Args:
+        recipe: The recipe's file.
+        grid: Flower's way to the sites.
+        validate: Whether the server judges the global model; otherwise it reads no data.
+        state: File to save the server's state in after each round. If it is there, the run goes on from it. It is
+            deleted when the run has ended as it should. ``None``: nothing is saved.
+        settings: Further arguments of `RemoteRounds`.
+
+    Raises:
+        MisconfigurationException: If the state belongs to a run that is still going on.
     """
+    if state is None:
+        return _serve(recipe, grid, validate, None, settings)
+    state.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(f"{state}.lock", timeout=0):
+            return _serve(recipe, grid, validate, state, settings)
+    except Timeout:
+        raise MisconfigurationException(
+            f"this study is going on in another process, which saves its state in {state}: wait for its end, or give"
+            " this one another name (study)."
+        ) from None
+
+
+def _serve(recipe: str | Path, grid: Grid, validate: bool, state: Path | None, settings: Mapping[str, Any]) -> Any:
     built = build([recipe], () if validate else ("--trainer.limit_val_batches=0",))
-    rounds = RemoteRounds(built.loop, Path(recipe).read_text(encoding="utf-8"), grid, **settings)
+    kept = None if state is None else _Kept(state.with_suffix(".broadcasts"), begin=not state.exists())
+    rounds = RemoteRounds(built.loop, Path(recipe).read_text(encoding="utf-8"), grid, broadcasts=kept, **settings)
     callbacks = built.trainer.callbacks
     callbacks[callbacks.index(built.loop)] = rounds
+    data: dict[str, Any] = {"datamodule": built.datamodule} if validate else {"train_dataloaders": _NoBatch()}
+    if state is not None:
+        callbacks.append(_KeepState(state))
+        if state.exists():
+            rank_zero_info(f"the study goes on from {state}; to begin it anew, delete that file")
+            data["ckpt_path"] = state
     with warnings.catch_warnings():
         for told in ("train_dataloader yielded None", "Detected call of `lr_scheduler.step\\(\\)` before"):
             warnings.filterwarnings("ignore", f".*{told}.*")
-        if validate:
-            built.trainer.fit(built.module, datamodule=built.datamodule)
-        else:
-            built.trainer.fit(built.module, train_dataloaders=_NoBatch())
+        built.trainer.fit(built.module, **data)
+    if state is not None and kept is not None and built.trainer.state.finished:
+        state.unlink(missing_ok=True)
+        kept.clear()
     return built.trainer
+
+
+_SETTINGS = (
+    "start-timeout",
+    "round-timeout",
+    "min-sites",
+    "keep-broadcasts",
+    "on-bad-payload",
+    "norm-bound",
+    "count-bound",
+    "nodes",
+    "validate",
+)
 
 
 def server_app(recipe: str | Path) -> ServerApp:
     """Return the ``ServerApp`` of a recipe.
 
-    It reads ``start-timeout``, ``round-timeout``, ``on-bad-payload`` and ``validate`` from the run's configuration
+    It reads ``start-timeout``, ``round-timeout``, ``min-sites``, ``keep-broadcasts``, ``on-bad-payload``,
+    ``norm-bound``, ``count-bound``, ``nodes`` and ``validate`` from the run's configuration
     (``flwr run --run-config 'round-timeout=60.0'``); see `RemoteRounds`.
+    After each round it saves its state in the folder ``state-dir``, by default ``$FLWR_HOME/lightning_lowrank``, in a
+    file that is named by ``study`` and the recipe's digest. A run that is started again goes on from there.
 
     Args:
         recipe: The recipe's file.
@@ -498,10 +701,16 @@ def server_app(recipe: str | Path) -> ServerApp:
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        known = ("start-timeout", "round-timeout", "on-bad-payload", "validate")
-        settings: dict[str, Any] = {
-            name.replace("-", "_"): context.run_config[name] for name in known if name in context.run_config
-        }
-        serve(recipe, grid, **settings)
+        config = context.run_config
+        settings: dict[str, Any] = {name.replace("-", "_"): config[name] for name in _SETTINGS if name in config}
+        serve(recipe, grid, state=_state_file(Path(recipe), config), **settings)
 
     return app
+
+
+def _state_file(recipe: Path, config: Mapping[str, Any]) -> Path:
+    study = str(config.get("study", "study"))
+    if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", study):
+        raise MisconfigurationException(f"study must be letters, digits, dots and hyphens, got {study!r}")
+    digest = hashlib.sha256(recipe.read_bytes()).hexdigest()
+    return state_folder(config) / f"server_{study}_{digest[:16]}.ckpt"

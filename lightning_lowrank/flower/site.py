@@ -7,6 +7,7 @@ server's place. Batches, augmentation and dropout are therefore those of the sim
 from __future__ import annotations
 
 import functools
+import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,18 +25,24 @@ from lightning.pytorch.callbacks import (
     ProgressBar,
     Timer,
 )
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from lightning_lowrank.callbacks import DifferentialPrivacy
 from lightning_lowrank.compression import Packet
 from lightning_lowrank.federated import offload
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.indices import ClientIndices
 from lightning_lowrank.federated.data.partitions import Partition
+from lightning_lowrank.federated.data.planner import RoundPlan
+from lightning_lowrank.federated.failures import described
 from lightning_lowrank.federated.loop import FederatedLoop
+from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.site import SiteCoordinator
-from lightning_lowrank.federated.state import Base, State, copy_into
+from lightning_lowrank.federated.state import Base, ClientContext, State, copy_into, trained_tensors
 from lightning_lowrank.flower.messages import signature, take_options
+from lightning_lowrank.flower.policy import Policy
 from lightning_lowrank.flower.recipe import Recipe, build, check_optimizers
 from lightning_lowrank.internals.lightning import drop_schedulers, make_one_epoch
 
@@ -72,6 +79,7 @@ class _Kept:
         client: `ClientContext.state`.
         base: `Base.state`, where broadcasts change it.
         frozen: The frozen parameters, where changes have been folded into them.
+        secret: What tells the server after a restart that this is the same site.
     """
 
     followed: int = -1
@@ -80,6 +88,7 @@ class _Kept:
     client: State = field(default_factory=dict)
     base: State = field(default_factory=dict)
     frozen: dict[str, Tensor] = field(default_factory=dict)
+    secret: str = field(default_factory=lambda: secrets.token_hex(16))
 
 
 @dataclass
@@ -106,6 +115,7 @@ class Site:
         own_data: The recipe's data, read here, is this site's alone. Otherwise all sites hold the recipe's whole data,
             and this one takes its part by the recipe's partition.
         data_root: What the datamodule's argument ``root`` is here; ``None``: what the recipe says.
+        policy: What the site permits; by default everything.
 
     Raises:
         MisconfigurationException: If the recipe cannot run across sites, or there is no such client.
@@ -119,9 +129,13 @@ class Site:
         clients: int | None = None,
         own_data: bool = False,
         data_root: str | None = None,
+        policy: Policy | None = None,
     ) -> None:
         self.client = client
         self.round: _Round
+        self.epsilon: float | None = None
+        """What the site's samples have cost after the last round of this process, if the recipe counts it."""
+        self.policy = Policy() if policy is None else policy
         self._recipe = Path(recipe)
         self._clients = clients
         self._own_data = own_data
@@ -142,6 +156,7 @@ class Site:
 
         Raises:
             MisconfigurationException: If something would not work in a round.
+            PolicyViolation: If the site's policy does not permit the recipe.
         """
         self._built = None
         loop = self._fit(-1)
@@ -153,12 +168,15 @@ class Site:
                 f"num-partitions={self._clients} was given to this site, and the recipe has {len(indices.sizes)}"
                 " clients."
             )
+        # A site that is started again before its first round is still the same.
+        self._save()
         return {
             "client": self.client,
             "clients": len(indices.sizes),
             "samples": int(indices.sizes[self.client]),
             "batches": dict(zip(plan.clients, plan.batches, strict=True)).get(self.client, 0),
             "heard": self.heard,
+            "secret": self._kept.secret,
             **self._signature,
         }
 
@@ -184,6 +202,7 @@ class Site:
         Raises:
             DecodingError: If a broadcast cannot be decoded.
             MisconfigurationException: If the client cannot train, or has made a later round.
+            PolicyViolation: If the site's policy does not permit what the server or the recipe asks for.
         """
         kept = self._kept
         if number < kept.followed:
@@ -201,6 +220,7 @@ class Site:
             self._built = None
             self._load()
             raise
+        self.epsilon = self._epsilon()
         kept.followed = number
         kept.pending = {later: data for later, data in kept.pending.items() if later > number}
         kept.upload = _tensor(self.round.upload)
@@ -213,8 +233,10 @@ class Site:
         options = list(_QUIET)
         if self._data_root is not None:
             options.append(f"--data.init_args.root={self._data_root}")
+        self.policy.check_recipe(self._recipe.read_text(encoding="utf-8"))
         recipe = build([self._recipe], options)
         loop = recipe.loop
+        self.policy.check_privacy(loop.privacy, _private(recipe))
         if self._own_data:
             if loop.clients is None:
                 raise MisconfigurationException("sites with data of their own need federated.clients in the recipe.")
@@ -242,12 +264,26 @@ class Site:
         recipe.trainer.fit(recipe.module, datamodule=recipe.datamodule)
         return recipe.loop
 
+    def check_cost(self, steps: int) -> None:
+        """Refuse a round of so many steps that would cost more privacy than the site's policy permits.
+
+        Raises:
+            PolicyViolation: If it would.
+        """
+        assert self._built is not None
+        self.policy.check_cost(_private(self._built), self.client, steps)
+
+    def _epsilon(self) -> float | None:
+        private = None if self._built is None else _private(self._built)
+        return None if private is None else private.epsilon(self.client)
+
     def restore(self, coordinator: Coordinator) -> None:
         """Give a base that is new what this site has followed before."""
         base = coordinator.server.base
         if base is self._base:
             return
         self._base = base
+        self.policy.check_trained(trained_tensors(base.module))
         self._signature = signature(base.module, self._recipe.read_text(encoding="utf-8"))
         base.state = dict(self._kept.base)
         copy_into(dict(base.module.named_parameters()), self._kept.frozen)
@@ -264,7 +300,24 @@ class Site:
             }
 
     def _load(self) -> None:
-        self._kept = _Kept(**offload.load(self._file)) if self._file.exists() else _Kept()
+        self._kept = _Kept()
+        if not self._file.exists():
+            return
+        try:
+            kept = _Kept(**offload.load(self._file))
+            wrong = [name for name, value in vars(kept).items() if type(value) is not type(getattr(self._kept, name))]
+            if wrong:
+                raise ValueError(f"{wrong[0]} is a {type(getattr(kept, wrong[0])).__name__}")
+        except Exception as error:  # a file that was cut or changed fails in any way
+            damaged = self._file.with_suffix(".damaged")
+            self._file.replace(damaged)
+            rank_zero_warn(
+                f"{self._file}, what client {self.client} keeps from round to round, cannot be read"
+                f" ({described(error)}). It is now {damaged.name}, and the site goes on as a new client: what it kept"
+                " of earlier rounds is lost."
+            )
+        else:
+            self._kept = kept
 
     def _save(self) -> None:
         self._file.parent.mkdir(parents=True, exist_ok=True)
@@ -288,9 +341,31 @@ class _FlowerCoordinator(SiteCoordinator):
         take_options(self.server.base.optimizers, self._site.round.options)
         return self._site.round.broadcasts
 
+    def begin_round(self, plan: RoundPlan, live: Mapping[str, Tensor], idle: int) -> None:
+        """Apply what has been broadcast, if the site's policy permits it and what is trained in this round."""
+        super().begin_round(plan, live, idle)
+        self._site.policy.check_tensors(self.received, "the server's message")
+        self._site.policy.check_trained(live)
+        self._site.check_cost(sum(plan.batches))
+
+    def pack(self, client: ClientContext, message: Message) -> Packet:
+        """Return what a client sends as it crosses the wire, within what the site's policy permits."""
+        policy, exact = self._site.policy, self.algorithm.exact
+        policy.check_tensors(message.tensors, "the answer")
+        reference = self.algorithm.reference(client.base, self.received)
+        packet = super().pack(client, policy.clipped(message, reference, exact))
+        if not self._clients_add_noise:
+            policy.check_change(packet.received, reference, exact)
+        return packet
+
     def upload(self, packet: Packet) -> None:
         """Encode what the client sends."""
         self._site.round.upload = packet.encode()
+
+
+def _private(recipe: Recipe) -> DifferentialPrivacy | None:
+    callbacks = recipe.trainer.callbacks
+    return next((callback for callback in callbacks if isinstance(callback, DifferentialPrivacy)), None)
 
 
 class _OneClient(Partition):

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
 from flwr.app import Error
 
 try:
@@ -10,6 +15,12 @@ except ImportError:
     _constant = None  # type: ignore[assignment]
 
 _RAISED_BY_SITE = ("CLIENT_APP_RAISED_EXCEPTION", "LOAD_CLIENT_APP_EXCEPTION", "INVALID_FAB")
+
+
+def state_folder(config: Mapping[str, Any]) -> Path:
+    """Return where a party keeps its state: ``state-dir`` of its configuration, by default below Flower's own home."""
+    home = Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr")
+    return Path(str(config.get("state-dir", home / "lightning_lowrank")))
 
 
 def is_passing(error: Error) -> bool:

@@ -26,6 +26,7 @@ from lightning_lowrank.compression import (
     Quantize,
     RandomCodec,
     RandomK,
+    Schema,
     Sign,
     Split,
     TopK,
@@ -121,7 +122,7 @@ def test_every_exported_codec_is_held_to_the_contract():
     exported = {getattr(compression, name) for name in compression.__all__}
     concrete = {kind for kind in exported if issubclass(kind, Codec) and not inspect.isabstract(kind)}
     assert {type(build({})) for build in CODECS.values()} == concrete
-    assert exported - concrete == {Codec, FloatingCodec, RandomCodec, DecodingError, Channel, Packet}
+    assert exported - concrete == {Codec, FloatingCodec, RandomCodec, DecodingError, Channel, Packet, Schema}
 
 
 @every_codec
@@ -191,7 +192,7 @@ def forge(parts):
         (b'{"float32":{"a":[-1]}}', "shape of tensor 'a'"),
         (b'{"float32":{"a":4}}', "shape of tensor 'a'"),
         (b'{"float32":{"a":[1.0]}}', "shape of tensor 'a'"),
-        (b'{"float32":{"a":[0,%d]}}' % 10**30, "beyond any memory"),
+        (b'{"float32":{"a":[0,%d]}}' % 10**30, "beyond any tensor"),
         (b'{"float32":{"a":[%d]}}' % 10**15, "length"),
         (b'{"float64":{"a":[%d,1024]}}' % 2**40, "length"),
         (b'{"float32":{"a":[1]},"int64":{"a":[1]}}', "'a' twice"),

@@ -148,7 +148,7 @@ def test_a_round_that_nobody_answers_is_asked_for_again(tmp_path, monkeypatch):
     [
         ({}, None),
         ({"min_clients": 2}, None),
-        ({"min_clients": 3}, "round 0 has answers of 2 of 3 clients and needs min_clients=3.*client 1: .*not finite"),
+        ({"min_clients": 3}, "round 0 has answers of 2 of 3 sites and needs 3 .min-sites.*client 1: .*not finite"),
         ({"on_client_error": "raise"}, "round 0: the site of client 1 failed: .*not finite"),
     ],
 )

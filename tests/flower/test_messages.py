@@ -11,21 +11,23 @@ from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.supercore.task_identity import TaskIdentity
 
 from lightning_lowrank.compression import (
+    Channel,
     DecodingError,
     Dense,
     Half,
     Mask,
     RandomK,
+    Schema,
     Sign,
     Split,
     TopK,
 )
 from lightning_lowrank.flower.messages import (
-    check_upload,
     difference,
     field_of,
     options_of,
     pack,
+    read_upload,
     signature,
     take_options,
     unpack,
@@ -52,6 +54,10 @@ CODECS = {
     "split": Split(["bias"], Dense(), TopK(share=0.2)),
 }
 every_codec = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+
+
+def receive(data, schema):
+    return Channel().receive(data, schema=schema)
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +106,7 @@ def test_fields_have_a_type():
 @every_codec
 def test_what_the_method_would_send_is_taken(codec):
     expected = {name: torch.zeros_like(value, device="meta") for name, value in TENSORS.items()}
-    taken = check_upload(codec.encode(TENSORS), expected, codec.decode)
+    taken = read_upload(codec.encode(TENSORS), Schema.of(expected), codec.decode)
     assert list(taken) == list(TENSORS)
     for name, value in codec.transmit(TENSORS).items():
         assert torch.equal(taken[name], value)
@@ -120,15 +126,15 @@ def test_what_the_method_would_send_is_taken(codec):
 )
 def test_other_tensors_are_refused_by_name(tensors, said):
     with pytest.raises(DecodingError, match=said):
-        check_upload(Dense().encode(tensors), TENSORS, Dense().decode)
+        read_upload(Dense().encode(tensors), Schema.of(TENSORS), receive)
 
 
 def test_nothing_is_taken_where_nothing_is_sent():
-    assert check_upload(b"", {}, Dense().decode) == {}
+    assert read_upload(b"", Schema({}), receive) == {}
     with pytest.raises(DecodingError, match="sends nothing"):
-        check_upload(b"x", {}, Dense().decode)
+        read_upload(b"x", Schema({}), receive)
     with pytest.raises(DecodingError, match="nothing came"):
-        check_upload(b"", TENSORS, Dense().decode)
+        read_upload(b"", Schema.of(TENSORS), receive)
 
 
 def test_a_shape_of_the_sites_choice_has_a_limit():
@@ -136,7 +142,7 @@ def test_a_shape_of_the_sites_choice_has_a_limit():
 
     def check(columns, **other):
         sent = {"weight": torch.ones(12, columns), "slots": torch.arange(columns), "bias": torch.ones(5), **other}
-        return check_upload(Dense().encode(sent), expected, Dense().decode, limits)
+        return read_upload(Dense().encode(sent), Schema.of(expected, limits), receive)
 
     expected = {"weight": torch.zeros(12, 2), "slots": torch.zeros(2, dtype=torch.int64), "bias": torch.zeros(5)}
     for columns in (0, 2, 7):
@@ -173,7 +179,7 @@ def test_no_bytes_do_more_than_to_be_refused(codec):
     try:
         for data in attempts:
             try:
-                taken = check_upload(data, TENSORS, codec.decode)
+                taken = read_upload(data, Schema.of(TENSORS), codec.decode)
             except DecodingError:
                 refused += 1
             else:

@@ -1,0 +1,351 @@
+"""What comes of a round's answers: each is checked alone and beside the others, and folded as a whole or not at all.
+
+`RemoteRounds` gives an `Intake` what sites sent. Whatever is wrong with a message, or goes wrong while the method takes
+it in, leaves its site out of the round, and the server as if that site had not answered.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import zlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from flwr.app import Message
+from lightning.fabric.utilities import move_data_to_device
+from torch import Tensor
+
+from lightning_lowrank.aggregation import KeepsArrivals
+from lightning_lowrank.compression import Codec, DecodingError, Packet, Schema
+from lightning_lowrank.federated.coordinator import Coordinator
+from lightning_lowrank.federated.failures import described
+from lightning_lowrank.federated.messages import Message as TensorMessage
+from lightning_lowrank.federated.state import ClientContext
+from lightning_lowrank.flower.messages import field_of, printable, read_upload, unpack
+
+__all__ = ["Expected", "Intake", "believed", "expect"]
+
+# Products of numbers up to it are finite in single precision, and so are the squares of these.
+_LARGEST_NORM = 1e9
+# A change of this share of what is changed, times the bound, is taken however little the others change.
+_LEAST_SHARE = 1e-3
+# A site that makes more steps than the others may change more, up to so many times.
+_MOST_FOR_STEPS = 5.0
+# With fewer answers nothing says which of them is the odd one.
+_ENOUGH = 3
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a client is to send, what it is decoded with, and what it was sent."""
+
+    schema: Schema
+    codec: Codec | None
+    received: Mapping[str, Tensor]
+
+
+def expect(coordinator: Coordinator, packets: Mapping[int, Packet], live: Mapping[str, Tensor]) -> dict[int, Expected]:
+    """Return what clients are to send, by doing here what they do there, but for their steps.
+
+    Args:
+        coordinator: The server's half of the rounds.
+        packets: What each client is sent.
+        live: The live trained parameters and persistent buffers, which hold the global model afterwards.
+    """
+    algorithm, base = coordinator.algorithm, coordinator.server.base
+    expected = {}
+    try:
+        for client, packet in packets.items():
+            info = coordinator.info(client)
+            # What the client's half leaves behind goes with the copies.
+            copied = dataclasses.replace(base, state=dict(base.state))
+            state = algorithm.stand_in(coordinator.server, info)
+            context = ClientContext(**vars(info), base=copied, model=live, state=state, steps=1)
+            algorithm.configure(base, info)
+            algorithm.begin(context, TensorMessage(packet.received))
+            sent = algorithm.end(context)
+            schema = Schema.of(sent.tensors, algorithm.upload_limits(base, info))
+            expected[client] = Expected(schema, sent.codec, packet.received)
+    finally:
+        coordinator.show_global(live)
+    return expected
+
+
+def believed(claims: Sequence[int], bound: float) -> list[int]:
+    """Return the counts that are believed of those that sites claim.
+
+    A claim of more than ``bound`` times the upper median of all claims above 0 counts as that median. So a minority
+    cannot raise its own weight beyond what is plausible, nor take others' weight away.
+
+    Example:
+        >>> believed([100, 0, 2**62, 80], bound=10)
+        [100, 0, 100, 80]
+    """
+    middle = _upper_median([claim for claim in claims if claim > 0])
+    return [int(middle) if claim > bound * middle else claim for claim in claims]
+
+
+class Intake:
+    """Takes in what sites send in a round.
+
+    An answer is left out if it cannot be decoded into the tensors that are expected, if the method raises an error over
+    it, or if it changes what it was sent implausibly much: by a norm above ``norm_bound`` times the upper median of the
+    round's answers, for parameters, buffers and what else is sent each on its own. A site that makes more steps than
+    the median site may change as many times more, up to five. With fewer than three answers the largest median of
+    earlier rounds takes the place of the round's own, where there is one; if all answers are beyond that, they are left
+    out only where they exceed it by the bound's square. No answer's norm may exceed 10⁹, or the bound times the norm of
+    what was sent where that is more. A majority of honest sites is thereby never left out for what a minority sends.
+
+    Args:
+        coordinator: The server's half of the rounds.
+        norm_bound: See above; ``math.inf``: norms are not compared.
+    """
+
+    def __init__(self, coordinator: Coordinator, norm_bound: float = 10.0) -> None:
+        self.coordinator = coordinator
+        self.norm_bound = norm_bound
+        self._medians: dict[str, float] = {}
+        self._taken: dict[int, tuple[bytes, Expected]] = {}
+        self._excess: dict[int, float] = {}
+        self._changed: dict[int, dict[str, _Change]] = {}
+        self._undo: Callable[[], None] = lambda: None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is known of earlier rounds."""
+        return {"medians": dict(self._medians)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict`'s result."""
+        self._medians = dict(state["medians"])
+
+    def begin_round(self) -> None:
+        """Begin a round, which the method has begun."""
+        self._taken, self._excess, self._changed = {}, {}, {}
+
+    def take(
+        self, replies: Mapping[int, Message], expected: Mapping[int, Expected], steps: Sequence[int]
+    ) -> dict[int, str]:
+        """Let the method take in answers; may be called several times in a round.
+
+        Args:
+            replies: What sites answered, by client.
+            expected: What each of these clients was to send.
+            steps: How many steps each client of the federation makes in a round.
+
+        Returns:
+            For clients of whose answer nothing was taken in, the reason.
+        """
+        refused: dict[int, str] = {}
+        data: dict[int, bytes] = {}
+        if not self._taken:
+            self._undo = self.coordinator.checkpoint()
+        for client in sorted(replies):
+            try:
+                data[client] = self._payload(replies[client])
+                self.coordinator.ledger.up(len(data[client]))
+                # Tensors are decoded again to be folded: at most one site's are in memory.
+                tensors = self._decode(data[client], expected[client])
+                self._changed[client] = self._changes(tensors, expected[client])
+            except DecodingError as error:
+                refused[client] = printable(str(error))
+        # What was folded already stays.
+        implausible = self._implausible(steps)
+        refused |= {client: reason for client, reason in implausible.items() if client in replies}
+        for client in sorted(replies.keys() - refused.keys()):
+            reason = self._fold(client, data[client], expected[client])
+            if reason is None:
+                self._taken[client] = data[client], expected[client]
+            else:
+                refused[client] = reason
+        return refused
+
+    def aggregate(self, least: int = 1) -> dict[int, str]:
+        """Let the method aggregate what was taken in.
+
+        Where it fails, those whose answers make it fail are left out, at most a minority.
+
+        Args:
+            least: Number of answers that must remain.
+
+        Returns:
+            For clients that were left out, the reason.
+
+        Raises:
+            Exception: What the method raises, if leaving out a minority does not help.
+        """
+        coordinator = self.coordinator
+        coordinator.check_answers(len(self._taken))
+        self._remember()
+        try:
+            coordinator.aggregate()
+            return {}
+        except Exception as error:
+            suspects = sorted(self._taken, key=lambda client: -self._excess.get(client, 0.0))
+            few = min((len(suspects) - 1) // 2, len(suspects) - least)
+            for left_out in [*((client,) for client in suspects if few), *(suspects[:n] for n in range(2, few + 1))]:
+                if coordinator.server.announcement:
+                    # Every copy of the base has changed, which nothing takes back.
+                    break
+                self._undo()
+                coordinator.server.aggregator = coordinator.server.aggregator.fresh()
+                self._undo = coordinator.checkpoint()
+                rest = {client: sent for client, sent in self._taken.items() if client not in left_out}
+                if any(self._fold(client, *sent) for client, sent in rest.items()):
+                    continue
+                try:
+                    coordinator.aggregate()
+                except Exception:
+                    continue
+                reason = f"the method fails on what it sent: {printable(described(error))}"
+                return dict.fromkeys(left_out, reason)
+            raise
+
+    def _payload(self, reply: Message) -> bytes:
+        fields, payloads = unpack(reply)
+        number = self.coordinator.server.round
+        if field_of(fields, "round", int) != number or payloads.keys() - {number}:
+            raise DecodingError(f"it answers for another round: {fields.get('round')}.")
+        return payloads.get(number, b"")
+
+    def _decode(self, data: bytes, expected: Expected) -> dict[str, Tensor]:
+        coordinator = self.coordinator
+
+        def decode(data: bytes, schema: Schema) -> Mapping[str, Tensor]:
+            received = expected.received
+            return coordinator.wire.decode_up(coordinator.server.base, data, received, expected.codec, schema)
+
+        return read_upload(data, expected.schema, decode, coordinator.infinite)
+
+    def _fold(self, client: int, data: bytes, expected: Expected) -> str | None:
+        """Let the method take in one answer, and return why it could not; then the server is as before."""
+        coordinator = self.coordinator
+        server, aggregator = coordinator.server, coordinator.server.aggregator
+        undo, staged = coordinator.checkpoint(), _Staged()
+        server.aggregator = staged
+        try:
+            tensors = self._decode(data, expected)
+            coordinator.take(coordinator.info(client), move_data_to_device(tensors, server.base.device))
+            for added, weight in staged.kept:
+                aggregator.add(added, weight)
+        except Exception as error:  # the method's or the aggregator's, over this answer alone
+            undo()
+            return printable(str(error) if isinstance(error, ValueError) else described(error))
+        finally:
+            server.aggregator = aggregator
+        return None
+
+    def _changes(self, tensors: Mapping[str, Tensor], expected: Expected) -> dict[str, _Change]:
+        """Return by how much an answer changes what its client was sent.
+
+        Raises:
+            DecodingError: If a norm is beyond what can be computed with.
+        """
+        base, model = self.coordinator.server.base, self.coordinator.server.model
+        known = {**model, **self.coordinator.algorithm.reference(base, expected.received)}
+        sparse = expected.codec is not None and expected.codec.sparse
+        squares: dict[str, tuple[list[float], list[float]]] = {}
+        names: dict[str, list[str]] = {}
+        for name, value in tensors.items():
+            kind = _kind(name, value, base.initial_buffers, model)
+            if kind is None or name in self.coordinator.infinite:
+                continue
+            reference = known.get(name)
+            before, after = squares.setdefault(kind, ([], []))
+            names.setdefault(kind, []).append(name)
+            if reference is not None and reference.shape == value.shape:
+                before.append(_norm(reference.cpu()))
+                difference = value.to(_wide(value)) - reference.to("cpu", _wide(value))
+                # Zero stands for what the method's own codec leaves out.
+                value = difference.masked_fill(value == 0, 0) if sparse else difference
+            after.append(_norm(value))
+        found = {}
+        for kind, (before, after) in squares.items():
+            change = _Change(math.hypot(*after), math.hypot(*before), f"{kind} {_digest(names[kind])}")
+            # Not a number is not at most anything.
+            if not change.norm <= max(_LARGEST_NORM, self.norm_bound * change.of):
+                raise DecodingError(f"it changes {kind} by a norm of {change.norm:.3g}.")
+            found[kind] = change
+        return found
+
+    def _implausible(self, steps: Sequence[int]) -> dict[int, str]:
+        """Return for clients whose changes are too large, beside the others', the reason."""
+        refused: dict[int, str] = {}
+        changes = self._changed
+        for kind in dict.fromkeys(kind for each in changes.values() for kind in each):
+            found = {client: each[kind] for client, each in changes.items() if kind in each}
+            middle = _upper_median([change.norm for change in found.values()])
+            usual = max(_upper_median([steps[client] for client in found]), 1)
+            enough = len(found) >= _ENOUGH
+            allowed = {}
+            for client, change in found.items():
+                limit = middle if enough else self._medians.get(change.key, math.inf)
+                more = min(max(steps[client] / usual, 1.0), _MOST_FOR_STEPS)
+                allowed[client] = self.norm_bound * max(limit * more, _LEAST_SHARE * change.of)
+            if not enough and all(change.norm > allowed[client] for client, change in found.items()):
+                allowed = {client: self.norm_bound * limit for client, limit in allowed.items()}
+            for client, change in found.items():
+                self._excess[client] = max(self._excess.get(client, 0.0), change.norm / max(allowed[client], 1e-30))
+                if change.norm > allowed[client]:
+                    refused[client] = (
+                        f"it changes {kind} by a norm of {change.norm:.3g}, and what other sites send allows"
+                        f" {allowed[client]:.3g}; see norm-bound."
+                    )
+        return refused
+
+    def _remember(self) -> None:
+        """Keep the medians of a round that has enough answers for later ones that have not."""
+        for kind in dict.fromkeys(kind for each in self._changed.values() for kind in each):
+            found = [each[kind] for each in self._changed.values() if kind in each]
+            middle = _upper_median([change.norm for change in found])
+            for key in {change.key for change in found} if len(found) >= _ENOUGH else ():
+                own = _upper_median([change.norm for change in found if change.key == key])
+                self._medians[key] = max(self._medians.get(key, 0.0), min(middle, own))
+
+
+@dataclass(frozen=True)
+class _Change:
+    """The norm of a change, the norm of what is changed, and a key for what it is of."""
+
+    norm: float
+    of: float
+    key: str
+
+
+class _Staged(KeepsArrivals):
+    """Keeps what a method adds for one answer, until all of that has been done."""
+
+    def result(self) -> dict[str, Tensor]:
+        raise NotImplementedError("a method takes a client's answer in without the others' mean.")
+
+
+def _upper_median(values: Sequence[float]) -> float:
+    """Return the median, of two in the middle the larger one: neither end of the values decides it; 0 for none."""
+    return statistics.median_high(values) if values else 0.0
+
+
+def _kind(name: str, value: Tensor, buffers: Collection[str], model: Collection[str]) -> str | None:
+    """Return among which of an answer's tensors this one is compared; None for whole numbers that are no counters."""
+    if value.is_floating_point() or value.is_complex():
+        return "buffers" if name in buffers else "parameters" if name in model else "what it sends beside the model"
+    return "counters" if name in buffers and value.dtype != torch.bool else None
+
+
+def _wide(value: Tensor) -> torch.dtype:
+    if value.is_complex():
+        return value.dtype
+    return torch.promote_types(value.dtype, torch.float32) if value.is_floating_point() else torch.float64
+
+
+def _norm(value: Tensor) -> float:
+    value = value.to(_wide(value))
+    return float(
+        torch.linalg.vector_norm(torch.view_as_real(value) if value.is_complex() else value, dtype=torch.float64)
+    )
+
+
+def _digest(names: Sequence[str]) -> int:
+    return zlib.crc32("\n".join(sorted(names)).encode())

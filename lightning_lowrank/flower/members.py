@@ -1,0 +1,186 @@
+"""Which node is the site of which client.
+
+`RemoteRounds` hands over what nodes say when they join. A client belongs to the first node that joined as it: a second
+one is refused, unless it is the same site after a restart, which has kept its secret.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_lowrank.compression import DecodingError
+from lightning_lowrank.flower.intake import believed
+from lightning_lowrank.flower.messages import Claims, Fields, difference
+
+__all__ = ["Members"]
+
+
+@dataclass(frozen=True)
+class _Owner:
+    """Whose a client is: a node, the digest of the site's secret, and what it said of its samples and batches."""
+
+    node: int
+    secret: str
+    clients: int
+    samples: int
+    batches: int
+
+
+class Members:
+    """The sites of a run, by client.
+
+    Flower gives a node that authenticates itself the same id each time, so that such a site is known by its node. One
+    that does not gets a new id from each restart, and is known by the secret in its state file.
+
+    Args:
+        signature: `signature` of the server's module and recipe.
+        clients: Number of clients, where the recipe says it. Otherwise it is what more than half of those that joined
+            say, once all of these clients have joined.
+        nodes: Ids of the nodes of all clients, in their order; empty: the first that joins as a client is its site.
+        count_bound: A site that claims more than so many times the upper median of all sites' samples, or batches,
+            counts as the median site; see `believed`.
+    """
+
+    def __init__(
+        self,
+        signature: Mapping[str, Any],
+        clients: int | None = None,
+        nodes: Sequence[int] = (),
+        count_bound: float = 10.0,
+    ) -> None:
+        self.connected: dict[int, int] = {}
+        """The nodes of those that are there, by client."""
+        self.heard: dict[int, int] = {}
+        """The last round whose broadcast each client has."""
+        self.samples: list[int] = []
+        self.batches: list[int] = []
+        self.unbelieved: list[int] = []
+        """Clients whose claims are not believed."""
+        self._signature = signature
+        self._clients = clients
+        self._nodes = list(nodes)
+        self._count_bound = count_bound
+        self._owners: dict[int, _Owner] = {}
+
+    @property
+    def begun(self) -> bool:
+        """Whether `begin` was called: from then on clients stay with their sites."""
+        return bool(self.samples)
+
+    def leave(self, online: Collection[int]) -> None:
+        """Take note of the nodes that are there."""
+        self.connected = {client: node for client, node in self.connected.items() if node in online}
+
+    def admit(self, node: int, fields: Fields) -> int | None:
+        """Let a node take part.
+
+        Returns:
+            Its client if it has lost what it kept, as the rounds tell that it has heard; otherwise ``None``.
+
+        Raises:
+            DecodingError: If it cannot take part; it says why.
+        """
+        differs = difference(self._signature, fields)
+        claims = Claims.of(fields)
+        client = claims.client
+        if differs:
+            raise DecodingError(f"client {client}: {differs}")
+        clients = self._clients or len(self.samples) or claims.clients
+        if claims.clients != clients:
+            raise DecodingError(
+                f"it is client {client} of {claims.clients}, and the recipe has {clients} clients, from 0"
+            )
+        if self._nodes and (client >= len(self._nodes) or self._nodes[client] != node):
+            raise DecodingError(f"client {client}: its node is another one by `nodes`")
+        owner = _Owner(
+            node, hashlib.sha256(claims.secret.encode()).hexdigest(), clients, claims.samples, claims.batches
+        )
+        self._check_owner(client, owner)
+        if self.begun:
+            first = self._owners[client]
+            if owner.samples != first.samples:
+                raise DecodingError(
+                    f"client {client}: it had {first.samples} samples when the run began, and now has {owner.samples}"
+                )
+        self._owners[client] = owner
+        self.connected[client] = node
+        before, self.heard[client] = self.heard.get(client, -1), claims.heard
+        return client if claims.heard < before else None
+
+    def _check_owner(self, client: int, new: _Owner) -> None:
+        """Refuse a node for a client that is another one's."""
+        if self.begun:
+            other = next(
+                (each for each, owner in self._owners.items() if owner.node == new.node and each != client), None
+            )
+            if other is not None:
+                raise DecodingError(f"client {client}: this node is the site of client {other}")
+        else:
+            # Until the run begins, its site may have been started with another number.
+            for each in [each for each, owner in self._owners.items() if owner.node == new.node and each != client]:
+                del self._owners[each]
+                self.connected.pop(each, None)
+        owner = self._owners.get(client)
+        if owner is None or owner.node == new.node:
+            return
+        if not self.begun:
+            if client in self.connected:
+                raise DecodingError(
+                    f"client {client}: another site has joined as client {client}: each needs a partition-id of its own"
+                )
+        # A site that was restarted may be back before Flower knows that it had gone.
+        elif owner.secret != new.secret:
+            raise DecodingError(
+                f"client {client}: its site is node {owner.node}, and this node does not have what that one keeps. A"
+                " site whose state file is gone is known again only if its SuperNode authenticates itself"
+            )
+
+    def complete(self) -> int | None:
+        """Return the number of clients once the sites of all are there, otherwise ``None``."""
+        if self._clients is not None:
+            return self._clients if len(self.connected) == self._clients else None
+        said = [self._owners[client].clients for client in self.connected]
+        most = max(set(said), key=said.count, default=0)
+        there = sum(client < most and self._owners[client].clients == most for client in self.connected)
+        return most if most and there == most and 2 * there > len(said) else None
+
+    def begin(self, count: int) -> None:
+        """Begin the run with so many clients, and settle how much each of them counts."""
+        self.connected = {client: node for client, node in self.connected.items() if client < count}
+        owners = [self._owners[client] for client in range(count)]
+        self._owners = dict(enumerate(owners))
+        self.samples = believed([owner.samples for owner in owners], self._count_bound)
+        self.batches = believed([owner.batches for owner in owners], self._count_bound)
+        self.unbelieved = [
+            client
+            for client, owner in enumerate(owners)
+            if (owner.samples, owner.batches) != (self.samples[client], self.batches[client])
+        ]
+
+    def claimed(self, client: int) -> tuple[int, int]:
+        """Return the numbers of samples and of batches that a client's site claims."""
+        return self._owners[client].samples, self._owners[client].batches
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a server that is started again needs."""
+        owners = {
+            client: [owner.node, owner.secret, owner.clients, owner.samples, owner.batches]
+            for client, owner in self._owners.items()
+        }
+        return {
+            "owners": owners,
+            "heard": dict(self.heard),
+            "begun": len(self.samples),
+            "connected": sorted(self.connected),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict`'s result; no site is connected."""
+        self._owners = {int(client): _Owner(*owner) for client, owner in state["owners"].items()}
+        self.heard = {int(client): heard for client, heard in state["heard"].items()}
+        self.connected = {}
+        if state["begun"]:
+            self.begin(state["begun"])

@@ -1,0 +1,331 @@
+"""What a site permits, whatever the recipe says.
+
+The site's administrator writes it to a file that the SuperNode is started with. `Site` and the ``ClientApp`` hold what
+they are asked for against it before they build, train or send anything.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import tomllib
+import torch
+import yaml
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from lightning_lowrank.callbacks import DifferentialPrivacy
+from lightning_lowrank.federated.messages import Message
+from lightning_lowrank.federated.privacy import ClientPrivacy
+from lightning_lowrank.flower.messages import Fields, field_of
+from lightning_lowrank.patterns import matches
+
+_DOTTED = re.compile(r"[A-Za-z_]\w*(\.\w+)+")
+# Rounding to 16 bits enlarges a norm by less.
+_ROUNDING = 1.01
+
+
+class PolicyViolation(MisconfigurationException):
+    """What was asked of a site is against its policy."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a site permits. An entry that is ``None`` or left out permits everything.
+
+    Args:
+        min_clients: Least number of sites in a mean: the server must say that it makes no round of fewer. A server that
+            lies about it can be held to it only with ``secure_aggregation``.
+        clip: Largest L2 norm, above 0, of the change that leaves the site, over all tensors together. A larger change
+            is scaled down to it before it is encoded. A recipe whose ``federated.privacy`` states a larger clipping
+            norm is refused.
+        max_epsilon: Largest ε, above 0, that all rounds together may cost the site's samples. It needs a recipe with
+            the callback `DifferentialPrivacy`, by which the site counts; a round that would cost more is refused
+            before it is trained.
+        max_delta: Largest δ of that ε, in (0, 1). Default 1e-5. Use less than 1 over the site's number of samples.
+        max_download: Largest message from the server, in bytes.
+        max_upload: Largest message to the server, in bytes.
+        tensors: Names that may be sent in either direction, as patterns with the wildcards of `fnmatch`, each with the
+            largest shape. A tensor of fewer dimensions fits if its last ones do.
+        modules: Which parts of the model may be trained: patterns of which one must match each trained parameter or
+            buffer, as in `LowRank`'s ``include``: names, runs of their parts between dots, wildcards.
+        classes: What the recipe may name that is imported and called: patterns of class paths such as
+            ``["lightning_lowrank.*", "torch.optim.*"]``. Naming a class runs its code.
+
+    Raises:
+        MisconfigurationException: If an entry is of another type or out of range.
+
+    Example:
+        >>> Policy(max_upload=1000).check_upload(1001)
+        Traceback (most recent call last):
+        ...
+        lightning_lowrank.flower.policy.PolicyViolation: the site's policy has max_upload=1,000, and its answer has \
+1,001 bytes.
+    """
+
+    min_clients: int | None = None
+    clip: float | None = None
+    max_epsilon: float | None = None
+    max_delta: float = 1e-5
+    max_download: int | None = None
+    max_upload: int | None = None
+    tensors: Mapping[str, Sequence[int]] | None = None
+    modules: Sequence[str] | None = None
+    classes: Sequence[str] | None = None
+    source: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("min_clients", "max_download", "max_upload"):
+            value = getattr(self, name)
+            _check(value is None or (type(value) is int and value >= 1), name, "a whole number, 1 or more", value)
+        for name in ("clip", "max_epsilon", "max_delta"):
+            value = getattr(self, name)
+            optional = value is None and name != "max_delta"
+            above = type(value) in (int, float) and math.isfinite(value) and value > 0
+            _check(optional or above, name, "a number above 0", value)
+        _check(self.max_delta < 1, "max_delta", "below 1", self.max_delta)
+        for name in ("modules", "classes"):
+            value = getattr(self, name)
+            _check(value is None or _are_texts(value), name, "a list of patterns", value)
+        wanted = "patterns with the largest shape of each, such as {'network.*': [512, 512]}"
+        are_shapes = isinstance(self.tensors, Mapping) and all(
+            isinstance(pattern, str)
+            and isinstance(shape, (list, tuple))
+            and all(type(size) is int and size >= 0 for size in shape)
+            for pattern, shape in self.tensors.items()
+        )
+        _check(self.tensors is None or are_shapes, "tensors", wanted, self.tensors)
+
+    @classmethod
+    def load(cls, file: str | Path) -> Policy:
+        """Read a policy from a YAML file, or from one whose name ends in ``.toml``.
+
+        Raises:
+            MisconfigurationException: If it cannot be read, has an entry of another name, or one out of range.
+        """
+        path = Path(file)
+        try:
+            text = path.read_text(encoding="utf-8")
+            found = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
+        except (OSError, UnicodeDecodeError, yaml.YAMLError, tomllib.TOMLDecodeError) as error:
+            raise MisconfigurationException(f"the site's policy {path} cannot be read: {error}") from error
+        known = [each.name for each in fields(cls) if each.name != "source"]
+        if not isinstance(found, dict) or not found or not found.keys() <= set(known):
+            unknown = sorted(map(str, found.keys() - set(known))) if isinstance(found, dict) else found
+            raise MisconfigurationException(
+                f"the site's policy {path} must be entries out of {', '.join(known)}; it has {unknown}."
+            )
+        try:
+            return replace(cls(**found), source=str(path))
+        except MisconfigurationException as error:
+            raise MisconfigurationException(f"{path}: {error}") from error
+
+    def check_download(self, nbytes: int) -> None:
+        """Refuse a message from the server that is too large.
+
+        Raises:
+            PolicyViolation: If it is.
+        """
+        if self.max_download is not None and nbytes > self.max_download:
+            raise self._violation(
+                "max_download", f"{self.max_download:,}", f"the server's message has {nbytes:,} bytes"
+            )
+
+    def check_upload(self, nbytes: int) -> None:
+        """Refuse to send a message that is too large.
+
+        Raises:
+            PolicyViolation: If it is.
+        """
+        if self.max_upload is not None and nbytes > self.max_upload:
+            raise self._violation("max_upload", f"{self.max_upload:,}", f"its answer has {nbytes:,} bytes")
+
+    def check_request(self, request: Fields) -> None:
+        """Refuse a request of a server that would make a mean of too few sites.
+
+        Raises:
+            PolicyViolation: If it would.
+            DecodingError: If it does not say.
+        """
+        if self.min_clients is None:
+            return
+        promised = field_of(request, "min_sites", int)
+        if promised < self.min_clients:
+            told = f"the server makes a round of as few as {promised} (min-sites, or the recipe's min_clients)"
+            raise self._violation("min_clients", self.min_clients, told)
+
+    def check_recipe(self, text: str) -> None:
+        """Refuse a recipe that names what may not be imported; nothing is imported for it.
+
+        Raises:
+            PolicyViolation: If it does.
+        """
+        if self.classes is None:
+            return
+        for path in _names(yaml.safe_load(text)):
+            if not any(fnmatchcase(path, pattern) for pattern in self.classes):
+                raise self._violation("classes", list(self.classes), f"the recipe names {path[:100]!r}")
+
+    def check_privacy(self, clients: ClientPrivacy | None, samples: DifferentialPrivacy | None) -> None:
+        """Refuse a recipe whose privacy is less than what the site asks for.
+
+        Args:
+            clients: The recipe's ``federated.privacy``.
+            samples: The recipe's callback, if it has one.
+
+        Raises:
+            PolicyViolation: If it is.
+        """
+        if self.clip is not None and clients is not None and clients.clip > self.clip:
+            raise self._violation("clip", self.clip, f"the recipe's federated.privacy has clip={clients.clip}")
+        if self.max_epsilon is None:
+            return
+        if samples is None:
+            told = "the recipe has no DifferentialPrivacy, by which the site would count what its rounds cost"
+            raise self._violation("max_epsilon", self.max_epsilon, told)
+        if samples.delta > self.max_delta:
+            told = f"the recipe's DifferentialPrivacy has delta={samples.delta}"
+            raise self._violation("max_delta", self.max_delta, told)
+
+    def check_cost(self, samples: DifferentialPrivacy | None, client: int, steps: int) -> None:
+        """Refuse a round of so many steps that would cost too much.
+
+        Raises:
+            PolicyViolation: If it would.
+        """
+        if self.max_epsilon is None or samples is None:
+            return
+        cost = samples.epsilon(client, steps)
+        if cost > self.max_epsilon:
+            told = f"{steps} more steps would make it {cost:.4g} at δ = {samples.delta:g}"
+            raise self._violation("max_epsilon", self.max_epsilon, told)
+
+    def check_trained(self, names: Iterable[str]) -> None:
+        """Refuse to train parameters that are not of the permitted modules.
+
+        Raises:
+            PolicyViolation: If there are any.
+        """
+        if self.modules is None:
+            return
+        for name in names:
+            if not any(matches(pattern, name) for pattern in self.modules):
+                raise self._violation("modules", list(self.modules), f"{name!r} would be trained")
+
+    def check_tensors(self, tensors: Mapping[str, Tensor], what: str) -> None:
+        """Refuse tensors of other names or larger shapes; ``what`` says where they stand.
+
+        Raises:
+            PolicyViolation: If there are any.
+        """
+        if self.tensors is None:
+            return
+        for name, tensor in tensors.items():
+            limits = [shape for pattern, shape in self.tensors.items() if fnmatchcase(name, pattern)]
+            if not any(_fits(tensor.shape, limit) for limit in limits):
+                shape = f" of shape {list(tensor.shape)}" if limits else ""
+                allowed: list[Any] = [list(limit) for limit in limits] or list(self.tensors)
+                raise self._violation("tensors", allowed, f"{what} has {name[:100]!r}{shape}")
+
+    @torch.no_grad()
+    def clipped(self, message: Message, reference: Mapping[str, Tensor], exact: Iterable[str]) -> Message:
+        """Return what the client sends with a change from ``reference`` whose norm is at most ``clip``.
+
+        A tensor without a reference of its shape is a change itself. Those of ``exact`` and integers stay as they are.
+
+        Raises:
+            PolicyViolation: If the method has a codec of its own, whose numbers cannot be scaled.
+        """
+        if self.clip is None:
+            return message
+        changes = _changes(message.tensors, reference, exact)
+        norm = _norm(changes)
+        if not norm > self.clip:
+            return message
+        if message.codec is not None:
+            told = f"the change has the norm {norm:.4g} in {type(message.codec).__name__}, which cannot be scaled"
+            raise self._violation("clip", self.clip, told)
+        scaled = {
+            name: (message.tensors[name].double() + (self.clip / norm - 1) * change).to(message.tensors[name].dtype)
+            for name, change in changes.items()
+        }
+        return replace(message, tensors={**message.tensors, **scaled})
+
+    def check_change(
+        self, received: Mapping[str, Tensor], reference: Mapping[str, Tensor], exact: Iterable[str]
+    ) -> None:
+        """Refuse to send what arrives as a change of a larger norm than ``clip``, as some codecs make it.
+
+        Raises:
+            PolicyViolation: If it does.
+        """
+        if self.clip is None:
+            return
+        norm = _norm(_changes(received, reference, exact))
+        if norm > _ROUNDING * self.clip:
+            told = f"the uplink's codecs enlarge the change to the norm {norm:.4g}"
+            raise self._violation("clip", self.clip, told)
+
+    def _violation(self, name: str, value: object, told: str) -> PolicyViolation:
+        return PolicyViolation(f"the site's policy has {name}={value}, and {told}.")
+
+
+def _check(holds: bool, name: str, wanted: str, value: object) -> None:
+    if not holds:
+        raise MisconfigurationException(f"the policy's {name} must be {wanted}, got {value!r}")
+
+
+def _are_texts(value: object) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(each, str) for each in value)
+
+
+def _fits(shape: Sequence[int], limit: Sequence[int]) -> bool:
+    last = limit[len(limit) - len(shape) :]
+    return len(shape) <= len(limit) and all(size <= most for size, most in zip(shape, last, strict=True))
+
+
+def _changes(tensors: Mapping[str, Tensor], reference: Mapping[str, Tensor], exact: Iterable[str]) -> dict[str, Tensor]:
+    left_out, changes = set(exact), {}
+    for name, value in tensors.items():
+        if name in left_out or not value.is_floating_point():
+            continue
+        known = reference.get(name)
+        changes[name] = value.double()
+        if known is not None and known.shape == value.shape:
+            changes[name] = changes[name] - known.to(value.device).double()
+    return changes
+
+
+def _norm(changes: Mapping[str, Tensor]) -> float:
+    if not changes:
+        return 0.0
+    return float(torch.stack([change.norm() for change in changes.values()]).norm())
+
+
+def _names(content: Any) -> Iterable[str]:
+    """Yield what a recipe names that may be imported: class paths, and dotted names of installed packages."""
+    seen: set[int] = set()
+    pending = [("", content)]
+    while pending:
+        key, value = pending.pop()
+        if isinstance(value, str):
+            if key == "class_path" or (_DOTTED.fullmatch(value) and _is_installed(value.partition(".")[0])):
+                yield value
+        elif isinstance(value, (dict, list)) and id(value) not in seen:
+            # Aliases may stand for one part many times.
+            seen.add(id(value))
+            pending.extend(value.items() if isinstance(value, dict) else (("", each) for each in value))
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return True

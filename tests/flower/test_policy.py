@@ -1,0 +1,240 @@
+"""What a site permits: refused by name, before anything is built, trained or sent; and its audit log."""
+
+import pytest
+import torch
+import yaml
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_lowrank.cli.audit import read_audit
+from lightning_lowrank.compression import Sign
+from lightning_lowrank.federated.messages import Message
+from lightning_lowrank.federated.privacy import ClientPrivacy
+from lightning_lowrank.flower.policy import Policy, PolicyViolation
+from lightning_lowrank.flower.recipe import build
+from tests.flower.helpers import merged, method, run_on_sites, write_recipe
+
+SMALL = {
+    "federated": {"clients_per_round": None, "local_epochs": 1},
+    "data": {"init_args": {"limit_samples": 60}},
+    "trainer": {"max_epochs": 2, "limit_val_batches": 0},
+}
+
+
+@pytest.mark.parametrize("suffix", [".yaml", ".toml"])
+def test_files(tmp_path, suffix):
+    file = tmp_path / f"policy{suffix}"
+    text = {
+        ".yaml": "min_clients: 3\nclip: 1.5\nmodules: [network]\ntensors: {'network.*': [16, 64]}\n",
+        ".toml": 'min_clients = 3\nclip = 1.5\nmodules = ["network"]\n[tensors]\n"network.*" = [16, 64]\n',
+    }
+    file.write_text(text[suffix])
+    assert Policy.load(file) == Policy(min_clients=3, clip=1.5, modules=["network"], tensors={"network.*": [16, 64]})
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("max_uplaod: 5", r"entries out of min_clients, .*; it has \['max_uplaod'\]"),
+        ("", "it has None"),
+        ("- 1", r"it has \[1\]"),
+        ("a: [", "cannot be read"),
+        ("!!python/object/apply:os.system ['true']", "cannot be read"),
+        ("min_clients: 0", "min_clients must be a whole number, 1 or more, got 0"),
+        ("max_upload: 1.5", "max_upload must be"),
+        ("max_download: true", "max_download must be"),
+        ("clip: 0", "clip must be a number above 0"),
+        ("clip: .nan", "clip must be a number above 0"),
+        ("clip: big", "clip must be"),
+        ("max_epsilon: -1", "max_epsilon must be a number above 0"),
+        ("max_delta: 1", "max_delta must be below 1"),
+        ("modules: network", "modules must be a list of patterns"),
+        ("tensors: {a: 5}", "tensors must be patterns"),
+    ],
+)
+def test_files_that_are_none(tmp_path, text, told):
+    file = tmp_path / "policy.yaml"
+    file.write_text(text)
+    with pytest.raises(MisconfigurationException, match=f"policy.yaml.*{told}"):
+        Policy.load(file)
+
+
+def test_a_file_that_is_not_there_is_no_permission(tmp_path):
+    with pytest.raises(MisconfigurationException, match="cannot be read"):
+        Policy.load(tmp_path / "policy.yaml")
+
+
+def test_names_and_shapes():
+    policy = Policy(tensors={"network.*": [16, 64], "*.bias": [8], "step": []})
+    good = {"network.0.weight": torch.zeros(16, 64), "network.0": torch.zeros(64), "step": torch.tensor(1)}
+    policy.check_tensors(good, "it")
+    for name, shape in (
+        ("network.0", (17, 64)),
+        ("network.0", (1, 16, 64)),
+        ("b.bias", (9,)),
+        ("x", ()),
+        ("step", (1,)),
+    ):
+        with pytest.raises(PolicyViolation, match=f"policy has tensors=.*and it has '{name}'"):
+            policy.check_tensors({name: torch.zeros(shape)}, "it")
+
+
+def test_what_a_recipe_names():
+    policy = Policy(classes=["lightning_lowrank.*", "torch.optim.SGD", "Digits"])
+    policy.check_recipe(
+        "model: {class_path: lightning_lowrank.models.Classifier, init_args: {optimizer: torch.optim.SGD}}\n"
+        "data: {class_path: Digits, init_args: {root: some.where, names: [network.fc1]}}"
+    )
+    for text in (
+        "model: {class_path: os.system}",
+        "model: {init_args: {labels: os.system}}",
+        "[{a: [{b: subprocess.run}]}]",
+        "class_path: Evil",
+    ):
+        with pytest.raises(PolicyViolation, match=r"the recipe names '(os|subprocess|Evil)"):
+            policy.check_recipe(text)
+    # Aliases that stand for a billion parts.
+    lines = ["a0: &a0 [os.path]"] + [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 10)]
+    with pytest.raises(PolicyViolation, match=r"names 'os\.path'"):
+        policy.check_recipe("\n".join(lines))
+
+
+def test_changes_are_clipped_over_all_tensors():
+    policy = Policy(clip=1.0)
+    reference = {"a": torch.full((3,), 2.0), "b": torch.zeros(2, 2)}
+    sent = {
+        "a": torch.full((3,), 5.0),
+        "b": torch.full((2, 2), -4.0),
+        "own": torch.tensor([8.0]),
+        "count": torch.tensor(7),
+        "seed": torch.tensor([1e6]),
+    }
+    clipped = policy.clipped(Message(sent), reference, ["seed"]).tensors
+    norm = (27 + 64 + 64) ** 0.5
+    torch.testing.assert_close(clipped["a"], 2 + 3 / norm * torch.ones(3))
+    torch.testing.assert_close(clipped["b"], -4 / norm * torch.ones(2, 2))
+    torch.testing.assert_close(clipped["own"], torch.tensor([8 / norm]))
+    assert clipped["count"] is sent["count"]
+    assert clipped["seed"] is sent["seed"]
+    small = Message({"a": reference["a"] + 0.1})
+    assert policy.clipped(small, reference, []) is small
+    assert Policy().clipped(Message(sent), reference, []).tensors is sent
+    with pytest.raises(PolicyViolation, match=r"clip=1\.0, and .* Sign, which cannot be scaled"):
+        policy.clipped(Message(sent, Sign()), reference, [])
+    with pytest.raises(PolicyViolation, match="codecs enlarge the change to the norm 3"):
+        policy.check_change({"a": torch.tensor([3.0])}, {"a": torch.zeros(1)}, [])
+
+
+VIOLATIONS = {
+    "min_clients": ({"min_clients": 2}, {}, "query.join"),
+    "max_download": ({"max_download": 1000}, {}, "train.round"),
+    "max_upload": ({"max_upload": 1000}, {}, "train.round"),
+    "tensors": ({"tensors": {"network.net.0.*": [16, 64]}}, {}, "train.round"),
+    "modules": ({"modules": ["network.*.left"]}, {}, "query.join"),
+    "classes": ({"classes": ["torch.*"]}, {}, "query.join"),
+    "clip": ({"clip": 1e-3}, {"federated": {"uplink": [method("RandomK", share=0.1, unbiased=True)]}}, "train.round"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VIOLATIONS)
+def test_violations_are_refused_by_name_at_the_site(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    policy, changes, kind = VIOLATIONS[name]
+    file = tmp_path / "policy.yaml"
+    file.write_text(yaml.safe_dump(policy))
+    recipe = write_recipe(tmp_path, merged(SMALL, changes))
+    with pytest.raises(MisconfigurationException, match=f"the site's policy has {name}="):
+        run_on_sites(recipe, tmp_path, node_config=lambda client: {"policy": str(file)})
+    audit = read_audit(tmp_path / "state" / "audit_client_0.jsonl")
+    assert audit.faults == []
+    last = audit.entries[-1]
+    assert (last["direction"], last["kind"]) == ("refused", kind)
+    assert f"policy has {name}=" in last["reason"]
+
+
+@pytest.mark.slow
+def test_one_sites_policy_is_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "policy.yaml"
+    file.write_text("max_upload: 1000\n")
+    recipe = write_recipe(tmp_path, SMALL)
+    served, _ = run_on_sites(recipe, tmp_path, node_config=lambda client: {"policy": str(file)} if client == 1 else {})
+    assert served.callback_metrics["federated/clients"] == 2
+    kinds = [entry["direction"] for entry in read_audit(tmp_path / "state" / "audit_client_1.jsonl").entries]
+    assert kinds == ["received", "sent", "received", "refused", "received", "refused"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, {"algorithm": "SCAFFOLD", "uplink": [method("Half")]}], ids=["FedAvg", "Half"])
+def test_what_leaves_a_site_is_clipped(tmp_path, monkeypatch, changes):
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "policy.yaml"
+    file.write_text("clip: 0.01\nmin_clients: 3\nmodules: [network]\n")
+    recipe = write_recipe(tmp_path, merged(SMALL, {"federated": changes, "trainer": {"max_epochs": 1}}))
+    initial = dict(build([recipe]).module.state_dict())
+
+    def change(served):
+        after = served.lightning_module.state_dict()
+        return torch.stack([(after[name] - value).norm() for name, value in initial.items()]).norm().item()
+
+    served, _ = run_on_sites(recipe, tmp_path, min_sites=3, node_config=lambda client: {"policy": str(file)})
+    assert served.callback_metrics["federated/failed"] == 0
+    assert 0.001 < change(served) < 0.0101
+    free, _ = run_on_sites(recipe, tmp_path / "free")
+    assert change(free) > 0.05
+
+
+@pytest.mark.slow
+def test_the_audit_log_has_every_message(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe = write_recipe(tmp_path, SMALL)
+    log = tmp_path / "elsewhere" / "log.jsonl"
+    run_on_sites(recipe, tmp_path, node_config=lambda client: {"audit_log": str(log)} if client == 0 else {})
+    entries = read_audit(log).entries
+    assert [(entry["direction"], entry["kind"], entry["round"]) for entry in entries] == [
+        ("received", "query.join", None),
+        ("sent", "query.join", None),
+        *((direction, "train.round", number) for number in range(2) for direction in ("received", "sent")),
+    ]
+    parameters = 64 * 16 + 16 + 16 * 16 + 16 + 16 * 10 + 10
+    assert all(entry["bytes"] > 4 * parameters for entry in entries[2:])
+    assert len({entry["digest"] for entry in entries}) == len(entries)
+
+
+@pytest.mark.slow
+def test_a_round_that_costs_too_much_privacy_is_refused(tmp_path, monkeypatch):
+    pytest.importorskip("dp_accounting")
+    monkeypatch.chdir(tmp_path)
+    private = method("DifferentialPrivacy", noise_multiplier=1.0, delta=1e-6, secure=True)
+    recipe = write_recipe(tmp_path, merged(SMALL, {"trainer": {"callbacks": [private]}}))
+    run_on_sites(recipe, tmp_path)
+    entries = read_audit(tmp_path / "state" / "audit_client_0.jsonl").entries
+    _, first, second = (entry["epsilon"] for entry in entries if entry["direction"] == "sent")
+    assert 0 < first < second
+    file = tmp_path / "policy.yaml"
+
+    def run(policy, name):
+        file.write_text(policy)
+        config = {"policy": str(file)}
+        return run_on_sites(recipe, tmp_path / name, node_config=lambda client: config if client == 0 else {})
+
+    served, _ = run(f"max_epsilon: {(first + second) / 2}", "some")
+    assert served.callback_metrics["federated/failed"] == 1
+    entries = read_audit(tmp_path / "some" / "state" / "audit_client_0.jsonl").entries
+    assert [entry["direction"] for entry in entries] == [*["received", "sent"] * 2, "received", "refused"]
+    assert "policy has max_epsilon=" in entries[-1]["reason"]
+    for policy, told in (
+        ("{max_epsilon: 1000.0, max_delta: 1.0e-7}", "policy has max_delta=1e-07, and .* has delta=1e-06"),
+        ("max_epsilon: 1.0e-3", "no site made round 0|policy has max_epsilon"),
+    ):
+        file.write_text(policy)
+        with pytest.raises(MisconfigurationException, match=told):
+            run_on_sites(recipe, tmp_path / told[:9], node_config=lambda client: {"policy": str(file)})
+
+
+def test_privacy_that_is_less_than_asked_for():
+    with pytest.raises(PolicyViolation, match=r"policy has clip=0\.5, and the recipe.* has clip=1\.0"):
+        Policy(clip=0.5).check_privacy(ClientPrivacy(clip=1.0, noise_multiplier=1.0), None)
+    Policy(clip=1.0).check_privacy(ClientPrivacy(clip=1.0, noise_multiplier=1.0), None)
+    with pytest.raises(PolicyViolation, match="policy has max_epsilon=8, and the recipe has no DifferentialPrivacy"):
+        Policy(max_epsilon=8).check_privacy(None, None)
