@@ -98,6 +98,8 @@ class Rounds(Untraced):
             data.plan = data.plan if coordinator.private is None else None
         self.further = FurtherModels(data, coordinator)
         coordinator.setup()
+        per_round = data.planner.per_round
+        coordinator.check_cohort(min([per_round, *map(len, settings.participants or ())]))
         data.group_key = self._group_key
         previous = None if before is None else before.execution
         self.execution: Execution = choose_execution(trainer, coordinator, data, processes, restored, previous)

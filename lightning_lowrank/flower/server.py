@@ -262,6 +262,7 @@ class RemoteRounds(Callback):
             sampling_seed=None if self.loop.privacy is None else self.loop.privacy.sampling_seed,
         )
         self.coordinator = Coordinator(self.loop, server, self.members.samples, ClientStates(), self.ledger)
+        self.coordinator.check_cohort(self.loop.cohort_size(server.clients))
         privacy = self.loop.privacy
         if privacy is not None and not privacy.secure:
             raise MisconfigurationException(f"{privacy!r} {SEED_IS_KNOWN}")

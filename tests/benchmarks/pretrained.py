@@ -3,17 +3,17 @@
     python tests/benchmarks/pretrained.py [--models 110m 1b] [--repetitions N] [--threads N] [--json FILE]
 
 The models are Llamas with random weights in bfloat16, wrapped by PEFT (LoRA of rank 8 on the query and value
-projections), trained with AdamW: by a plain `Trainer.fit`, and by `FederatedLoop` with Product-Sum and four clients, one
-after another and together. Each run is a process of its own. Shown are
+projections), trained with AdamW: by a plain `Trainer.fit`, and by `FederatedLoop` with Product-Sum and four clients,
+one after another and together. Each run is a process of its own. Shown are
 
 - start: seconds from the call of `fit` to the first training step,
 - memory: the largest resident memory during `fit`, over that of the loaded model, in MB,
 - the seconds of a round, which is an epoch of the plain run,
 - the size of a checkpoint in MB, with `TrainedCheckpoints` for the rounds,
 
-as medians over the repetitions, and two limits: peak memory (the loaded model's with it) of the sequential run at most 5 %
-and three adapters above the plain run's, and a start at most one second later. The differences to the plain run at two
-sizes tell what they would be at 7 billion parameters: of each is shown how much of it grows with the model.
+as medians over the repetitions, and two limits: peak memory (the loaded model's with it) of the sequential run at most
+5 % and three adapters above the plain run's, and a start at most one second later. The line through the differences at
+two sizes tells what they would be at 7 billion parameters.
 
 The exit status is 1 if a limit is not met. The machine must have nothing else to do.
 """

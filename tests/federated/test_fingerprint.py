@@ -18,6 +18,9 @@ from torch import nn
 from torch.utils.data import TensorDataset, default_collate
 
 from lightning_lowrank import (
+    ALIE,
+    Bucketing,
+    CenteredClipping,
     ClientPrivacy,
     Dirichlet,
     FedAvg,
@@ -25,11 +28,20 @@ from lightning_lowrank import (
     FederatedLoop,
     FedLoRA,
     FromIndices,
+    GaussianNoise,
+    GeometricMedian,
+    InnerProduct,
     LabelCount,
+    LabelFlip,
     LowRank,
     MaskAbsentClasses,
     MatrixProduct,
+    MultiKrum,
+    NormBound,
+    Scaled,
+    SignFlip,
     StaticBatchNorm,
+    TrimmedMean,
     aggregation,
 )
 from lightning_lowrank.aggregation import KeepsArrivals
@@ -141,6 +153,16 @@ OTHERS: dict[Any, Any] = {
     ("Half", "dtype"): "bfloat16",
     ("Quantize", "bits"): 4,
     ("MatrixProduct", "layout"): "raw",
+    "before": [Bucketing(1)],
+    "selected": 1,
+    "radius": 0.5,
+    "bound": 0.5,
+    "relative_weight": 1.5,
+    "deviations": 1.5,
+    ("LabelFlip", "classes"): 5,
+    ("Scaled", "classes"): 5,
+    ("Scaled", "scale"): 5.0,
+    "weighted": True,
     ("FedLoRA", "operator"): OtherOperator(),
     ("FedLoRA", "upload_ranks"): 3,
 }
@@ -171,6 +193,7 @@ CHANGED: dict[str, Any] = {
     "uplink": [Half()],
     "downlink": [Half()],
     "aggregator": Median(),
+    "attackers": SignFlip(1),
     "objective": MaskAbsentClasses("net"),
     "privacy": ClientPrivacy(noise_multiplier=1.0),
     "weighting": "uniform",
@@ -226,7 +249,8 @@ def test_a_changed_setting(tmp_path, begun, name):
 PARTS: dict[str, Any] = {
     "partition": [Dirichlet(0.5, min_samples=5), LabelCount(2)],
     "uplink": [TopK(0.5), RandomK(0.5), Quantize(), Sign(), Half()],
-    "aggregator": [Median()],
+    "aggregator": [Median(), TrimmedMean(), MultiKrum(), GeometricMedian(), CenteredClipping(), NormBound()],
+    "attackers": [SignFlip(), GaussianNoise(), InnerProduct(), ALIE(), LabelFlip(), Scaled()],
     "objective": [MaskAbsentClasses("net", classes=4)],
     "algorithm": [Renamed()],
 }

@@ -54,6 +54,8 @@ class Places:
 class SeededBatches(Dataset):
     """Reads and collates a whole batch at a time, its random draws seeded by the request.
 
+    ``change``, if given, makes of each batch, and its samples' indices, what is delivered, sample by sample.
+
     Collating here rather than in the loader puts a random ``collate_fn`` under the same seed, and makes the result
     independent of the number of workers.
 
@@ -62,9 +64,15 @@ class SeededBatches(Dataset):
     ``sample_by_sample``, so are some that follow each other.
     """
 
-    def __init__(self, dataset: Dataset, collate: Callable[[list[Any]], Any]) -> None:
+    def __init__(
+        self,
+        dataset: Dataset,
+        collate: Callable[[list[Any]], Any],
+        change: Callable[[Any, np.ndarray], Any] | None = None,
+    ) -> None:
         self.dataset = dataset
         self.collate = collate
+        self._change = change
         self._tensors = dataset.tensors if type(dataset) is TensorDataset and collate is default_collate else None
         self._deterministic = self._tensors is not None or (
             getattr(dataset, "deterministic", False)
@@ -82,6 +90,10 @@ class SeededBatches(Dataset):
         return BlockReader(self._read)(requests) if self._in_blocks else map(self._read, requests)
 
     def _read(self, request: Request) -> Any:
+        batch = self._as_it_is(request)
+        return batch if self._change is None else self._change(batch, request.indices)
+
+    def _as_it_is(self, request: Request) -> Any:
         if self._tensors is not None:
             rows = torch.from_numpy(request.indices)
             return [_gather(tensor, rows.to(tensor.device)) for tensor in self._tensors]
@@ -213,6 +225,7 @@ class RoundLoader:
         poisson: Returns the seed by which each of a client's samples is in a batch on its own, so that batches have the
             loader's size on average. Where none is drawn, the client's first sample stands for the batch; see `drawn`.
             ``None``: batches are of one size.
+        change: As for `SeededBatches`.
     """
 
     def __init__(
@@ -227,6 +240,7 @@ class RoundLoader:
         shuffle: bool,
         stacked: bool = False,
         poisson: Callable[[], int] | None = None,
+        change: Callable[[Any, np.ndarray], Any] | None = None,
     ) -> None:
         self.shuffle = shuffle
         self._poisson = poisson
@@ -239,7 +253,7 @@ class RoundLoader:
         self._position = position
         self._skips = skips
         self._randomness = randomness
-        self.batches = SeededBatches(loader.dataset, loader.collate_fn)
+        self.batches = SeededBatches(loader.dataset, loader.collate_fn, change)
         self._read_requests = batch_reader(loader, self.batches, _RequestsOf(self), stacked)
 
     def __len__(self) -> int:

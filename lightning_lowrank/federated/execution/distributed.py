@@ -334,7 +334,8 @@ class SharedCoordinator(Coordinator):
         super().__init__(*parts)
         self._strategy = strategy
         self._trainer = trainer
-        self._streams = inherits(self.algorithm, "receive") and self.settings.privacy is None
+        modified = self.settings.privacy is not None or self.settings.attackers is not None
+        self._streams = inherits(self.algorithm, "receive") and not modified
         self._arrivals: list[tuple[ClientInfo, Message, float]] = []
 
     def begin_round(self, plan: RoundPlan, live: Mapping[str, Tensor], idle: int) -> None:
