@@ -188,6 +188,7 @@ CHANGED: dict[str, Any] = {
     "chunk_size": 2,
     "compile": "auto",
     "fast_steps": False,
+    "data_on_device": True,
     "client_settings": lambda client: {"lr": 0.01} if client else {},
     "client_memory_limit": 0,
     "personal_test": 0.2,
@@ -198,7 +199,7 @@ NEEDS = {
     "compile": {"execution": "vectorized"},
     "participants": {"clients_per_round": None},
 }
-WITHOUT_EFFECT = {"summary", "fast_steps", "client_memory_limit", "allow_changes"}
+WITHOUT_EFFECT = {"summary", "fast_steps", "data_on_device", "client_memory_limit", "allow_changes"}
 
 
 @pytest.fixture(scope="module")

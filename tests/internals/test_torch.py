@@ -252,6 +252,12 @@ def test_loaders_read_by_a_function():
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4]]
     assert torch.equal(torch.rand(()), ours), "a loader draws one number each time that it is read"
     assert read == [[0, 1], [2, 3], [4]]
+    assert hasattr(iter(loader), "_pin_memory"), (
+        "torch pins elsewhere: batches of loaders that pin are read on the host"
+    )
+    restore = internals.read_by(loader, lambda indices, as_loader: len(indices), pinned=False)
+    assert list(loader) == [2, 2, 1]
+    restore()
 
 
 @pytest.mark.parametrize("lacking", ["_get_iterator", "_dataset_fetcher"])

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
+from lightning_lowrank.federated.data.device import DeviceData
 from lightning_lowrank.federated.data.evaluation_samples import hold_out
 from lightning_lowrank.federated.data.indices import ClientIndices
 from lightning_lowrank.federated.data.labels import find_labels
@@ -23,7 +24,7 @@ from lightning_lowrank.federated.data.loader import (
     batches_of,
     check_loader,
 )
-from lightning_lowrank.federated.data.planner import RoundPlan, RoundPlanner
+from lightning_lowrank.federated.data.planner import RoundPlan, RoundPlanner, divide
 from lightning_lowrank.federated.fingerprint import describe, digest
 from lightning_lowrank.federated.progress import Progress
 from lightning_lowrank.federated.randomness import StepRandomness
@@ -66,6 +67,7 @@ class RoundData:
         self.resumed_chunks: list[list[int]] | None = None
         self.group_key: Callable[[int, int], Hashable] = lambda client, round_number: None
         self.randomness = StepRandomness()
+        self.device_data: DeviceData | None = None
         self.running = True
         self._fingerprint: dict[str, Any] = {}
         self._labels_of_division: str | None = None
@@ -131,8 +133,24 @@ class RoundData:
             randomness=self.randomness,
             shuffle=isinstance(loader.sampler, RandomSampler) and not self._trainer.overfit_batches,
             stacked=self.stacked,
+            device_data=self.device_data,
+            next_cohort=self._next_cohort,
         )
         return self._loader
+
+    def _next_cohort(self) -> list[int]:
+        plan, trainer = self.current_plan(), self._trainer
+        last = trainer.max_epochs not in (None, -1) and plan.round + 1 >= trainer.max_epochs
+        # A function of the user's is asked once a round.
+        if last or callable(self.planner.availability):
+            return []
+        try:
+            clients, batches, _ = self.planner.cohort(plan.round + 1)
+        except MisconfigurationException:
+            # The next round says so, if there is one.
+            return []
+        planner = self.planner
+        return divide(dict(zip(clients, batches, strict=True)), planner.processes)[planner.process]
 
     def divided(self) -> ClientIndices:
         """Return which training samples each client has, dividing them where that has not been done."""
