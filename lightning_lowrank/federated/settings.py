@@ -93,6 +93,10 @@ class FederatedSettings(Configured):
             needs a C++ compiler on a CPU and Triton on a GPU, and some seconds for each form of step. Their results are
             the same to rounding. ``"auto"``: where it is possible, and the run has 30,000 such steps left when it
             begins. Steps that cannot be traced are not compiled. Off by default.
+        cuda_graphs: Whether traced steps of clients that step together are captured as CUDA graphs, where the device is
+            a CUDA GPU. A form and size of step that has been used four times is captured; all captures may take a
+            quarter of the free memory. Steps that can't be captured, or of which a capture gives other values, are
+            replayed without.
         fast_steps: Whether steps, and batches of validation and tests, may call only those hooks that the module or a
             callback overrides; whether ``self.log`` may leave out what Lightning has checked of the same call before;
             and whether validation and test loaders may read batches in one piece. They do so in order and without
@@ -159,6 +163,7 @@ class FederatedSettings(Configured):
     execution: Literal["sequential", "vectorized", "auto"] = "sequential"
     chunk_size: int | None = None
     compile: bool | Literal["auto"] = False
+    cuda_graphs: bool = field(default=True, metadata=SAME_RESULT)
     fast_steps: bool = field(default=True, metadata=SAME_RESULT)
     data_on_device: bool | Literal["auto", "round"] = field(default="auto", metadata=SAME_RESULT)
     client_settings: dict[int, dict[str, Any]] | Callable[[int], Mapping[str, Any]] | None = None

@@ -187,6 +187,7 @@ CHANGED: dict[str, Any] = {
     "execution": "vectorized",
     "chunk_size": 2,
     "compile": "auto",
+    "cuda_graphs": False,
     "fast_steps": False,
     "data_on_device": True,
     "client_settings": lambda client: {"lr": 0.01} if client else {},
@@ -199,7 +200,7 @@ NEEDS = {
     "compile": {"execution": "vectorized"},
     "participants": {"clients_per_round": None},
 }
-WITHOUT_EFFECT = {"summary", "fast_steps", "data_on_device", "client_memory_limit", "allow_changes"}
+WITHOUT_EFFECT = {"summary", "cuda_graphs", "fast_steps", "data_on_device", "client_memory_limit", "allow_changes"}
 
 
 @pytest.fixture(scope="module")
