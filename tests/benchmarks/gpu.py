@@ -22,6 +22,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import logging
 import sys
 import time
@@ -444,22 +446,24 @@ def pfl_itself(of: Experiment, options: argparse.Namespace) -> dict[str, Any] | 
     network = Network().to(device)
     evaluation = NNEvalHyperParams(local_batch_size=2500)
     begin = time.perf_counter()
-    FederatedAveraging().run(
-        NNAlgorithmParams(
-            central_num_iterations=rounds,
-            evaluation_frequency=2 if options.quick else 10,
-            train_cohort_size=of.cohort,
-            val_cohort_size=0,
-        ),
-        SimulatedBackend(data, data, postprocessors=[WeightByDatapoints()]),
-        PyTorchModel(network, torch.optim.SGD, torch.optim.SGD(network.parameters(), lr=1.0)),
-        NNTrainHyperParams(local_batch_size=of.batch, local_num_epochs=1, local_learning_rate=0.1),
-        evaluation,
-        callbacks=[
-            CentralEvaluationCallback(Dataset(tensors(of.evaluated, 2)), evaluation, 2 if options.quick else 10),
-            Report(),
-        ],
-    )
+    # It prints each round's metrics.
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        FederatedAveraging().run(
+            NNAlgorithmParams(
+                central_num_iterations=rounds,
+                evaluation_frequency=2 if options.quick else 10,
+                train_cohort_size=of.cohort,
+                val_cohort_size=0,
+            ),
+            SimulatedBackend(data, data, postprocessors=[WeightByDatapoints()]),
+            PyTorchModel(network, torch.optim.SGD, torch.optim.SGD(network.parameters(), lr=1.0)),
+            NNTrainHyperParams(local_batch_size=of.batch, local_num_epochs=1, local_learning_rate=0.1),
+            evaluation,
+            callbacks=[
+                CentralEvaluationCallback(Dataset(tensors(of.evaluated, 2)), evaluation, 2 if options.quick else 10),
+                Report(),
+            ],
+        )
     whole = time.perf_counter() - begin
     accuracy = next((value for name, value in found.items() if "accuracy" in name), float("nan"))
     scaled = "" if rounds == of.rounds else f", so {whole / rounds * of.rounds:.0f} s for {of.rounds:,}"
@@ -489,7 +493,8 @@ def main() -> int:
     for name in [name for name in WAYS if options.ways and not any(part in name for part in options.ways)]:
         del WAYS[name]
     warnings.simplefilter("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    for noisy in ("lightning.pytorch", "pfl"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = options.tf32
     where = torch.cuda.get_device_name(options.on) if options.on.type == "cuda" else str(options.on)
     print(f"torch {torch.__version__}, {where}, {'TF32' if options.tf32 else 'float32'}", flush=True)
