@@ -58,7 +58,9 @@ class CudaRecorder:
         """Return a CUDA graph's outputs, and its replay. Its random numbers are those of the generator at a replay."""
         before = torch.cuda.memory_reserved(self._device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self._device), torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        # Other threads pin memory and send the next round's samples meanwhile.
+        capture = torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local")
+        with torch.cuda.device(self._device), capture:
             outputs = make()
         self._bytes += max(0, torch.cuda.memory_reserved(self._device) - before)
         return outputs, graph.replay
