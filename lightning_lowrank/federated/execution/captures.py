@@ -23,6 +23,8 @@ Run = Callable[[Sequence[Tensor]], list[Tensor]]
 _WORTH_CAPTURING = 4
 """Uses of a replay after which it is captured; what is used less is not worth the memory."""
 _MOST = 64
+_MOST_PLACES = 8
+"""Captures of one replay, each for tensors in other places. More would be made again and again."""
 _TOLERANCE = 1e-3
 _SHARE_OF_MEMORY = 0.25
 
@@ -86,7 +88,7 @@ class Captures:
 
     Args:
         recorder: Records; ``None``: nothing is captured.
-        copies: Whether results are copied. Otherwise they are overwritten by the next use of the same replay.
+        copies: Whether results are copied. Otherwise they are overwritten by the next use of any replay.
 
     Attributes:
         reason: Why no more is captured; empty if that is not so.
@@ -152,7 +154,7 @@ class _Capturing:
         fixed = {place for place, each in enumerate(tensors) if place in self._kept or captures.lends(each)}
         key = tuple(each.data_ptr() if place in fixed else 0 for place, each in enumerate(tensors))
         found = self._found.get(key)
-        if found is None and not captures.reason:
+        if found is None and not captures.reason and len(self._found) < _MOST_PLACES:
             self._uses[key] += 1
             if self._uses[key] >= _WORTH_CAPTURING:
                 found = self._capture(tensors, fixed)
@@ -182,6 +184,8 @@ class _Capturing:
 
 class _Capture:
     """A captured replay: its inputs and outputs have one place each.
+
+    Outputs are valid until the next replay of any capture, for captures share memory.
 
     Args:
         recorder: Records it.

@@ -249,6 +249,9 @@ class ClientStack(Untraced):
             for name, gradient in gradients.items():
                 part.give(self.leaves[name], gradient)
             total = losses.sum() if total is None else total + losses.sum()
+            if len(found) > 1:
+                # Captured steps share memory, so that another part's may overwrite them.
+                values = {name: value.clone() for name, value in values.items()}
             logged.add(values, part.places.samples)
         logged.log(self._module)
         return total

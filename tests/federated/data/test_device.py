@@ -104,7 +104,11 @@ def test_several_batches_are_made_at_once_and_lie_as_on_their_own(monkeypatch):
     monkeypatch.setattr(device._Batches, "_end_of_block", lambda *given: made.append(block(*given)) or made[-1])
     batches = read(*DATASETS["tensors"], 1, True)
     assert len(made) < len(batches) / 2
-    assert all(batch[0].data_ptr() % 64 == 0 for batch, _ in batches)
+    narrow = TensorDataset(VALUES[:, :5].contiguous(), LABELS)
+    for chunk_size in (1, 4):
+        for batch, _ in read(narrow, None, chunk_size, True):
+            for inputs, _ in [batch] if chunk_size == 1 else [part for _, part in batch]:
+                assert inputs.data_ptr() % 64 == 0
     monkeypatch.setattr(device, "_INDICES", 50)
     assert_equal(read(*DATASETS["tensors"], 1, True), batches)
 

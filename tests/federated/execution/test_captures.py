@@ -1,5 +1,7 @@
 """Captured replays, with a recorder that records on the CPU as CUDA does: fixed memory, and nothing made meanwhile."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from lightning_lowrank import SCAFFOLD, FedAvg, FederatedLoop, FedProx, FromIndices
+from lightning_lowrank.aggregation import KeepsArrivals
 from lightning_lowrank.federated.execution import captures, graphs, vectorized
 from lightning_lowrank.federated.execution.captures import Captures
 from lightning_lowrank.internals.torch import writes
@@ -121,6 +124,16 @@ def test_another_frozen_weight_is_captured_again():
     assert recorder.records == 2
 
 
+def test_a_weight_that_moves_again_and_again_is_not_captured_each_time():
+    recorder = OnTheCPU()
+    captured, kept = Captures(recorder).around(step, kept=[3]), []
+    for value in range(20):
+        kept.append(torch.full((2,), float(value)))
+        for _ in range(6):
+            assert torch.equal(captured([torch.zeros(2), torch.zeros(2), torch.zeros(2), kept[-1]])[0], kept[-1])
+    assert recorder.records == captures._MOST_PLACES
+
+
 def test_results_are_copied_where_somebody_may_keep_them():
     for copies in (False, True):
         captured = Captures(OnTheCPU(), copies).around(step, kept=[3])
@@ -164,6 +177,17 @@ def recorder(monkeypatch):
     return found
 
 
+class Median(KeepsArrivals):
+    """Keeps what it is given until the round ends, and no copy."""
+
+    def add(self, tensors, weight):
+        super().add(tensors, weight)
+        self.kept[-1] = tensors, weight
+
+    def result(self):
+        return {name: torch.stack(values).median(0).values for name, values in self.values().items()}
+
+
 class Batches(nn.BatchNorm1d):
     """Has running statistics, which a step writes into."""
 
@@ -190,14 +214,20 @@ def run(tmp_path, algorithm, net, **settings):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunk_size", [4, 3])
+@pytest.mark.parametrize("chunk_size", [4, 3, 2])
 @pytest.mark.parametrize(
-    ("algorithm", "net"), [(FedAvg, "statistics"), (SCAFFOLD, "plain"), (lambda: FedProx(0.1), "dropout")]
+    ("algorithm", "net", "more"),
+    [
+        (FedAvg, "statistics", {}),
+        (SCAFFOLD, "plain", {}),
+        (partial(FedProx, 0.1), "dropout", {}),
+        (FedAvg, "plain", {"aggregator": Median()}),
+    ],
 )
-def test_fits_are_equal_bit_for_bit(tmp_path, recorder, algorithm, net, chunk_size):
-    expected, _ = run(tmp_path, algorithm, net, chunk_size=chunk_size, cuda_graphs=False)
+def test_fits_are_equal_bit_for_bit(tmp_path, recorder, algorithm, net, more, chunk_size):
+    expected, _ = run(tmp_path, algorithm, net, chunk_size=chunk_size, cuda_graphs=False, **more)
     assert recorder.records == 0
-    found, loop = run(tmp_path, algorithm, net, chunk_size=chunk_size)
+    found, loop = run(tmp_path, algorithm, net, chunk_size=chunk_size, **more)
     assert recorder.replays > recorder.records > 0
     assert loop.rounds.execution.graphs.captures.reason == ""
     assert_same(found, expected)
