@@ -4,6 +4,8 @@ Normalisation and augmentation are operations on the whole batch, because a fede
 differently shuffled pieces of one data set and pays the cost of fetching a batch often.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -152,18 +154,61 @@ class TensorImages(Dataset[tuple[Tensor, int]]):
     def __getitems__(self, indices: Sequence[int]) -> ImageBatch:
         """Fetch the samples at ``indices`` (non-negative) with one gather, normalised and augmented."""
         rows = torch.as_tensor(indices, dtype=torch.long)
-        pixels = self._augment(self.images.index_select(0, rows))
-        images = pixels.float().div_(self.pixel_max).sub_(self.mean).div_(self.std)
-        return ImageBatch(images, self.targets.index_select(0, rows))
+        reader = _RowsOfImages(self)
+        made = reader.make([tensor.index_select(0, rows) for tensor in reader.tensors], reader.draw(len(rows), None))
+        return ImageBatch(*made)
 
-    def _augment(self, pixels: Tensor) -> Tensor:
+    def by_rows(self) -> _RowsOfImages | None:
+        """Return how a batch is made of rows, on any device; ``None`` for a subclass, which may fetch otherwise."""
+        return _RowsOfImages(self) if type(self) is TensorImages else None
+
+
+class _RowsOfImages:
+    """Gathers nothing itself, so that `lightning_lowrank.federated.data.device.Rows` of it may be on another device."""
+
+    collates = (default_collate, collate_images)
+
+    def __init__(self, images: TensorImages) -> None:
+        self._images = images
+        self._of: tuple[Any, ...] = ()
+        self._constants: tuple[Tensor, ...] = ()
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Pixels and targets."""
+        return self._images.images, self._images.targets
+
+    def draw(self, samples: int, generator: torch.Generator | None) -> Tensor | None:
+        """Return for each sample its crop's offsets and whether it is mirrored, as rows of an int64 tensor."""
+        found = []
+        if self._images.crop_padding:
+            found.append(torch.randint(2 * self._images.crop_padding + 1, (2, samples), generator=generator))
+        if self._images.mirror:
+            found.append((torch.rand(1, samples, generator=generator) < 0.5).long())
+        return torch.cat(found) if len(found) > 1 else found[0] if found else None
+
+    def make(self, rows: Sequence[Tensor], draws: Tensor | None) -> list[Tensor]:
+        """Return normalised and augmented images, and their targets."""
+        pixels, targets = rows
+        if draws is not None:
+            pixels = self._augment(pixels, draws)
+        of = self._images.pixel_max, self._images.mean, self._images.std
+        if pixels.device.type == "cpu":
+            return [pixels.float().div_(of[0]).sub_(of[1]).div_(of[2]), targets]
+        if self._of[1:] != (*map(id, of), pixels.device):
+            # To divide by a number, a GPU would multiply by its reciprocal, which rounds otherwise.
+            self._constants = tuple(torch.as_tensor(each, dtype=torch.float32).to(pixels.device) for each in of)
+            # They are held, so that no other has their ids.
+            self._of = of, *map(id, of), pixels.device
+        pixel_max, mean, std = self._constants
+        return [pixels.float().div_(pixel_max).sub_(mean).div_(std), targets]
+
+    def _augment(self, pixels: Tensor, draws: Tensor) -> Tensor:
         samples, _, height, width = pixels.shape
-        if self.crop_padding:
-            top, left = torch.randint(2 * self.crop_padding + 1, (2, samples))
-            padded = F.pad(pixels, (self.crop_padding,) * 4)
-            windows = padded.unfold(2, height, 1).unfold(3, width, 1)
-            pixels = windows[torch.arange(samples), :, top, left]
-        if self.mirror:
-            flipped = torch.rand(samples) < 0.5
-            pixels = torch.where(flipped.view(-1, 1, 1, 1), pixels.flip(-1), pixels)
+        padding = self._images.crop_padding
+        if padding:
+            windows = F.pad(pixels, (padding,) * 4).unfold(2, height, 1).unfold(3, width, 1)
+            pixels = windows[torch.arange(samples, device=pixels.device), :, draws[0], draws[1]]
+        if self._images.mirror:
+            pixels = torch.where(draws[-1].bool().view(-1, 1, 1, 1), pixels.flip(-1), pixels)
         return pixels

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_lowrank.federated.algorithm import detached
+from lightning_lowrank.federated.data.device import DeviceData
 from lightning_lowrank.federated.data.loader import Request, SeededBatches, batch_reader, check_loader
 from lightning_lowrank.federated.randomness import StepRandomness, seed_process, step_seed
 from lightning_lowrank.federated.state import copy_into, trained_tensors
@@ -68,6 +69,7 @@ class ClientEvaluation:
             its order or ``drop_last``; or a list with just one.
         indices: For each client the samples of the loader's dataset that it is tested on, in order; may be empty.
         seed: Seed of the experiment.
+        device_data: Keeps samples on the device that trains; ``None``: batches are read on the host.
 
     Raises:
         MisconfigurationException: If there are several loaders, if the loader is not a plain
@@ -96,6 +98,7 @@ class ClientEvaluation:
         loader: Any,
         indices: Sequence[Tensor | Sequence[int]],
         seed: int = 0,
+        device_data: DeviceData | None = None,
     ) -> None:
         plain = check_loader(loader, training=False)
         self.seed = seed
@@ -112,6 +115,8 @@ class ClientEvaluation:
         """What the metric objects that the last run logged say of themselves, by the names they were logged under."""
         self._requests: list[Request] = []
         self._read_requests = batch_reader(plain, SeededBatches(plain.dataset, plain.collate_fn), self._requests)
+        if device_data is not None:
+            self._read_requests = device_data.reader(plain, self._requests, self._read_requests)
 
     @torch.no_grad()
     def run(

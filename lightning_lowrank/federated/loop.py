@@ -29,6 +29,7 @@ from lightning_lowrank.federated.checks import (
     warn_of_changed_base,
 )
 from lightning_lowrank.federated.coordinator import Coordinator
+from lightning_lowrank.federated.data.device import DeviceData
 from lightning_lowrank.federated.data.indices import ClientIndices
 from lightning_lowrank.federated.data.planner import RoundPlan
 from lightning_lowrank.federated.data.rounds import RoundData
@@ -128,10 +129,11 @@ class FederatedLoop(FederatedSettings, Callback):
         self._fingerprint: dict[str, Any] = {}
         self._processes: ClientParallelStrategy | None = None
         self._horizon: Horizon | None = None
+        self._device_data: DeviceData | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy has, or a pickle: the settings and the ledger, and nothing else of a fit."""
-        own = ("_restore", "_progress", "_data", "_rounds", "_restored", "_processes", "_horizon")
+        own = ("_restore", "_progress", "_data", "_rounds", "_restored", "_processes", "_horizon", "_device_data")
         return {name: value for name, value in vars(self).items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -194,6 +196,7 @@ class FederatedLoop(FederatedSettings, Callback):
         check_namespace(trainer, pl_module)
         install_whole_checkpoints(trainer)
         if stage != "fit":
+            self._keep_samples(trainer)
             self._evaluate_fast(trainer, stage)
             return
         processes = shared_by(trainer)
@@ -214,6 +217,7 @@ class FederatedLoop(FederatedSettings, Callback):
         if self._data is None:
             self._data = RoundData(self, self._progress, self._on_divided)
         self._data.attach(trainer, source.user_loader, limit)
+        self._keep_samples(trainer)
         source.replace(self._data)
         if limit != 0:
             settings.limit_train_batches = 1.0
@@ -240,9 +244,16 @@ class FederatedLoop(FederatedSettings, Callback):
             )
         )
 
+    def _keep_samples(self, trainer: pl.Trainer) -> None:
+        if self._device_data is None or self._device_data.trainer is not trainer:
+            self._device_data = DeviceData(trainer, self.data_on_device)
+        self._restore.callback(self._device_data.forget)
+        if self._data is not None:
+            self._data.device_data = self._device_data
+
     def _evaluate_fast(self, trainer: pl.Trainer, stage: str) -> None:
         if self.fast_steps and stage != "predict":
-            self._restore.callback(DirectEvaluation(trainer, stage, WholeBatches().begin).restore)
+            self._restore.callback(DirectEvaluation(trainer, stage, WholeBatches(self._device_data).begin).restore)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Give the trainer back as it was."""

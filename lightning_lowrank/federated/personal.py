@@ -99,7 +99,8 @@ class FurtherModels:
         """Return the evaluation that was made for this loader, or make one."""
         if name not in self._evaluations or self._evaluations[name][0] is not loader:
             seed = self._coordinator.server.seed
-            self._evaluations[name] = loader, ClientEvaluation(loader, indices(), seed=seed)
+            kept = None if self._data is None else self._data.device_data
+            self._evaluations[name] = loader, ClientEvaluation(loader, indices(), seed, kept)
         return self._evaluations[name][1]
 
     def _test_indices(self, loader: Any) -> list[Tensor]:

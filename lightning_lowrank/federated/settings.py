@@ -100,11 +100,26 @@ class FederatedSettings(Configured):
             needs a C++ compiler on a CPU and Triton on a GPU, and some seconds for each form of step. Their results are
             the same to rounding. ``"auto"``: where it is possible, and the run has 30,000 such steps left when it
             begins. Steps that cannot be traced are not compiled. Off by default.
+        cuda_graphs: Whether traced steps of clients that step together are captured as CUDA graphs, where the device is
+            a CUDA GPU. A form and size of step that has been used four times is captured; all captures may take a
+            quarter of the free memory. Steps that can't be captured, or of which a capture gives other values, are
+            replayed without.
         fast_steps: Whether steps, and batches of validation and tests, may call only those hooks that the module or a
             callback overrides; whether ``self.log`` may leave out what Lightning has checked of the same call before;
             and whether validation and test loaders may read batches in one piece. They do so in order and without
             workers, over a `torch.utils.data.TensorDataset` or a dataset with an attribute ``deterministic`` that is
             true, of which up to 256 MiB of batches are kept. Off, all of it is Lightning's own, with the same results.
+        data_on_device: Where samples are kept that are rows of tensors: those of a `torch.utils.data.TensorDataset`
+            with torch's own collate function, of this package's images, and of a `torch.utils.data.Subset` of them.
+            Batches are gathered, normalised and augmented there, without a loader's workers, with the same draws and
+            results. ``True``: in the memory of the device that trains. ``"round"``: there too, but only the samples of
+            a round's clients, which are sent while the round before goes on. ``False``: in main memory; batches are
+            copied from pinned memory where the device is a CUDA GPU. ``"auto"`` (default): on other devices than the
+            CPU as ``True`` where the samples take at most a quarter of the memory that is free at the first batch, and
+            else as ``"round"``; as ``False`` for other data, and where the module or datamodule overrides
+            ``on_before_batch_transfer`` or ``transfer_batch_to_device``. Evaluation batches are made on the device
+            where all samples are there and nothing is drawn; validation and tests also need ``fast_steps``, and a
+            loader in order without workers.
         personal_test: What each client's own model (`Algorithm.personal_model`; for most methods the global model) is
             tested on, each time validation runs between rounds: ``"matched_labels"``: the validation samples of the
             labels that it has in its training samples; a share in (0, 1): that share of its own samples, drawn at
@@ -157,7 +172,9 @@ class FederatedSettings(Configured):
     execution: Literal["sequential", "vectorized", "auto"] = "sequential"
     chunk_size: int | None = None
     compile: bool | Literal["auto"] = False
+    cuda_graphs: bool = field(default=True, metadata=SAME_RESULT)
     fast_steps: bool = field(default=True, metadata=SAME_RESULT)
+    data_on_device: bool | Literal["auto", "round"] = field(default="auto", metadata=SAME_RESULT)
     client_settings: dict[int, dict[str, Any]] | Callable[[int], Mapping[str, Any]] | None = None
     client_memory_limit: int | None = field(default=None, metadata=SAME_RESULT)
     personal_test: Literal["matched_labels"] | float | None = None
@@ -198,6 +215,7 @@ class FederatedSettings(Configured):
         choices = (
             ("execution", ("sequential", "vectorized", "auto")),
             ("compile", (False, True, "auto")),
+            ("data_on_device", (False, True, "auto", "round")),
             ("buffers", ("average", "local", "reset")),
             ("optimizer_state", ("reset", "keep")),
             ("on_client_error", ("drop", "raise")),
@@ -205,6 +223,12 @@ class FederatedSettings(Configured):
         for name, allowed in choices:
             choice = getattr(self, name)
             _check(choice in allowed, f"{name} must be one of {allowed}, got {choice!r}")
+        poisons = self.attackers is not None and self.attackers.poisons_labels
+        _check(
+            not poisons or self.data_on_device in (False, "auto"),
+            f"data_on_device={self.data_on_device!r} does not go with attackers={self.attackers!r}, whose samples get"
+            " other labels in main memory: use data_on_device='auto'",
+        )
 
     def _check_rounds(self) -> None:
         _check(self.clients is None or self.clients >= 1, f"clients must be 1 or more, got {self.clients}")

@@ -235,7 +235,7 @@ def copy_versions(source: Any, target: Any) -> None:
 # Loaders
 
 
-def read_by(loader: DataLoader, read: Callable[..., Any]) -> Callable[[], None]:
+def read_by(loader: DataLoader, read: Callable[..., Any], pinned: bool = True) -> Callable[[], None]:
     """Have a loader without workers read its batches by a function, and do all else as before.
 
     There is no public way: another dataset or collate function would be seen in the loader's attributes, and another
@@ -244,6 +244,8 @@ def read_by(loader: DataLoader, read: Callable[..., Any]) -> Callable[[], None]:
     Args:
         loader: The loader.
         read: Gets the indices of a batch's samples and ``as_loader``, which reads them as the loader does.
+        pinned: Whether the loader may copy them to pinned memory, as it was told to; ``False`` where they are on a
+            device, which it would refuse.
 
     Returns:
         What gives the loader's own way back.
@@ -265,6 +267,10 @@ def read_by(loader: DataLoader, read: Callable[..., Any]) -> Callable[[], None]:
         iterator = make_iterator()
         fetcher: Any = getattr(iterator, "_dataset_fetcher", None)
         if hasattr(fetcher, "fetch"):
+            if not pinned:
+                if not hasattr(iterator, "_pin_memory"):
+                    return iterator
+                iterator._pin_memory = False
             fetcher.fetch = functools.partial(read, as_loader=fetcher.fetch)
         return iterator
 

@@ -1,6 +1,7 @@
 """What makes a cohort of small convolutional networks step together on a CPU, beside its clients one after another.
 
     python tests/benchmarks/convolutions.py [--threads 2] [--repetitions 5] [--cohorts 5 10 20] [--json FILE]
+    python tests/benchmarks/convolutions.py --shapes [--device cuda] [--dtype bfloat16] [--tf32] [--cohorts 10 50] …
 
 Every row is CNN4 in one form, on images of 28×28: a step is forward, backward and plain SGD for all clients of the
 cohort. Each repetition runs every contender once. A contender's milliseconds are the least of the repetitions, per
@@ -22,18 +23,25 @@ others step together under `vmap` and differ in their convolutions and batch nor
 All must have the losses of the first line. The exit status is 1 if `StackedProducts` is slower than the first line in
 any row. The machine must have nothing else to do: where other processes take turns on the cores, torch's threads wait
 for each other. A row whose first line varies as they do then says so.
+
+With `--shapes` each row is one convolution, forward and backward, of CNN4, ResNet-18 or the network of pfl's benchmark,
+on any device: as torch maps it (grouped), that with channels last, `F.unfold` and batched products, windows and one
+batched product, a convolution per client (with channels last: what `StackedProducts` does on a CPU), and on a GPU a
+convolution per client on eight streams. The last line says for how many shapes the way that this library takes on the
+device is the fastest, and which ways are faster for the others: `stacked_products.py` has the choice.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -315,16 +323,180 @@ def factors(times: dict[str, list[float]]) -> dict[str, float]:
     }
 
 
+# Single convolutions
+
+
+class Shape(NamedTuple):
+    """A convolution: channels in and out, width of the images and of the kernel, stride, padding, batch size."""
+
+    channels: int
+    outputs: int
+    size: int
+    kernel: int
+    stride: int
+    padding: int
+    batch: int
+
+
+SHAPES = {
+    "cnn4 1": Shape(1, 32, 28, 3, 1, 1, 64),
+    "cnn4 2": Shape(32, 64, 14, 3, 1, 1, 64),
+    "cnn4 3": Shape(64, 128, 7, 3, 1, 1, 64),
+    "cnn4 4": Shape(128, 256, 3, 3, 1, 1, 64),
+    "resnet18 first": Shape(3, 64, 32, 3, 1, 1, 64),
+    "resnet18 stage 1": Shape(64, 64, 32, 3, 1, 1, 64),
+    "resnet18 into 2": Shape(64, 128, 32, 3, 2, 1, 64),
+    "resnet18 shortcut": Shape(64, 128, 32, 1, 2, 0, 64),
+    "resnet18 stage 2": Shape(128, 128, 16, 3, 1, 1, 64),
+    "resnet18 stage 3": Shape(256, 256, 8, 3, 1, 1, 64),
+    "resnet18 stage 4": Shape(512, 512, 4, 3, 1, 1, 64),
+    "pfl 1": Shape(3, 32, 32, 3, 1, 0, 10),
+    "pfl 2": Shape(32, 64, 30, 3, 1, 0, 10),
+}
+
+
+def grouped(
+    inputs: Tensor, weights: Tensor, biases: Tensor | None, stride: Any, padding: Any, dilation: Any, groups: int
+) -> Tensor:
+    joined, bias = inputs.transpose(0, 1).flatten(1, 2), None if biases is None else biases.flatten()
+    outputs = F.conv2d(joined, weights.flatten(0, 1), bias, stride, padding, dilation, groups * len(weights))
+    return outputs.unflatten(1, (len(weights), -1)).transpose(0, 1)
+
+
+def on_streams(
+    inputs: Tensor, weights: Tensor, biases: Tensor | None, stride: Any, padding: Any, dilation: Any, groups: int
+) -> Tensor:
+    present, streams = torch.cuda.current_stream(inputs.device), side_streams(inputs.device)
+    outputs = []
+    for stream in streams:
+        stream.wait_stream(present)
+    for place, (images, weight) in enumerate(zip(inputs, weights, strict=True)):
+        # Autograd makes the backward pass of each on its stream as well.
+        with torch.cuda.stream(streams[place % len(streams)]):
+            bias = None if biases is None else biases[place]
+            outputs.append(F.conv2d(images, weight, bias, stride, padding, dilation, groups))
+    for stream in streams:
+        present.wait_stream(stream)
+    return torch.stack(outputs)
+
+
+@functools.cache
+def side_streams(device: torch.device) -> list[torch.cuda.Stream]:
+    return [torch.cuda.Stream(device) for _ in range(8)]
+
+
+def loop_channels_last(
+    inputs: Tensor, weights: Tensor, biases: Tensor | None, stride: Any, padding: Any, dilation: Any, groups: int
+) -> Tensor:
+    return stacked_products._StackedConvolution.apply(inputs, weights, biases, stride, padding, dilation, groups)
+
+
+OF_SHAPES: dict[str, Convolve] = {
+    "grouped": grouped,
+    "grouped, channels last": grouped_channels_last,
+    "unfold, products": unfold_and_multiply,
+    "windows, one product": windows_and_multiply,
+    "loop": loop,
+    "loop, channels last": loop_channels_last,
+    "loop on streams": on_streams,
+}
+SHIPPED = {"cpu": "loop, channels last"}
+"""The way of `StackedProducts` by device; elsewhere it leaves convolutions to torch, which groups them."""
+
+
+def measure_shape(
+    shape: Shape, clients: int, device: torch.device, dtype: torch.dtype, repetitions: int
+) -> dict[str, list[float]]:
+    """Return seconds of a client's forward and backward pass in each repetition, by way."""
+    draws = torch.Generator().manual_seed(0)
+    size = (clients, shape.batch, shape.channels, shape.size, shape.size)
+    images = torch.randn(size, generator=draws).to(device, dtype)
+    kernel = (clients, shape.outputs, shape.channels, shape.kernel, shape.kernel)
+    weights = (torch.randn(kernel, generator=draws) / (shape.channels * shape.kernel**2) ** 0.5).to(device, dtype)
+    geometry = [shape.stride] * 2, [shape.padding] * 2, [1, 1], 1
+    # A network's first convolution needs no gradient of its images.
+    asked = [each.requires_grad_(each is weights or shape.channels > 3) for each in (images, weights)]
+    needed = [each for each in asked if each.requires_grad]
+    times: dict[str, list[float]] = {}
+    expected: list[Tensor] = []
+    for name, convolve in OF_SHAPES.items():
+        if convolve is on_streams and device.type != "cuda":
+            continue
+        times[name] = []
+        for repetition in range(repetitions + 2):
+            synchronize(device)
+            begin = time.perf_counter()
+            outputs = convolve(images, weights, None, *geometry)
+            gradients = torch.autograd.grad(outputs, needed, outputs.detach())
+            synchronize(device)
+            if repetition > 1:
+                times[name].append((time.perf_counter() - begin) / clients)
+        found = [outputs.detach(), *gradients]
+        expected = expected or found
+        for one, two in zip(found, expected, strict=True):
+            scale = float(two.abs().max())
+            assert float((one - two).abs().max()) < (0.05 if dtype != torch.float32 else 0.01) * scale, name
+        del outputs, gradients
+    return times
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def compare_shapes(options: argparse.Namespace) -> int:
+    """Print a table of `SHAPES`, and where another way is faster than the one that is shipped."""
+    device, dtype = torch.device(options.device), getattr(torch, options.dtype)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = options.tf32
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{options.threads} threads"
+    print(f"torch {torch.__version__}, {name}, {options.dtype}{', TF32' if options.tf32 else ''}")
+    shipped = SHIPPED.get(device.type, "grouped")
+    rows: list[dict[str, Any]] = []
+    for shape_name, shape in SHAPES.items():
+        if options.only not in shape_name:
+            continue
+        for clients in options.cohorts:
+            if options.batch:
+                shape = shape._replace(batch=options.batch)
+            times = measure_shape(shape, clients, device, dtype, options.repetitions)
+            least = {way: 1000 * min(values) for way, values in times.items()}
+            best = min(least, key=least.__getitem__)
+            print(f"\n{shape_name}, {clients} clients, batches of {shape.batch}: {best}")
+            for way, milliseconds in least.items():
+                mark = "   shipped" if way == shipped else ""
+                print(f"  {way:<26}{milliseconds:>9.4f} ms{least[shipped] / milliseconds:>8.2f}×{mark}", flush=True)
+            rows.append(
+                {"shape": shape_name, **shape._asdict(), "clients": clients, "milliseconds": least, "best": best}
+            )
+    # Less than this is noise.
+    slower = [row for row in rows if row["milliseconds"][shipped] > 1.1 * row["milliseconds"][row["best"]]]
+    print(f"\n{len(rows) - len(slower)} of {len(rows)} rows: {shipped} is the fastest, to a tenth")
+    for row in slower:
+        factor = row["milliseconds"][shipped] / row["milliseconds"][row["best"]]
+        print(f"  {row['shape']}, {row['clients']} clients: {row['best']} is {factor:.2f} times as fast")
+    head = {"torch": torch.__version__, "device": name, "dtype": options.dtype, "tf32": options.tf32}
+    write_json(options.json, {**head, "shipped": shipped, "rows": rows})
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repetitions", type=int, default=5, help="at least 2; 5 by default")
     parser.add_argument("--cohorts", type=int, nargs="+", default=[5, 10, 20])
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--only", default="", help="run the forms whose name has this in it")
+    parser.add_argument("--batch", type=int, default=0, help="32 by default, with --shapes each shape's own")
+    parser.add_argument("--only", default="", help="run the forms, or shapes, whose name has this in it")
+    parser.add_argument("--shapes", action="store_true", help="time single convolutions")
+    parser.add_argument("--device", default="cpu", help="of the single convolutions")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--tf32", action="store_true")
     add_json_option(parser)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    if options.shapes:
+        return compare_shapes(options)
+    options.batch = options.batch or 32
     print(f"torch {torch.__version__}, {options.threads} threads, batches of {options.batch}, CNN4")
     rows: list[dict[str, Any]] = []
     for form in (form for form in FORMS if options.only in form):

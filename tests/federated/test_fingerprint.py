@@ -212,7 +212,9 @@ CHANGED: dict[str, Any] = {
     "execution": "vectorized",
     "chunk_size": 2,
     "compile": "auto",
+    "cuda_graphs": False,
     "fast_steps": False,
+    "data_on_device": True,
     "client_settings": lambda client: {"lr": 0.01} if client else {},
     "client_memory_limit": 0,
     "personal_test": 0.2,
@@ -224,7 +226,7 @@ NEEDS = {
     "participants": {"clients_per_round": None},
     "privacy": {"weighting": "uniform"},
 }
-WITHOUT_EFFECT = {"summary", "fast_steps", "client_memory_limit", "allow_changes"}
+WITHOUT_EFFECT = {"summary", "cuda_graphs", "fast_steps", "data_on_device", "client_memory_limit", "allow_changes"}
 
 
 @pytest.fixture(scope="module")

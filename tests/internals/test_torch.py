@@ -236,7 +236,7 @@ def test_lengths_of_schedules():
         assert internals.schedule_length(schedule) == length, type(schedule)
 
 
-def test_loaders_read_by_a_function():
+def test_loaders_read_by_a_function(monkeypatch):
     loader = torch.utils.data.DataLoader(range(5), batch_size=2)
     assert hasattr(loader, "_get_iterator")
     assert hasattr(iter(loader), "_dataset_fetcher"), (
@@ -252,6 +252,20 @@ def test_loaders_read_by_a_function():
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4]]
     assert torch.equal(torch.rand(()), ours), "a loader draws one number each time that it is read"
     assert read == [[0, 1], [2, 3], [4]]
+    assert hasattr(iter(loader), "_pin_memory"), (
+        "torch pins elsewhere: batches of loaders that pin are read on the host"
+    )
+    restore = internals.read_by(loader, lambda indices, as_loader: len(indices), pinned=False)
+    assert list(loader) == [2, 2, 1]
+    restore()
+    pinning = torch.utils.data.DataLoader(range(5), batch_size=5)
+    # What torch finds there if it has a GPU.
+    pinning.pin_memory = True
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    for pinned in (True, False):
+        restore = internals.read_by(pinning, lambda indices, as_loader: as_loader(indices), pinned=pinned)
+        assert vars(pinning._get_iterator())["_pin_memory"] is pinned
+        restore()
 
 
 @pytest.mark.parametrize("lacking", ["_get_iterator", "_dataset_fetcher"])

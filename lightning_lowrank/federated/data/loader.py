@@ -26,15 +26,12 @@ from torch.utils.data import (
 )
 
 from lightning_lowrank.federated.data.blocks import BlockReader, Request
+from lightning_lowrank.federated.data.device import DeviceData, gather
 from lightning_lowrank.federated.data.indices import ClientIndices
 from lightning_lowrank.federated.data.planner import Chunk, RoundPlan
 from lightning_lowrank.federated.data.sampling import drawn_by_poisson, rate_of
 from lightning_lowrank.federated.randomness import StepRandomness, seed_process, step_seed
 from lightning_lowrank.seeding import derive_seed, generator
-
-
-class Requests(list[Request]):
-    """The batches of clients that step together, in the order of their stack."""
 
 
 class Places:
@@ -49,6 +46,17 @@ class Places:
         self.numbers = numbers
         self.samples = samples
         self.contiguous = numbers[-1] - numbers[0] + 1 == len(numbers)
+
+
+class Requests(list[Request]):
+    """The batches of clients that step together, in the order of their stack."""
+
+    def by_size(self) -> list[tuple[Places, list[Request]]]:
+        """Return, for each size of a batch, the clients' places in the stack, and their requests."""
+        places: dict[int, list[int]] = {}
+        for place, request in enumerate(self):
+            places.setdefault(len(request.indices), []).append(place)
+        return [(Places(numbers, size), [self[place] for place in numbers]) for size, numbers in places.items()]
 
 
 class SeededBatches(Dataset):
@@ -96,7 +104,7 @@ class SeededBatches(Dataset):
     def _as_it_is(self, request: Request) -> Any:
         if self._tensors is not None:
             rows = torch.from_numpy(request.indices)
-            return [_gather(tensor, rows.to(tensor.device)) for tensor in self._tensors]
+            return [gather(tensor, rows.to(tensor.device)) for tensor in self._tensors]
         if not self._deterministic:
             seed_process(request.seed)
         indices = request.indices.tolist()
@@ -105,17 +113,15 @@ class SeededBatches(Dataset):
 
     def _stacked(self, requests: Requests) -> list[tuple[Places, Any]]:
         """Return, for each form of a batch, the clients' places in the stack and their batches, stacked."""
-        by_size: dict[int, list[int]] = {}
-        for place, request in enumerate(requests):
-            by_size.setdefault(len(request.indices), []).append(place)
         parts = []
-        for size, places in by_size.items():
-            whole = self._whole([requests[place] for place in places], size) if self._deterministic else None
+        for places, alike in requests.by_size():
+            size, numbers = places.samples, places.numbers
+            whole = self._whole(alike, size) if self._deterministic else None
             if whole is None:
-                read = [self._read(requests[place]) for place in places]
-                parts += [(Places([places[each] for each in same], size), batch) for same, batch in stack_batches(read)]
+                stacks = stack_batches([self._read(request) for request in alike])
+                parts += [(Places([numbers[each] for each in same], size), batch) for same, batch in stacks]
             else:
-                parts.append((Places(places, size), whole))
+                parts.append((places, whole))
         return parts
 
     def _whole(self, requests: list[Request], size: int) -> Any:
@@ -162,13 +168,6 @@ def _equal(first: Any, second: Any) -> bool:
     except (RuntimeError, TypeError, ValueError):
         # Arrays, for one, have no single answer.
         return False
-
-
-def _gather(tensor: Tensor, rows: Tensor) -> Tensor:
-    """Select rows; an embedding lookup, where possible, is several times faster than index_select."""
-    if tensor.ndim > 1 and tensor.is_floating_point() and not tensor.requires_grad:
-        return torch.nn.functional.embedding(rows, tensor.flatten(1)).unflatten(1, tensor.shape[1:])
-    return tensor.index_select(0, rows)
 
 
 def batch_reader(
@@ -226,6 +225,8 @@ class RoundLoader:
             loader's size on average. Where none is drawn, the client's first sample stands for the batch; see `drawn`.
             ``None``: batches are of one size.
         change: As for `SeededBatches`.
+        device_data: Keeps samples on the device that trains; ``None``: batches are read on the host.
+        next_cohort: Returns the clients of the next round, none where they are not known.
     """
 
     def __init__(
@@ -241,6 +242,8 @@ class RoundLoader:
         stacked: bool = False,
         poisson: Callable[[], int] | None = None,
         change: Callable[[Any, np.ndarray], Any] | None = None,
+        device_data: DeviceData | None = None,
+        next_cohort: Callable[[], Sequence[int]] = tuple,
     ) -> None:
         self.shuffle = shuffle
         self._poisson = poisson
@@ -254,7 +257,11 @@ class RoundLoader:
         self._skips = skips
         self._randomness = randomness
         self.batches = SeededBatches(loader.dataset, loader.collate_fn, change)
-        self._read_requests = batch_reader(loader, self.batches, _RequestsOf(self), stacked)
+        self._next_cohort = next_cohort
+        requests = _RequestsOf(self)
+        self._read_requests = batch_reader(loader, self.batches, requests, stacked)
+        if device_data is not None:
+            self._read_requests = device_data.reader(loader, requests, self._read_requests, self._samples_ahead)
 
     def __len__(self) -> int:
         return self._plan().total
@@ -311,6 +318,11 @@ class RoundLoader:
         requests = list(islice(self._chunk_requests(round_number, chunk), steps))
         read = self.batches.__getitems__
         return [read(each) for each in requests], [read(each) for each in requests[0][:steps]]
+
+    def _samples_ahead(self) -> list[np.ndarray]:
+        """Return the samples of the round's clients, and those of the next round's where these are known."""
+        cohorts = [[client for chunk in self._plan().chunks for client in chunk.clients], self._next_cohort()]
+        return [np.concatenate([self._clients[client].numpy() for client in cohort]) for cohort in cohorts if cohort]
 
     def _chunk_requests(self, round_number: int, chunk: Chunk) -> Iterator[Requests]:
         """Yield what the clients that are still active read, step by step."""

@@ -138,7 +138,7 @@ class RoundPlanner:
         ``chunks`` says which clients step together where a checkpoint does: the state by which they are grouped changes
         during a round.
         """
-        answering, batches, failed = self._cohort(round_number)
+        answering, batches, failed = self.cohort(round_number)
         count = dict(zip(answering, batches, strict=True))
         parts = []
         for clients in divide(count, self.processes):
@@ -166,7 +166,7 @@ class RoundPlanner:
         for number in rounds:
             group = group_of(number)
             if left is None:
-                steps += -(-max(self._cohort(number)[1], default=0) // group)
+                steps += -(-max(self.cohort(number)[1], default=0) // group)
                 continue
             made = []
             for chunk in self.plan(number).chunks:
@@ -177,7 +177,7 @@ class RoundPlanner:
                 break
         return steps
 
-    def _cohort(self, round_number: int) -> tuple[list[int], list[int], list[int]]:
+    def cohort(self, round_number: int) -> tuple[list[int], list[int], list[int]]:
         """Return the clients that train, the number of batches of each, and the clients that never answer."""
         drawn = self._drawn(round_number)
         answering, failed = self._answering(round_number, drawn)

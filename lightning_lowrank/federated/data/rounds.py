@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from lightning_lowrank.federated.attacks import LabelPoison
+from lightning_lowrank.federated.data.device import DeviceData
 from lightning_lowrank.federated.data.evaluation_samples import hold_out
 from lightning_lowrank.federated.data.indices import ClientIndices
 from lightning_lowrank.federated.data.labels import find_labels
@@ -24,7 +25,7 @@ from lightning_lowrank.federated.data.loader import (
     batches_of,
     check_loader,
 )
-from lightning_lowrank.federated.data.planner import RoundPlan, RoundPlanner
+from lightning_lowrank.federated.data.planner import RoundPlan, RoundPlanner, divide
 from lightning_lowrank.federated.data.sampling import NeedsPoissonBatches
 from lightning_lowrank.federated.fingerprint import describe, digest
 from lightning_lowrank.federated.progress import Progress
@@ -68,6 +69,7 @@ class RoundData:
         self.resumed_chunks: list[list[int]] | None = None
         self.group_key: Callable[[int, int], Hashable] = lambda client, round_number: None
         self.randomness = StepRandomness()
+        self.device_data: DeviceData | None = None
         self.running = True
         self._fingerprint: dict[str, Any] = {}
         self._labels_of_division: str | None = None
@@ -126,6 +128,7 @@ class RoundData:
             )
         self.planner = self._make_planner(self.indices, loader)
         self._loader_epoch = epoch
+        change = self._poison(loader.dataset, self.indices)
         self._loader = RoundLoader(
             loader,
             self.indices,
@@ -137,7 +140,9 @@ class RoundData:
             shuffle=isinstance(loader.sampler, RandomSampler) and not self._trainer.overfit_batches,
             stacked=self.stacked,
             poisson=None if self._poisson is None else self._poisson_seed,
-            change=self._poison(loader.dataset, self.indices),
+            change=change,
+            device_data=None if change is not None else self.device_data,
+            next_cohort=self._next_cohort,
         )
         return self._loader
 
@@ -159,6 +164,20 @@ class RoundData:
         samples = torch.cat([indices[client] for client in self._attackers])
         self._poisoned = LabelPoison(attack, samples, indices.size, attack.number_of_classes(labels))
         return self._poisoned
+
+    def _next_cohort(self) -> list[int]:
+        plan, trainer = self.current_plan(), self._trainer
+        last = trainer.max_epochs not in (None, -1) and plan.round + 1 >= trainer.max_epochs
+        # A function of the user's is asked once a round.
+        if last or callable(self.planner.availability):
+            return []
+        try:
+            clients, batches, _ = self.planner.cohort(plan.round + 1)
+        except MisconfigurationException:
+            # The next round says so, if there is one.
+            return []
+        planner = self.planner
+        return divide(dict(zip(clients, batches, strict=True)), planner.processes)[planner.process]
 
     def divided(self) -> ClientIndices:
         """Return which training samples each client has, dividing them where that has not been done."""

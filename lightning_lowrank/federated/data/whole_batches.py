@@ -11,6 +11,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Subset, TensorDataset, default_collate
 
+from lightning_lowrank.federated.data.device import DeviceData, is_plain, source_of
 from lightning_lowrank.internals.torch import read_by, written
 
 _KEPT_BYTES = 2**28
@@ -25,7 +26,12 @@ class WholeBatches:
     - A dataset that says, as its collate function does, that it is ``deterministic``. Up to 256 MiB of a loader's
       batches are kept, until an attribute of the dataset is replaced or written to.
 
+    Where samples are kept on the device that trains, batches are made there.
+
     A step may change its batch, which is always a copy.
+
+    Args:
+        device_data: Keeps samples on the device; ``None``: batches are read on the host.
 
     Example:
         >>> loader = DataLoader(TensorDataset(torch.arange(3.0), torch.arange(3)), batch_size=2)
@@ -35,7 +41,8 @@ class WholeBatches:
         >>> restore()
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device_data: DeviceData | None = None) -> None:
+        self._device_data = device_data
         self._kept: WeakKeyDictionary[DataLoader, _KeptBatches] = WeakKeyDictionary()
 
     def begin(self, loader: Any) -> Callable[[], None]:
@@ -46,13 +53,16 @@ class WholeBatches:
         """
         if not (isinstance(loader, DataLoader) and _in_order(loader)):
             return lambda: None
+        on_device = self._on_device(loader)
+        if on_device is not None:
+            return read_by(loader, on_device, pinned=False)
         dataset, subsets = loader.dataset, []
         while type(dataset) is Subset:
             subsets.append(dataset)
             dataset = dataset.dataset
         collate = loader.collate_fn
         if type(dataset) is TensorDataset:
-            if collate is not default_collate or not all(map(_is_plain, dataset.tensors)):
+            if collate is not default_collate or not all(map(is_plain, dataset.tensors)):
                 return lambda: None
             return read_by(loader, _Slices(dataset.tensors, subsets).read)
         deterministic = getattr(dataset, "deterministic", False)
@@ -61,6 +71,19 @@ class WholeBatches:
         kept = self._kept.setdefault(loader, _KeptBatches())
         kept.begin([dataset, collate, *subsets])
         return read_by(loader, kept.read)
+
+    def _on_device(self, loader: DataLoader) -> Callable[..., list[Tensor]] | None:
+        """Return what makes a loader's batches on the device, if its samples are kept there and nothing is drawn."""
+        data, source = self._device_data, source_of(loader.dataset, loader.collate_fn)
+        if data is None or source is None or source.rows.draw(1, torch.Generator()) is not None:
+            return None
+        if data.where(source)[0] != "device":
+            return None
+
+        def read(indices: Sequence[int], as_loader: Callable[[Sequence[int]], Any]) -> list[Tensor]:
+            return data.slices(source, slice(indices[0], indices[-1] + 1))
+
+        return read
 
 
 class _Slices:
@@ -126,20 +149,10 @@ def _differ(first: Any, second: Any) -> bool:
     return first is not second
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    """Return whether a copy of a part of a tensor is what `torch.stack` makes of its samples."""
-    return (
-        type(tensor) is Tensor
-        and tensor.layout is torch.strided
-        and tensor.is_contiguous()
-        and not (tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
-    )
-
-
 def _bytes(batch: Any) -> int | None:
     """Return the bytes of a batch that is a collection of tensors, none of them part of another; else ``None``."""
     parts = list(batch.values()) if type(batch) is dict else batch if type(batch) in (list, tuple) else [batch]
-    if not all(isinstance(part, Tensor) and _is_plain(part) for part in parts):
+    if not all(isinstance(part, Tensor) and is_plain(part) for part in parts):
         return None
     apart = len({part.untyped_storage().data_ptr() for part in parts}) == len(parts)
     return sum(part.nbytes for part in parts) if apart else None

@@ -18,6 +18,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
+from lightning_lowrank.federated.execution.captures import Captures, close
 from lightning_lowrank.federated.execution.reads import Observed, Reads
 from lightning_lowrank.federated.execution.traces import Untraced
 from lightning_lowrank.internals import tracing
@@ -31,7 +32,6 @@ _WORTH_TRACING = 2000
 WORTH_COMPILING = 30_000
 """Steps that a run must have left for ``compile="auto"``: some 0.3 ms of each make up for ten seconds."""
 _MOST_CHANGES = 10
-_TOLERANCE = 1e-3
 _FORMS_AT_ONCE = 8
 """Forms of batches that are traced at once. More, such as one for each length of a text, have to repay it first."""
 
@@ -96,14 +96,22 @@ class StepGraphs(Untraced):
         module: The user's module.
         roots: Other objects whose attributes a step may read.
         steps_left: Returns how many steps the run has left, at most.
+        captures: Captures replays on the device, where there is a way.
 
     Attributes:
         reason: Why steps are made without graphs; empty if that is not so.
         numbered: Objects whose attribute ``number`` is the number of the step.
     """
 
-    def __init__(self, module: nn.Module, roots: Sequence[Any], steps_left: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        roots: Sequence[Any],
+        steps_left: Callable[[], float],
+        captures: Captures | None = None,
+    ) -> None:
         self.reason = ""
+        self.captures = Captures(None) if captures is None else captures
         self.numbered: list[Any] = []
         self._module, self._roots, self._steps_left = module, roots, steps_left
         self._graphs: dict[Hashable, list[_Graph]] = {}
@@ -154,7 +162,7 @@ class StepGraphs(Untraced):
                 continue
             changed = graph.reads.changed()
             if not changed:
-                return self._replay(graph, step.sizes, of_own_sizes=False)
+                return self._replay(graph, step, of_own_sizes=False)
         if changed:
             self._changes += 1
             if self._changes > _MOST_CHANGES:
@@ -171,7 +179,7 @@ class StepGraphs(Untraced):
         begin = time.perf_counter()
         try:
             graph = self._trace(step)
-            replay = self._replay(graph, step.sizes, of_own_sizes=True)
+            replay = self._replay(graph, step, of_own_sizes=True)
         except (Exception, Untraceable) as error:
             self.give_up(str(error) if isinstance(error, Untraceable) else f"torch says: {_first_line(error)}")
             return None
@@ -180,7 +188,9 @@ class StepGraphs(Untraced):
         rank_zero_info(f"traced a step of clients in {self._seconds:.1f} s")
         return replay
 
-    def _replay(self, graph: _Graph, sizes: Mapping[str, int], of_own_sizes: bool) -> _Replay:
+    def _replay(self, graph: _Graph, step: Step, of_own_sizes: bool) -> _Replay:
+        sizes, exact = step.sizes, _is_exact(step.tensors[0].device)
+        kept = [place for place, names in enumerate(step.named()) if names is None]
         if self._compiles and graph.traced.varies_to(sizes):
             try:
                 if graph.compiled is None:
@@ -189,11 +199,12 @@ class StepGraphs(Untraced):
                     rank_zero_info(f"compiled a step of clients in {time.perf_counter() - begin:.1f} s")
                 # Compiling may have decided by the sizes as well.
                 if graph.traced.holds(sizes):
-                    return _Replay(graph, graph.compiled, of_own_sizes, exact=False)
+                    compiled = self.captures.around(graph.compiled, kept)
+                    return _Replay(graph, compiled, of_own_sizes, exact=False)
             except Exception as error:
                 self._compiles = False
                 rank_zero_warn(f"steps are not compiled, but replayed: {_first_line(error)}")
-        return _Replay(graph, graph.traced.replay(sizes), of_own_sizes)
+        return _Replay(graph, self.captures.around(graph.traced.replay(sizes), kept), of_own_sizes, exact)
 
     def _is_worth_it(self, key: Hashable, first: bool) -> bool:
         if first:
@@ -247,7 +258,7 @@ class StepGraphs(Untraced):
         if (
             note != replay.graph.note
             or len(replayed) != len(results)
-            or not all((_equal if replay.exact else _close)(one, two) for one, two in pairs)
+            or not all((_equal if replay.exact else close)(one, two) for one, two in pairs)
         ):
             self._replays[step.key].remove(replay)
             replay.graph.unfit.add(step.key)
@@ -287,6 +298,11 @@ def steps_left(trainer: Any, steps: float) -> float:
     rounds = float("inf") if trainer.max_epochs in (None, -1) else trainer.max_epochs - trainer.current_epoch
     most = float("inf") if trainer.max_steps == -1 else trainer.max_steps - trainer.global_step
     return min(rounds * steps, most)
+
+
+def _is_exact(device: torch.device) -> bool:
+    """Return whether the same operations on the same numbers give the same results bit for bit."""
+    return device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
 
 
 def _devices(tensors: Sequence[Tensor]) -> list[int]:
@@ -329,13 +345,6 @@ def _equal(one: Tensor, two: Tensor) -> bool:
     if one.shape != two.shape or one.dtype != two.dtype:
         return False
     return torch.equal(one, two) or bool(((one == two) | (one.isnan() & two.isnan())).all())
-
-
-def _close(one: Tensor, two: Tensor) -> bool:
-    if one.shape != two.shape or one.dtype != two.dtype or not one.is_floating_point():
-        return _equal(one, two)
-    scale = float(two.abs().nan_to_num(0, 0, 0).max()) if two.numel() else 0.0
-    return torch.allclose(one, two, rtol=_TOLERANCE, atol=_TOLERANCE * scale, equal_nan=True)
 
 
 def _first_line(error: Exception) -> str:

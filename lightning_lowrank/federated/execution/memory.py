@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from lightning_lowrank.federated.data.device import free_memory
 from lightning_lowrank.federated.data.rounds import RoundData
 from lightning_lowrank.federated.execution.stack import ClientStack
 from lightning_lowrank.federated.execution.traces import trial
@@ -16,7 +16,6 @@ from lightning_lowrank.federated.offload import size as bytes_of
 from lightning_lowrank.federated.state import trained_tensors
 
 _SHARE_OF_MEMORY = 0.25
-_GUESSED_MEMORY = 4 * 2**30
 _COPIES_OF_A_CLIENT = 6
 
 
@@ -26,17 +25,7 @@ def chunk_size_that_fits(trainer: Any, data: RoundData) -> int:
     # Its values and gradients, its moments, and what is sent.
     each = _COPIES_OF_A_CLIENT * bytes_of([value for value in module.parameters() if value.requires_grad])
     each += _bytes_of_a_step(trainer, data)
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_memory()
-    return max(1, int(_SHARE_OF_MEMORY * free / max(each, 1)))
-
-
-def _free_memory() -> int:
-    """Return the bytes of main memory that are free, or a modest guess where the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return 1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1])
-    except (OSError, StopIteration):
-        return _GUESSED_MEMORY
+    return max(1, int(_SHARE_OF_MEMORY * free_memory(device) / max(each, 1)))
 
 
 def _bytes_of_a_step(trainer: Any, data: RoundData) -> int:

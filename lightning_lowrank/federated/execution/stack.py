@@ -26,6 +26,7 @@ from torchmetrics import Metric
 
 from lightning_lowrank.federated.data.loader import Places
 from lightning_lowrank.federated.execution.base import while_training
+from lightning_lowrank.federated.execution.captures import Captures
 from lightning_lowrank.federated.execution.causes import cause_of, refusal, updates
 from lightning_lowrank.federated.execution.graphs import Results, Step, StepGraphs, form_of, tensors_in
 from lightning_lowrank.federated.execution.stacked_products import StackedProducts
@@ -111,9 +112,8 @@ class ClientStack(Untraced):
             (tensor.shape, tensor.dtype, tensor.requires_grad)
             for tensor in (*live.values(), *(table[key] for table, key, _ in self.shared))
         )
-        self.values = {
-            name: value.detach().unsqueeze(0).expand(count, *value.shape).clone() for name, value in live.items()
-        }
+        self._captures = Captures(None) if graphs is None else graphs.captures
+        self.values = {name: self._captures.place(name, value, count) for name, value in live.items()}
         self.leaves = {
             name: self.values[name].detach().requires_grad_() for name, value in live.items() if value.requires_grad
         }
@@ -148,6 +148,13 @@ class ClientStack(Untraced):
         (optimizer,) = self._trainer.optimizers
         optimizer.state.update(self._loaded)
         self._narrow(active, of_state=False)
+
+    def keep_values(self) -> bool:
+        """Take the values out of memory that the next stack gets as well; return whether that had to be done."""
+        lent = any(map(self._captures.lends, self.values.values()))
+        if lent:
+            self.values = {name: value.clone() for name, value in self.values.items()}
+        return lent
 
     def narrow(self, active: int) -> None:
         """Let the clients from ``active`` on leave the stack: they have made their last step."""
@@ -242,6 +249,9 @@ class ClientStack(Untraced):
             for name, gradient in gradients.items():
                 part.give(self.leaves[name], gradient)
             total = losses.sum() if total is None else total + losses.sum()
+            if len(found) > 1:
+                # Captured steps share memory, so that another part's may overwrite them.
+                values = {name: value.clone() for name, value in values.items()}
             logged.add(values, part.places.samples)
         logged.log(self._module)
         return total

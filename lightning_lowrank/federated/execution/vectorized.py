@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -14,6 +15,7 @@ from lightning_lowrank.federated.algorithm import LocalStep, inherits
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.execution.base import Execution
+from lightning_lowrank.federated.execution.captures import Captures, recorder_for
 from lightning_lowrank.federated.execution.causes import ActsOnStacks
 from lightning_lowrank.federated.execution.graphs import StepGraphs, steps_left
 from lightning_lowrank.federated.execution.stack import ClientStack
@@ -35,8 +37,15 @@ class Vectorized(Execution):
         super().__init__(trainer, coordinator)
         self._guards = ExitStack()
         own = (self.algorithm, self.settings.objective) if self._own_objective else ()
-        self.graphs = StepGraphs(self.module, own, self._steps_left)
+        recorder = recorder_for(trainer.strategy.root_device) if self.settings.cuda_graphs else None
+        self.graphs = StepGraphs(self.module, own, self._steps_left, Captures(recorder, copies=self._may_be_kept()))
         self.graphs.numbered.append(self)
+
+    def _may_be_kept(self) -> bool:
+        """Return whether somebody may hold gradients beyond their step: other than torch and this package."""
+        parts = [*self.trainer.optimizers, *([self.algorithm] if self._own_gradients else [])]
+        parts += [callback for callback in self.trainer.callbacks if isinstance(callback, ActsOnStacks)]
+        return not all(type(part).__module__.startswith(("torch.optim", "lightning_lowrank.")) for part in parts)
 
     def _steps_left(self) -> float:
         chunks = -(-len(self.coordinator.server.cohort) // len(self.chunk.clients))
@@ -150,6 +159,11 @@ class Vectorized(Execution):
         """Hand over what the clients send."""
         assert self._stack is not None
         self._keep_moments(0)
+        if self._stack.keep_values():
+            self.clients = [
+                dataclasses.replace(client, model=self._stack.client(place))
+                for place, client in enumerate(self.clients)
+            ]
         if self.coordinator.averages_models:
             message = self.algorithm.end(self.clients[0])
             stacks = {name: self._stack.values[name] for name in message.tensors}

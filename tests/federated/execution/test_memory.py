@@ -30,7 +30,7 @@ def test_activations_count_as_well_as_weights(tmp_path, monkeypatch):
     activations = int(9.25 * batch * place)
     assert activations > 100 * trained
     free = 4 * 7 * (activations + 6 * trained)
-    monkeypatch.setattr(memory, "_free_memory", lambda: free)
+    monkeypatch.setattr(memory, "free_memory", lambda device: free)
     loop = FederatedLoop(FedAvg(), clients=2, execution="vectorized", summary=False)
     fitted = trainer(tmp_path, loop, limit_val_batches=0, max_epochs=1)
     fit(fitted, module, Data(IMAGES, batch_size=batch))
@@ -41,16 +41,16 @@ def test_activations_count_as_well_as_weights(tmp_path, monkeypatch):
 def test_weights_count_where_they_outweigh_activations(tmp_path, monkeypatch):
     module = Module(nn.Sequential(nn.Linear(6, 4000), nn.ReLU(), nn.Linear(4000, 4)))
     each = 6 * 4 * sum(value.numel() for value in module.parameters())
-    monkeypatch.setattr(memory, "_free_memory", lambda: 4 * 5.5 * each)
+    monkeypatch.setattr(memory, "free_memory", lambda device: 4 * 5.5 * each)
     _, loop, _ = run(tmp_path, "vectorized", module=lambda: module, dtype=torch.float32, trainer={"max_epochs": 1})
     assert loop.rounds._data.chunk_size in (4, 5)
-    monkeypatch.setattr(memory, "_free_memory", lambda: 0)
+    monkeypatch.setattr(memory, "free_memory", lambda device: 0)
     _, loop, _ = run(tmp_path, "vectorized", trainer={"max_epochs": 1})
     assert loop.rounds._data.chunk_size == 1
 
 
 def test_a_frozen_base_is_one_for_all(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "_free_memory", lambda: 10**7)
+    monkeypatch.setattr(memory, "free_memory", lambda device: 10**7)
     sizes = []
     for callbacks in ([], [LowRank(MatrixProduct(), rank=1, freeze_rest=True, summary=False)]):
         module = Module(nn.Sequential(nn.Linear(6, 2000), nn.Linear(2000, 4)))

@@ -1,0 +1,252 @@
+"""Captured replays, with a recorder that records on the CPU as CUDA does: fixed memory, and nothing made meanwhile."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from lightning_lowrank import SCAFFOLD, FedAvg, FederatedLoop, FedProx, FromIndices
+from lightning_lowrank.aggregation import KeepsArrivals
+from lightning_lowrank.federated.execution import captures, graphs, vectorized
+from lightning_lowrank.federated.execution.captures import Captures
+from lightning_lowrank.internals.torch import writes
+from tests.helpers import Data, Module, assert_same, blobs, fit, network, trainer, weights
+
+PARTS = FromIndices([range(29), range(29, 53), range(53, 77), range(77, 103)])
+
+
+def tensors_of(tree):
+    return [each for each in tree_flatten(tree)[0] if isinstance(each, torch.Tensor)]
+
+
+class Recording(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.operations, self.before = [], []
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        # Batch normalisation writes without saying so.
+        if writes(function) or "batch_norm" in str(function):
+            self.before += [(each, each.clone()) for each in tensors_of(arguments)]
+        made = function(*arguments, **(keywords or {}))
+        self.operations.append((function, arguments, keywords or {}, made))
+        return made
+
+
+class OnTheCPU:
+    """Records operations, and makes them again into the memory in which their results were."""
+
+    def __init__(self, most=2**40):
+        self.most, self.records, self.replays = most, 0, 0
+
+    def record(self, make):
+        with Recording() as recording:
+            outputs = make()
+        for tensor, value in reversed(recording.before):
+            tensor.copy_(value)
+        self.records += 1
+
+        def replay():
+            self.replays += 1
+            for function, arguments, keywords, made in recording.operations:
+                for old, new in zip(tensors_of(made), tensors_of(function(*arguments, **keywords)), strict=True):
+                    if old.untyped_storage().data_ptr() != new.untyped_storage().data_ptr():
+                        old.copy_(new)
+
+        return outputs, replay
+
+    def allocated(self):
+        return self.records
+
+    def limit(self):
+        return self.most
+
+
+def step(tensors):
+    """Reads a weight and a batch, and counts in a buffer."""
+    values, batch, count, frozen = tensors
+    count.add_(1)
+    return [values * batch + frozen * count, torch.rand(2) * values]
+
+
+def test_a_capture_reads_and_writes_what_it_is_given():
+    recorder = OnTheCPU()
+    captured, frozen = Captures(recorder).around(step, kept=[3]), torch.full((2,), 10.0)
+    torch.manual_seed(0)
+    expected, given = [], [torch.zeros(2), torch.zeros(2), torch.zeros(2), frozen]
+    for number in range(10):
+        given[:2] = torch.full((2,), float(number)), torch.full((2,), 3.0 * number)
+        expected.append([*map(torch.clone, step(given)), given[2].clone()])
+    torch.manual_seed(0)
+    count, found = torch.zeros(2), []
+    for number in range(10):
+        given = [torch.full((2,), float(number)), torch.full((2,), 3.0 * number), count, frozen]
+        found.append([*map(torch.clone, captured(given)), count.clone()])
+    # One of them to see that it gives the step's values.
+    assert (recorder.records, recorder.replays) == (1, 8)
+    for one, two in zip(found, expected, strict=True):
+        assert all(map(torch.equal, one, two))
+
+
+def test_lent_memory_is_not_copied_and_never_overwritten():
+    lending = Captures(OnTheCPU())
+    stack = lending.place("weight", torch.tensor(1.0), 4)
+    assert lending.lends(stack[2:])
+    assert not lending.lends(stack.clone())
+    captured = lending.around(step, kept=[3])
+    frozen = torch.zeros(2)
+    for number in range(8):
+        for rows in (slice(2), slice(2, 4)):
+            # Another part of the stack is captured apart.
+            values = stack[rows]
+            before = stack.clone()
+            result = captured([values, torch.full((2,), 2.0), torch.zeros(2), frozen])[0]
+            assert torch.equal(result, 2 * before[rows])
+            assert torch.equal(stack, before)
+            stack[rows] += number
+    assert lending.captured == 2
+    assert lending.place("weight", torch.tensor(5.0), 3).data_ptr() == stack.data_ptr()
+    assert lending.place("weight", torch.tensor(5.0), 5).data_ptr() != stack.data_ptr()
+
+
+def test_another_frozen_weight_is_captured_again():
+    recorder = OnTheCPU()
+    captured = Captures(recorder).around(step, kept=[3])
+    kept = []
+    for value in (1.0, 2.0):
+        kept.append(torch.full((2,), value))
+        for _ in range(6):
+            result = captured([torch.zeros(2), torch.zeros(2), torch.zeros(2), kept[-1]])[0]
+            assert torch.equal(result, torch.full((2,), value))
+    assert recorder.records == 2
+
+
+def test_a_weight_that_moves_again_and_again_is_not_captured_each_time():
+    recorder = OnTheCPU()
+    captured, kept = Captures(recorder).around(step, kept=[3]), []
+    for value in range(20):
+        kept.append(torch.full((2,), float(value)))
+        for _ in range(6):
+            assert torch.equal(captured([torch.zeros(2), torch.zeros(2), torch.zeros(2), kept[-1]])[0], kept[-1])
+    assert recorder.records == captures._MOST_PLACES
+
+
+def test_results_are_copied_where_somebody_may_keep_them():
+    for copies in (False, True):
+        captured = Captures(OnTheCPU(), copies).around(step, kept=[3])
+        frozen = torch.full((2,), 10.0)
+        found = [
+            captured([torch.full((2,), float(number)), torch.ones(2), torch.zeros(2), frozen])[0] for number in range(8)
+        ]
+        assert torch.equal(found[-2], torch.full((2,), 16.0)) is copies
+
+
+def refuse(make):
+    make()
+    raise RuntimeError("not on a stream that records\nCompile with TORCH_USE_CUDA_DSA")
+
+
+@pytest.mark.parametrize("why", ["memory", "error"])
+def test_what_cannot_be_captured_is_replayed(why, monkeypatch):
+    recorder = OnTheCPU(most=0)
+    if why == "error":
+        monkeypatch.setattr(recorder, "record", refuse)
+    lending = Captures(recorder)
+    first, second = (lending.around(step, kept=[3]) for _ in range(2))
+    frozen = torch.zeros(2)
+    for _ in range(6):
+        given = [torch.ones(2), torch.ones(2), torch.zeros(2), frozen]
+        assert torch.equal(first(given)[0], torch.ones(2))
+    for _ in range(6):
+        assert torch.equal(second([torch.ones(2), torch.ones(2), torch.zeros(2), frozen])[0], torch.ones(2))
+    assert ("not on a stream" if why == "error" else "hold 1 bytes") in lending.reason
+    assert lending.captured == (why == "memory")
+
+
+@pytest.fixture
+def recorder(monkeypatch):
+    """Have steps traced at once, and captured on the CPU when they are used again."""
+    monkeypatch.setattr(graphs, "_WORTH_TRACING", 0)
+    monkeypatch.setattr(graphs.StepGraphs, "_is_worth_it", lambda self, key, first: True)
+    monkeypatch.setattr(captures, "_WORTH_CAPTURING", 1)
+    found = OnTheCPU()
+    monkeypatch.setattr(vectorized, "recorder_for", lambda device: found)
+    return found
+
+
+class Median(KeepsArrivals):
+    """Keeps what it is given until the round ends, and no copy."""
+
+    def add(self, tensors, weight):
+        super().add(tensors, weight)
+        self.kept[-1] = tensors, weight
+
+    def result(self):
+        return {name: torch.stack(values).median(0).values for name, values in self.values().items()}
+
+
+class Batches(nn.BatchNorm1d):
+    """Has running statistics, which a step writes into."""
+
+
+NETWORKS = {
+    "plain": network,
+    "statistics": lambda: network(norm=Batches),
+    "dropout": lambda: network(dropout=0.3),
+}
+
+
+def run(tmp_path, algorithm, net, **settings):
+    loop = FederatedLoop(
+        algorithm(),
+        partition=PARTS,
+        execution="vectorized",
+        local_epochs=3,
+        summary=False,
+        on_client_error="raise",
+        **settings,
+    )
+    module = fit(trainer(tmp_path, loop, max_epochs=3), Module(NETWORKS[net]()), Data(blobs(), drop_last=True))
+    return weights(module), loop
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk_size", [4, 3, 2])
+@pytest.mark.parametrize(
+    ("algorithm", "net", "more"),
+    [
+        (FedAvg, "statistics", {}),
+        (SCAFFOLD, "plain", {}),
+        (partial(FedProx, 0.1), "dropout", {}),
+        (FedAvg, "plain", {"aggregator": Median()}),
+    ],
+)
+def test_fits_are_equal_bit_for_bit(tmp_path, recorder, algorithm, net, more, chunk_size):
+    expected, _ = run(tmp_path, algorithm, net, chunk_size=chunk_size, cuda_graphs=False, **more)
+    assert recorder.records == 0
+    found, loop = run(tmp_path, algorithm, net, chunk_size=chunk_size, **more)
+    assert recorder.replays > recorder.records > 0
+    assert loop.rounds.execution.graphs.captures.reason == ""
+    assert_same(found, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["results", "buffers"])
+def test_a_capture_with_other_values_is_not_used(tmp_path, recorder, monkeypatch, what):
+    expected, _ = run(tmp_path, FedAvg, "statistics", cuda_graphs=False)
+    record = recorder.record
+
+    def wrong(make):
+        outputs, replay = record(make)
+        buffer = next(each for each in make.__closure__[1].cell_contents._inputs if not each.is_floating_point())
+        return outputs, lambda: (replay(), (outputs[-1] if what == "results" else buffer).add_(1))
+
+    monkeypatch.setattr(recorder, "record", wrong)
+    found, loop = run(tmp_path, FedAvg, "statistics")
+    made = loop.rounds.execution.graphs
+    assert (made.reason, made.captures.captured) == ("", 0)
+    assert "it gives other values then" in made.captures.reason
+    assert_same(found, expected)

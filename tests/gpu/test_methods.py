@@ -1,0 +1,20 @@
+"""Each method on an accelerator is that on the CPU, and clients that step together are those that train in turn."""
+
+import pytest
+
+from lightning_lowrank.testing.experiment import blobs
+from tests.algorithms.methods import METHODS
+from tests.gpu.places import apart, experiment, precise, run, tolerance
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_are_those_on_the_cpu(place, name):
+    dtype = precise(place)
+    of, data = experiment(name), blobs(28, dtype=dtype)
+    expected = run("cpu", of, data=data)
+    for execution in ("sequential", "vectorized"):
+        found = run(place, of, data=data, execution=execution)
+        assert found.traffic == expected.traffic
+        assert apart(found.weights, expected.weights) < tolerance(dtype), execution
