@@ -164,7 +164,7 @@ class TensorImages(Dataset[tuple[Tensor, int]]):
 
 
 class _RowsOfImages:
-    """Gathers nothing itself, so that `lightning_lowrank.federated.data.device.Rows` of it may be on another device."""
+    """Makes batches of rows on any device: the `lightning_lowrank.federated.data.device.Rows` of `TensorImages`."""
 
     collates = (default_collate, collate_images)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_lowrank.internals.direct import Call, Hooks, calls_fit, has_usual_parts, is_compared_release
 from lightning_lowrank.internals.lightning import missing, overrides
-from lightning_lowrank.internals.torch import bare_step, drop_gradients
+from lightning_lowrank.internals.torch import bare_step, drop_gradients, run_backward
 
 try:
     from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
@@ -279,7 +279,7 @@ class DirectSteps:
                 loss, kept = result.closure_loss, result.loss
             zero_grad()
             self._hooks.tell("on_before_backward", loss)
-            loss.backward()
+            run_backward(loss)
             self._hooks.tell("on_after_backward")
             return kept
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -19,6 +19,8 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from lightning_lowrank.arguments import check_choice, check_integer, check_number, plain
 from lightning_lowrank.haar import haar_basis
 from lightning_lowrank.seeding import generator
+
+_autocasts = cache(torch.amp.is_autocast_available)
 
 Subspace = Literal["random", "gradient"]
 Moments = Literal["keep", "zero", "rotate"]
@@ -44,10 +46,12 @@ class ProjectedOptimizer(Optimizer, ABC):
         super().__init__(params, defaults)
         # By the parameters' indices, because the tensors change when clients are stacked and unstacked.
         self._projections: dict[int, tuple[tuple[Any, ...], Tensor]] = {}
+        # What the last step went by, and its projection, so that the next one has less to look at.
+        self._entered: dict[int, tuple[tuple[Any, ...], Tensor | None]] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._projections = {}
+        self._projections, self._entered = {}, {}
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group of parameters, with options of its own where it has any.
@@ -100,17 +104,20 @@ class ProjectedOptimizer(Optimizer, ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if any(p.grad is not None and p.grad.is_sparse for group in self.param_groups for p in group["params"]):
-            raise RuntimeError(
-                f"{type(self).__name__} does not support sparse gradients; use sparse=False in the embedding, or "
-                "an optimizer such as torch.optim.SparseAdam for it."
-            )
+        devices: set[str] = set()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter.grad.is_sparse:
+                    raise RuntimeError(
+                        f"{type(self).__name__} does not support sparse gradients; use sparse=False in the embedding,"
+                        " or an optimizer such as torch.optim.SparseAdam for it."
+                    )
+                devices.add(parameter.device.type)
         if any(group["stacked"] for group in self.param_groups):
             self._check_stacks()
-        devices = {p.device.type for group in self.param_groups for p in group["params"]}
         with ExitStack() as stack:
-            for device in filter(torch.amp.is_autocast_available, devices):
-                if torch.is_autocast_enabled(device):
+            for device in devices:
+                if _autocasts(device) and torch.is_autocast_enabled(device):
                     # The matrix products of the step would be in a lower precision, unlike torch's steps.
                     stack.enter_context(torch.autocast(device, enabled=False))
             first = 0
@@ -208,11 +215,12 @@ class ProjectedOptimizer(Optimizer, ABC):
         for position, parameter in enumerate(group["params"]):
             if parameter.grad is None:
                 continue
-            if _is_dense(group, parameter):
+            projection = self._projection_of_step(group, position, first + position)
+            if projection is None:
                 dense.append(parameter)
             else:
                 projected.append(parameter)
-                projections.append(self._enter_subspace(group, position, first + position))
+                projections.append(projection)
         if dense:
             self._update(group, dense, dense, [p.grad for p in dense if p.grad is not None], group["weight_decay"])
         if not projected:
@@ -220,8 +228,9 @@ class ProjectedOptimizer(Optimizer, ABC):
         coefficients = [self._project(group, p, q) for p, q in zip(projected, projections, strict=True)]
         changes = [torch.zeros_like(gradient) for gradient in coefficients]
         self._update(group, projected, changes, coefficients, 0.0)
+        decay = self._decay(group)
         for parameter, change, projection in zip(projected, changes, projections, strict=True):
-            stepped = add_product(matrix(group, parameter), change, projection.mT, beta=self._decay(group))
+            stepped = add_product(matrix(group, parameter), change, projection.mT, beta=decay)
             if stepped.data_ptr() != parameter.data_ptr():
                 # Memory formats such as channels_last have no view as a matrix, so this was a copy.
                 parameter.copy_(stepped.view(parameter.shape))
@@ -230,6 +239,22 @@ class ProjectedOptimizer(Optimizer, ABC):
         group["refresh_number"] = number
         group["steps_since_refresh"] = 0
         group["subspaces"] = tuple(None if entry is None else (*entry[:2], True) for entry in group["subspaces"])
+
+    def _projection_of_step(self, group: Group, position: int, index: int) -> Tensor | None:
+        """Return the ``P`` of this step, ``None`` where the parameter is not projected."""
+        parameter = group["params"][position]
+
+        def key() -> tuple[Any, ...]:
+            of_group = tuple([group[name] for name in ("rank", "stacked", "subspace", "seed", "refresh_number")])
+            return *of_group, group["subspaces"][position], parameter.shape, parameter.dtype, parameter.device
+
+        entered = self._entered.get(index)
+        if entered is not None and entered[0] == key():
+            return entered[1]
+        projection = None if _is_dense(group, parameter) else self._enter_subspace(group, position, index)
+        if projection is None or group["subspace"] == "random":
+            self._entered[index] = key(), projection
+        return projection
 
     def _enter_subspace(self, group: Group, position: int, index: int) -> Tensor:
         """Return the ``P`` of this step. Where a new one is due, make it and express the moments in it."""

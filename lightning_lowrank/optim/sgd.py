@@ -11,6 +11,7 @@ from torch.optim.sgd import sgd
 from typing_extensions import override
 
 from lightning_lowrank.arguments import check_number
+from lightning_lowrank.internals.torch import sgd_update, steps_singly
 from lightning_lowrank.optim.base import Group, Moments, ProjectedOptimizer, Subspace, Tensors, add_product, matrix
 
 
@@ -138,16 +139,18 @@ class ProjectedSGD(ProjectedOptimizer):
     def _update(
         self, group: Group, parameters: Tensors, targets: Tensors, gradients: Tensors, weight_decay: float
     ) -> None:
+        if steps_singly(group):
+            for parameter, target, gradient in zip(parameters, targets, gradients, strict=True):
+                sgd_update(self, group, parameter, target, gradient, weight_decay)
+            return
         has_momentum = group["momentum"] != 0
         buffers = [self.state[p].get("momentum_buffer") for p in parameters] if has_momentum else []
         begins = has_momentum and any(buffer is None for buffer in buffers)
-        # What torch would choose for a CPU, after a look at each tensor.
-        single = group["foreach"] is None and all(target.is_cpu for target in targets)
         sgd(
             targets,
             gradients,
             buffers,
-            foreach=False if single else group["foreach"],
+            foreach=group["foreach"],
             weight_decay=weight_decay,
             momentum=group["momentum"],
             lr=group["lr"],

@@ -298,6 +298,69 @@ def test_a_bare_step_is_the_optimizers_own(kind):
     assert torch.equal(parameter, expected)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"momentum": 0.9, "dampening": 0.1},
+        {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+        {"weight_decay": 0.01, "maximize": True},
+        {"lr": torch.tensor(0.1), "momentum": 0.5},
+        {"foreach": True, "momentum": 0.5},
+        {"fused": True, "weight_decay": 0.01},
+    ],
+    ids=str,
+)
+def test_bare_steps_of_sgd_are_torchs_bit_for_bit(monkeypatch, options):
+    """In two groups, one with a parameter that has no gradient; torch's own state comes with them."""
+    taken = []
+
+    def stepped(step_of):
+        torch.manual_seed(0)
+        parameters = [nn.Parameter(torch.randn(5, 7)) for _ in range(3)]
+        groups = [{"params": parameters[:2]}, {"params": parameters[2:], "lr": 0.3}]
+        optimizer = torch.optim.SGD(groups, **{"lr": 0.1, **options})
+        losses = []
+        for number in range(3):
+
+            def closure(number=number):
+                assert torch.is_grad_enabled()
+                for parameter in parameters[number == 0 :]:
+                    parameter.grad = torch.randn(5, 7)
+                return number
+
+            with torch.set_grad_enabled(number == 1):
+                losses.append(step_of(optimizer)(closure))
+                assert torch.is_grad_enabled() == (number == 1)
+            if number == 1:
+                optimizer.param_groups[0]["lr"] = 0.7
+        return parameters, optimizer.state_dict()["state"], losses
+
+    own = internals._sgd_step
+    monkeypatch.setattr(internals, "_sgd_step", lambda *given: taken.append(1) or own(*given))
+    bare, state, losses = stepped(internals.bare_step)
+    assert taken == [1, 1, 1], "torch wraps steps in another way: bare_step leaves SGD to torch"
+    torchs, expected, of_torch = stepped(lambda optimizer: optimizer.step)
+    assert losses == of_torch
+    assert all(map(torch.equal, bare, torchs))
+    assert state.keys() == expected.keys()
+    for index, entries in expected.items():
+        assert state[index].keys() == entries.keys()
+        assert all(torch.equal(state[index][name], value) for name, value in entries.items())
+
+
+def test_what_is_added_to_sgd_by_a_class_of_its_own_is_kept():
+    class Signed(torch.optim.SGD):
+        def _init_group(self, group, parameters, gradients, buffers):
+            found = super()._init_group(group, parameters, gradients, buffers)
+            gradients[:] = [gradient.sign() for gradient in gradients]
+            return found
+
+    parameter, optimizer = trained(Signed)
+    internals.bare_step(optimizer)()
+    assert parameter[0] == 0.5
+
+
 def with_a_hook(optimizer):
     optimizer.register_step_pre_hook(lambda *arguments: None)
 
@@ -338,6 +401,39 @@ def test_hooks_of_all_optimizers_are_heard():
     finally:
         handle.remove()
     assert heard == [1]
+
+
+def test_backward_passes_are_those_of_torch(monkeypatch):
+    weight, ran = nn.Parameter(torch.arange(3.0)), []
+    own = internals._engine_run_backward
+    monkeypatch.setattr(internals, "_engine_run_backward", lambda *given, **named: ran.append(own(*given, **named)))
+    internals.run_backward((weight**2).sum())
+    assert torch.equal(weight.grad, 2 * weight.detach()), "gradients are left where an optimizer looks for them"
+    internals.run_backward(weight.sum())
+    assert torch.equal(weight.grad, 2 * weight.detach() + 1), "gradients are added to those that are there"
+    assert len(ran) == 2, "torch runs backward passes in another way: run_backward leaves everything around them"
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        internals.run_backward(torch.zeros(()))
+    with pytest.raises(RuntimeError, match="scalar outputs"):
+        internals.run_backward(weight * 1)
+    assert len(ran) == 2
+
+
+@pytest.mark.parametrize("kind", ["own class", "replaced", "no engine"])
+def test_a_backward_pass_of_another_kind_is_called_as_it_is(monkeypatch, kind):
+    class Loss(torch.Tensor):
+        def backward(self, *arguments, **keywords):
+            called.append(1)
+
+    called, loss = [], torch.zeros((), requires_grad=True) * 1
+    if kind == "own class":
+        loss = loss.as_subclass(Loss)
+    else:
+        monkeypatch.setattr(torch.Tensor, "backward", lambda self: called.append(1))
+    if kind == "no engine":
+        monkeypatch.setattr(internals, "_ENGINE_FITS", None)
+    internals.run_backward(loss)
+    assert called == [1]
 
 
 def test_gradients_are_dropped_as_zero_grad_does(monkeypatch):

@@ -42,8 +42,11 @@ def free_memory(device: torch.device) -> int:
         return max(0, torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
     module: Any = getattr(torch, device.type, None)
     if device.type != "cpu" and hasattr(module, "mem_get_info"):
-        # What torch has reserved and does not use is free as well.
-        return module.mem_get_info(device)[0] + module.memory_reserved(device) - module.memory_allocated(device)
+        free = module.mem_get_info(device)[0]
+        if hasattr(module, "memory_reserved"):
+            # What torch has reserved and does not use is free as well.
+            free += module.memory_reserved(device) - module.memory_allocated(device)
+        return free
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return 1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1])
@@ -273,7 +276,7 @@ class _Part(NamedTuple):
 
 
 class _Batches:
-    """Makes batches on the device: indices and draws of a whole round are sent at once, and several batches made so."""
+    """Makes batches on the device. A round's indices and draws are sent at once, and several batches made at once."""
 
     def __init__(self, data: DeviceData, source: Source, pools: _Pools | None) -> None:
         self._data, self._source, self._pools = data, source, pools
