@@ -41,8 +41,14 @@ def assign_ranks(
         for layer, rank in zip(layers, ranks, strict=True):
             layer.rank = rank
     for layer in layers:
-        if layer.rank is not None:
-            _check_rank(layer, layer.rank, settings)
+        if layer.rank is None:
+            continue
+        _check_rank(layer, layer.rank, settings)
+        if layer.reason and settings.freeze_rest and layer.weight not in spared:
+            raise ValueError(
+                f"layer {layer.name!r}: {layer.reason}, and freeze_rest=True would freeze it: set allow_larger=True for"
+                " such factors, give the layer a rank of its own, keep it trained, or exclude it."
+            )
 
 
 def _check_rank(layer: Candidate, rank: int, settings: LowRankSettings) -> None:
@@ -50,10 +56,11 @@ def _check_rank(layer: Candidate, rank: int, settings: LowRankSettings) -> None:
     factorization, half_frozen = settings.factorization, settings.half_frozen
     with _naming(layer):
         largest = factorization.max_rank(layer.shape, half_frozen)
-        if rank > largest:
+        if rank <= largest:
+            factorization.check_rank(layer.shape, rank, half_frozen)
+        elif not (settings.allow_larger and settings.role == "update" and factorization.any_rank):
             layer.reason = f"rank {rank} is more than the largest of such a weight, {largest}"
             return
-        factorization.check_rank(layer.shape, rank, half_frozen)
         factorization.fixed_factors(layer.shape, settings.decouple, half_frozen)
         trained = factorization.trained_numbers(layer.shape, rank, half_frozen)
     if trained >= layer.numbers and not settings.allow_larger:

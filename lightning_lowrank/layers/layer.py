@@ -165,9 +165,10 @@ class LowRankLayer(nn.Module):
         Raises:
             TypeError: If ``module`` is of another class, its weight is not a plain floating-point Parameter, or
                 a setting has an unknown name.
-            ValueError: If the weight cannot have this rank, :class:`LayerSettings` refuses a setting,
-                ``compute="contracted"`` where the factorization has no such form, or the dense weight is constant
-                and is to set the scale of uniform draws.
+            ValueError: If the weight cannot have this rank (a matrix product may have more than it needs in role
+                ``"update"``), :class:`LayerSettings` refuses a setting, ``compute="contracted"`` where the
+                factorization has no such form, or the dense weight is constant and is to set the scale of uniform
+                draws.
 
         Example:
             >>> from lightning_lowrank.layers import LowRankLinear, MatrixProduct
@@ -190,7 +191,9 @@ class LowRankLayer(nn.Module):
         weight = module.weight
         assert isinstance(weight, nn.Parameter)
         shape = tuple(weight.shape)
-        factorization.check_rank(shape, rank, settings.half_frozen)
+        redundant = settings.role == "update" and factorization.any_rank and type(rank) is int
+        if not redundant or rank <= factorization.max_rank(shape, settings.half_frozen):
+            factorization.check_rank(shape, rank, settings.half_frozen)
         shapes = factorization.factor_shapes(shape, rank)
         trained = factorization.trained_factors(shape, settings.half_frozen)
         fixed = factorization.fixed_factors(shape, settings.decouple, settings.half_frozen)

@@ -177,7 +177,8 @@ class LowRankSettings(LayerSettings):
         exclude: Patterns of layers to leave alone. None by default.
         skip: ``"first"`` and ``"last"`` leave the first and the last of the layers that can be converted, in
             registration order, alone. Empty by default.
-        allow_larger: Convert also layers whose factors are no fewer numbers than their weight. Off by default.
+        allow_larger: Convert also layers whose factors are no fewer numbers than their weight, in role ``"update"``
+            with a matrix product even at a rank that no such weight has. Off by default.
         convert_frozen: Convert also layers whose weight is frozen (``requires_grad=False``), as for LoRA on a base that
             was frozen by hand. Off by default: what is frozen stays as it is.
         freeze_rest: Freeze every parameter except the factors and, with ``train_base``, the weights that they

@@ -226,6 +226,51 @@ def test_a_budget_counts_biases_and_frozen_parameters_as_they_are(tower):
     assert {layer.name: layer.trainable for layer in conversion.layers}["head"] == 0
 
 
+def test_a_rank_above_the_largest_is_what_allow_larger_allows():
+    """FedLoRA-M of the authors of FedSLoP: rank 15 also for a head of ten outputs."""
+    model = nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10))
+    how = {"rank": 15, "freeze_rest": True, "init": "uniform", "init_scale": 15**-0.5}
+    with pytest.raises(ValueError, match=r"layer '2': rank 15 is more .*, 10, and freeze_rest=True would freeze it"):
+        convert(copy.deepcopy(model), PRODUCT, **how)
+    inputs = torch.randn(5, 784)
+    before = model(inputs)
+    convert(model, PRODUCT, allow_larger=True, **how)
+    assert sum(value.numel() for value in model.parameters() if value.requires_grad) == 15_750
+    assert torch.equal(model(inputs), before)
+    head = model[2]
+    assert head.factors["U"].shape == (10, 15)
+    assert 0.2 < head.factors["U"].abs().max() <= 15**-0.5
+    assert not head.factors["V"].any()
+    with torch.no_grad():
+        head.factors["V"].uniform_()
+    torch.testing.assert_close(head.weight, head.frozen_weight + head.factors["U"] @ head.factors["V"].T)
+    outputs = model(inputs)
+    torch.testing.assert_close(recover(model)(inputs), outputs)
+
+
+def test_a_rank_above_the_largest_is_refused_elsewhere():
+    for arguments in ({"role": "weight"}, {"role": "update", "factorization": CP()}):
+        arguments = {"factorization": PRODUCT, **arguments}
+        model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3))
+        factorization = arguments.pop("factorization")
+        conversion = convert(model, factorization, rank={"0": 2, "1": 9}, allow_larger=True, **arguments)
+        assert [spec.name for spec in conversion.specs] == ["0"]
+    with pytest.raises(ValueError, match="from 1 to 3"):
+        LowRankLinear.from_dense(nn.Linear(4, 3), PRODUCT, rank=9, role="weight")
+    with pytest.raises(ValueError, match="from 1 to 3"):
+        LowRankLinear.from_dense(nn.Linear(4, 3), PRODUCT, rank=2.5)
+
+
+def test_freeze_rest_keeps_no_layer_frozen_for_its_rank():
+    model = nn.Sequential(nn.Linear(30, 20), nn.Linear(20, 3))
+    how = {"rank": 3, "freeze_rest": True}
+    with pytest.raises(ValueError, match=r"layer '1': rank 3 would train 69 numbers, .* would freeze it"):
+        convert(copy.deepcopy(model), PRODUCT, **how)
+    for left in ({"keep_trained": ["1"]}, {"exclude": ["1"]}):
+        conversion = convert(copy.deepcopy(model), PRODUCT, **how, **left)
+        assert [spec.name for spec in conversion.specs] == ["0"]
+
+
 @pytest.mark.parametrize("frozen_before", [False, True])
 def test_freeze_rest_leaves_the_base_that_is_trained(frozen_before):
     model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4))

@@ -25,7 +25,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from numbers import Integral
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -99,6 +99,9 @@ class Factorization(ABC):
     - ``factors``: all factors by name, shaped as :meth:`factor_shapes` says.
     - ``std``: the standard deviation of the dense weight's numbers.
     """
+
+    any_rank: ClassVar[bool] = False
+    """Whether there are factors of ranks above :meth:`max_rank` too, for an update. They express nothing more."""
 
     @abstractmethod
     def rank_for_ratio(self, shape: Sequence[int], ratio: float, half_frozen: HalfFrozen = False) -> int:

@@ -59,6 +59,8 @@ class MatrixProduct(Factorization):
         True
     """
 
+    any_rank = True
+
     def __init__(self, layout: Layout = "permuted") -> None:
         check_choice("layout", layout, Layout)
         self.layout = layout
