@@ -50,7 +50,9 @@ class HeteroFL(PartAveraging):
     global network has the width of the largest rate, so a single rate, ``HeteroFL([0.5], scaler=False)``, is federated
     averaging of a narrower network. (`ResNet18` and `ResNet34` also have a ``width``.)
 
-    The paper's static BatchNorm is `StaticBatchNorm`, its masked cross-entropy `MaskAbsentClasses`.
+    The paper's static BatchNorm is `StaticBatchNorm`, its masked cross-entropy `MaskAbsentClasses`, whose
+    ``masking="zero"`` is that of the released code. (That code also averages a row of the last layer over the clients
+    alone that hold its label. Here it is the mean over all.)
 
     Channels must keep their order: a network that concatenates, splits or shuffles them is sliced wrongly. This is
     refused where the layers' sizes show it.

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lightning_lowrank.arguments import Configured
+from lightning_lowrank.configuration import check_choice
 from lightning_lowrank.federated.algorithm import LocalStep
 from lightning_lowrank.federated.state import ClientContext
 
@@ -36,17 +37,20 @@ class Objective(Configured, ABC):
 class MaskAbsentClasses(Objective):
     r"""Leave the classes that a client has no samples of out of its loss (masked cross-entropy).
 
-    While a client trains, the logits of these classes are :math:`-\infty`: their probability is 0, and no gradient
-    flows through them. Validation sees all classes. FedHM (arXiv:2111.14655, Section 4.1) and HeteroFL
-    (arXiv:2010.01264, Section 3) train so.
+    While a client trains, the logits of these classes are replaced, and no gradient flows through them. Validation sees
+    all classes. FedHM (arXiv:2111.14655, Section 4.1) and HeteroFL (arXiv:2010.01264, Section 3) train so.
 
     Args:
         layer: Name of the submodule whose output, ``[batch, classes, …]``, holds the logits. Default ``"network"``.
         classes: Number of classes. ``None``: the ``num_classes`` of that submodule or of the module.
 
+        masking: ``"exclude"`` (default): the logits become :math:`-\infty`, and the probability of these classes 0, as
+            the papers say. ``"zero"``: they become 0, so that each of them adds 1 to the sum that the softmax divides
+            by, as the code released with both papers has it.
+
     Raises:
-        MisconfigurationException: When a fit begins, if there is no such submodule, the number of classes is not
-            known, the training data has no labels, or the module has a ``label_smoothing``.
+        MisconfigurationException: If ``masking`` is neither. When a fit begins, if there is no such submodule, the
+            number of classes is not known, the training data has no labels, or the module has a ``label_smoothing``.
 
     Example:
         >>> from lightning_lowrank import FedAvg, FederatedLoop, LabelCount, MaskAbsentClasses
@@ -55,9 +59,13 @@ class MaskAbsentClasses(Objective):
 
     _KEY = "objective.present"
 
-    def __init__(self, layer: str = "network", classes: int | None = None) -> None:
+    def __init__(
+        self, layer: str = "network", classes: int | None = None, masking: Literal["exclude", "zero"] = "exclude"
+    ) -> None:
+        check_choice("masking", masking, Literal["exclude", "zero"])
         self.layer = layer
         self.classes = classes
+        self.masking = masking
 
     def begin(self, client: ClientContext) -> None:
         """Note which classes the client has samples of."""
@@ -84,10 +92,11 @@ class MaskAbsentClasses(Objective):
     def loss(self, step: LocalStep, batch: Any, training_step: Callable[[], Any]) -> Any:
         """Run the training step with masked logits."""
         present = step.round_state[self._KEY]
+        absent = float("-inf") if self.masking == "exclude" else 0.0
 
         def mask(layer: nn.Module, inputs: Any, logits: Tensor) -> Tensor:
             shape = (1, len(present), *(1,) * (logits.ndim - 2))
-            return logits.masked_fill(~present.view(shape), float("-inf"))
+            return logits.masked_fill(~present.view(shape), absent)
 
         handle = part_of(step.base.module, self.layer).register_forward_hook(mask)
         try:

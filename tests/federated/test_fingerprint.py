@@ -150,6 +150,7 @@ OTHERS: dict[Any, Any] = {
     ("TopK", "count"): 3,
     ("MaskAbsentClasses", "layer"): "net.4",
     ("MaskAbsentClasses", "classes"): 5,
+    ("MaskAbsentClasses", "masking"): "zero",
     ("Half", "dtype"): "bfloat16",
     ("Quantize", "bits"): 4,
     ("MatrixProduct", "layout"): "raw",

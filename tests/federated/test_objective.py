@@ -35,8 +35,8 @@ def run(tmp_path, execution, algorithm=FedAvg, module=Module, double=True, **arg
     return made, loop
 
 
-def masked_rounds(double: bool) -> dict[str, torch.Tensor]:
-    """FedAvg in plain PyTorch, with the logits of the classes that a client lacks at minus infinity."""
+def masked_rounds(double: bool, absent: float = -torch.inf) -> dict[str, torch.Tensor]:
+    """FedAvg in plain PyTorch, with the logits of the classes that a client lacks at another value."""
     net, parts, (inputs, targets) = network(), few_classes(), blobs().tensors
     net, inputs = (net.double(), inputs.double()) if double else (net, inputs)
     for clients in [[0, 1, 2], [0, 2], [1, 2]]:
@@ -48,7 +48,7 @@ def masked_rounds(double: bool) -> dict[str, torch.Tensor]:
             optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
             for rows in torch.tensor(parts[client]).split(8):
                 optimizer.zero_grad()
-                logits = net(inputs[rows]).masked_fill(~present, -torch.inf)
+                logits = net(inputs[rows]).masked_fill(~present, absent)
                 nn.functional.cross_entropy(logits, targets[rows]).backward()
                 optimizer.step()
             for name, value in net.state_dict().items():
@@ -63,6 +63,11 @@ def test_masked_clients_are_those_of_a_plain_loop(tmp_path):
     assert_same(bare(weights(module)), masked_rounds(double=False))
     stacked, _ = run(tmp_path, "vectorized", objective=MASK())
     assert_close(bare(weights(stacked)), masked_rounds(double=True))
+    # As the code released with FedHM and HeteroFL has it.
+    module, _ = run(tmp_path, "sequential", objective=MASK(masking="zero"), double=False)
+    assert_same(bare(weights(module)), masked_rounds(double=False, absent=0.0))
+    with pytest.raises(MisconfigurationException, match="masking"):
+        MASK(masking="none")
 
 
 def test_a_class_that_no_client_has_is_never_trained(tmp_path):
