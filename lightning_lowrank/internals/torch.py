@@ -108,10 +108,10 @@ def copy_each(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 try:
     from torch._C import _are_functorch_transforms_active
     from torch.autograd.graph import _engine_run_backward
-
-    _ENGINE_FITS = inspect.signature(_engine_run_backward).bind((), (), False, False, (), accumulate_grad=True)
-except (ImportError, TypeError):
-    _ENGINE_FITS = None  # type: ignore[assignment]
+except ImportError:
+    _HAS_ENGINE = False
+else:
+    _HAS_ENGINE = True
 
 _BACKWARDS = Tensor.backward, torch.autograd.backward
 
@@ -119,10 +119,10 @@ _BACKWARDS = Tensor.backward, torch.autograd.backward
 def run_backward(loss: Tensor) -> None:
     """Do what ``loss.backward()`` does; for one number, without what torch looks at for tensors of other kinds.
 
-    For a small model that takes a tenth of the time of the step.
+    For a small model that is a twentieth of a client's step.
     """
     if (
-        _ENGINE_FITS is None
+        not _HAS_ENGINE
         or type(loss) is not Tensor
         or loss.dim()
         or not loss.requires_grad
@@ -188,7 +188,7 @@ def bare_step(optimizer: Optimizer) -> Callable[..., Any]:
 def _sgd_step(optimizer: SGD, closure: Callable[[], Any] | None = None) -> Any:
     """Do what ``SGD.step`` does, on a CPU without the lists that it makes for steps of other kinds.
 
-    For a small model they take longer than the step. The operations are the same, one parameter after another.
+    For a small model they take a third of its time. The operations are the same, one parameter after another.
     """
     loss = None
     if closure is not None:
@@ -227,7 +227,7 @@ def sgd_update(
 
     Args:
         optimizer: Has the state.
-        group: The parameter's group, of which `steps_singly`.
+        group: The parameter's group, for which `steps_singly` holds.
         parameter: Has the momentum.
         target: Is stepped.
         gradient: Its gradient, which is left as it is.

@@ -431,7 +431,7 @@ def test_a_backward_pass_of_another_kind_is_called_as_it_is(monkeypatch, kind):
     else:
         monkeypatch.setattr(torch.Tensor, "backward", lambda self: called.append(1))
     if kind == "no engine":
-        monkeypatch.setattr(internals, "_ENGINE_FITS", None)
+        monkeypatch.setattr(internals, "_HAS_ENGINE", False)
     internals.run_backward(loss)
     assert called == [1]
 
