@@ -22,7 +22,7 @@ from lightning_lowrank.federated.execution.base import Execution, while_training
 from lightning_lowrank.federated.execution.reads import unobserved
 from lightning_lowrank.federated.state import trained_tensors
 from lightning_lowrank.internals.lightning import LastBatch, overrides
-from lightning_lowrank.internals.torch import own_buffers, written
+from lightning_lowrank.internals.torch import has_float64, own_buffers, written
 
 
 class Isolation:
@@ -241,4 +241,6 @@ def _differs(before: Any, now: Any) -> bool:
 
 def _sum(tensor: Tensor) -> Tensor:
     """Return a tensor's sum: unlike `written` it sees what is written through ``tensor.data``."""
+    if not has_float64(tensor.device.type):
+        return tensor.detach().sum()
     return tensor.detach().sum(dtype=torch.complex128 if tensor.is_complex() else torch.float64)
