@@ -55,19 +55,20 @@ def derive_seed(*parts: int | str) -> int:
     return int.from_bytes(digest.digest(), "big") >> 1
 
 
-def generator(*parts: int | str) -> torch.Generator:
-    """Build a CPU generator seeded with :func:`derive_seed` of the parts.
+def generator(*parts: int | str, device: torch.device | str = "cpu") -> torch.Generator:
+    """Build a generator seeded with :func:`derive_seed` of the parts.
 
     Args:
         *parts: As for :func:`derive_seed`.
+        device: Where it draws. On the CPU, the default, drawing and moving the result gives the same numbers whatever
+            device they are for; another device draws other numbers, without a copy from the CPU.
 
     Returns:
-        A fresh generator on the CPU: drawing there and moving the result gives the same numbers whatever
-        device they are for.
+        A fresh generator.
 
     Example:
         >>> first = torch.rand(3, generator=generator(0, "order", 1))
         >>> torch.equal(first, torch.rand(3, generator=generator(0, "order", 1)))
         True
     """
-    return torch.Generator().manual_seed(derive_seed(*parts))
+    return torch.Generator(device).manual_seed(derive_seed(*parts))

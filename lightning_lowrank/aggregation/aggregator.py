@@ -12,8 +12,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_lowrank.arguments import Configured
+from lightning_lowrank.internals.torch import has_float64
 
-__all__ = ["Aggregator", "KeepsArrivals", "Peers", "check_names", "float64_device"]
+__all__ = ["Aggregator", "KeepsArrivals", "Peers", "check_names", "float64_device", "to_float64"]
 
 
 class Peers(Protocol):
@@ -179,4 +180,9 @@ def check_names(tensors: Mapping[str, Any], earlier: Mapping[str, Any]) -> None:
 
 def float64_device(device: torch.device) -> torch.device:
     """Return the device where float64 numbers of a device are kept: the CPU where the device has no float64."""
-    return torch.device("cpu") if device.type == "mps" else device
+    return device if has_float64(device.type) else torch.device("cpu")
+
+
+def to_float64(tensor: Tensor) -> Tensor:
+    """Return a tensor in float64, on its device or on the CPU; see `float64_device`."""
+    return tensor.to(float64_device(tensor.device)).double()

@@ -193,7 +193,10 @@ class LoRAA2(RoLoRA):
         chosen = torch.zeros(len(order), dtype=torch.bool)
         chosen[order[:budget]] = True
         parts = chosen.split([len(score) for score in scores])
-        return {name: part.nonzero().flatten() for name, part in zip(pairs, parts, strict=True)}
+        devices = [pair.B.device for pair in pairs.values()]
+        return {
+            name: part.nonzero().flatten().to(device) for name, part, device in zip(pairs, parts, devices, strict=True)
+        }
 
 
 class FedSA(Operator):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_lowrank.aggregation.aggregator import Aggregator, Peers, check_names, float64_device
+from lightning_lowrank.aggregation.aggregator import Aggregator, Peers, check_names, float64_device, to_float64
 from lightning_lowrank.internals.torch import add_each, divide_each
 
 __all__ = ["WeightedMean"]
@@ -46,13 +46,13 @@ class WeightedMean(Aggregator):
     def add(self, tensors: Mapping[str, Tensor], weight: float) -> None:
         values = [tensor.detach() for tensor in tensors.values()]
         if self.arrivals == 0:
-            self._sums = {name: _float64(value) * weight for name, value in zip(tensors, values, strict=True)}
+            self._sums = {name: to_float64(value) * weight for name, value in zip(tensors, values, strict=True)}
             self._remember(tensors)
             self._only = {name: value.clone() for name, value in zip(tensors, values, strict=True)}
         else:
             check_names(tensors, self._sums)
             sums = [self._sums[name] for name in tensors]
-            add_each(sums, [_float64(value) for value in values], alpha=weight)
+            add_each(sums, [to_float64(value) for value in values], alpha=weight)
             self._only = {}
         self.weight += weight
         self.arrivals += 1
@@ -70,7 +70,7 @@ class WeightedMean(Aggregator):
             # A few parties at a time, because in float64 all of them could take more memory than the round itself.
             at_once = max(1, _NUMBERS_AT_ONCE // max(1, rows.shape[1]))
             parts = zip(shares.split(at_once), rows.split(at_once), strict=True)
-            total = functools.reduce(torch.add, (share @ _float64(part) for share, part in parts))
+            total = functools.reduce(torch.add, (share @ to_float64(part) for share, part in parts))
             sums[name] = total.view(stack.shape[1:])
         if self.arrivals == 0:
             self._sums = sums
@@ -120,7 +120,7 @@ class WeightedMean(Aggregator):
         sizes = [shape.numel() for shape in layout.values()]
         flat = torch.zeros(sum(sizes), dtype=torch.float64, device=float64_device(peers.root_device))
         if mine:
-            torch.cat([_float64(mine[name]).flatten() for name in layout], out=flat)
+            torch.cat([to_float64(mine[name]).flatten() for name in layout], out=flat)
         values = [part.view(shape) for part, shape in zip(peers.sum(flat).split(sizes), layout.values(), strict=True)]
         self._sums, self._dtypes, self._only = dict(zip(layout, values, strict=True)), dtypes, {}
         self._devices = dict.fromkeys(layout, peers.root_device)
@@ -150,7 +150,3 @@ class WeightedMean(Aggregator):
 
 def _at_least(dtype: torch.dtype, least: torch.dtype | None) -> torch.dtype:
     return dtype if least is None or not dtype.is_floating_point else torch.promote_types(dtype, least)
-
-
-def _float64(tensor: Tensor) -> Tensor:
-    return tensor.to(float64_device(tensor.device)).double()

@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from lightning_lowrank.aggregation.aggregator import to_float64
 from lightning_lowrank.configuration import check_choice
 from lightning_lowrank.federated.algorithm import Algorithm
 from lightning_lowrank.federated.messages import Message
@@ -116,11 +117,11 @@ class PartAveraging(Algorithm, ABC):
     def receive(self, server: Server, client: ClientInfo, message: Message, weight: float) -> None:
         values: dict[str, Tensor] = {}
         for name, whole in server.base.sent_up(server.model).items():
-            values[name] = torch.zeros_like(whole, dtype=torch.float64)
-            values[f"count.{name}"] = torch.zeros_like(whole, dtype=torch.float64)
+            values[name] = torch.zeros_like(to_float64(whole))
+            values[f"count.{name}"] = torch.zeros_like(values[name])
             if name in message.tensors:
                 block = leading(message.tensors[name].shape)
-                values[name][block] = message.tensors[name].double()
+                values[name][block] = to_float64(message.tensors[name])
                 values[f"count.{name}"][block] = 1
         server.aggregator.add(values, weight)
 
@@ -128,8 +129,9 @@ class PartAveraging(Algorithm, ABC):
         means = server.aggregator.result()
         for name in server.base.sent_up(server.model):
             old, count = server.model[name], means[f"count.{name}"]
-            average = torch.where(count > 0, means[name] / count, old.double())
+            average = torch.where(count > 0, means[name] / count, to_float64(old))
             server.take({name: average if old.is_floating_point() else average.round()})
+            server.model[name] = server.model[name].to(old.device)
 
     def model_for(self, server: Server, client: ClientInfo) -> Mapping[str, Tensor]:
         return self.variant(server, self._capacities.level(client))

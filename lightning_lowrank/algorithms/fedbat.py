@@ -125,7 +125,7 @@ class FedBAT(Algorithm):
     def begin_round(self, server: Server) -> None:
         if not self.compress_down:
             return
-        draws = generator(server.seed, "binarise", server.round, "down")
+        draws = generator(server.seed, "binarise", server.round, "down", device=server.base.device)
 
         def compress(difference: dict[str, Tensor]) -> dict[str, Tensor]:
             return {name: _binarise(x, x.abs().mean(), _uniform(x, draws)) for name, x in difference.items()}
@@ -146,7 +146,7 @@ class FedBAT(Algorithm):
         base = client.base
         start = base.state["held"] if self.compress_down else self._binarised(base, message.tensors)
         copy_into(client.model, {**message.tensors, **start})
-        zeros = {name: torch.tensor(0.0, dtype=_precise(x), device=x.device) for name, x in start.items()}
+        zeros = {name: torch.zeros((), dtype=_precise(x), device=x.device) for name, x in start.items()}
         unknown = {name: zero - 1 for name, zero in zeros.items()}
         client.round_state.update(start=start, first_magnitude=unknown, exponent=zeros)
 
@@ -164,11 +164,15 @@ class FedBAT(Algorithm):
     @torch.no_grad()
     def _put_binarised(self, step: LocalStep, binarises: Tensor) -> None:
         """Draw the forward pass's weights, for the clients that binarise."""
-        draws = [generator(step.base.seed, "binarise", step.round, client, step.number) for client in step.clients]
+        device = step.base.device
+        draws = [
+            generator(step.base.seed, "binarise", step.round, client, step.number, device=device)
+            for client in step.clients
+        ]
         for name, start in step.round_state["start"].items():
             weights = step.parameters[name]
             x = (weights - start).to(_precise(weights))
-            on = binarises.to(x.device)
+            on = binarises.to(x.device, non_blocking=True)
             first = step.round_state["first_magnitude"][name]
             mean = x.abs().reshape(*first.shape, -1).mean(-1)
             first.copy_(torch.where(on & (first < 0), mean, first))
@@ -208,7 +212,7 @@ class FedBAT(Algorithm):
 
     @torch.no_grad()
     def end(self, client: ClientContext) -> Message:
-        draws = generator(client.seed, "binarise", client.round, client.id, "up")
+        draws = generator(client.seed, "binarise", client.round, client.id, "up", device=client.base.device)
         sent = client.base.sent_up(client.model)
         for name, start in client.round_state["start"].items():
             x = client.model[name] - start
@@ -244,7 +248,7 @@ def _precise(tensor: Tensor) -> torch.dtype:
 
 
 def _uniform(like: Tensor, draws: torch.Generator) -> Tensor:
-    return torch.rand(like.shape, generator=draws).to(like.device)
+    return torch.rand(like.shape, generator=draws, device=draws.device)
 
 
 def _binarise(update: Tensor, alpha: Tensor, uniform: Tensor) -> Tensor:

@@ -65,7 +65,8 @@ class FedNova(Algorithm):
                 f" {client.id} kept momentum from earlier rounds: set optimizer_state='reset'."
             )
         received = client.base.parameters(message.tensors)
-        zeros = torch.zeros(len(groups), dtype=torch.float64, device=next(iter(received.values())).device)
+        # On the CPU, so that no step waits for a device.
+        zeros = torch.zeros(len(groups), dtype=torch.float64)
         client.round_state.update({"received": received, "momentum": zeros, "norms": zeros.clone()})
 
     def before_step(self, step: LocalStep) -> None:

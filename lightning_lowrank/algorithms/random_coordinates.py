@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lightning_lowrank.aggregation.aggregator import to_float64
 from lightning_lowrank.algorithms._compressed import initial_parameters
 from lightning_lowrank.compression import Codec, Dense, RandomK, Split
 from lightning_lowrank.configuration import check_number
@@ -67,14 +68,15 @@ class RandomCoordinates(Algorithm):
 
     def receive(self, server: Server, client: ClientInfo, message: Message, weight: float) -> None:
         sent = self._positions(server.base, client, "up", message)
-        values = {name: value.double() if name in sent else value for name, value in message.tensors.items()}
-        server.aggregator.add({**values, **{_SENT + name: mask.double() for name, mask in sent.items()}}, weight)
+        values = {name: to_float64(value) if name in sent else value for name, value in message.tensors.items()}
+        server.aggregator.add({**values, **{_SENT + name: to_float64(mask) for name, mask in sent.items()}}, weight)
 
     def aggregate(self, server: Server) -> None:
         mean = server.aggregator.result()
         for name, old in server.parameters().items():
             share = mean.pop(_SENT + name)
-            mean[name] = torch.where(share > 0, mean[name] / share, old.double())
+            average = torch.where(share > 0, mean[name] / share, to_float64(old))
+            mean[name] = average.to(old.dtype).to(old.device)
         server.take(mean)
 
     @torch.no_grad()

@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from lightning_lowrank.aggregation.aggregator import to_float64
 from lightning_lowrank.algorithms._sgd import parameter_groups
 from lightning_lowrank.configuration import check_number
 from lightning_lowrank.federated.algorithm import Algorithm, LocalStep
@@ -92,7 +93,8 @@ class SCAFFOLD(Algorithm):
             {
                 "received": parameters,
                 "correction": {name: value - own[name] for name, value in control.items()},
-                "lr": torch.zeros(len(groups), dtype=torch.float64, device=client.base.device),
+                # On the CPU, so that no step waits for a device.
+                "lr": torch.zeros(len(groups), dtype=torch.float64),
             }
         )
 
@@ -113,10 +115,12 @@ class SCAFFOLD(Algorithm):
         old = client.state.get("control", _zeros(parameters))
         new = {}
         for name, value in parameters.items():
-            lr = client.round_state["lr"][self._groups[name]]
-            gradient = (client.round_state["received"][name] - value) / lr - client.round_state["correction"][name]
+            lr = float(client.round_state["lr"][self._groups[name]])
             # Without a step, or with learning rate 0 as in a warm-up, the gradient is unknown.
-            new[name] = torch.where(lr > 0, gradient, old[name])
+            new[name] = old[name]
+            if lr > 0:
+                change = client.round_state["received"][name] - value
+                new[name] = change / lr - client.round_state["correction"][name]
         client.state["control"] = new
         return Message(
             {**client.base.sent_up(client.model), **_prefixed({name: new[name] - old[name] for name in new})}
@@ -131,9 +135,8 @@ class SCAFFOLD(Algorithm):
             # Its change is one from 0, and the sum of all holds the variate that it had.
             server.state["lost"] = [each for each in server.state["lost"] if each != client.id]
             changes = _zeros(changes)
-        server.state["changes"] = {
-            name: change.double() + sums[name] if sums else change.double() for name, change in changes.items()
-        }
+        wide = {name: to_float64(change) for name, change in changes.items()}
+        server.state["changes"] = {name: change + sums[name] if sums else change for name, change in wide.items()}
 
     def forget(self, server: Server, client: ClientInfo) -> None:
         """Leave the client's part of the control variate as it is until its next but one answer."""
@@ -146,7 +149,9 @@ class SCAFFOLD(Algorithm):
             mean[name] = value.lerp(server.model[name].to(value.dtype), 1 - self.lr_server)
         server.take(mean)
         server.state["control"] = {
-            name: (server.state["control"][name].double() + change / server.clients).to(_precise(mean[name]))
+            name: (to_float64(server.state["control"][name]) + change / server.clients)
+            .to(_precise(mean[name]))
+            .to(mean[name].device)
             for name, change in server.state.pop("changes").items()
         }
 

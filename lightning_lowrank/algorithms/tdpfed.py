@@ -195,7 +195,7 @@ class TDPFed(Algorithm):
         places = [(place, number) for number, each in enumerate(own.values()) for place in range(len(each))]
         turns = [places] if self.joint else [list(turn) for _, turn in groupby(sorted(places), itemgetter(0))]
         gradients = [factor_gradients(weight, each) for weight, each in zip(weights, kinds[0], strict=True)]
-        count = torch.tensor(float(step.number * self.factor_steps), device=weights[0].device)
+        count = torch.full((), float(step.number * self.factor_steps), device=weights[0].device)
         steps = []
         for turn in turns:
             values, first, second = ([kind[number][place] for place, number in turn] for kind in kinds)

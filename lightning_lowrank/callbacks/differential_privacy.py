@@ -207,6 +207,7 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
                 poisson=lambda: self.batch_seed(self.seed),
                 epoch=lambda: trainer.current_epoch,
                 position=lambda: trainer.fit_loop.epoch_loop.batch_progress.current.ready,
+                device=trainer.strategy.root_device,
             )
         return self._loader
 

@@ -18,7 +18,7 @@ from lightning_lowrank.arguments import Configured
 from lightning_lowrank.configuration import check_integer
 from lightning_lowrank.federated import FederatedLoop
 from lightning_lowrank.federated.data.loader import check_loader
-from lightning_lowrank.federated.randomness import StepRandomness, seed_process
+from lightning_lowrank.federated.randomness import StepRandomness
 from lightning_lowrank.internals.lightning import check_namespace
 from lightning_lowrank.internals.torch import BATCH_NORMS
 from lightning_lowrank.seeding import derive_seed, generator
@@ -129,9 +129,9 @@ class StaticBatchNorm(Configured, Callback):
         if self._loader is None:
             self._loader = _training_loader(trainer, module)
         modes = [(part, part.training) for part in module.modules()]
-        randomness = StepRandomness()
+        randomness = StepRandomness(module.device)
         randomness.open()
-        seed_process(derive_seed(0, "static batch norm"))
+        randomness.seed(derive_seed(0, "static batch norm"))
         self._track(True)
         try:
             with trainer.precision_plugin.forward_context():

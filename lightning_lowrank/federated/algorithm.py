@@ -36,7 +36,8 @@ class LocalStep:
         buffers: The persistent buffers by name; may be changed in place.
         round_state: The clients' `ClientContext.round_state`; tensors in it may be changed in place.
         number: Number of the step, from 0 in each round.
-        steps: How many steps each client makes in this round: a float64 tensor, a scalar or ``[clients]``.
+        steps: How many steps each client makes in this round: a float64 tensor on the CPU, a scalar or
+            ``[clients]``.
         stacked: Whether clients step together.
     """
 

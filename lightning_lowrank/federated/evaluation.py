@@ -25,7 +25,7 @@ from torchmetrics import Metric, MetricCollection
 from lightning_lowrank.federated.algorithm import detached
 from lightning_lowrank.federated.data.device import DeviceData
 from lightning_lowrank.federated.data.loader import Request, SeededBatches, batch_reader, check_loader
-from lightning_lowrank.federated.randomness import StepRandomness, seed_process, step_seed
+from lightning_lowrank.federated.randomness import StepRandomness, step_seed
 from lightning_lowrank.federated.state import copy_into, trained_tensors
 from lightning_lowrank.seeding import derive_seed
 
@@ -161,7 +161,7 @@ class ClientEvaluation:
         results: dict[str, dict[int, float]] = {}
         self.higher_is_better = {}
         installed: Mapping[str, Tensor] | None = None
-        randomness = StepRandomness()
+        randomness = StepRandomness(module.device)
         randomness.open()
         try:
             with _worked_on_copies(module) as metrics:
@@ -179,7 +179,7 @@ class ClientEvaluation:
                     step.hook("epoch_start")
                     for number in range(count):
                         batch = next(batches)
-                        seed_process(step_seed(seed, number))
+                        randomness.seed(step_seed(seed, number))
                         log.samples = self._batch_of(client, number).size
                         step(batch, number)
                     log.samples = 1

@@ -127,7 +127,8 @@ def keep(optimizers: Sequence[Optimizer], state: State, place: int | None = None
     """Put the optimizer states with which a client ends into what it keeps, given its ``place`` in stacks if any."""
     state["optimizers"] = {
         number: {
-            index: optimizer.state[parameter] if place is None else _part(optimizer.state[parameter], place)
+            # Not the optimizer's own dictionary, whose tensors Lightning moves to the CPU at the end of a fit.
+            index: dict(optimizer.state[parameter]) if place is None else _part(optimizer.state[parameter], place)
             for index, parameter in enumerate(_parameters_of(optimizer))
             if parameter.requires_grad and parameter in optimizer.state
         }

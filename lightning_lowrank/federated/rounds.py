@@ -12,9 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_lowrank.federated.algorithm import detached, inherits
@@ -39,6 +41,7 @@ from lightning_lowrank.federated.schedulers import SchedulersPerClient
 from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.federated.state import State
 from lightning_lowrank.internals.direct_steps import AroundUpdates
+from lightning_lowrank.internals.torch import has_float64
 
 
 class Rounds(Untraced):
@@ -75,7 +78,7 @@ class Rounds(Untraced):
         self._processes = processes
         self._schedulers = SchedulersPerClient(trainer)
         self._options = ClientOptions(trainer, settings.options_of)
-        self._to_device = functools.partial(move_data_to_device, device=self._module.device)
+        self._to_device = functools.partial(_to_device, device=self._module.device)
         self._in_client = True
         samples = data.divided().sizes.tolist()
         if before is None:
@@ -375,3 +378,13 @@ class Rounds(Untraced):
             "common_options": self._options.common,
             "schedulers": self._schedulers.state_dict(),
         }
+
+
+def _to_device(tree: Any, device: torch.device) -> Any:
+    """Move what a checkpoint holds to a device; float64 tensors stay on the CPU where the device has none."""
+
+    def moved(tensor: Tensor) -> Tensor:
+        stays = tensor.dtype == torch.float64 and not has_float64(device.type)
+        return tensor if stays else move_data_to_device(tensor, device)
+
+    return apply_to_collection(tree, Tensor, moved)

@@ -189,9 +189,8 @@ class Server:
             shown: What the method last put into the module. Where the module holds just that, ``model`` stays.
         """
         self.base.remember_buffers()
-        for name, value in live.items():
-            if name not in shown or not torch.equal(shown[name], value):
-                self.model[name] = value.detach().clone()
+        changed = _changed(live, shown)
+        self.model.update({name: value.detach().clone() for name, value in live.items() if name in changed})
 
     def parameters(self) -> dict[str, Tensor]:
         """Return the global values of the trained parameters."""
@@ -221,6 +220,24 @@ class Server:
                 value = exact.to(dtype)
                 lost[name] = exact - value.float()
             self.model[name] = value.to(dtype)
+
+
+@torch.no_grad()
+def _changed(live: Mapping[str, Tensor], shown: Mapping[str, Tensor]) -> set[str]:
+    """Return the names under which two models differ. A device is waited for once, not once for each tensor."""
+    found, comparisons = set(), {}
+    for name, value in live.items():
+        other = shown.get(name)
+        if other is None or other.shape != value.shape or other.dtype != value.dtype or other.device != value.device:
+            found.add(name)
+        elif value.device.type == "cpu":
+            found.update({name} if not torch.equal(other, value) else ())
+        elif value.numel():
+            comparisons[name] = (other != value).any()
+    if comparisons:
+        differs = torch.stack(list(comparisons.values())).tolist()
+        found.update(name for name, differ in zip(comparisons, differs, strict=True) if differ)
+    return found
 
 
 def copied_state(state: State) -> State:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import lightning
-from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
@@ -44,14 +45,28 @@ def calls_fit(calls: Iterable[Call]) -> bool:
 
 
 def has_usual_parts(trainer: Any) -> bool:
-    """Return whether strategy, precision and profiler are Lightning's plainest, and batches moved by its own hooks."""
+    """Return whether strategy, precision and profiler are Lightning's plainest, and batches moved by its own hooks.
+
+    A strategy counts that makes steps as `SingleDeviceStrategy` does, and does not wrap the module; a precision that is
+    single, or mixed by `torch.autocast`.
+    """
     owners = [owner for owner in (trainer.lightning_module, trainer.datamodule) if owner is not None]
+    strategy = trainer.strategy
     return (
-        type(trainer.strategy) is SingleDeviceStrategy
-        and type(trainer.precision_plugin) is Precision
+        (type(strategy) is SingleDeviceStrategy or getattr(strategy, "steps_alone", False))
+        and strategy.model is trainer.lightning_module
+        and type(trainer.precision_plugin) in (Precision, MixedPrecision)
         and type(trainer.profiler) is PassThroughProfiler
         and not any(overrides(owner, hook) for owner in owners for hook in _TRANSFERS)
     )
+
+
+def in_context(precision: Precision, kind: str) -> Callable[[], AbstractContextManager[Any]]:
+    """Return what makes the context of a ``"train"``, ``"val"`` or ``"test"`` step.
+
+    That of single precision, which does nothing, is left out.
+    """
+    return nullcontext if type(precision) is Precision else getattr(precision, f"{kind}_step_context")
 
 
 class Hooks:

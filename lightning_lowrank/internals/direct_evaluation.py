@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_lowrank.internals.direct import Call, Hooks, calls_fit, has_usual_parts, is_compared_release
+from lightning_lowrank.internals.direct import Call, Hooks, calls_fit, has_usual_parts, in_context, is_compared_release
 from lightning_lowrank.internals.lightning import missing
 
 try:
@@ -165,6 +165,7 @@ class _Calls:
         self._own_step = getattr(self.module, self._step_name)
         self._takes_index = is_param_in_hook_signature(self._own_step, "batch_idx", min_args=2)
         self._hooks = {moment: f"on_{kind}_{moment}" for moment in ("batch_start", "batch_end")}
+        self._context = in_context(trainer.precision_plugin, "val" if kind == "validation" else kind)
         self._tell = Hooks(trainer, self._hooks.values()).tell
 
     def tell(self, moment: str, *arguments: Any) -> None:
@@ -175,7 +176,8 @@ class _Calls:
         """Make the module's step."""
         arguments = (batch_idx, *dataloader_idx) if self._takes_index else dataloader_idx
         vars(self.module)["_current_fx_name"], before = self._step_name, self.module._current_fx_name
-        output = self._own_step(batch, *arguments)
+        with self._context():
+            output = self._own_step(batch, *arguments)
         vars(self.module)["_current_fx_name"] = before
         return output
 

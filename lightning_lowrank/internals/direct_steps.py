@@ -14,8 +14,9 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
+from torch.optim import Optimizer
 
-from lightning_lowrank.internals.direct import Call, Hooks, calls_fit, has_usual_parts, is_compared_release
+from lightning_lowrank.internals.direct import Call, Hooks, calls_fit, has_usual_parts, in_context, is_compared_release
 from lightning_lowrank.internals.lightning import missing, overrides
 from lightning_lowrank.internals.torch import bare_step, drop_gradients, run_backward
 
@@ -48,6 +49,7 @@ _NEEDED = (
     "_val_check_time_interval",
     "val_check_batch",
     "fit_loop.epoch_loop._batches_that_stepped",
+    "fit_loop.epoch_loop._broadcast_sigterm_tensor",
     "fit_loop.epoch_loop._num_ready_batches_reached",
     "fit_loop.epoch_loop._results.batch",
     "fit_loop.epoch_loop._results.batch_size",
@@ -138,6 +140,8 @@ class DirectSteps:
         every = trainer.val_check_batch
         if (
             self._direct
+            # Several processes meet there.
+            and trainer.world_size == 1
             and not trainer.should_stop
             and not trainer.received_sigterm
             and not trainer.lr_scheduler_configs
@@ -172,6 +176,7 @@ class DirectSteps:
             and trainer.accumulate_grad_batches == 1
             and not any(overrides(module, hook) for hook in _UPDATES)
             and not self._has_own_update()
+            and (getattr(trainer.precision_plugin, "scaler", None) is None or _may_be_scaled(*trainer.optimizers))
         )
 
     def _around_updates(self) -> AroundUpdates | None:
@@ -188,6 +193,11 @@ class DirectSteps:
         self._hooks = Hooks(self._trainer, _STEP_HOOKS)
         self._at_once = not self._hooks.heard & {"on_before_zero_grad", "on_before_backward", "on_after_backward"}
         self._clips = overrides(module, "configure_gradient_clipping") or bool(self._trainer.gradient_clip_val)
+        precision = self._trainer.precision_plugin
+        self._context = in_context(precision, "train")
+        self._scaler = getattr(precision, "scaler", None)
+        # A graph's gradients are those of a loss that is not scaled.
+        self._at_once = self._at_once and self._scaler is None
         self._takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
 
     def _next_batch(self, data_fetcher: Any) -> Any:
@@ -211,6 +221,8 @@ class DirectSteps:
     def _step(self, data_fetcher: Any) -> None:
         loop, trainer = self._loop, self._trainer
         module, progress, results = trainer.lightning_module, loop.batch_progress, loop._results
+        if trainer.world_size > 1:
+            loop._broadcast_sigterm_tensor()
         batch = self._next_batch(data_fetcher)
         batch_idx = loop.batch_idx + 1
         progress.is_last_batch = data_fetcher.done
@@ -256,8 +268,9 @@ class DirectSteps:
 
         def closure() -> Tensor | None:
             before, attributes["_current_fx_name"] = attributes["_current_fx_name"], "training_step"
-            at_once = self._gradients(batch) if self._at_once else None
-            output = module.training_step(*arguments) if at_once is None else None
+            with self._context():
+                at_once = self._gradients(batch) if self._at_once else None
+                output = module.training_step(*arguments) if at_once is None else None
             attributes["_current_fx_name"] = before
             if at_once is not None:
                 outputs[:] = [{"loss": at_once}]
@@ -278,6 +291,7 @@ class DirectSteps:
                     return None
                 loss, kept = result.closure_loss, result.loss
             zero_grad()
+            loss = loss if self._scaler is None else self._scaler.scale(loss)
             self._hooks.tell("on_before_backward", loss)
             run_backward(loss)
             self._hooks.tell("on_after_backward")
@@ -286,6 +300,10 @@ class DirectSteps:
         def gradients() -> Tensor | None:
             # An optimizer may call it where gradients are off.
             loss = closure() if torch.is_grad_enabled() else torch.enable_grad()(closure)()
+            after_closure()
+            return loss
+
+        def after_closure() -> None:
             self._hooks.tell("on_before_optimizer_step", optimizer)
             if self._clips:
                 module.configure_gradient_clipping(
@@ -293,10 +311,19 @@ class DirectSteps:
                     gradient_clip_val=trainer.gradient_clip_val,
                     gradient_clip_algorithm=trainer.gradient_clip_algorithm,
                 )
-            return loss
+
+        def scaled() -> None:
+            """Do what ``MixedPrecision.optimizer_step`` does."""
+            if closure() is not None:
+                self._scaler.unscale_(optimizer)
+                after_closure()
+                self._scaler.step(optimizer)
+                self._scaler.update()
+            else:
+                after_closure()
 
         counts.step.increment_ready()
-        step = functools.partial(bare_step(optimizer), closure=gradients)
+        step = functools.partial(bare_step(optimizer), closure=gradients) if self._scaler is None else scaled
         if self._around is None:
             step()
         else:
@@ -308,6 +335,12 @@ class DirectSteps:
             # It refuses that.
             Closure(lambda: ClosureResult(None)).consume_result()
         return outputs[0]
+
+
+def _may_be_scaled(optimizer: Optimizer) -> bool:
+    """Return whether gradients are unscaled before an optimizer's step, which calls no closure."""
+    own = getattr(optimizer, "_step_supports_amp_scaling", False)
+    return not own and not isinstance(optimizer, torch.optim.LBFGS)
 
 
 def _batches_of(data_fetcher: Any) -> Iterator[Any] | None:

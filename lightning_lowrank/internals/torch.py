@@ -51,6 +51,43 @@ else:
         return _add_batch_dim(stack, 0, 1)
 
 
+# Accelerators
+
+
+def device_module(device: torch.device) -> Any:
+    """Return torch's module of an accelerator, such as ``torch.cuda``; ``None`` for the CPU, or where there is none.
+
+    Example:
+        >>> device_module(torch.device("cpu")) is None
+        True
+    """
+    return None if device.type == "cpu" else getattr(torch, device.type, None)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a device has done what it was asked for, where it says so."""
+    module = device_module(device)
+    if hasattr(module, "synchronize"):
+        module.synchronize()
+
+
+@functools.cache
+def has_float64(kind: str) -> bool:
+    """Return whether devices of a kind have float64; those of Apple and some of Intel have not.
+
+    Example:
+        >>> has_float64("cpu"), has_float64("mps")
+        (True, False)
+    """
+    if kind in ("cpu", "cuda", "mps"):
+        return kind != "mps"
+    try:
+        torch.zeros(1, dtype=torch.float64, device=kind)
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
 # Learning rate schedulers
 
 

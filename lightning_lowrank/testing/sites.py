@@ -192,7 +192,7 @@ def _require_same(values: Mapping[str, Tensor], expected: Mapping[str, Tensor], 
         same_form = value.dtype == expected[name].dtype and value.shape == expected[name].shape
         require(same_form, f"{what} {name!r} of another type or shape than in the simulation")
         require(
-            torch.equal(value.nan_to_num(), expected[name].nan_to_num()),
+            torch.equal(value.cpu().nan_to_num(), expected[name].cpu().nan_to_num()),
             f"{what} {name!r} with other values than in the simulation. A client's half may use its ClientContext"
             " and the message alone, the server's half the Server and messages; attributes of the method carry no"
             " values between them, nor from one round to the next",

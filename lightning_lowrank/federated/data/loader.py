@@ -274,7 +274,8 @@ class RoundLoader:
                 # What has been requested since is not read.
                 reading.clear()
                 return None
-            self._randomness.open()
+            # Other draws than those of the step.
+            self._randomness.open(derive_seed(seed, "read") if self._randomness.has_device else None)
             if not reading:
                 reading.append(self._read_requests())
             try:
@@ -282,7 +283,7 @@ class RoundLoader:
             except Exception:
                 reading.clear()
                 raise
-            seed_process(seed)
+            self._randomness.seed(seed)
             return batch
 
         # Unlike a generator, it goes on after an error in the dataset.

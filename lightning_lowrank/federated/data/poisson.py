@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import numpy as np
+import torch
 from torch.utils.data import DataLoader
 
 from lightning_lowrank.federated.data.blocks import Request
 from lightning_lowrank.federated.data.loader import SeededBatches, batch_reader, batches_of
 from lightning_lowrank.federated.data.sampling import drawn_by_poisson, rate_of
-from lightning_lowrank.federated.randomness import StepRandomness, seed_process, step_seed
+from lightning_lowrank.federated.randomness import StepRandomness, step_seed
 from lightning_lowrank.seeding import derive_seed
 
 
@@ -27,6 +28,7 @@ class PoissonLoader:
         poisson: Returns the seed by which samples are drawn.
         epoch: Returns the number of the epoch.
         position: Returns the number of the epoch's batches that are done.
+        device: The device that trains, whose generator is seeded as well.
     """
 
     def __init__(
@@ -36,12 +38,13 @@ class PoissonLoader:
         poisson: Callable[[], int],
         epoch: Callable[[], int],
         position: Callable[[], int],
+        device: torch.device,
     ) -> None:
         self.samples = np.arange(len(loader.dataset))  # type: ignore[arg-type]
         self.batch_size = cast(int, loader.batch_size)
         self._length = int(batches_of(np.array([len(self.samples)]), loader)[0])
         self._seed, self._poisson, self._epoch, self._position = seed, poisson, epoch, position
-        self._randomness = StepRandomness()
+        self._randomness = StepRandomness(device)
         self._read = batch_reader(loader, SeededBatches(loader.dataset, loader.collate_fn), _RequestsOf(self))
 
     def __len__(self) -> int:
@@ -69,7 +72,7 @@ class PoissonLoader:
             if not reading:
                 reading.append(self._read())
             batch = next(reading[0])
-            seed_process(step_seed(seed, step))
+            self._randomness.seed(step_seed(seed, step))
             yield batch
         self.close()
 

@@ -68,7 +68,7 @@ class RoundData:
         self.plan: RoundPlan | None = None
         self.resumed_chunks: list[list[int]] | None = None
         self.group_key: Callable[[int, int], Hashable] = lambda client, round_number: None
-        self.randomness = StepRandomness()
+        self.randomness = StepRandomness(torch.device("cpu"))
         self.device_data: DeviceData | None = None
         self.running = True
         self._fingerprint: dict[str, Any] = {}
@@ -89,6 +89,7 @@ class RoundData:
         self._poisson = next((each for each in trainer.callbacks if isinstance(each, NeedsPoissonBatches)), None)
         self._every_n_epochs = trainer.reload_dataloaders_every_n_epochs
         self._loader, self.running = None, True
+        self.randomness = StepRandomness(trainer.strategy.root_device)
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -214,8 +215,8 @@ class RoundData:
         parts = range(0, len(drawn), min(cast(int, loader.batch_size), _COMPARED_SAMPLES))
         read_seed = derive_seed(seed, "fingerprint")
         requests = [Request(drawn[start : start + parts.step], read_seed + start) for start in parts]
-        randomness = StepRandomness()
-        randomness.open()
+        randomness = StepRandomness(self._trainer.strategy.root_device)
+        randomness.open(read_seed)
         try:
             batches = SeededBatches(loader.dataset, loader.collate_fn)
             # Where the user's loader has workers, the dataset may be one that only workers can read.

@@ -30,6 +30,7 @@ from lightning_lowrank.federated.execution.vectorized import Vectorized
 from lightning_lowrank.federated.objective import loss_of
 from lightning_lowrank.federated.state import trained_tensors
 from lightning_lowrank.internals import tracing
+from lightning_lowrank.internals.torch import synchronize
 
 _KINDS: dict[str, type[Execution]] = {kind.name: kind for kind in (Sequential, Vectorized)}
 _TRIED_STEPS = 5
@@ -171,11 +172,14 @@ def _seconds(
     gradients: Callable[[Any, int], Any] = lambda *arguments: None,
 ) -> list[float]:
     times = []
+    device = trainer.strategy.root_device
     takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
     # The first batch is run twice, for whatever is set up at first use.
     for index, batch in enumerate([batches[0], *batches]):
         number = max(0, index - 1)
         before(number)
+        # A device only takes note of what it is asked for.
+        synchronize(device)
         begin = time.perf_counter()
         (optimizer,) = trainer.optimizers
         with trainer.precision_plugin.train_step_context():
@@ -184,5 +188,6 @@ def _seconds(
                 optimizer.zero_grad()
                 loss_of(output).backward()
         optimizer.step()
+        synchronize(device)
         times.append(time.perf_counter() - begin)
     return times[1:]

@@ -90,6 +90,9 @@ class ClientParallelStrategy(DDPStrategy):
         'ClientParallelStrategy'
     """
 
+    steps_alone = True
+    """Says to `DirectSteps` that a step is made as in a single process."""
+
     def __init__(
         self,
         accelerator: Accelerator | None = None,

@@ -22,6 +22,7 @@ from lightning_lowrank.federated.execution.captures import Captures, close
 from lightning_lowrank.federated.execution.reads import Observed, Reads
 from lightning_lowrank.federated.execution.traces import Untraced
 from lightning_lowrank.internals import tracing
+from lightning_lowrank.internals.torch import device_module, synchronize
 from lightning_lowrank.internals.tracing import Untraceable
 
 Results = tuple[list[Tensor], Any]
@@ -240,6 +241,8 @@ class StepGraphs(Untraced):
             return step.make(step.tensors)
         tensors, named = step.tensors, step.named()
         copies = [tensor if names is None else tensor.clone() for tensor, names in zip(tensors, named, strict=True)]
+        device = tensors[0].device
+        synchronize(device)
         begin = time.perf_counter()
         drawn: list[Tensor] = []
         try:
@@ -249,8 +252,10 @@ class StepGraphs(Untraced):
         except (RuntimeError, TypeError, ValueError, IndexError):
             # A size that tracing has taken for fixed.
             replayed = []
+        synchronize(device)
         middle = time.perf_counter()
         results, note = step.make(tensors)
+        synchronize(device)
         replay.last, replay.rounds = self._round, replay.rounds + 1
         self._gain = max(self._gain, time.perf_counter() - middle - (middle - begin))
         pairs = [*zip(replayed, results, strict=False), *zip(copies, tensors, strict=True)]
@@ -289,7 +294,8 @@ def _traced(
 @contextlib.contextmanager
 def _same_randomness(tensors: Sequence[Tensor]) -> Iterator[None]:
     """Give torch's random number generators back as they were."""
-    with torch.random.fork_rng(_devices(tensors)):
+    kind, devices = _generators(tensors)
+    with torch.random.fork_rng(devices, device_type=kind):
         yield
 
 
@@ -305,13 +311,17 @@ def _is_exact(device: torch.device) -> bool:
     return device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
 
 
-def _devices(tensors: Sequence[Tensor]) -> list[int]:
-    return sorted({tensor.device.index for tensor in tensors if tensor.device.type == "cuda"})
+def _generators(tensors: Sequence[Tensor]) -> tuple[str, list[int]]:
+    """Return the kind and the numbers of the accelerators of some tensors that have a generator."""
+    found = {tensor.device for tensor in tensors if hasattr(device_module(tensor.device), "get_rng_state")}
+    kind = next((device.type for device in found), "cuda")
+    return kind, sorted({device.index or 0 for device in found})
 
 
 def _randomness(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the states of torch's random number generators, which a graph has to leave where the step does."""
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in _devices(tensors))]
+    kind, devices = _generators(tensors)
+    return [torch.get_rng_state(), *(getattr(torch, kind).get_rng_state(device) for device in devices)]
 
 
 def tensors_in(tree: Any) -> list[Tensor]:

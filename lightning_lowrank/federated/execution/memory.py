@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -14,6 +13,7 @@ from lightning_lowrank.federated.execution.stack import ClientStack
 from lightning_lowrank.federated.execution.traces import trial
 from lightning_lowrank.federated.offload import size as bytes_of
 from lightning_lowrank.federated.state import trained_tensors
+from lightning_lowrank.internals.torch import device_module
 
 _SHARE_OF_MEMORY = 0.25
 _COPIES_OF_A_CLIENT = 6
@@ -41,7 +41,7 @@ def _bytes_of_a_step(trainer: Any, data: RoundData) -> int:
         with trial(trainer, loader, longest, 1) as ((batch, *_), _):
             stack = ClientStack(trainer, module, trained_tensors(module), len(longest.clients))
             try:
-                run = _peak_on_cuda if device.type == "cuda" else _saved
+                run = _peak if hasattr(device_module(device), "reset_peak_memory_stats") else _saved
                 return run(trainer, stack, batch) // len(longest.clients)
             finally:
                 stack.close()
@@ -71,12 +71,13 @@ def _saved(trainer: Any, stack: ClientStack, batch: Any) -> int:
     return sum(kept.values())
 
 
-def _peak_on_cuda(trainer: Any, stack: ClientStack, batch: Any) -> int:
+def _peak(trainer: Any, stack: ClientStack, batch: Any) -> int:
     """Return the bytes that are allocated at most in the forward and backward passes, beside those before."""
     device = trainer.strategy.root_device
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
+    tells = device_module(device)
+    before = tells.memory_allocated(device)
+    tells.reset_peak_memory_stats(device)
     with trainer.precision_plugin.train_step_context():
         result = stack.training_step(batch)
     result.backward()
-    return torch.cuda.max_memory_allocated(device) - before
+    return tells.max_memory_allocated(device) - before

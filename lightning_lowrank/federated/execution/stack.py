@@ -470,7 +470,7 @@ class _Part:
         self._stack, self._batch, self.number, self._settings = stack, batch, batch_idx, settings
         numbers = places.numbers
         self._chosen = slice(numbers[0], numbers[-1] + 1)
-        self._rows = None if places.contiguous else torch.tensor(numbers, device=stack.device)
+        self._rows = None if places.contiguous else torch.tensor(numbers).to(stack.device, non_blocking=True)
         self._named = {name: self._select(stack.leaves.get(name, value)) for name, value in stack.values.items()}
         self._state = apply_to_collection(stack.round_state, Tensor, self._select) if stack.round_state else {}
 
@@ -478,7 +478,7 @@ class _Part:
 
     def _select(self, tensor: Tensor) -> Tensor:
         if self._rows is not None:
-            return tensor.index_select(0, self._rows)
+            return tensor.index_select(0, self._rows.to(tensor.device, non_blocking=True))
         return tensor if len(tensor) == len(self.places.numbers) else tensor[self._chosen]
 
     def _run(self, values: dict[str, Tensor], state: State, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -583,4 +583,4 @@ def _put_back(stacks: State, rows: Tensor, selected: State) -> None:
             _put_back(stack, rows, selected[name])
         elif stack.stride(0):
             # What is one tensor for all clients has stride 0, and is not written to.
-            stack.index_copy_(0, rows, selected[name])
+            stack.index_copy_(0, rows.to(stack.device, non_blocking=True), selected[name])

@@ -29,7 +29,7 @@ from lightning_lowrank.arguments import listed
 from lightning_lowrank.federated.execution.causes import refusal, updates
 from lightning_lowrank.federated.state import trained_tensors
 from lightning_lowrank.internals.lightning import overrides
-from lightning_lowrank.internals.torch import TorchDispatchMode, is_mapped, writes, written
+from lightning_lowrank.internals.torch import TorchDispatchMode, has_float64, is_mapped, writes, written
 
 _LEFT_ALONE = (
     *(type, types.ModuleType, enum.Enum, str, bytes, int, float, complex, type(None)),
@@ -200,6 +200,8 @@ class Unwritten:
 def _sum(tensor: Tensor) -> Tensor:
     """Return a tensor's sum: unlike `written` it sees what is written through ``tensor.data``."""
     wide = torch.complex128 if tensor.is_complex() else torch.float64
+    if not has_float64(tensor.device.type):
+        wide = tensor.dtype
     # A sum in another type makes a copy in that type. One such copy after another takes the same memory.
     parts = tensor.detach().flatten().split(_SUMMED_AT_ONCE)
     sums = torch.empty(len(parts), dtype=wide, device=tensor.device)

@@ -129,7 +129,7 @@ class Vectorized(Execution):
             {name: self._stack.values[name][:active] for name in self.base.initial_buffers},
             slice_tree(self.round_state, slice(active)),
             self.number,
-            torch.tensor(self.chunk.batches[:active], dtype=torch.float64, device=self._stack.device),
+            torch.tensor(self.chunk.batches[:active], dtype=torch.float64),
             stacked=True,
         )
 

@@ -44,7 +44,7 @@ def test_a_loader_delivers_each_sample_once_and_goes_on_where_it_was(chunk_size,
     plan, position = planner(chunk_size=chunk_size, processes=2).plan(0), 0
     stacked = chunk_size > 1
     user = DataLoader(DATA, batch_size=8, shuffle=True, num_workers=workers)
-    randomness = StepRandomness()
+    randomness = StepRandomness(torch.device("cpu"))
     loader = RoundLoader(
         user,
         CLIENTS,

@@ -1,0 +1,241 @@
+"""What was found wrong, or might be, on a device that is no CPU. Run on the strict device by `tests.test_strict_device`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torchmetrics
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from lightning_lowrank import (
+    SCAFFOLD,
+    FedAvg,
+    FedBAT,
+    FederatedLoop,
+    FedLoRA,
+    FedProx,
+    FromIndices,
+    LowRank,
+    MatrixProduct,
+)
+from lightning_lowrank.aggregation import LoRAA2
+from lightning_lowrank.federated.execution import choice, graphs, memory
+from lightning_lowrank.internals import direct_steps
+from tests.algorithms.methods import LOW_RANK, METHODS
+from tests.helpers import Data, Module, assert_same, fit, network, trainer, weights
+from tests.strict_device import device
+
+EVEN = [list(range(begin, begin + 24)) for begin in range(0, 96, 24)]
+UNEVEN = [list(range(24)), list(range(24, 42)), list(range(42, 62)), list(range(62, 70))]
+
+
+def loop_of(method: Any = None, partition: Any = EVEN, **settings: Any) -> FederatedLoop:
+    settings = {"partition": FromIndices(partition), "summary": False, **settings}
+    return FederatedLoop(FedAvg() if method is None else method, **settings)
+
+
+def fitted(tmp_path: Any, loop: FederatedLoop, *callbacks: Any, module: Any = None, **arguments: Any) -> Module:
+    module = Module() if module is None else module
+    return fit(trainer(tmp_path, *callbacks, loop, limit_val_batches=0, **arguments), module, Data())
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """Return the calls of each step of a fit, the last of which the test looks at."""
+    found = []
+    update = direct_steps.DirectSteps._update
+
+    def counting(self, *arguments):
+        with device.calls() as calls:
+            output = update(self, *arguments)
+        found.append(calls)
+        return output
+
+    monkeypatch.setattr(direct_steps.DirectSteps, "_update", counting)
+    monkeypatch.setattr(graphs, "_WORTH_TRACING", 0)
+    return found
+
+
+def waits(calls: Any) -> list[str]:
+    return [name for name in calls if name.startswith(device.SYNC)]
+
+
+@pytest.mark.parametrize("execution", ["sequential", "vectorized"])
+def test_some_ranks_are_uploaded(tmp_path, execution):
+    low_rank = LowRank(MatrixProduct(), rank=2, alpha=2, init="lora", summary=False)
+    loop = loop_of(FedLoRA(LoRAA2(), upload_ranks=[1, 3]), execution=execution)
+    fitted(tmp_path, loop, low_rank)
+    assert not loop.coordinator.failed
+
+
+@pytest.mark.parametrize("execution", ["sequential", "vectorized"])
+def test_kept_moments_are_there_in_a_second_fit(tmp_path, execution):
+    module = Module(optimizer=lambda parameters: torch.optim.Adam(parameters, lr=0.01))
+    loop = loop_of(optimizer_state="keep", execution=execution)
+    fitted(tmp_path, loop, module=module)
+    fitted(tmp_path, loop, module=module, max_epochs=5)
+    assert not loop.coordinator.failed
+
+
+# It composes in double precision on purpose, see `TDPFed`.
+NEEDS_FLOAT64 = {"TDPFed"}
+
+
+@pytest.mark.parametrize("execution", ["sequential", "vectorized"])
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_does_without_float64(tmp_path, name, execution):
+    method = METHODS[name]
+    form = next(form for form in method.forms)
+    low_rank = [] if LOW_RANK[form] is None else [LOW_RANK[form]()]
+    module = Module(method.network(), optimizer=method.optimizer)
+    loop = loop_of(method.make(), execution=execution, **method.settings)
+    with device.without_float64():
+        try:
+            fitted(tmp_path, loop, *low_rank, module=module)
+        except MisconfigurationException as error:
+            if "execution='vectorized'" not in str(error):
+                raise
+            pytest.skip(str(error))
+    assert not loop.coordinator.failed
+    assert all(value.isfinite().all() for value in weights(module).values())
+
+
+def test_means_without_float64_are_those_with_it(tmp_path):
+    first = weights(fitted(tmp_path, loop_of()))
+    with device.without_float64():
+        second = weights(fitted(tmp_path, loop_of()))
+    assert_same(first, second)
+
+
+def test_auto_waits_for_the_device_before_it_reads_the_clock(tmp_path, monkeypatch):
+    waited = []
+    monkeypatch.setattr(choice, "synchronize", lambda where: waited.append(where.type))
+    fitted(tmp_path, loop_of(execution="auto"), max_epochs=1)
+    assert set(waited) == {device.NAME}
+    assert len(waited) % 2 == 0
+
+
+def test_activations_are_counted(tmp_path, monkeypatch):
+    sizes = []
+    measure = memory._bytes_of_a_step
+    monkeypatch.setattr(memory, "_bytes_of_a_step", lambda *each: sizes.append(measure(*each)) or sizes[-1])
+    for width in (64, 4096):
+        # Weights of one size, activations of another.
+        net = nn.Sequential(nn.Linear(6, 4), nn.Unflatten(1, (4, 1)), Wide(width), nn.Flatten(), nn.LazyLinear(4))
+        net(torch.zeros(2, 6))
+        fitted(tmp_path, loop_of(execution="vectorized"), module=Module(net), max_epochs=1)
+    # Of a batch of 8: what the sine and the mean take at least, in bytes.
+    assert sizes[1] - sizes[0] >= 8 * 4 * (4096 - 64) * 4
+
+
+class Wide(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+
+    def forward(self, inputs):
+        return inputs.expand(-1, -1, self.width).sin().square().mean(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("execution", ["sequential", "vectorized"])
+def test_dropout_is_drawn_from_the_seed(tmp_path, execution):
+    ends = []
+    for number in range(2):
+        module = Module(network(dropout=0.5))
+        torch.manual_seed(number)
+        fitted(tmp_path, loop_of(execution=execution, seed=5), module=module)
+        ends.append(weights(module))
+    assert_same(*ends)
+
+
+def test_the_devices_generator_is_given_back(tmp_path):
+    module = Module(network(dropout=0.5))
+    torch.manual_seed(9)
+    before = device.install().get_state()
+    fitted(tmp_path, loop_of(seed=5), module=module)
+    assert torch.equal(before, device.install().get_state())
+
+
+def test_no_generator_of_another_device_is_touched(tmp_path, monkeypatch):
+    module = Module()
+
+    def refuse(*arguments: Any) -> None:
+        raise AssertionError("a generator that is not in use")
+
+    for name in ("get_rng_state_all", "set_rng_state_all", "manual_seed_all"):
+        monkeypatch.setattr(torch.cuda, name, refuse)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    fitted(tmp_path, loop_of(), module=module)
+
+
+class Metered(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = torchmetrics.MeanMetric()
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.accuracy.update(loss.detach())
+        return loss
+
+
+def test_a_metric_in_a_mapped_step_is_named(tmp_path):
+    with pytest.raises(MisconfigurationException, match="metric"):
+        fitted(tmp_path, loop_of(execution="vectorized"), module=Metered())
+
+
+@pytest.mark.parametrize("execution", ["sequential", "vectorized"])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_mixed_precision_makes_the_steps_of_lightning(tmp_path, counted, precision, execution):
+    if (precision, execution) == ("16-mixed", "vectorized"):
+        pytest.skip("refused: one factor scales all clients' losses")
+    ends = []
+    for fast in (True, False):
+        counted.clear()
+        strategy = SingleDeviceStrategy(device=torch.device(device.NAME, 0))
+        parts = {"accelerator": device.StrictAccelerator(), "strategy": strategy}
+        parts["plugins"] = [MixedPrecision(precision, device.NAME)]
+        loop = loop_of(execution=execution, fast_steps=fast)
+        module = fitted(tmp_path, loop, gradient_clip_val=0.5, **parts)
+        ends.append(weights(module))
+        assert bool(counted) == fast
+    assert_same(*ends)
+
+
+@pytest.mark.parametrize("partition", [EVEN, UNEVEN], ids=["even", "uneven"])
+@pytest.mark.parametrize("method", [FedAvg(), SCAFFOLD(), FedProx(0.1), FedBAT()], ids=lambda each: type(each).__name__)
+def test_no_step_waits_for_the_device(tmp_path, counted, method, partition):
+    loop = loop_of(method, partition, execution="vectorized")
+    fitted(tmp_path, loop, max_epochs=6)
+    assert not loop.rounds.execution.graphs.reason
+    steps = len(counted) // 6
+    # Its last round compares no graph with the step.
+    assert [waits(calls) for calls in counted[5 * steps :]] == [[]] * steps
+
+
+class OfRounds(pl.Callback):
+    """Counts the calls of each round, from its first batch to its end."""
+
+    def __init__(self) -> None:
+        self.found: list[Any] = []
+
+    def on_train_epoch_start(self, *arguments):
+        self.counting = device.calls()
+        self.found.append(self.counting.__enter__())
+
+    def on_train_epoch_end(self, *arguments):
+        self.counting.__exit__(None, None, None)
+
+
+def test_a_round_waits_where_it_begins_and_ends(tmp_path, counted):
+    loop, rounds = loop_of(execution="vectorized"), OfRounds()
+    fit(trainer(tmp_path, loop, rounds, limit_val_batches=0, max_epochs=6), Module(), Data())
+    found = {name: count for name, count in rounds.found[5].items() if name.startswith(device.SYNC)}
+    # Whether the module is what it was shown; whether what clients sent is finite, and the new model.
+    assert sum(found.values()) <= 5, found

@@ -1,0 +1,33 @@
+"""The package's tests on the strict device, in processes of their own: the device stays for the life of a process."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.strict_device.device import unsupported_reason
+
+ROOT = Path(__file__).parents[1]
+PIECES = {
+    "faults": ["tests/strict_device"],
+    "loop": ["tests/federated", "--ignore=tests/federated/execution", "--ignore=tests/federated/data"],
+    "executions": ["tests/federated/execution"],
+    "methods": ["tests/algorithms"],
+    "layers": ["tests/layers", "tests/callbacks"],
+    "optimizers": ["tests/optim", "tests/federated/test_optimizers.py"],
+    "aggregation": ["tests/aggregation", "tests/compression"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(unsupported_reason()), reason=unsupported_reason())
+@pytest.mark.parametrize("piece", PIECES)
+def test_it_runs_on_the_strict_device(piece):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.strict_device.plugin", "-p", "no:cacheprovider"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    # It would take this process for a worker of the outer run.
+    environment = {name: value for name, value in environment.items() if not name.startswith("PYTEST_")}
+    done = subprocess.run([*command, *PIECES[piece]], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:]
