@@ -40,7 +40,8 @@ OTHER_BASES: dict[tuple[str, str], Callable[[str], bool]] = {
     ("fedhm", "tiny_imagenet"): lambda overlay: overlay.endswith((*RESNET34, "_tiny_imagenet", "central", "local")),
     ("finetuning", "sst2"): lambda overlay: True,
     ("lora_aggregation", "mnist"): lambda overlay: True,
-    ("privacy", "mnist"): lambda overlay: True,
+    ("privacy", "digits"): lambda overlay: True,
+    ("privacy", "clients"): lambda overlay: False,
 }
 FEDMUD_SETTINGS = {
     "mud": ("reset_interval_2", "reset_interval_4", "init_scale_0_1", "init_scale_1", "init_scale_10"),

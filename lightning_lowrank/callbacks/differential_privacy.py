@@ -444,9 +444,13 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
         if self._loop is not None:
             if isinstance(self._loop.coordinator, SiteCoordinator):
                 return
-            open_round = self._loop.rounds.execution.clients
-            plan = self._loop.data.planner.plan(trainer.current_epoch if round_number is None else round_number)
-            due = {} if open_round else dict(zip(plan.clients, plan.batches, strict=True))
+            number = trainer.current_epoch if round_number is None else round_number
+            if 0 < (trainer.max_epochs or 0) <= number:
+                return
+            plan = self._loop.data.planner.plan(number)
+            # A checkpoint may be of the end of a round whose epoch goes on, or of its middle.
+            begun = self._loop.server.round == number and any(map(self.steps_of, plan.clients))
+            due = {} if begun else dict(zip(plan.clients, plan.batches, strict=True))
         for client, more in due.items():
             if self.epsilon(client, more) > self.target_epsilon:
                 trainer.should_stop = True

@@ -307,7 +307,7 @@ class FederatedLoop(FederatedSettings, Callback):
             self.rounds.resume(state)
             if self._progress.position and not self._progress.round_open:
                 forget_batches(trainer)
-            if not self._progress.round_open:
+            if self._progress.position == 0:
                 self.rounds.stop_if_spent()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -21,6 +21,7 @@ from lightning_lowrank import (
     DifferentialPrivacy,
     Ditto,
     FedAvg,
+    FedDyn,
     FederatedLoop,
     FedLoRA,
     FedProx,
@@ -291,6 +292,7 @@ def federated(tmp_path, algorithm=None, callback=None, net=None, low_rank=None, 
     return run, module, loop, callback
 
 
+@pytest.mark.slow
 def test_every_client_has_its_own_epsilon(tmp_path):
     run, _, _, callback = federated(
         tmp_path, local_epochs=2, clients=2, partition=FromIndices([range(30), range(30, 64)])
@@ -308,7 +310,7 @@ def test_every_client_has_its_own_epsilon(tmp_path):
 def test_a_client_trains_as_a_fit_of_its_own(tmp_path):
     """A federation of one client makes the steps of the callback alone, up to the draws' names."""
     _, module, loop, _ = federated(
-        tmp_path, callback=private(noise_multiplier=1e-7, clip=1e6), clients=1, clients_per_round=1
+        tmp_path, callback=private(noise_multiplier=1e-7, clip=100.0), clients=1, clients_per_round=1
     )
     data, net = blobs(64), linear()
     optimizer = SGD(net.parameters())
@@ -360,7 +362,9 @@ def test_a_factor_that_stands_still_takes_no_part_of_the_clip(tmp_path, algorith
 @pytest.mark.parametrize(
     "algorithm",
     [
-        partial(FedProx, mu=5.0),
+        # Its terms are of the parameters that the step is called with.
+        partial(FedDyn, alpha=2.0),
+        pytest.param(partial(FedProx, mu=5.0), marks=pytest.mark.slow),
         pytest.param(partial(MOON, "net"), marks=pytest.mark.slow),
         pytest.param(SCAFFOLD, marks=pytest.mark.slow),
     ],

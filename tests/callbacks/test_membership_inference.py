@@ -28,7 +28,7 @@ def attacked(folder, epsilon: float | None, seed: int, *callbacks) -> tuple[floa
     module = Module(net, partial(torch.optim.SGD, lr=0.5))
     privacy = [] if epsilon is None else [DifferentialPrivacy(clip=1.0, target_epsilon=epsilon, delta=1e-3, seed=seed)]
     members, others = drawn(seed), drawn(seed + 1000)
-    run = trainer(folder, *callbacks, *privacy, max_epochs=40, limit_val_batches=0)
+    run = trainer(folder, *callbacks, *privacy, max_epochs=30, limit_val_batches=0)
     fit(run, module, Data(TensorDataset(*members), batch_size=20))
     with torch.no_grad():
         inside, outside = (
