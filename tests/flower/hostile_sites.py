@@ -240,7 +240,8 @@ def fuzz(target: Target, count: int, draws: random.Random, tally: Tally, checked
             tally.taken += 1
         if not refused or number % 100 == 99:
             intake = target.intake()
-            assert target.digest() == before, f"{target.name}: taking in cannot be undone"
+            if number % checked_each == 0:
+                assert target.digest() == before, f"{target.name}: taking in cannot be undone"
 
 
 def forged(parts: Mapping[str, bytes], header: str | None = None) -> bytes:
