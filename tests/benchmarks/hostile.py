@@ -32,12 +32,13 @@ def fuzzed(messages: int, seed: int) -> dict[str, Any]:
     made = list(targets())
     for target in made:
         fuzz(target, 20, draws, tally)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = _megabytes()
     begun = time.perf_counter()
     while tally.messages < messages:
         for target in made:
             fuzz(target, min(500, messages - tally.messages), draws, tally, checked_each=50)
-    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+        print(f"{tally.messages:,} messages, {tally.taken:,} taken, {_megabytes():.0f} MB", file=sys.stderr, flush=True)
+    grown = _megabytes() - before
     return {
         "messages": tally.messages,
         "servers": len(made),
@@ -46,8 +47,13 @@ def fuzzed(messages: int, seed: int) -> dict[str, Any]:
         "other errors": 0,
         "seconds": round(time.perf_counter() - begun, 1),
         "grown by MB": round(grown, 1),
-        "largest MB": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
+        "largest MB": round(_megabytes(), 1),
     }
+
+
+def _megabytes() -> float:
+    """Return the most memory that this process has held."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def main() -> None:

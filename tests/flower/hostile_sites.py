@@ -9,7 +9,7 @@ import gc
 import hashlib
 import json
 import random
-import time
+import timeit
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -240,7 +240,8 @@ def fuzz(target: Target, count: int, draws: random.Random, tally: Tally, checked
             tally.taken += 1
         if not refused or number % 100 == 99:
             intake = target.intake()
-            assert target.digest() == before, f"{target.name}: taking in cannot be undone"
+            if number % checked_each == 0:
+                assert target.digest() == before, f"{target.name}: taking in cannot be undone"
 
 
 def forged(parts: Mapping[str, bytes], header: str | None = None) -> bytes:
@@ -318,6 +319,10 @@ def bombs() -> dict[str, Callable[[], str]]:
         "a deep header": decoded(None, forged({}, "[" * 4000)),
         "a header that is just as deep": decoded(None, forged({}, "[" * 300)),
         "a deep layout": decoded(Half(), forged({"layout": b'{"a":' * 60})),
+        "a layout of other places": decoded(
+            Half(), forged({}, '{"layout":{"dtype":"U8","shape":[9],"data_offsets":[0,8000000]}}') + bytes(8_000_000)
+        ),
+        "places of other types": decoded(Half(), forged({}, '{"layout":{"dtype":"U8","shape":[9],"data_offsets":9}}')),
         "a number of 4,000 digits": decoded(None, header(tensor(f"[{'9' * 4000}]"))),
         "a number of 200 digits": decoded(None, header(tensor(f"[{'9' * 200}]"))),
         "a number of 4,301 digits": decoded(Half(), claim(f"[{'9' * 4301}]")),
@@ -343,7 +348,7 @@ def bombs() -> dict[str, Callable[[], str]]:
 
 
 def peak(run: Callable[[], Any]) -> tuple[float, int, int]:
-    """Return the seconds that a call takes, the bytes that Python allocates, and by how much the process grows."""
+    """Return the least seconds of five calls, the bytes that Python allocates, and by how much the process grows."""
 
     def status(name: str) -> int:
         (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
@@ -351,9 +356,7 @@ def peak(run: Callable[[], Any]) -> tuple[float, int, int]:
 
     run()
     gc.collect()
-    begun = time.perf_counter()
-    run()
-    seconds = time.perf_counter() - begun
+    seconds = min(timeit.repeat(run, number=1, repeat=5))
     grown = 0
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
