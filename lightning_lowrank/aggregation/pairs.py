@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_lowrank.aggregation.aggregator import float64_device
+from lightning_lowrank.aggregation.aggregator import float64_device, to_float64
 from lightning_lowrank.arguments import check_integer, check_number
 
 __all__ = ["LowRankPair"]
@@ -103,8 +103,8 @@ class LowRankPair:
         check_number("scaling", wanted, above=0)
         left, right = padded(self.B[:, :rank], rank, 1), padded(self.A[:rank], rank, 0)
         if wanted != self.scaling:
-            left = left.double() * (self.scaling / wanted)
-        return LowRankPair(left.to(self.B.dtype).clone(), right.clone(), wanted)
+            left = to_float64(left) * (self.scaling / wanted)
+        return LowRankPair(left.to(self.B.dtype).to(self.B.device).clone(), right.clone(), wanted)
 
     def to(self, device: torch.device) -> LowRankPair:
         """Return the pair on a device; the pair itself if it is already there."""

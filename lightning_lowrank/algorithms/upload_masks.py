@@ -159,7 +159,7 @@ class GradientMask(UploadMask):
             magnitudes = []
             for parameter in step.parameters.values():
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                magnitudes.append((gradient[place] if step.stacked else gradient).abs().reshape(-1).double())
+                magnitudes.append((gradient[place] if step.stacked else gradient).abs().reshape(-1))
             count, total = self._sizes(magnitudes)
             # A stable sort: of equal gradients, such as zeros, the first are chosen on every machine.
             order = torch.cat(magnitudes).sort(descending=True, stable=True).indices

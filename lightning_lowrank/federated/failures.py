@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import traceback
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -100,4 +99,8 @@ def _wide(value: Tensor) -> Tensor:
 
 def _total_is_finite(values: Iterable[Tensor]) -> bool:
     """Return whether the sum of all numbers is finite, and with it each of them; finite ones may overflow."""
-    return bool(functools.reduce(torch.add, (value.sum() for value in values)).isfinite())
+    totals: dict[torch.device, Tensor] = {}
+    for value in values:
+        total = value.sum()
+        totals[value.device] = totals[value.device] + total if value.device in totals else total
+    return all(bool(total.isfinite()) for total in totals.values())

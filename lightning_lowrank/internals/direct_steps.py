@@ -195,7 +195,7 @@ class DirectSteps:
         self._clips = overrides(module, "configure_gradient_clipping") or bool(self._trainer.gradient_clip_val)
         precision = self._trainer.precision_plugin
         self._context = in_context(precision, "train")
-        self._scaler = getattr(precision, "scaler", None)
+        self._scaler: Any = getattr(precision, "scaler", None)
         # A graph's gradients are those of a loss that is not scaled.
         self._at_once = self._at_once and self._scaler is None
         self._takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)

@@ -117,7 +117,7 @@ def schedule_length(scheduler: Any) -> int | None:
 
 def add_each(tensors: Sequence[Tensor], others: Sequence[Tensor], alpha: float = 1) -> None:
     """Add ``alpha`` times its counterpart to each tensor, in place. Without torch's own function, one by one."""
-    if hasattr(torch, "_foreach_add_"):
+    if hasattr(torch, "_foreach_add_") and len({tensor.device for tensor in tensors}) < 2:
         torch._foreach_add_(list(tensors), list(others), alpha=alpha)
         return
     for tensor, other in zip(tensors, others, strict=True):

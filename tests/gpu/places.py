@@ -1,8 +1,8 @@
 """Where the tests of this folder run, and the small runs that they compare.
 
 Each test runs on every accelerator that is there: a CUDA GPU, Apple's. The environment variable ``LOWRANK_TEST_DEVICE``
-names another place, on which the same bodies run: ``cpu``, or ``strict`` for the pretend device, which is as strict as
-CUDA about devices (``strict_device.py`` must be on the path).
+names another place, on which the same bodies run: ``cpu``, or ``strict`` for the pretend device of
+``tests/strict_device``, which is as strict as CUDA about devices.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ KNOWN = ("cuda", "mps", "cpu", "strict")
 
 if CHOSEN == "strict":
     # Before any backward pass, which sets up autograd for the devices there are.
-    import strict_device
+    from tests.strict_device import device as strict_device
+
+    strict_device.install()
 
 
 def places() -> list[str]:

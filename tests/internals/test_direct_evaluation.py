@@ -330,7 +330,7 @@ LEFT_TO_LIGHTNING: dict[str, dict[str, Any]] = {
     "on_after_batch_transfer": {"module": OwnTransfer},
     "dataloader_iter": {"module": ReadingItself},
     "strategy": {"trainer": {"strategy": OtherStrategy("cpu")}},
-    "bf16-mixed": {"trainer": {"precision": "bf16-mixed"}},
+    "bf16": {"trainer": {"precision": "bf16-true"}},
     "64-true": {"trainer": {"precision": "64-true"}},
     "profiler": {"trainer": {"profiler": "simple"}},
 }

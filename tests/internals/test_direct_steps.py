@@ -320,7 +320,7 @@ LEFT_TO_LIGHTNING: dict[str, dict[str, Any]] = {
     "optimizer_zero_grad": {"module": OwnZero},
     "on_after_batch_transfer": {"module": OwnTransfer},
     "strategy": {"trainer": {"strategy": OtherStrategy("cpu")}},
-    "bf16-mixed": {"trainer": {"precision": "bf16-mixed"}},
+    "bf16": {"trainer": {"precision": "bf16-true"}},
     "64-true": {"trainer": {"precision": "64-true"}},
     "profiler": {"trainer": {"profiler": "simple"}},
     "accumulated": {"trainer": {"accumulate_grad_batches": 2}},
@@ -499,3 +499,20 @@ def test_without_fast_steps_every_step_is_left_to_lightning(tmp_path, monkeypatc
         fit(trainer(tmp_path, loop), module, Data())
         found.append(weights(module))
     assert_same(*found)
+
+
+@pytest.mark.parametrize(
+    "own", [{"precision": "bf16-mixed"}, {"precision": "16-mixed"}, {"strategy": "client_parallel"}], ids=str
+)
+def test_mixed_precision_and_processes_of_their_own_devices(tmp_path, monkeypatch, own):
+    made, step = [], DirectSteps._step
+    monkeypatch.setattr(DirectSteps, "_step", lambda *arguments: made.append(step(*arguments)))
+    ends = []
+    for fast in (True, False):
+        loop = FederatedLoop(FedAvg(), clients=3, fast_steps=fast, summary=False)
+        module = Module()
+        fit(trainer(tmp_path, loop, max_epochs=1, devices=1, gradient_clip_val=0.5, **own), module, Data())
+        ends.append(weights(module))
+        assert bool(made) == fast
+        made.clear()
+    assert_same(*ends)

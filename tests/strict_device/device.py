@@ -1,9 +1,9 @@
 """A pretend accelerator over main memory, as strict about devices and generators as CUDA, with counts of its calls.
 
 `install` builds it once (a C++ compiler, ninja and torch's headers; under a minute) and registers it as the device
-``strict``, with ``torch.strict`` beside it. Tests on it find CPU tensors that meet the device's, generators of the wrong
-device, synchronisations (`calls`), and float64 where a device has none (`without_float64`). They find nothing of speed,
-rounding, races, NCCL.
+``strict``, with ``torch.strict`` beside it. Tests on it find CPU tensors that meet the device's, generators of the
+wrong device, synchronisations (`calls`), and float64 where a device has none (`without_float64`). They find nothing of
+speed, rounding, races, NCCL.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ def _module(built: Any) -> types.ModuleType:
     module.current_device = lambda: 0
     module.device_count = lambda: 1
     module.set_device = lambda device: None
+    module.device = lambda device: contextlib.nullcontext()
     module.synchronize = lambda device=None: built.count(f"{SYNC}synchronize")
     module.default_generators = ()
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]

@@ -1,4 +1,4 @@
-"""What was found wrong, or might be, on a device that is no CPU. Run on the strict device by `tests.test_strict_device`."""
+"""What was found wrong, or might be, on a device that is no CPU. `tests/test_strict_device.py` runs it."""
 
 from __future__ import annotations
 
@@ -84,9 +84,6 @@ def test_kept_moments_are_there_in_a_second_fit(tmp_path, execution):
 
 
 # It composes in double precision on purpose, see `TDPFed`.
-NEEDS_FLOAT64 = {"TDPFed"}
-
-
 @pytest.mark.parametrize("execution", ["sequential", "vectorized"])
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_does_without_float64(tmp_path, name, execution):
@@ -163,15 +160,18 @@ def test_the_devices_generator_is_given_back(tmp_path):
 
 
 def test_no_generator_of_another_device_is_touched(tmp_path, monkeypatch):
-    module = Module()
-
     def refuse(*arguments: Any) -> None:
         raise AssertionError("a generator that is not in use")
 
-    for name in ("get_rng_state_all", "set_rng_state_all", "manual_seed_all"):
-        monkeypatch.setattr(torch.cuda, name, refuse)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    fitted(tmp_path, loop_of(), module=module)
+    class WhileTraining(pl.Callback):
+        # Lightning itself keeps all of them around its sanity check.
+        def on_train_start(self, *arguments):
+            for name in ("get_rng_state_all", "set_rng_state_all", "manual_seed_all"):
+                monkeypatch.setattr(torch.cuda, name, refuse)
+            monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+
+    module, loop = Module(), loop_of()
+    fit(trainer(tmp_path, loop, WhileTraining(), limit_val_batches=0), module, Data())
 
 
 class Metered(Module):
