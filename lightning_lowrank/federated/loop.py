@@ -307,8 +307,8 @@ class FederatedLoop(FederatedSettings, Callback):
             self.rounds.resume(state)
             if self._progress.position and not self._progress.round_open:
                 forget_batches(trainer)
-            if self._progress.position == 0:
-                self.rounds.stop_if_spent()
+            if not self._progress.round_open:
+                self.rounds.stop_if_spent(trainer.current_epoch)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Plan no further round, and say in a line what the rounds came to."""
@@ -366,7 +366,7 @@ class FederatedLoop(FederatedSettings, Callback):
             pool_training_results(trainer, self._processes.gather)
         log_figures(trainer, self.rounds.figures())
         if not 0 < (trainer.max_epochs or 0) <= trainer.current_epoch + 1:
-            self.rounds.stop_if_spent()
+            self.rounds.stop_if_spent(trainer.current_epoch + 1)
 
     # Evaluation
 

@@ -311,10 +311,11 @@ class Rounds(Untraced):
         if progress.position == plan.total:
             self.aggregate()
 
-    def stop_if_spent(self) -> None:
-        """End the fit, with a message, where one more round would pass the budget of `ClientPrivacy`."""
+    def stop_if_spent(self, number: int) -> None:
+        """End the fit, with a message, where round ``number`` would pass the budget of `ClientPrivacy`."""
         private = self.coordinator.private
-        if private is not None and private.exhausted:
+        # A checkpoint may be of the end of a round whose epoch goes on.
+        if private is not None and private.released <= number and private.exhausted:
             self._trainer.should_stop = True
             rank_zero_info(f"the fit ends here: {private.exhausted}")
 

@@ -148,5 +148,5 @@ def test_opacus_finds_the_same(mechanism, steps, delta):
     accountant.history = [(mechanism.noise_multiplier, mechanism.sampled / mechanism.population, steps)]
     orders = _renyi(mechanism)[0]
     assert mechanism.epsilon(steps, delta) == pytest.approx(
-        accountant.get_epsilon(delta, alphas=list(orders)), rel=1e-3
+        accountant.get_epsilon(delta, alphas=list(orders)), rel=1e-2
     )
