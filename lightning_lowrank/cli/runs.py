@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -25,6 +25,7 @@ _MOST_FIGURES = 2_000_000
 _LONGEST_LINE = 2**20
 _LARGEST_CONFIG = 2**20
 _MOST_NODES = 100_000
+_DEEPEST = 100
 # What a configuration has otherwise than others in every run, or what a row's other columns tell.
 _NOT_TOLD = ("seed_everything", "ckpt_path", "trainer.logger", "trainer.default_root_dir")
 # Arguments that only say where a run writes to.
@@ -166,7 +167,12 @@ def _load_config(run: Run) -> dict[str, Any]:
     try:
         if not file.is_file() or file.stat().st_size > _LARGEST_CONFIG:
             return {}
-        loader = yaml.SafeLoader(file.read_text())
+        text = file.read_text()
+        # The scanner's time grows with the square of the depth.
+        depth = accumulate({"[": 1, "{": 1, "]": -1, "}": -1}.get(letter, 0) for letter in text)
+        if max(depth, default=0) > _DEEPEST:
+            return {}
+        loader = yaml.SafeLoader(text)
         try:
             node = loader.get_single_node()
             if node is None or _expanded(node, {}) > _MOST_NODES:

@@ -31,6 +31,7 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _MOST_DIMENSIONS = 64
 # Of a compressing codec's file, whose header names no tensor: several parts for each codec of a chain.
 _LONGEST_HEADER = 4096
+_OF_A_TENSOR = ("dtype", "shape", "data_offsets")
 
 
 class DecodingError(ValueError):
@@ -229,9 +230,14 @@ def read(data: bytes, schema: Schema | None = None) -> tuple[Layout, dict[str, T
     """
     if schema is not None:
         longest = len(Layout.grouped(schema.entries).text)
-        for name, (dtype, shape) in claimed_entries(data, _LONGEST_HEADER).items():
+        claimed = claimed_entries(data, _LONGEST_HEADER)
+        for name, (dtype, shape, _) in claimed.items():
             if dtype != "U8" or len(shape) != 1 or (name == "layout" and shape[0] > longest):
                 raise DecodingError(f"the part {name[:80]!r} of the bytes is {dtype[:80]!r} of shape {shape[:4]}.")
+        if "layout" in claimed:
+            # Before the other parts are read. What is read below is compared again: a header may say a thing twice.
+            place = claimed["layout"][2]
+            schema.check(Layout.parse(data[place.start : min(place.stop, place.start + longest)]).entries)
     parts: dict[str, Tensor] = defaultdict(lambda: torch.empty(0, dtype=torch.uint8))
     parts.update(load(data))
     for name, part in parts.items():
@@ -243,8 +249,8 @@ def read(data: bytes, schema: Schema | None = None) -> tuple[Layout, dict[str, T
     return layout, parts
 
 
-def claimed_entries(data: bytes, longest: int) -> dict[str, tuple[str, list[int]]]:
-    """Return the types, in safetensors' words, and the shapes that a safetensors file's header claims, by name.
+def claimed_entries(data: bytes, longest: int) -> dict[str, tuple[str, list[int], slice]]:
+    """Return what a safetensors file's header claims: by name the type, in safetensors' words, the shape and the place.
 
     Args:
         data: The file.
@@ -262,12 +268,16 @@ def claimed_entries(data: bytes, longest: int) -> dict[str, tuple[str, list[int]
         header = json.loads(data[8 : 8 + length])
     except (ValueError, RecursionError) as error:
         raise DecodingError(f"the bytes are no safetensors file: {str(error)[:80]}") from error
-    claimed = {}
+    claimed: dict[str, tuple[str, list[int], slice]] = {}
+    dtype: Any
+    shape: Any
+    place: Any
     for name, entry in _object(header).items():
-        dtype, shape = (entry.get("dtype"), entry.get("shape")) if isinstance(entry, dict) else (None, None)
-        if not isinstance(dtype, str) or not isinstance(shape, list) or any(type(size) is not int for size in shape):
+        dtype, shape, place = map(entry.get, _OF_A_TENSOR) if isinstance(entry, dict) else (None, None, None)
+        fits = isinstance(dtype, str) and isinstance(shape, list) and isinstance(place, list) and len(place) == 2
+        if not fits or any(type(one) is not int or one < 0 for one in [*shape, *place]):
             raise DecodingError(f"the header's entry {name[:80]!r} is {str(entry)[:80]}, no tensor.")
-        claimed[name] = dtype, shape
+        claimed[name] = dtype, shape, slice(8 + length + place[0], 8 + length + place[1])
     return claimed
 
 
@@ -309,10 +319,10 @@ def load(data: bytes, schema: Schema | None = None) -> dict[str, Tensor]:
         names = sum(len(json.dumps(name)) + len(str(shape)) + 120 for name, (_, shape) in schema.entries.items())
         claimed = claimed_entries(data, 64 + names)
         words = _saved_dtypes()
-        unknown = sorted({word for word, _ in claimed.values()} - words.keys())
+        unknown = sorted({word for word, _, _ in claimed.values()} - words.keys())
         if unknown:
             raise DecodingError(f"the bytes name the unknown type {unknown[0][:80]!r}.")
-        schema.check({name: (words[word], tuple(shape)) for name, (word, shape) in claimed.items()})
+        schema.check({name: (words[word], tuple(shape)) for name, (word, shape, _) in claimed.items()})
     try:
         tensors = safetensors.torch.load(data)
     except Exception as error:  # its parser raises whatever it stumbles over, KeyError and TypeError among them

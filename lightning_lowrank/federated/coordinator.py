@@ -430,6 +430,12 @@ class Coordinator:
         # Its traceback holds on to the step that failed.
         self._first_error = None
 
+    def pass_over(self) -> None:
+        """End the round without an answer: what it was to begin with stays."""
+        self.server.announcement = {}
+        self.server.aggregator = self.server.aggregator.fresh()
+        self._broadcast_to_all = self._first_error = None
+
     def show_global(self, live: Mapping[str, Tensor]) -> None:
         """Put the global model into the module's live values."""
         self.algorithm.configure(self.server.base, None)

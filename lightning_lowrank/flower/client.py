@@ -112,7 +112,10 @@ def client_app(recipe: str | Path) -> ClientApp:
     @app.query(LISTEN.split(".")[1])
     def listen(message: Message, context: Context) -> Message:
         fields, broadcasts = unpack(message)
-        site_of(fields, context).listen(broadcasts)
+        site = site_of(fields, context)
+        if site.heard < field_of(fields, "heard", int):
+            return Message(pack({"lost": True, "heard": site.heard}), reply_to=message)
+        site.listen(broadcasts)
         return Message(pack({}), reply_to=message)
 
     @app.train(TRAIN.split(".")[1])
@@ -120,8 +123,11 @@ def client_app(recipe: str | Path) -> ClientApp:
         fields, broadcasts = unpack(message)
         number, options = field_of(fields, "round", int), field_of(fields, "options", str)
         site = site_of(fields, context)
+        # The server believes that it has heard more: its file is gone, or an older one.
+        if site.heard < field_of(fields, "heard", int):
+            return Message(pack({"round": number, "lost": True, "heard": site.heard}), reply_to=message)
         if field_of(fields, "lost", bool):
-            rank_zero_warn(f"the server says that client {site.client} has lost what it kept: it goes on as a new one.")
+            rank_zero_warn(f"client {site.client} has lost what it kept of earlier rounds, and goes on as a new one.")
         upload = site.train(number, broadcasts, options)
         return Message(pack({"round": number}, {number: upload} if upload else None), reply_to=message)
 

@@ -186,6 +186,9 @@ class Intake:
         except Exception as error:
             suspects = sorted(self._taken, key=lambda client: -self._excess.get(client, 0.0))
             few = min((len(suspects) - 1) // 2, len(suspects) - least)
+            if coordinator.private is not None:
+                # Each attempt would spend of the budget; and what is clipped does not overflow.
+                raise
             for left_out in [*((client,) for client in suspects if few), *(suspects[:n] for n in range(2, few + 1))]:
                 if coordinator.server.announcement:
                     # Every copy of the base has changed, which nothing takes back.
@@ -203,6 +206,12 @@ class Intake:
                 reason = f"the method fails on what it sent: {printable(described(error))}"
                 return dict.fromkeys(left_out, reason)
             raise
+
+    def pass_over(self) -> None:
+        """End the round as if nobody had answered."""
+        if self._taken:
+            self._undo()
+        self.coordinator.pass_over()
 
     def _payload(self, reply: Message) -> bytes:
         fields, payloads = unpack(reply)

@@ -43,7 +43,17 @@ from lightning_lowrank.federated.state import Server, trained_tensors
 from lightning_lowrank.federated.whole_checkpoints import install as install_whole_checkpoints
 from lightning_lowrank.flower.intake import Intake, expect
 from lightning_lowrank.flower.members import Members
-from lightning_lowrank.flower.messages import JOIN, LISTEN, TRAIN, options_of, pack, printable, signature, unpack
+from lightning_lowrank.flower.messages import (
+    JOIN,
+    LISTEN,
+    TRAIN,
+    field_of,
+    options_of,
+    pack,
+    printable,
+    signature,
+    unpack,
+)
 from lightning_lowrank.flower.recipe import build, check_optimizers
 from lightning_lowrank.internals.flower import is_passing, state_folder
 from lightning_lowrank.internals.lightning import TrainLoaderSource, count_steps, log_figures
@@ -79,7 +89,9 @@ class RemoteRounds(Callback):
     Clients are drawn as `FederatedLoop` draws them, so that a run and its simulation have the same ones. A drawn site
     that is not there, fails, or sends something malformed counts as failed; the round is made of those that answer.
     With ``on_client_error="raise"`` an error of a site's fit ends the run. While fewer than ``min_sites`` have
-    answered, the others are asked again until ``start_timeout`` has passed. An answer that comes after its
+    answered, the others are asked again until ``start_timeout`` has passed. A round that has too few answers because of
+    what sites sent is passed over, unless the sites of such rounds, one after another, are half of all: that ends the
+    run. An answer that comes after its
     ``round_timeout`` is dropped. A site that comes back gets the broadcasts that it has missed, where the method needs
     them.
 
@@ -171,6 +183,8 @@ class RemoteRounds(Callback):
         self._untold: set[int] = set()
         self._broadcasts = {} if broadcasts is None else broadcasts
         self._pruned = -1
+        # Clients without whose answers the last rounds were passed over.
+        self._spoilers: set[int] = set()
         self._figures: dict[str, float] = {}
         self._client_steps = 0
 
@@ -303,11 +317,15 @@ class RemoteRounds(Callback):
         outcome = self._hear(plan, options_of(trainer.optimizers), live)
         self._prune()
         self.coordinator.failed = outcome.failures
-        late = self._intake.aggregate(self.min_sites)
-        self._refuse(outcome, late)
-        for client in late:
-            outcome.arrivals.remove(client)
-            rank_zero_warn(f"round {plan.round} goes on without the site of client {client}: {late[client]}")
+        if len(outcome.arrivals) < self.min_sites:
+            self._intake.pass_over()
+            outcome.arrivals = []
+        else:
+            late = self._intake.aggregate(self.min_sites)
+            self._refuse(outcome, late)
+            for client in late:
+                outcome.arrivals.remove(client)
+                rank_zero_warn(f"round {plan.round} goes on without the site of client {client}: {late[client]}")
         self.coordinator.show_global(live)
         steps = sum(self.members.batches[client] for client in outcome.arrivals)
         self._client_steps += steps
@@ -415,8 +433,17 @@ class RemoteRounds(Callback):
             for client, reason in sorted(outcome.failures.items()):
                 rank_zero_warn(f"round {plan.round} goes on without the site of client {client}: {reason}")
             if len(outcome.arrivals) >= needed:
+                self._spoilers = set()
                 return outcome
             if not outcome.passing or time.monotonic() > deadline:
+                self._spoilers |= outcome.failures.keys()
+                few = 2 * len(self._spoilers) < len(self.members.samples)
+                if few and not outcome.passing and self.coordinator.private is None:
+                    rank_zero_warn(
+                        f"round {plan.round} is passed over, and the global model stays as it is: of its"
+                        f" {len(plan.clients)} sites, {len(outcome.arrivals)} sent what can be used."
+                    )
+                    return outcome
                 told = "; ".join(f"client {client}: {reason}" for client, reason in sorted(outcome.failures.items()))
                 if not outcome.arrivals:
                     raise MisconfigurationException(f"no site made round {plan.round}: {told}")
@@ -435,6 +462,7 @@ class RemoteRounds(Callback):
         self._untold, self._lost = self._untold | self._lost, set()
         requests: dict[int, tuple[str, RecordDict]] = {}
         packets: dict[int, Packet] = {}
+        acknowledged: dict[int, int] = {}
         if coordinator.broadcasts_to_all:
             self._broadcasts[plan.round] = coordinator.broadcast(coordinator.any_client).encode()
         for client in plan.clients:
@@ -451,7 +479,8 @@ class RemoteRounds(Callback):
             data = packets[client].encode()
             missed = self._missed(client, before=plan.round)
             payloads = {**missed, plan.round: data} if data else missed
-            fields = {"round": plan.round, "options": options, "lost": client in self._untold}
+            heard, acknowledged[client] = self.members.heard[client], plan.round
+            fields = {"round": plan.round, "options": options, "heard": heard, "lost": client in self._untold}
             requests[self.members.connected[client]] = TRAIN, self._pack(fields, payloads)
             self.ledger.down(len(data))
             self.ledger.idle(sum(map(len, missed.values())))
@@ -459,7 +488,8 @@ class RemoteRounds(Callback):
             missed = self._missed(client, before=plan.round + 1)
             idle = client not in plan.clients and self.members.batches[client]
             if missed and idle and self.members.heard[client] >= self._pruned:
-                requests[node] = LISTEN, self._pack({}, missed)
+                requests[node] = LISTEN, self._pack({"heard": self.members.heard[client]}, missed)
+                acknowledged[client] = max(missed)
                 self.ledger.idle(sum(map(len, missed.values())))
         expected = expect(coordinator, packets, live)
         replies, answers = self._exchange(requests), dict[int, Message]()
@@ -472,14 +502,32 @@ class RemoteRounds(Callback):
                     raise MisconfigurationException(
                         f"round {plan.round}: the site of client {client} failed: {reply.reason}"
                     )
-            elif isinstance(reply, Message):
-                self.members.heard[client] = plan.round
+            elif isinstance(reply, Message) and not self._has_lost(client, reply, outcome):
+                self.members.heard[client] = acknowledged[client]
                 if client in expected:
                     self._untold.discard(client)
                     answers[client] = reply
         refused = self._intake.take(answers, expected, self.members.batches)
         outcome.arrivals += [client for client in answers if client not in refused]
         self._refuse(outcome, refused)
+
+    def _has_lost(self, client: int, reply: Message, outcome: _Outcome) -> bool:
+        """Return whether a site says that it has lost what it kept, and take note of it."""
+        try:
+            fields, _ = unpack(reply)
+            if fields.get("lost") is not True:
+                return False
+            heard = field_of(fields, "heard", int)
+        except DecodingError:
+            # It is refused as an answer.
+            return False
+        outcome.failures[client] = "it has lost what it kept of earlier rounds"
+        if -1 <= heard < self.members.heard[client] and client not in self._untold:
+            self.members.heard[client] = heard
+            self._lost.add(client)
+            # It may answer if it is asked again, once.
+            outcome.passing = True
+        return True
 
     def _refuse(self, outcome: _Outcome, refused: Mapping[int, str]) -> None:
         for client, reason in refused.items():

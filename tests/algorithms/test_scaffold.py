@@ -8,6 +8,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_lowrank import SCAFFOLD, FedAvg
+from lightning_lowrank.federated.messages import Message
+from lightning_lowrank.federated.state import Base, ClientInfo, Server
 from tests.algorithms.written_out import (
     CLIENTS,
     EXECUTIONS,
@@ -174,3 +176,23 @@ def test_refusals(tmp_path):
             federated(tmp_path, SCAFFOLD(), optimizer=optimizer)
     with pytest.raises(MisconfigurationException, match=r"not with momentum=0\.5"):
         federated(tmp_path, SCAFFOLD(), client_settings={1: {"momentum": 0.5}})
+
+
+def test_a_client_that_lost_its_variate_changes_no_sum():
+    """What it sends is a change from 0, while the server's mean holds the variate that it had."""
+    algorithm = SCAFFOLD()
+    server = Server(Base(nn.Linear(1, 1), seed=0), clients=2, model={"w": torch.zeros(1)})
+    server.state["control"] = {"w": torch.tensor([3.0])}
+
+    def make_round(number, changes):
+        server.round = number
+        for client, change in changes.items():
+            message = Message({"w": torch.ones(1), "scaffold.w": torch.tensor([change])})
+            algorithm.receive(server, ClientInfo(client, 1, number, 0), message, 1.0)
+        algorithm.aggregate(server)
+        server.aggregator = server.aggregator.fresh()
+        return server.state["control"]["w"].item()
+
+    algorithm.forget(server, ClientInfo(1, 1, 0, 0))
+    assert make_round(0, {0: 2.0, 1: 50.0}) == 4.0
+    assert make_round(1, {0: 0.0, 1: 2.0}) == 5.0

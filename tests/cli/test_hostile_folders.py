@@ -3,6 +3,7 @@
 import os
 import random
 import tracemalloc
+from contextlib import suppress
 
 import pytest
 import yaml
@@ -27,7 +28,8 @@ CONFIGS = {
     "itself": "seed_everything: 1\na: &a [*a]\n",
     "own key": "? &a [*a]\n: 1\n",
     "deep": "a: " + "[" * 5000,
-    "long texts": f"a: &a {'x' * 100_000}\nb: [{', '.join(['*a'] * 500)}]\n",
+    "deep lists": "- " * 20_000,
+    "long texts": f"a: &a {'x' * 20_000}\nb: [{', '.join(['*a'] * 500)}]\n",
     "number": f"seed_everything: {'9' * 5000}\n",
     "date": "seed_everything: 2001-99-99\n",
     "empty number": "seed_everything: !!int ''\n",
@@ -140,7 +142,7 @@ def test_changed_bytes_of_a_folder_never_raise_more_than_a_message(tmp_path, mon
     folder = configured(tmp_path / "runs" / "run", 0, ROWS)
     configured(tmp_path / "runs" / "other", 1, ROWS)
     whole = {name: (folder / name).read_bytes() for name in ("metrics.csv", "config.yaml")}
-    for _ in range(1500):
+    for _ in range(400):
         for name, data in whole.items():
             changed = bytearray(data)
             for _ in range(draws.choice((0, 1, 2, 20))):
@@ -149,7 +151,5 @@ def test_changed_bytes_of_a_folder_never_raise_more_than_a_message(tmp_path, mon
                     draws.choice(b'0123456789"{}[],:-eE.&*!?|>\n \x00\xff$\x1b') if draws.random() < 0.7 else 0
                 )
             (folder / name).write_bytes(changed[: draws.randrange(len(changed))] if draws.random() < 0.2 else changed)
-        try:
+        with suppress(MisconfigurationException):
             make_report([tmp_path / "runs"], tmp_path / "out")
-        except MisconfigurationException:
-            pass

@@ -1,0 +1,267 @@
+"""A hostile site's messages before a real server: it is left out, and nothing else happens."""
+
+import math
+import random
+
+import pytest
+import torch
+
+from lightning_lowrank.compression import DecodingError, Dense
+from lightning_lowrank.flower.intake import Intake, believed
+from lightning_lowrank.flower.members import Members
+from lightning_lowrank.flower.messages import pack
+from tests.algorithms.methods import METHODS
+from tests.flower.hostile_sites import OWN_CODECS, Tally, Target, answer, bombs, fuzz, peak, targets
+
+
+@pytest.fixture(scope="module")
+def target():
+    return Target("FedAvg", "dense")
+
+
+def take(target, uploads, intake=None):
+    """Return what an intake refuses of what clients send, and the model of those that are left."""
+    intake = intake or target.intake()
+    replies = {client: target.reply(client, data) for client, data in uploads.items()}
+    refused = intake.take(replies, target.expected, target.steps)
+    aggregator = target.coordinator.server.aggregator
+    return refused, aggregator.result() if aggregator.arrivals else {}
+
+
+def poisoned(data, change):
+    return Dense().encode({name: change(value) for name, value in Dense().decode(data).items()})
+
+
+@pytest.mark.parametrize("name", bombs())
+def test_a_bomb_is_refused_before_anything_is_allocated(name):
+    _, allocated, _ = peak(bombs()[name])
+    assert allocated < 10e6
+
+
+def test_changed_messages_are_refused_or_taken_whole(target):
+    tally = Tally()
+    fuzz(target, 250, random.Random(1), tally, checked_each=5)
+    assert tally.taken > 5
+    assert sum(tally.refused.values()) > 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", METHODS)
+def test_changed_messages_of_every_method_are_refused_or_taken_whole(name):
+    tally = Tally()
+    for target in targets([name], every=True):
+        fuzz(target, 300, random.Random(name), tally, checked_each=10)
+    assert sum(tally.refused.values()) > tally.messages / 3 or name in OWN_CODECS
+
+
+POISON = [lambda value: value * 0 + 1e30, lambda value: value * -100, lambda value: value * 1e25]
+
+
+@pytest.mark.parametrize("change", POISON)
+def test_finite_poison_decides_nothing(target, change):
+    _, honest = take(target, {client: target.uploads[client] for client in target.clients[:-1]})
+    hostile = target.clients[-1]
+    refused, found = take(target, {**target.uploads, hostile: poisoned(target.uploads[hostile], change)})
+    assert list(refused) == [hostile]
+    assert "norm" in refused[hostile]
+    for name, value in honest.items():
+        assert torch.equal(found[name], value)
+
+
+def test_no_honest_site_is_left_out_for_what_others_send(target):
+    assert take(target, target.uploads)[0] == {}
+    first, second, *_ = target.clients
+    for change in (lambda value: value * 1e8, lambda value: value * 0):
+        refused, _ = take(target, {**target.uploads, first: poisoned(target.uploads[first], change)})
+        assert refused.keys() <= {first}
+    # Two answers are not enough to tell which is odd: nothing but what cannot be computed with is left out.
+    two = {first: target.uploads[first], second: poisoned(target.uploads[second], lambda value: value * 50)}
+    assert take(target, two)[0] == {}
+    assert list(take(target, {first: poisoned(target.uploads[first], lambda value: value + 1e30)})[0]) == [first]
+
+
+def test_medians_of_earlier_rounds_stand_in_for_too_few_answers(target):
+    intake = target.intake()
+    take(target, target.uploads, intake)
+    intake._remember()
+    later = Intake(target.coordinator)
+    later.load_state_dict(intake.state_dict())
+    target.intake()
+    later.begin_round()
+    first, second, *_ = target.clients
+    uploads = {first: target.uploads[first], second: poisoned(target.uploads[second], lambda value: value * 500)}
+    assert list(take(target, uploads, later)[0]) == [second]
+
+
+def test_what_the_method_raises_leaves_one_site_out(target, monkeypatch):
+    algorithm, hostile = target.coordinator.algorithm, target.clients[0]
+    own = type(algorithm).receive
+
+    def receive(self, server, client, message, weight):
+        own(self, server, client, message, weight)
+        server.state.setdefault("seen", []).append(client.id)
+        if client.id == hostile:
+            raise torch.linalg.LinAlgError("the factors break an SVD")
+
+    monkeypatch.setattr(type(algorithm), "receive", receive)
+    refused, _ = take(target, target.uploads)
+    assert list(refused) == [hostile]
+    assert "break an SVD" in refused[hostile]
+    assert target.coordinator.server.state["seen"] == list(target.clients[1:])
+
+
+def test_a_method_that_cannot_aggregate_leaves_out_who_makes_it_fail(target, monkeypatch):
+    algorithm, hostile = target.coordinator.algorithm, target.clients[1]
+    own = type(algorithm).aggregate
+    intake = target.intake()
+    assert take(target, target.uploads, intake)[0] == {}
+    odd = target.coordinator.samples[hostile]
+    total = sum(target.coordinator.samples[client] for client in target.clients)
+
+    def aggregate(self, server):
+        server.model = {name: value * 0 for name, value in server.model.items()}
+        if server.aggregator.weight in (total, *(total - n for n in target.coordinator.samples if n != odd)):
+            raise ValueError("the products overflow")
+        own(self, server)
+
+    monkeypatch.setattr(type(algorithm), "aggregate", aggregate)
+    left_out = intake.aggregate()
+    assert list(left_out) == [hostile]
+    assert "overflow" in left_out[hostile]
+    monkeypatch.setattr(type(algorithm), "aggregate", own)
+    found = dict(target.coordinator.server.model)
+    target.intake()
+    _, honest = take(target, {client: data for client, data in target.uploads.items() if client != hostile})
+    for name, value in honest.items():
+        assert torch.equal(found[name], value)
+
+
+def test_an_error_that_nobody_causes_is_raised(target, monkeypatch):
+    intake = target.intake()
+    take(target, target.uploads, intake)
+
+    def aggregate(self, server):
+        raise ZeroDivisionError("always")
+
+    monkeypatch.setattr(type(target.coordinator.algorithm), "aggregate", aggregate)
+    with pytest.raises(ZeroDivisionError, match="always"):
+        intake.aggregate()
+
+
+def test_answers_for_other_rounds_are_dropped(target):
+    client = target.clients[0]
+    for content in (
+        pack({"round": 1}, {0: target.uploads[client]}),
+        pack({"round": 0}, {1: target.uploads[client]}),
+        pack({"round": 0}, {0: target.uploads[client], 1: b"x"}),
+        pack({"round": "0"}, {0: target.uploads[client]}),
+    ):
+        refused = target.intake().take({client: answer(content)}, target.expected, target.steps)
+        assert list(refused) == [client]
+
+
+def test_norms_need_not_be_compared(target):
+    target.intake()
+    intake = Intake(target.coordinator, norm_bound=math.inf)
+    intake.begin_round()
+    first = target.clients[0]
+    assert take(target, {**target.uploads, first: poisoned(target.uploads[first], lambda v: v * -100)}, intake)[0] == {}
+
+
+def test_claimed_counts_decide_nothing():
+    assert believed([50, 40, 30], 10) == [50, 40, 30]
+    assert believed([2**62, 40, 30], 10) == [40, 40, 30]
+    assert believed([0, 40, 30, 299], 10) == [0, 40, 30, 299]
+    assert believed([0, 0, 5], 10) == [0, 0, 5]
+    assert believed([], 10) == []
+    # One of two may be either; a larger one is not believed more than the bound.
+    assert believed([1, 1, 1, 2**62, 2**62], 10) == [1, 1, 1, 1, 1]
+
+
+MINE = {"recipe": "r", "layout": "l", "frozen": [1.0]}
+
+
+def says(client, **more):
+    return {
+        "client": client,
+        "clients": 3,
+        "samples": 5,
+        "batches": 1,
+        "heard": -1,
+        "secret": f"secret {client}",
+        **MINE,
+        **more,
+    }
+
+
+def begun(**settings):
+    members = Members(MINE, 3, **settings)
+    for client in range(3):
+        members.admit(100 + client, says(client))
+    members.begin(members.complete())
+    return members
+
+
+def test_a_client_belongs_to_the_node_that_joined_first():
+    members = begun()
+    for fields in (says(1, secret="guess"), says(1, secret="")):
+        with pytest.raises(DecodingError, match="its site is node 101"):
+            members.admit(200, fields)
+    with pytest.raises(DecodingError, match="this node is the site of client 2"):
+        members.admit(102, says(1))
+    assert members.connected == {0: 100, 1: 101, 2: 102}
+    # Its site may be back before Flower knows that it has gone, or as the same node without its file.
+    members.admit(200, says(1))
+    assert members.connected[1] == 200
+    members.leave({100, 102})
+    with pytest.raises(DecodingError, match="its site is node 200"):
+        members.admit(201, says(1, secret="guess"))
+    members.admit(200, says(1, secret="another"))
+    again = Members(MINE, 3)
+    again.load_state_dict(members.state_dict())
+    with pytest.raises(DecodingError, match="its site is node 200"):
+        again.admit(201, says(1))
+    again.admit(201, says(1, secret="another"))
+    assert (again.samples, again.connected) == ([5, 5, 5], {1: 201})
+
+
+def test_before_the_run_a_number_belongs_to_one_node():
+    members = Members(MINE, 3)
+    members.admit(1, says(0))
+    with pytest.raises(DecodingError, match="another site has joined as client 0"):
+        members.admit(2, says(0, secret="other"))
+    # The first one was started with the wrong number.
+    members.admit(1, says(2))
+    members.admit(2, says(0, secret="other"))
+    assert members.complete() is None
+    members.admit(3, says(1))
+    assert members.complete() == 3
+
+
+def test_nodes_may_be_given():
+    members = Members(MINE, 3, nodes=[7, 8, 9])
+    with pytest.raises(DecodingError, match="by `nodes`"):
+        members.admit(9, says(1))
+    members.admit(8, says(1))
+
+
+def test_without_a_number_in_the_recipe_most_sites_say_it():
+    members = Members(MINE)
+    members.admit(1, says(0, clients=2**20))
+    assert members.complete() is None
+    members.admit(2, says(1, clients=2))
+    assert members.complete() is None
+    honest = Members(MINE)
+    for client in range(3):
+        honest.admit(client, says(client))
+    assert honest.complete() == 3
+
+
+def test_a_site_that_has_lost_its_file_is_not_a_fresh_one():
+    members = begun()
+    assert members.admit(101, says(1)) is None
+    members.heard[1] = 4
+    assert members.admit(101, says(1, heard=4)) is None
+    assert members.admit(101, says(1, heard=-1)) == 1
+    # It is told once.
+    assert members.admit(101, says(1, heard=-1)) is None
