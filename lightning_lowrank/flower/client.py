@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import zlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from flwr.app import ArrayRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable
@@ -15,11 +17,12 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank.cli.audit import AuditLog
-from lightning_lowrank.compression import DecodingError
+from lightning_lowrank.compression import DecodingError, Dense
 from lightning_lowrank.flower.messages import JOIN, LISTEN, TRAIN, Fields, field_of, pack, unpack
 from lightning_lowrank.flower.policy import Policy, PolicyViolation
+from lightning_lowrank.flower.secure import read_request, write_answer
 from lightning_lowrank.flower.site import Site
-from lightning_lowrank.internals.flower import state_folder
+from lightning_lowrank.internals.flower import configuration_of, is_secure, secaggplus_mod, state_folder
 
 __all__ = ["client_app"]
 
@@ -63,6 +66,8 @@ def client_app(recipe: str | Path) -> ClientApp:
         try:
             policy = _policy_of(context)
             policy.check_download(received)
+            if is_secure(message.content):
+                policy.check_protocol(configuration_of(message.content))
             reply = answer(message, context)
             sent, entry = _measured(reply)
             policy.check_upload(sent)
@@ -121,6 +126,7 @@ def client_app(recipe: str | Path) -> ClientApp:
     @app.train(TRAIN.split(".")[1])
     def train(message: Message, context: Context) -> Message:
         fields, broadcasts = unpack(message)
+        _policy_of(context).check_plain()
         number, options = field_of(fields, "round", int), field_of(fields, "options", str)
         site = site_of(fields, context)
         # The server believes that it has heard more: its file is gone, or an older one.
@@ -131,7 +137,29 @@ def client_app(recipe: str | Path) -> ClientApp:
         upload = site.train(number, broadcasts, options)
         return Message(pack({"round": number}, {number: upload} if upload else None), reply_to=message)
 
+    if secaggplus_mod is not None:
+
+        @app.train(mods=[_repeatable, secaggplus_mod])
+        def train_for_sum(message: Message, context: Context) -> Message:
+            fields, broadcasts = read_request(message)
+            number, options = field_of(fields, "round", int), field_of(fields, "options", str)
+            site = site_of(fields, context)
+            if field_of(fields, "lost", bool):
+                rank_zero_warn(f"the server says that client {site.client} has lost what it kept.")
+            changes = Dense().decode(site.train(number, broadcasts, options, secure=True))
+            return write_answer(message, context, changes, field_of(fields, "weight", int))
+
     return app
+
+
+def _repeatable(message: Message, context: Context, answer: ClientAppCallable) -> Message:
+    """Seed the draws by which Flower's mod rounds numbers, and put NumPy's generator back; keys are not drawn so."""
+    state = np.random.get_state()
+    np.random.seed(zlib.crc32(message.metadata.message_type.encode()))
+    try:
+        return answer(message, context)
+    finally:
+        np.random.set_state(state)
 
 
 def _policy_of(context: Context) -> Policy:

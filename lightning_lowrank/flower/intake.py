@@ -109,7 +109,7 @@ class Intake:
         self.coordinator = coordinator
         self.norm_bound = norm_bound
         self._medians: dict[str, float] = {}
-        self._taken: dict[int, tuple[bytes, Expected]] = {}
+        self._taken: dict[int, tuple[bytes, Expected | None]] = {}
         self._excess: dict[int, float] = {}
         self._changed: dict[int, dict[str, _Change]] = {}
         self._undo: Callable[[], None] = lambda: None
@@ -162,6 +162,15 @@ class Intake:
             else:
                 refused[client] = reason
         return refused
+
+    def take_mean(self, clients: Sequence[int], tensors: Mapping[str, Tensor]) -> None:
+        """Let the method take in the mean of several clients' answers, as the answer of each; see `secure_mean`."""
+        coordinator = self.coordinator
+        self._undo = coordinator.checkpoint()
+        on_device = move_data_to_device(dict(tensors), coordinator.server.base.device)
+        for client in sorted(clients):
+            coordinator.take(coordinator.info(client), on_device)
+            self._taken[client] = b"", None
 
     def aggregate(self, least: int = 1) -> dict[int, str]:
         """Let the method aggregate what was taken in.
@@ -229,8 +238,10 @@ class Intake:
 
         return read_upload(data, expected.schema, decode, coordinator.infinite)
 
-    def _fold(self, client: int, data: bytes, expected: Expected) -> str | None:
+    def _fold(self, client: int, data: bytes, expected: Expected | None) -> str | None:
         """Let the method take in one answer, and return why it could not; then the server is as before."""
+        if expected is None:
+            return "nobody knows what it sent."
         coordinator = self.coordinator
         server, aggregator = coordinator.server, coordinator.server.aggregator
         undo, staged = coordinator.checkpoint(), _Staged()

@@ -42,7 +42,8 @@ class Policy:
 
     Args:
         min_clients: Least number of sites in a mean: the server must say that it makes no round of fewer. A server that
-            lies about it can be held to it only with ``secure_aggregation``.
+            lies about it is held to it with ``secure_aggregation`` alone: then nothing can be unmasked of fewer.
+        secure_aggregation: Whether the site answers only where the server sees the sum of several sites' answers.
         clip: Largest L2 norm, above 0, of the change that leaves the site, over all tensors together. A larger change
             is scaled down to it before it is encoded. A recipe whose ``federated.privacy`` states a larger clipping
             norm is refused.
@@ -71,6 +72,7 @@ class Policy:
     """
 
     min_clients: int | None = None
+    secure_aggregation: bool = False
     clip: float | None = None
     max_epsilon: float | None = None
     max_delta: float = 1e-5
@@ -91,6 +93,7 @@ class Policy:
             above = type(value) in (int, float) and math.isfinite(value) and value > 0
             _check(optional or above, name, "a number above 0", value)
         _check(self.max_delta < 1, "max_delta", "below 1", self.max_delta)
+        _check(type(self.secure_aggregation) is bool, "secure_aggregation", "true or false", self.secure_aggregation)
         for name in ("modules", "classes"):
             value = getattr(self, name)
             _check(value is None or _are_texts(value), name, "a list of patterns", value)
@@ -160,6 +163,35 @@ class Policy:
         if promised < self.min_clients:
             told = f"the server makes a round of as few as {promised} (min-sites, or the recipe's min_clients)"
             raise self._violation("min_clients", self.min_clients, told)
+
+    def check_plain(self) -> None:
+        """Refuse to answer where the server would see the answer.
+
+        Raises:
+            PolicyViolation: If the policy asks for secure aggregation.
+        """
+        if self.secure_aggregation:
+            raise self._violation("secure_aggregation", "true", "the server would see the site's answer by itself")
+
+    def check_protocol(self, said: Mapping[str, Any]) -> None:
+        """Refuse secure aggregation that fewer sites could unmask than a mean must have; `said` is the server's.
+
+        Raises:
+            PolicyViolation: If it is.
+        """
+        if self.min_clients is None:
+            return
+        keys = [value for name, value in said.items() if name.isdigit()]
+        for count, told in (
+            (said.get("threshold"), "the answers could be unmasked with {} sites"),
+            (len(keys) if said.get("stage") == "share_keys" else None, "the server names the keys of {} sites"),
+            (
+                len(said.get("active_nids", ())) if said.get("stage") == "unmask" else None,
+                "the server asks for the sum of {} sites",
+            ),
+        ):
+            if count is not None and not (type(count) is int and count >= self.min_clients):
+                raise self._violation("min_clients", self.min_clients, told.format(count))
 
     def check_recipe(self, text: str) -> None:
         """Refuse a recipe that names what may not be imported; nothing is imported for it.

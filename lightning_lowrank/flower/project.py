@@ -42,6 +42,8 @@ on-bad-payload = "skip"    # a site that sends something malformed: "skip" goes 
 norm-bound = 10.0          # a site whose answer changes the model by so many times the median site's norm is left out
 count-bound = 10.0         # a site that claims so many times the median site's samples counts as the median site
 nodes = ""                 # ids of the clients' nodes, "1234,5678,...", as `flwr supernode register` prints them
+secure-aggregation = false # let the server see the sum of a round's answers alone (methods that need no more)
+secure-range = 8.0         # with it, the largest number of a site's change
 validate = true            # judge the global model on the server's own validation data, if the recipe has any
 """
 

@@ -41,7 +41,7 @@ from lightning_lowrank.federated.personal import FurtherModels
 from lightning_lowrank.federated.site import SEED_IS_KNOWN
 from lightning_lowrank.federated.state import Server, trained_tensors
 from lightning_lowrank.federated.whole_checkpoints import install as install_whole_checkpoints
-from lightning_lowrank.flower.intake import Intake, expect
+from lightning_lowrank.flower.intake import Expected, Intake, expect
 from lightning_lowrank.flower.members import Members
 from lightning_lowrank.flower.messages import (
     JOIN,
@@ -55,6 +55,7 @@ from lightning_lowrank.flower.messages import (
     unpack,
 )
 from lightning_lowrank.flower.recipe import build, check_optimizers
+from lightning_lowrank.flower.secure import SecureRequest, check_secure, equal_tensors, secure_mean, with_changes
 from lightning_lowrank.internals.flower import is_passing, state_folder
 from lightning_lowrank.internals.lightning import TrainLoaderSource, count_steps, log_figures
 from lightning_lowrank.interop.files import replacing
@@ -117,6 +118,10 @@ class RemoteRounds(Callback):
             ``math.inf``: any number of times.
         count_bound: How many times as many samples as the median site's a site may claim. One that claims more
             counts as the median site does; see `Members`.
+        secure_aggregation: Whether the server sees the sum of a round's answers alone, by Flower's SecAgg+, for methods
+            whose server needs no more; see `secure_mean`.
+        secure_range: With it, the largest number of a site's change; a site with a larger one refuses to send it. Each
+            number of the mean is rounded by up to this over 2²¹ for each site.
         nodes: Flower's ids of all clients' nodes, in the clients' order and with commas between, as
             ``flwr supernode register`` prints them. Default: the first node that joins as a client is its site.
         broadcasts: Where broadcasts are kept, by round; in memory by default.
@@ -140,12 +145,15 @@ class RemoteRounds(Callback):
         norm_bound: float = 10.0,
         count_bound: float = 10.0,
         nodes: str = "",
+        secure_aggregation: bool = False,
+        secure_range: float = 8.0,
         broadcasts: MutableMapping[int, bytes] | None = None,
     ) -> None:
         check_choice("on-bad-payload", on_bad_payload, OnBadPayload)
-        for name, value in (("start-timeout", start_timeout), ("round-timeout", round_timeout)):
+        seconds = (("start-timeout", start_timeout), ("round-timeout", round_timeout))
+        for name, value in (*seconds, ("secure-range", secure_range)):
             if not value > 0:
-                raise MisconfigurationException(f"{name} must be a number of seconds above 0, got {value!r}")
+                raise MisconfigurationException(f"{name} must be a number above 0, got {value!r}")
         for name, count, least in (("min-sites", min_sites, 0), ("keep-broadcasts", keep_broadcasts, 1)):
             if type(count) is not int or count < least:
                 raise MisconfigurationException(f"{name} must be a whole number, {least} or more, got {count!r}")
@@ -163,6 +171,10 @@ class RemoteRounds(Callback):
         self.round_timeout = round_timeout
         self.min_sites = min_sites or loop.least_answers
         self.keep_broadcasts = keep_broadcasts
+        self.secure_aggregation = secure_aggregation
+        self.secure_range = secure_range
+        if secure_aggregation:
+            check_secure(loop, self.min_sites)
         self.on_bad_payload = on_bad_payload
         self.poll = poll
         self.ledger = Ledger(0)
@@ -462,6 +474,7 @@ class RemoteRounds(Callback):
             self.algorithm.forget(coordinator.server, coordinator.info(client))
         self._untold, self._lost = self._untold | self._lost, set()
         requests: dict[int, tuple[str, RecordDict]] = {}
+        secure: dict[int, SecureRequest] = {}
         packets: dict[int, Packet] = {}
         acknowledged: dict[int, int] = {}
         if coordinator.broadcasts_to_all:
@@ -482,7 +495,12 @@ class RemoteRounds(Callback):
             payloads = {**missed, plan.round: data} if data else missed
             heard, acknowledged[client] = self.members.heard[client], plan.round
             fields = {"round": plan.round, "options": options, "heard": heard, "lost": client in self._untold}
-            requests[self.members.connected[client]] = TRAIN, self._pack(fields, payloads)
+            node = self.members.connected[client]
+            if self.secure_aggregation:
+                weight = int(self.loop.weight_of(coordinator.info(client)))
+                secure[node] = SecureRequest(self._told(fields), payloads, weight)
+            else:
+                requests[node] = TRAIN, self._pack(fields, payloads)
             self.ledger.down(len(data))
             self.ledger.idle(sum(map(len, missed.values())))
         for client, node in self.members.connected.items():
@@ -508,6 +526,9 @@ class RemoteRounds(Callback):
                 if client in expected:
                     self._untold.discard(client)
                     answers[client] = reply
+        if self.secure_aggregation:
+            self._sum(secure, expected, outcome)
+            return
         refused = self._intake.take(answers, expected, self.members.batches)
         outcome.arrivals += [client for client in answers if client not in refused]
         self._refuse(outcome, refused)
@@ -529,6 +550,38 @@ class RemoteRounds(Callback):
             # It may answer if it is asked again, once.
             outcome.passing = True
         return True
+
+    def _sum(self, requests: Mapping[int, SecureRequest], expected: Mapping[int, Expected], outcome: _Outcome) -> None:
+        """Let the method take in the mean of what sites send, which is all that is seen of it."""
+        coordinator, algorithm = self.coordinator, self.algorithm
+        clients = {self.members.connected[client]: client for client in expected}
+        outcome.passing = True
+        if not expected:
+            return
+        first = expected[min(expected)]
+        base, schema = coordinator.server.base, first.schema
+        reference = algorithm.reference(base, first.received)
+        for client, each in expected.items():
+            same = each.schema == schema and equal_tensors(algorithm.reference(base, each.received), reference)
+            if not same or each.codec is not None or schema.flexible:
+                raise MisconfigurationException(
+                    "secure-aggregation sums up changes of the same values in the same encoding, and"
+                    f" {type(algorithm).__name__} sends or expects others of client {client}."
+                )
+        answer = secure_mean(
+            requests, schema, self.min_sites, self.secure_range, coordinator.server.round, self._exchange
+        )
+        for node, client in clients.items():
+            self.ledger.up(answer.nbytes.get(node, 0))
+            if node in answer.failures:
+                outcome.failures[client] = answer.failures[node]
+        arrived = sorted(clients[node] for node in answer.nodes)
+        for client in arrived:
+            self.members.heard[client] = coordinator.server.round
+            self._untold.discard(client)
+        if arrived:
+            self._intake.take_mean(arrived, with_changes(answer.mean, reference, schema))
+        outcome.arrivals += arrived
 
     def _refuse(self, outcome: _Outcome, refused: Mapping[int, str]) -> None:
         for client, reason in refused.items():
@@ -559,7 +612,10 @@ class RemoteRounds(Callback):
             del self._broadcasts[number]
 
     def _pack(self, fields: Mapping[str, Any], payloads: Mapping[int, bytes] | None = None) -> RecordDict:
-        return pack({"study": self.study, "min_sites": self.min_sites, **fields}, payloads)
+        return pack(self._told(fields), payloads)
+
+    def _told(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        return {"study": self.study, "min_sites": self.min_sites, **fields}
 
     def _exchange(self, requests: Mapping[int, tuple[str, RecordDict]]) -> dict[int, Message | _Silence]:
         """Send messages to nodes, and return each one's reply, or why there is none."""
@@ -730,6 +786,8 @@ _SETTINGS = (
     "norm-bound",
     "count-bound",
     "nodes",
+    "secure-aggregation",
+    "secure-range",
     "validate",
 )
 
@@ -737,9 +795,8 @@ _SETTINGS = (
 def server_app(recipe: str | Path) -> ServerApp:
     """Return the ``ServerApp`` of a recipe.
 
-    It reads ``start-timeout``, ``round-timeout``, ``min-sites``, ``keep-broadcasts``, ``on-bad-payload``,
-    ``norm-bound``, ``count-bound``, ``nodes`` and ``validate`` from the run's configuration
-    (``flwr run --run-config 'round-timeout=60.0'``); see `RemoteRounds`.
+    It reads from the run's configuration (``flwr run --run-config 'round-timeout=60.0'``) the arguments of
+    `RemoteRounds` that `write_project` writes into the project, and ``validate``.
     After each round it saves its state in the folder ``state-dir``, by default ``$FLWR_HOME/lightning_lowrank``, in a
     file that is named by ``study`` and the recipe's digest. A run that is started again goes on from there.
 

@@ -30,7 +30,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_lowrank.callbacks import DifferentialPrivacy
-from lightning_lowrank.compression import Packet
+from lightning_lowrank.compression import Dense, Packet
 from lightning_lowrank.federated import offload
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.indices import ClientIndices
@@ -44,6 +44,7 @@ from lightning_lowrank.federated.state import Base, ClientContext, State, copy_i
 from lightning_lowrank.flower.messages import signature, take_options
 from lightning_lowrank.flower.policy import Policy
 from lightning_lowrank.flower.recipe import Recipe, build, check_optimizers
+from lightning_lowrank.flower.secure import changes_of
 from lightning_lowrank.internals.lightning import drop_schedulers, make_one_epoch
 
 __all__ = ["Site"]
@@ -93,10 +94,18 @@ class _Kept:
 
 @dataclass
 class _Round:
-    """One round on a site: encoded broadcasts that it has not followed yet, `options_of`, and the encoded answer."""
+    """One round on a site.
+
+    Args:
+        broadcasts: Encoded broadcasts that it has not followed yet.
+        options: `options_of`.
+        secure: Whether the answer is a change in double precision, for a secure sum.
+        upload: The encoded answer.
+    """
 
     broadcasts: list[bytes]
     options: str
+    secure: bool = False
     upload: bytes = b""
 
 
@@ -187,7 +196,7 @@ class Site:
                 self._kept.pending[number] = _tensor(data)
         self._save()
 
-    def train(self, number: int, broadcasts: Mapping[int, bytes], options: str) -> bytes:
+    def train(self, number: int, broadcasts: Mapping[int, bytes], options: str, secure: bool = False) -> bytes:
         """Train the client for one round; a round that it has just made is answered as before.
 
         Args:
@@ -195,9 +204,11 @@ class Site:
             broadcasts: What the server sent, encoded: this round's broadcast, if the method has any, and those of
                 earlier rounds that the site should have heard.
             options: The optimizers' options in this round, as `options_of` writes them.
+            secure: Whether a secure sum is made of the answer.
 
         Returns:
-            The encoded message; empty where the method sends nothing.
+            The encoded message; empty where the method sends nothing. For a secure sum, the change from what server and
+            client both know, in double precision.
 
         Raises:
             DecodingError: If a broadcast cannot be decoded.
@@ -212,7 +223,7 @@ class Site:
         if number == kept.followed:
             return _bytes(kept.upload)
         heard = {number: b"", **{early: _bytes(data) for early, data in kept.pending.items()}, **broadcasts}
-        self.round = _Round([heard[each] for each in sorted(heard) if kept.followed < each <= number], options)
+        self.round = _Round([heard[each] for each in sorted(heard) if kept.followed < each <= number], options, secure)
         try:
             loop = self._fit(number)
         except BaseException:
@@ -360,7 +371,11 @@ class _FlowerCoordinator(SiteCoordinator):
 
     def upload(self, packet: Packet) -> None:
         """Encode what the client sends."""
-        self._site.round.upload = packet.encode()
+        if self._site.round.secure:
+            reference = self.algorithm.reference(self.server.base, self.received)
+            self._site.round.upload = Dense().encode(changes_of(packet.received, reference))
+        else:
+            self._site.round.upload = packet.encode()
 
 
 def _private(recipe: Recipe) -> DifferentialPrivacy | None:

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flwr.app import Error
+import numpy as np
+from flwr.app import Context, Error, RecordDict
 
 try:
     from flwr.common import constant as _constant
 except ImportError:
     _constant = None  # type: ignore[assignment]
+
+try:
+    from flwr.client.mod import secaggplus_mod
+    from flwr.common import Code, FitIns, FitRes, Parameters, Status, ndarrays_to_parameters, parameters_to_ndarrays
+    from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, RECORD_KEY_STATE
+    from flwr.compat.common import recorddict_compat as _compat
+    from flwr.server import LegacyContext
+    from flwr.server.workflow import SecAggPlusWorkflow
+except ImportError:
+    secaggplus_mod = None  # type: ignore[assignment]
 
 _RAISED_BY_SITE = ("CLIENT_APP_RAISED_EXCEPTION", "LOAD_CLIENT_APP_EXCEPTION", "INVALID_FAB")
 
@@ -31,3 +42,111 @@ def is_passing(error: Error) -> bool:
     """
     codes = getattr(_constant, "ErrorCode", None)
     return error.code not in [getattr(codes, name, None) for name in _RAISED_BY_SITE]
+
+
+def has_secure_aggregation() -> bool:
+    """Return whether Flower's SecAgg+ is where 1.41 has it: workflow and mod are public, their records are not."""
+    return secaggplus_mod is not None
+
+
+def run_secure_aggregation(
+    grid: Any,
+    instructions: Mapping[int, tuple[list[bytes], dict[str, Any]]],
+    number: int,
+    threshold: float,
+    **settings: Any,
+) -> tuple[list[np.ndarray], list[int]]:
+    """Run Flower's SecAgg+ once.
+
+    Args:
+        grid: Has ``send_and_receive``.
+        instructions: What each node is sent with the request for its numbers.
+        number: The round.
+        threshold: Share of the nodes without whom nothing can be unmasked.
+        settings: Further arguments of ``SecAggPlusWorkflow``.
+
+    Returns:
+        The weighted mean and the nodes that are in it; nothing if the workflow has given up.
+    """
+    strategy = _SumOnly(instructions)
+    state = RecordDict()
+    context = Context(run_id=0, node_id=0, node_config={}, state=state, run_config={})
+    legacy = LegacyContext(context, strategy=strategy, client_manager=strategy)  # type: ignore[arg-type]
+    state["config"] = _config({"current_round": number})
+    state["parameters"] = _compat.parameters_to_arrayrecord(Parameters([], "numpy.ndarray"), True)
+    SecAggPlusWorkflow(num_shares=1.0, reconstruction_threshold=threshold, **settings)(grid, legacy)
+    return strategy.mean, strategy.nodes
+
+
+class _SumOnly:
+    """What of a Flower strategy and a client manager the workflow calls."""
+
+    def __init__(self, instructions: Mapping[int, tuple[list[bytes], dict[str, Any]]]) -> None:
+        self._instructions = instructions
+        self.mean: list[np.ndarray] = []
+        self.nodes: list[int] = []
+
+    def num_available(self) -> int:
+        return len(self._instructions)
+
+    def configure_fit(self, *_: Any) -> list[tuple[_Node, FitIns]]:
+        return [
+            (_Node(node), FitIns(Parameters(payloads, "bytes"), dict(fields)))
+            for node, (payloads, fields) in self._instructions.items()
+        ]
+
+    def aggregate_fit(
+        self, number: int, results: Sequence[tuple[_Node, FitRes]], _: Any
+    ) -> tuple[None, dict[str, Any]]:
+        self.mean = parameters_to_ndarrays(results[0][1].parameters)
+        self.nodes = [node.node_id for node, _ in results]
+        return None, {}
+
+
+class _Node:
+    def __init__(self, node_id: int) -> None:
+        self.node_id = node_id
+
+
+def _config(values: dict[str, Any]) -> Any:
+    from flwr.app import ConfigRecord
+
+    return ConfigRecord(values)
+
+
+def read_instructions(content: RecordDict) -> tuple[list[bytes], dict[str, Any]]:
+    """Return what `run_secure_aggregation` sent a node."""
+    instructions = _compat.recorddict_to_fitins(content, keep_input=True)
+    return list(instructions.parameters.tensors), dict(instructions.config)
+
+
+def write_result(arrays: Sequence[np.ndarray], weight: int) -> RecordDict:
+    """Return what Flower's mod takes from the app that it stands around."""
+    result = FitRes(Status(Code.OK, ""), ndarrays_to_parameters(list(arrays)), weight, {})
+    return _compat.fitres_to_recorddict(result, keep_input=False)
+
+
+def configuration_of(content: RecordDict) -> Mapping[str, Any]:
+    """Return what a message says for the protocol."""
+    return content.config_records[RECORD_KEY_CONFIGS]
+
+
+def is_secure(content: RecordDict) -> bool:
+    """Return whether a message is one of the protocol."""
+    return secaggplus_mod is not None and RECORD_KEY_CONFIGS in content.config_records
+
+
+def stage_of(content: RecordDict) -> str:
+    """Return the stage that a message belongs to."""
+    return str(configuration_of(content)["stage"])
+
+
+def weight_of(content: RecordDict) -> int:
+    """Return the weight that an answer has."""
+    return content.metric_records["fitres.num_examples"]["num_examples"]  # type: ignore[return-value]
+
+
+def limits_of(context: Context) -> tuple[float, float]:
+    """Return the largest number that can be masked, and the largest weight, as the server has announced them."""
+    state = context.state.config_records[RECORD_KEY_STATE]
+    return float(state["clipping_range"]), float(state["max_weight"])  # type: ignore[arg-type]

@@ -264,7 +264,7 @@ client = client_app(recipe)
 
 def lie(message, context, answer):
     reply = answer(message, context)
-    if context.node_config.get("hostile") and message.metadata.message_type == "train.round":
+    if context.node_config.get("hostile"):
         ((number, array),) = reply.content.array_records["payloads"].items()
         tensors = Dense().decode(array.data)
         first = next(iter(tensors))
@@ -276,7 +276,8 @@ def lie(message, context, answer):
     return reply
 
 
-client._mods.insert(0, lie)
+own = client._registered_funcs["train.round"]
+client._registered_funcs["train.round"] = lambda message, context: lie(message, context, own)
 """
 
 

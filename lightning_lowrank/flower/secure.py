@@ -1,0 +1,289 @@
+"""Secure aggregation: the server learns the sum of what sites send and no single answer, by Flower's own SecAgg+.
+
+`RemoteRounds` calls `secure_mean`, which runs Flower's ``SecAggPlusWorkflow`` over the sites of a round; the
+``ClientApp`` has Flower's ``secaggplus_mod`` around its half. Nothing here is cryptography: this module writes what
+sites send as the numbers that Flower masks, and holds what they answer against what the protocol's stage expects.
+
+What that protects from, and what not, stands in ``docs/security.md``.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import Context, Message, RecordDict
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from lightning_lowrank.aggregation import WeightedMean
+from lightning_lowrank.compression import DecodingError, Schema
+from lightning_lowrank.federated.settings import FederatedSettings
+from lightning_lowrank.flower.messages import Fields
+from lightning_lowrank.internals import flower as internals
+
+SECURE = "train"
+"""Type of the messages: Flower's mod handles this one alone."""
+
+_NUMBERS = "numbers"
+_LEVELS = 2**22
+_MODULUS = 2**32
+_LONGEST_KEY = 4096
+
+Exchange = Callable[[Mapping[int, tuple[str, RecordDict]]], Mapping[int, Any]]
+
+
+def check_secure(settings: FederatedSettings, min_sites: int) -> None:
+    """Refuse a recipe whose server needs more of the sites than a sum.
+
+    Raises:
+        MisconfigurationException: If it does; it says why.
+    """
+    algorithm = settings.algorithm
+    operator = getattr(algorithm, "operator", None)
+    name = type(algorithm).__name__ + ("" if operator is None else f"({operator!r})")
+    refused = {
+        f"{name} needs what each site sent": not algorithm.needs_only_mean,
+        f"aggregator={settings.aggregator!r} compares single answers": type(settings.aggregator) is not WeightedMean,
+        f"uplink={settings.uplink!r} encodes single answers": bool(settings.uplink),
+        f"weighting={settings.weighting!r} gives weights that are no whole numbers": callable(settings.weighting),
+        "the privacy of federated.privacy clips single answers at the server (noise_at='server')": (
+            settings.privacy is not None and settings.privacy.noise_at == "server"
+        ),
+        f"min-sites={min_sites} would let the server see the answer of a single site; it must be 2 or more": (
+            min_sites < 2
+        ),
+    }
+    reason = next((reason for reason, wrong in refused.items() if wrong), None)
+    if reason is not None:
+        raise MisconfigurationException(f"secure-aggregation shows the server a sum of answers alone, and {reason}.")
+    if not internals.has_secure_aggregation():
+        raise MisconfigurationException("secure-aggregation needs SecAgg+ of Flower 1.41, which this Flower lacks.")
+
+
+@dataclass
+class SecureRequest:
+    """What one site is asked for: fields and encoded broadcasts by round, as `pack` takes them, and its weight."""
+
+    fields: Fields
+    payloads: Mapping[int, bytes]
+    weight: int
+
+
+@dataclass
+class SecureAnswer:
+    """What came of it.
+
+    Args:
+        mean: The weighted mean of the sites' changes, by name, in double precision; empty where there is none.
+        nodes: The sites whose changes are in it.
+        nbytes: Bytes that sites have sent, by node.
+        failures: For other sites, the reason, where one is known.
+    """
+
+    mean: dict[str, Tensor] = field(default_factory=dict)
+    nodes: list[int] = field(default_factory=list)
+    nbytes: dict[int, int] = field(default_factory=dict)
+    failures: dict[int, str] = field(default_factory=dict)
+
+
+def secure_mean(
+    requests: Mapping[int, SecureRequest],
+    schema: Schema,
+    threshold: int,
+    largest: float,
+    number: int,
+    exchange: Exchange,
+) -> SecureAnswer:
+    """Let sites train and return the mean of their changes.
+
+    Args:
+        requests: What each node is asked for.
+        schema: Names and shapes of the changes.
+        threshold: Number of sites without which nothing can be unmasked.
+        largest: Largest number in a change.
+        number: The round.
+        exchange: Sends messages to nodes and returns their answers, or what stands for none.
+
+    Returns:
+        The mean, or none where too few sites went through with it, or one of them has spoiled it: the protocol does not
+        say which.
+    """
+    answer = SecureAnswer()
+    if len(requests) < threshold:
+        return answer
+    stages = _Stages(exchange, requests, schema, answer)
+    instructions = {node: _instructions(request) for node, request in requests.items()}
+    try:
+        arrays, nodes = internals.run_secure_aggregation(
+            stages,
+            instructions,
+            number,
+            threshold=threshold / len(requests),
+            max_weight=float(max(request.weight for request in requests.values())),
+            clipping_range=largest,
+            quantization_range=_LEVELS,
+            modulus_range=_MODULUS,
+        )
+        mean = _named(arrays, schema)
+    except Exception as error:  # whatever a site sent, nobody can tell which
+        for node in requests:
+            answer.failures.setdefault(node, f"secure aggregation failed, by this site or another: {error!r}"[:300])
+        return answer
+    answer.mean, answer.nodes = mean, nodes if mean else []
+    for node in requests.keys() - set(answer.nodes):
+        answer.failures.setdefault(node, "secure aggregation ended without it")
+    return answer
+
+
+def read_request(message: Message) -> tuple[dict[str, Any], dict[int, bytes]]:
+    """Return fields and broadcasts of a message that `secure_mean` sent.
+
+    Raises:
+        DecodingError: If it has another form.
+    """
+    try:
+        payloads, fields = internals.read_instructions(message.content)
+        numbers = [int(text) for text in str(fields.pop(_NUMBERS)).split(",") if text]
+        return fields, dict(zip(numbers, payloads, strict=True))
+    except (KeyError, ValueError, TypeError) as error:
+        raise DecodingError(f"the request for a secure sum has another form: {error!r}") from error
+
+
+def write_answer(message: Message, context: Context, changes: Mapping[str, Tensor], weight: int) -> Message:
+    """Return a site's answer, which Flower's mod masks before it leaves.
+
+    Raises:
+        MisconfigurationException: If a number is larger than what the server has announced, which would cut it off.
+    """
+    largest, most = internals.limits_of(context)
+    highest = max((float(change.abs().max()) for change in changes.values() if change.numel()), default=0.0)
+    if not highest * weight / most <= largest:
+        raise MisconfigurationException(
+            f"a number of the change is {highest:.3g}, and what can be summed up is at most {largest:g}: give the run a"
+            " larger secure-range, or the site a smaller clip."
+        )
+    arrays = [changes[name].double().cpu().numpy() for name in sorted(changes)]
+    return Message(internals.write_result(arrays, weight), reply_to=message)
+
+
+def changes_of(received: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return by how much tensors differ from those of the same names and shapes, in double precision."""
+    return {
+        name: value.double() - reference[name].to(value.device).double()
+        if name in reference and reference[name].shape == value.shape
+        else value.double()
+        for name, value in received.items()
+    }
+
+
+def with_changes(changes: Mapping[str, Tensor], reference: Mapping[str, Tensor], schema: Schema) -> dict[str, Tensor]:
+    """Return the tensors of which `changes_of` gives these, in their own types; whole numbers are rounded."""
+    tensors = {}
+    for name, (dtype, shape) in schema.entries.items():
+        known = reference.get(name)
+        value = changes[name] if known is None or known.shape != shape else changes[name] + known.cpu().double()
+        tensors[name] = (value if dtype.is_floating_point else value.round()).to(dtype)
+    return tensors
+
+
+def equal_tensors(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    """Return whether two collections hold the same."""
+    return one.keys() == other.keys() and all(
+        value is other[name] or torch.equal(value, other[name]) for name, value in one.items()
+    )
+
+
+def _instructions(request: SecureRequest) -> tuple[list[bytes], dict[str, Any]]:
+    numbers = sorted(request.payloads)
+    fields = {**request.fields, "weight": request.weight, _NUMBERS: ",".join(map(str, numbers))}
+    return [request.payloads[number] for number in numbers], fields
+
+
+def _named(arrays: Sequence[np.ndarray], schema: Schema) -> dict[str, Tensor]:
+    if not arrays:
+        return {}
+    names = sorted(schema.entries)
+    return {name: torch.from_numpy(np.array(value)) for name, value in zip(names, arrays, strict=True)}
+
+
+class _Stages:
+    """The grid that Flower's workflow sees: what a stage cannot use counts as no answer of its site alone."""
+
+    def __init__(
+        self, exchange: Exchange, requests: Mapping[int, SecureRequest], schema: Schema, answer: SecureAnswer
+    ) -> None:
+        self._exchange = exchange
+        self._requests = requests
+        self._shapes = [(1,), *(schema.entries[name][1] for name in sorted(schema.entries))]
+        self._answer = answer
+
+    def send_and_receive(self, messages: Sequence[Message], *, timeout: float | None = None) -> list[Message]:
+        """Send messages, and return the answers that the stage can use."""
+        asked = {message.metadata.dst_node_id: message for message in messages}
+        stage = {node: internals.stage_of(message.content) for node, message in asked.items()}
+        replies = self._exchange({node: (SECURE, message.content) for node, message in asked.items()})
+        used = []
+        for node, reply in sorted(replies.items()):
+            if not isinstance(reply, Message):
+                self._answer.failures[node] = reply.reason
+                continue
+            try:
+                self._answer.nbytes[node] = self._answer.nbytes.get(node, 0) + self._check(node, stage[node], reply)
+                used.append(reply)
+            except (DecodingError, KeyError, TypeError, ValueError, AttributeError) as error:
+                self._answer.failures[node] = f"it sent a bad answer: {error}"[:300]
+        return used
+
+    def _check(self, node: int, stage: str, reply: Message) -> int:
+        """Return the bytes of an answer.
+
+        Raises:
+            DecodingError: If the stage cannot use it.
+        """
+        said = internals.configuration_of(reply.content)
+        if stage == "setup":
+            keys = [said["pk1"], said["pk2"]]
+            _check(all(isinstance(key, bytes) and 0 < len(key) < _LONGEST_KEY for key in keys), "its keys are none")
+            return sum(map(len, keys))
+        if stage == "share_keys":
+            nodes, texts = said["dsts"], said["ctxts"]
+            known = set(nodes) <= self._requests.keys() - {node} and len(set(nodes)) == len(nodes) == len(texts)
+            _check(known and _are_short(texts), "its shares are not of the sites' keys")
+            return sum(map(len, texts))
+        if stage == "collect_masked_vectors":
+            vectors = said["masked_params"]
+            _check(len(vectors) == len(self._shapes), "its numbers have other shapes")
+            for data, shape in zip(vectors, self._shapes, strict=True):
+                _check(_is_array(data, shape), "its numbers have other shapes")
+            weight = internals.weight_of(reply.content)
+            _check(weight == self._requests[node].weight, f"it has the weight {weight}")
+            return sum(map(len, vectors))
+        nodes, shares = said["nids"], said["shares"]
+        known = set(nodes) <= self._requests.keys() and len(set(nodes)) == len(nodes) == len(shares)
+        _check(known and _are_short(shares), "its shares are not of the sites' keys")
+        return sum(map(len, shares))
+
+
+def _check(holds: bool, told: str) -> None:
+    if not holds:
+        raise DecodingError(f"{told}.")
+
+
+def _are_short(texts: Sequence[Any]) -> bool:
+    return all(isinstance(text, bytes) and len(text) < _LONGEST_KEY for text in texts)
+
+
+def _is_array(data: Any, shape: tuple[int, ...]) -> bool:
+    """Return whether bytes are an array of 64-bit integers of this shape, before anything of its size is allocated."""
+    if not isinstance(data, bytes) or len(data) > 8 * int(np.prod(shape)) + 1024:
+        return False
+    file = io.BytesIO(data)
+    if np.lib.format.read_magic(file) != (1, 0):
+        return False
+    found, _, kind = np.lib.format.read_array_header_1_0(file)
+    return tuple(found) == tuple(shape) and kind == np.int64 and len(data) - file.tell() == 8 * int(np.prod(shape))
