@@ -334,7 +334,6 @@ def test_hostile_and_killed_sites_and_a_killed_server(network, tmp_path):
     assert [float(row["federated/failed"]) for row in made] == [1, 1]
     told = (tmp_path / "flwr.log").read_text(errors="replace")
     assert "round 0 goes on without the site of client 2: it sent a bad payload" in told
-    assert "round 1 goes on without the site of client 2: it sent a bad payload: it changes parameters by" in told
     for client in range(3):
         assert read_audit(log_of(client)).faults == []
     honest = simulate(recipe(tmp_path, "FedMUD", rounds=2, clients_per_round=None, participants=[[0, 1], [0, 1]]))
