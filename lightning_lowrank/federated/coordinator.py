@@ -353,11 +353,14 @@ class Coordinator:
         """
         server, answers = self.server, self._answers
         model, state, base, aggregator = dict(server.model), server.state, server.base.state, server.aggregator
-        kept, kept_base = copied_state(state), copied_state(base)
+        kept, kept_base, held = copied_state(state), copied_state(base), list(self._held)
+        undo_private = None if self.private is None else self.private.checkpoint()
 
         def undo() -> None:
             server.model, server.aggregator, self._answers = model, aggregator, answers
-            server.state, server.base.state = kept, kept_base
+            server.state, server.base.state, self._held = kept, kept_base, held
+            if undo_private is not None:
+                undo_private()
 
         return undo
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -276,6 +276,15 @@ class PrivateMean:
         if self._sums and self._sums.keys() != update.keys():
             raise KeyError(f"clients send different tensors: {sorted(self._sums.keys() ^ update.keys())}")
         self._sums = _plus(self._sums, update) if self._sums else update
+
+    def checkpoint(self) -> Callable[[], None]:
+        """Return what takes back the arrivals that are added from now on."""
+        sums, unclipped = self._sums, self._unclipped
+
+        def undo() -> None:
+            self._sums, self._unclipped = sums, unclipped
+
+        return undo
 
     def _clipped(self, message: Mapping[str, Tensor], center: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], bool]:
         update = _update(message, center)

@@ -404,3 +404,17 @@ def test_a_budget_without_an_end(tmp_path):
     loop = loop_of(privacy={"noise_multiplier": None, "target_epsilon": 1.0})
     with pytest.raises(MisconfigurationException, match="max_epochs=-1 has no end"):
         fit(trainer(tmp_path, loop, max_epochs=-1, max_steps=5), Module(small(), SGD), Data(blobs(40)))
+
+
+def test_an_arrival_that_is_taken_back_leaves_nothing():
+    zero, two = {"w": torch.zeros(3)}, {"w": torch.full((3,), 2.0)}
+    mean, other = (mean_of({"clip": 10.0, "quantile": 0.5, "count_noise": 4.0}) for _ in range(2))
+    for each in (mean, other):
+        each.add(two, zero)
+    undo = mean.checkpoint()
+    mean.add({"w": torch.full((3,), 50.0)}, zero)
+    undo()
+    for each in (mean, other):
+        each.add(zero, zero)
+    assert torch.equal(mean.release(zero, zero, 0)["w"], other.release(zero, zero, 0)["w"])
+    assert mean.clip == other.clip
