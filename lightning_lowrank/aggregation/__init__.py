@@ -1,4 +1,4 @@
-"""Aggregation-broadcast operators for LoRA: from the clients' factors to those that each client receives."""
+"""How arrivals become one value: means, robust rules, and aggregation-broadcast operators for LoRA's factors."""
 
 from lightning_lowrank.aggregation.adapters import Adapter, find_adapters
 from lightning_lowrank.aggregation.aggregator import Aggregator, KeepsArrivals, Peers
@@ -9,7 +9,20 @@ from lightning_lowrank.aggregation.inputs import Broadcast, Factors
 from lightning_lowrank.aggregation.mean import WeightedMean
 from lightning_lowrank.aggregation.operator import Operator
 from lightning_lowrank.aggregation.pairs import LowRankPair
+from lightning_lowrank.aggregation.preaggregation import Bucketing, NearestNeighborMixing, PreAggregation
 from lightning_lowrank.aggregation.products import CoLR, FedEx, FLoRA, LoRAFair, SumProduct
+from lightning_lowrank.aggregation.robust import (
+    CenteredClipping,
+    CoordinateMedian,
+    CoordinateRule,
+    DistanceRule,
+    GeometricMedian,
+    Krum,
+    MultiKrum,
+    NormBound,
+    RobustRule,
+    TrimmedMean,
+)
 
 __all__ = [
     "FFA",
@@ -17,22 +30,35 @@ __all__ = [
     "Adapter",
     "Aggregator",
     "Broadcast",
+    "Bucketing",
+    "CenteredClipping",
     "CoLR",
     "ConvergenceConstants",
+    "CoordinateMedian",
+    "CoordinateRule",
+    "DistanceRule",
     "FLoRA",
     "Factors",
     "FedEx",
     "FedInc",
     "FedSA",
+    "GeometricMedian",
     "KeepsArrivals",
+    "Krum",
     "LoRAA2",
     "LoRAFair",
     "LowRankPair",
+    "MultiKrum",
+    "NearestNeighborMixing",
+    "NormBound",
     "Operator",
     "Peers",
+    "PreAggregation",
     "ProductSum",
     "RoLoRA",
+    "RobustRule",
     "SumProduct",
+    "TrimmedMean",
     "WeightedMean",
     "ZeroPadding",
     "convergence_constants",

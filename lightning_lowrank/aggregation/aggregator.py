@@ -75,6 +75,22 @@ class Aggregator(Configured, ABC):
         for party, weight in enumerate(weights):
             self.add({name: stack[party] for name, stack in stacks.items()}, weight)
 
+    def prepare(self, origin: Mapping[str, Tensor], seed: int) -> None:
+        """Tell a rule about the round whose arrivals it holds; called before `result`.
+
+        Args:
+            origin: The values from which arrivals differ little, by name. A tensor that it does not name is a change
+                itself.
+            seed: Seed of what the rule draws in the round.
+        """
+
+    def check_arrivals(self, arrivals: int) -> None:
+        """Refuse a round of too few arrivals.
+
+        Raises:
+            ValueError: If the rule needs more than so many.
+        """
+
     @abstractmethod
     def result(self) -> dict[str, Tensor]:
         """Return the aggregated tensors, in the dtypes and on the devices of those that were added."""

@@ -96,6 +96,7 @@ class PartAveraging(Algorithm, ABC):
     A number of the global model becomes the mean over the clients that sent it, or keeps its value if no client did.
     """
 
+    unprotected = "numbers are averaged over the clients that sent them, by counts beside the values"
     _capacities: Capacities
 
     @abstractmethod

@@ -170,6 +170,10 @@ class FedHM(Algorithm):
     def end(self, client: ClientContext) -> Message:
         return Message(self._sent(client.base.sent_up(client.model), self._capacities.level(client)))
 
+    def origin(self, server: Server, client: ClientInfo) -> Mapping[str, Tensor]:
+        """Return the dense model: factors are composed before they are averaged."""
+        return server.model
+
     def receive(self, server: Server, client: ClientInfo, message: Message, weight: float) -> None:
         level = self._capacities.level(client)
         tensors = dict(message.tensors)

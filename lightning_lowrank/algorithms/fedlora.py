@@ -17,9 +17,17 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from lightning_lowrank.aggregation import Broadcast, LoRAA2, LowRankPair, Operator
+from lightning_lowrank.aggregation import (
+    Aggregator,
+    Broadcast,
+    DistanceRule,
+    LoRAA2,
+    LowRankPair,
+    Operator,
+    RobustRule,
+)
 from lightning_lowrank.aggregation.adapters import Adapter, find_adapters
-from lightning_lowrank.aggregation.pairs import padded
+from lightning_lowrank.aggregation.pairs import inner_products, padded
 from lightning_lowrank.algorithms._capacity import Capacities, Capacity
 from lightning_lowrank.configuration import check_patterns
 from lightning_lowrank.federated.algorithm import Algorithm, LocalStep, detached
@@ -69,6 +77,11 @@ class FedLoRA(Algorithm):
     With ``levels`` clients have different ranks: the same share of each layer's rank, at least 1. A client's scaling is
     that of its own rank, :math:`\alpha / r_i`. The global model is that of the largest rank; the models of the other
     levels are evaluated too.
+
+    With a robust rule as the loop's ``aggregator``, the rule gives the clients' weights in the operator, in place of
+    their numbers of samples. An arrival is then one vector of the changes of all layers' products, :math:`s B A`, and
+    of what is trained outside the adapters; its inner products come from the factors, and no product is built. Rules of
+    single numbers are refused, as are operators whose clients keep a pair or a factor of their own.
 
     Args:
         operator: How factors are combined, such as ``ProductSum()`` or ``SumProduct()``.
@@ -237,6 +250,23 @@ class FedLoRA(Algorithm):
 
     # The server's half
 
+    def check_aggregator(self, rule: Aggregator) -> None:
+        """Refuse robust rules of single numbers, and operators for which the server does not know the products."""
+        super().check_aggregator(rule)
+        if not isinstance(rule, RobustRule):
+            return
+        if not isinstance(rule, DistanceRule):
+            raise MisconfigurationException(
+                f"FedLoRA and aggregator={rule!r} do not go together: the rule works on single numbers, of which"
+                " products of factors have no list. Use one that goes by distances, such as GeometricMedian() or"
+                " MultiKrum(); or FedAvg, which averages factors as any parameters."
+            )
+        if self.operator.broadcasts == "personal":
+            raise MisconfigurationException(
+                f"aggregator={rule!r} compares the products that clients send, and with {self.operator!r} each client"
+                " has a pair or a factor of its own: use an operator such as ProductSum() or SumProduct()."
+            )
+
     def broadcast(self, server: Server, client: ClientInfo) -> Message:
         """Return what the client lacks of the global model: factors of its own rank, and the rest of the model."""
         level = self._capacities.level(client)
@@ -266,7 +296,7 @@ class FedLoRA(Algorithm):
             (factors if is_factor or name.removesuffix(".slots") in self._adapters else rest)[name] = value
         level = self._capacities.level(client)
         self._check_slots(client, level, factors)
-        if rest:
+        if rest or isinstance(server.aggregator, DistanceRule):
             server.aggregator.add(rest, weight)
         arrival = {"weight": float(weight), "level": level, "factors": detached(factors)}
         server.state.setdefault("arrivals", {})[client.id] = arrival
@@ -292,13 +322,18 @@ class FedLoRA(Algorithm):
     @torch.no_grad()
     def aggregate(self, server: Server) -> None:
         """Let the operator combine the factors; average the rest."""
-        arrivals = dict(sorted(server.state["arrivals"].items()))
-        weights = [arrival["weight"] for arrival in arrivals.values()]
+        # Those of another rule's choice have no weight, and no part.
+        chosen = self._chosen(server)
+        arrivals = {client: arrival for client, arrival in sorted(server.state["arrivals"].items()) if chosen[client]}
+        weights = [chosen[client] for client in arrivals]
         previous = {
             name: adapter.pair(server.model, adapter.rank, self._scalings[name])
             for name, adapter in self._adapters.items()
         }
         pairs = [self._pairs_of(server, client, arrival) for client, arrival in arrivals.items()]
+        if isinstance(server.aggregator, DistanceRule) and sum(weights) < 1 - 1e-12:
+            pairs.append(previous)
+            weights.append(1 - sum(weights))
         found = self.operator.aggregate_model(
             pairs, weights, round=server.round, seed=self._seed(server.base), previous=previous
         )
@@ -308,6 +343,34 @@ class FedLoRA(Algorithm):
         if server.aggregator.arrivals:
             server.take(server.aggregated())
         self._take(server, list(arrivals), found)
+
+    def _chosen(self, server: Server) -> dict[int, float]:
+        """Return the clients' weights: their own, or what a robust rule gives them by their products."""
+        arrivals, rule = server.state["arrivals"], server.aggregator
+        if not isinstance(rule, DistanceRule):
+            return {client: arrival["weight"] for client, arrival in arrivals.items()}
+        # In the order in which the rule has been given the rest of their messages.
+        pairs = [self._pairs_of(server, client, arrival) for client, arrival in arrivals.items()]
+        starts = {arrival["level"]: self._started_from(server.model, arrival["level"]) for arrival in arrivals.values()}
+        levels = [list(starts).index(arrival["level"]) for arrival in arrivals.values()]
+        total = torch.zeros(len(pairs), len(pairs), dtype=torch.float64)
+        for layer in self._adapters:
+            all = [*(each[layer] for each in pairs), *(start[layer] for start in starts.values())]
+            inner = inner_products(all).cpu()
+            end, start = slice(len(pairs)), [len(pairs) + level for level in levels]
+            crossed = inner[end][:, start]
+            total += inner[end, end] - crossed - crossed.T + inner[start][:, start]
+        rule.extend(total)
+        return dict(zip(arrivals, rule.client_weights().tolist(), strict=True))
+
+    def _started_from(self, known: Mapping[str, Tensor], level: float) -> dict[str, LowRankPair]:
+        """Return the pairs with which a client of a level starts from these values."""
+        return {
+            layer: adapter.pair(known, adapter.rank, self._scalings[layer]).resized(
+                self._rank(adapter, level), self._scaling(adapter, level)
+            )
+            for layer, adapter in self._adapters.items()
+        }
 
     def _take(self, server: Server, clients: Sequence[int], found: Mapping[str, Broadcast]) -> None:
         change: dict[str, Tensor] = {}
@@ -477,10 +540,9 @@ class FedLoRA(Algorithm):
     def _pairs_of(self, server: Server, client: int, arrival: State) -> dict[str, LowRankPair]:
         """Return one client's pairs."""
         pairs = {}
-        known = self._known_of(server, client)
+        started = self._started_from(self._known_of(server, client), arrival["level"])
         for layer, adapter in self._adapters.items():
-            rank, scaling = self._rank(adapter, arrival["level"]), self._scaling(adapter, arrival["level"])
-            before = adapter.pair(known, adapter.rank, self._scalings[layer]).resized(rank, scaling)
+            before = started[layer]
             factors = {"B": before.B, "A": before.A}
             slots = arrival["factors"].get(f"{layer}.slots")
             for name in _NAMES:
@@ -492,7 +554,7 @@ class FedLoRA(Algorithm):
                     factors[name] = matrix
                 else:
                     factors[name].index_copy_(1 if name == "B" else 0, slots.long(), matrix)
-            pairs[layer] = LowRankPair(factors["B"], factors["A"], scaling)
+            pairs[layer] = LowRankPair(factors["B"], factors["A"], before.scaling)
         return pairs
 
     def _selected(self, client: ClientContext) -> dict[str, Tensor]:

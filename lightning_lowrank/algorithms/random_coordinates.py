@@ -48,6 +48,8 @@ class RandomCoordinates(Algorithm):
         self.share_down = share_down
         self.share_up = share_up
 
+    unprotected = "numbers are averaged over the clients that sent them, by masks beside the values"
+
     def setup(self, base: Base) -> None:
         """Keep the initial model, from which a client starts in its first round."""
         if "initial" not in base.state:

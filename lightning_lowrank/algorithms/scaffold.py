@@ -50,6 +50,8 @@ class SCAFFOLD(Algorithm):
         >>> loop = FederatedLoop(SCAFFOLD(), clients=100, clients_per_round=10, partition=Dirichlet(0.3))
     """
 
+    unprotected = "changes of control variates are summed as they arrive"
+
     def __init__(self, lr_server: float = 1.0) -> None:
         check_number("lr_server", lr_server, above=0)
         self.lr_server = lr_server

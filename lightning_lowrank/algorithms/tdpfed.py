@@ -217,6 +217,10 @@ class TDPFed(Algorithm):
         }
         return Message({**buffers, **_named(factors)})
 
+    def origin(self, server: Server, client: ClientInfo) -> Mapping[str, Tensor]:
+        """Return the global factors, beside the composed model."""
+        return {**server.model, **_named(server.state["factors"])}
+
     @torch.no_grad()
     def receive(self, server: Server, client: ClientInfo, message: Message, weight: float) -> None:
         if self.aggregation == "AFM":

@@ -110,6 +110,8 @@ class GradientMask(UploadMask):
         >>> loop = FederatedLoop(GradientMask(0.15), clients=50, clients_per_round=10, partition=Dirichlet(0.1))
     """
 
+    unprotected = "one client chooses the coordinates that all of them send"
+
     def setup(self, base: Base) -> None:
         if len(base.optimizers) > 1:
             raise MisconfigurationException(

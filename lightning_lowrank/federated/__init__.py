@@ -1,6 +1,15 @@
 """Clients, partitions, rounds, and the callback that runs them."""
 
 from lightning_lowrank.federated.algorithm import Algorithm, LocalStep
+from lightning_lowrank.federated.attacks import (
+    ALIE,
+    Attack,
+    GaussianNoise,
+    InnerProduct,
+    LabelFlip,
+    Scaled,
+    SignFlip,
+)
 from lightning_lowrank.federated.data import (
     IID,
     ByKey,
@@ -20,8 +29,10 @@ from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, S
 from lightning_lowrank.federated.whole_checkpoints import WholeCheckpoints
 
 __all__ = [
+    "ALIE",
     "IID",
     "Algorithm",
+    "Attack",
     "Base",
     "ByKey",
     "ClientContext",
@@ -31,14 +42,19 @@ __all__ = [
     "Dirichlet",
     "FederatedLoop",
     "FromIndices",
+    "GaussianNoise",
+    "InnerProduct",
     "LabelCount",
+    "LabelFlip",
     "Ledger",
     "LocalStep",
     "MaskAbsentClasses",
     "Message",
     "Objective",
     "Partition",
+    "Scaled",
     "Server",
+    "SignFlip",
     "WholeCheckpoints",
     "find_labels",
     "register_elementwise",

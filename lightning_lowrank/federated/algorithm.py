@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from lightning_lowrank.aggregation import Aggregator, RobustRule
 from lightning_lowrank.arguments import Configured
 from lightning_lowrank.compression import Codec
 from lightning_lowrank.federated.messages import Message
@@ -78,6 +80,9 @@ class Algorithm(Configured):
     That is so where nothing that the method keeps, or finds in `setup`, is of the first round's parameters alone.
     """
 
+    unprotected: str = ""
+    """What of a client's message does not pass the aggregator as values; robust rules are refused then."""
+
     # Every side
 
     def setup(self, base: Base) -> None:
@@ -122,6 +127,27 @@ class Algorithm(Configured):
         return received
 
     # The server's half
+
+    def check_aggregator(self, rule: Aggregator) -> None:
+        """Check that a rule can aggregate what clients send. Called after `setup`.
+
+        Raises:
+            MisconfigurationException: If it can't, or would not protect all of it.
+        """
+        if self.unprotected and isinstance(rule, RobustRule):
+            raise MisconfigurationException(
+                f"{type(self).__name__} and aggregator={rule!r} do not go together: {self.unprotected}, which a robust"
+                " rule cannot protect. Use a method that averages what clients send, such as FedAvg or FedMUD, or leave"
+                " out aggregator."
+            )
+
+    def origin(self, server: Server, client: ClientInfo) -> Mapping[str, Tensor]:
+        """Return the values from which what is added to the aggregator differs little, by its names.
+
+        Tensors that are changes themselves have none. By default it is what ``client``, one of the cohort, started
+        from.
+        """
+        return self.reference(server.base, {**self.broadcast(server, client).tensors, **server.announcement})
 
     def begin_round(self, server: Server) -> None:
         """Prepare what all of the round's clients are sent."""

@@ -14,9 +14,11 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
+from lightning_lowrank.aggregation import RobustRule
 from lightning_lowrank.arguments import listed
 from lightning_lowrank.compression import Packet
 from lightning_lowrank.federated.algorithm import detached, inherits
+from lightning_lowrank.federated.attacks import Arrival, attack_seed
 from lightning_lowrank.federated.checks import check_trained, goes_on_from
 from lightning_lowrank.federated.data.planner import RoundPlan
 from lightning_lowrank.federated.failures import NotFiniteError, described, not_finite, rows_not_finite
@@ -25,6 +27,7 @@ from lightning_lowrank.federated.offload import ClientStates
 from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.federated.state import ClientContext, ClientInfo, Server, State, copy_into, trained_tensors
 from lightning_lowrank.federated.wire import Wire
+from lightning_lowrank.seeding import derive_seed
 
 
 class Coordinator:
@@ -62,6 +65,9 @@ class Coordinator:
         """Clients of the round that failed while they trained, and why."""
         self._answers = 0
         self._first_error: Exception | None = None
+        self.attackers: frozenset[int] = frozenset()
+        """Ids of the clients that attack."""
+        self._held: list[Arrival] = []
         self.infinite: frozenset[str] = frozenset()
         """Names of buffers that hold numbers that are not finite, such as a mask of -inf."""
         self._trained: dict[str, Tensor] | None = None
@@ -69,9 +75,23 @@ class Coordinator:
     def setup(self) -> None:
         """Let the method and the wire look at the module, before the first round."""
         self.algorithm.setup(self.server.base)
+        self.algorithm.check_aggregator(self.server.aggregator)
         self.wire.setup(self.server.base)
+        if self.settings.attackers is not None:
+            self.attackers = frozenset(self.settings.attackers.members(len(self.samples), self.server.seed))
         buffers = self.server.base.initial_buffers
         self.infinite = frozenset(name for name, value in buffers.items() if not_finite({name: value}))
+
+    def check_cohort(self, clients: int) -> None:
+        """Refuse cohorts of so many clients if they are too small for the aggregator.
+
+        Raises:
+            MisconfigurationException: If they are.
+        """
+        try:
+            self.server.aggregator.check_arrivals(clients)
+        except ValueError as error:
+            raise MisconfigurationException(f"aggregator: {error}") from error
 
     def info(self, client: int, round_number: int | None = None) -> ClientInfo:
         """Return what the server knows of a client, by default in the present round."""
@@ -191,7 +211,7 @@ class Coordinator:
     @property
     def averages_models(self) -> bool:
         """Whether stacks of clients' values may be handed over in place of their messages."""
-        own = inherits(self.algorithm, "end", "receive")
+        own = inherits(self.algorithm, "end", "receive") and self.settings.attackers is None
         return own and not self.settings.uplink and not self.wire.holds_copy
 
     def send(self, client: ClientInfo) -> Message:
@@ -261,7 +281,24 @@ class Coordinator:
         self._take(client, Message(tensors), self.settings.weight_of(client))
 
     def _take(self, client: ClientInfo, message: Message, weight: float) -> None:
-        self.algorithm.receive(self.server, client, message, weight)
+        if self.settings.attackers is None:
+            self.algorithm.receive(self.server, client, message, weight)
+        else:
+            # Attackers know what all others send.
+            self._held.append(Arrival(client, Message(detached(message.tensors), message.codec), weight))
+
+    def _release(self) -> None:
+        """Let the method take in what was held back, with the attackers' messages forged."""
+        held, self._held = sorted(self._held, key=lambda arrival: arrival.client.id), []
+        if not held or self.settings.attackers is None:
+            return
+        base, server = self.server.base, self.server
+        origins = {
+            arrival.client.id: self.algorithm.reference(base, self.message(arrival.client).tensors) for arrival in held
+        }
+        seed = attack_seed(server.seed, server.round)
+        for arrival in self.settings.attackers.forged(held, sorted(self.attackers), origins, seed):
+            self.algorithm.receive(server, arrival.client, arrival.message, arrival.weight)
 
     def receive_stacks(
         self, clients: Sequence[ClientContext], stacks: Mapping[str, Tensor], message: Message
@@ -294,7 +331,12 @@ class Coordinator:
             MisconfigurationException: If there are too few, or the result is not finite.
         """
         self.check_answers(self._answers)
+        self.check_cohort(self._answers)
+        self._release()
         server = self.server
+        if isinstance(server.aggregator, RobustRule):
+            origin = self.algorithm.origin(server, self.info(server.cohort[0]))
+            server.aggregator.prepare(origin, derive_seed(server.seed, "aggregator", server.round))
         server.announcement = {}
         before = dict(server.model)
         self.algorithm.aggregate(server)
@@ -337,6 +379,10 @@ class Coordinator:
             "ledger": self.ledger.state_dict(),
             "failed": self.failed,
             "answers": self._answers,
+            "held": [
+                {"client": each.client.id, "tensors": dict(each.message.tensors), "weight": each.weight}
+                for each in self._held
+            ],
         }
 
     def load_state_dict(self, state: Mapping[str, Any], to_device: Callable[[Any], Any]) -> None:
@@ -356,6 +402,10 @@ class Coordinator:
         self._received = to_device(state["received"])
         self.ledger.load_state_dict(state["ledger"])
         self.failed, self._answers = dict(state["failed"]), state["answers"]
+        self._held = [
+            Arrival(self.info(each["client"]), Message(to_device(each["tensors"])), each["weight"])
+            for each in state["held"]
+        ]
         for _, kept in self.states.items():
             kept.update(to_device(kept))
 

@@ -90,6 +90,8 @@ class Rounds(Untraced):
             coordinator.load_state_dict(restored["server"], self._to_device)
         self.further = FurtherModels(data, coordinator)
         coordinator.setup()
+        per_round = data.planner.per_round
+        coordinator.check_cohort(min([per_round, *map(len, settings.participants or ())]))
         data.group_key = self._group_key
         previous = None if before is None else before.execution
         self.execution: Execution = choose_execution(trainer, coordinator, data, processes, restored, previous)

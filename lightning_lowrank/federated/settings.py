@@ -20,6 +20,7 @@ from lightning_lowrank.arguments import SAME_RESULT, Configured, listed, plain
 from lightning_lowrank.buffers import treat_as_buffers
 from lightning_lowrank.compression import Codec
 from lightning_lowrank.federated.algorithm import Algorithm
+from lightning_lowrank.federated.attacks import Attack
 from lightning_lowrank.federated.data.indices import ClientIndices
 from lightning_lowrank.federated.data.labels import find_labels
 from lightning_lowrank.federated.data.partitions import IID, Partition
@@ -49,6 +50,8 @@ class FederatedSettings(Configured):
             of the broadcast that all clients hold, and the server adds clients' changes to its own model (EF21-P).
             Clients that sit a round out must hear it too. Without error feedback they get the values.
         aggregator: How the arrivals of a round become one value, for methods that average; `WeightedMean` by default.
+            Robust rules, such as ``TrimmedMean(0.3)`` or ``Krum(2)``, withstand clients that send anything.
+        attackers: Clients that attack, such as ``SignFlip(0.2)``, to test that with; none by default.
         objective: What clients are trained for beside the module's own loss, such as ``MaskAbsentClasses()``.
         weighting: A client's weight in the mean: its number of ``"samples"``, ``"uniform"``, or a function of the
             `ClientInfo`.
@@ -131,6 +134,7 @@ class FederatedSettings(Configured):
     uplink: list[Codec] = field(default_factory=list)
     downlink: list[Codec] = field(default_factory=list)
     aggregator: Aggregator | None = None
+    attackers: Attack | None = None
     objective: Objective | None = None
     weighting: Literal["samples", "uniform"] | Callable[[ClientInfo], float] = "samples"
     buffers: BufferPolicy = "average"
@@ -167,6 +171,7 @@ class FederatedSettings(Configured):
             ("algorithm", Algorithm, "an Algorithm such as FedAvg()"),
             ("partition", Partition, "a Partition such as IID() or Dirichlet(0.3)"),
             ("aggregator", Aggregator, "an Aggregator such as WeightedMean()"),
+            ("attackers", (Attack, type(None)), "an Attack such as SignFlip(0.2), or None"),
             ("objective", (Objective, type(None)), "an Objective such as MaskAbsentClasses(), or None"),
         )
         for name, kind, wanted in parts:

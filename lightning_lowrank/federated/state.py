@@ -13,7 +13,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-from lightning_lowrank.aggregation import Aggregator, WeightedMean
+from lightning_lowrank.aggregation import Aggregator, RobustRule, WeightedMean
 from lightning_lowrank.buffers import persistent_buffers
 from lightning_lowrank.internals.torch import copy_each
 
@@ -202,9 +202,9 @@ class Server:
         return self.base.sent_down(self.model)
 
     def aggregated(self) -> dict[str, Tensor]:
-        """Return what the aggregator makes of the round's arrivals, a mean in single precision at least; see `take`."""
+        """Return what the aggregator makes of the round's arrivals, in single precision at least; see `take`."""
         rule = self.aggregator
-        return rule.result(least=torch.float32) if isinstance(rule, WeightedMean) else rule.result()
+        return rule.result(least=torch.float32) if isinstance(rule, (WeightedMean, RobustRule)) else rule.result()
 
     @torch.no_grad()
     def take(self, values: Mapping[str, Tensor]) -> None:

@@ -199,6 +199,7 @@ class RemoteRounds(Callback):
             availability=self.loop.availability,
         )
         self.coordinator = Coordinator(self.loop, server, self._samples, ClientStates(), self.ledger)
+        self.coordinator.check_cohort(self.loop.cohort_size(server.clients))
         self._further = FurtherModels(None, self.coordinator)
         self.coordinator.setup()
 

@@ -53,6 +53,8 @@ class Places:
 class SeededBatches(Dataset):
     """Reads and collates a whole batch at a time, its random draws seeded by the request.
 
+    ``change``, if given, makes of each batch, and its samples' indices, what is delivered, sample by sample.
+
     Collating here rather than in the loader puts a random ``collate_fn`` under the same seed, and makes the result
     independent of the number of workers.
 
@@ -61,9 +63,15 @@ class SeededBatches(Dataset):
     ``sample_by_sample``, so are some that follow each other.
     """
 
-    def __init__(self, dataset: Dataset, collate: Callable[[list[Any]], Any]) -> None:
+    def __init__(
+        self,
+        dataset: Dataset,
+        collate: Callable[[list[Any]], Any],
+        change: Callable[[Any, np.ndarray], Any] | None = None,
+    ) -> None:
         self.dataset = dataset
         self.collate = collate
+        self._change = change
         self._tensors = dataset.tensors if type(dataset) is TensorDataset and collate is default_collate else None
         self._deterministic = self._tensors is not None or (
             getattr(dataset, "deterministic", False)
@@ -81,6 +89,10 @@ class SeededBatches(Dataset):
         return BlockReader(self._read)(requests) if self._in_blocks else map(self._read, requests)
 
     def _read(self, request: Request) -> Any:
+        batch = self._as_it_is(request)
+        return batch if self._change is None else self._change(batch, request.indices)
+
+    def _as_it_is(self, request: Request) -> Any:
         if self._tensors is not None:
             rows = torch.from_numpy(request.indices)
             return [_gather(tensor, rows.to(tensor.device)) for tensor in self._tensors]
@@ -209,6 +221,7 @@ class RoundLoader:
         shuffle: Whether a client's samples are permuted, again for each of its local epochs.
         stacked: Whether a batch is that of a whole chunk: for each batch size the clients' places in the chunk and
             their batches, stacked.
+        change: As for `SeededBatches`.
     """
 
     def __init__(
@@ -222,6 +235,7 @@ class RoundLoader:
         randomness: StepRandomness,
         shuffle: bool,
         stacked: bool = False,
+        change: Callable[[Any, np.ndarray], Any] | None = None,
     ) -> None:
         self.shuffle = shuffle
         self.stacked = stacked
@@ -233,7 +247,7 @@ class RoundLoader:
         self._position = position
         self._skips = skips
         self._randomness = randomness
-        self.batches = SeededBatches(loader.dataset, loader.collate_fn)
+        self.batches = SeededBatches(loader.dataset, loader.collate_fn, change)
         self._read_requests = batch_reader(loader, self.batches, _RequestsOf(self), stacked)
 
     def __len__(self) -> int:

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
+from lightning_lowrank.federated.attacks import LabelPoison
 from lightning_lowrank.federated.data.evaluation_samples import hold_out
 from lightning_lowrank.federated.data.indices import ClientIndices
 from lightning_lowrank.federated.data.labels import find_labels
@@ -71,6 +72,8 @@ class RoundData:
         self._labels_of_division: str | None = None
         self._progress = progress
         self._on_divided = on_divided
+        self._attackers: tuple[int, ...] = ()
+        self._poisoned: LabelPoison | None = None
         self._loader: RoundLoader | None = None
         self._loader_epoch = 0
 
@@ -131,8 +134,24 @@ class RoundData:
             randomness=self.randomness,
             shuffle=isinstance(loader.sampler, RandomSampler) and not self._trainer.overfit_batches,
             stacked=self.stacked,
+            change=self._poison(loader.dataset, self.indices),
         )
         return self._loader
+
+    def _poison(self, dataset: Dataset, indices: ClientIndices) -> LabelPoison | None:
+        """Return what replaces the labels of attackers' samples, where they have others."""
+        attack = self.settings.attackers
+        self._attackers, self._poisoned = (), None
+        if attack is None or not attack.poisons_labels:
+            return None
+        self._attackers = attack.members(len(indices), self.settings.experiment_seed)
+        try:
+            labels = find_labels(dataset)
+        except MisconfigurationException:
+            labels = None
+        samples = torch.cat([indices[client] for client in self._attackers])
+        self._poisoned = LabelPoison(attack, samples, indices.size, attack.number_of_classes(labels))
+        return self._poisoned
 
     def divided(self) -> ClientIndices:
         """Return which training samples each client has, dividing them where that has not been done."""
@@ -198,7 +217,10 @@ class RoundData:
                 self.label_values = find_labels(self.training_loader.dataset, self.settings.labels)
             except MisconfigurationException:
                 return None
-        return None if self.label_values is None else self.label_values[self.indices[client]]
+        if self.label_values is None:
+            return None
+        labels = self.label_values[self.indices[client]]
+        return self._poisoned.labels(labels) if self._poisoned and client in self._attackers else labels
 
     def _divide(self, dataset: Dataset) -> ClientIndices:
         settings = self.settings

@@ -334,7 +334,7 @@ class SharedCoordinator(Coordinator):
         super().__init__(*parts)
         self._strategy = strategy
         self._trainer = trainer
-        self._streams = inherits(self.algorithm, "receive")
+        self._streams = inherits(self.algorithm, "receive") and self.settings.attackers is None
         self._arrivals: list[tuple[ClientInfo, Message, float]] = []
 
     def begin_round(self, plan: RoundPlan, live: Mapping[str, Tensor], idle: int) -> None:
@@ -397,7 +397,7 @@ class SharedCoordinator(Coordinator):
                 self.states[client.id] = unflatten_state(arrival.state, kept)
             if arrival.names is not None:
                 message = Message(dict(zip(names, sent, strict=True)))
-                self.algorithm.receive(self.server, client, message, arrival.weight)
+                super()._take(client, message, arrival.weight)
         if self._streams:
             self.server.aggregator.pool(self._strategy)
         return total["client_steps"]
