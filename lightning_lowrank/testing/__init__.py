@@ -1,8 +1,9 @@
-"""Contracts that methods, codecs, factorizations, operators and partitions keep, yours included.
+"""Contracts that methods, codecs, factorizations, operators, aggregators and partitions keep, yours included.
 
 Each check raises `AssertionError`.
 """
 
+from lightning_lowrank.testing.aggregator import check_aggregator
 from lightning_lowrank.testing.algorithm import PARTS, Claims, check_algorithm
 from lightning_lowrank.testing.codec import check_codec
 from lightning_lowrank.testing.experiment import small_module
@@ -13,6 +14,7 @@ from lightning_lowrank.testing.partition import check_partition
 __all__ = [
     "PARTS",
     "Claims",
+    "check_aggregator",
     "check_algorithm",
     "check_codec",
     "check_factorization",
