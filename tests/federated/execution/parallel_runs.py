@@ -28,7 +28,10 @@ if str(REPOSITORY) not in sys.path:
     sys.path.insert(0, str(REPOSITORY))
 
 from lightning_lowrank import (  # noqa: E402
+    ALIE,
     BlockKronecker,
+    Bucketing,
+    CenteredClipping,
     FedAvg,
     FederatedLoop,
     FedMUD,
@@ -197,6 +200,11 @@ RUNS: dict[str, Callable[[], dict[str, Any]]] = {
         clients_per_round=3,
     ),
     "median": lambda: {"aggregator": Median(), "objective": MaskAbsentClasses("net", 4), "uplink": [Half()]},
+    "attacked": lambda: {
+        "aggregator": CenteredClipping(before=[Bucketing(2)]),
+        "attackers": ALIE([0], 1.5),
+        "uplink": [Half()],
+    },
     "capacities": partial(_method, "HeteroFL"),
     "vectorized": partial(_fedmud, execution="vectorized"),
     # How many clients step together decides how they are rounded, and control variates are changes over small rates.
