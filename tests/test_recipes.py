@@ -92,6 +92,11 @@ def combinations() -> list[tuple[str, ...]]:
         ("quickstart",),
         *(("quickstart", f"quickstart_{kind}") for kind in ("8bit", "dense", "topk")),
     ]
+    overlays_of_quickstart = sorted(file.stem for file in (RECIPES / "robust").glob("*.yaml"))
+    found += [
+        ("quickstart", *(["robust/trimmed_mean"] if name == "mixing" else []), f"robust/{name}")
+        for name in overlays_of_quickstart
+    ]
     for base in DATA_SETS:
         floor = ("svhn_floor",) if base == "svhn" else ()
         overlays = [(), *((variant, *floor) for variant in VARIANTS)]
