@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -40,7 +40,9 @@ __all__ = [
     "TrimmedMean",
 ]
 
-_NUMBERS_AT_ONCE = 2**22
+# What the rows of so many numbers take stays in a processor's cache.
+_NUMBERS_AT_ONCE = 2**16
+_NUMBERS_ON_DEVICE = 2**28
 
 
 class RobustRule(KeepsArrivals):
@@ -196,11 +198,6 @@ class RobustRule(KeepsArrivals):
         # Products of matrices are not symmetric to the last bit.
         return (total + total.T) / 2
 
-    def _restored(self, name: str, change: Tensor) -> Tensor:
-        """Return the value that a change makes of a tensor."""
-        shape = self.kept[0][0][name].shape
-        return change.view(shape) + self._origin[name].to(change) if name in self._origin else change.view(shape)
-
     @abstractmethod
     def _aggregate(self, names: Sequence[str], places: Sequence[int], byzantine: list[int]) -> dict[str, Tensor]:
         """Return the named tensors' aggregate of the arrivals at ``places``, in any precision.
@@ -214,7 +211,7 @@ class CoordinateRule(RobustRule):
 
     @abstractmethod
     def reduce(self, rows: Tensor, byzantine: int) -> Tensor:
-        """Return the aggregate of vectors ``[n, numbers]``, float64, of which some may be Byzantine: ``[numbers]``."""
+        """Return the aggregate of vectors ``[n, numbers]``, of which some may be Byzantine: ``[numbers]``, float64."""
 
     @override
     def _aggregate(self, names: Sequence[str], places: Sequence[int], byzantine: list[int]) -> dict[str, Tensor]:
@@ -223,13 +220,15 @@ class CoordinateRule(RobustRule):
             mixing = mixing_matrix(self.before, self._gram(names, places), byzantine[:-1], self._seed)
         found = {}
         for name in names:
-            rows = self._rows(name, places)
-            at_once = max(1, _NUMBERS_AT_ONCE // len(rows))
-            parts = [
-                self.reduce(part if mixing is None else mixing.to(part.device) @ part, byzantine[-1])
-                for part in rows.split(at_once, dim=1)
-            ]
-            found[name] = self._restored(name, torch.cat(parts))
+            shape = self.kept[0][0][name].shape
+            rows = torch.stack([self.kept[place][0][name].flatten() for place in places])
+            device = float64_device(rows.device)
+            at_once = _NUMBERS_AT_ONCE if rows.device.type == "cpu" else max(1, _NUMBERS_ON_DEVICE // len(rows))
+            parts = []
+            for part in rows.to(device).split(at_once, dim=1):
+                mixed = part if mixing is None else mixing.to(device) @ part.double()
+                parts.append(self.reduce(_wide(mixed), byzantine[-1]))
+            found[name] = torch.cat(parts).view(shape)
         return found
 
 
@@ -256,8 +255,10 @@ class CoordinateMedian(CoordinateRule):
 
     @override
     def reduce(self, rows: Tensor, byzantine: int) -> Tensor:
-        ordered, middle = rows.sort(dim=0).values, len(rows) // 2
-        return ordered[middle] if len(rows) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+        values, middle = ordered(rows), len(rows) // 2
+        if len(rows) % 2:
+            return values[middle].double()
+        return (values[middle - 1].double() + values[middle].double()) / 2
 
 
 class TrimmedMean(CoordinateRule):
@@ -295,7 +296,11 @@ class TrimmedMean(CoordinateRule):
 
     @override
     def reduce(self, rows: Tensor, byzantine: int) -> Tensor:
-        return rows.sort(dim=0).values[byzantine : len(rows) - byzantine].mean(dim=0)
+        kept = ordered(rows)[byzantine : len(rows) - byzantine]
+        total = kept[0].double()
+        for row in kept[1:]:
+            total = total + row
+        return total / len(kept)
 
 
 class DistanceRule(RobustRule):
@@ -600,6 +605,36 @@ class NormBound(DistanceRule):
         if shares.sum() <= 0:
             raise ValueError(f"the weights of all {len(shares)} arrivals are 0, and a mean needs one above 0.")
         return shares / shares.sum() * clipping(norms, bound)
+
+
+def ordered(rows: Tensor) -> list[Tensor]:
+    """Return vectors whose numbers ascend from one to the next, from vectors ``[n, numbers]`` in any order.
+
+    By merge exchange (Knuth, The Art of Computer Programming, vol. 3, Algorithm 5.2.2M), whose comparisons do not
+    depend on the numbers: for few long vectors it is several times faster than `torch.sort` along them.
+
+    Example:
+        >>> ordered(torch.tensor([[3, 1], [2, 5], [9, 0]]))
+        [tensor([2, 0]), tensor([3, 1]), tensor([9, 5])]
+    """
+    found = list(rows)
+    for low, high in _exchanges(len(found)):
+        found[low], found[high] = torch.minimum(found[low], found[high]), torch.maximum(found[low], found[high])
+    return found
+
+
+def _exchanges(count: int) -> Iterator[tuple[int, int]]:
+    """Yield the pairs of places that merge exchange compares."""
+    top = 1 << max(0, (count - 1).bit_length() - 1)
+    step = top
+    while step:
+        size, remainder, distance = top, 0, step
+        while True:
+            yield from ((place, place + distance) for place in range(count - distance) if place & step == remainder)
+            if size == step:
+                break
+            size, remainder, distance = size // 2, step, size - step
+        step //= 2
 
 
 def clipping(norms: Tensor, bound: float) -> Tensor:
