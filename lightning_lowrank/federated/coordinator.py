@@ -282,10 +282,14 @@ class Coordinator:
 
     def _take(self, client: ClientInfo, message: Message, weight: float) -> None:
         if self.settings.attackers is None:
-            self.algorithm.receive(self.server, client, message, weight)
+            self._hand_over(client, message, weight)
         else:
             # Attackers know what all others send.
             self._held.append(Arrival(client, Message(detached(message.tensors), message.codec), weight))
+
+    def _hand_over(self, client: ClientInfo, message: Message, weight: float) -> None:
+        """Let the method take in a client's message."""
+        self.algorithm.receive(self.server, client, message, weight)
 
     def _release(self) -> None:
         """Let the method take in what was held back, with the attackers' messages forged."""
@@ -298,7 +302,7 @@ class Coordinator:
         }
         seed = attack_seed(server.seed, server.round)
         for arrival in self.settings.attackers.forged(held, sorted(self.attackers), origins, seed):
-            self.algorithm.receive(server, arrival.client, arrival.message, arrival.weight)
+            self._hand_over(arrival.client, arrival.message, arrival.weight)
 
     def receive_stacks(
         self, clients: Sequence[ClientContext], stacks: Mapping[str, Tensor], message: Message
