@@ -305,6 +305,27 @@ def test_quickstart_is_accurate_at_a_fraction_of_the_traffic(run):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.slow
+def test_the_quickstart_withstands_attackers(run):
+    quiet = ("--trainer.enable_progress_bar", "false", "--federated.execution", "vectorized")
+
+    def accuracy(*overlays: str) -> float:
+        name = "_".join(overlays) or "honest"
+        words = configs(("quickstart", *(f"robust/{overlay}" for overlay in overlays)))
+        run("fit", *words, *quiet, "--trainer.logger.init_args.name", name)
+        last = [value for _, value in read_run(Path(f"runs/{name}/version_0")).series("val_acc")][-5:]
+        return sum(last) / len(last)
+
+    honest = accuracy()
+    for attack in ("sign_flip", "scaled"):
+        assert accuracy("centered_clipping", "mixing", attack) > honest - 0.03
+    assert accuracy("scaled") < honest - 0.3
+    # Updates of four times the opposite take the model away, and then no client's update is finite.
+    with pytest.raises(SystemExit, match="not finite"):
+        accuracy("sign_flip")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
 def test_the_dense_quickstart_is_no_better_and_moves_at_least_eight_times_as_much(run):
     quiet = ("--trainer.enable_progress_bar", "false")
     for names in (("quickstart",), ("quickstart", "quickstart_dense")):

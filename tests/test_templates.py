@@ -9,6 +9,7 @@ from lightning_lowrank import testing
 
 FOLDER = Path(__file__).parents[1] / "docs" / "templates"
 CHECKS = {
+    "aggregator": lambda module: testing.check_aggregator(module.MeanAroundMedian(), byzantine=3),
     "method": lambda module: testing.check_algorithm(module.FedCM, testing.Claims(plain=None, same_bytes=False)),
     "codec": lambda module: testing.check_codec(module.Linear8()),
     "factorization": lambda module: testing.check_factorization(module.Diagonal()),

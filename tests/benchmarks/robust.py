@@ -92,6 +92,9 @@ def run(setting: Setting, rounds: int | None) -> list[float] | None:
         try:
             with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
                 main(["fit", *words])
+        except torch.linalg.LinAlgError:
+            # A decomposition on the server has met numbers that are not finite.
+            return None
         except SystemExit as ended:
             if "not finite" not in str(ended.code):
                 raise RuntimeError(f"{setting}: {ended.code}") from ended

@@ -782,7 +782,7 @@ def test_both_modifiers_at_once_are_refused():
         ({"init_scale": 0}, "init_scale must be"),
         ({"init_scale": math.nan}, "init_scale must be"),
         ({"rank": 0}, "rank must be"),
-        ({"rank": 9}, "rank must be an integer from 1 to 8"),
+        ({"rank": 9, "role": "weight"}, "rank must be an integer from 1 to 8"),
     ],
 )
 def test_settings_out_of_range_are_refused_and_change_nothing(settings, message):

@@ -162,8 +162,8 @@ class Loses(Codec):
     def encode(self, tensors):
         return Dense().encode(tensors)
 
-    def decode(self, data):
-        return {name: value + 1 for name, value in Dense().decode(data).items()}
+    def decode(self, data, schema=None):
+        return {name: value + 1 for name, value in Dense().decode(data, schema).items()}
 
     def nbytes(self, tensors):
         return Dense().nbytes(tensors)

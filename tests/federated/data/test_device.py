@@ -53,7 +53,7 @@ def read(dataset: Any, collate: Any, chunk_size: int, wanted: Any, position: int
         0, 2 * batches_of(clients.sizes.numpy(), user), 9, samples=clients.sizes.numpy(), chunk_size=chunk_size
     )
     plan = planner.plan(0)
-    randomness = StepRandomness()
+    randomness = StepRandomness(torch.device("cpu"))
     loader = RoundLoader(
         user,
         clients,
