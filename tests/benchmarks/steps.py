@@ -45,7 +45,6 @@ from lightning_lowrank import Dirichlet, FedAvgM, FederatedLoop  # noqa: E402
 from lightning_lowrank.data import MNIST  # noqa: E402
 from lightning_lowrank.federated import loop as loops  # noqa: E402
 from lightning_lowrank.federated.coordinator import Coordinator  # noqa: E402
-from lightning_lowrank.federated.data import loader as loaders  # noqa: E402
 from lightning_lowrank.federated.data.loader import SeededBatches  # noqa: E402
 from lightning_lowrank.federated.data.planner import RoundPlanner  # noqa: E402
 from lightning_lowrank.federated.execution.sequential import Sequential  # noqa: E402
@@ -148,7 +147,7 @@ def parts_of(trainer: pl.Trainer, module: Module) -> list[tuple[str, Any, str]]:
         ("batch: requested, seed derived", steps, "_next_batch"),
         ("batch: read", SeededBatches, "_read"),
         ("randomness: opened", StepRandomness, "open"),
-        ("randomness: seeded", loaders, "seed_process"),
+        ("randomness: seeded", StepRandomness, "seed"),
         ("randomness: closed", StepRandomness, "close"),
         ("compute: forward", Module, "loss"),
         ("compute: zero_grad", direct_steps, "drop_gradients"),

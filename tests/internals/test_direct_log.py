@@ -308,7 +308,7 @@ def assert_seen(found, expected):
     assert fitted.fit_loop.state_dict() == reference.fit_loop.state_dict()
 
 
-@daily("for each epoch", "values of all kinds", "reduced in all ways", "from several hooks", "together")
+@daily("for each epoch", "from several hooks", "together")
 @pytest.mark.parametrize("case", CASES)
 def test_nobody_sees_a_difference(tmp_path, case):
     found = run(tmp_path / "direct", **CASES[case])

@@ -120,7 +120,7 @@ CASES = {
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(name, marks=() if name in ("plain", "dropout", "update") else pytest.mark.slow) for name in CASES],
+    [pytest.param(name, marks=() if name in ("plain", "dropout") else pytest.mark.slow) for name in CASES],
 )
 def test_equals_a_fit_without_graphs(tmp_path, counted, case):
     settings = dict(CASES[case])
