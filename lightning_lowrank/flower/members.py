@@ -174,7 +174,6 @@ class Members:
             "owners": owners,
             "heard": dict(self.heard),
             "begun": len(self.samples),
-            "connected": sorted(self.connected),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -91,14 +91,13 @@ class RemoteRounds(Callback):
     that is not there, fails, or sends something malformed counts as failed; the round is made of those that answer.
     With ``on_client_error="raise"`` an error of a site's fit ends the run. While fewer than ``min_sites`` have
     answered, the others are asked again until ``start_timeout`` has passed. A round that has too few answers because of
-    what sites sent is passed over, unless the sites of such rounds, one after another, are half of all: that ends the
-    run. An answer that comes after its
-    ``round_timeout`` is dropped. A site that comes back gets the broadcasts that it has missed, where the method needs
-    them.
+    what sites sent is passed over, unless the sites of such rounds, one after another, are half of all, or leave fewer
+    than ``min_sites`` others: that ends the run. An answer that comes after its ``round_timeout`` is dropped. A site
+    that comes back gets the broadcasts that it has missed, where the method needs them.
 
-    Its state is part of the trainer's checkpoints. A fit that is resumed from one goes on with the next round: sites
-    that were there when it was saved are waited for, and a site that has made a round which the checkpoint does not
-    know answers it as before.
+    Its state is part of the trainer's checkpoints. A fit that is resumed from one goes on with the next round. Sites
+    that were there when it was saved are waited for, but for those that did not answer in its round. A site that has
+    made a round which the checkpoint does not know answers it as before.
 
     Logged are the ``comm/...`` figures of `Ledger`, here lengths of what was sent, and ``federated/clients``,
     ``federated/failed``, ``federated/samples`` and ``federated/client_steps``.
@@ -230,6 +229,7 @@ class RemoteRounds(Callback):
                 "study": self.study,
                 "signature": self._signature,
                 "members": self.members.state_dict(),
+                "there": sorted(self.members.connected.keys() - self.coordinator.failed.keys()),
                 "lost": sorted(self._lost | self._untold),
                 "intake": self._intake.state_dict(),
                 "pruned": self._pruned,
@@ -310,7 +310,7 @@ class RemoteRounds(Callback):
         deadline = time.monotonic() + self.start_timeout
         while True:
             self._meet(wait=0.0)
-            missing = sorted(set(sites["members"]["connected"]) - self.members.connected.keys())
+            missing = sorted(set(sites["there"]) - self.members.connected.keys())
             if not missing:
                 return
             if time.monotonic() > deadline:
@@ -450,7 +450,8 @@ class RemoteRounds(Callback):
                 return outcome
             if not outcome.passing or time.monotonic() > deadline:
                 self._spoilers |= outcome.failures.keys()
-                few = 2 * len(self._spoilers) < len(self.members.samples)
+                others = len(self.members.samples) - len(self._spoilers)
+                few = len(self._spoilers) < others and others >= needed
                 if few and not outcome.passing and self.coordinator.private is None:
                     rank_zero_warn(
                         f"round {plan.round} is passed over, and the global model stays as it is: of its"

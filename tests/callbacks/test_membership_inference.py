@@ -50,7 +50,7 @@ def test_membership_inference_falls_to_chance(tmp_path, low_rank):
         runs = [attacked(tmp_path, epsilon, seed, *layers) for seed in range(3)]
         found[epsilon] = np.mean(runs, axis=0)
     areas = [found[epsilon][0] for epsilon in (None, 30.0, 3.0, 0.3)]
-    assert areas[0] > 0.9
+    assert areas[0] > (0.8 if low_rank else 0.9)
     assert sorted(areas, reverse=True) == areas
     # Of 100 samples each, the area has a standard deviation of 0.04 by chance, the mean of three 0.025.
     assert areas[-1] == pytest.approx(0.5, abs=0.06)

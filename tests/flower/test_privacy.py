@@ -64,7 +64,7 @@ def test_each_site_counts_its_own(tmp_path, fresh):
     served, _ = run_on_sites(write_recipe(tmp_path, of_samples()), tmp_path, fresh=fresh)
     assert served.current_epoch == 4
     steps = []
-    for file in sorted((tmp_path / "state").iterdir()):
+    for file in sorted((tmp_path / "state").glob("*.safetensors")):
         kept = offload.load(file)
         steps.append(kept["client"].get("privacy", {}).get("steps", 0))
     assert len(steps) == 3
@@ -75,7 +75,7 @@ def test_a_site_refuses_a_round_beyond_its_budget(tmp_path):
     served, _ = run_on_sites(write_recipe(tmp_path, of_samples(noise_multiplier=3.0)), tmp_path / "free")
     steps = [
         offload.load(file)["client"].get("privacy", {}).get("steps", 0)
-        for file in sorted((tmp_path / "free" / "state").iterdir())
+        for file in sorted((tmp_path / "free" / "state").glob("*.safetensors"))
     ]
     assert served.current_epoch == 4
     assert max(steps) > 0
