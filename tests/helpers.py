@@ -155,7 +155,7 @@ def seen(value: Any) -> Any:
 def assert_same(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
     assert first.keys() == second.keys()
     for name in first:
-        assert torch.equal(first[name], second[name]), name
+        assert torch.equal(first[name].cpu(), second[name].cpu()), name
 
 
 def plain_fedavg(

@@ -30,4 +30,4 @@ def test_it_runs_on_the_strict_device(piece):
     # It would take this process for a worker of the outer run.
     environment = {name: value for name, value in environment.items() if not name.startswith("PYTEST_")}
     done = subprocess.run([*command, *PIECES[piece]], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-6000:]
+    assert done.returncode == 0, f"{done.stdout[-6000:]}{done.stderr[-2000:]}"

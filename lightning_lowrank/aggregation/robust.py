@@ -164,9 +164,12 @@ class RobustRule(KeepsArrivals):
         """Return the arrivals' squared norms; one that float64 cannot hold is infinite."""
         found = []
         for place, (tensors, _) in enumerate(self.kept):
-            parts = [self._change(name, tensors[name]).square().sum() for name in names]
+            parts: dict[torch.device, list[Tensor]] = {}
+            for name in names:
+                square = self._change(name, tensors[name]).square().sum()
+                parts.setdefault(square.device, []).append(square)
             further = 0.0 if self._further is None else float(self._further[place, place])
-            found.append((float(torch.stack(parts).sum()) if parts else 0.0) + further)
+            found.append(sum(float(torch.stack(each).sum()) for each in parts.values()) + further)
         return found
 
     def _all(self, name: str) -> list[Tensor]:

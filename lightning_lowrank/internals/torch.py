@@ -18,11 +18,22 @@ from torch.utils.data import DataLoader
 # Tensors that `torch.func.vmap` maps
 
 try:
-    from torch._C._functorch import _add_batch_dim, current_level, get_unwrapped, is_batchedtensor, maybe_get_bdim
+    from torch._C._functorch import (
+        _add_batch_dim,
+        current_level,
+        get_unwrapped,
+        is_batchedtensor,
+        is_functorch_wrapped_tensor,
+        maybe_get_bdim,
+    )
 except ImportError:
 
     def is_mapped(tensor: Tensor) -> bool:
         """Return ``False``: this torch does not tell. `StackedProducts` then leaves everything to torch."""
+        return False
+
+    def is_transformed(tensor: Tensor) -> bool:
+        """Return ``False``: this torch does not tell."""
         return False
 
     def map_level() -> int:
@@ -39,6 +50,7 @@ except ImportError:
 
 else:
     is_mapped = is_batchedtensor
+    is_transformed = is_functorch_wrapped_tensor
     map_level = current_level
 
     def stack_of(tensor: Tensor) -> Tensor:
@@ -126,7 +138,7 @@ def add_each(tensors: Sequence[Tensor], others: Sequence[Tensor], alpha: float =
 
 def divide_each(tensors: Sequence[Tensor], divisor: float) -> Sequence[Tensor]:
     """Return each tensor divided by a number. Without torch's own function, one by one."""
-    if hasattr(torch, "_foreach_div"):
+    if hasattr(torch, "_foreach_div") and len({tensor.device for tensor in tensors}) < 2:
         return torch._foreach_div(list(tensors), divisor)
     return [tensor / divisor for tensor in tensors]
 

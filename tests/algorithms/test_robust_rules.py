@@ -25,7 +25,7 @@ class Outputs(pl.Callback):
     def on_train_epoch_start(self, trainer, pl_module):
         pl_module.eval()
         with torch.no_grad():
-            self.found.append(pl_module.net(INPUTS))
+            self.found.append(pl_module.net(INPUTS.to(pl_module.device)))
         pl_module.train()
 
 

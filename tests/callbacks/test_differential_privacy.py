@@ -159,7 +159,7 @@ class Recorder(Module):
         self.gradients = []
 
     def on_before_optimizer_step(self, optimizer):
-        self.gradients.append(torch.cat([value.grad.flatten().clone() for value in self.parameters()]))
+        self.gradients.append(torch.cat([value.grad.flatten().clone() for value in self.parameters()]).cpu())
 
 
 @pytest.mark.parametrize("secure", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -129,12 +129,17 @@ def test_an_objective_must_be_one():
         FederatedLoop(FedAvg(), clients=2, objective=FedDyn())
 
 
+def one_of(client):
+    """Return the number 1 where the client's model is."""
+    return torch.ones_like(next(iter(client.model.values())), dtype=torch.float64).mean()
+
+
 class Pulled(FedAvg):
     """Adds to each batch's loss what depends on the client, the batch, and the present parameters and step."""
 
     def begin(self, client, message):
         super().begin(client, message)
-        client.round_state["strength"] = torch.tensor(0.1 * (1 + client.id), dtype=torch.float64)
+        client.round_state["strength"] = one_of(client) * 0.1 * (1 + client.id)
 
     def loss(self, step, batch, training_step):
         assert not step.stacked
@@ -147,7 +152,7 @@ class Scaled(Objective):
     """Puts a factor before the module's loss, another one for each client."""
 
     def begin(self, client):
-        client.round_state["factor"] = torch.tensor(1.0 + client.id, dtype=torch.float64)
+        client.round_state["factor"] = one_of(client) * (1.0 + client.id)
 
     def loss(self, step, batch, training_step):
         return training_step() * step.round_state["factor"]
@@ -236,7 +241,7 @@ class SummedLoss(FedAvg):
 
     def begin(self, client, message):
         super().begin(client, message)
-        client.round_state["sums"] = {"loss": torch.zeros((), dtype=torch.float64)}
+        client.round_state["sums"] = {"loss": one_of(client) * 0}
 
     def loss(self, step, batch, training_step):
         output = training_step()

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.accelerators import Accelerator
+from torch import nn
 from torch.utils import cpp_extension
 
 from lightning_lowrank.internals.torch import has_float64
@@ -52,11 +53,34 @@ def install() -> Any:
     built.register_hooks()
     torch._register_device_module(NAME, _module(built))
     torch.utils.generate_methods_for_privateuse1_backend(for_tensor=True, for_module=True, for_storage=True)
-    # Parameters stay the same objects when a module moves, as they do between the CPU and CUDA.
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    for name in ("cpu", "clone"):
+    nn.Module._apply = _keeping_parameters(nn.Module._apply)  # type: ignore[method-assign]
+    for name in ("cpu", "clone", "to"):
         setattr(torch.storage._StorageBase, name, _of_storage(name))
     return built
+
+
+def _keeping_parameters(apply: Any) -> Any:
+    """Let parameters stay the same objects when a module moves, as they do between the CPU and CUDA."""
+
+    @functools.wraps(apply)
+    def applied(self: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
+        before = {parameter.device for parameter in self.parameters(recurse)}
+        after = {function(torch.empty(0, device=device)).device for device in before}
+        if before == after:
+            return apply(self, function, recurse)
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            return apply(self, function, recurse)
+        except RuntimeError as error:
+            if "Couldn't swap" not in str(error):
+                raise
+            # Somebody holds a graph of them, as the traceback of an error does.
+            torch.__future__.set_swap_module_params_on_conversion(False)
+            return apply(self, function, recurse)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)
+
+    return applied
 
 
 def _module(built: Any) -> types.ModuleType:
@@ -98,11 +122,12 @@ def _of_storage(name: str) -> Any:
     """Return a storage's method that knows the device; torch gives such devices none."""
     original = getattr(torch.storage._StorageBase, name)
 
-    def method(self: Any) -> Any:
-        if self.device.type != NAME:
-            return original(self)
-        tensor = torch.empty(0, dtype=torch.uint8, device=NAME).set_(self, 0, (self.size(),))
-        return getattr(tensor, name)().untyped_storage()
+    def method(self: Any, **keywords: Any) -> Any:
+        there = torch.device(keywords.get("device", self.device)).type
+        if NAME not in (self.device.type, there):
+            return original(self, **keywords)
+        tensor = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self, 0, (self.size(),))
+        return getattr(tensor, name)(**keywords).untyped_storage()
 
     return method
 

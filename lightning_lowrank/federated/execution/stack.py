@@ -30,7 +30,7 @@ from lightning_lowrank.federated.execution.captures import Captures
 from lightning_lowrank.federated.execution.causes import cause_of, refusal, updates
 from lightning_lowrank.federated.execution.graphs import Results, Step, StepGraphs, form_of, tensors_in
 from lightning_lowrank.federated.execution.stacked_products import StackedProducts
-from lightning_lowrank.federated.execution.traces import Untraced, Watch, reachable
+from lightning_lowrank.federated.execution.traces import Unmapped, Untraced, Watch, reachable
 from lightning_lowrank.federated.objective import loss_of
 from lightning_lowrank.federated.optimizers import fresh_state, is_shared
 from lightning_lowrank.federated.state import State
@@ -118,7 +118,7 @@ class ClientStack(Untraced):
             name: self.values[name].detach().requires_grad_() for name, value in live.items() if value.requires_grad
         }
         leaf_of = {value: self.leaves[name] for name, value in live.items() if name in self.leaves}
-        self._tables = [(table, dict(table)) for table in map(own_buffers, module.modules())]
+        self._unmapped = Unmapped(module)
         self._parameters: list[tuple[dict[str, Any], list[Tensor]]] = []
         for optimizer in trainer.optimizers:
             loaded = optimizer.state
@@ -208,16 +208,8 @@ class ClientStack(Untraced):
         try:
             return self._made(parts, batch_idx)
         except Exception:
-            self._drop_mapped()
+            self._unmapped.restore()
             raise
-
-    def _drop_mapped(self) -> None:
-        """Take tensors that were mapped in a step that failed off the module, which nothing can move any more."""
-        for table, before in self._tables:
-            table.update({key: value for key, value in before.items() if _was_mapped(table.get(key))})
-        for part in self._module.modules():
-            if isinstance(part, Metric) and any(map(_was_mapped, vars(part).values())):
-                part.reset()
 
     def _made(self, parts: Parts, batch_idx: int) -> Tensor:
         self._tell_of_unequal(parts)
@@ -452,10 +444,6 @@ def _refuse_metric(name: str, metric: Metric) -> MisconfigurationException:
         f"execution='vectorized': training_step logs the metric {type(metric).__name__} as {name!r}, whose"
         " state is one for all clients; log its value, or use execution='sequential'."
     )
-
-
-def _was_mapped(value: Any) -> bool:
-    return isinstance(value, Tensor) and is_mapped(value)
 
 
 def _clients_in(stacks: Stacks) -> int:

@@ -29,7 +29,15 @@ from lightning_lowrank.arguments import listed
 from lightning_lowrank.federated.execution.causes import refusal, updates
 from lightning_lowrank.federated.state import trained_tensors
 from lightning_lowrank.internals.lightning import overrides
-from lightning_lowrank.internals.torch import TorchDispatchMode, has_float64, is_mapped, writes, written
+from lightning_lowrank.internals.torch import (
+    TorchDispatchMode,
+    has_float64,
+    is_mapped,
+    is_transformed,
+    own_buffers,
+    writes,
+    written,
+)
 
 _LEFT_ALONE = (
     *(type, types.ModuleType, enum.Enum, str, bytes, int, float, complex, type(None)),
@@ -273,6 +281,32 @@ def _container_back(container: Any, before: Any) -> None:
     if not same:
         container.clear()
         (container.extend if isinstance(container, (list, deque)) else container.update)(before)
+
+
+class Unmapped:
+    """Takes the tensors of a mapped step that failed off a module: nothing could move or read them any more.
+
+    Args:
+        module: The module, before the step.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._buffers = [(table, dict(table)) for table in map(own_buffers, module.modules())]
+
+    def restore(self) -> None:
+        """Put back the buffers that hold such a tensor, and reset the metrics."""
+        for table, before in self._buffers:
+            table.update({key: value for key, value in before.items() if _is_transformed(table.get(key))})
+        for part in self._module.modules():
+            if isinstance(part, Metric) and any(map(_is_transformed, vars(part).values())):
+                part.reset()
+
+
+def _is_transformed(value: Any) -> bool:
+    if isinstance(value, list):
+        return any(map(_is_transformed, value))
+    return isinstance(value, Tensor) and is_transformed(value)
 
 
 class Watch:

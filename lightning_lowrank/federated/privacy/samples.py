@@ -18,6 +18,7 @@ from lightning_lowrank.arguments import listed
 from lightning_lowrank.federated.execution.causes import cause_of
 from lightning_lowrank.federated.execution.graphs import tensors_in
 from lightning_lowrank.federated.execution.stack import captured_logs
+from lightning_lowrank.federated.execution.traces import Unmapped
 from lightning_lowrank.federated.objective import loss_of
 
 Logged = dict[str, Tensor]
@@ -60,6 +61,7 @@ class SampleGradients:
         self._at_once = at_once
         self._kept = kept
         self._mapped = True
+        self._unmapped = Unmapped(module)
 
     def clipped(
         self, names: Iterable[str], batch: Any, size: int, clip: float, arguments: Sequence[Any] = ()
@@ -140,8 +142,10 @@ class SampleGradients:
                 )
                 return gradients, losses, logged
             except MisconfigurationException:
+                self._unmapped.restore()
                 raise
             except (RuntimeError, ValueError, NotImplementedError, TypeError) as error:
+                self._unmapped.restore()
                 self._mapped = False
                 rank_zero_warn(
                     f"DifferentialPrivacy: training_step cannot be mapped over samples: {cause_of(error)}. It is called"
@@ -172,6 +176,7 @@ class SampleGradients:
         ]
         changed += [name for name, count in counts.items() if parts[name].update_count != count]
         if changed:
+            self._unmapped.restore()
             raise MisconfigurationException(
                 f"DifferentialPrivacy clips gradients, and training_step also changes {listed(changed)}, which takes"
                 " what samples say without clipping: leave such buffers and metrics out of the training step."
