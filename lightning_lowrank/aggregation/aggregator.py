@@ -169,7 +169,7 @@ class KeepsArrivals(Aggregator):
         arrivals = list(arrivals)
         self.clear()
         for tensors, weight in arrivals:
-            self.add({name: value.to(device) for name, value in tensors.items()}, weight)
+            self.add({name: value.to(home_of(value.dtype, device)) for name, value in tensors.items()}, weight)
 
 
 def check_names(tensors: Mapping[str, Any], earlier: Mapping[str, Any]) -> None:
@@ -181,6 +181,11 @@ def check_names(tensors: Mapping[str, Any], earlier: Mapping[str, Any]) -> None:
 def float64_device(device: torch.device) -> torch.device:
     """Return the device where float64 numbers of a device are kept: the CPU where the device has no float64."""
     return device if has_float64(device.type) else torch.device("cpu")
+
+
+def home_of(dtype: torch.dtype, device: torch.device) -> torch.device:
+    """Return where a device's tensors of a type are: there, or on the CPU where the device has no such numbers."""
+    return float64_device(device) if dtype == torch.float64 else device
 
 
 def to_float64(tensor: Tensor) -> Tensor:

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_lowrank.aggregation.aggregator import Aggregator, Peers, check_names, float64_device, to_float64
+from lightning_lowrank.aggregation.aggregator import (
+    Aggregator,
+    Peers,
+    check_names,
+    float64_device,
+    home_of,
+    to_float64,
+)
 from lightning_lowrank.internals.torch import add_each, divide_each
 
 __all__ = ["WeightedMean"]
@@ -123,9 +130,9 @@ class WeightedMean(Aggregator):
             torch.cat([to_float64(mine[name]).flatten() for name in layout], out=flat)
         values = [part.view(shape) for part, shape in zip(peers.sum(flat).split(sizes), layout.values(), strict=True)]
         self._sums, self._dtypes, self._only = dict(zip(layout, values, strict=True)), dtypes, {}
-        self._devices = dict.fromkeys(layout, peers.root_device)
+        self._devices = {name: home_of(dtype, peers.root_device) for name, dtype in dtypes.items()}
         if self.arrivals == 1:
-            self._only = {name: value.to(dtypes[name]).to(peers.root_device) for name, value in self._sums.items()}
+            self._only = {name: value.to(dtypes[name]).to(self._devices[name]) for name, value in self._sums.items()}
             self._sums = {name: value * self.weight for name, value in self._sums.items()}
 
     @override
@@ -142,8 +149,8 @@ class WeightedMean(Aggregator):
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
         self._sums = {name: tensor.to(float64_device(device)) for name, tensor in state["sums"].items()}
         self._dtypes = {name: getattr(torch, dtype) for name, dtype in state["dtypes"].items()}
-        self._devices = dict.fromkeys(self._sums, device)
-        self._only = {name: tensor.to(device) for name, tensor in state["only"].items()}
+        self._devices = {name: home_of(dtype, device) for name, dtype in self._dtypes.items()}
+        self._only = {name: tensor.to(self._devices[name]) for name, tensor in state["only"].items()}
         self.weight = state["weight"]
         self.arrivals = state["arrivals"]
 

@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from lightning_lowrank.aggregation.aggregator import home_of
 from lightning_lowrank.algorithms._sgd import parameter_groups
 from lightning_lowrank.federated.algorithm import Algorithm, LocalStep
 from lightning_lowrank.federated.messages import Message
@@ -87,7 +88,9 @@ class FedNova(Algorithm):
             name: (client.round_state["received"][name] - value) / divisors[self._groups[name]]
             for name, value in client.base.parameters(client.model).items()
         }
-        return Message({**client.base.sent_up(client.model), **changes, _NORMS: norms})
+        return Message(
+            {**client.base.sent_up(client.model), **changes, _NORMS: norms.to(home_of(norms.dtype, client.base.device))}
+        )
 
     @torch.no_grad()
     def aggregate(self, server: Server) -> None:

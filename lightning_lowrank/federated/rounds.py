@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
+from lightning_lowrank.aggregation.aggregator import home_of
 from lightning_lowrank.federated.algorithm import detached, inherits
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.rounds import RoundData
@@ -41,7 +42,6 @@ from lightning_lowrank.federated.schedulers import SchedulersPerClient
 from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.federated.state import State
 from lightning_lowrank.internals.direct_steps import AroundUpdates
-from lightning_lowrank.internals.torch import has_float64
 
 
 class Rounds(Untraced):
@@ -385,7 +385,6 @@ def _to_device(tree: Any, device: torch.device) -> Any:
     """Move what a checkpoint holds to a device; float64 tensors stay on the CPU where the device has none."""
 
     def moved(tensor: Tensor) -> Tensor:
-        stays = tensor.dtype == torch.float64 and not has_float64(device.type)
-        return tensor if stays else move_data_to_device(tensor, device)
+        return move_data_to_device(tensor, home_of(tensor.dtype, device))
 
     return apply_to_collection(tree, Tensor, moved)

@@ -64,9 +64,10 @@ def _keeping_parameters(apply: Any) -> Any:
 
     @functools.wraps(apply)
     def applied(self: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
+        swapping = torch.__future__.get_swap_module_params_on_conversion()
         before = {parameter.device for parameter in self.parameters(recurse)}
         after = {function(torch.empty(0, device=device)).device for device in before}
-        if before == after:
+        if swapping or before == after:
             return apply(self, function, recurse)
         torch.__future__.set_swap_module_params_on_conversion(True)
         try:
@@ -78,7 +79,7 @@ def _keeping_parameters(apply: Any) -> Any:
             torch.__future__.set_swap_module_params_on_conversion(False)
             return apply(self, function, recurse)
         finally:
-            torch.__future__.set_swap_module_params_on_conversion(False)
+            torch.__future__.set_swap_module_params_on_conversion(swapping)
 
     return applied
 
