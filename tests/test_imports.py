@@ -31,6 +31,7 @@ LAYOUT = (
     *TORCH_ONLY,
     "configuration",
     "buffers",
+    "operations",
     "federated",
     "algorithms",
     "interop",

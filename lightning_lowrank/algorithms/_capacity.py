@@ -18,7 +18,7 @@ from lightning_lowrank.aggregation.aggregator import to_float64
 from lightning_lowrank.configuration import check_choice
 from lightning_lowrank.federated.algorithm import Algorithm
 from lightning_lowrank.federated.messages import Message
-from lightning_lowrank.federated.state import ClientContext, ClientInfo, Server, copy_into
+from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, Server, copy_into, trained_tensors
 from lightning_lowrank.seeding import generator
 
 Capacity = Literal["fixed", "dynamic"]
@@ -107,6 +107,10 @@ class PartAveraging(Algorithm, ABC):
     @abstractmethod
     def variant(self, server: Server, level: float) -> Mapping[str, Tensor]:
         """Return the global model of a level."""
+
+    def computed(self, base: Base, client: ClientInfo) -> Mapping[str, float]:
+        model = trained_tensors(base.module)
+        return {name: value.numel() / model[name].numel() for name, value in self.part(model, client).items()}
 
     def broadcast(self, server: Server, client: ClientInfo) -> Message:
         return Message(self.part(server.sent_down(), client))

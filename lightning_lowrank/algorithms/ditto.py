@@ -14,7 +14,7 @@ from lightning_lowrank.configuration import check_number
 from lightning_lowrank.federated.algorithm import Algorithm, LocalStep, detached
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.optimizers import fresh_state, is_shared
-from lightning_lowrank.federated.state import ClientContext
+from lightning_lowrank.federated.state import ClientContext, ClientInfo
 from lightning_lowrank.internals.torch import copy_each
 
 _PREFIX = "personal."
@@ -61,6 +61,10 @@ class Ditto(Algorithm):
     def before_step(self, step: LocalStep) -> None:
         if self._personal:
             pull(step.parameters, step.round_state["received"], self.regularization)
+
+    def passes(self, client: ClientInfo) -> tuple[float, float]:
+        """The global model's copy and the personal model have a step each."""
+        return 2, 2
 
     def local_update(self, step: LocalStep, update: Callable[[], None]) -> None:
         """Train the global model's copy, and then the personal model, on one batch.

@@ -139,6 +139,18 @@ class FedHM(Algorithm):
         """Clients that train factors, of any rank, step together, and so do clients that train weights."""
         return self._capacities.level(client) == 1
 
+    def computed(self, base: Base, client: ClientInfo) -> Mapping[str, float]:
+        """A client below level 1 computes with factors of its own rank alone."""
+        level = self._capacities.level(client)
+        if level == 1:
+            return {}
+        shares = {prefix: self._rank(layer, level) / layer.rank for prefix, layer in self._layers.items()}
+        return {
+            name: share
+            for prefix, share in shares.items()
+            for name in (f"{prefix}.frozen_weight", *_factor_names(prefix, self._layers[prefix]))
+        }
+
     def configure(self, base: Base, client: ClientInfo | None) -> None:
         dense = client is None or self._capacities.level(client) == 1
         for _, layer in low_rank_layers(base.module):

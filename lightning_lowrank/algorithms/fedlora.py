@@ -214,6 +214,12 @@ class FedLoRA(Algorithm):
         level = self._capacities.level(client)
         return tuple(self._scaling(adapter, level) for adapter in self._adapters.values())
 
+    def computed(self, base: Base, client: ClientInfo) -> Mapping[str, float]:
+        level = self._capacities.level(client)
+        return {
+            parameter: self._rank(adapter, level) / adapter.rank for parameter, (adapter, _) in self._factors.items()
+        }
+
     def configure(self, base: Base, client: ClientInfo | None) -> None:
         """Set the scalings to those of the client's ranks."""
         level = 1.0 if client is None else self._capacities.level(client)

@@ -13,7 +13,7 @@ from lightning_lowrank.configuration import check_number
 from lightning_lowrank.federated.algorithm import Algorithm, LocalStep, detached
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.objective import add_to_loss, part_of, recorded, with_weights
-from lightning_lowrank.federated.state import Base, ClientContext
+from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo
 
 
 class FedNTD(Algorithm):
@@ -55,6 +55,10 @@ class FedNTD(Algorithm):
     def begin(self, client: ClientContext, message: Message) -> None:
         super().begin(client, message)
         client.round_state["received"] = detached(client.model)
+
+    def passes(self, client: ClientInfo) -> tuple[float, float]:
+        """The received model is the teacher of each batch."""
+        return 2, 1
 
     def loss(self, step: LocalStep, batch: Any, training_step: Callable[[], Any]) -> Any:
         with recorded(step.base.module, self.logits) as calls:

@@ -12,7 +12,7 @@ from lightning_lowrank.configuration import check_number
 from lightning_lowrank.federated.algorithm import Algorithm, LocalStep, detached
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.objective import add_to_loss, part_of, recorded, with_weights
-from lightning_lowrank.federated.state import Base, ClientContext
+from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo
 
 
 class MOON(Algorithm):
@@ -54,6 +54,10 @@ class MOON(Algorithm):
         super().begin(client, message)
         received = detached(client.model)
         client.round_state.update(received=received, last=client.state.get("last", received))
+
+    def passes(self, client: ClientInfo) -> tuple[float, float]:
+        """Features of the received model and of the client's last one are compared with its own."""
+        return 3, 1
 
     def loss(self, step: LocalStep, batch: Any, training_step: Callable[[], Any]) -> Any:
         """Add the contrastive loss."""

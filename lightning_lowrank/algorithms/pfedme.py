@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_lowrank.configuration import check_integer, check_number
 from lightning_lowrank.federated.algorithm import Algorithm, LocalStep, detached
 from lightning_lowrank.federated.messages import Message
-from lightning_lowrank.federated.state import ClientContext, Server
+from lightning_lowrank.federated.state import ClientContext, ClientInfo, Server
 
 
 class PFedMe(Algorithm):
@@ -68,6 +68,9 @@ class PFedMe(Algorithm):
 
     def before_step(self, step: LocalStep) -> None:
         pull(step.parameters, step.round_state["global"], self.regularization)
+
+    def passes(self, client: ClientInfo) -> tuple[float, float]:
+        return self.personal_steps, self.personal_steps
 
     def local_update(self, step: LocalStep, update: Callable[[], None]) -> None:
         for _ in range(self.personal_steps):

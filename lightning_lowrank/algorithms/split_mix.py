@@ -125,6 +125,11 @@ class SplitMix(PartAveraging):
     def group_key(self, client: ClientInfo) -> Hashable:
         return self._bases_of(client)
 
+    def passes(self, client: ClientInfo) -> tuple[float, float]:
+        """Each of the client's bases has a step of its own."""
+        bases = len(self._bases_of(client))
+        return bases, bases
+
     def configure(self, base: Base, client: ClientInfo | None) -> None:
         """Activate all bases where the module is the global model; in training `local_update` activates one."""
         self._own = () if client is None else self._bases_of(client)

@@ -173,6 +173,9 @@ class TDPFed(Algorithm):
         whole = {name: each[""] for name, each in step.round_state["factors"].items() if "" in each}
         pull(step.parameters, {**whole, **step.round_state["composed"]}, self.regularization)
 
+    def passes(self, client: ClientInfo) -> tuple[float, float]:
+        return self.personal_steps, self.personal_steps
+
     def local_update(self, step: LocalStep, update: Callable[[], None]) -> None:
         for _ in range(self.personal_steps):
             update()

@@ -22,10 +22,8 @@ from lightning_lowrank.callbacks.lowrank import LowRank
 from lightning_lowrank.federated.checks import in_no_optimizer, notes
 from lightning_lowrank.federated.coordinator import first_transfers
 from lightning_lowrank.federated.loop import FederatedLoop
-from lightning_lowrank.internals.torch import CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS
 from lightning_lowrank.layers import LowRankLayer
-
-_COUNTED = (nn.Linear, *CONVOLUTIONS, nn.Embedding, LowRankLayer)
+from lightning_lowrank.operations import COUNTED, multiply_adds
 
 
 def inspect_run(
@@ -80,7 +78,7 @@ def inspect_run(
     macs = _multiply_adds(module, problems)
     layers = []
     for name, layer in module.named_modules():
-        if isinstance(layer, _COUNTED):
+        if isinstance(layer, COUNTED):
             found = report.get(name)
             layers.append(
                 {
@@ -176,46 +174,24 @@ def _multiply_adds(module: pl.LightningModule, problems: list[str]) -> dict[str,
             for name, layer in module.named_modules()
             if isinstance(layer, nn.Linear)
         }
-    counts: dict[str, int] = {}
     samples = _batch_size(example)
-
-    def count(name: str) -> Any:
-        def hook(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            if isinstance(layer, LowRankLayer):
-                made = layer.multiply_adds(inputs[0])
-            elif isinstance(layer, nn.Embedding):
-                made = 0
-            else:
-                weight = layer.get_parameter("weight")
-                positions = inputs[0] if isinstance(layer, TRANSPOSED_CONVOLUTIONS) else output
-                made = positions.numel() * (weight.numel() // len(weight))
-            counts[name] = counts.get(name, 0) + made // samples
-
-        return hook
-
-    handles = [
-        layer.register_forward_hook(count(name))
-        for name, layer in module.named_modules()
-        if isinstance(layer, _COUNTED)
-    ]
     training = {part: part.training for part in module.modules()}
     module.eval()
     try:
-        if isinstance(example, dict):
-            module(**example)
-        elif isinstance(example, tuple):
-            module(*example)
-        else:
-            module(example)
+        with multiply_adds(module) as counts:
+            if isinstance(example, dict):
+                module(**example)
+            elif isinstance(example, tuple):
+                module(*example)
+            else:
+                module(example)
     except Exception as error:
         problems.append(f"the forward pass of example_input_array fails: {type(error).__name__}: {error}")
         return {}
     finally:
         for part, mode in training.items():
             part.training = mode
-        for handle in handles:
-            handle.remove()
-    return counts
+    return {name: made // samples for name, made in counts.items()}
 
 
 def _batch_size(example: Any) -> int:

@@ -27,6 +27,7 @@ from lightning_lowrank.federated.objective import MaskAbsentClasses, Objective
 from lightning_lowrank.federated.optimizers import register_elementwise
 from lightning_lowrank.federated.privacy import ClientPrivacy
 from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, Server
+from lightning_lowrank.federated.system import DeviceClasses, Distribution, LogNormal, SystemModel, Trace
 from lightning_lowrank.federated.whole_checkpoints import WholeCheckpoints
 
 __all__ = [
@@ -41,7 +42,9 @@ __all__ = [
     "ClientInfo",
     "ClientParallelStrategy",
     "ClientPrivacy",
+    "DeviceClasses",
     "Dirichlet",
+    "Distribution",
     "FederatedLoop",
     "FromIndices",
     "GaussianNoise",
@@ -50,6 +53,7 @@ __all__ = [
     "LabelFlip",
     "Ledger",
     "LocalStep",
+    "LogNormal",
     "MaskAbsentClasses",
     "Message",
     "Objective",
@@ -57,6 +61,8 @@ __all__ = [
     "Scaled",
     "Server",
     "SignFlip",
+    "SystemModel",
+    "Trace",
     "WholeCheckpoints",
     "find_labels",
     "register_elementwise",

@@ -226,6 +226,19 @@ class Algorithm(Configured):
         """
         return {}
 
+    # What a client's steps cost, for `SystemModel`
+
+    def passes(self, client: ClientInfo) -> tuple[float, float]:
+        """Return how many forward and backward passes a training step of ``client`` takes; by default one of each."""
+        return 1, 1
+
+    def computed(self, base: Base, client: ClientInfo) -> Mapping[str, float]:
+        """Return with what share of each parameter ``client`` computes; with all of those that are not named.
+
+        In a simulation a client that has a part of the network computes with all of it, the rest being zero.
+        """
+        return {}
+
     # The client's half
 
     def begin(self, client: ClientContext, message: Message) -> None:

@@ -37,6 +37,7 @@ from lightning_lowrank.federated.state import (
     copy_into,
     trained_tensors,
 )
+from lightning_lowrank.federated.system import Clock, LateError
 from lightning_lowrank.federated.wire import Wire
 from lightning_lowrank.seeding import derive_seed
 
@@ -86,6 +87,8 @@ class Coordinator:
         self._trained: dict[str, Tensor] | None = None
         self.private: PrivateMean | None = None
         """What stands between clients' messages and the method with `ClientPrivacy`; see `protect`."""
+        self.clock: Clock | None = None
+        """Counts the simulated seconds, where the settings have a `SystemModel`."""
 
     def protect(self, sampled: int, population: int, rounds: int | None) -> None:
         """Have the method see the clients' private mean alone, where the settings ask for it.
@@ -164,6 +167,8 @@ class Coordinator:
         server.adopt(live, shown=self.algorithm.global_model(server))
         self.ledger.begin_round()
         self.failed, self._answers, self._first_error = {}, 0, None
+        if self.clock is not None:
+            self.clock.begin_round()
         self.algorithm.begin_round(server)
         if self.private is not None:
             if self.private.exhausted:
@@ -177,6 +182,8 @@ class Coordinator:
             self.wire.hold(server.base, self._broadcast_to_all.received)
         for client in plan.failed:
             self.ledger.down(self.broadcast(self.info(client)).nbytes)
+        if plan.failed and self.clock is not None:
+            self.clock.absent()
         if self.broadcasts_to_all:
             self.ledger.idle(idle * self.broadcast(self.any_client).nbytes)
 
@@ -280,13 +287,19 @@ class Coordinator:
         """Send a client its broadcast, and return the message as the client receives it."""
         packet = self.broadcast(client)
         self.ledger.down(packet.nbytes)
+        if self.clock is not None:
+            self.clock.send(client.id, packet.nbytes)
         if self.settings.uplink:
             self._received[client.id] = detached(packet.received)
         return Message(packet.received)
 
     def send_global_model(self, clients: Sequence[ClientInfo]) -> None:
         """Send clients the global model, which they are given by the caller; see `sends_global_model`."""
-        self.ledger.down(self.broadcast(clients[0]).nbytes, len(clients))
+        nbytes = self.broadcast(clients[0]).nbytes
+        self.ledger.down(nbytes, len(clients))
+        if self.clock is not None:
+            for client in clients:
+                self.clock.send(client.id, nbytes)
 
     def began(self, client: ClientContext) -> None:
         """Keep the values with which a client has begun the round, where its own noise needs its change of them."""
@@ -315,6 +328,10 @@ class Coordinator:
             raise NotFiniteError(f"its {name} holds numbers that are not finite")
         return packet
 
+    def late(self, client: ClientContext, nbytes: int) -> LateError | None:
+        """Wait for what a client sends, or return that it comes after the deadline."""
+        return None if self.clock is None else self.clock.answer(self.info(client.id), client.steps, nbytes)
+
     def receive(self, client: ClientContext, packet: Packet) -> None:
         """Take in what a client sends."""
         self.ledger.up(packet.nbytes)
@@ -329,6 +346,8 @@ class Coordinator:
         self.states[client] = state
         self._received.pop(client, None)
         self.failed[client] = described(error)
+        if self.clock is not None:
+            self.clock.absent()
         self._first_error = self._first_error or error
         self.check_answers(len(self.server.cohort) - len(self.failed))
 
@@ -432,21 +451,24 @@ class Coordinator:
         Returns:
             For clients of whom nothing is taken in, the reason.
         """
-        found = rows_not_finite(stacks, self.infinite)
+        found: dict[int, Exception] = {
+            place: NotFiniteError(f"its {name} holds numbers that are not finite")
+            for place, name in rows_not_finite(stacks, self.infinite).items()
+        }
+        nbytes = self.wire.uplink.nbytes(message.tensors, own=message.codec)
+        for place, client in enumerate(clients):
+            if place not in found and (late := self.late(client, nbytes)) is not None:
+                found[place] = late
         kept = [place for place in range(len(clients)) if place not in found]
         if found:
             rows = torch.tensor(kept, device=self.server.base.device)
             stacks = {name: stack.index_select(0, rows) for name, stack in stacks.items()}
         if kept:
             self._answers += len(kept)
-            nbytes = self.wire.uplink.nbytes(message.tensors, own=message.codec)
             self.ledger.up(nbytes, len(kept))
             weights = [self.settings.weight_of(self.info(clients[place].id)) for place in kept]
             self.server.aggregator.add_stacks(stacks, weights)
-        return {
-            clients[place].id: NotFiniteError(f"its {name} holds numbers that are not finite")
-            for place, name in found.items()
-        }
+        return {clients[place].id: found[place] for place in sorted(found)}
 
     def aggregate(self) -> None:
         """Fold the round's arrivals into the global model.
@@ -456,6 +478,8 @@ class Coordinator:
         """
         self.check_answers(self._answers)
         self.check_cohort(self._answers)
+        if self.clock is not None:
+            self.clock.end_round()
         self._release()
         server = self.server
         if isinstance(server.aggregator, RobustRule):
@@ -512,6 +536,7 @@ class Coordinator:
             "failed": self.failed,
             "answers": self._answers,
             "private": None if self.private is None else self.private.state_dict(),
+            "clock": None if self.clock is None else self.clock.state_dict(),
             "held": [
                 {"client": each.client.id, "tensors": dict(each.message.tensors), "weight": each.weight}
                 for each in self._held
@@ -534,6 +559,8 @@ class Coordinator:
         server.base.state = to_device(state["base"])
         self._received = to_device(state["received"])
         self.ledger.load_state_dict(state["ledger"])
+        if self.clock is not None and state["clock"] is not None:
+            self.clock.load_state_dict(state["clock"])
         if self.private is not None and state["private"] is not None:
             self.private.load_state_dict(to_device(state["private"]))
         self.failed, self._answers = dict(state["failed"]), state["answers"]

@@ -41,6 +41,7 @@ from lightning_lowrank.federated.progress import Progress
 from lightning_lowrank.federated.schedulers import SchedulersPerClient
 from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.federated.state import State
+from lightning_lowrank.federated.system import Clock, LateError, Operations
 from lightning_lowrank.internals.direct_steps import AroundUpdates
 
 
@@ -95,12 +96,19 @@ class Rounds(Untraced):
         coordinator.protect(planner.per_round, planner.eligible, None if endless else trainer.max_epochs)
         if before is not None and before.coordinator.private is not None and coordinator.private is not None:
             coordinator.private.load_state_dict(before.coordinator.private.state_dict())
+        if settings.system is not None:
+            coordinator.clock = Clock(settings.system, data.batch_samples(), settings.experiment_seed)
+            if before is not None and before.coordinator.clock is not None:
+                coordinator.clock.load_state_dict(before.coordinator.clock.state_dict())
         if restored is not None:
             coordinator.load_state_dict(restored["server"], self._to_device)
             # A secret by which cohorts are drawn is another now.
             data.plan = data.plan if coordinator.private is None else None
         self.further = FurtherModels(data, coordinator)
         coordinator.setup()
+        if coordinator.clock is not None and coordinator.clock.counts_operations:
+            # Before an execution puts its own step in the place of the module's.
+            coordinator.clock.operations = Operations(settings.algorithm, server.base, *data.example())
         per_round = data.planner.per_round
         coordinator.check_cohort(min([per_round, *map(len, settings.participants or ())]))
         data.group_key = self._group_key
@@ -230,6 +238,9 @@ class Rounds(Untraced):
         self._schedulers.end_client(self._step_in_chunk())
         self._progress.chunk_open = False
         for client, error in failed.items():
+            if isinstance(error, LateError):
+                self.coordinator.drop(client, self.execution.before[client], error)
+                continue
             if self._settings.on_client_error == "raise":
                 raise error
             self._drop([client], error, self.execution.before)
@@ -332,10 +343,11 @@ class Rounds(Untraced):
     def figures(self) -> dict[str, float]:
         """Return what is logged of the round."""
         plan, failed = self._data.current_plan(), self.coordinator.failed
-        private = self.coordinator.private
+        private, clock = self.coordinator.private, self.coordinator.clock
         return {
             **self.coordinator.ledger.metrics(),
             **({} if private is None else private.figures()),
+            **({} if clock is None else clock.figures()),
             "federated/clients": len(plan.clients) - len(failed),
             "federated/failed": len(plan.failed) + len(failed),
             "federated/samples": sum(self.coordinator.samples[each] for each in plan.clients if each not in failed),

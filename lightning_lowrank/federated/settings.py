@@ -27,6 +27,7 @@ from lightning_lowrank.federated.data.partitions import IID, Partition
 from lightning_lowrank.federated.objective import Objective
 from lightning_lowrank.federated.privacy import ClientPrivacy
 from lightning_lowrank.federated.state import Base, BufferPolicy, ClientInfo, Server, trained_tensors
+from lightning_lowrank.federated.system import SystemModel
 from lightning_lowrank.seeding import default_seed
 
 _SETTINGS_OF_LENGTH = ("local_epochs", "local_steps")
@@ -78,6 +79,8 @@ class FederatedSettings(Configured):
         sampling_weights: Relative chance of each client to be drawn; uniform by default.
         participants: Ids of the clients of each round, given instead of drawn.
         availability: For each client the chance that it is there in a round, or a function of client id and round.
+        system: How long clients' messages and steps would take, such as ``SystemModel(bandwidth=1.25e6, speed=1e10)``,
+            and after what time the server goes on without those that are late. ``None`` (default): rounds have no time.
         labels: Function from the training dataset to its labels, for partitions by label. By default they are found
             from ``targets``, ``labels`` or ``tensors``, or in one pass over the dataset.
         seed: Seed of partition, sampling, data order and clients' randomness. ``None``: the seed given to Lightning's
@@ -166,6 +169,7 @@ class FederatedSettings(Configured):
     sampling_weights: list[float] | None = None
     participants: list[list[int]] | None = None
     availability: list[float] | Callable[[int, int], bool] | None = None
+    system: SystemModel | None = None
     labels: Callable[[Dataset], Sequence[Any]] | None = None
     seed: int | None = None
     summary: bool = field(default=True, metadata=SAME_RESULT)
@@ -200,6 +204,11 @@ class FederatedSettings(Configured):
                 "privacy",
                 (ClientPrivacy, type(None)),
                 "a ClientPrivacy such as ClientPrivacy(noise_multiplier=1.0), or None",
+            ),
+            (
+                "system",
+                (SystemModel, type(None)),
+                "a SystemModel such as SystemModel(bandwidth=1.25e6, speed=1e10), or None",
             ),
         )
         for name, kind, wanted in parts:

@@ -9,6 +9,7 @@ model, to rounding, and in the bytes that cross the wire. That holds for every m
 Refused are what would need another party's data, state or steps:
 
 - ``personal_test`` and `StaticBatchNorm`, because clients' models and samples stay on their sites;
+- ``system``, because real sites take their own time;
 - ``client_dropout``, because real sites fail by themselves;
 - learning rate schedulers that step within clients, and projected optimizers with a ``refresh_interval``: in a
   simulation they go on from the round's longest client, and sites know nothing of each other's steps;

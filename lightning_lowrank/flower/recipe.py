@@ -103,6 +103,7 @@ def _check(cli: LowRankCLI, loop: FederatedLoop) -> None:
     refused = {
         "federated.personal_test": (loop.personal_test is not None, "clients' own models stay on their sites"),
         "federated.client_dropout": (loop.client_dropout > 0, "real sites fail by themselves"),
+        "federated.system": (loop.system is not None, "real sites take their own time"),
         "federated.attackers": (loop.attackers is not None, "attacks are simulated"),
         "trainer.fast_dev_run": (bool(trainer.fast_dev_run), "set trainer.max_epochs and trainer.limit_train_batches"),
         "trainer.max_steps": (trainer.max_steps != -1, "rounds are counted by trainer.max_epochs"),

@@ -41,6 +41,7 @@ from lightning_lowrank import (
     Scaled,
     SignFlip,
     StaticBatchNorm,
+    SystemModel,
     TrimmedMean,
     aggregation,
 )
@@ -197,6 +198,7 @@ CHANGED: dict[str, Any] = {
     "attackers": SignFlip(1),
     "objective": MaskAbsentClasses("net"),
     "privacy": ClientPrivacy(noise_multiplier=1.0),
+    "system": SystemModel(latency=0.1),
     "weighting": "uniform",
     "buffers": "local",
     "ema_parameters": ["net.0.weight"],

@@ -215,16 +215,35 @@ class RoundData:
         parts = range(0, len(drawn), min(cast(int, loader.batch_size), _COMPARED_SAMPLES))
         read_seed = derive_seed(seed, "fingerprint")
         requests = [Request(drawn[start : start + parts.step], read_seed + start) for start in parts]
-        randomness = StepRandomness(self._trainer.strategy.root_device)
-        randomness.open(read_seed)
-        try:
-            batches = SeededBatches(loader.dataset, loader.collate_fn)
-            # Where the user's loader has workers, the dataset may be one that only workers can read.
-            found = [describe(batch) for batch in batch_reader(loader, batches, requests + requests)()]
-        finally:
-            randomness.release()
+        found = [describe(batch) for batch in self._read(loader, requests + requests)]
         first, second = found[: len(requests)], found[len(requests) :]
         return digest(first) if first == second else None
+
+    def _read(self, loader: DataLoader, requests: list[Request]) -> list[Any]:
+        """Return some batches, read outside of any round."""
+        randomness = StepRandomness(self._trainer.strategy.root_device)
+        randomness.open(requests[0].seed)
+        try:
+            # Where the user's loader has workers, the dataset may be one that only workers can read.
+            return list(batch_reader(loader, SeededBatches(loader.dataset, loader.collate_fn), requests)())
+        finally:
+            randomness.release()
+
+    def example(self) -> tuple[Any, int]:
+        """Return a batch, on the device, of the first samples, and their number."""
+        assert self.training_loader is not None
+        loader = self.training_loader
+        samples = min(cast(int, loader.batch_size), len(loader.dataset))  # type: ignore[arg-type]
+        (batch,) = self._read(loader, [Request(np.arange(samples), derive_seed(self.planner.seed, "example"))])
+        return self._trainer.strategy.batch_to_device(batch, dataloader_idx=0), samples
+
+    def batch_samples(self) -> list[float]:
+        """Return the mean number of samples of each client's batches."""
+        assert self.training_loader is not None
+        loader, samples = self.training_loader, self.planner.samples
+        once = batches_of(samples, loader)
+        read = once * cast(int, loader.batch_size) if loader.drop_last else samples
+        return (read / np.maximum(once, 1)).tolist()
 
     def stop(self) -> None:
         """Plan no further round, and give the process's random number generators back."""

@@ -383,11 +383,14 @@ class SharedCoordinator(Coordinator):
             names = None if self._streams else list(message.tensors)
             arrivals.append(_Arrival(client, weight, names, state, _layout_of(tensors)))
         self._arrivals = []
-        gathered = self._strategy.gather((counted, arrivals, schedulers.end, self.failed))
-        self.failed = dict(sorted(entry for *_, failed in gathered for entry in failed.items()))
+        waited = (0.0, 0) if self.clock is None else (self.clock.round_seconds, self.clock.late)
+        gathered = self._strategy.gather((counted, arrivals, schedulers.end, self.failed, waited))
+        self.failed = dict(sorted(entry for *_, failed, _ in gathered for entry in failed.items()))
         self._answers = sum(len(arrivals) for _, arrivals, *_ in gathered)
         super().check_answers(self._answers)
-        schedulers.pool(end for *_, end, _ in gathered)
+        schedulers.pool(end for *_, end, _, _ in gathered)
+        if self.clock is not None:
+            self.clock.pool([times for *_, times in gathered])
         total = {name: sum(counts[name] for counts, *_ in gathered) for name in counted}
         self.ledger.load_state_dict({name: value + total[name] for name, value in self._entered.items()})
         self._counts.set(total["optimizer_steps"], total["logged_steps"], between_steps)

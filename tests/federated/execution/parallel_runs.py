@@ -39,8 +39,10 @@ from lightning_lowrank import (  # noqa: E402
     FedMUD,
     FromIndices,
     Half,
+    LogNormal,
     LowRank,
     MaskAbsentClasses,
+    SystemModel,
     TopK,
 )
 from lightning_lowrank.aggregation import KeepsArrivals  # noqa: E402
@@ -206,6 +208,9 @@ RUNS: dict[str, Callable[[], dict[str, Any]]] = {
         "aggregator": CenteredClipping(before=[Bucketing(2)]),
         "attackers": ALIE([0], 1.5),
         "uplink": [Half()],
+    },
+    "late": lambda: {
+        "system": SystemModel([1e4, 1e5, 2e3, 1e4, 3e3], latency=LogNormal(0.1), speed=LogNormal(1e6), deadline=1.5)
     },
     "capacities": partial(_method, "HeteroFL"),
     "vectorized": partial(_fedmud, execution="vectorized"),

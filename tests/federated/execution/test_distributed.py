@@ -32,7 +32,7 @@ from tests.helpers import Module, trainer
 QUICK = ["fedavg", "scaffold", "tdpfed", "vectorized", "idle", "metrics", "channels", "unlucky"]
 RESUMED = [("fedavg", "ended"), ("tdpfed", "validated"), ("idle", "ended"), ("channels", "ended")]
 OTHERS = [
-    "attacked",
+    "attacked", "late",
     "fedmud", "mask", "stepwise", "median", "coordinates", "capacities", "together", "kept", "twice", "manual",
     "development", "early", "private clients", "private samples",
 ]  # fmt: skip

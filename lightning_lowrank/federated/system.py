@@ -1,0 +1,464 @@
+"""How long a round would take on clients of given bandwidth, latency and speed.
+
+``FederatedLoop(system=...)`` takes a `SystemModel`. The coordinator's `Clock` adds up what each client's messages and
+steps take, and says who is too late.
+"""
+
+from __future__ import annotations
+
+import copy
+import csv
+import math
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.seed import isolate_rng
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+from typing_extensions import override
+
+from lightning_lowrank.arguments import Configured
+from lightning_lowrank.configuration import check_number
+from lightning_lowrank.federated.algorithm import Algorithm
+from lightning_lowrank.federated.objective import loss_of
+from lightning_lowrank.federated.state import Base, ClientInfo
+from lightning_lowrank.operations import multiply_adds
+from lightning_lowrank.seeding import generator
+
+__all__ = ["DeviceClasses", "Distribution", "LogNormal", "SystemModel", "Trace"]
+
+
+class Distribution(Configured, ABC):
+    """Gives each client a number of its own, such as its bandwidth."""
+
+    @abstractmethod
+    def draw(self, clients: int, generator: torch.Generator) -> Tensor:
+        """Return a number for each client, ``[clients]`` in float64."""
+
+
+class LogNormal(Distribution):
+    r"""Numbers whose logarithm is normal: :math:`\text{median} \cdot e^{\sigma z}`, :math:`z \sim N(0, 1)`.
+
+    Args:
+        median: Half of the clients have less. Above 0.
+        sigma: Deviation of the logarithm, 0 or more. At 1, a client in six has more than 2.7 times the median.
+
+    Raises:
+        MisconfigurationException: If an argument is out of range.
+
+    Example:
+        >>> LogNormal(1e6, sigma=0.0).draw(2, torch.Generator()).tolist()
+        [1000000.0, 1000000.0]
+    """
+
+    def __init__(self, median: float, sigma: float = 1.0) -> None:
+        check_number("median", median, above=0)
+        check_number("sigma", sigma, least=0)
+        self.median, self.sigma = median, sigma
+
+    @override
+    def draw(self, clients: int, generator: torch.Generator) -> Tensor:
+        return self.median * (self.sigma * torch.randn(clients, generator=generator, dtype=torch.float64)).exp()
+
+
+class DeviceClasses(Distribution):
+    """Clients of a few kinds, such as phones and servers.
+
+    Args:
+        values: What a client of each kind has.
+        shares: Relative number of clients of each kind; equal by default. Each client's kind is drawn.
+
+    Raises:
+        MisconfigurationException: If there are no values, or not as many shares.
+
+    Example:
+        >>> sorted(set(DeviceClasses([1e6, 1e7]).draw(100, torch.Generator()).tolist()))
+        [1000000.0, 10000000.0]
+    """
+
+    def __init__(self, values: list[float], shares: list[float] | None = None) -> None:
+        if not values:
+            raise MisconfigurationException("values must be one number or more, got []")
+        for number, value in enumerate(values):
+            check_number(f"values[{number}]", value, above=0)
+        if shares is not None and (len(shares) != len(values) or min(shares) < 0 or not 0 < sum(shares) < math.inf):
+            raise MisconfigurationException(
+                f"shares must be {len(values)} finite numbers, as many as values, none below 0 and not all 0, got"
+                f" {shares}"
+            )
+        self.values, self.shares = values, shares
+
+    @override
+    def draw(self, clients: int, generator: torch.Generator) -> Tensor:
+        shares = torch.tensor(self.shares or [1.0] * len(self.values), dtype=torch.float64)
+        kinds = torch.multinomial(shares, clients, replacement=True, generator=generator)
+        return torch.tensor(self.values, dtype=torch.float64)[kinds]
+
+
+class Trace(Distribution):
+    r"""Numbers that were measured on devices, a column of a CSV file with a header.
+
+    Client ``i`` has row ``i``; where there are more clients than rows, the rows are used again from the first. So
+    several columns of one file are of the same device.
+
+    Args:
+        path: The file.
+        column: The column's name in the header.
+
+    Raises:
+        MisconfigurationException: If there is no such file or column, or a value is no number above 0.
+
+    Example:
+        >>> import tempfile, pathlib
+        >>> file = pathlib.Path(tempfile.mkdtemp()) / "phones.csv"
+        >>> _ = file.write_text("upload,download\n1e6,8e6\n2e6,5e6\n")
+        >>> Trace(str(file), "upload").draw(3, torch.Generator()).tolist()
+        [1000000.0, 2000000.0, 1000000.0]
+    """
+
+    def __init__(self, path: str, column: str) -> None:
+        self.path, self.column = path, column
+        try:
+            with open(path, newline="") as file:
+                rows = list(csv.DictReader(file))
+        except (OSError, UnicodeDecodeError, csv.Error) as error:
+            raise MisconfigurationException(f"path={path!r} is not a CSV file that can be read: {error}") from error
+        header = list(rows[0]) if rows else []
+        if column not in header:
+            raise MisconfigurationException(
+                f"{path} has no column {column!r}: its first line must name it, and has {header}"
+            )
+        self._values = []
+        for line, row in enumerate(rows, start=2):
+            try:
+                value = float(row[column])
+            except (TypeError, ValueError):
+                value = math.nan
+            if not 0 < value < math.inf:
+                raise MisconfigurationException(
+                    f"{column!r} must be a finite number above 0, and in line {line} of {path} it is {row[column]!r}"
+                )
+            self._values.append(value)
+
+    @override
+    def draw(self, clients: int, generator: torch.Generator) -> Tensor:
+        return torch.tensor([self._values[client % len(self._values)] for client in range(clients)]).double()
+
+    @override
+    def result_arguments(self) -> dict[str, Any]:
+        # The file may be elsewhere when a run is resumed.
+        return {"column": self.column, "values": self._values}
+
+
+Amount = float | list[float] | Distribution
+"""One number for all clients, a number for each, or how they are drawn."""
+
+
+class SystemModel(Configured):
+    r"""How long clients' messages and steps take, so that a simulation has a clock.
+
+    A client's time in a round is
+
+    .. math:: \frac{\text{bytes down}}{\text{download}} + \frac{\text{samples} \cdot \text{operations}}{\text{speed}}
+        + \frac{\text{bytes up}}{\text{bandwidth}} + 2 \cdot \text{latency}
+
+    with the bytes that the `Ledger` counts. All clients of a round work at the same time, and the server takes no time:
+    a round is as long as its slowest client, or as ``deadline``. Each round logs ``system/round_seconds``,
+    ``system/seconds`` (all rounds so far) and ``system/late``. Nothing is slower for it: the seconds are computed.
+
+    Operations are those of a sample's forward and backward pass, which torch counts once on a copy of the module
+    without values: a multiply-add is two. So low-rank layers and parts of a network (`HeteroFL`, `FedHM`, `SplitMix`)
+    take what they compute, and methods with several passes a step take several (`Algorithm.passes`). What an optimizer
+    computes is not counted.
+
+    Args:
+        bandwidth: Bytes a second from a client to the server (10 Mbit/s are 1.25e6). A number, a list with one for each
+            client, or a `Distribution`: `LogNormal`, `DeviceClasses`, `Trace`. ``None``: messages up take no time.
+        download: Bytes a second from the server to a client. ``None``: as ``bandwidth``.
+        latency: Seconds that a message takes beside, in each direction.
+        speed: Floating-point operations a second of a client's device (a phone has some 1e10). ``None``: steps take no
+            time.
+        operations: Of one sample's forward and backward pass. ``None``: they are counted.
+        deadline: Seconds after which the server goes on without those that have not answered. They are dropped, as
+            ``on_client_error="drop"`` says, and count as ``federated/failed``; so the round takes the whole of it, as
+            it does where a client never answers (``client_dropout``). ``None``: it waits for all that answer.
+
+    Raises:
+        MisconfigurationException: If an argument is out of range, or neither messages nor steps take any time. When a
+            fit begins: if a list has another length than there are clients, or operations cannot be counted.
+
+    Example:
+        >>> from lightning_lowrank import FedAvg, FederatedLoop
+        >>> system = SystemModel(bandwidth=LogNormal(1.25e6, sigma=1.0), latency=0.05, speed=1e10, deadline=60.0)
+        >>> loop = FederatedLoop(FedAvg(), clients=100, clients_per_round=10, system=system)
+    """
+
+    def __init__(
+        self,
+        bandwidth: Amount | None = None,
+        download: Amount | None = None,
+        latency: Amount = 0.0,
+        speed: Amount | None = None,
+        operations: float | None = None,
+        deadline: float | None = None,
+    ) -> None:
+        amounts = {"bandwidth": bandwidth, "download": download, "latency": latency, "speed": speed}
+        for name, amount in amounts.items():
+            if amount is None or isinstance(amount, Distribution):
+                continue
+            bounds: dict[str, Any] = {"least": 0} if name == "latency" else {"above": 0}
+            if isinstance(amount, (list, tuple)):
+                for client, value in enumerate(amount):
+                    check_number(f"{name}[{client}]", value, **bounds)
+            else:
+                check_number(name, amount, **bounds)
+        if bandwidth is None and download is None and speed is None and latency == 0:
+            raise MisconfigurationException(
+                "SystemModel() with nothing that takes time has no clock: give bandwidth=1.25e6 (bytes a second),"
+                " latency=0.05 (seconds) or speed=1e10 (floating-point operations a second)."
+            )
+        if operations is not None:
+            check_number("operations", operations, least=0)
+        if deadline is not None:
+            check_number("deadline", deadline, above=0)
+        self.bandwidth, self.download, self.latency, self.speed = bandwidth, download, latency, speed
+        self.operations, self.deadline = operations, deadline
+
+    def draw(self, clients: int, seed: int) -> dict[str, list[float]]:
+        """Return what each of so many clients has: ``"up"``, ``"down"``, ``"latency"`` and ``"speed"``.
+
+        It depends on the seed alone. What takes no time is infinitely fast.
+
+        Raises:
+            MisconfigurationException: If a list has another length.
+        """
+        down = self.bandwidth if self.download is None else self.download
+        wanted = {"up": self.bandwidth, "down": down, "latency": self.latency, "speed": self.speed}
+        drawn = {}
+        for name, amount in wanted.items():
+            if isinstance(amount, Distribution):
+                # Where one distribution serves both directions, a client has one line.
+                purpose = "up" if amount is self.bandwidth else name
+                drawn[name] = amount.draw(clients, generator(seed, "system", purpose)).tolist()
+            elif isinstance(amount, (list, tuple)):
+                if len(amount) != clients:
+                    raise MisconfigurationException(
+                        f"system: {self._argument(name)} has {len(amount)} numbers for {clients} clients"
+                    )
+                drawn[name] = [float(value) for value in amount]
+            else:
+                drawn[name] = [math.inf if amount is None else float(amount)] * clients
+        return drawn
+
+    def _argument(self, name: str) -> str:
+        if name == "down":
+            return "download" if self.download is not None else "bandwidth"
+        return {"up": "bandwidth"}.get(name, name)
+
+
+class LateError(Exception):
+    """A client would have answered after the deadline."""
+
+
+@dataclass(frozen=True)
+class _Client:
+    """What a client has: bytes, seconds and operations as `SystemModel` says, and samples of one of its batches."""
+
+    up: float
+    down: float
+    latency: float
+    speed: float
+    batch: float
+
+
+class Clock:
+    """Adds up the seconds of rounds.
+
+    Args:
+        model: What clients' messages and steps take.
+        batches: For each client the mean number of samples of its batches.
+        seed: Seed of the experiment.
+    """
+
+    def __init__(self, model: SystemModel, batches: Sequence[float], seed: int) -> None:
+        drawn = model.draw(len(batches), seed)
+        columns = (drawn["up"], drawn["down"], drawn["latency"], drawn["speed"], batches)
+        self._clients = [_Client(*values) for values in zip(*columns, strict=True)]
+        self._model = model
+        self.operations: Operations | None = None
+        """Counts the operations of steps, where the model does not say them; to be set before the first answer."""
+        self._sent: dict[int, int] = {}
+        self.round_seconds = 0.0
+        self.total = 0.0
+        self.late = 0
+
+    @property
+    def counts_operations(self) -> bool:
+        """Whether `operations` is needed."""
+        return self._model.speed is not None and self._model.operations is None
+
+    def begin_round(self) -> None:
+        """Set the round's figures to zero."""
+        self._sent, self.round_seconds, self.late = {}, 0.0, 0
+
+    def send(self, client: int, nbytes: int) -> None:
+        """Take note of what a client is sent."""
+        self._sent[client] = nbytes
+
+    def absent(self) -> None:
+        """Wait for a client that does not answer, as long as there is a deadline."""
+        self.round_seconds = max(self.round_seconds, self._model.deadline or 0.0)
+
+    def answer(self, client: ClientInfo, steps: int, nbytes: int) -> LateError | None:
+        """Wait for what a client sends after its steps, or return that it comes too late."""
+        has, deadline = self._clients[client.id], self._model.deadline
+        seconds = self._sent.get(client.id, 0) / has.down + nbytes / has.up + 2 * has.latency
+        if self._model.speed is not None:
+            seconds += steps * has.batch * self._operations_of(client) / has.speed
+        if deadline is not None and seconds > deadline:
+            self.late += 1
+            self.absent()
+            return LateError(f"its answer takes {seconds:.4g} s, and the deadline is {deadline:g} s")
+        self.round_seconds = max(self.round_seconds, seconds)
+        return None
+
+    def _operations_of(self, client: ClientInfo) -> float:
+        if self._model.operations is not None:
+            return self._model.operations
+        assert self.operations is not None
+        return self.operations.of_sample(client)
+
+    def end_round(self) -> None:
+        """Add the round to the total."""
+        self.total += self.round_seconds
+        self._sent = {}
+
+    def pool(self, others: Sequence[tuple[float, int]]) -> None:
+        """Take the figures of all processes that share the round, this one among them: `round_seconds` and `late`."""
+        self.round_seconds = max(seconds for seconds, _ in others)
+        self.late = sum(late for _, late in others)
+
+    def figures(self) -> dict[str, float]:
+        """Return what is logged of the round."""
+        return {
+            "system/round_seconds": self.round_seconds,
+            "system/seconds": self.total,
+            "system/late": self.late,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the figures as plain Python."""
+        return {
+            "sent": dict(self._sent),
+            "round_seconds": self.round_seconds,
+            "total": self.total,
+            "late": self.late,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict`'s result."""
+        self._sent = dict(state["sent"])
+        self.round_seconds, self.total, self.late = state["round_seconds"], state["total"], state["late"]
+
+
+class Operations:
+    """Counts the operations of training steps, on a copy of the module whose tensors have no values.
+
+    Args:
+        algorithm: The method, which has looked at the module.
+        base: The base whose module is the live one, before an execution puts its own step in the module's place.
+        batch: A batch as ``training_step`` gets it.
+        samples: Number of samples in it.
+
+    Raises:
+        MisconfigurationException: If ``training_step`` does not run by itself.
+    """
+
+    def __init__(self, algorithm: Algorithm, base: Base, batch: Any, samples: int) -> None:
+        self._samples = samples
+        self._known: dict[Hashable, _Counts] = {}
+        first = ClientInfo(0, 1, 0, base.seed)
+        try:
+            self._copy(algorithm, base, batch, meta=True)
+            self.of_sample(first)
+            return
+        except Exception:
+            # The step may need values.
+            self._copy(algorithm, base, batch, meta=False)
+        try:
+            self.of_sample(first)
+        except Exception as error:
+            raise MisconfigurationException(
+                f"system: {type(base.module).__name__}.training_step() does not run without a trainer, so that its"
+                f" operations cannot be counted ({type(error).__name__}: {error}): give SystemModel(operations=...),"
+                " those of one sample's forward and backward pass, or leave out speed."
+            ) from error
+
+    def _copy(self, algorithm: Algorithm, base: Base, batch: Any, meta: bool) -> None:
+        known: dict[int, Any] = {}
+        if meta:
+            for tensor in (*base.module.parameters(), *base.module.buffers()):
+                empty = torch.empty_like(tensor, device="meta")
+                parameter = isinstance(tensor, nn.Parameter)
+                known[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if parameter else empty
+        copied = replace(base, optimizers=(), initial_buffers={}, state={})
+        # Together, so that what the method knows of the module's parts is of the copy's.
+        self._base, self._algorithm = copy.deepcopy((copied, algorithm), known)
+        self._batch = apply_to_collection(batch, Tensor, lambda tensor: tensor.to("meta")) if meta else batch
+
+    def of_sample(self, client: ClientInfo) -> float:
+        """Return the operations that a step of a client takes for each sample of its batch."""
+        key = self._algorithm.group_key(client)
+        if key not in self._known:
+            self._known[key] = self._run(client)
+        counts = self._known[key]
+        forward, backward = self._algorithm.passes(client)
+        return (forward * counts.forward + backward * counts.backward) * self._share(counts.layers, client)
+
+    def _run(self, client: ClientInfo) -> _Counts:
+        self._algorithm.configure(self._base, client)
+        module: Any = self._base.module
+        module.train()
+        takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+        arguments = (self._batch, 0) if takes_index else (self._batch,)
+        with isolate_rng(), warnings.catch_warnings(), FlopCounterMode(display=False) as counter:
+            warnings.simplefilter("ignore")
+            with torch.enable_grad(), multiply_adds(module) as layers:
+                output = module.training_step(*arguments)
+            forward = counter.get_total_flops()
+            loss = None if output is None else loss_of(output)
+            if loss is not None and loss.requires_grad:
+                loss.backward()
+            backward = counter.get_total_flops() - forward
+        module.zero_grad()
+        return _Counts(forward / self._samples, backward / self._samples, layers)
+
+    def _share(self, layers: Mapping[str, int], client: ClientInfo) -> float:
+        """Return the share of the counted operations that a client does which has a part of the parameters only."""
+        shares = self._algorithm.computed(self._base, client)
+        if not shares or not any(layers.values()):
+            return 1.0
+        done = 0.0
+        for name, made in layers.items():
+            layer = self._base.module.get_submodule(name)
+            weights = ((f"{name}.{part}", value) for part, value in layer.named_parameters() if value.ndim > 1)
+            sizes = {parameter: value.numel() for parameter, value in weights}
+            part = sum(shares.get(parameter, 1.0) * size for parameter, size in sizes.items())
+            done += made * part / max(sum(sizes.values()), 1)
+        return done / sum(layers.values())
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """Operations of a sample's forward and backward pass, and multiply-adds of the forward pass by layer."""
+
+    forward: float
+    backward: float
+    layers: Mapping[str, int]

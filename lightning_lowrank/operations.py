@@ -1,0 +1,44 @@
+"""Multiply-adds of a module's layers, counted while it runs. `inspect_run` and `SystemModel` read them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_lowrank.internals.torch import CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS
+from lightning_lowrank.layers import LowRankLayer
+
+COUNTED = (nn.Linear, *CONVOLUTIONS, nn.Embedding, LowRankLayer)
+"""Layers whose multiply-adds are counted."""
+
+
+@contextmanager
+def multiply_adds(module: nn.Module) -> Iterator[dict[str, int]]:
+    """Give a dictionary of the multiply-adds of each layer's forward passes, by name, filled while ``module`` runs.
+
+    Composing the weight of a low-rank layer, once a batch, is not included. An embedding has none.
+    """
+    counts: dict[str, int] = {}
+
+    def count(name: str) -> Any:
+        def hook(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            if isinstance(layer, LowRankLayer):
+                made = layer.multiply_adds(inputs[0])
+            elif isinstance(layer, nn.Embedding):
+                made = 0
+            else:
+                weight = layer.get_parameter("weight")
+                positions = inputs[0] if isinstance(layer, TRANSPOSED_CONVOLUTIONS) else output
+                made = positions.numel() * (weight.numel() // len(weight))
+            counts[name] = counts.get(name, 0) + made
+
+        return hook
+
+    with ExitStack() as hooks:
+        for name, layer in module.named_modules():
+            if isinstance(layer, COUNTED):
+                hooks.callback(layer.register_forward_hook(count(name)).remove)
+        yield counts

@@ -1,0 +1,271 @@
+"""Simulated time: a round's seconds are those computed by hand, and clients that are late are left out."""
+
+import math
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from lightning_lowrank import (
+    DeviceClasses,
+    Ditto,
+    Ensemble,
+    FedAvg,
+    FederatedLoop,
+    FedHM,
+    FedLoRA,
+    FromIndices,
+    HeteroFL,
+    LogNormal,
+    LowRank,
+    MatrixProduct,
+    SplitMix,
+    SystemModel,
+    TopK,
+    Trace,
+    ZeroPadding,
+)
+from tests.algorithms.methods import LOW_RANK, METHODS
+from tests.algorithms.written_out import assert_close
+from tests.helpers import Data, Module, assert_same, blobs, fit, network, trainer, weights
+
+PARTS = [range(40), range(40, 56), range(56, 61)]
+# network(): 6 -> 16 -> 16 -> 4.
+LAYERS = [(6, 16), (16, 16), (16, 4)]
+FORWARD = 2 * sum(inputs * outputs for inputs, outputs in LAYERS)
+# A linear layer's backward pass is two products of the forward pass's size; the first needs no gradient of its input.
+BACKWARD = 2 * FORWARD - 2 * math.prod(LAYERS[0])
+
+
+def run(tmp_path, algorithm=None, system=None, module=None, callbacks=(), rounds=2, parts=PARTS, **settings):
+    loop = FederatedLoop(
+        algorithm or FedAvg(), partition=FromIndices(parts), system=system, summary=False, seed=1, **settings
+    )
+    fitted = trainer(tmp_path, *callbacks, loop, max_epochs=rounds)
+    module = fit(fitted, module or Module(), Data(blobs(61), shuffle=False))
+    return {name: float(value) for name, value in fitted.callback_metrics.items()}, loop, module
+
+
+@pytest.mark.parametrize("execution", ["sequential", "vectorized"])
+def test_seconds_are_those_by_hand(tmp_path, execution):
+    system = SystemModel([1e3, 2e3, 4e3], download=1e4, latency=0.25, speed=[1e6, 1e5, 1e4])
+    logged, loop, _module = run(tmp_path, system=system, execution=execution, local_epochs=2)
+    nbytes = loop.ledger.round_up / 3
+    of_each = [
+        nbytes / up + nbytes / 1e4 + 0.5 + 2 * len(part) * (FORWARD + BACKWARD) / speed
+        for part, up, speed in zip(PARTS, (1e3, 2e3, 4e3), (1e6, 1e5, 1e4), strict=True)
+    ]
+    assert logged["system/round_seconds"] == pytest.approx(max(of_each))
+    assert logged["system/seconds"] == pytest.approx(2 * max(of_each))
+    assert logged["system/late"] == 0
+
+
+@pytest.mark.parametrize("execution", ["sequential", "vectorized"])
+@pytest.mark.parametrize("uplink", [[], [TopK(0.5)]])
+def test_who_is_late_is_left_out(tmp_path, execution, uplink):
+    system = SystemModel(bandwidth=[1e6, 1.0, 1e6], deadline=30.0)
+    logged, loop, module = run(tmp_path, system=system, execution=execution, uplink=uplink)
+    assert logged["system/late"] == logged["federated/failed"] == 1
+    assert logged["system/round_seconds"] == 30
+    assert logged["federated/clients"] == 2
+    expected = run(tmp_path, participants=[[0, 2]] * 2, execution=execution, uplink=uplink)
+    # A stack of another size rounds otherwise.
+    assert_close(weights(module), weights(expected[2]), tolerance=0 if execution == "sequential" else 1e-5)
+    assert loop.ledger.total_up == expected[1].ledger.total_up
+
+
+def test_a_late_client_keeps_what_it_kept(tmp_path):
+    system = SystemModel(bandwidth=[1e6, 1.0, 1e6], deadline=30.0)
+    _, loop, _ = run(tmp_path, Ditto(), system)
+    assert "personal" not in loop.coordinator.states[1]
+    assert "personal" in loop.coordinator.states[0]
+
+
+def test_lateness_is_no_error(tmp_path):
+    system = SystemModel(bandwidth=[1e6, 1.0, 1e6], deadline=30.0)
+    logged, _, _ = run(tmp_path, system=system, on_client_error="raise")
+    assert logged["system/late"] == 1
+    with pytest.raises(MisconfigurationException, match=r"client 1: its answer takes \d+ s, and the deadline is 30 s"):
+        run(tmp_path, system=system, min_clients=3)
+
+
+def test_clients_that_never_answer_take_the_deadline(tmp_path):
+    system = SystemModel(latency=1.0)
+    logged, _, _ = run(tmp_path, system=system, client_dropout=0.9)
+    assert logged["federated/failed"] > 0
+    assert logged["system/round_seconds"] == 2
+    logged, _, _ = run(tmp_path, system=SystemModel(latency=1.0, deadline=7.0), client_dropout=0.9)
+    assert logged["system/round_seconds"] == 7
+
+
+def count(tmp_path, algorithm, module=None, callbacks=(), clients=4, client=0, **settings):
+    parts = [range(start, start + 8) for start in range(0, 8 * clients, 8)]
+    system = SystemModel(speed=1.0)
+    _, loop, _ = run(tmp_path, algorithm, system, module, callbacks, rounds=1, parts=parts, **settings)
+    return loop.coordinator.clock.operations.of_sample(loop.coordinator.info(client))
+
+
+def test_low_rank_layers_take_less(tmp_path):
+    class Wide(Module):
+        def __init__(self):
+            super().__init__(nn.Sequential(nn.Linear(6, 96), nn.ReLU(), nn.Linear(96, 96), nn.ReLU(), nn.Linear(96, 4)))
+
+    lowrank = LowRank(MatrixProduct(), rank=2, role="weight", summary=False, skip=["first", "last"])
+    kept = 2 * (3 * 96 * 4 + 2 * 96 * 6)
+    assert count(tmp_path, FedAvg(), Wide()) == kept + 2 * 3 * 96 * 96
+    assert count(tmp_path, FedAvg(), Wide(), [lowrank]) <= kept + 2 * 3 * 2 * (96 + 96)
+
+
+def test_clients_with_a_part_of_the_network_take_its_operations(tmp_path):
+    # Half of the hidden units.
+    half = [(6, 8), (8, 8), (8, 4)]
+    by_hand = 2 * sum(3 * inputs * outputs for inputs, outputs in half) - 2 * 6 * 8
+    whole, small = (count(tmp_path, HeteroFL([1.0, 0.5]), client=client) for client in (0, 1))
+    assert whole == FORWARD + BACKWARD
+    # Forward and backward pass are scaled alike.
+    forward = 2 * sum(inputs * outputs for inputs, outputs in half)
+    assert small == pytest.approx(whole * forward / FORWARD)
+    assert small == pytest.approx(by_hand, rel=0.1)
+
+
+def test_bases_have_a_step_each(tmp_path):
+    module = Module(Ensemble(network, bases=3))
+    three, one = (count(tmp_path, SplitMix([3, 1]), module, client=client) for client in (0, 1))
+    assert three == 3 * one == 3 * (FORWARD + BACKWARD)
+
+
+def test_factors_of_smaller_ranks_take_less(tmp_path):
+    lowrank = LowRank(MatrixProduct(), rank_ratio=0.5, train_base=True, summary=False, skip=["first"])
+    dense, half, eighth = (count(tmp_path, FedHM([1.0, 0.5, 0.125]), None, [lowrank], client=each) for each in range(3))
+    assert dense == FORWARD + BACKWARD
+    assert eighth < half < dense
+    adapters = LowRank(MatrixProduct(), rank=4, alpha=4, init="lora", summary=False)
+    four, two = (
+        count(tmp_path, FedLoRA(ZeroPadding(), levels=[1.0, 0.5]), None, [adapters], client=each) for each in range(2)
+    )
+    assert 0.5 < two / four < 1
+
+
+def test_methods_with_several_passes_take_several(tmp_path):
+    assert count(tmp_path, Ditto()) == 2 * count(tmp_path, FedAvg())
+
+
+def test_steps_that_need_values_are_counted(tmp_path):
+    class Branches(Module):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return loss if loss.item() < 1e9 else 2 * loss
+
+    assert count(tmp_path, FedAvg(), Branches()) == FORWARD + BACKWARD
+
+
+def test_steps_that_need_the_trainer_are_refused(tmp_path):
+    class Asks(Module):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) * (1 + self.trainer.current_epoch)
+
+    with pytest.raises(MisconfigurationException, match=r"Asks\.training_step\(\) does not run without a trainer"):
+        count(tmp_path, FedAvg(), Asks())
+    logged, _, _ = run(tmp_path, system=SystemModel(speed=1e3, operations=10.0), module=Asks())
+    assert logged["system/round_seconds"] == pytest.approx(40 * 10 / 1e3)
+
+
+def test_counting_changes_nothing(tmp_path):
+    module = Module(network(norm=nn.BatchNorm1d, dropout=0.3))
+    fresh = Module(network(norm=nn.BatchNorm1d, dropout=0.3))
+    _, _, timed = run(tmp_path, system=SystemModel(speed=1e6), module=module, parts=PARTS[:2])
+    _, _, untimed = run(tmp_path, module=fresh, parts=PARTS[:2])
+    assert_same(weights(timed), weights(untimed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_can_be_timed(tmp_path, name):
+    method = METHODS[name]
+    form = LOW_RANK[method.forms[0]]
+
+    def ends(system):
+        module = Module(method.network(), optimizer=method.optimizer)
+        callbacks = [] if form is None else [form()]
+        settings = {"parts": [range(16), range(16, 40)], "rounds": 1, **method.settings}
+        return run(tmp_path, method.make(), system, module, callbacks, **settings)
+
+    logged, loop, timed = ends(SystemModel(speed=1e3))
+    _, _, untimed = ends(None)
+    assert_same(weights(timed), weights(untimed))
+    passes = sum(loop.algorithm.passes(loop.coordinator.info(1)))
+    # The larger client's, with the least of the layers.
+    assert logged["system/seconds"] > 24 * passes * FORWARD / 1e3 / 20
+
+
+@pytest.mark.parametrize("execution", ["sequential", "vectorized"])
+def test_a_resumed_run_has_the_same_times(tmp_path, execution):
+    system = SystemModel([4e3, 1e3, 2e2], latency=LogNormal(0.1), speed=LogNormal(1e6), deadline=4.0)
+    every = ModelCheckpoint(tmp_path / "every", "{step}", save_top_k=-1, every_n_train_steps=3)
+
+    def times(*callbacks, **arguments):
+        loop = FederatedLoop(
+            FedAvg(), partition=FromIndices(PARTS), system=system, summary=False, seed=1, execution=execution
+        )
+        fitted = trainer(tmp_path, *callbacks, loop, max_epochs=2)
+        fit(fitted, Module(), Data(blobs(61)), **arguments)
+        return loop.coordinator.clock.state_dict(), loop.ledger.state_dict()
+
+    whole = times(every)
+    assert 0 < whole[0]["late"] < 3
+    files = sorted((tmp_path / "every").glob("*.ckpt"))
+    assert len(files) > 2
+    for file in files:
+        assert times(ckpt_path=file) == whole
+
+
+def test_distributions():
+    draws = torch.Generator().manual_seed(0)
+    logs = LogNormal(5.0, sigma=0.5).draw(20_000, draws).log()
+    assert logs.mean().exp() == pytest.approx(5.0, rel=0.02)
+    assert logs.std() == pytest.approx(0.5, rel=0.02)
+    kinds = DeviceClasses([1.0, 2.0], shares=[3, 1]).draw(20_000, draws)
+    assert (kinds == 1.0).double().mean() == pytest.approx(0.75, rel=0.02)
+
+
+def test_devices_depend_on_the_seed_alone():
+    system = SystemModel(LogNormal(1e6), speed=LogNormal(1e9))
+    drawn = system.draw(20, seed=3)
+    assert drawn == system.draw(20, seed=3) != system.draw(20, seed=4)
+    assert drawn["up"] == drawn["down"]
+    assert drawn["speed"] != [1e3 * each for each in drawn["up"]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({}, "nothing that takes time"),
+        ({"bandwidth": 0.0}, "bandwidth must be above 0"),
+        ({"latency": -1.0}, "latency must be at least 0"),
+        ({"speed": [1.0, -1.0]}, r"speed\[1\] must be above 0"),
+        ({"bandwidth": 1.0, "deadline": 0.0}, "deadline must be above 0"),
+        ({"bandwidth": 1.0, "operations": math.inf}, "operations must be"),
+    ],
+)
+def test_arguments_are_checked(arguments, said):
+    with pytest.raises(MisconfigurationException, match=said):
+        SystemModel(**arguments)
+
+
+def test_lists_are_of_all_clients(tmp_path):
+    with pytest.raises(MisconfigurationException, match="system: bandwidth has 2 numbers for 3 clients"):
+        run(tmp_path, system=SystemModel(bandwidth=[1.0, 2.0]))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [(None, "not a CSV file"), ("a,b\n1,2\n", "no column 'up'"), ("up\n1\nfast\n", "line 3"), ("up\n-1\n", "line 2")],
+)
+def test_traces_are_checked(tmp_path, text, said):
+    file = tmp_path / "trace.csv"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(MisconfigurationException, match=said):
+        Trace(str(file), "up")
