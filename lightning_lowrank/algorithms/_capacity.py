@@ -119,14 +119,23 @@ class PartAveraging(Algorithm, ABC):
         return Message(self.part(client.base.sent_up(client.model), client))
 
     def receive(self, server: Server, client: ClientInfo, message: Message, weight: float) -> None:
+        self._add(server, message.tensors, weight)
+
+    def _add(
+        self, server: Server, tensors: Mapping[str, Tensor], weight: float, rows: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """Add a client's blocks to the means; of the tensors named in ``rows`` those rows alone that are true there."""
         values: dict[str, Tensor] = {}
         for name, whole in server.base.sent_up(server.model).items():
             values[name] = torch.zeros_like(to_float64(whole))
             values[f"count.{name}"] = torch.zeros_like(values[name])
-            if name in message.tensors:
-                block = leading(message.tensors[name].shape)
-                values[name][block] = to_float64(message.tensors[name])
+            if name in tensors:
+                block = leading(tensors[name].shape)
+                values[name][block] = to_float64(tensors[name])
                 values[f"count.{name}"][block] = 1
+            if rows and name in rows:
+                values[name][~rows[name]] = 0
+                values[f"count.{name}"][~rows[name]] = 0
         server.aggregator.add(values, weight)
 
     def aggregate(self, server: Server) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -23,7 +23,7 @@ from lightning_lowrank.algorithms._capacity import (
     leading,
     refuse_kept_moments,
 )
-from lightning_lowrank.configuration import check_number
+from lightning_lowrank.configuration import check_choice, check_number
 from lightning_lowrank.federated.algorithm import LocalStep, detached
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, Server
@@ -32,6 +32,7 @@ from lightning_lowrank.layers.factorization.base import ceil
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _NORMS: tuple[type[nn.Module], ...] = (*BATCH_NORMS, *INSTANCE_NORMS)
+_HELD = "heterofl.held"
 _Extent = tuple[int, int] | None
 """The channels of a sliced dimension, and the numbers for each; ``None`` for another dimension."""
 
@@ -51,8 +52,8 @@ class HeteroFL(PartAveraging):
     averaging of a narrower network. (`ResNet18` and `ResNet34` also have a ``width``.)
 
     The paper's static BatchNorm is `StaticBatchNorm`, its masked cross-entropy `MaskAbsentClasses`, whose
-    ``masking="zero"`` is that of the released code. (That code also averages a row of the last layer over the clients
-    alone that hold its label. Here it is the mean over all.)
+    ``masking="zero"`` is that of the released code. That code also averages a row of the last layer over the clients
+    alone that hold its label, which ``last_layer="holders"`` does.
 
     Channels must keep their order: a network that concatenates, splits or shuffles them is sliced wrongly. This is
     refused where the layers' sizes show it.
@@ -64,6 +65,9 @@ class HeteroFL(PartAveraging):
             ``"dynamic"``: each client's rate is drawn in each round.
         shares: Relative number of clients of each rate, or its chance to be drawn; equal by default.
         scaler: Whether outputs are divided by the rate in training.
+        last_layer: How the last layer's rows, one for each class, are averaged. ``"mean"`` (default): as all else.
+            ``"holders"``: over those clients that have samples of the class, as the released code does. Clients then
+            send which labels they hold, a byte for each class.
 
     Raises:
         MisconfigurationException: If an argument is out of range, or the module has layers that cannot be sliced:
@@ -84,20 +88,28 @@ class HeteroFL(PartAveraging):
         capacity: Capacity = "fixed",
         shares: Sequence[float] | None = None,
         scaler: bool = True,
+        last_layer: Literal["mean", "holders"] = "mean",
     ) -> None:
         self._capacities = Capacities("rates", rates, capacity, shares)
         for index, rate in enumerate(rates):
             check_number(f"rates[{index}]", rate, above=0, most=1)
         self.rates, self.capacity, self.shares = tuple(rates), capacity, shares
+        check_choice("last_layer", last_layer, Literal["mean", "holders"])
         self.scaler = scaler
+        self.last_layer = last_layer
+        self.needs_labels = last_layer == "holders"
         self._extents: dict[str, tuple[_Extent, ...]] = {}
         self._scaled: list[nn.Module] = []
+        self._last: dict[str, int] = {}
         self._hooks: list[RemovableHandle] = []
         self._rate = 1.0
 
     def setup(self, base: Base) -> None:
         """Find the dimensions that are sliced; zero the channels beyond the largest rate, which no client trains."""
-        self._extents, self._scaled = _survey(base.module)
+        self._extents, products = _survey(base.module)
+        self._scaled = products[:-1]
+        last = {id(value) for value in products[-1].parameters()}
+        self._last = {name: len(value) for name, value in base.module.named_parameters() if id(value) in last}
         parameters: dict[str, Tensor] = dict(base.module.named_parameters())
         copy_blocks_into(parameters, detached(self._slice(parameters, max(self.rates))))
 
@@ -133,6 +145,29 @@ class HeteroFL(PartAveraging):
             for dimension, size in enumerate(self._shape(name, whole, self._rate), start=-len(whole)):
                 parameter.grad.narrow(dimension, size, whole[dimension] - size).zero_()
 
+    def end(self, client: ClientContext) -> Message:
+        message = super().end(client)
+        if self.last_layer == "mean":
+            return message
+        rows = next(iter(self._last.values()))
+        labels = client.labels
+        # A server that learns the form of the message knows none.
+        held = torch.ones(rows, dtype=torch.bool) if labels is None else torch.zeros(rows, dtype=torch.bool)
+        if labels is not None:
+            present = labels.unique()
+            if present.is_floating_point() or not 0 <= int(present.min()) <= int(present.max()) < rows:
+                raise MisconfigurationException(
+                    f"last_layer='holders' needs labels from 0 to {rows - 1}, the last layer's rows, and client"
+                    f" {client.id} has others: {present[:5].tolist()}. Use last_layer='mean'."
+                )
+            held[present] = True
+        return Message({**message.tensors, _HELD: held.to(client.base.device)})
+
+    def receive(self, server: Server, client: ClientInfo, message: Message, weight: float) -> None:
+        tensors = dict(message.tensors)
+        held = tensors.pop(_HELD, None)
+        self._add(server, tensors, weight, None if held is None else dict.fromkeys(self._last, held))
+
     def variants(self, server: Server) -> dict[str, Mapping[str, Tensor]]:
         """Return the network of each rate but the largest, by the rate, cut from the global one.
 
@@ -163,7 +198,7 @@ def _scale_output(rate: float, layer: nn.Module, inputs: Any, output: Tensor) ->
 
 
 def _survey(module: nn.Module) -> tuple[dict[str, tuple[_Extent, ...]], list[nn.Module]]:
-    """Return the sliced dimensions of the module's tensors by name, and the layers whose output is scaled."""
+    """Return the sliced dimensions of the module's tensors by name, and the convolutions and linear layers."""
     layers = [(name, layer) for name, layer in module.named_modules() if _own_tensors(layer)]
     for name, layer in layers:
         _check_layer(name, layer)
@@ -194,7 +229,7 @@ def _survey(module: nn.Module) -> tuple[dict[str, tuple[_Extent, ...]], list[nn.
         if layer is not last:
             hidden[weight.shape[0]] = None
         previous = layer
-    return extents, products[:-1]
+    return extents, products
 
 
 def _inputs(name: str, layer: nn.Module, previous: nn.Module | None, hidden: Mapping[int, None]) -> _Extent:

@@ -81,6 +81,9 @@ class Algorithm(Configured):
     That is so where nothing that the method keeps, or finds in `setup`, is of the first round's parameters alone.
     """
 
+    needs_labels: bool = False
+    """Whether the client's half reads the labels of its training samples."""
+
     unprotected: str = ""
     """What of a client's message does not pass the aggregator as values; robust rules are refused then."""
 

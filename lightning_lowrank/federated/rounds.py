@@ -109,6 +109,12 @@ class Rounds(Untraced):
         if coordinator.clock is not None and coordinator.clock.counts_operations:
             # Before an execution puts its own step in the place of the module's.
             coordinator.clock.operations = Operations(settings.algorithm, server.base, *data.example())
+        holder = int(np.argmax(data.planner.samples))
+        if settings.algorithm.needs_labels and data.labels_of(holder) is None:
+            raise MisconfigurationException(
+                f"{settings.algorithm!r} reads the labels of clients' samples, and the training data has none that are"
+                " found: give labels=..., a function of the dataset."
+            )
         per_round = data.planner.per_round
         coordinator.check_cohort(min([per_round, *map(len, settings.participants or ())]))
         data.group_key = self._group_key

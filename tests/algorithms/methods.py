@@ -121,6 +121,13 @@ METHODS: dict[str, Method] = {
         refusal="HeteroFL cannot slice",
         norm=None,
     ),
+    "HeteroFL-holders": Method(
+        partial(algorithms.HeteroFL, rates=(1.0, 0.5), last_layer="holders"),
+        Claims(identical=None, same_bytes=False),
+        forms=("dense",),
+        refusal="HeteroFL cannot slice",
+        norm=None,
+    ),
     "LocalTraining": Method(
         algorithms.LocalTraining,
         # The global model stays as it began.

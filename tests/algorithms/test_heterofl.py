@@ -26,6 +26,7 @@ from tests.helpers import Data, Module, blobs, fit, trainer, weights
 CLIENTS = [list(range(21)), list(range(21, 31)), list(range(31, 65)), list(range(65, 80)), list(range(80, 90))]
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01)
 DOUBLE = {"precision": "64-true", "limit_val_batches": 0}
+LAST = "16."
 PARTICIPANTS = [[0, 1, 2, 4], [1, 2], [0, 2, 3]]
 
 
@@ -92,7 +93,7 @@ def train(net, batches, optimizer=SGD):
     return net
 
 
-def reference(rounds, scaled=True, counts=lambda client: 1.0):
+def reference(rounds, scaled=True, counts=lambda client: 1.0, holders=False):
     state = weights(convolutions())
     for clients in rounds:
         sums = {name: torch.zeros(value.shape, dtype=torch.float64) for name, value in state.items()}
@@ -102,8 +103,12 @@ def reference(rounds, scaled=True, counts=lambda client: 1.0):
             net.load_state_dict(sliced(state, net.state_dict()))
             for name, value in train(net, batches_of(client)).state_dict().items():
                 block = tuple(slice(size) for size in value.shape)
-                sums[name][block] += counts(client) * value.double()
-                total[name][block] += counts(client)
+                share = torch.full(value.shape, counts(client), dtype=torch.float64)
+                if holders and name.startswith(LAST):
+                    labels = images().tensors[1][CLIENTS[client]].tolist()
+                    share[[row for row in range(4) if row not in labels]] = 0
+                sums[name][block] += share * value.double()
+                total[name][block] += share
         for name, value in state.items():
             mean = torch.where(total[name] > 0, sums[name] / total[name], value.double())
             state[name] = (mean if value.is_floating_point() else mean.round()).to(value.dtype)
@@ -134,6 +139,42 @@ def test_clients_train_narrower_networks(tmp_path, scaled, execution):
     rounds = [{client: RATES[client % 3] for client in clients} for clients in PARTICIPANTS]
     assert_close(weights(module.net), reference(rounds, scaled))
     assert not any(layer._forward_hooks for layer in module.modules())
+
+
+@pytest.mark.parametrize("execution", ["sequential", "vectorized"])
+def test_rows_of_the_last_layer_may_be_their_holders_mean(tmp_path, execution, monkeypatch):
+    labels = images().tensors[1]
+    # The first client has one class, the second all but one, and nobody of the last round has the last.
+    of = [torch.where(labels == label)[0] for label in range(4)]
+    parts = [
+        of[0][:10],
+        torch.cat([of[0][10:14], of[1][:4], of[3][:4]]),
+        torch.cat([of[0][14:18], of[1][4:8], of[2][:4]]),
+    ]
+    monkeypatch.setattr("tests.algorithms.test_heterofl.CLIENTS", [part.tolist() for part in parts])
+    rounds = [[0, 1, 2], [0, 2]]
+    algorithm = HeteroFL(RATES, last_layer="holders")
+    module, loop = run(tmp_path, algorithm, participants=rounds, execution=execution, max_epochs=2)
+    expected = reference([{client: RATES[client] for client in clients} for clients in rounds], holders=True)
+    assert_close(weights(module.net), expected)
+    whole = reference([{client: RATES[client] for client in clients} for clients in rounds])
+    assert not torch.allclose(whole[f"{LAST}bias"], expected[f"{LAST}bias"])
+    assert "heterofl.held" not in loop.server.model
+
+
+def test_holders_need_labels_of_the_last_layers_rows(tmp_path):
+    class Regression(Module):
+        def training_step(self, batch, batch_idx):
+            return self.net(batch[0]).square().mean()
+
+    def fails(dataset, match):
+        loop = FederatedLoop(HeteroFL([1.0], last_layer="holders"), partition=FromIndices([range(8)]), summary=False)
+        with pytest.raises(MisconfigurationException, match=match):
+            fit(trainer(tmp_path, loop), Regression(), Data(dataset))
+
+    inputs = blobs(8).tensors[0]
+    fails(torch.utils.data.TensorDataset(inputs), "reads the labels")
+    fails(torch.utils.data.TensorDataset(inputs, torch.arange(8)), "labels from 0 to 3")
 
 
 def test_rates_are_drawn_in_each_round_and_data_sizes_may_count(tmp_path):
