@@ -6,6 +6,7 @@ their batches with the same `SeededBatches`.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, cast
@@ -111,27 +112,50 @@ class SeededBatches(Dataset):
         fetch = getattr(self.dataset, "__getitems__", None)
         return self.collate(fetch(indices) if fetch else [self.dataset[index] for index in indices])
 
+    def read_stacked(self, requests: Iterable[Requests]) -> Iterator[list[tuple[Places, Any]]]:
+        """Return an iterator over the batches of clients that step together, some of them requested in advance."""
+        return self._stacked_in_blocks(requests) if self._in_blocks else map(self._stacked, requests)
+
+    def _stacked_in_blocks(self, requests: Iterable[Requests]) -> Iterator[list[tuple[Places, Any]]]:
+        requested: deque[tuple[Places, list[Request], bool]] = deque()
+
+        def joined() -> Iterator[Request]:
+            for step in requests:
+                groups = step.by_size()
+                for number, (places, group) in enumerate(groups, start=1):
+                    requested.append((places, group, number == len(groups)))
+                    yield _joined(group)
+
+        parts: list[tuple[Places, Any]] = []
+        for whole in BlockReader(self._read)(joined()):
+            places, group, last = requested.popleft()
+            parts += self._parts(places, group, whole)
+            if last:
+                yield parts
+                parts = []
+
     def _stacked(self, requests: Requests) -> list[tuple[Places, Any]]:
         """Return, for each form of a batch, the clients' places in the stack and their batches, stacked."""
         parts = []
         for places, alike in requests.by_size():
-            size, numbers = places.samples, places.numbers
-            whole = self._whole(alike, size) if self._deterministic else None
-            if whole is None:
-                stacks = stack_batches([self._read(request) for request in alike])
-                parts += [(Places([numbers[each] for each in same], size), batch) for same, batch in stacks]
-            else:
-                parts.append((places, whole))
+            parts += self._parts(places, alike, self._read(_joined(alike)) if self._deterministic else None)
         return parts
 
-    def _whole(self, requests: list[Request], size: int) -> Any:
-        """Return batches of one size from one gather, or ``None`` where they hold more than rows of samples."""
-        rows = np.concatenate([request.indices for request in requests])
-        whole = self._read(Request(rows, requests[0].seed))
+    def _parts(self, places: Places, requests: list[Request], whole: Any) -> list[tuple[Places, Any]]:
+        """Stack the clients' batches of one size, which ``whole`` holds end to end where it has rows of samples."""
+        size, numbers = places.samples, places.numbers
         parts = whole.values() if isinstance(whole, Mapping) else whole if isinstance(whole, (list, tuple)) else [whole]
-        if not all(isinstance(part, Tensor) and part.ndim and len(part) == len(rows) for part in parts):
-            return None
-        return apply_to_collection(whole, Tensor, lambda tensor: tensor.unflatten(0, (len(requests), size)))
+        rows = len(requests) * size
+        if all(isinstance(part, Tensor) and part.ndim and len(part) == rows for part in parts):
+            shape = (len(requests), size)
+            return [(places, apply_to_collection(whole, Tensor, lambda part: part.unflatten(0, shape)))]
+        stacks = stack_batches([self._read(request) for request in requests])
+        return [(Places([numbers[each] for each in same], size), batch) for same, batch in stacks]
+
+
+def _joined(requests: list[Request]) -> Request:
+    """Return the request of several batches end to end."""
+    return Request(np.concatenate([request.indices for request in requests]), requests[0].seed)
 
 
 def stack_batches(batches: Sequence[Any]) -> list[tuple[list[int], Any]]:
@@ -181,7 +205,7 @@ def batch_reader(
     if not (workers or loader.pin_memory):
         # torch's loader would only add its own time to each batch.
         if stacked:
-            return lambda: map(batches.__getitems__, requests)
+            return lambda: batches.read_stacked(cast(Iterable[Requests], requests))
         return lambda: batches.read(cast(Iterable[Request], requests))
     with_workers = DataLoader(
         batches,

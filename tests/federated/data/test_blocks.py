@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from lightning_lowrank.data import Digits
 from lightning_lowrank.data.images import TensorImages, collate_images
 from lightning_lowrank.federated.data import blocks
 from lightning_lowrank.federated.data.blocks import BlockReader, Request
-from lightning_lowrank.federated.data.loader import SeededBatches, batch_reader
+from lightning_lowrank.federated.data.loader import Requests, SeededBatches, batch_reader
 
 IMAGES = torch.randn(100, 2, 8, generator=torch.Generator().manual_seed(0))
 LABELS = torch.arange(100)
@@ -145,3 +145,29 @@ def test_what_draws_or_pads_is_never_read_in_blocks(monkeypatch):
     for dataset, collate in ((Padded(IMAGES, LABELS), pads), (augmented.train_set, collate_images)):
         for batch, expected in zip(*through_loader(dataset, collate), strict=True):
             assert torch.equal(batch, expected) if isinstance(batch, Tensor) else torch.equal(batch[0], expected[0])
+
+
+@pytest.mark.parametrize("of", ["tensors", "images", "own numbers"])
+def test_clients_that_step_together_read_in_blocks_what_they_read_step_by_step(of, monkeypatch):
+    def numbered(samples: Any) -> Any:
+        return [*collate_images(samples), "no rows"]
+
+    numbered.deterministic = numbered.sample_by_sample = True  # type: ignore[attr-defined]
+    images = TensorImages(torch.randint(256, (100, 1, 8, 8), dtype=torch.uint8), LABELS, [0.5], [0.25])
+    dataset = TensorDataset(IMAGES, LABELS) if of == "tensors" else images
+    collate = {"tensors": default_collate, "images": collate_images, "own numbers": numbered}[of]
+    batches = SeededBatches(dataset, collate)
+    draws = np.random.default_rng(0)
+    uneven = [[8, 8, 8], [8, 8, 8], [8, 3, 8], [8, 8], [8, 8], [3, 8], [8], [8], [8], [8], [1]]
+    steps = [Requests(Request(draws.choice(100, size), seed=0) for size in sizes) for sizes in uneven]
+    expected = [batches.__getitems__(step) for step in steps]
+    reads = []
+    one = batches._read
+    monkeypatch.setattr(batches, "_read", lambda request: reads.append(1) or one(request))
+    found = list(batches.read_stacked(steps))
+    assert len(found) == len(expected)
+    assert of == "own numbers" or len(reads) < sum(len(set(sizes)) for sizes in uneven)
+    for parts, alone in zip(found, expected, strict=True):
+        assert [places.numbers for places, _ in parts] == [places.numbers for places, _ in alone]
+        for (_, batch), (_, same) in zip(parts, alone, strict=True):
+            assert all(map(torch.equal, batch[:2], same[:2]))
