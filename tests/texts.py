@@ -14,14 +14,16 @@ PADDING = WORDS.index("[PAD]")
 
 
 def save_tokenizer(folder: Path, **settings: Any) -> Path:
-    """Save a tokenizer of `WORDS`, which begins a text with [CLS], ends it with [SEP] and pads with token 3."""
+    """Save a tokenizer of `WORDS`, with [CLS] before a text or pair, [SEP] after each text, and token 3 to pad."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
     words = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", WORDS.index("[CLS]")), ("[SEP]", WORDS.index("[SEP]"))]
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", WORDS.index("[CLS]")), ("[SEP]", WORDS.index("[SEP]"))],
     )
     given = {"unk_token": "[UNK]", "pad_token": "[PAD]", "model_max_length": 160, **settings}
     PreTrainedTokenizerFast(tokenizer_object=words, **given).save_pretrained(folder)

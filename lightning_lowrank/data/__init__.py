@@ -1,8 +1,9 @@
 """Data for image and text classification, held in memory."""
 
 from lightning_lowrank.data.images import ImageBatch, TensorImages, collate_images
-from lightning_lowrank.data.text import PadTexts, TextClassification, TokenizedTexts
+from lightning_lowrank.data.text import TextClassification
 from lightning_lowrank.data.tiny_imagenet import TinyImageNet
+from lightning_lowrank.data.tokenized import AnsweredTexts, PackTexts, PadTexts, TokenizedTexts
 from lightning_lowrank.data.torchvision import (
     CIFAR10,
     CIFAR100,
@@ -18,9 +19,11 @@ __all__ = [
     "CIFAR100",
     "MNIST",
     "SVHN",
+    "AnsweredTexts",
     "Digits",
     "FashionMNIST",
     "ImageBatch",
+    "PackTexts",
     "PadTexts",
     "TensorImages",
     "TextClassification",
