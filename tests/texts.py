@@ -78,3 +78,27 @@ def save_files(folder: Path, train: int = 60, others: int = 20) -> Path:
     for seed, (name, count) in enumerate({"train": train, "dev": others, "test": others}.items()):
         write(folder / f"{name}.tsv", sentences(count, seed))
     return folder
+
+
+def save_language_model(folder: Path, kind: str = "llama", **settings: Any) -> Path:
+    """Save a language model of two layers, which knows `WORDS`, with its tokenizer."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    if kind == "gpt2":
+        sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+    elif kind != "gemma":
+        sizes["num_key_value_heads"] = 1
+    ends = {"bos_token_id": WORDS.index("[CLS]"), "eos_token_id": WORDS.index("[SEP]"), "pad_token_id": PADDING}
+    given = {"vocab_size": len(WORDS), "initializer_range": 0.4, **sizes, **ends, **settings}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **given)).save_pretrained(folder)
+    return save_tokenizer(folder, bos_token="[CLS]", eos_token="[SEP]", model_max_length=512, chat_template=CHAT)
+
+
+CHAT = (
+    "[CLS] {% for message in messages %}{{ 'is ' if message['role'] == 'user' else 'and ' }}{{ message['content'] }}"
+    " [SEP] {% endfor %}{% if add_generation_prompt %}and {% endif %}"
+)
+"""A chat template of `WORDS`: "is" begins what the user says, "and" what the assistant says, and [SEP] ends both."""

@@ -1,6 +1,7 @@
-"""Data for image and text classification, held in memory."""
+"""Data for image and text classification and for language models, held in memory."""
 
 from lightning_lowrank.data.images import ImageBatch, TensorImages, collate_images
+from lightning_lowrank.data.instructions import Instructions
 from lightning_lowrank.data.text import TextClassification
 from lightning_lowrank.data.tiny_imagenet import TinyImageNet
 from lightning_lowrank.data.tokenized import AnsweredTexts, PackTexts, PadTexts, TokenizedTexts
@@ -23,6 +24,7 @@ __all__ = [
     "Digits",
     "FashionMNIST",
     "ImageBatch",
+    "Instructions",
     "PackTexts",
     "PadTexts",
     "TensorImages",

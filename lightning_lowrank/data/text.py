@@ -9,17 +9,16 @@ from typing import Any
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_lowrank.configuration import check_integer
 from lightning_lowrank.data.glue import COLA_COLUMNS, LABEL, glue_task
-from lightning_lowrank.data.splits import SplitsInMemory
-from lightning_lowrank.data.tables import Table, find_file, load_splits, read_table, read_text, split_of, table_of
-from lightning_lowrank.data.tokenized import PadTexts, TokenizedTexts, load_tokenizer
+from lightning_lowrank.data.tables import Table, read_table, read_text
+from lightning_lowrank.data.text_splits import TextSplits, names_of_parts
+from lightning_lowrank.data.tokenized import PadTexts, TokenizedTexts
 
 _HEADER_LABELS = ("label", "labels")
 _TEXT = (("text", "sentence"),)
 
 
-class TextClassification(SplitsInMemory):
+class TextClassification(TextSplits):
     """Texts or pairs of texts and their labels, for a pretrained transformer; such as SST-2 and the rest of GLUE.
 
     By default a line of a file is a text, a tab and its label, in UTF-8, after a first line of column names where
@@ -94,9 +93,10 @@ class TextClassification(SplitsInMemory):
         label: str | None = None,
         regression: bool | None = None,
     ) -> None:
-        super().__init__(batch_size, eval_batch_size, num_workers)
-        check_integer("max_length", max_length)
         found = None if task is None else glue_task(task)
+        splits = ("train", "validation", "test") if found is None else ("train", found.validation, found.test)
+        parts = names_of_parts((train, validation, test), dataset, ("train.tsv", "dev.tsv", "test.tsv"), splits)
+        super().__init__(root, tokenizer, parts, max_length, batch_size, eval_batch_size, num_workers, dataset)
         given = [text] if isinstance(text, str) else text
         if given is not None and len(given) not in (1, 2):
             raise MisconfigurationException(f"text must name one column, or the two of pairs, got {text!r}")
@@ -107,56 +107,28 @@ class TextClassification(SplitsInMemory):
             )
         if labels is not None and self.regression:
             raise MisconfigurationException(f"labels={labels!r} are classes, and regression=True predicts numbers")
-        self.root = root
-        self.tokenizer = tokenizer
-        self.dataset = dataset
         self.task = task
-        names = ("train.tsv", "dev.tsv", "test.tsv") if dataset is None else ("train", "validation", "test")
-        if found is not None and dataset is not None:
-            names = ("train", found.validation, found.test)
-        self.parts = {
-            stage: name or default
-            for stage, name, default in zip(("fit", "validate", "test"), (train, validation, test), names, strict=True)
-        }
-        self.max_length = max_length
         self.labels = labels if labels is not None or found is None else list(found.labels) or None
         self.header = header
         self.classes: list[str] | None = None
         self._texts = tuple((name,) for name in given) if given else found.texts if found else _TEXT
         self._label = LABEL if label is None else (label,)
         self._two_columns = dataset is None and found is None and given is None
-        self._loaded: Any = None
 
-    def setup(self, stage: str | None = None) -> None:
-        """Read and tokenise what ``stage`` needs (``None``: everything), unless it is loaded already."""
-        wanted = {
-            "fit": stage in (None, "fit") and self.train_set is None,
-            "validate": stage in (None, "fit", "validate") and self.validation_set is None,
-            "test": stage in (None, "test", "predict") and self.test_set is None,
-        }
-        read = {part: self._read(part) for part, missing in wanted.items() if missing}
+    def prepare(self, read: Mapping[str, Table]) -> None:
+        """Find the classes, where they are neither given nor known."""
         if read and self.classes is None and not self.regression:
-            self.classes = self.labels or self._classes_of(read.get("fit") or self._read("fit"))
-        sets = {part: self._tokenize(part, table) for part, table in read.items()}
-        self.train_set = sets.get("fit", self.train_set)
-        self.validation_set = sets.get("validate", self.validation_set)
-        self.test_set = sets.get("test", self.test_set)
+            self.classes = self.labels or self._classes_of(read["fit"] if "fit" in read else self.read("fit"))
 
     def collate(self) -> PadTexts:
         """Return `PadTexts` with the tokenizer's own padding."""
-        return PadTexts(self._tokenizer().pad_token_id)
+        return PadTexts(self.load_tokenizer().pad_token_id)
 
-    def _read(self, part: str) -> Table:
-        name = self.parts[part]
-        if self.dataset is not None:
-            if not isinstance(self.dataset, Mapping):
-                self.dataset = load_splits(self.dataset, self.root, type(self).__name__)
-            argument = {"fit": "train", "validate": "validation", "test": "test"}[part]
-            return table_of(split_of(self.dataset, name, argument), f"dataset[{name!r}]")
-        path = find_file(self.root, name)
-        if not self._two_columns:
-            return read_table(path, COLA_COLUMNS if self.task == "cola" and part != "test" else None)
-        return self._read_two_columns(path)
+    def read_file(self, path: Path, part: str) -> Table:
+        """Return the rows of a file."""
+        if self._two_columns:
+            return self._read_two_columns(path)
+        return read_table(path, COLA_COLUMNS if self.task == "cola" and part != "test" else None)
 
     def _read_two_columns(self, path: Path) -> Table:
         """Return the text and the label of each line of a file, except the header's."""
@@ -230,7 +202,8 @@ class TextClassification(SplitsInMemory):
                 raise MisconfigurationException(f"{table.place(row)}: the label {value!r} is no finite number")
         return numbers
 
-    def _tokenize(self, part: str, table: Table) -> TokenizedTexts:
+    def tokenize(self, part: str, table: Table) -> TokenizedTexts:
+        """Return the samples of a split."""
         names = [table.find(names, "text") for names in self._texts]
         texts = [list(table[name]) for name in names]
         for name, column in zip(names, texts, strict=True):
@@ -240,26 +213,24 @@ class TextClassification(SplitsInMemory):
         values = self._targets_of(table, part)
         read = self._numbers_of if self.regression else self._indices_of
         targets = None if values is None else read(values, table)
-        encoded = self._tokenizer()(*texts, truncation=True, max_length=self.max_length, return_attention_mask=False)
+        encoded = self.load_tokenizer()(
+            *texts, truncation=True, max_length=self.max_length, return_attention_mask=False
+        )
         # One text is all zeros, which models take for granted.
         types = encoded.get("token_type_ids") if len(texts) == 2 else None
         return TokenizedTexts(encoded["input_ids"], targets, types, table)
 
-    def _tokenizer(self) -> Any:
-        """Load the tokenizer once, and check that it can cut texts off at ``max_length`` and pad them."""
-        if self._loaded is None:
-            tokenizer = load_tokenizer(self.tokenizer, type(self).__name__)
-            if tokenizer.pad_token_id is None:
-                raise MisconfigurationException(
-                    f"tokenizer={self.tokenizer!r} has no padding token, which a batch of texts needs: save one with it"
-                    " (tokenizer.pad_token = tokenizer.eos_token) and give its folder"
-                )
-            lowest = tokenizer.num_special_tokens_to_add(len(self._texts) == 2) + len(self._texts)
-            highest = tokenizer.model_max_length
-            if not lowest <= self.max_length <= highest:
-                raise MisconfigurationException(
-                    f"max_length={self.max_length} does not fit tokenizer={self.tokenizer!r}, which takes {lowest}"
-                    f" (one token of each text beside the special ones) to {highest}"
-                )
-            self._loaded = tokenizer
-        return self._loaded
+    def check_tokenizer(self, tokenizer: Any) -> None:
+        """Check that it can cut texts off at ``max_length`` and pad them."""
+        if tokenizer.pad_token_id is None:
+            raise MisconfigurationException(
+                f"tokenizer={self.tokenizer!r} has no padding token, which a batch of texts needs: save one with it"
+                " (tokenizer.pad_token = tokenizer.eos_token) and give its folder"
+            )
+        lowest = tokenizer.num_special_tokens_to_add(len(self._texts) == 2) + len(self._texts)
+        highest = tokenizer.model_max_length
+        if not lowest <= self.max_length <= highest:
+            raise MisconfigurationException(
+                f"max_length={self.max_length} does not fit tokenizer={self.tokenizer!r}, which takes {lowest}"
+                f" (one token of each text beside the special ones) to {highest}"
+            )
