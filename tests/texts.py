@@ -51,6 +51,20 @@ def save_model(folder: Path, dtype: torch.dtype = torch.float32, **settings: Any
     return folder
 
 
+def save_roberta(folder: Path) -> Path:
+    """Save a RoBERTa of two layers, without a classification head."""
+    from transformers import RobertaConfig, RobertaModel
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        config = RobertaConfig(
+            vocab_size=len(WORDS), max_position_embeddings=170, type_vocab_size=1, pad_token_id=PADDING, **sizes
+        )
+        RobertaModel(config).save_pretrained(folder)
+    return folder
+
+
 def sentences(count: int, seed: int, longest: int = 12) -> list[tuple[str, str]]:
     """Return texts of two to ``longest`` words and their labels; one is a good or a bad word, as the label says."""
     draws = torch.Generator().manual_seed(seed)
@@ -87,7 +101,7 @@ def save_language_model(folder: Path, kind: str = "llama", **settings: Any) -> P
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
     if kind == "gpt2":
         sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
-    elif kind != "gemma":
+    else:
         sizes["num_key_value_heads"] = 1
     ends = {"bos_token_id": WORDS.index("[CLS]"), "eos_token_id": WORDS.index("[SEP]"), "pad_token_id": PADDING}
     given = {"vocab_size": len(WORDS), "initializer_range": 0.4, **sizes, **ends, **settings}
