@@ -1,5 +1,6 @@
 """Every YAML file under ``recipes/`` runs, alone or on the bases it is an overlay of."""
 
+import json
 import re
 import sys
 from collections.abc import Callable
@@ -40,6 +41,9 @@ OTHER_BASES: dict[tuple[str, str], Callable[[str], bool]] = {
     ("fedhm", "tiny_imagenet"): lambda overlay: overlay.endswith((*RESNET34, "_tiny_imagenet", "central", "local")),
     ("finetuning", "sst2"): lambda overlay: True,
     ("lora_aggregation", "mnist"): lambda overlay: True,
+    ("fedsa", "mnli"): lambda overlay: True,
+    ("fedex", "cola"): lambda overlay: True,
+    ("flowertune", "general"): lambda overlay: True,
     ("privacy", "digits"): lambda overlay: True,
     ("privacy", "clients"): lambda overlay: False,
 }
@@ -187,6 +191,42 @@ def tiny_text_model() -> list[str]:
     return ["--model.init_args.model", "tiny", "--data.init_args.tokenizer", "tiny"]
 
 
+def tiny_roberta(base: str) -> list[str]:
+    """Make a RoBERTa of random weights and files of a task of GLUE, and return the options that name them."""
+    pytest.importorskip("transformers")
+    columns, labels = {
+        "mnli": ("sentence1\tsentence2\tgold_label", ("entailment", "neutral", "contradiction")),
+        "cola": (None, ("0", "1")),
+    }[content_of(RECIPES / f"{base}.yaml")["data"]["init_args"]["task"]]
+    Path("data").mkdir()
+    for seed, name in enumerate(("train", "dev")):
+        rows = []
+        for index, (text, _) in enumerate(texts.sentences(90, seed)):
+            label = labels[index % len(labels)]
+            rows.append(f"{text}\ta film\t{label}" if columns else f"ab\t{label}\t\t{text}")
+        Path("data", f"{name}.tsv").write_text("\n".join([columns, *rows] if columns else rows) + "\n")
+    texts.save_tokenizer(texts.save_roberta(Path("tiny")))
+    return [*("--model.init_args.model", "tiny"), *of_files("tiny")]
+
+
+def tiny_language_model(base: str) -> list[str]:
+    """Make a Mistral of random weights and a file of instructions, and return the options that name them."""
+    pytest.importorskip("transformers")
+    Path("data").mkdir()
+    rows = [{"instruction": text, "input": "", "output": "a good film"} for text, _ in texts.sentences(100, 0)]
+    Path("data", "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    texts.save_language_model(Path("tiny"), "mistral", hidden_size=128, num_key_value_heads=2)
+    return [*("--model.init_args.model", "tiny"), *of_files("tiny")]
+
+
+def of_files(tokenizer: str) -> list[str]:
+    return ["--data.init_args.tokenizer", tokenizer, "--data.init_args.dataset", "null"]
+
+
+PUBLISHED = {"fedsa": tiny_roberta, "fedex": tiny_roberta, "flowertune": tiny_language_model}
+"""Recipes of published settings, and what makes a tiny model of their architecture and its data."""
+
+
 def static_batch_norm_from_the_start() -> list[str]:
     """Write an overlay with what the recipes begin at a round that a test does not come to."""
     static = {"class_path": "StaticBatchNorm", "init_args": {"from_round": 0}}
@@ -211,6 +251,9 @@ def test_recipe_runs(run, names, monkeypatch):
             quick += static_batch_norm_from_the_start()
     if names[0].startswith("finetuning/"):
         quick += tiny_text_model()
+    folder = names[0].partition("/")[0]
+    if folder in PUBLISHED:
+        quick += PUBLISHED[folder](names[0])
     done = run("fit", *configs(names), "--trainer.fast_dev_run", "2", *quick)
     assert done.trainer.global_step == 2
     assert set(done.trainer.callback_metrics) >= {"train_loss", "val_loss", "val_acc", "comm/ratio"}

@@ -1,8 +1,10 @@
-"""Data for image and text classification, held in memory."""
+"""Data for image and text classification and for language models, held in memory."""
 
 from lightning_lowrank.data.images import ImageBatch, TensorImages, collate_images
-from lightning_lowrank.data.text import PadTexts, TextClassification, TokenizedTexts
+from lightning_lowrank.data.instructions import Instructions
+from lightning_lowrank.data.text import TextClassification
 from lightning_lowrank.data.tiny_imagenet import TinyImageNet
+from lightning_lowrank.data.tokenized import AnsweredTexts, PackTexts, PadTexts, TokenizedTexts
 from lightning_lowrank.data.torchvision import (
     CIFAR10,
     CIFAR100,
@@ -18,9 +20,12 @@ __all__ = [
     "CIFAR100",
     "MNIST",
     "SVHN",
+    "AnsweredTexts",
     "Digits",
     "FashionMNIST",
     "ImageBatch",
+    "Instructions",
+    "PackTexts",
     "PadTexts",
     "TensorImages",
     "TextClassification",

@@ -1,208 +1,145 @@
-"""Text classification from tab-separated files, tokenised once and padded batch by batch.
-
-All texts of a file are tokenised in one call, and kept as one tensor of tokens with the place where each text begins. A
-batch is padded only to its own longest text.
-"""
+"""Text classification: texts or pairs of texts with a class or a number each, from files or Hugging Face `datasets`."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import Dataset
 
-from lightning_lowrank.configuration import check_integer
-from lightning_lowrank.data.splits import SplitsInMemory
-from lightning_lowrank.interop.transformers import import_transformers
+from lightning_lowrank.data.glue import COLA_COLUMNS, LABEL, glue_task
+from lightning_lowrank.data.tables import Table, read_table, read_text
+from lightning_lowrank.data.text_splits import TextSplits, names_of_parts
+from lightning_lowrank.data.tokenized import PadTexts, TokenizedTexts
 
 _HEADER_LABELS = ("label", "labels")
+_TEXT = (("text", "sentence"),)
 
 
-class TokenizedTexts(Dataset[dict[str, Any]]):
-    """Tokenised texts of different lengths and their class indices, in memory.
+class TextClassification(TextSplits):
+    """Texts or pairs of texts and their labels, for a pretrained transformer; such as SST-2 and the rest of GLUE.
 
-    A sample is ``{"input_ids": tokens, "labels": class}`` with an int64 tensor of the text's own length. `PadTexts`
-    makes a batch of samples.
+    By default a line of a file is a text, a tab and its label, in UTF-8, after a first line of column names where
+    ``header`` says so. With ``text`` or ``task``, files have named columns: ``.jsonl``, ``.json``, ``.csv``, or columns
+    apart by tabs. With ``dataset`` the splits are Hugging Face's (extra ``datasets``) or lists of dictionaries.
 
-    Args:
-        input_ids: Token indices of each text, special tokens included.
-        targets: Class index of each text; kept as a ``LongTensor`` in the attribute of the same name.
-
-    Raises:
-        ValueError: If there is not one class index for each text, or a text has no tokens.
-
-    Example:
-        >>> dataset = TokenizedTexts([[101, 7, 102], [101, 8, 9, 102]], targets=[1, 0])
-        >>> dataset[1]
-        {'input_ids': tensor([101,   8,   9, 102]), 'labels': 0}
-        >>> len(dataset), dataset.targets
-        (2, tensor([1, 0]))
-    """
-
-    deterministic = True
-
-    def __init__(self, input_ids: Sequence[Sequence[int]], targets: Sequence[int]) -> None:
-        if len(targets) != len(input_ids):
-            raise ValueError(
-                f"targets must hold one class index for each of {len(input_ids)} texts, got {len(targets)}"
-            )
-        empty = next((index for index, tokens in enumerate(input_ids) if not len(tokens)), None)
-        if empty is not None:
-            raise ValueError(f"input_ids must hold at least one token for each text, and text {empty} has none")
-        self.targets = torch.as_tensor(targets, dtype=torch.int64)
-        self._tokens = torch.from_numpy(np.fromiter(chain.from_iterable(input_ids), dtype=np.int32))
-        self._ends = list(accumulate(map(len, input_ids), initial=0))
-
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        index = range(len(self))[index]
-        tokens = self._tokens[self._ends[index] : self._ends[index + 1]]
-        return {"input_ids": tokens.long(), "labels": int(self.targets[index])}
-
-
-class PadTexts:
-    """Collate function that pads samples of `TokenizedTexts` on the right, to the longest of them.
-
-    Args:
-        padding: The token to pad with, which the attention mask hides.
-
-    Example:
-        >>> dataset = TokenizedTexts([[101, 7, 102], [101, 8, 9, 102]], targets=[1, 0])
-        >>> for name, tensor in PadTexts(padding=0)([dataset[0], dataset[1]]).items():
-        ...     print(name, tensor.tolist())
-        input_ids [[101, 7, 102, 0], [101, 8, 9, 102]]
-        attention_mask [[1, 1, 1, 0], [1, 1, 1, 1]]
-        labels [1, 0]
-    """
-
-    deterministic = True
-
-    def __init__(self, padding: int) -> None:
-        self.padding = padding
-
-    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """Return ``input_ids`` and ``attention_mask``, ``(batch, longest)``, and ``labels``, ``(batch,)``; int64."""
-        texts = [sample["input_ids"] for sample in samples]
-        lengths = torch.tensor([len(text) for text in texts])
-        input_ids = pad_sequence(texts, batch_first=True, padding_value=self.padding)
-        return {
-            "input_ids": input_ids,
-            "attention_mask": (torch.arange(input_ids.shape[1]) < lengths.unsqueeze(1)).long(),
-            "labels": torch.tensor([sample["labels"] for sample in samples]),
-        }
-
-
-class TextClassification(SplitsInMemory):
-    """Sentences and their classes from three files, for a pretrained transformer; such as SST-2.
-
-    A line of a file is a text, a tab and its label, in UTF-8. GLUE's SST-2 is stored in this way, with a first line of
-    column names (``header``). A batch is a dictionary of ``input_ids``, ``attention_mask`` and ``labels``, as the
-    models of transformers take it, padded to its longest text. Clients that step together
+    A batch is a dictionary of ``input_ids``, ``attention_mask``, ``labels``, and for pairs ``token_type_ids`` where the
+    tokenizer makes them, as the models of transformers take it, padded to its longest text. Clients that step together
     (``execution="vectorized"``) with batches of one size are padded to one length.
 
-    The training set has its class indices in ``targets``, where `Dirichlet` and other partitions by label find them.
+    The training set has its class indices in ``targets``, where `Dirichlet` and other partitions by label find them,
+    the number of tokens of each text in ``lengths``, and the rows' columns, where ``ByKey("speaker")`` finds clients.
+    Numbers to predict are no labels to divide by: give `FederatedLoop` ``labels=``, or a partition that reads none.
+
     Arguments that are not named here are those of `SplitsInMemory`.
 
     Args:
-        root: Folder of the files.
-        tokenizer: Name of a tokenizer on the Hugging Face hub, or a local folder that holds one: the model's own.
-        train_file: Name of the training file in ``root``.
-        validation_file: Name of the validation file.
-        test_file: Name of the file that ``test`` and ``predict`` read.
-        max_length: Tokens at which a text is cut off, special tokens included.
-        labels: The labels in the order of their class indices. Default: those of the training file, sorted (as numbers
-            where all of them are).
-        header: Whether the files begin with a line of column names. Default no.
+        root: Folder of the files; with ``dataset`` where downloads are kept.
+        tokenizer: Name of a tokenizer on the Hugging Face hub, or a local folder that holds one: the model's own. Or
+            the tokenizer itself.
+        train: Name of the training file in ``root``, by default ``train.tsv``; with ``dataset`` of the split, by
+            default ``train``.
+        validation: The same to validate on: ``dev.tsv``; ``validation``, or the task's (``validation_matched``).
+        test: The same that ``test`` and ``predict`` read: ``test.tsv``; ``test``, or the task's. It may lack labels.
+        max_length: Tokens at which a text or pair is cut off, special tokens included; of a pair the longer text first.
+        labels: The labels in the order of their class indices. Default: those of the task, or of the training set,
+            sorted (as numbers where all of them are).
+        header: Whether files of two columns begin with a line of column names. Default no.
+        dataset: Name of a data set on the Hugging Face hub or a local folder, or a list of the name and its
+            configuration: ``["nyu-mll/glue", "mrpc"]``. Or its splits by name, each a `datasets.Dataset` or a list of
+            dictionaries.
+        task: Name of a task of GLUE (``cola``, ``sst2``, ``mrpc``, ``qqp``, ``stsb``, ``mnli``, ``qnli``, ``rte``,
+            ``wnli``), whose columns and labels are known, on the hub and in GLUE's own files.
+        text: Column of the texts, or the two columns of pairs.
+        label: Column of the labels.
+        regression: Whether labels are numbers to predict. Default: no, but for ``stsb``.
 
     Attributes:
-        classes: The labels in the order of their class indices, once a stage is set up.
+        classes: The labels in the order of their class indices, once a stage is set up; none for a regression.
 
     Raises:
-        MisconfigurationException: If an argument is out of range, a file is missing, a line is malformed or has an
-            unknown label (the file and line are named), the tokenizer cannot be loaded or does not fit, or transformers
-            is not installed.
+        MisconfigurationException: If an argument is out of range, a file, split or column is missing, a line is
+            malformed or has an unknown label (the file and line are named), the tokenizer cannot be loaded or does not
+            fit, or transformers or `datasets` is needed and not installed.
 
     Example:
         >>> data = TextClassification("data/SST2", tokenizer="sentence-transformers/all-MiniLM-L6-v2", batch_size=32)
         >>> data.max_length
         128
+        >>> rows = [{"premise": "It rains.", "hypothesis": "It is wet.", "label": 0}]
+        >>> pairs = TextClassification(
+        ...     tokenizer="roberta-base", dataset={"train": rows, "validation": rows}, text=["premise", "hypothesis"]
+        ... )
     """
 
     def __init__(
         self,
-        root: str,
-        tokenizer: str,
-        train_file: str = "train.tsv",
-        validation_file: str = "dev.tsv",
-        test_file: str = "test.tsv",
+        root: str = "data",
+        tokenizer: Any = None,
+        train: str | None = None,
+        validation: str | None = None,
+        test: str | None = None,
         max_length: int = 128,
         batch_size: int = 32,
         eval_batch_size: int = 256,
         num_workers: int = 0,
         labels: list[str] | None = None,
         header: bool = False,
+        dataset: Any = None,
+        task: str | None = None,
+        text: str | list[str] | None = None,
+        label: str | None = None,
+        regression: bool | None = None,
     ) -> None:
-        super().__init__(batch_size, eval_batch_size, num_workers)
-        check_integer("max_length", max_length)
+        found = None if task is None else glue_task(task)
+        splits = ("train", "validation", "test") if found is None else ("train", found.validation, found.test)
+        parts = names_of_parts((train, validation, test), dataset, ("train.tsv", "dev.tsv", "test.tsv"), splits)
+        super().__init__(root, tokenizer, parts, max_length, batch_size, eval_batch_size, num_workers, dataset)
+        given = [text] if isinstance(text, str) else text
+        if given is not None and len(given) not in (1, 2):
+            raise MisconfigurationException(f"text must name one column, or the two of pairs, got {text!r}")
+        self.regression = regression if regression is not None else found is not None and found.regression
         if labels is not None and (len(labels) < 2 or len(set(labels)) < len(labels)):
             raise MisconfigurationException(
-                f"labels must be two or more different ones, or None for those of {train_file}, got {labels!r}"
+                f"labels must be two or more different ones, or None for those of the training set, got {labels!r}"
             )
-        self.root = root
-        self.tokenizer = tokenizer
-        self.files = {"fit": train_file, "validate": validation_file, "test": test_file}
-        self.max_length = max_length
-        self.labels = labels
+        if labels is not None and self.regression:
+            raise MisconfigurationException(f"labels={labels!r} are classes, and regression=True predicts numbers")
+        self.task = task
+        self.labels = labels if labels is not None or found is None else list(found.labels) or None
         self.header = header
         self.classes: list[str] | None = None
-        self._loaded: Any = None
+        self._texts = tuple((name,) for name in given) if given else found.texts if found else _TEXT
+        self._label = LABEL if label is None else (label,)
+        self._two_columns = dataset is None and found is None and given is None
 
-    def setup(self, stage: str | None = None) -> None:
-        """Read and tokenise what ``stage`` needs (``None``: everything), unless it is loaded already."""
-        wanted = {
-            "fit": stage in (None, "fit") and self.train_set is None,
-            "validate": stage in (None, "fit", "validate") and self.validation_set is None,
-            "test": stage in (None, "test", "predict") and self.test_set is None,
-        }
-        read = {part: self._read(self.files[part]) for part, missing in wanted.items() if missing}
-        if read and self.classes is None:
-            self.classes = self.labels or self._labels_of(read.get("fit") or self._read(self.files["fit"]))
-        sets = {part: self._tokenize(self.files[part], samples) for part, samples in read.items()}
-        self.train_set = sets.get("fit", self.train_set)
-        self.validation_set = sets.get("validate", self.validation_set)
-        self.test_set = sets.get("test", self.test_set)
+    def prepare(self, read: Mapping[str, Table]) -> None:
+        """Find the classes, where they are neither given nor known."""
+        if read and self.classes is None and not self.regression:
+            self.classes = self.labels or self._classes_of(read["fit"] if "fit" in read else self.read("fit"))
 
     def collate(self) -> PadTexts:
         """Return `PadTexts` with the tokenizer's own padding."""
-        return PadTexts(self._tokenizer().pad_token_id)
+        return PadTexts(self.load_tokenizer().pad_token_id)
 
-    def _read(self, name: str) -> list[tuple[str, str]]:
+    def read_file(self, path: Path, part: str) -> Table:
+        """Return the rows of a file."""
+        if self._two_columns:
+            return self._read_two_columns(path)
+        return read_table(path, COLA_COLUMNS if self.task == "cola" and part != "test" else None)
+
+    def _read_two_columns(self, path: Path) -> Table:
         """Return the text and the label of each line of a file, except the header's."""
-        path = Path(self.root, name)
-        if not path.parent.is_dir():
-            raise MisconfigurationException(f"root={self.root!r}: there is no folder {path.parent}")
-        if not path.is_file():
-            present = ", ".join(sorted(file.name for file in path.parent.iterdir())[:10]) or "nothing"
-            raise MisconfigurationException(f"there is no file {path}; {path.parent} holds {present}")
-        try:
-            lines = path.read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
-        except UnicodeDecodeError as error:
-            raise MisconfigurationException(f"{path} is not UTF-8: {error}") from error
+        lines = read_text(path).removesuffix("\n").split("\n")
         samples = []
         for number, line in enumerate(lines, start=1):
             parts = [part.strip() for part in line.split("\t")]
             if len(parts) != 2 or not all(parts):
                 raise MisconfigurationException(
-                    f"{path}, line {number}: a line must be a text, one tab and a label, got {line[:80]!r}"
+                    f"{path}, line {number}: a line must be a text, one tab and a label, got {line[:80]!r}; for other"
+                    " columns name those of the texts (text=)"
                 )
             samples.append((parts[0], parts[1]))
         if not self.header and self.labels is None and samples[0][1].lower() in _HEADER_LABELS:
@@ -211,51 +148,89 @@ class TextClassification(SplitsInMemory):
             )
         if self.header and len(samples) == 1:
             raise MisconfigurationException(f"{path} holds no line but its header, {lines[0]!r}")
-        return samples[1:] if self.header else samples
+        texts, labels = zip(*samples[self.header :], strict=True)
+        return Table({"text": texts, "label": labels}, str(path), first_line=1 + self.header)
 
-    def _labels_of(self, samples: Sequence[tuple[str, str]]) -> list[str]:
-        found = sorted({label for _, label in samples})
+    def _targets_of(self, table: Table, part: str) -> list[Any] | None:
+        """Return the rows' labels as they were read; ``None`` where a test set has none.
+
+        Data sets on the hub put -1, or nothing, for a label that is kept back.
+        """
+        if part == "test" and not any(name in table.column_names for name in self._label):
+            return None
+        values = list(table[table.find(self._label, "label")])
+        missing = [value is None or (self.dataset is not None and value == -1) for value in values]
+        if part == "test" and all(missing):
+            return None
+        lacking = [row for row, value in enumerate(values) if missing[row] and (value is None or not self.regression)]
+        if lacking:
+            raise MisconfigurationException(f"{table.place(lacking[0])}: there is no label, but {values[lacking[0]]!r}")
+        return values
+
+    def _classes_of(self, table: Table) -> list[str]:
+        found = sorted({str(label) for label in self._targets_of(table, "fit") or ()})
         if len(found) < 2:
             raise MisconfigurationException(
-                f"{Path(self.root, self.files['fit'])} has no label but {found[0]!r}, and a classifier needs two"
+                f"{table.source} has no label but {found[0]!r}, and a classifier needs two; numbers to predict need"
+                " regression=True"
             )
         return sorted(found, key=int) if all(map(str.isdecimal, found)) else found
 
-    def _tokenize(self, name: str, samples: Sequence[tuple[str, str]]) -> TokenizedTexts:
+    def _indices_of(self, values: Sequence[Any], table: Table) -> list[int]:
         assert self.classes is not None
         index_of = {label: index for index, label in enumerate(self.classes)}
-        for number, (_, label) in enumerate(samples, start=2 if self.header else 1):
-            if label not in index_of:
-                source = f"of {self.files['fit']}" if self.labels is None else "given"
+        # The hub numbers the labels that GLUE's own files spell out.
+        if self.labels is not None and all(isinstance(value, int) for value in values):
+            index_of = {**{str(index): index for index in range(len(self.classes))}, **index_of}
+        for row, value in enumerate(values):
+            if str(value) not in index_of:
+                source = f"of {self.parts['fit']}" if self.labels is None else "given"
                 raise MisconfigurationException(
-                    f"{Path(self.root, name)}, line {number}: unknown label {label!r}; the labels {source} are"
+                    f"{table.place(row)}: unknown label {value!r}; the labels {source} are"
                     f" {', '.join(self.classes[:20])}"
                 )
-        texts = [text for text, _ in samples]
-        encoded = self._tokenizer()(texts, truncation=True, max_length=self.max_length, return_attention_mask=False)
-        return TokenizedTexts(encoded["input_ids"], [index_of[label] for _, label in samples])
+        return [index_of[str(value)] for value in values]
 
-    def _tokenizer(self) -> Any:
-        """Load the tokenizer once, and check that it can cut texts off at ``max_length`` and pad them."""
-        if self._loaded is None:
-            library = import_transformers(type(self).__name__)
+    def _numbers_of(self, values: Sequence[Any], table: Table) -> list[float]:
+        numbers = []
+        for row, value in enumerate(values):
             try:
-                tokenizer = library.AutoTokenizer.from_pretrained(self.tokenizer)
-            except (OSError, ValueError) as error:
-                raise MisconfigurationException(
-                    f"tokenizer={self.tokenizer!r} cannot be loaded: give a name on the Hugging Face hub or a local"
-                    f" folder with a tokenizer. {error}"
-                ) from error
-            if tokenizer.pad_token_id is None:
-                raise MisconfigurationException(
-                    f"tokenizer={self.tokenizer!r} has no padding token, which a batch of texts needs: save one with it"
-                    " (tokenizer.pad_token = tokenizer.eos_token) and give its folder"
-                )
-            lowest, highest = tokenizer.num_special_tokens_to_add() + 1, tokenizer.model_max_length
-            if not lowest <= self.max_length <= highest:
-                raise MisconfigurationException(
-                    f"max_length={self.max_length} does not fit tokenizer={self.tokenizer!r}, which takes {lowest}"
-                    f" (one token beside the special ones) to {highest}"
-                )
-            self._loaded = tokenizer
-        return self._loaded
+                numbers.append(float(value))
+            except (TypeError, ValueError):
+                numbers.append(math.nan)
+            if not math.isfinite(numbers[-1]):
+                raise MisconfigurationException(f"{table.place(row)}: the label {value!r} is no finite number")
+        return numbers
+
+    def tokenize(self, part: str, table: Table) -> TokenizedTexts:
+        """Return the samples of a split."""
+        names = [table.find(names, "text") for names in self._texts]
+        texts = [list(table[name]) for name in names]
+        for name, column in zip(names, texts, strict=True):
+            other = next((row for row, text in enumerate(column) if not isinstance(text, str)), None)
+            if other is not None:
+                raise MisconfigurationException(f"{table.place(other)}: {name} is no text, but {column[other]!r}")
+        values = self._targets_of(table, part)
+        read = self._numbers_of if self.regression else self._indices_of
+        targets = None if values is None else read(values, table)
+        encoded = self.load_tokenizer()(
+            *texts, truncation=True, max_length=self.max_length, return_attention_mask=False
+        )
+        # One text is all zeros, which models take for granted.
+        types = encoded.get("token_type_ids") if len(texts) == 2 else None
+        return TokenizedTexts(encoded["input_ids"], targets, types, table)
+
+    def check_tokenizer(self, tokenizer: Any) -> None:
+        """Check that it can cut texts off at ``max_length`` and pad them."""
+        if tokenizer.pad_token_id is None:
+            raise MisconfigurationException(
+                f"tokenizer={self.tokenizer!r} has no padding token, which a batch of texts needs: save one with it"
+                " (tokenizer.pad_token = tokenizer.eos_token) and give its folder"
+            )
+        lowest = tokenizer.num_special_tokens_to_add(len(self._texts) == 2) + len(self._texts)
+        highest = tokenizer.model_max_length
+        if not lowest <= self.max_length <= highest:
+            raise MisconfigurationException(
+                f"max_length={self.max_length} does not fit tokenizer={self.tokenizer!r}, which takes {lowest}"
+                f" (one token of each text beside the special ones) to {highest}"
+            )

@@ -1,5 +1,6 @@
-"""The papers' networks, and LightningModules that train any classifier of images or texts."""
+"""The papers' networks, and LightningModules that train classifiers of images or texts, and language models."""
 
+from lightning_lowrank.models.causal import CausalLM
 from lightning_lowrank.models.classifier import Classifier
 from lightning_lowrank.models.networks import CNN4, CNN8, MLP, VGG8, ConvBlock, ImageNetwork, Network
 from lightning_lowrank.models.resnet import ResNet18, ResNet34
@@ -10,6 +11,7 @@ __all__ = [
     "CNN8",
     "MLP",
     "VGG8",
+    "CausalLM",
     "Classifier",
     "ConvBlock",
     "ImageNetwork",

@@ -104,11 +104,11 @@ class Classifier(LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Log ``val_loss`` and ``val_acc``."""
-        self._evaluate("val", batch, self.val_accuracy)
+        self._evaluate("val", batch)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         """Log ``test_loss`` and ``test_acc``."""
-        self._evaluate("test", batch, self.test_accuracy)
+        self._evaluate("test", batch)
 
     def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
         """Return ``probabilities``, ``(batch, num_classes)``, and the likeliest ``classes``, ``(batch,)``."""
@@ -126,7 +126,8 @@ class Classifier(LightningModule):
         scheduler = None if self.scheduler is None else self.scheduler(optimizer)
         return LightningCLI.configure_optimizers(self, optimizer, scheduler)
 
-    def _evaluate(self, stage: str, batch: Any, accuracy: MulticlassAccuracy) -> None:
+    def _evaluate(self, stage: str, batch: Any) -> None:
+        accuracy = self.val_accuracy if stage == "val" else self.test_accuracy
         inputs, targets = self.split_batch(batch)
         logits = self(inputs)
         loss = F.cross_entropy(logits, targets)

@@ -1,26 +1,36 @@
-"""A LightningModule that fine-tunes a pretrained transformer to classify texts."""
+"""A LightningModule that fine-tunes a pretrained transformer to classify texts, or to predict a number for each."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torchmetrics import Metric, PearsonCorrCoef, SpearmanCorrCoef
+from torchmetrics.classification import BinaryF1Score, MulticlassMatthewsCorrCoef
 
 from lightning_lowrank.configuration import check_integer
-from lightning_lowrank.interop.transformers import import_transformers
+from lightning_lowrank.data.glue import glue_task
 from lightning_lowrank.models.classifier import Classifier
-from lightning_lowrank.seeding import default_seed, derive_seed
+from lightning_lowrank.models.pretrained import head_seed, load_pretrained
+from lightning_lowrank.seeding import default_seed
 
 
 class TextClassifier(Classifier):
-    """Trains a pretrained transformer of Hugging Face to classify texts, with cross-entropy.
+    """Trains a pretrained transformer of Hugging Face to classify texts, or pairs of texts, with cross-entropy.
 
-    A batch is a dictionary of the model's inputs (``input_ids``, ``attention_mask``) and ``labels``, class indices, as
-    `TextClassification` gives it. ``predict`` also takes inputs without ``labels``. What is logged is what `Classifier`
-    logs: ``train_loss``; ``val_loss`` and ``val_acc``; ``test_loss`` and ``test_acc``.
+    A batch is a dictionary of the model's inputs (``input_ids``, ``attention_mask``, for pairs ``token_type_ids``) and
+    ``labels``, class indices, as `TextClassification` gives it. ``predict`` also takes inputs without ``labels``. What
+    is logged is what `Classifier` logs: ``train_loss``; ``val_loss`` and ``val_acc``; ``test_loss`` and ``test_acc``.
+    A ``task`` of GLUE adds its own metrics, each under ``val_`` and ``test_``: ``f1`` (class 1 of MRPC and QQP), and
+    ``mcc`` (Matthews' correlation, CoLA).
+
+    With ``num_labels=1`` it predicts a number for each text. Then the loss is the mean squared error, ``pearson`` and
+    ``spearman`` are logged in place of ``acc``, and ``predict`` returns ``values``.
 
     With transformers 5 clients cannot step together (``execution="vectorized"``): it chooses a kernel by the attention
     mask's values, which cannot be mapped. ``"auto"`` then trains them one after another.
@@ -39,18 +49,24 @@ class TextClassifier(Classifier):
     Arguments that are not named here are those of `Classifier`.
 
     Args:
-        model: Name of a model on the Hugging Face hub, or a local folder that holds one.
-        num_labels: Number of classes.
+        model: Name of a model on the Hugging Face hub, or a local folder that holds one. Or a configuration, as a
+            dictionary with ``model_type`` or transformers' own, for random weights; or the model itself, such as one
+            that PEFT wrapped, which ``load_from_checkpoint`` must be given again.
+        num_labels: Number of classes, or 1 to predict a number. Default: the task's, or 2.
         seed: Seed of the weights that ``model`` does not hold: those of the classification head. ``None``: the seed
             given to Lightning's ``seed_everything``, or 0.
         optimizer: Makes the optimizer from the parameters that require a gradient. Default: AdamW with a learning rate
             of 2e-5 and a weight decay of 0.01 (Devlin et al. 2019, who try 2e-5 to 5e-5), for training all weights;
             LoRA needs about 1e-3.
         no_weight_decay: Patterns of parameters without weight decay, such as ``["bias", "LayerNorm"]``.
+        task: Name of a task of GLUE, as for `TextClassification`.
+        dtype: Type of the weights: ``"auto"`` for the one that the model is stored in, or a name of torch's. Weights of
+            16 bits do not change by steps smaller than their rounding: train adapters beside them, or give
+            ``"float32"`` and ``Trainer(precision="bf16-mixed")``.
 
     Raises:
         MisconfigurationException: If the model cannot be loaded, transformers is not installed, or an argument is out
-            of range.
+            of range or contradicts the task.
 
     Example:
         >>> classifier = TextClassifier("sentence-transformers/all-MiniLM-L6-v2", num_labels=2)  # doctest: +SKIP
@@ -60,23 +76,60 @@ class TextClassifier(Classifier):
 
     def __init__(
         self,
-        model: str = "sentence-transformers/all-MiniLM-L6-v2",
-        num_labels: int = 2,
+        model: Any = "sentence-transformers/all-MiniLM-L6-v2",
+        num_labels: int | None = None,
         seed: int | None = None,
         optimizer: OptimizerCallable = lambda parameters: torch.optim.AdamW(parameters, lr=2e-5, weight_decay=0.01),
         scheduler: LRSchedulerCallable | None = None,
         label_smoothing: float = 0.0,
         no_weight_decay: Sequence[str] = (),
+        task: str | None = None,
+        dtype: str = "auto",
     ) -> None:
-        check_integer("num_labels", num_labels, least=2, hint="the number of classes")
-        super().__init__(
-            _pretrained(model, num_labels, default_seed() if seed is None else seed),
-            num_labels,
-            optimizer,
-            scheduler,
-            label_smoothing,
-            no_weight_decay,
+        found = None if task is None else glue_task(task)
+        if num_labels is None:
+            num_labels = 2 if found is None else max(len(found.labels), 1)
+        check_integer("num_labels", num_labels, hint="1 to predict a number")
+        if found is not None and num_labels != max(len(found.labels), 1):
+            raise MisconfigurationException(
+                f"num_labels={num_labels}, but task={task!r} has {max(len(found.labels), 1)}: leave num_labels out"
+            )
+        regression = num_labels == 1
+        if regression and label_smoothing:
+            raise MisconfigurationException(
+                f"label_smoothing={label_smoothing} is for classes, and num_labels=1 predicts a number"
+            )
+        network = load_pretrained(
+            "AutoModelForSequenceClassification",
+            model,
+            "TextClassifier",
+            f"a classifier of num_labels={num_labels}",
+            head_seed(default_seed() if seed is None else seed),
+            dtype,
+            **({"num_labels": num_labels} if isinstance(model, str) else {}),
         )
+        if not isinstance(model, (str, Mapping)):
+            # What checkpoints keep as hyperparameters is read from this variable.
+            model = None if isinstance(model, nn.Module) else model.to_dict()
+        own = getattr(getattr(network, "config", None), "num_labels", num_labels)
+        if own != num_labels:
+            raise MisconfigurationException(
+                f"num_labels={num_labels}, but the model that was given has {own}: give num_labels to it"
+            )
+        # Classifier's own metric counts classes, of which a regression has none.
+        super().__init__(network, max(num_labels, 2), optimizer, scheduler, label_smoothing, no_weight_decay)
+        self.num_classes = num_labels
+        if regression:
+            del self.val_accuracy, self.test_accuracy
+        names = found.metrics if found is not None else ("pearson", "spearman") if regression else ("acc",)
+        for stage in ("val", "test"):
+            further = {name: _metric(name, num_labels) for name in names if name != "acc"}
+            setattr(self, f"{stage}_metrics", nn.ModuleDict(further))
+
+    @property
+    def regression(self) -> bool:
+        """Whether a number is predicted for each text, not a class."""
+        return self.num_classes == 1
 
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:  # type: ignore[override]
         """Return the logits, ``(batch, num_labels)``, of inputs by name, ``(batch, tokens)`` each."""
@@ -87,25 +140,63 @@ class TextClassifier(Classifier):
         return {name: value for name, value in batch.items() if name != "labels"}
 
     def split_batch(self, batch: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
-        """Return the model's inputs and the class indices of a batch."""
+        """Return the model's inputs and the targets of a batch."""
         if "labels" not in batch:
             raise MisconfigurationException(
                 f"a batch to train on or evaluate must hold class indices as 'labels', and this one has {list(batch)}"
             )
         return self.inputs_of(batch), batch["labels"]
 
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Return and log the batch's mean cross-entropy, smoothed by ``label_smoothing``, or mean squared error."""
+        if not self.regression:
+            return super().training_step(batch, batch_idx)
+        inputs, targets = self.split_batch(batch)
+        loss = F.mse_loss(self._numbers(inputs), targets.float())
+        self.log("train_loss", loss, on_step=False, on_epoch=True, batch_size=targets.shape[0])
+        return loss
 
-def _pretrained(name: str, num_labels: int, seed: int) -> nn.Module:
-    library = import_transformers("TextClassifier")
-    # transformers draws what a checkpoint lacks from torch's global generator.
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(derive_seed(seed, "classification head"))
-        try:
-            network = library.AutoModelForSequenceClassification.from_pretrained(name, num_labels=num_labels)
-        except (OSError, ValueError, RuntimeError) as error:
-            raise MisconfigurationException(
-                f"model={name!r} cannot be loaded as a classifier of num_labels={num_labels}: give a name on the"
-                f" Hugging Face hub or a local folder with a model. {error}"
-            ) from error
-    # transformers leaves a loaded model in evaluation mode, without dropout, and may load it in half precision.
-    return network.float().train()
+    def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        """Return ``probabilities``, ``(batch, num_labels)``, and the likeliest ``classes``; or ``values`` alone."""
+        if self.regression:
+            return {"values": self._numbers(self.inputs_of(batch))}
+        return super().predict_step(batch, batch_idx)
+
+    def _numbers(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        return self(inputs).squeeze(1).float()
+
+    def _evaluate(self, stage: str, batch: Any) -> None:
+        inputs, targets = self.split_batch(batch)
+        metrics: dict[str, Metric] = dict(getattr(self, f"{stage}_metrics").items())
+        if self.regression:
+            found = self._numbers(inputs)
+            loss = F.mse_loss(found, targets.float())
+            targets = targets.float()
+        else:
+            logits = self(inputs)
+            loss, found = F.cross_entropy(logits.float(), targets), logits.argmax(dim=1)
+            metrics = {"acc": getattr(self, f"{stage}_accuracy"), **metrics}
+        self.log(f"{stage}_loss", loss, batch_size=len(targets), prog_bar=True)
+        for name, metric in metrics.items():
+            metric.update(found, targets)
+            self.log(f"{stage}_{name}", metric, batch_size=len(targets), prog_bar=True)
+
+
+class _Pearson(PearsonCorrCoef):
+    # torchmetrics leaves it open.
+    higher_is_better = True
+
+
+class _Matthews(MulticlassMatthewsCorrCoef):
+    def compute(self) -> Tensor:
+        """Return 0 where all texts are of one class or are put into one, as GLUE's metric does."""
+        undefined = any(int((self.confmat.sum(dim) > 0).sum()) < 2 for dim in (0, 1))
+        return self.confmat.new_zeros((), dtype=torch.float32) if undefined else super().compute()
+
+
+def _metric(name: str, num_labels: int) -> Metric:
+    if name == "f1":
+        return BinaryF1Score(validate_args=False)
+    if name == "mcc":
+        return _Matthews(num_labels, validate_args=False)
+    return _Pearson() if name == "pearson" else SpearmanCorrCoef()

@@ -10,8 +10,9 @@ import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
+from torch.utils.data import ConcatDataset, Subset
 
-from lightning_lowrank import Dirichlet, FedAvg, FederatedLoop
+from lightning_lowrank import ByKey, Dirichlet, FedAvg, FederatedLoop
 from lightning_lowrank.data import PadTexts, TextClassification, TokenizedTexts
 from lightning_lowrank.federated.data import find_labels
 from tests import texts
@@ -53,7 +54,7 @@ def test_a_sample_is_found_from_the_end_and_not_beyond():
     assert dataset[-1]["input_ids"].dtype == torch.int64
     with pytest.raises(IndexError):
         dataset[3]
-    with pytest.raises(ValueError, match="one class index for each of 2 texts"):
+    with pytest.raises(ValueError, match="one for each of 2 texts, got 1"):
         TokenizedTexts([[1], [2]], [0])
     with pytest.raises(ValueError, match="text 1 has none"):
         TokenizedTexts([[1], []], [0, 1])
@@ -156,7 +157,7 @@ def test_validation_needs_no_test_file(tmp_path, tokenizer):
 def test_files_may_have_other_names(tmp_path, tokenizer):
     for name, count in (("a", 4), ("b", 6), ("c", 8)):
         texts.write(tmp_path / name, texts.sentences(count, 0))
-    data = TextClassification(str(tmp_path), tokenizer, train_file="a", validation_file="b", test_file="c")
+    data = TextClassification(str(tmp_path), tokenizer, train="a", validation="b", test="c")
     data.setup()
     assert [len(dataset) for dataset in (data.train_set, data.validation_set, data.test_set)] == [4, 6, 8]
 
@@ -217,9 +218,9 @@ def test_a_malformed_line_is_named(tmp_path, tokenizer, line, message, header):
     before = ["sentence\tlabel"] if header else ["a film\t1"]
     (tmp_path / "train.tsv").write_text("\n".join([*before, "a story\t0", line, "the film\t1", ""]))
     with pytest.raises(MisconfigurationException, match=message):
-        TextClassification(
-            str(tmp_path), tokenizer, validation_file="train.tsv", header=header, labels=["0", "1"]
-        ).setup("fit")
+        TextClassification(str(tmp_path), tokenizer, validation="train.tsv", header=header, labels=["0", "1"]).setup(
+            "fit"
+        )
 
 
 def test_a_label_that_training_does_not_know_is_named(tmp_path, tokenizer):
@@ -243,12 +244,12 @@ def test_a_label_that_training_does_not_know_is_named(tmp_path, tokenizer):
 def test_a_useless_file_is_refused(tmp_path, tokenizer, content, message):
     (tmp_path / "train.tsv").write_bytes(content)
     with pytest.raises(MisconfigurationException, match=message):
-        TextClassification(str(tmp_path), tokenizer, validation_file="train.tsv", header=True).setup("fit")
+        TextClassification(str(tmp_path), tokenizer, validation="train.tsv", header=True).setup("fit")
 
 
 def test_line_ends_and_byte_order_marks_of_windows_are_no_part_of_a_text(tmp_path, tokenizer):
     (tmp_path / "train.tsv").write_bytes("\ufeffgood film\t1\r\nbad\u2028film\t0\r\n".encode())
-    data = TextClassification(str(tmp_path), tokenizer, validation_file="train.tsv")
+    data = TextClassification(str(tmp_path), tokenizer, validation="train.tsv")
     data.setup("fit")
     assert data.classes == ["0", "1"]
     assert data.train_set[0]["input_ids"].tolist() == encoded("good film")
@@ -305,6 +306,177 @@ def test_a_missing_library_is_named_with_its_extra(root, tokenizer, monkeypatch)
         MisconfigurationException, match=r"TextClassification needs .*lightning_lowrank\[transformers\]"
     ):
         TextClassification(str(root), tokenizer).setup()
+
+
+# Pairs, numbers, tasks of GLUE, and data sets of Hugging Face
+
+ROWS = [
+    {"premise": "a film", "hypothesis": "a good story", "label": 2, "speaker": "ben"},
+    {"premise": "the actors and a film", "hypothesis": "bad", "label": 0, "speaker": "ada"},
+    {"premise": "warm", "hypothesis": "cold", "label": 1, "speaker": "ben"},
+]
+
+
+def pair(first: str, second: str) -> list[int]:
+    return encoded(first) + encoded(second)[1:]
+
+
+def test_pairs_are_tokenised_together(tmp_path):
+    typed = texts.save_tokenizer(tmp_path, model_input_names=["input_ids", "token_type_ids", "attention_mask"])
+    splits = {"train": ROWS, "validation": ROWS}
+    data = TextClassification(tokenizer=str(typed), dataset=splits, text=["premise", "hypothesis"])
+    data.setup("fit")
+    assert data.classes == ["0", "1", "2"]
+    batch = data.collate()([data.train_set[index] for index in range(3)])
+    own = [pair(row["premise"], row["hypothesis"]) for row in ROWS]
+    longest = max(map(len, own))
+    assert batch["input_ids"].tolist() == [ids + [texts.PADDING] * (longest - len(ids)) for ids in own]
+    for types, row, ids in zip(batch["token_type_ids"].tolist(), ROWS, own, strict=True):
+        first = len(encoded(row["premise"]))
+        assert types == [0] * first + [1] * (len(ids) - first) + [0] * (longest - len(ids))
+    assert batch["labels"].tolist() == [2, 0, 1]
+    assert data.train_set.lengths.tolist() == [len(ids) for ids in own]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("train.tsv", 'who\tq\ttext\n1\tyes\ta film\n2\tno\tthe "film\n'),
+        ("train.csv", 'who,q,text\n1,yes,a film\n2,no,"the ""film"\n'),
+        ("train.jsonl", '{"who": 1, "q": "yes", "text": "a film"}\n{"who": 2, "q": "no", "text": "the \\"film"}\n'),
+        ("train.json", '[{"who": 1, "q": "yes", "text": "a film"}, {"who": 2, "q": "no", "text": "the \\"film"}]'),
+    ],
+)
+def test_named_columns_are_read_from_every_kind_of_file(tmp_path, tokenizer, name, content):
+    (tmp_path / name).write_text(content)
+    given = {"train": name, "validation": name, "text": "text", "label": "q"}
+    data = TextClassification(str(tmp_path), tokenizer, **given)
+    data.setup("fit")
+    assert data.classes == ["no", "yes"]
+    assert data.train_set.targets.tolist() == [1, 0]
+    assert data.train_set[0]["input_ids"].tolist() == encoded("a film")
+    assert [str(key) for key in data.train_set["who"]] == ["1", "2"]
+    data = TextClassification(str(tmp_path), tokenizer, **{**given, "text": "sentence"})
+    with pytest.raises(MisconfigurationException, match=r"has no column 'sentence' \(text\); it has who, q, text"):
+        data.setup("fit")
+
+
+@pytest.mark.parametrize(
+    ("task", "columns", "files", "expected"),
+    [
+        ("sst2", "sentence\tlabel", ["a film\t1", "bad\t0"], [1, 0]),
+        ("rte", "index\tsentence1\tsentence2\tlabel", ["0\ta\tfilm\tnot_entailment", "1\ta\ta\tentailment"], [1, 0]),
+        ("mrpc", "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String", ["1\t8\t9\ta film\tbad", "0\t8\t9\ta\ta"], [1, 0]),
+        ("qqp", "id\tquestion1\tquestion2\tis_duplicate", ["0\ta\tfilm\t0", "1\ta\ta\t1"], [0, 1]),
+        ("cola", None, ["gj04\t1\t\ta film", "gj04\t0\t*\tbad"], [1, 0]),
+        ("stsb", "index\tsentence1\tsentence2\tscore", ["0\ta\tfilm\t2.5", "1\ta\ta\t5"], [2.5, 5.0]),
+        (
+            "mnli",
+            "index\tsentence1\tsentence2\tlabel1\tgold_label",
+            ["0\ta\tfilm\tneutral\tcontradiction", "1\ta\ta\tneutral\tentailment"],
+            [2, 0],
+        ),
+    ],
+)
+def test_glues_own_files_are_read(tmp_path, tokenizer, task, columns, files, expected):
+    (tmp_path / "train.tsv").write_text("\n".join([columns, *files] if columns else files) + "\n")
+    data = TextClassification(str(tmp_path), tokenizer, task=task, validation="train.tsv")
+    data.setup("fit")
+    assert data.train_set.targets.tolist() == expected
+    assert data.regression is (task == "stsb")
+    assert data.train_set[0]["input_ids"][0] == texts.WORDS.index("[CLS]")
+
+
+def test_the_hubs_numbers_are_glues_labels(tokenizer):
+    rows = [{"premise": "a", "hypothesis": "film", "label": label} for label in (2, 0, 1)]
+    splits = {"train": rows, "validation_matched": rows, "test_matched": [{**row, "label": -1} for row in rows]}
+    data = TextClassification(tokenizer=tokenizer, dataset=splits, task="mnli")
+    data.setup()
+    assert data.train_set.targets.tolist() == [2, 0, 1]
+    assert data.classes == ["entailment", "neutral", "contradiction"]
+    assert data.test_set.targets is None
+    assert set(next(iter(data.predict_dataloader()))) == {"input_ids", "attention_mask"}
+    del splits["validation_matched"]
+    with pytest.raises(MisconfigurationException, match=r"no split 'validation_matched' .*; it has train"):
+        TextClassification(tokenizer=tokenizer, dataset=splits, task="mnli").setup("fit")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rows", "message"),
+    [
+        ({"regression": True}, [{"text": "a", "label": "high"}], "row 0: the label 'high' is no finite number"),
+        ({}, [{"text": "a", "label": 1}, {"text": None, "label": 0}], "row 1: text is no text, but None"),
+        ({}, [{"text": "a", "label": 1}, {"text": "a", "label": None}], "row 1: there is no label, but None"),
+        ({}, [{"text": "a", "label": 1}, {"text": "a", "label": 1}], "numbers to predict need regression=True"),
+        ({}, [], "has no rows"),
+        ({}, ["a"], "row 0: must be a dictionary, got str"),
+        ({}, 7, "must be a datasets.Dataset or a list of dictionaries, got int"),
+    ],
+)
+def test_a_useless_split_is_refused(tokenizer, arguments, rows, message):
+    splits = {"train": rows, "validation": [{"text": "a", "label": 0}]}
+    with pytest.raises(MisconfigurationException, match=message):
+        TextClassification(tokenizer=tokenizer, dataset=splits, **arguments).setup("fit")
+
+
+def test_numbers_are_no_labels_to_divide_by(tokenizer):
+    rows = [{"text": "a film", "label": score} for score in (0.5, 1.0, 3.5)]
+    data = TextClassification(tokenizer=tokenizer, dataset={"train": rows, "validation": rows}, regression=True)
+    data.setup("fit")
+    with pytest.raises(MisconfigurationException, match="For regression targets"):
+        find_labels(data.train_set)
+
+
+def test_natural_clients_are_found_by_a_column(tokenizer):
+    data = TextClassification(tokenizer=tokenizer, dataset={"train": ROWS, "validation": ROWS}, text="premise")
+    data.setup("fit")
+    indices = ByKey("speaker").split(Subset(data.train_set, [2, 1]), clients=None, seed=0)
+    assert indices.names == ("ada", "ben")
+    assert [part.tolist() for part in indices] == [[1], [0]]
+    with pytest.raises(KeyError, match="no column 'doctor'"):
+        data.train_set["doctor"]
+
+
+def test_a_hugging_face_data_set_is_divided_without_reading_a_sample(tmp_path, tokenizer, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    stored = datasets.Dataset.from_list(ROWS).select([2, 0, 1]).with_format("torch")
+    assert find_labels(stored).tolist() == [1, 2, 0]
+    assert ByKey("speaker").split(ConcatDataset([stored, stored]), None, 0)[0].tolist() == [2, 5]
+
+    datasets.DatasetDict(train=stored, validation=stored).save_to_disk(tmp_path / "saved")
+    data = TextClassification(tokenizer=tokenizer, dataset=str(tmp_path / "saved"), text=["premise", "hypothesis"])
+    data.setup("fit")
+    assert data.train_set.targets.tolist() == [1, 2, 0]
+    assert data.train_set[1]["input_ids"].tolist() == pair("a film", "a good story")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(MisconfigurationException, match=r"dataset='.*nowhere' cannot be loaded"):
+        TextClassification(tokenizer=tokenizer, dataset=str(tmp_path / "nowhere")).setup("fit")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(MisconfigurationException, match=r"needs datasets: .*lightning_lowrank\[datasets\]"):
+        TextClassification(tokenizer=tokenizer, dataset="nobody/nothing").setup("fit")
+
+
+def test_clients_train_on_a_hugging_face_data_set_with_its_own_collator(tmp_path, tokenizer):
+    datasets, transformers = pytest.importorskip("datasets"), pytest.importorskip("transformers")
+    loaded = transformers.AutoTokenizer.from_pretrained(tokenizer)
+    rows = [
+        {"text": text, "label": int(label), "who": index % 3}
+        for index, (text, label) in enumerate(texts.sentences(12, 0))
+    ]
+    stored = datasets.Dataset.from_list(rows).map(lambda batch: loaded(batch["text"]), batched=True)
+    who = stored["who"][:]
+    stored = stored.remove_columns(["text", "token_type_ids"] if "token_type_ids" in stored.column_names else ["text"])
+    loader = torch.utils.data.DataLoader(
+        stored, batch_size=2, shuffle=True, collate_fn=transformers.DataCollatorWithPadding(loaded)
+    )
+    loop = FederatedLoop(FedAvg(), partition=ByKey("who"), seed=0, summary=False)
+    module = BagOfTokens()
+    before = weights(module)
+    fit(trainer(tmp_path, loop, max_epochs=1), module, loader)
+    assert loop.indices.sizes.tolist() == [4, 4, 4]
+    assert [[who[index] for index in part] for part in loop.indices] == [[0] * 4, [1] * 4, [2] * 4]
+    assert len(module.shapes) == 6
+    assert any(not torch.equal(before[name], value) for name, value in weights(module).items())
 
 
 # In rounds

@@ -140,13 +140,14 @@ def test_seed_everything_seeds_the_head(folder):
     assert not torch.equal(heads[1], heads[2])
 
 
-def test_the_encoder_is_the_pretrained_one_in_training_mode_and_full_precision(tmp_path):
+def test_the_encoder_is_the_pretrained_one_in_training_mode_and_the_precision_asked_for(tmp_path):
     folder = texts.save_model(tmp_path, torch.bfloat16, hidden_dropout_prob=0.5)
-    pretrained = transformers.BertModel.from_pretrained(folder).float().state_dict()
-    module = TextClassifier(str(folder))
-    for name, value in pretrained.items():
-        assert torch.equal(module.network.bert.state_dict()[name], value)
-    assert {parameter.dtype for parameter in module.parameters()} == {torch.float32}
+    pretrained = transformers.BertModel.from_pretrained(folder).state_dict()
+    for dtype, expected in (("auto", torch.bfloat16), ("float32", torch.float32)):
+        module = TextClassifier(str(folder), dtype=dtype)
+        for name, value in pretrained.items():
+            assert torch.equal(module.network.bert.state_dict()[name], value.to(expected))
+        assert {parameter.dtype for parameter in module.parameters()} == {expected}
     assert all(part.training for part in module.modules())
     inputs = {"input_ids": torch.tensor([[1, 4, 2]])}
     assert not torch.equal(module(inputs), module(inputs))
@@ -166,8 +167,15 @@ def test_a_model_that_cannot_be_loaded_is_named(tmp_path, place):
 
 
 def test_wrong_arguments_are_refused(folder, monkeypatch):
-    with pytest.raises(MisconfigurationException, match="num_labels must be at least 2"):
-        TextClassifier(folder, num_labels=1)
+    for arguments, message in (
+        ({"num_labels": 0}, "num_labels must be at least 1"),
+        ({"num_labels": 1, "label_smoothing": 0.1}, "label_smoothing=0.1 is for classes"),
+        ({"num_labels": 2, "task": "mnli"}, "num_labels=2, but task='mnli' has 3"),
+        ({"task": "glue"}, "task must be one of GLUE's, cola, .* got 'glue'"),
+        ({"dtype": "int8"}, "dtype must be 'auto' or a floating point type .* got 'int8'"),
+    ):
+        with pytest.raises(MisconfigurationException, match=message):
+            TextClassifier(folder, **arguments)
     with pytest.raises(MisconfigurationException, match="label_smoothing"):
         TextClassifier(folder, label_smoothing=2.0)
     monkeypatch.setitem(sys.modules, "transformers", None)
@@ -193,6 +201,70 @@ def test_decay_leaves_parameters_alone_by_name(folder):
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     assert all("LayerNorm" in names[id(p)] or names[id(p)].endswith("bias") for p in spared["params"])
     assert sum(len(group) for group in (decayed["params"], spared["params"])) == len(names)
+
+
+def test_a_configuration_gives_random_weights_of_the_seed(tmp_path, folder):
+    config = {"model_type": "bert", "vocab_size": 30, "hidden_size": 8, "num_hidden_layers": 1}
+    config |= {"num_attention_heads": 1, "intermediate_size": 8, "num_labels": 3}
+    module = TextClassifier(config, num_labels=3, seed=1)
+    assert_same(weights(module), weights(TextClassifier(config, num_labels=3, seed=1)))
+    assert not torch.equal(
+        module.network.classifier.weight, TextClassifier(config, num_labels=3, seed=2).network.classifier.weight
+    )
+    with pytest.raises(MisconfigurationException, match=r"num_labels=2, but the model that was given has 3"):
+        TextClassifier(config)
+    assert TextClassifier(module.network, num_labels=3).network is module.network
+
+
+# What GLUE reports
+
+
+@pytest.mark.parametrize(
+    ("task", "names"),
+    [("mrpc", {"acc", "f1"}), ("cola", {"acc", "mcc"}), ("stsb", {"pearson", "spearman"})],
+)
+def test_a_task_is_judged_by_its_own_metrics(tmp_path, folder, task, names):
+    rows = [
+        {
+            "sentence": text,
+            "sentence1": text,
+            "sentence2": "a film",
+            "label": 5 * row / 24 if task == "stsb" else int(label),
+        }
+        for row, (text, label) in enumerate(texts.sentences(25, 3))
+    ]
+    data = TextClassification(
+        tokenizer=folder, dataset={"train": rows, "validation": rows}, task=task, batch_size=5, eval_batch_size=7
+    )
+    module = TextClassifier(folder, task=task, optimizer=ADAMW)
+    fitted = trainer(tmp_path, max_epochs=1)
+    fit(fitted, module, data)
+    logged = {name: float(value) for name, value in fitted.callback_metrics.items()}
+    assert set(logged) == {"train_loss", "val_loss", *(f"val_{name}" for name in names)}
+    module.eval()
+    batches = list(data.val_dataloader())
+    with torch.no_grad():
+        outputs = torch.cat([module(module.inputs_of(batch)) for batch in batches])
+    targets = torch.cat([batch["labels"] for batch in batches])
+    if task == "stsb":
+        found = outputs[:, 0].double()
+        both = torch.stack([found, targets.double()])
+        ranks = both.argsort(1).argsort(1).double()
+        assert logged["val_pearson"] == pytest.approx(torch.corrcoef(both)[0, 1].item(), abs=1e-4)
+        assert logged["val_spearman"] == pytest.approx(torch.corrcoef(ranks)[0, 1].item(), abs=1e-4)
+        assert logged["val_loss"] == pytest.approx((found - targets).square().mean().item(), rel=1e-4)
+        predicted = module.predict_step(batches[0], 0)
+        torch.testing.assert_close(predicted["values"], outputs[:7, 0])
+        return
+    guess = outputs.argmax(1)
+    hit, miss = (guess == 1)[targets == 1].sum().item(), (guess == 0)[targets == 1].sum().item()
+    false, right = (guess == 1)[targets == 0].sum().item(), (guess == 0)[targets == 0].sum().item()
+    assert logged["val_acc"] == pytest.approx((hit + right) / 25)
+    if task == "mrpc":
+        assert logged["val_f1"] == pytest.approx(2 * hit / max(2 * hit + false + miss, 1))
+    else:
+        root = ((hit + false) * (hit + miss) * (right + false) * (right + miss)) ** 0.5
+        assert logged["val_mcc"] == pytest.approx((hit * right - false * miss) / root if root else 0.0, abs=1e-6)
 
 
 # LoRA in rounds

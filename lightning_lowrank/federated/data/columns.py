@@ -17,21 +17,30 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 Column: TypeAlias = np.ndarray
 
 
-def find_column(dataset: Dataset, names: Sequence[str], pick: Callable[[Any], Any], what: str, advice: str) -> Column:
-    """Return the first attribute that has one entry for each sample, or else what `pick` finds in the samples.
+def find_column(
+    dataset: Dataset,
+    names: Sequence[str],
+    columns: Sequence[str],
+    pick: Callable[[Any], Any],
+    what: str,
+    advice: str,
+) -> Column:
+    """Return the first attribute that has one entry for each sample, or else a column, or what `pick` finds in samples.
 
-    Attributes are found through `torch.utils.data.Subset` and `torch.utils.data.ConcatDataset` as well, without
-    loading a sample; of ``tensors`` the last is meant. For ``pick`` the dataset is read once, and the global random
-    number generators are given back as they were.
+    A dataset has columns where ``dataset.column_names`` lists them and ``dataset[name]`` returns one, as a
+    `datasets.Dataset` does. Both are found through `torch.utils.data.Subset` and `torch.utils.data.ConcatDataset` as
+    well, without loading a sample; of ``tensors`` the last is meant. For ``pick`` the dataset is read once, and the
+    global random number generators are given back as they were.
 
     Args:
         dataset: A map-style dataset.
         names: Attributes to look for.
+        columns: Columns to look for.
         pick: Returns a sample's entry.
         what: What is read, for the progress bar.
         advice: Last part of error messages: what would work.
     """
-    values = _attribute_values(dataset, names, advice)
+    values = _stored_values(dataset, names, columns, advice)
     if values is None:
         # A console of its own: only one live display fits on a console, and the trainer's bar may be one.
         console = Console(stderr=True)
@@ -93,19 +102,25 @@ def describe(sample: Any) -> str:
     return f"of type {type(sample).__name__}"
 
 
-def _attribute_values(dataset: Dataset, names: Sequence[str], advice: str) -> Column | None:
-    """Return the first of the attributes with one entry for each sample, looking through wrappers."""
+def _stored_values(dataset: Dataset, names: Sequence[str], columns: Sequence[str], advice: str) -> Column | None:
+    """Return the first of the attributes and columns with one entry for each sample, looking through wrappers."""
     for name in names:
         values = getattr(dataset, name, None)
         if name == "tensors" and isinstance(values, (tuple, list)) and values:
             values = values[-1]
         if _is_column(values, length_of(dataset)):
             return to_column(values, f"{type(dataset).__name__}.{name}", advice)
+    held = getattr(dataset, "column_names", None)
+    for name in columns:
+        if isinstance(held, list) and name in held:
+            # The format of a datasets.Dataset is for its samples.
+            stored: Any = dataset.with_format(None) if hasattr(dataset, "with_format") else dataset
+            return to_column(stored[name][:], f"{type(dataset).__name__}[{name!r}]", advice)
     if isinstance(dataset, Subset):
-        values = _attribute_values(dataset.dataset, names, advice)
+        values = _stored_values(dataset.dataset, names, columns, advice)
         return None if values is None else values[[int(index) for index in dataset.indices]]
     if isinstance(dataset, ConcatDataset):
-        parts = [_attribute_values(part, names, advice) for part in dataset.datasets]
+        parts = [_stored_values(part, names, columns, advice) for part in dataset.datasets]
         found = [part for part in parts if part is not None]
         if len(found) == len(parts):
             # numpy would turn integers into strings.

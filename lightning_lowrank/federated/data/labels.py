@@ -17,6 +17,7 @@ _ADVICE = (
     "labels must be one integer or string for each sample. For regression targets, several labels or one-hot"
     " vectors give labels=, a function dataset -> labels that says how to group the samples."
 )
+_FIELDS = ("label", "labels", "target")
 
 
 def find_labels(dataset: Dataset, labels: Callable[[Any], Any] | None = None) -> Tensor:
@@ -24,9 +25,11 @@ def find_labels(dataset: Dataset, labels: Callable[[Any], Any] | None = None) ->
 
     The first of these that has one entry for each sample is taken: the dataset's ``targets``, its ``labels``, the last
     of its ``tensors`` (each found through `torch.utils.data.Subset` and `torch.utils.data.ConcatDataset` as well). Such
-    attributes are read without loading a sample, so transforms of the targets are not applied. Otherwise the dataset is
-    read once: ``sample[1]`` of tuples and lists, ``sample["label"]``, ``["labels"]`` or ``["target"]`` of dictionaries.
-    The global random number generators, which a dataset's augmentations may use, are given back as they were.
+    attributes are read without loading a sample, so transforms of the targets are not applied. The same is true of
+    the columns ``label``, ``labels`` or ``target`` of a `datasets.Dataset`, which are looked for next. Otherwise the
+    dataset is read once: ``sample[1]`` of tuples and lists, ``sample["label"]``, ``["labels"]`` or ``["target"]`` of
+    dictionaries. The global random number generators, which a dataset's augmentations may use, are given back as they
+    were.
 
     Args:
         dataset: A map-style dataset.
@@ -49,7 +52,7 @@ def find_labels(dataset: Dataset, labels: Callable[[Any], Any] | None = None) ->
     if labels is not None:
         values = call_on(dataset, labels, "labels", _ADVICE)
     else:
-        values = find_column(dataset, ("targets", "labels", "tensors"), _label_of, "labels", _ADVICE)
+        values = find_column(dataset, ("targets", "labels", "tensors"), _FIELDS, _label_of, "labels", _ADVICE)
     if values.dtype.kind == "U":
         values = np.unique(values, return_inverse=True)[1]
     return torch.from_numpy(values.astype(np.int64))
@@ -57,7 +60,7 @@ def find_labels(dataset: Dataset, labels: Callable[[Any], Any] | None = None) ->
 
 def _label_of(sample: Any) -> Any:
     if isinstance(sample, Mapping):
-        for name in ("label", "labels", "target"):
+        for name in _FIELDS:
             if name in sample:
                 return sample[name]
     elif isinstance(sample, (tuple, list)) and len(sample) > 1:

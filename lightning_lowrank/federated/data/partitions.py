@@ -349,10 +349,11 @@ class ByKey(Partition):
     assigned and nothing is drawn.
 
     Args:
-        key: Where the samples' keys are. A name: that attribute of the dataset if it holds one entry for each sample
-            (found through `torch.utils.data.Subset` and `torch.utils.data.ConcatDataset` as well), or else that field
-            of the samples, which must be dictionaries (one pass over the dataset). Or a function that takes the dataset
-            and returns one key for each sample. Keys are integers or strings.
+        key: Where the samples' keys are. A name: that attribute of the dataset if it holds one entry for each sample,
+            or else that column of a `datasets.Dataset` or of a dataset of texts of `lightning_lowrank.data` (both found
+            through `torch.utils.data.Subset` and `torch.utils.data.ConcatDataset` as well), or else that field of the
+            samples, which must be dictionaries (one pass over the dataset). Or a function that takes the dataset and
+            returns one key for each sample. Keys are integers or strings.
 
     Raises:
         MisconfigurationException: If the keys cannot be found, are of another type, or ``clients`` is given and is not
@@ -376,7 +377,7 @@ class ByKey(Partition):
         """Return the key of each sample, an array of integers or strings."""
         if callable(self.key):
             return call_on(dataset, self.key, "key", _KEY_ADVICE)
-        return find_column(dataset, (self.key,), self._key_of, self.key, _KEY_ADVICE)
+        return find_column(dataset, (self.key,), (self.key,), self._key_of, self.key, _KEY_ADVICE)
 
     def _key_of(self, sample: Any) -> Any:
         if isinstance(sample, Mapping) and self.key in sample:

@@ -1,0 +1,224 @@
+"""Rows of named columns: from files, from Hugging Face `datasets`, or from Python's own lists.
+
+The datamodules of texts read their splits as a `Table`, and keep it beside the tokens, so that `ByKey` finds clients in
+any of its columns.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_lowrank.arguments import listed
+
+
+class Table:
+    """Columns of one length, and where each of their rows came from.
+
+    Args:
+        columns: The columns by name.
+        source: What the rows came from, for messages.
+        first_line: Line of the file that the first row stood in; ``None``: rows are counted from 0.
+
+    Example:
+        >>> table = Table({"text": ["good", "bad"], "speaker": ["ada", "ben"]}, "train.tsv", first_line=2)
+        >>> len(table), table["speaker"], table.place(1)
+        (2, ['ada', 'ben'], 'train.tsv, line 3')
+    """
+
+    def __init__(self, columns: Mapping[str, Sequence[Any]], source: str, first_line: int | None = None) -> None:
+        self._columns = dict(columns)
+        self.source = source
+        self.first_line = first_line
+
+    @property
+    def column_names(self) -> list[str]:
+        """The columns' names."""
+        return list(self._columns)
+
+    def __len__(self) -> int:
+        return len(next(iter(self._columns.values()), ()))
+
+    def __getitem__(self, name: str) -> Sequence[Any]:
+        return self._columns[name]
+
+    def place(self, row: int) -> str:
+        """Say where a row came from."""
+        if self.first_line is None:
+            return f"{self.source}, row {row}"
+        return f"{self.source}, line {self.first_line + row}"
+
+    def find(self, names: Sequence[str], argument: str) -> str:
+        """Return the first of these names that a column has.
+
+        Raises:
+            MisconfigurationException: If there is none; ``argument`` is what names the column.
+        """
+        found = next((name for name in names if name in self._columns), None)
+        if found is None:
+            raise MisconfigurationException(
+                f"{self.source} has no column {' or '.join(map(repr, names))} ({argument});"
+                f" it has {listed(self.column_names)}"
+            )
+        return found
+
+    def select(self, rows: Sequence[int]) -> Table:
+        """Return the table of some of the rows; these say no lines of a file."""
+        return Table({name: [column[row] for row in rows] for name, column in self._columns.items()}, self.source)
+
+
+def find_file(root: str, name: str) -> Path:
+    """Return the path of a file in a folder.
+
+    Raises:
+        MisconfigurationException: If there is no such folder or file.
+    """
+    path = Path(root, name)
+    if not path.parent.is_dir():
+        raise MisconfigurationException(f"root={root!r}: there is no folder {path.parent}")
+    if not path.is_file():
+        present = ", ".join(sorted(file.name for file in path.parent.iterdir())[:10]) or "nothing"
+        raise MisconfigurationException(f"there is no file {path}; {path.parent} holds {present}")
+    return path
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file in UTF-8, without a byte order mark."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise MisconfigurationException(f"{path} is not UTF-8: {error}") from error
+
+
+def read_table(path: Path, names: Sequence[str] | None = None) -> Table:
+    r"""Read a file of rows: ``.jsonl``, ``.json`` (a list of objects), ``.csv``, or else columns apart by tabs.
+
+    Quotes mean something in ``.csv`` alone, as in GLUE's files.
+
+    Args:
+        path: The file, in UTF-8.
+        names: The columns' names where the first line does not say them; not for JSON.
+
+    Raises:
+        MisconfigurationException: If a line is malformed; it is named.
+    """
+    text = read_text(path)
+    if path.suffix == ".json":
+        try:
+            rows = json.loads(text)
+        except ValueError as error:
+            raise MisconfigurationException(f"{path} is no valid JSON: {error}") from error
+        if not isinstance(rows, list):
+            raise MisconfigurationException(f"{path} must hold a list of objects, got {type(rows).__name__}")
+        return table_of(rows, str(path))
+    lines = text.removesuffix("\n").split("\n")
+    if path.suffix in (".jsonl", ".ndjson"):
+        rows = []
+        for number, line in enumerate(lines, start=1):
+            try:
+                rows.append(json.loads(line))
+            except ValueError as error:
+                raise MisconfigurationException(f"{path}, line {number}: no valid JSON: {error}") from error
+        return table_of(rows, str(path), first_line=1)
+    if path.suffix == ".csv":
+        cells = list(csv.reader(text.splitlines(keepends=True)))
+        # A quoted cell may hold line ends, so that a row has no line of its own.
+        first_line = None
+    else:
+        cells, first_line = [line.rstrip("\r").split("\t") for line in lines], 1
+    if names is None:
+        names, cells = cells[0] if cells else [], cells[1:]
+        first_line = None if first_line is None else 2
+    if not cells:
+        raise MisconfigurationException(f"{path} holds no line but its header, {listed(names)}")
+    for row, parts in enumerate(cells):
+        if len(parts) != len(names):
+            place = Table({}, str(path), first_line).place(row)
+            raise MisconfigurationException(
+                f"{place}: there are {len(parts)} cells for the {len(names)} columns {listed(names)}"
+            )
+    return Table({name: [parts[place] for parts in cells] for place, name in enumerate(names)}, str(path), first_line)
+
+
+def table_of(rows: Any, source: str, first_line: int | None = None) -> Table:
+    """Return the table of a `datasets.Dataset` or of a list of dictionaries.
+
+    Columns are those of the first row; a row that lacks one has ``None``.
+    """
+    if isinstance(rows, Table):
+        return rows
+    names = getattr(rows, "column_names", None)
+    if isinstance(names, list):
+        stored = rows.with_format(None) if hasattr(rows, "with_format") else rows
+        return Table({name: stored[name][:] for name in names}, source)
+    if not isinstance(rows, Sequence) or isinstance(rows, (str, bytes)):
+        raise MisconfigurationException(
+            f"{source} must be a datasets.Dataset or a list of dictionaries, got {type(rows).__name__}"
+        )
+    if not rows:
+        raise MisconfigurationException(f"{source} has no rows")
+    other = next((row for row, entry in enumerate(rows) if not isinstance(entry, Mapping)), None)
+    if other is not None:
+        place = Table({}, source, first_line).place(other)
+        raise MisconfigurationException(f"{place}: must be a dictionary, got {type(rows[other]).__name__}")
+    return Table({name: [row.get(name) for row in rows] for name in rows[0]}, source, first_line)
+
+
+def import_datasets(user: str) -> ModuleType:
+    """Import `datasets`, or say that ``user`` needs it and which extra installs it."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise MisconfigurationException(
+            f'{user} needs datasets: pip install "lightning_lowrank[datasets]" ({error})'
+        ) from error
+    return datasets
+
+
+def load_splits(dataset: Any, root: str, user: str) -> Mapping[str, Any]:
+    """Return the splits of a data set by name.
+
+    Args:
+        dataset: Name of a data set on the Hugging Face hub, or a local folder of files or of ``save_to_disk``; a list
+            of the name and its configuration; or the splits themselves: a `datasets.DatasetDict` or another dictionary.
+        root: Folder in which downloads are kept.
+        user: What needs it, for messages.
+
+    Raises:
+        MisconfigurationException: If it cannot be loaded, or `datasets` is not installed.
+    """
+    if isinstance(dataset, Mapping):
+        return dataset
+    names = [dataset] if isinstance(dataset, str) else dataset
+    if not (isinstance(names, Iterable) and all(isinstance(name, str) for name in names)):
+        raise MisconfigurationException(
+            "dataset must be a name, a list of a name and its configuration, or a dictionary of splits, got"
+            f" {type(dataset).__name__}"
+        )
+    library, names = import_datasets(user), list(names)
+    try:
+        if len(names) == 1 and Path(names[0], "dataset_dict.json").is_file():
+            return library.load_from_disk(names[0])
+        return library.load_dataset(*names, cache_dir=root)
+    except (OSError, ValueError, RuntimeError, library.exceptions.DatasetsError) as error:
+        raise MisconfigurationException(
+            f"dataset={dataset!r} cannot be loaded: give a name on the Hugging Face hub, a local folder, or the splits"
+            f" themselves. {error}"
+        ) from error
+
+
+def split_of(splits: Mapping[str, Any], name: str, argument: str) -> Any:
+    """Return a split by its name.
+
+    Raises:
+        MisconfigurationException: If there is none; ``argument`` is what names it.
+    """
+    if name not in splits:
+        raise MisconfigurationException(f"dataset has no split {name!r} ({argument}); it has {listed(list(splits))}")
+    return splits[name]

@@ -1,0 +1,108 @@
+"""`TextSplits`, the base class of the datamodules of texts: where their splits are read, and their tokenizer.
+
+A subclass says how a `Table` becomes samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.utils.data import Dataset
+
+from lightning_lowrank.configuration import check_integer
+from lightning_lowrank.data.splits import SplitsInMemory
+from lightning_lowrank.data.tables import Table, find_file, load_splits, read_table, split_of, table_of
+from lightning_lowrank.data.tokenized import load_tokenizer
+
+_ARGUMENTS = {"fit": "train", "validate": "validation", "test": "test"}
+
+
+class TextSplits(SplitsInMemory):
+    """Base class of the datamodules of texts. A subclass defines ``tokenize`` and ``collate``.
+
+    Args:
+        root: Folder of the files; with ``dataset`` where downloads are kept.
+        tokenizer: Name of a tokenizer on the Hugging Face hub, a local folder that holds one, or the tokenizer itself.
+        parts: Names of the files or splits to train on, to validate on and to test on.
+        max_length: Tokens of a text at most.
+        dataset: Name of a data set, a list of the name and its configuration, or the splits themselves.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        tokenizer: Any,
+        parts: Sequence[str],
+        max_length: int,
+        batch_size: int,
+        eval_batch_size: int,
+        num_workers: int,
+        dataset: Any,
+    ) -> None:
+        super().__init__(batch_size, eval_batch_size, num_workers)
+        check_integer("max_length", max_length)
+        self.root = root
+        self.tokenizer = tokenizer
+        self.dataset = dataset
+        self.parts = dict(zip(_ARGUMENTS, parts, strict=True))
+        self.max_length = max_length
+        self._loaded: Any = None
+
+    def setup(self, stage: str | None = None) -> None:
+        """Read and tokenise what ``stage`` needs (``None``: everything), unless it is loaded already."""
+        wanted = {
+            "fit": stage in (None, "fit") and self.train_set is None,
+            "validate": stage in (None, "fit", "validate") and self.validation_set is None,
+            "test": stage in (None, "test", "predict") and self.test_set is None,
+        }
+        read = {part: self.read(part) for part, missing in wanted.items() if missing}
+        self.prepare(read)
+        sets = {part: self.tokenize(part, table) for part, table in read.items()}
+        self.train_set = sets.get("fit", self.train_set)
+        self.validation_set = sets.get("validate", self.validation_set)
+        self.test_set = sets.get("test", self.test_set)
+
+    def read(self, part: str) -> Table:
+        """Return the rows of ``fit``, ``validate`` or ``test``."""
+        name = self.parts[part]
+        if self.dataset is None:
+            return self.read_file(find_file(self.root, name), part)
+        if not isinstance(self.dataset, Mapping):
+            self.dataset = load_splits(self.dataset, self.root, type(self).__name__)
+        return table_of(split_of(self.dataset, name, _ARGUMENTS[part]), f"dataset[{name!r}]")
+
+    def read_file(self, path: Path, part: str) -> Table:
+        """Return the rows of a file."""
+        return read_table(path)
+
+    def prepare(self, read: Mapping[str, Table]) -> None:
+        """Find what all splits share in those that were read; called before `tokenize`."""
+
+    def tokenize(self, part: str, table: Table) -> Dataset:
+        """Return the samples of a split."""
+        raise NotImplementedError(f"{type(self).__name__} must define tokenize")
+
+    def load_tokenizer(self) -> Any:
+        """Return the tokenizer, loaded and checked once."""
+        if self._loaded is None:
+            tokenizer = load_tokenizer(self.tokenizer, type(self).__name__)
+            self.check_tokenizer(tokenizer)
+            self._loaded = tokenizer
+        return self._loaded
+
+    def check_tokenizer(self, tokenizer: Any) -> None:
+        """Refuse a tokenizer that does not fit."""
+        if not self.max_length <= tokenizer.model_max_length:
+            raise MisconfigurationException(
+                f"max_length={self.max_length} does not fit tokenizer={self.tokenizer!r}, which takes"
+                f" {tokenizer.model_max_length}"
+            )
+
+
+def names_of_parts(given: Sequence[str | None], dataset: Any, files: Sequence[str], splits: Sequence[str]) -> list[str]:
+    """Return the names of the three parts: those given, or else those of files or of splits."""
+    defaults = files if dataset is None else splits
+    return [name or default for name, default in zip(given, defaults, strict=True)]

@@ -1,0 +1,196 @@
+"""A LightningModule that fine-tunes a pretrained language model on prompts and answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import LightningCLI, LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
+
+from lightning_lowrank.configuration import check_integer
+from lightning_lowrank.data.tokenized import IGNORED
+from lightning_lowrank.models.pretrained import head_seed, load_pretrained
+from lightning_lowrank.seeding import default_seed
+
+
+class CausalLM(LightningModule):
+    """Trains any language model of transformers' ``AutoModelForCausalLM`` to predict the answers to prompts.
+
+    A batch is a dictionary of ``input_ids``, ``attention_mask`` and ``labels``, ``(batch, tokens)`` each, as
+    `Instructions` gives it. Labels are tokens, or -100 where nothing is to be predicted. Packed batches have
+    ``segments`` and ``position_ids`` in place of the mask (`PackTexts`): a token attends to those before it in its own
+    text.
+
+    The loss is the mean cross-entropy of the tokens that are predicted. Logged once per epoch: ``train_loss``;
+    ``val_loss``, ``val_perplexity`` and ``val_acc``; the same of ``test_``. Those of validation and test count each
+    token alike: the perplexity is the exponential of the mean loss of all tokens, and the accuracy the share of tokens
+    that the model holds for the likeliest, given the true ones before.
+
+    ``predict`` returns ``answers``, ``(batch, new tokens)``, which the model generates after each row's prompt by its
+    generation configuration; `Instructions.decode` writes them as texts.
+
+    Args:
+        model: Name of a model on the Hugging Face hub, or a local folder that holds one. Or a configuration, as a
+            dictionary with ``model_type`` or transformers' own, for random weights; or the model itself, such as one
+            that PEFT wrapped or that is quantised, which ``load_from_checkpoint`` must be given again.
+        seed: Seed of random weights. ``None``: the seed given to Lightning's ``seed_everything``, or 0.
+        optimizer: Makes the optimizer from the parameters that require a gradient. Default: AdamW with a learning rate
+            of 2e-5 and no weight decay.
+        scheduler: Makes the learning-rate scheduler from the optimizer; it steps once per epoch. Default: none.
+        dtype: Type of the weights, as for `TextClassifier`.
+        max_new_tokens: Tokens of a generated answer at most.
+        gradient_checkpointing: Whether activations are computed again in the backward pass, in place of being kept.
+
+    Raises:
+        MisconfigurationException: If the model cannot be loaded, transformers is not installed, or an argument is out
+            of range.
+
+    Example:
+        >>> model = CausalLM("mistralai/Mistral-7B-v0.3")  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        seed: int | None = None,
+        optimizer: OptimizerCallable = lambda parameters: torch.optim.AdamW(parameters, lr=2e-5, weight_decay=0.0),
+        scheduler: LRSchedulerCallable | None = None,
+        dtype: str = "auto",
+        max_new_tokens: int = 128,
+        gradient_checkpointing: bool = False,
+    ) -> None:
+        super().__init__()
+        check_integer("max_new_tokens", max_new_tokens)
+        network: Any = load_pretrained(
+            "AutoModelForCausalLM",
+            model,
+            "CausalLM",
+            "a language model",
+            head_seed(default_seed() if seed is None else seed),
+            dtype,
+        )
+        if not isinstance(model, (str, Mapping)):
+            # What checkpoints keep as hyperparameters is read from this variable.
+            model = None if isinstance(model, nn.Module) else model.to_dict()
+        self.save_hyperparameters(ignore=["optimizer", "scheduler"])
+        if gradient_checkpointing:
+            network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.network = network
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.max_new_tokens = max_new_tokens
+        for stage in ("val", "test"):
+            setattr(self, f"{stage}_perplexity", _Perplexity())
+
+    def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Return the logits, ``(batch, tokens, vocabulary)``, of a batch's inputs; ``labels`` are not looked at."""
+        given = {name: value for name, value in inputs.items() if name not in ("labels", "segments")}
+        if "segments" in inputs:
+            given["attention_mask"] = self._mask_of(inputs["segments"])
+        return self.network(**given, use_cache=False).logits
+
+    def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
+        """Return and log the mean cross-entropy of the batch's predicted tokens."""
+        logits, targets = self._predicted(batch)
+        loss = F.cross_entropy(logits, targets, ignore_index=IGNORED)
+        self.log("train_loss", loss, on_step=False, on_epoch=True, batch_size=len(batch["labels"]))
+        return loss
+
+    def validation_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> None:
+        """Log ``val_loss``, ``val_perplexity`` and ``val_acc``."""
+        self._evaluate("val", batch)
+
+    def test_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> None:
+        """Log ``test_loss``, ``test_perplexity`` and ``test_acc``."""
+        self._evaluate("test", batch)
+
+    def predict_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        """Return ``answers``: what the model writes after each row's prompt, ``(batch, new tokens)``."""
+        prompts = _prompts_of(batch)
+        longest = max(map(len, prompts))
+        # On the left, so that all rows go on at the same place.
+        padding = self._padding()
+        ids = torch.stack([F.pad(prompt, (longest - len(prompt), 0), value=padding) for prompt in prompts])
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=ids.device)
+        mask = (torch.arange(longest, device=ids.device) >= longest - lengths[:, None]).long()
+        written = self.network.generate(
+            input_ids=ids, attention_mask=mask, max_new_tokens=self.max_new_tokens, pad_token_id=padding
+        )
+        return {"answers": written[:, longest:]}
+
+    def configure_optimizers(self) -> Any:
+        """Make the optimizer, from the parameters that require a gradient, and the scheduler."""
+        optimizer = self.optimizer([parameter for parameter in self.parameters() if parameter.requires_grad])
+        scheduler = None if self.scheduler is None else self.scheduler(optimizer)
+        return LightningCLI.configure_optimizers(self, optimizer, scheduler)
+
+    def _predicted(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the logits before each token but the first, float32, and the labels of these tokens."""
+        if "labels" not in batch:
+            raise MisconfigurationException(
+                f"a batch to train on or evaluate must hold a label for each token as 'labels', and this one has"
+                f" {list(batch)}"
+            )
+        logits = self(batch)[:, :-1]
+        return logits.flatten(0, 1).float(), batch["labels"][:, 1:].flatten()
+
+    def _evaluate(self, stage: str, batch: Mapping[str, Tensor]) -> None:
+        logits, targets = self._predicted(batch)
+        found = targets != IGNORED
+        tokens = int(found.sum())
+        if not tokens:
+            return
+        loss = F.cross_entropy(logits, targets, ignore_index=IGNORED)
+        right = (logits.argmax(1) == targets)[found].float().mean()
+        perplexity = getattr(self, f"{stage}_perplexity")
+        perplexity.update(loss, tokens)
+        self.log(f"{stage}_loss", loss, batch_size=tokens, prog_bar=True)
+        self.log(f"{stage}_acc", right, batch_size=tokens, prog_bar=True)
+        self.log(f"{stage}_perplexity", perplexity, batch_size=tokens, prog_bar=True)
+
+    def _mask_of(self, segments: Tensor) -> Tensor:
+        """Return what is added to attention scores, ``(rows, 1, tokens, tokens)``: texts do not see one another."""
+        tokens = segments.shape[1]
+        seen = (segments[:, :, None] == segments[:, None, :]) & torch.ones(
+            tokens, tokens, dtype=torch.bool, device=segments.device
+        ).tril()
+        dtype = self.network.dtype
+        hidden = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+        return hidden.masked_fill_(~seen, torch.finfo(dtype).min).unsqueeze(1)
+
+    def _padding(self) -> int:
+        own = getattr(self.network, "generation_config", None) or self.network.config
+        for name in ("pad_token_id", "eos_token_id", "bos_token_id"):
+            value = getattr(own, name, None)
+            if value is not None:
+                return value[0] if isinstance(value, Sequence) else value
+        return 0
+
+
+def _prompts_of(batch: Mapping[str, Tensor]) -> list[Tensor]:
+    """Return each row's tokens before the first that is to be predicted; without labels, all that are not padding."""
+    if "segments" in batch:
+        raise MisconfigurationException("answers are generated for padded batches, and this one is packed")
+    prompts = []
+    for row, ids in enumerate(batch["input_ids"]):
+        length = int(batch["attention_mask"][row].sum()) if "attention_mask" in batch else len(ids)
+        if "labels" in batch:
+            answered = (batch["labels"][row, :length] != IGNORED).nonzero()
+            # A plain text is all answer; its first token stands for the prompt.
+            length = max(int(answered[0]), 1) if len(answered) else length
+        prompts.append(ids[:length])
+    return prompts
+
+
+class _Perplexity(MeanMetric):
+    higher_is_better = False  # type: ignore[assignment]
+
+    def compute(self) -> Tensor:
+        """Return the exponential of the mean loss."""
+        return super().compute().exp()

@@ -1,0 +1,142 @@
+"""CausalLM: its loss, perplexity and answers, packed texts, and LoRA at natural clients."""
+
+from functools import partial
+
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_lowrank import ByKey, FedAvg, FederatedLoop, LowRank, MatrixProduct
+from lightning_lowrank.data import Instructions, PackTexts
+from lightning_lowrank.models import CausalLM
+from tests import texts
+from tests.helpers import assert_same, fit, trainer, weights
+
+transformers = pytest.importorskip("transformers")
+
+ROWS = [
+    {"instruction": text, "output": "good film" if label == "1" else "bad", "speaker": f"s{row % 3}"}
+    for row, (text, label) in enumerate(texts.sentences(12, 0, longest=7))
+]
+SGD = partial(torch.optim.SGD, lr=0.5)
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt2"])
+def folder(request, tmp_path_factory) -> str:
+    return str(texts.save_language_model(tmp_path_factory.mktemp(request.param), request.param))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> str:
+    return str(texts.save_language_model(tmp_path_factory.mktemp("llama")))
+
+
+def data_of(folder: str, **arguments) -> Instructions:
+    given = {"prompt": "is {instruction} and ", "validation": "train", "batch_size": 4, "eval_batch_size": 5}
+    data = Instructions(tokenizer=folder, dataset={"train": ROWS}, **{**given, **arguments})
+    data.setup()
+    return data
+
+
+def test_the_loss_is_the_models_own(folder):
+    module, batch = CausalLM(folder), next(iter(data_of(folder).val_dataloader()))
+    module.log = lambda *arguments, **keywords: None
+    torch.testing.assert_close(module.training_step(batch, 0), module.network(**batch).loss)
+    assert module.network.training
+    batch.pop("labels")
+    with pytest.raises(MisconfigurationException, match="must hold a label for each token as 'labels'"):
+        module.training_step(batch, 0)
+
+
+def test_packed_texts_do_not_see_one_another(folder):
+    module, data = CausalLM(folder), data_of(folder, max_length=40)
+    module.log = lambda *arguments, **keywords: None
+    samples = [data.train_set[index] for index in range(8)]
+    gradients = []
+    for collate in (data.collate(), PackTexts(texts.PADDING, 40)):
+        batch = collate(samples)
+        module.zero_grad()
+        module.training_step(batch, 0).backward()
+        gradients.append({name: parameter.grad.clone() for name, parameter in module.named_parameters()})
+    assert len(batch["input_ids"]) < 5
+    for name, value in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], value, atol=1e-5, rtol=1e-4)
+
+
+def test_perplexity_counts_every_token_alike(tmp_path, llama):
+    module, data = CausalLM(llama).eval(), data_of(llama)
+    logged = trainer(tmp_path).validate(module, data, verbose=False)[0]
+    losses, right = [], []
+    for index in range(len(ROWS)):
+        sample = data.train_set[index]
+        with torch.no_grad():
+            scores = module.network(sample["input_ids"][None]).logits[0, :-1].log_softmax(1)
+        for place, label in enumerate(sample["labels"][1:].tolist()):
+            if label != -100:
+                losses.append(-scores[place, label].item())
+                right.append(scores[place].argmax().item() == label)
+    mean = sum(losses) / len(losses)
+    assert logged["val_loss"] == pytest.approx(mean, rel=1e-5)
+    assert logged["val_perplexity"] == pytest.approx(torch.tensor(mean).exp().item(), rel=1e-5)
+    assert logged["val_acc"] == pytest.approx(sum(right) / len(right))
+
+
+@pytest.mark.slow
+def test_answers_are_those_of_each_prompt_alone(tmp_path, folder):
+    module, data = CausalLM(folder, max_new_tokens=5), data_of(folder)
+    found = [row for part in trainer(tmp_path).predict(module, data) for row in part["answers"]]
+    assert len(found) == len(ROWS)
+    answers = []
+    for row, answer in zip(ROWS, found, strict=True):
+        words = ["[CLS]", "is", *row["instruction"].split(), "and"]
+        prompt = torch.tensor([[texts.WORDS.index(word) for word in words]])
+        alone = module.network.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=5)[
+            0, len(words) :
+        ]
+        assert answer[: len(alone)].tolist() == alone.tolist()
+        assert set(answer[len(alone) :].tolist()) <= {texts.PADDING}
+        answers.append(tuple(alone.tolist()))
+    assert len(set(answers)) > 1
+    assert all(isinstance(text, str) and "[" not in text for text in data.decode(torch.stack(found[:5])))
+
+
+@pytest.mark.slow
+def test_lora_at_natural_clients_learns_and_leaves_the_base_alone(tmp_path, llama):
+    module = CausalLM(llama, optimizer=partial(torch.optim.AdamW, lr=0.02), gradient_checkpointing=True)
+    before = weights(module)
+    lora = LowRank(
+        MatrixProduct(), rank=2, alpha=4, init="lora", include=["q_proj", "v_proj"], freeze_rest=True, summary=False
+    )
+    loop = FederatedLoop(FedAvg(), partition=ByKey("speaker"), local_steps=2, summary=False, personal_test=0.25)
+    fitted = trainer(tmp_path, lora, loop, max_epochs=2)
+    fit(fitted, module, data_of(llama, packing=True))
+    logged = fitted.callback_metrics
+    assert {"train_loss", "val_loss", "val_perplexity", "val_acc", "personal/val_perplexity"} <= set(logged)
+    assert loop.indices.names == ("s0", "s1", "s2")
+    after = weights(module)
+    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    assert len(trained) == 2 * 2 * 2
+    assert all(after[name].any() for name in trained)
+    assert all(
+        torch.equal(
+            after[name.replace(".weight", ".frozen_weight")] if "_proj" in name and name not in after else after[name],
+            value,
+        )
+        for name, value in before.items()
+    )
+    assert logged["comm/ratio"] < 0.5
+
+
+@pytest.mark.slow
+def test_random_weights_come_from_the_seed_and_a_checkpoint_from_its_class(tmp_path, llama):
+    config = transformers.AutoConfig.from_pretrained(llama)
+    module = CausalLM(config, seed=3, optimizer=SGD, max_new_tokens=7)
+    assert_same(weights(module), weights(CausalLM(config.to_dict(), seed=3)))
+    fitted = trainer(tmp_path, max_epochs=1, limit_train_batches=1)
+    fit(fitted, module, data_of(llama))
+    fitted.save_checkpoint(tmp_path / "run.ckpt")
+    loaded = CausalLM.load_from_checkpoint(tmp_path / "run.ckpt")
+    assert_same(weights(loaded), weights(module))
+    assert loaded.max_new_tokens == 7
+    with pytest.raises(MisconfigurationException, match="cannot be loaded as a language model"):
+        CausalLM(str(tmp_path))
