@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, takewhile
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -19,17 +21,21 @@ from lightning_lowrank.configuration import misconfigured
 from lightning_lowrank.direction import Monitor
 
 _TOLD = 4
+_LONGEST_WORD = 40
 # What a folder may make this process hold: a run of 10,000 rounds that logs a hundred figures has a million.
 _MOST_ROUNDS = 2**31
 _MOST_FIGURES = 2_000_000
 _LONGEST_LINE = 2**20
 _LARGEST_CONFIG = 2**20
-_MOST_NODES = 100_000
+_MOST_NODES = 20_000
 _DEEPEST = 100
 # What a configuration has otherwise than others in every run, or what a row's other columns tell.
 _NOT_TOLD = ("seed_everything", "ckpt_path", "trainer.logger", "trainer.default_root_dir")
 # Arguments that only say where a run writes to.
 _PLACES = ("trainer.logger", "trainer.default_root_dir", "trainer.callbacks.init_args.dirpath")
+# Of two settings that tell the same runs apart, the one that comes first here names them.
+_TELLING = ("federated.init_args.algorithm", "federated.algorithm", "lowrank", "federated", "model", "data")
+_VERSION = re.compile(r"version_\d+")
 
 
 @dataclass
@@ -47,6 +53,33 @@ class Run:
         """Return the last logged value of ``name``."""
         values = self.series(name)
         return values[-1][1] if values else None
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The run's ``config.yaml``; empty where there is none that can be read."""
+        return _load_config(self.folder / "config.yaml")
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """All that the run was told, by the path of the argument: of its configuration, else of ``hparams.yaml``."""
+        found: dict[str, Any] = {}
+
+        def walk(value: Any, path: str) -> None:
+            if isinstance(value, list) and any(isinstance(part, dict) for part in value):
+                value = dict(enumerate(value))
+            if not isinstance(value, dict):
+                found[path] = value
+                return
+            for key, part in value.items():
+                walk(part, f"{path}.{key}" if path else str(key))
+
+        walk(self.config or _load_config(self.folder / "hparams.yaml"), "")
+        return found
+
+
+def printable(text: str) -> str:
+    """Return a text without what a terminal, a page or a font takes for something else than a letter."""
+    return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
 
 
 def read_run(folder: Path) -> Run:
@@ -158,18 +191,17 @@ class _Configured:
     rest: str
 
 
-def _load_config(run: Run) -> dict[str, Any]:
-    """Return a run's configuration; empty where there is none that can be read.
+def _load_config(file: Path) -> dict[str, Any]:
+    """Return what a YAML file says; empty where it holds no configuration that can be read.
 
     Aliases may make a small file one of any size: what it comes to is counted before it is made.
     """
-    file = run.folder / "config.yaml"
     try:
         if not file.is_file() or file.stat().st_size > _LARGEST_CONFIG:
             return {}
         text = file.read_text()
         # The scanner's time grows with the square of the depth.
-        depth = accumulate({"[": 1, "{": 1, "]": -1, "}": -1}.get(letter, 0) for letter in text)
+        depth = itertools.accumulate({"[": 1, "{": 1, "]": -1, "}": -1}.get(letter, 0) for letter in text)
         if max(depth, default=0) > _DEEPEST:
             return {}
         loader = yaml.SafeLoader(text)
@@ -178,6 +210,8 @@ def _load_config(run: Run) -> dict[str, Any]:
             if node is None or _expanded(node, {}) > _MOST_NODES:
                 return {}
             config = loader.construct_document(node)
+            # A number may have more digits than Python writes.
+            json.dumps(config, default=str)
         finally:
             loader.dispose()
     # Its constructors raise whatever they stumble over: a ValueError for a date, an IndexError for an empty number.
@@ -205,7 +239,7 @@ def monitors(runs: Iterable[Run]) -> list[Monitor]:
     """Return what the callbacks of runs' configurations monitor."""
     found = set()
     for run in runs:
-        trainer = _load_config(run).get("trainer")
+        trainer = run.config.get("trainer")
         callbacks = trainer.get("callbacks") if isinstance(trainer, dict) else None
         for callback in callbacks if isinstance(callbacks, list) else [callbacks]:
             if not isinstance(callback, dict):
@@ -218,7 +252,7 @@ def monitors(runs: Iterable[Run]) -> list[Monitor]:
 
 
 def _read_config(run: Run) -> _Configured | None:
-    config = _load_config(run)
+    config = dict(run.config)
     # Two runs without a seed cannot be told apart from repetitions.
     if type(config.get("seed_everything")) is not int:
         return None
@@ -246,71 +280,131 @@ def _read_config(run: Run) -> _Configured | None:
 
 
 def short_names(groups: Sequence[Sequence[Run]]) -> list[str]:
-    """Return a name for each group of runs: its folders, as far as they differ from other groups' folders.
+    """Return a name for each group of runs, all of them different.
 
-    Where folders differ only in Lightning's ``version_…``, what differs in their configurations is added.
+    A group is called by its folders, as far as they differ from other groups' folders, without Lightning's
+    ``version_…``. Groups of the same folder are called by what differs in their configurations: by class names first,
+    and by no more settings than are needed to tell them apart. Those that no setting tells apart are called by their
+    seed, and those of the same seed are numbered.
     """
-    names = _folder_names(groups)
-    alike: dict[str, list[int]] = {}
-    for number, name in enumerate(names):
-        alike.setdefault(re.sub(r"version_[^/]*", "", name), []).append(number)
-    for numbers in alike.values():
+    bases = [_common_parts(group) for group in groups]
+    folders = _folder_names(list(dict.fromkeys(bases)))
+    members: dict[str, list[int]] = {}
+    for number, base in enumerate(bases):
+        members.setdefault(folders[base], []).append(number)
+    names = [""] * len(groups)
+    for folder, numbers in members.items():
         for number, told in zip(numbers, _differences([groups[number] for number in numbers]), strict=True):
-            names[number] += f" ({told})" if told else ""
+            names[number] = folder if not told else told if len(members) == 1 else f"{folder} ({told})"
+    count = Counter(names)
+    names = [printable(f"{name}{_seed(group) * (count[name] > 1)}") for name, group in zip(names, groups, strict=True)]
+    count = Counter(names)
+    for number, name in enumerate(names):
+        if count[name] > 1:
+            # A folder may be called as another one's run.
+            numbered = (f"{name}, run {repeat}" for repeat in itertools.count(1))
+            names[number] = next(each for each in numbered if each not in count)
+            count[names[number]] = 1
     return names
 
 
-def _differences(groups: Sequence[Sequence[Run]]) -> list[str]:
-    """Return for each group, in short, what its configuration has otherwise than others."""
-    flat: list[dict[str, Any]] = [{} for _ in groups]
+def _seed(group: Sequence[Run]) -> str:
+    seed = group[0].config.get("seed_everything")
+    return f", seed {seed}" if len(group) == 1 and type(seed) is int else ""
 
-    def walk(value: Any, path: str, into: dict[str, Any]) -> None:
-        if isinstance(value, list) and any(isinstance(part, dict) for part in value):
-            value = dict(enumerate(value))
-        if not isinstance(value, dict):
-            into[path] = value
-            return
-        for key, part in value.items():
-            inner = f"{path}.{key}" if path else str(key)
-            if not inner.startswith(_NOT_TOLD) and not inner.endswith(("seed", "dirpath")):
-                walk(part, inner, into)
 
-    for group, into in zip(groups, flat, strict=True):
-        walk(_load_config(group[0]), "", into)
+def told(path: str, value: Any) -> str:
+    """Return in short what an argument of a configuration is set to: ``FedAvg``, ``rank=4``."""
+    text = str(value)
+    if path.endswith("class_path"):
+        return _cut(text.rpartition(".")[2])
+    return f"{argument(path)}={_cut(text)}"
+
+
+def argument(path: str) -> str:
+    """Return an argument's own name, of its path in a configuration."""
+    names = [name for name in path.split(".") if name not in ("class_path", "init_args") and not name.isdigit()]
+    return _cut(names[-1]) if names else path
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST_WORD else f"{text[: _LONGEST_WORD - 1]}…"
+
+
+def differing(groups: Sequence[Sequence[Run]]) -> list[str]:
+    """Return the paths of the arguments that groups have otherwise than others, the most telling first."""
+    flat = [group[0].settings for group in groups]
     paths = dict.fromkeys(path for each in flat for path in each)
-    differing = [path for path in paths if len({repr(each.get(path)) for each in flat}) > 1]
-    # What another class is given differs with it.
-    given = tuple(path.removesuffix("class_path") + "init_args" for path in differing if path.endswith(".class_path"))
-    shown = [path for path in differing if not path.startswith(given)]
-    told = []
-    for each in flat:
-        words = []
-        for path in (path for path in shown if path in each):
-            name, value = path.rpartition(".")[2], str(each[path])
-            words.append(value.rpartition(".")[2] if name == "class_path" else f"{name}={value}")
-        told.append(", ".join(words[:_TOLD]) + (", …" if len(words) > _TOLD else ""))
-    return told
+    found = [
+        path
+        for path in paths
+        if not path.startswith(_NOT_TOLD)
+        and not path.endswith(("seed", "dirpath"))
+        and len({repr(each.get(path)) for each in flat}) > 1
+    ]
+    ranks = {path: next((n for n, start in enumerate(_TELLING) if path.startswith(start)), 99) for path in found}
+    return sorted(found, key=lambda path: (not path.endswith("class_path"), ranks[path]))
 
 
-def _folder_names(groups: Sequence[Sequence[Run]]) -> list[str]:
-    parts = [_common_parts(group) for group in groups]
+def _differences(groups: Sequence[Sequence[Run]]) -> list[str]:
+    """Return for each group, in short, what its configuration has otherwise than others, as far as it tells."""
+    flat = [group[0].settings for group in groups]
+    # That layers are converted at all, the class of their factors says.
+    paths = [path for path in differing(groups) if path not in ("lowrank", "lowrank.class_path")]
+    values = {path: [repr(each.get(path)) for each in flat] for path in paths}
+    chosen: list[str] = []
+    known: list[tuple[str, ...]] = [()] * len(groups)
+
+    def kinds(path: str) -> int:
+        return len(set(zip(known, values[path], strict=True)))
+
+    while len(chosen) < _TOLD:
+        # What a class is given differs with it, so classes come first.
+        for candidates in ([path for path in paths if path.endswith("class_path")], paths):
+            best = max(candidates, key=kinds, default=None)
+            if best is not None and kinds(best) > len(set(known)):
+                chosen.append(best)
+                known = [(*before, value) for before, value in zip(known, values[best], strict=True)]
+                break
+        else:
+            break
+    chosen.sort(key=paths.index)
+    return [_words(each, chosen) for each in flat]
+
+
+def _words(settings: dict[str, Any], paths: Sequence[str]) -> str:
+    given = [path for path in paths if settings.get(path) not in (None, [], {}, "")]
+    if given:
+        return ", ".join(told(path, settings[path]) for path in given)
+    # Of a run whose settings are not there, it is not known what it lacks.
+    if not paths or not settings:
+        return ""
+    return "dense" if paths[0].startswith("lowrank") else f"no {argument(paths[0])}"
+
+
+def _folder_names(bases: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], str]:
+    """Return the ends of paths as far as they differ, by path."""
+    parts = list(bases)
     if len(parts) == 1:
-        return ["/".join(parts[0][-2:])]
+        return {bases[0]: parts[0][-1]}
     while all(len(part) > 1 for part in parts) and len({part[0] for part in parts}) == 1:
         parts = [part[1:] for part in parts]
     while all(len(part) > 1 for part in parts) and len({part[-1] for part in parts}) == 1:
         parts = [part[:-1] for part in parts]
-    return ["/".join(part) for part in parts]
+    return {base: "/".join(part) for base, part in zip(bases, parts, strict=True)}
 
 
 def _shared(sequences: Sequence[Sequence[str]]) -> int:
     """Return how many items all sequences begin with alike."""
-    return sum(1 for _ in takewhile(lambda items: len(set(items)) == 1, zip(*sequences, strict=False)))
+    return sum(1 for _ in itertools.takewhile(lambda items: len(set(items)) == 1, zip(*sequences, strict=False)))
 
 
 def _common_parts(group: Sequence[Run]) -> tuple[str, ...]:
-    """Write several folders as one, with braces around what differs, as a shell would read them."""
-    parts = [run.folder.parts for run in group]
+    """Write several folders as one, with braces around what differs, as a shell would read them.
+
+    Lightning's ``version_…`` are left out, for they say nothing of the runs.
+    """
+    parts = list(dict.fromkeys(_without_version(run.folder) for run in group))
     if len(parts) == 1:
         return parts[0]
     ahead = _shared(parts)
@@ -321,6 +415,10 @@ def _common_parts(group: Sequence[Run]) -> tuple[str, ...]:
     start = inner[0][: _shared(inner)].rstrip("0123456789")
     braces = f"{start}{{{','.join(text[len(start) :] for text in inner)}}}"
     return (*parts[0][:ahead], braces, *parts[0][stop:])
+
+
+def _without_version(folder: Path) -> tuple[str, ...]:
+    return folder.parts[:-1] if _VERSION.fullmatch(folder.name) and len(folder.parts) > 1 else folder.parts
 
 
 def mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:

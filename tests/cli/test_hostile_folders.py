@@ -31,6 +31,7 @@ CONFIGS = {
     "deep lists": "- " * 20_000,
     "long texts": f"a: &a {'x' * 20_000}\nb: [{', '.join(['*a'] * 500)}]\n",
     "number": f"seed_everything: {'9' * 5000}\n",
+    "hexadecimal": f"seed_everything: 1\nfederated: 0x{'f' * 5000}\n",
     "date": "seed_everything: 2001-99-99\n",
     "empty number": "seed_everything: !!int ''\n",
     "binary": "seed_everything: !!binary ü\n",

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import yaml
 
 from lightning_lowrank.cli.runs import find_runs, group_by_seed, monitors, short_names
 from tests.cli.run_folders import configured, rows_of, write_run
@@ -77,12 +78,13 @@ def test_a_run_that_was_not_seeded_is_none_of_several_seeds(tmp_path):
 @pytest.mark.parametrize(
     ("groups", "names"),
     [
-        ([["low/version_0", "low/version_1"]], ["low/version_{0,1}"]),
+        ([["low/version_0", "low/version_1"]], ["low"]),
         ([["a/version_0", "a/version_1"], ["b/version_0", "b/version_1"]], ["a", "b"]),
-        ([["a/version_9", "a/version_10"], ["a/version_3"]], ["version_{9,10} (clients=1)", "version_3 (clients=2)"]),
+        ([["a/version_9", "a/version_10"], ["a/version_3"]], ["clients=1", "clients=2"]),
+        ([["a/version_0"], ["a/version_1"], ["b/version_2"]], ["a (clients=1)", "a (clients=2)", "b"]),
         ([["seed1/version_0", "seed11/version_0"], ["other/version_0"]], ["seed{1,11}", "other"]),
-        ([["a/version_0", "b/version_3"], ["c/version_0"]], ["{a/version_0,b/version_3}", "c/version_0"]),
-        ([["a", "a/version_0"], ["c"]], ["a/{,version_0}", "c"]),
+        ([["a/version_0", "b/version_3"], ["c/version_0"]], ["{a,b}", "c"]),
+        ([["a", "a/version_0"], ["c"]], ["a", "c"]),
     ],
 )
 def test_names_of_several_seeds_are_as_a_shell_would_read_them(tmp_path, groups, names):
@@ -97,11 +99,12 @@ def test_names_of_several_seeds_are_as_a_shell_would_read_them(tmp_path, groups,
 @pytest.mark.parametrize(
     ("folders", "names"),
     [
-        (["runs/quickstart/version_0"], ["quickstart/version_0"]),
+        (["runs/quickstart/version_0"], ["quickstart"]),
         (["runs/a/version_0", "runs/b/version_0"], ["a", "b"]),
-        (["runs/a/version_0", "runs/a/version_1"], ["version_0", "version_1"]),
+        (["runs/a/version_0", "runs/a/version_1"], ["a, run 1", "a, run 2"]),
+        (["a/version_0", "a/version_1", "a, run 1"], ["a, run 2", "a, run 3", "a, run 1"]),
         (["runs/a/version_0", "runs/b/c/version_0"], ["a", "b/c"]),
-        (["runs/a", "runs/a/version_0"], ["a", "a/version_0"]),
+        (["runs/a", "runs/a/version_0"], ["a, run 1", "a, run 2"]),
         (["x/one/version_0", "y/one/version_0"], ["x", "y"]),
     ],
 )
@@ -128,13 +131,58 @@ def test_runs_of_one_folder_are_named_by_what_differs(tmp_path):
     ):
         configured(tmp_path / f"version_{number}", 0, rows_of([0.5], 1, 1), **changes)
     write_run(tmp_path / "version_3", rows_of([0.5], 1, 1))
-    names = short_names([[run] for run in find_runs([tmp_path])][:3])
-    assert names == [
-        "version_0 (FedMUD, sizes=[3, 4])",
-        "version_1 (FedAvg, rank=4)",
-        "version_2 (FedMUD, sizes=[3, 5])",
+    groups = [[run] for run in find_runs([tmp_path])]
+    assert short_names(groups[:3]) == ["FedMUD, sizes=[3, 4]", "FedAvg", "FedMUD, sizes=[3, 5]"]
+    assert short_names(groups[2:]) == ["FedMUD", tmp_path.name]
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        # A class is named before a number, what it is given where it is needed, and no more than that.
+        ([{"lr": 0.1, "algorithm": "FedAvg"}, {"lr": 0.2, "algorithm": "FedMUD"}], ["FedAvg", "FedMUD"]),
+        (
+            [{"rank": 1, "algorithm": "FedAvg"}, {"rank": 2, "algorithm": "FedAvg"}, {"algorithm": "FedMUD"}],
+            ["FedAvg, rank=1", "FedAvg, rank=2", "FedMUD"],
+        ),
+        ([{"uplink": "TopK"}, {}], ["TopK", "no uplink"]),
+        ([{"factorization": "CP"}, {}], ["CP", "dense"]),
+        # The numbers that tell most apart.
+        (
+            [{"lr": lr, "steps": steps, "size": size} for lr, steps, size in ((1, 1, 1), (1, 2, 2), (2, 2, 3))],
+            ["size=1", "size=2", "size=3"],
+        ),
+        ([{"name": "x" * 50}, {"name": "y"}], [f"name={'x' * 39}…", "name=y"]),
+    ],
+)
+def test_names_say_no_more_than_tells_apart(tmp_path, changes, names):
+    for number, change in enumerate(changes):
+        given = {"federated": {}, "lowrank": {}, "model": "MLP"}
+        for name, value in change.items():
+            section = "lowrank" if name == "factorization" else "federated"
+            given[section][name] = {"class_path": f"some.where.{value}"} if str(value)[:1].isupper() else value
+        (write_run(tmp_path / f"version_{number}", rows_of([0.5], 1, 1)) / "config.yaml").write_text(
+            yaml.safe_dump(given)
+        )
+    assert short_names([[run] for run in find_runs([tmp_path])]) == names
+
+
+def test_runs_that_no_setting_tells_apart_are_named_by_their_seed(tmp_path):
+    for number, seed in enumerate((5, 6, 6)):
+        configured(tmp_path / f"version_{number}", seed, rows_of([0.5], 1, 1))
+    name = tmp_path.name
+    assert short_names([[run] for run in find_runs([tmp_path])]) == [
+        f"{name}, seed 5",
+        f"{name}, seed 6, run 1",
+        f"{name}, seed 6, run 2",
     ]
-    assert short_names([[run] for run in find_runs([tmp_path])][2:])[1] == "version_3"
+
+
+def test_runs_of_python_are_named_by_their_hyperparameters(tmp_path):
+    for number in (0, 1):
+        folder = write_run(tmp_path / f"version_{number}", rows_of([0.5], 1, 1))
+        (folder / "hparams.yaml").write_text(f"lr: 0.{number + 1}\nwidth: 8\n")
+    assert short_names([[run] for run in find_runs([tmp_path])]) == ["lr=0.1", "lr=0.2"]
 
 
 @pytest.mark.parametrize(
