@@ -1,5 +1,7 @@
 """Data for image and text classification and for language models, held in memory."""
 
+from lightning_lowrank.data.arrays import Arrays
+from lightning_lowrank.data.folders import ImageFolder
 from lightning_lowrank.data.images import ImageBatch, TensorImages, collate_images
 from lightning_lowrank.data.instructions import Instructions
 from lightning_lowrank.data.text import TextClassification
@@ -21,9 +23,11 @@ __all__ = [
     "MNIST",
     "SVHN",
     "AnsweredTexts",
+    "Arrays",
     "Digits",
     "FashionMNIST",
     "ImageBatch",
+    "ImageFolder",
     "Instructions",
     "PackTexts",
     "PadTexts",

@@ -139,6 +139,8 @@ class TensorImages(Dataset[tuple[Tensor, int]]):
         self.pixel_max = pixel_max
         self.crop_padding = crop_padding
         self.mirror = mirror
+        self.files: list[str] | None = None
+        """Where each image came from, if that is known."""
 
     @property
     def deterministic(self) -> bool:

@@ -92,7 +92,7 @@ class VisionDataModule(SplitsInMemory):
         if trains and self.train_set is None:
             images, targets = self.load_images(train=True)
             if self.validation != "test":
-                kept, held_out = _stratified_split(targets, self.validation, self.seed)
+                kept, held_out = stratified_split(targets, self.validation, self.seed)
                 if not len(kept) or not len(held_out):
                     raise MisconfigurationException(
                         f"validation={self.validation} of {len(targets)} training images, rounded class by "
@@ -169,7 +169,7 @@ class Digits(VisionDataModule):
         digits = load_digits()
         images = torch.from_numpy(digits.images).to(torch.uint8).unsqueeze(1)
         targets = torch.from_numpy(digits.target).long()
-        kept, held_out = _stratified_split(targets, self.test_share, self.seed)
+        kept, held_out = stratified_split(targets, self.test_share, self.seed)
         rows = kept if train else held_out
         if not len(rows):
             raise MisconfigurationException(
@@ -178,7 +178,7 @@ class Digits(VisionDataModule):
         return images[rows], targets[rows]
 
 
-def _stratified_split(targets: Tensor, share: float, seed: int) -> tuple[Tensor, Tensor]:
+def stratified_split(targets: Tensor, share: float, seed: int) -> tuple[Tensor, Tensor]:
     """Ascending indices of the samples that stay and of those held out, ``share`` of every class."""
     generator = torch.Generator().manual_seed(seed)
     held_out = torch.zeros(len(targets), dtype=torch.bool)

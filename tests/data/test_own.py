@@ -1,0 +1,177 @@
+"""Data of one's own: a folder of images, and arrays."""
+
+import gc
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from PIL import Image
+from torch import nn
+
+from lightning_lowrank import ByKey, FedAvg, FederatedLoop
+from lightning_lowrank.data import Arrays, ImageFolder
+from tests.data.helpers import all_samples
+from tests.helpers import Module, fit, trainer
+
+
+def write(folder, name, pixels):
+    folder.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels).save(folder / name)
+
+
+@pytest.fixture
+def images(tmp_path):
+    """Ten images in colour of each of three classes; return the folder and the pixels by file."""
+    draws = np.random.default_rng(0)
+    found = {}
+    for label in ("ant", "bee", "cow"):
+        for number in range(10):
+            pixels = draws.integers(0, 256, (8, 8, 3), dtype=np.uint8)
+            name = f"{'ada' if number < 4 else 'ben'}_{number}.png"
+            write(tmp_path / "own" / label, name, pixels)
+            found[f"{label}/{name}"] = pixels
+    return tmp_path / "own", found
+
+
+def assert_holds(dataset, pixels, classes=("ant", "bee", "cow")):
+    for row, file in enumerate(dataset.files):
+        assert np.array_equal(dataset.images[row].numpy(), pixels[file].transpose(2, 0, 1))
+        assert classes[dataset.targets[row]] == Path(file).parts[-2]
+
+
+@pytest.mark.parametrize("memory_limit", [2**30, 0])
+def test_a_folder_of_classes_is_divided_by_class(images, memory_limit):
+    folder, pixels = images
+    data = ImageFolder(str(folder), test_share=0.2, validation=0.25, memory_limit=memory_limit)
+    data.setup()
+    sets = data.train_set, data.validation_set, data.test_set
+    assert [each.targets.bincount().tolist() for each in sets] == [[6] * 3, [2] * 3, [2] * 3]
+    assert sorted(name for each in sets for name in each.files) == sorted(pixels)
+    for each in sets:
+        assert_holds(each, pixels)
+    inputs, _ = all_samples(data.train_dataloader())
+    assert inputs.mean((0, 2, 3)).abs().max() < 1e-5
+    assert (inputs.std((0, 2, 3), correction=0) - 1).abs().max() < 1e-5
+    assert (data.num_classes, data.image_shape) == (3, (3, 8, 8))
+
+
+def test_what_is_on_disk_goes_with_the_datamodule(images, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    data = ImageFolder(str(images[0]), memory_limit=0)
+    data.setup()
+    assert len(list(tmp_path.glob("lightning_lowrank_*"))) == 2
+    del data
+    gc.collect()
+    assert not list(tmp_path.glob("lightning_lowrank_*"))
+
+
+def test_folders_of_splits(images):
+    folder, _ = images
+    (folder / "train").mkdir()
+    for label in ("ant", "bee", "cow"):
+        (folder / label).rename(folder / "train" / label)
+    write(folder / "val" / "bee", "new.png", np.full((8, 8, 3), 7, np.uint8))
+    data = ImageFolder(str(folder))
+    data.setup()
+    assert len(data.train_set) == 30
+    assert data.test_set.files == ["val/bee/new.png"]
+    assert data.test_set.targets.tolist() == [1]
+    assert data.validation_set is data.test_set
+    write(folder / "val" / "dog", "new.png", np.full((8, 8, 3), 7, np.uint8))
+    with pytest.raises(MisconfigurationException, match="does not have: dog"):
+        ImageFolder(str(folder)).setup()
+
+
+def test_images_of_other_sizes_are_scaled_where_that_is_asked_for(images):
+    folder, _ = images
+    write(folder / "cow" / "deep", "wide.jpg", np.full((10, 30), 200, np.uint8))
+    with pytest.raises(MisconfigurationException, match=r"30×10 pixels .* give size=8"):
+        ImageFolder(str(folder), test_share=0.1).setup()
+    data = ImageFolder(str(folder), size=[6, 4], channels=1, test_share=0.1)
+    data.setup()
+    assert data.train_set.images.shape[1:] == (1, 6, 4)
+    sets = (data.train_set, data.test_set)
+    (grey,) = (each.images[each.files.index("cow/deep/wide.jpg")] for each in sets if "cow/deep/wide.jpg" in each.files)
+    assert (grey == 200).all()
+
+
+def test_constants_may_be_given(images):
+    data = ImageFolder(str(images[0]), mean=[0.5] * 3, std=[0.25] * 3)
+    data.setup("test")
+    assert data.train_set is None
+    assert torch.equal(data.test_set[0][0], (data.test_set.images[0] / 255 - 0.5) / 0.25)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"root": "nowhere"}, "folder of images for each class"),
+        ({"channels": 2}, "channels must be 3"),
+        ({"size": [1, 2, 3]}, "one number or"),
+        ({"size": 0}, "size must be"),
+        ({"mean": [0.5]}, "mean must have 3 values"),
+        ({"test_share": 1.0}, "test_share must be"),
+    ],
+)
+def test_folders_are_checked(images, arguments, said):
+    with pytest.raises(MisconfigurationException, match=said):
+        ImageFolder(**{"root": str(images[0]), **arguments})
+
+
+def test_damaged_images_are_named(images):
+    (images[0] / "ant" / "broken.png").write_bytes(b"no image")
+    with pytest.raises(MisconfigurationException, match=r"broken\.png is no image"):
+        ImageFolder(str(images[0])).setup()
+
+
+def test_files_make_natural_clients(images, tmp_path):
+    key = ByKey(lambda dataset: [Path(name).name.split("_")[0] for name in dataset.files])
+    loop = FederatedLoop(FedAvg(), partition=key, summary=False)
+    module = Module(nn.Sequential(nn.Flatten(), nn.Linear(192, 3)))
+    fit(trainer(tmp_path, loop, max_epochs=1), module, ImageFolder(str(images[0]), batch_size=4))
+    assert loop.indices.names == ("ada", "ben")
+
+
+def test_arrays_are_divided_by_class():
+    inputs, targets = torch.arange(300.0).view(100, 3), torch.arange(100) % 4
+    data = Arrays((inputs, targets), test_share=0.2, validation=0.25)
+    data.setup()
+    sets = data.train_set, data.validation_set, data.test_set
+    assert [each.tensors[1].bincount().tolist() for each in sets] == [[15] * 4, [5] * 4, [5] * 4]
+    assert sorted(row for each in sets for row in each.tensors[0][:, 0].tolist()) == inputs[:, 0].tolist()
+
+
+def test_arrays_of_numbers_and_files(tmp_path):
+    draws = np.random.default_rng(0)
+    np.savez(tmp_path / "train.npz", x=draws.random((40, 6)), y=draws.random((40, 2)))
+    np.savez(tmp_path / "test.npz", x=draws.random((10, 6)), y=draws.random((10, 2)))
+    data = Arrays(str(tmp_path / "train.npz"), str(tmp_path / "test.npz"))
+    data.setup()
+    assert len(data.train_set) == 40
+    assert data.test_set is data.validation_set
+    assert data.test_set.tensors[1].dtype == torch.float32
+
+
+def test_arrays_are_federated(tmp_path):
+    inputs, targets = np.random.default_rng(0).random((40, 6)), np.arange(40) % 4
+    loop = FederatedLoop(FedAvg(), clients=3, summary=False)
+    fitted = trainer(tmp_path, loop, max_epochs=1)
+    fit(fitted, Module(), Arrays((inputs, targets), batch_size=5))
+    assert "val_acc" in fitted.callback_metrics
+
+
+@pytest.mark.parametrize(
+    ("train", "said"),
+    [
+        ("nowhere.npz", r"must be an \.npz file"),
+        (np.zeros(3), "must be \\(inputs, targets\\)"),
+        ((np.zeros((3, 2)), np.zeros(4)), "a target for each input"),
+        ((np.array(["a"]), np.zeros(1)), "arrays of numbers"),
+        ((np.zeros((1, 2)), np.zeros(1)), "use another share"),
+    ],
+)
+def test_arrays_are_checked(train, said):
+    with pytest.raises(MisconfigurationException, match=said):
+        Arrays(train).setup()
