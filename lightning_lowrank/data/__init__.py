@@ -1,5 +1,6 @@
 """Data for image and text classification and for language models, held in memory."""
 
+from lightning_lowrank.data.groups import EmbeddingGroups, LengthGroups
 from lightning_lowrank.data.images import ImageBatch, TensorImages, collate_images
 from lightning_lowrank.data.instructions import Instructions
 from lightning_lowrank.data.text import TextClassification
@@ -22,9 +23,11 @@ __all__ = [
     "SVHN",
     "AnsweredTexts",
     "Digits",
+    "EmbeddingGroups",
     "FashionMNIST",
     "ImageBatch",
     "Instructions",
+    "LengthGroups",
     "PackTexts",
     "PadTexts",
     "TensorImages",
