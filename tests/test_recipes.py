@@ -42,6 +42,7 @@ OTHER_BASES: dict[tuple[str, str], Callable[[str], bool]] = {
     ("finetuning", "sst2"): lambda overlay: True,
     ("lora_aggregation", "mnist"): lambda overlay: True,
     ("fedsa", "mnli"): lambda overlay: True,
+    ("fedsvd", "mnli"): lambda overlay: True,
     ("fedex", "cola"): lambda overlay: True,
     ("flowertune", "general"): lambda overlay: True,
     ("privacy", "digits"): lambda overlay: True,
@@ -223,7 +224,7 @@ def of_files(tokenizer: str) -> list[str]:
     return ["--data.init_args.tokenizer", tokenizer, "--data.init_args.dataset", "null"]
 
 
-PUBLISHED = {"fedsa": tiny_roberta, "fedex": tiny_roberta, "flowertune": tiny_language_model}
+PUBLISHED = {"fedsa": tiny_roberta, "fedsvd": tiny_roberta, "fedex": tiny_roberta, "flowertune": tiny_language_model}
 """Recipes of published settings, and what makes a tiny model of their architecture and its data."""
 
 

@@ -2,7 +2,7 @@
 
 from lightning_lowrank.aggregation.adapters import Adapter, find_adapters
 from lightning_lowrank.aggregation.aggregator import Aggregator, KeepsArrivals, Peers
-from lightning_lowrank.aggregation.averaging import FFA, RBLA, FedSA, LoRAA2, ProductSum, RoLoRA, ZeroPadding
+from lightning_lowrank.aggregation.averaging import FFA, RBLA, FedSA, FedSVD, LoRAA2, ProductSum, RoLoRA, ZeroPadding
 from lightning_lowrank.aggregation.clustering import FedInc
 from lightning_lowrank.aggregation.convergence import ConvergenceConstants, convergence_constants
 from lightning_lowrank.aggregation.inputs import Broadcast, Factors
@@ -42,6 +42,7 @@ __all__ = [
     "FedEx",
     "FedInc",
     "FedSA",
+    "FedSVD",
     "GeometricMedian",
     "KeepsArrivals",
     "Krum",

@@ -2,7 +2,7 @@
 
 The mean of products is not the product of means. These operators deal with that in different ways: they accept it
 (:class:`ProductSum`, :class:`RBLA`, :class:`ZeroPadding`), train one factor at a time, for which the two are
-equal (:class:`FFA`, :class:`RoLoRA`, :class:`LoRAA2`), or share one factor only (:class:`FedSA`).
+equal (:class:`FFA`, :class:`FedSVD`, :class:`RoLoRA`, :class:`LoRAA2`), or share one factor only (:class:`FedSA`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from lightning_lowrank.aggregation.aggregator import float64_device
 from lightning_lowrank.aggregation.inputs import BOTH, ONLY_A, ONLY_B, Broadcast, Factors, LayerInputs
 from lightning_lowrank.aggregation.operator import Operator
 from lightning_lowrank.aggregation.pairs import LowRankPair
+from lightning_lowrank.aggregation.svd import truncated_svd
 from lightning_lowrank.arguments import check_integer
 
-__all__ = ["FFA", "RBLA", "FedSA", "LoRAA2", "ProductSum", "RoLoRA", "ZeroPadding"]
+__all__ = ["FFA", "RBLA", "FedSA", "FedSVD", "LoRAA2", "ProductSum", "RoLoRA", "ZeroPadding"]
 
 
 class ProductSum(Operator):
@@ -100,6 +101,50 @@ class FFA(Operator):
         trained = self.trained(inputs.round)
         (name,) = trained
         return inputs.broadcast(*inputs.one_averaged(name), kept=BOTH - trained)
+
+
+class FedSVD(FFA):
+    r"""FedSVD: `FFA` with an ``A`` that follows the training, by an SVD at the server (Lee et al., NeurIPS 2025).
+
+    Clients train and send ``B``. The server averages it, and takes the SVD of the product with the ``A`` that all hold:
+    :math:`\bar B A = U \Sigma V^\top`. Then ``A`` is :math:`V^\top`, whose rows are orthonormal, and ``B`` is
+    :math:`U \Sigma`. The product does not change. A client of smaller rank has the leading part.
+
+    Args:
+        period: Rounds from one factorisation to the next; in the others only ``B`` changes, as in `FFA`. Default: each
+            round.
+
+    Raises:
+        ValueError: If the period is below 1.
+
+    Example:
+        >>> pairs = [LowRankPair(torch.full((3, 1), b), torch.full((1, 4), 0.5)) for b in (1.0, 3.0)]
+        >>> server = FedSVD().aggregate(pairs).server
+        >>> server.product()[0].round(decimals=4), (server.A @ server.A.T).round(decimals=4)
+        (tensor([1., 1., 1., 1.]), tensor([[1.]]))
+    """
+
+    def __init__(self, period: int = 1) -> None:
+        check_integer("period", period)
+        self.period = period
+
+    @override
+    def sent_down(self, round: int) -> Factors:
+        return BOTH if self._factorises(round) else ONLY_B
+
+    @override
+    def _aggregate(self, inputs: LayerInputs) -> Broadcast:
+        common = super()._aggregate(inputs)
+        if not self._factorises(inputs.round):
+            return common
+        rank, scaling = common.server.rank, common.server.scaling
+        found = truncated_svd([common.server], torch.ones(1), rank, "exact", inputs.seed)
+        received = {target: found.split(target[0], "left", target[1], inputs.dtype) for target in set(inputs.targets)}
+        clients = tuple(received[target] for target in inputs.targets)
+        return Broadcast(clients, found.split(rank, "left", scaling, inputs.dtype))
+
+    def _factorises(self, round: int) -> bool:
+        return (round + 1) % self.period == 0
 
 
 class RoLoRA(FFA):

@@ -2,6 +2,7 @@
 
 from lightning_lowrank.data.arrays import Arrays
 from lightning_lowrank.data.folders import ImageFolder
+from lightning_lowrank.data.groups import EmbeddingGroups, LengthGroups
 from lightning_lowrank.data.images import ImageBatch, TensorImages, collate_images
 from lightning_lowrank.data.instructions import Instructions
 from lightning_lowrank.data.text import TextClassification
@@ -25,10 +26,12 @@ __all__ = [
     "AnsweredTexts",
     "Arrays",
     "Digits",
+    "EmbeddingGroups",
     "FashionMNIST",
     "ImageBatch",
     "ImageFolder",
     "Instructions",
+    "LengthGroups",
     "PackTexts",
     "PadTexts",
     "TensorImages",

@@ -32,6 +32,10 @@ class CausalLM(LightningModule):
     token alike: the perplexity is the exponential of the mean loss of all tokens, and the accuracy the share of tokens
     that the model holds for the likeliest, given the true ones before.
 
+    With ``exact_match`` validation and test also let the model answer each prompt, and log ``val_exact`` and
+    ``test_exact``: the share of texts whose first answer it writes token for token, end included, always by the
+    likeliest token. With the loop's ``personal_test`` that is each site's own model on the site's texts.
+
     ``predict`` returns ``answers``, ``(batch, new tokens)``, which the model generates after each row's prompt by its
     generation configuration; `Instructions.decode` writes them as texts.
 
@@ -46,6 +50,8 @@ class CausalLM(LightningModule):
         dtype: Type of the weights, as for `TextClassifier`.
         max_new_tokens: Tokens of a generated answer at most.
         gradient_checkpointing: Whether activations are computed again in the backward pass, in place of being kept.
+        exact_match: Whether validation and test generate answers. An answer longer than ``max_new_tokens`` counts as
+            wrong.
 
     Raises:
         MisconfigurationException: If the model cannot be loaded, transformers is not installed, or an argument is out
@@ -64,6 +70,7 @@ class CausalLM(LightningModule):
         dtype: str = "auto",
         max_new_tokens: int = 128,
         gradient_checkpointing: bool = False,
+        exact_match: bool = False,
     ) -> None:
         super().__init__()
         check_integer("max_new_tokens", max_new_tokens)
@@ -85,6 +92,7 @@ class CausalLM(LightningModule):
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.max_new_tokens = max_new_tokens
+        self.exact_match = exact_match
         for stage in ("val", "test"):
             setattr(self, f"{stage}_perplexity", _Perplexity())
 
@@ -112,6 +120,15 @@ class CausalLM(LightningModule):
 
     def predict_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
         """Return ``answers``: what the model writes after each row's prompt, ``(batch, new tokens)``."""
+        return {"answers": self._answers(batch)}
+
+    def configure_optimizers(self) -> Any:
+        """Make the optimizer, from the parameters that require a gradient, and the scheduler."""
+        optimizer = self.optimizer([parameter for parameter in self.parameters() if parameter.requires_grad])
+        scheduler = None if self.scheduler is None else self.scheduler(optimizer)
+        return LightningCLI.configure_optimizers(self, optimizer, scheduler)
+
+    def _answers(self, batch: Mapping[str, Tensor], **settings: Any) -> Tensor:
         prompts = _prompts_of(batch)
         longest = max(map(len, prompts))
         # On the left, so that all rows go on at the same place.
@@ -120,15 +137,9 @@ class CausalLM(LightningModule):
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=ids.device)
         mask = (torch.arange(longest, device=ids.device) >= longest - lengths[:, None]).long()
         written = self.network.generate(
-            input_ids=ids, attention_mask=mask, max_new_tokens=self.max_new_tokens, pad_token_id=padding
+            input_ids=ids, attention_mask=mask, max_new_tokens=self.max_new_tokens, pad_token_id=padding, **settings
         )
-        return {"answers": written[:, longest:]}
-
-    def configure_optimizers(self) -> Any:
-        """Make the optimizer, from the parameters that require a gradient, and the scheduler."""
-        optimizer = self.optimizer([parameter for parameter in self.parameters() if parameter.requires_grad])
-        scheduler = None if self.scheduler is None else self.scheduler(optimizer)
-        return LightningCLI.configure_optimizers(self, optimizer, scheduler)
+        return written[:, longest:]
 
     def _predicted(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the logits before each token but the first, float32, and the labels of these tokens."""
@@ -153,6 +164,10 @@ class CausalLM(LightningModule):
         self.log(f"{stage}_loss", loss, batch_size=tokens, prog_bar=True)
         self.log(f"{stage}_acc", right, batch_size=tokens, prog_bar=True)
         self.log(f"{stage}_perplexity", perplexity, batch_size=tokens, prog_bar=True)
+        if self.exact_match:
+            answers = self._answers(batch, do_sample=False, num_beams=1)
+            exact = sum(map(_begins_with, answers, map(_first_answer, batch["labels"]))) / len(answers)
+            self.log(f"{stage}_exact", exact, batch_size=len(answers), prog_bar=True)
 
     def _mask_of(self, segments: Tensor) -> Tensor:
         """Return what is added to attention scores, ``(rows, 1, tokens, tokens)``: texts do not see one another."""
@@ -186,6 +201,19 @@ def _prompts_of(batch: Mapping[str, Tensor]) -> list[Tensor]:
             length = max(int(answered[0]), 1) if len(answered) else length
         prompts.append(ids[:length])
     return prompts
+
+
+def _first_answer(labels: Tensor) -> Tensor:
+    """Return the first run of labels that are to be predicted; the first token of all is never one."""
+    places = (labels[1:] != IGNORED).nonzero().flatten() + 1
+    if not len(places):
+        return places
+    ends = (labels[places[0] :] == IGNORED).nonzero()
+    return labels[places[0] :][: int(ends[0]) if len(ends) else None]
+
+
+def _begins_with(written: Tensor, answer: Tensor) -> bool:
+    return torch.equal(written[: len(answer)], answer)
 
 
 class _Perplexity(MeanMetric):

@@ -16,6 +16,7 @@ from lightning_lowrank.aggregation import (
     FedEx,
     FedInc,
     FedSA,
+    FedSVD,
     FLoRA,
     LoRAA2,
     LoRAFair,
@@ -38,6 +39,7 @@ VARIANTS = {
     "LoRAFair": [{"correction": "ridge"}, {"correction": "cosine", "steps": 20}],
     "CoLR": [{"trained_factor": "B"}, {"trained_factor": "A"}],
     "FedInc": [{"clusters": 1}, {"clusters": 2}],
+    "FedSVD": [{}, {"period": 2}],
 }
 OPERATORS = {
     name: kind for name, kind in registered(Operator).items() if kind.__module__.startswith("lightning_lowrank")
@@ -147,7 +149,7 @@ def test_every_exported_operator_is_under_contract():
     exported = {name for name in aggregation.__all__ if isinstance(getattr(aggregation, name), type)}
     exported = {name for name in exported if issubclass(getattr(aggregation, name), Operator)} - {"Operator"}
     assert exported == set(OPERATORS)
-    assert len(exported) == 13
+    assert len(exported) == 14
 
 
 @every_operator
@@ -165,7 +167,8 @@ def test_contract_of_the_iterative_svd():
 def test_one_clients_factors_come_back_exactly(operator, round, rank):
     (pair,) = clients_of(operator, [rank], round, dtype=torch.float32)
     result = run(operator, [pair], round)
-    if not isinstance(operator, (SumProduct, FLoRA, CoLR)):
+    factorises = isinstance(operator, FedSVD) and operator.period == 1
+    if not factorises and not isinstance(operator, (SumProduct, FLoRA, CoLR)):
         assert torch.equal(result.clients[0].B, pair.B)
         assert torch.equal(result.clients[0].A, pair.A)
 
@@ -301,6 +304,7 @@ def test_one_alpha_is_accepted_by_any_rule(rule):
     ("operator", "round", "factor"),
     [
         (FFA(), 0, "A"),
+        (FedSVD(), 0, "A"),
         (RoLoRA(), 0, "A"),
         (RoLoRA(), 1, "B"),
         (LoRAA2(), 2, "A"),
@@ -335,6 +339,8 @@ def test_the_schedules_of_alternating_operators():
         (FedEx(), 0, "AB", "AB", "AB", "AB"),
         (FedSA(), 0, "AB", "A", "A", ""),
         (FFA(), 1, "B", "B", "B", ""),
+        (FedSVD(), 0, "B", "B", "AB", ""),
+        (FedSVD(period=2), 2, "B", "B", "B", ""),
         (RoLoRA(), 1, "A", "A", "A", ""),
         (LoRAA2(), 2, "B", "B", "B", ""),
         (CoLR(), 1, "B", "B", "", "B"),
@@ -383,6 +389,22 @@ def test_sum_product_truncates_to_each_clients_rank(split):
         else:
             torch.testing.assert_close(pair.A @ pair.A.T, wanted.diag())
             torch.testing.assert_close(pair.B.T @ pair.B, wanted.diag())
+
+
+def test_fedsvd_factorises_the_mean_as_the_paper_does():
+    """With one rank: U Σ and Vᵀ of the SVD of mean(B) A, up to the sign of each singular pair."""
+    pairs = clients_of(FedSVD(), EQUAL)
+    mean = sum(weight / 8 * pair.B for pair, weight in zip(pairs, WEIGHTS, strict=True)) @ pairs[0].A
+    left, values, right = np.linalg.svd(mean.numpy())
+    for round, pair in ((0, run(FedSVD(), pairs).server), (1, run(FedSVD(2), pairs, round=1).clients[2])):
+        signs = torch.from_numpy(right[:2] * pair.A.numpy()).sum(1).sign()
+        torch.testing.assert_close(pair.A, signs[:, None] * torch.from_numpy(right[:2]), msg=str(round))
+        torch.testing.assert_close(pair.B, signs * torch.from_numpy(left[:, :2] * values[:2]))
+    kept = run(FedSVD(2), pairs, round=2).server
+    assert torch.equal(kept.A, pairs[0].A)
+    zero = run(FedSVD(), [LowRankPair(torch.zeros_like(pair.B), pair.A, 0.5) for pair in pairs]).server
+    torch.testing.assert_close(zero.A @ zero.A.T, torch.eye(2).double())
+    assert not zero.B.any()
 
 
 def test_flora_stacks_with_the_weights_folded_into_b():
@@ -629,7 +651,7 @@ def test_slots_that_no_client_of_the_round_has_are_not_lost(operator, round, kep
     assert torch.equal(server.B[:, :2], without.B)
 
 
-@pytest.mark.parametrize("operator", [SumProduct(), FLoRA(), CoLR()], ids=str)
+@pytest.mark.parametrize("operator", [SumProduct(), FLoRA(), CoLR(), FedSVD()], ids=str)
 def test_the_servers_rank_does_not_shrink(operator):
     pairs = clients_of(operator, [1, 2])
     previous = clients_of(RBLA(), [4])[0]
@@ -650,6 +672,7 @@ def test_the_servers_rank_does_not_shrink(operator):
         (lambda: LoRAFair(steps=0), "steps must be at least 1"),
         (lambda: CoLR("C"), "trained_factor must be one of"),
         (lambda: FedInc(0), "clusters must be at least 1"),
+        (lambda: FedSVD(0), "period must be at least 1"),
         (lambda: LowRankPair(torch.ones(3, 2), torch.ones(3, 2)), "B must have as many columns as A has rows"),
         (lambda: LowRankPair(torch.ones(3), torch.ones(3, 2)), "B must be a matrix"),
         (lambda: LowRankPair(torch.ones(3, 1), torch.ones(1, 2).double()), "one dtype and device"),

@@ -210,6 +210,7 @@ METHODS |= {
     "FedLoRA-FLoRA": fedlora(aggregation.FLoRA, Claims(plain=None, same_bytes=False, learning=SLOWLY)),
     # A is not trained, or not in the first round.
     "FedLoRA-FFA": fedlora(aggregation.FFA, Claims(plain=None, same_bytes=False, learning=SLOWLY), **FROM_ZERO),
+    "FedLoRA-FedSVD": fedlora(aggregation.FedSVD, Claims(plain=None, same_bytes=False, learning=SLOWLY), **FROM_ZERO),
     "FedLoRA-RoLoRA": fedlora(aggregation.RoLoRA, Claims(plain=None, same_bytes=False, learning=SLOWLY), **FROM_ZERO),
     "FedLoRA-LoRAA2": fedlora(aggregation.LoRAA2, Claims(plain=None, same_bytes=False, learning=SLOWLY), **FROM_ZERO),
     # B stays with the client.

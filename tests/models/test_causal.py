@@ -6,8 +6,8 @@ import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_lowrank import ByKey, FedAvg, FederatedLoop, LowRank, MatrixProduct
-from lightning_lowrank.data import Instructions, PackTexts
+from lightning_lowrank import ByKey, FedAvg, FederatedLoop, FedLoRA, FedSVD, LowRank, MatrixProduct
+from lightning_lowrank.data import AnsweredTexts, Instructions, PackTexts
 from lightning_lowrank.models import CausalLM
 from tests import texts
 from tests.helpers import assert_same, fit, trainer, weights
@@ -18,6 +18,7 @@ ROWS = [
     {"instruction": text, "output": "good film" if label == "1" else "bad", "speaker": f"s{row % 3}"}
     for row, (text, label) in enumerate(texts.sentences(12, 0, longest=7))
 ]
+END = texts.WORDS.index("[SEP]")
 SGD = partial(torch.optim.SGD, lr=0.5)
 
 
@@ -98,6 +99,50 @@ def test_answers_are_those_of_each_prompt_alone(tmp_path, folder):
         answers.append(tuple(alone.tolist()))
     assert len(set(answers)) > 1
     assert all(isinstance(text, str) and "[" not in text for text in data.decode(torch.stack(found[:5])))
+
+
+def test_exact_answers_are_counted(tmp_path, llama):
+    module = CausalLM(llama, exact_match=True, max_new_tokens=5)
+    data = data_of(llama)
+    answers = [row for part in trainer(tmp_path).predict(module, data) for row in part["answers"]]
+    # What the model says itself is right, up to its end; the others' answers stay wrong.
+    written = [answer.tolist() for answer in answers]
+    said = [answer[: answer.index(END) + 1] if END in answer else answer for answer in written]
+    rows = [(row["instruction"], said[place]) for place, row in enumerate(ROWS)]
+    parts = [[texts.WORDS.index(word) for word in ("[CLS]", "is", *text.split(), "and")] for text, _ in rows]
+    kept = [place % 3 > 0 for place in range(len(rows))]
+    ends = [
+        answer if right else [*answer[:-1], (answer[-1] + 1) % 16]
+        for (_, answer), right in zip(rows, kept, strict=True)
+    ]
+    dataset = AnsweredTexts(
+        [prompt + end for prompt, end in zip(parts, ends, strict=True)],
+        [[False] * len(prompt) + [True] * len(end) for prompt, end in zip(parts, ends, strict=True)],
+    )
+    loader = torch.utils.data.DataLoader(dataset, batch_size=5, collate_fn=data.collate())
+    logged = trainer(tmp_path).validate(module, loader, verbose=False)[0]
+    assert logged["val_exact"] == pytest.approx(sum(kept) / len(kept))
+
+
+@pytest.mark.slow
+def test_a_model_that_peft_wrapped_is_trained_in_rounds(tmp_path, llama):
+    peft = pytest.importorskip("peft")
+    base = transformers.AutoModelForCausalLM.from_pretrained(llama)
+    config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    module = CausalLM(peft.get_peft_model(base, config), optimizer=partial(torch.optim.AdamW, lr=0.02))
+    before = weights(module)
+    loop = FederatedLoop(FedLoRA(FedSVD()), partition=ByKey("speaker"), local_steps=2, summary=False)
+    fitted = trainer(tmp_path, loop, max_epochs=2)
+    fit(fitted, module, data_of(llama, packing=True))
+    changed = {name for name, value in weights(module).items() if not torch.equal(before[name], value)}
+    assert changed == {name for name in before if "lora_" in name}
+    for name, value in weights(module).items():
+        if "lora_A" in name:
+            torch.testing.assert_close(value @ value.T, torch.eye(2), atol=1e-5, rtol=0)
+    fitted.save_checkpoint(tmp_path / "run.ckpt")
+    again = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(llama), config)
+    loaded = CausalLM.load_from_checkpoint(tmp_path / "run.ckpt", model=again)
+    assert_same(weights(loaded), weights(module))
 
 
 @pytest.mark.slow

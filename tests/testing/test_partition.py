@@ -23,13 +23,29 @@ class Wards(Dataset):
         return 5
 
 
+class Unlabelled(Dataset):
+    """Has no labels, and cannot be read."""
+
+    def __len__(self):
+        return 101
+
+
+def by_place(dataset):
+    return ["abcd"[place * 4 // len(dataset)] for place in range(len(dataset))]
+
+
 PARTITIONS = {
     "IID": [(data.IID(), {})],
-    "Dirichlet": [(Dirichlet(0.3), {}), (Dirichlet(0.5, min_samples=5, capped=False), {"clients": 50})],
+    "Dirichlet": [
+        (Dirichlet(0.3), {}),
+        (Dirichlet(0.5, min_samples=5, capped=False), {"clients": 50}),
+        (Dirichlet(0.3, groups=by_place), {"dataset": Unlabelled()}),
+    ],
     "LabelCount": [
         (LabelCount(3), {}),
         (LabelCount(3, balanced=True), {"clients": 50}),
         (LabelCount(1), {"complete": False}),
+        (LabelCount(2, groups=by_place), {"dataset": Unlabelled()}),
     ],
     "ByKey": [(data.ByKey("ward"), {"dataset": Wards(), "clients": clients, "draws": False}) for clients in (None, 3)],
     "FromIndices": [

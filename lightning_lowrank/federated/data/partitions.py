@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from lightning_lowrank.federated.data.labels import check_labels, find_labels
 from lightning_lowrank.seeding import generator
 
 _MAX_DRAWS = 1000
+_GROUP_ADVICE = "groups must return one integer or string for each sample of the dataset."
 _KEY_ADVICE = "keys must be one integer or string for each sample; ByKey takes a function dataset -> keys."
 
 
@@ -50,7 +51,7 @@ def _agreed(clients: int | None, number: int, known: str) -> int:
 class Partition(Configured, ABC):
     """A rule that divides a training set among clients.
 
-    A rule of your own overrides `assign`, and sets ``needs_labels`` if it reads them.
+    A rule of your own overrides `assign`, and sets ``needs_labels``, on the class or an instance, if it reads them.
 
     Attributes:
         needs_labels: Whether `split` needs the samples' labels.
@@ -63,7 +64,7 @@ class Partition(Configured, ABC):
         tensor([0, 1, 2, 3])
     """
 
-    needs_labels: ClassVar[bool] = False
+    needs_labels: bool = False
 
     def split(
         self,
@@ -177,7 +178,37 @@ class IID(Partition):
         return _from_owners(owners, clients)
 
 
-class Dirichlet(Partition):
+class _ByGroup(Partition):
+    """Base of the partitions by label, or by another group of each sample."""
+
+    needs_labels = True
+
+    def __init__(self, groups: Callable[[Any], Any] | None) -> None:
+        if groups is not None and not callable(groups):
+            raise MisconfigurationException(
+                f"groups must be a function of the dataset, such as LengthGroups(), or None for labels, got {groups!r}."
+            )
+        self.groups = groups
+        self.needs_labels = groups is None
+
+    def find_keys(self, dataset: Dataset) -> Column | None:
+        """Return the group of each sample where ``groups`` makes them; ``None`` where labels are read."""
+        return None if self.groups is None else call_on(dataset, self.groups, "groups", _GROUP_ADVICE)
+
+    def _sorted(self, labels: Tensor | None, keys: Column | None) -> tuple[list[Any], Tensor, Tensor]:
+        """Return the different labels or groups, that of each sample by its place among them, and their sizes."""
+        if self.groups is not None and keys is None:
+            raise MisconfigurationException(
+                f"{type(self).__name__}(groups=...) needs the group of each sample: give keys=, or the dataset instead"
+                " of its size."
+            )
+        values = keys if self.groups is not None else None if labels is None else labels.numpy()
+        assert values is not None
+        names, codes, sizes = np.unique(values, return_inverse=True, return_counts=True)
+        return names.tolist(), torch.from_numpy(codes.astype(np.int64)), torch.from_numpy(sizes.astype(np.int64))
+
+
+class Dirichlet(_ByGroup):
     r"""Each label's samples are divided in shares that follow a symmetric Dirichlet distribution.
 
     For each label :math:`p \sim \mathrm{Dir}_C(\alpha)` is drawn over the :math:`C` clients, and client :math:`j` gets
@@ -194,6 +225,8 @@ class Dirichlet(Partition):
             (training set / clients) or more gets none of the next label: its share becomes zero and the others' are
             scaled up to sum to one. That keeps the sizes closer together, and is what most published code does.
             ``False``: the plain distribution.
+        groups: Divides by other groups than labels: a function that takes the dataset and returns one integer or string
+            for each sample, such as `lightning_lowrank.data.LengthGroups`. Labels are not looked for then.
 
     Raises:
         MisconfigurationException: If an argument is out of range, if the clients would need more than all samples, or
@@ -206,9 +239,14 @@ class Dirichlet(Partition):
         (True, 1000)
     """
 
-    needs_labels = True
-
-    def __init__(self, alpha: float, min_samples: int = 0, capped: bool = True) -> None:
+    def __init__(
+        self,
+        alpha: float,
+        min_samples: int = 0,
+        capped: bool = True,
+        groups: Callable[[Any], Any] | None = None,
+    ) -> None:
+        super().__init__(groups)
         if not (math.isfinite(alpha) and alpha > 0):
             raise MisconfigurationException(f"alpha must be a finite number above 0, got {alpha}.")
         self.alpha = float(alpha)
@@ -222,7 +260,7 @@ class Dirichlet(Partition):
                 f"min_samples={self.min_samples} for each of clients={clients} makes"
                 f" {self.min_samples * clients}, and the training set has {size} samples: lower one of them."
             )
-        _, codes, class_sizes = torch.unique(labels, return_inverse=True, return_counts=True)
+        _, codes, class_sizes = self._sorted(labels, keys)
         draws = generator(seed, "partition", "shares")
         for _ in range(_MAX_DRAWS):
             counts = self._draw_counts(class_sizes.tolist(), clients, draws)
@@ -255,7 +293,7 @@ class Dirichlet(Partition):
         return torch.stack(rows)
 
 
-class LabelCount(Partition):
+class LabelCount(_ByGroup):
     """Each client holds a fixed number of labels, and a label's samples are split equally among its holders.
 
     This is the "quantity-based label imbalance" of `Li et al. 2022 <https://arxiv.org/abs/2102.02079>`_ and Non-IID-2
@@ -271,6 +309,7 @@ class LabelCount(Partition):
         labels_per_client: Number of different labels of each client.
         balanced: Nothing is drawn about who holds which label: client after client takes the labels that have the
             fewest holders so far, the lower first. Numbers of holders differ by one at most (FedMUD's released code).
+        groups: As for `Dirichlet`.
 
     Raises:
         MisconfigurationException: If ``labels_per_client`` is below 1 or above the number of labels.
@@ -284,15 +323,16 @@ class LabelCount(Partition):
                 [0, 0, 5, 5]])
     """
 
-    needs_labels = True
-
-    def __init__(self, labels_per_client: int, balanced: bool = False) -> None:
+    def __init__(
+        self, labels_per_client: int, balanced: bool = False, groups: Callable[[Any], Any] | None = None
+    ) -> None:
+        super().__init__(groups)
         self.labels_per_client = _check_count("labels_per_client", labels_per_client, 1)
         self.balanced = balanced
 
     def assign(self, size: int, clients: int, seed: int, labels: Tensor | None, keys: Column | None) -> ClientIndices:
         """See `Partition.assign`."""
-        names, codes, class_sizes = torch.unique(labels, return_inverse=True, return_counts=True)
+        names, codes, class_sizes = self._sorted(labels, keys)
         if self.labels_per_client > len(names):
             raise MisconfigurationException(
                 f"labels_per_client={self.labels_per_client} is more than the {len(names)} different labels"
@@ -327,19 +367,23 @@ class LabelCount(Partition):
         scores[first_holders, torch.randperm(classes, generator=draws)[:first]] = 2.0
         return held.scatter_(1, scores.topk(self.labels_per_client).indices, True)
 
-    def _warn_about(self, names: Tensor, class_sizes: Tensor, holders: Tensor) -> None:
+    def _warn_about(self, names: list[Any], class_sizes: Tensor, holders: Tensor) -> None:
         unused = holders == 0
         if unused.any():
             rank_zero_warn(
                 f"clients * labels_per_client is below the number of labels: {int(class_sizes[unused].sum())}"
-                f" samples of the labels {names[unused].tolist()} belong to no client."
+                f" samples of the labels {_chosen(names, unused)} belong to no client."
             )
         scarce = holders > class_sizes
         if scarce.any():
             rank_zero_warn(
-                f"the labels {names[scarce].tolist()} have fewer samples than holders: some clients hold"
+                f"the labels {_chosen(names, scarce)} have fewer samples than holders: some clients hold"
                 f" fewer than labels_per_client={self.labels_per_client} labels."
             )
+
+
+def _chosen(names: list[Any], mask: Tensor) -> list[Any]:
+    return [name for name, chosen in zip(names, mask.tolist(), strict=True) if chosen]
 
 
 class ByKey(Partition):

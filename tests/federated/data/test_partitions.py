@@ -30,6 +30,25 @@ def fashion_labels():
     return torch.tensor(np.frombuffer(path.read_bytes(), np.uint8, offset=8).astype(np.int64))
 
 
+def test_other_groups_are_divided_as_labels_are():
+    names = ["a", "b", "c"]
+    labels = torch.arange(90) % 3
+    unlabelled = WithAttribute(90)
+
+    def by_name(dataset):
+        return [names[int(label)] for label in labels]
+
+    for kind, arguments in ((Dirichlet, (0.3,)), (LabelCount, (2,))):
+        expected = kind(*arguments).split(90, 5, 1, labels)
+        assert kind(*arguments, groups=by_name).split(unlabelled, 5, 1).digest() == expected.digest()
+    with pytest.raises(MisconfigurationException, match=r"Dirichlet\(groups=...\) needs the group of each sample"):
+        Dirichlet(0.3, groups=by_name).split(90, 5, 1)
+    with pytest.raises(MisconfigurationException, match=r"groups\(dataset\) returned 1 entries for 90 samples"):
+        Dirichlet(0.3, groups=lambda dataset: [1]).split(unlabelled, 5, 1)
+    with pytest.raises(MisconfigurationException, match=r"groups must be a function of the dataset, .* got 3"):
+        LabelCount(2, groups=3)
+
+
 # What all partitions have in common
 
 
