@@ -10,9 +10,9 @@ import yaml
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank.cli import main
-from lightning_lowrank.cli.plots import Point, plot_curves
-from lightning_lowrank.cli.runs import find_runs, group_by_seed, monitors, short_names
-from tests.cli.run_folders import configured, make_report, rows_of, write_run
+from lightning_lowrank.cli.plots import BYTES, ROUNDS, Point, plot_convergence, plot_curves
+from lightning_lowrank.cli.runs import Run, find_runs, group_by_seed, monitors, short_names
+from tests.cli.run_folders import configured, draw_nothing, make_report, rows_of, write_run
 
 ROWS = rows_of([0.1, 0.9], up=4, down=1)
 LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -118,7 +118,7 @@ def test_pipes_and_devices_are_not_read(tmp_path):
 
 
 def test_names_are_no_commands_of_a_terminal(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("lightning_lowrank.cli.report.plot_curves", lambda curves, across, metric, file, **more: file)
+    draw_nothing(monkeypatch)
     for name in ("\x1b]0;title\x07", "$\\frac"):
         write_run(tmp_path / "runs" / name, ROWS)
     main(["report", str(tmp_path / "runs"), "--output", str(tmp_path / "out")])
@@ -133,14 +133,17 @@ def test_names_and_figures_that_no_plot_can_show(tmp_path):
         "$\\frac{": [Point(1.0, 0.5), Point(2.0, 1e308), Point(3.0, float("nan")), Point(4.0, float("inf"), 1e308)],
         "$$": [Point(-1.0, 0.5, 0.1)],
     }
-    for in_bytes in (False, True):
-        plot_curves(curves, "round", "$\\bad{metric", tmp_path / "curves.png", in_bytes)
-    assert (tmp_path / "curves.png").exists()
+    curves["$_$"] = curves["$\\frac{"]
+    for across in (ROUNDS, BYTES):
+        written = plot_curves(curves, across, "$\\bad{metric", tmp_path / "curves.png", "higher", 1e305, float("nan"))
+        assert [file.name for file in written] == ["curves.png", "curves_each.png"]
+    groups = {name: [Run(tmp_path, {0: {f"convergence/{each}": -1e308 for each in "RPQ"}})] for name in curves}
+    plot_convergence(groups, tmp_path / "convergence.png")
 
 
 @pytest.mark.slow
 def test_changed_bytes_of_a_folder_never_raise_more_than_a_message(tmp_path, monkeypatch):
-    monkeypatch.setattr("lightning_lowrank.cli.report.plot_curves", lambda curves, across, metric, file, **more: file)
+    draw_nothing(monkeypatch)
     draws = random.Random(0)
     folder = configured(tmp_path / "runs" / "run", 0, ROWS)
     configured(tmp_path / "runs" / "other", 1, ROWS)
