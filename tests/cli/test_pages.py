@@ -111,7 +111,7 @@ def test_tables_in_full_and_for_papers(tmp_path, monkeypatch):
     assert float(low["best val_acc"]) == statistics.mean([0.9, 0.8])
     assert float(low["best val_acc deviation"]) == pytest.approx(statistics.stdev([0.9, 0.8]))
     assert float(low["round of best val_acc"]) == 2.5
-    assert float(low["MB up"]) == 3 * 1.234567
+    assert float(low["MB up"]) == 3 * 1_234_567 / 1e6
     assert "MB up deviation" not in low
     assert plain["best val_acc deviation"] == "0.0"
     lines = (tmp_path / "out" / "report.tex").read_text().splitlines()
