@@ -78,14 +78,16 @@ def report(
     Bytes are those to and from clients that took part, in all rounds so far. Bytes that a method sent to idle clients
     (see `Algorithm.announce`) have a column of their own. So have the last values of the metric for
     personal models (``personal/val_acc``, ``personal/val_acc_worst10``, ``personal/val_acc_std``), simulated seconds
-    (``system/seconds``) and the constants of `ConvergenceMonitor`, if they were logged.
+    (``system/seconds``) and the constants of `ConvergenceMonitor`, if they were logged, and the wall time of a fit that
+    was neither killed nor resumed.
 
     Runs that differ only in the seed (see `group_by_seed`) are one row, with their number under ``seeds``. A figure
     that differs between them is shown as mean ± sample standard deviation (n − 1); one that some of them did not log
     is left empty. The plots draw their mean, with a band of one standard deviation, over the rounds that all of them
     logged. The plots against bytes and simulated seconds use their means.
 
-    A second table has the settings: method, low-rank layers, partition, clients, codecs, and all else that differs.
+    A second table has the settings: method, low-rank layers, partition, clients, codecs, samples and ranks of
+    the row's first run, and all else that differs.
 
     Args:
         paths: Run folders, or folders that hold some. Runs that did not log ``metric``, such as a ``test`` run, are
@@ -288,7 +290,15 @@ def _results(groups: Groups, goal: Goal) -> list[Column]:
     ):
         if not optional or any(run.last(name) for run in runs):
             columns.append(column(title, logged(name, unit), form))
+    if any(_wall_seconds(run) is not None for run in runs):
+        columns.append(column("wall\ns", _wall_seconds, ".1f"))
     return columns
+
+
+def _wall_seconds(run: Run) -> float | None:
+    """Return the seconds that a whole run took; ``None`` for a killed one, and for one that went on from another."""
+    facts = run.facts
+    return facts["seconds"][0] if "seconds" in facts and facts.get("first_round") == [1] else None
 
 
 def _bytes(number: float) -> str:
@@ -322,6 +332,17 @@ def _settings(groups: Groups) -> list[Column]:
         Column("clients\nper round", [clients(loop) for loop in loops]),
         *(Column(name, [describe(found_in(loop, name)) for loop in loops]) for name in ("uplink", "downlink")),
     ]
+    facts = [group[0].facts for group in groups.values()]
+    for title, names, between in (
+        ("samples per client\nleast, median, most", ("samples",), ", "),
+        ("ranks", ("ranks",), " to "),
+        ("trained\nparameters", ("trained", "parameters"), " of "),
+    ):
+        numbers = [[number for name in names for number in each.get(name, [])] for each in facts]
+        # Where all are the same, one says it.
+        told_of = [each[:1] if len(set(each)) == 1 else each for each in numbers]
+        texts = [between.join(f"{number:,.10g}" for number in each) for each in told_of]
+        columns.append(Column(title, texts))
     columns = [column for column in columns if any(column.texts)]
     told_already = ("lowrank", *(f"federated.init_args.{name}" for name in ("algorithm", "partition", "clients")))
     told_already += ("federated.init_args.uplink", "federated.init_args.downlink")

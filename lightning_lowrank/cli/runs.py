@@ -19,6 +19,7 @@ import yaml
 
 from lightning_lowrank.configuration import misconfigured
 from lightning_lowrank.direction import Monitor
+from lightning_lowrank.facts import read_facts
 
 _TOLD = 4
 _LONGEST_WORD = 40
@@ -58,6 +59,11 @@ class Run:
     def config(self) -> dict[str, Any]:
         """The run's ``config.yaml``; empty where there is none that can be read."""
         return _load_config(self.folder / "config.yaml")
+
+    @cached_property
+    def facts(self) -> dict[str, list[float]]:
+        """What `FederatedLoop` wrote beside the metrics, such as ``seconds``."""
+        return read_facts(self.folder)
 
     @cached_property
     def settings(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_lowrank.cli import main
 from lightning_lowrank.cli.plots import BYTES, ROUNDS, Point, plot_convergence, plot_curves
 from lightning_lowrank.cli.runs import Run, find_runs, group_by_seed, monitors, short_names
+from lightning_lowrank.facts import read_facts
 from tests.cli.run_folders import configured, draw_nothing, make_report, rows_of, write_run
 
 ROWS = rows_of([0.1, 0.9], up=4, down=1)
@@ -105,6 +106,25 @@ def test_files_that_no_logger_wrote_have_no_round(tmp_path, kind):
     assert [run.rounds for run in runs] in ([{}], [{0: {"val_acc": 1.0}}], [{0: {}}])
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[" * 10_000,
+        '{"seconds": "x", "ranks": [[1]], "samples": [], "a": true, "b": null, "c": {}}',
+        '{"seconds": NaN, "ranks": [Infinity], "a": [1e400, 1]}',
+        '{"seconds": [1, "x"]}',
+        f'{{"seconds": 1{"0" * 5000}}}',
+        f'{{"seconds": 1{"0" * 2000}}}',
+        f'{{"seconds": 1, "a": "{"x" * 2**17}"}}',
+        b"\xff\xfe",
+    ],
+)
+def test_facts_that_are_none_are_left_out(tmp_path, text):
+    (tmp_path / "facts.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert read_facts(tmp_path) == {}
+
+
 def test_pipes_and_devices_are_not_read(tmp_path):
     (tmp_path / "pipe").mkdir()
     os.mkfifo(tmp_path / "pipe" / "metrics.csv")
@@ -114,7 +134,10 @@ def test_pipes_and_devices_are_not_read(tmp_path):
         find_runs([tmp_path])
     folder = write_run(tmp_path / "run", ROWS)
     os.mkfifo(folder / "config.yaml")
-    assert len(group_by_seed(find_runs([tmp_path]))) == 1
+    os.mkfifo(folder / "facts.json")
+    (run,) = find_runs([tmp_path])
+    assert group_by_seed([run]) == [[run]]
+    assert run.facts == {}
 
 
 def test_names_are_no_commands_of_a_terminal(tmp_path, capsys, monkeypatch):

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_lowrank import FedAvg, FederatedLoop, FedMUD, LowRank, MatrixProduct
 from lightning_lowrank.cli.report import parse_bytes, report
 from lightning_lowrank.cli.runs import find_runs
+from lightning_lowrank.facts import write_facts
 from tests.cli.run_folders import configured, draw_nothing, make_report, rows_of, write_run
 from tests.helpers import Data, Module, fit, trainer
 
@@ -107,6 +108,15 @@ def test_seeds_of_one_configuration_are_one_row(tmp_path):
         "2.00",
     ]
     assert all(value in text for value in low.values())
+
+
+def test_wall_time_is_that_of_whole_fits(tmp_path):
+    for name, facts in (("whole", [1, 12.34]), ("resumed", [5, 3.0]), ("killed", [1]), ("python", [])):
+        folder = write_run(tmp_path / "runs" / name, rows_of([0.5], 1, 1))
+        if facts:
+            write_facts(folder, dict(zip(("first_round", "seconds"), facts, strict=False)))
+    rows, _ = make_report([tmp_path / "runs"], tmp_path / "out")
+    assert {row["run"]: row["wall s"] for row in rows} == {"whole": "12.3", "resumed": "", "killed": "", "python": ""}
 
 
 def test_rounds_and_bytes_to_a_target(tmp_path):
@@ -307,7 +317,7 @@ def test_real_runs(tmp_path):
         )
         logger = CSVLogger(tmp_path / "runs", name=name)
         run = trainer(tmp_path, *converters, loops[name], logger=logger, max_epochs=2)
-        fit(run, Module(), Data())
+        fit(run, low := Module(), Data())
         last[name] = float(run.callback_metrics["val_acc"])
     rows, _ = make_report([tmp_path / "runs"], tmp_path / "out")
     assert [row["run"] for row in rows] == ["dense", "low"]
@@ -320,5 +330,12 @@ def test_real_runs(tmp_path):
         assert row["MB idle"] == f"{figures['comm/total_idle_down_bytes'] / 1e6:.2f}"
         assert row["of dense FedAvg"] == f"{figures['comm/ratio']:.2%}"
     assert rows[0]["of dense FedAvg"] == "100.00%"
+    assert all(float(row["wall s"]) > 0 for row in rows)
+    settings = (tmp_path / "out" / "report.md").read_text().partition("## Settings")[2]
+    sizes = loops["low"].indices.sizes.tolist()
+    spread = [min(sizes), sorted(sizes)[2], max(sizes)]
+    trained = sum(each.numel() for each in low.parameters() if each.requires_grad)
+    whole = sum(each.numel() for each in low.parameters())
+    assert f"| low | {', '.join(map(str, spread))} | 1 | {trained} of {whole} |" in settings
     run = {run.folder.parent.name: run for run in find_runs([tmp_path / "runs"])}["low"]
     assert math.isclose(run.last("comm/total_bytes") or 0, loops["low"].ledger.metrics()["comm/total_bytes"])
