@@ -20,6 +20,7 @@ TORCH_ONLY = (
     "registry",
     "arguments",
     "direction",
+    "facts",
     "haar",
     "layers",
     "optim",

@@ -125,7 +125,15 @@ def _export(parser: argparse.ArgumentParser, words: list[str]) -> None:
 def _report(parser: argparse.ArgumentParser, words: list[str]) -> None:
     parser.add_argument("runs", type=Path, nargs="+", help="run folders, or folders that hold some")
     parser.add_argument("--metric", default=None, help="logged metric to compare; by default val_acc or the like")
-    parser.add_argument("--output", type=Path, default=Path("report"), help="folder for the table and the plots")
+    parser.add_argument(
+        "--output", type=Path, default=Path("report"), help="folder for the page, the tables and the plots"
+    )
+    parser.add_argument(
+        "--target", type=float, default=None, help="value of the metric: show rounds and bytes until it is reached"
+    )
+    parser.add_argument(
+        "--budget", default=None, help="bytes up and down, such as 100MB: show the best value reached within them"
+    )
     parser.add_argument(
         "--each",
         action="store_true",
@@ -134,9 +142,17 @@ def _report(parser: argparse.ArgumentParser, words: list[str]) -> None:
     options = parser.parse_args(words)
     from rich.console import Console
 
-    from lightning_lowrank.cli.report import report
+    from lightning_lowrank.cli.report import parse_bytes, report
 
-    report(options.runs, metric=options.metric, output=options.output, each=options.each, console=Console())
+    report(
+        options.runs,
+        metric=options.metric,
+        output=options.output,
+        each=options.each,
+        target=options.target,
+        budget=None if options.budget is None else parse_bytes(options.budget),
+        console=Console(),
+    )
 
 
 def _audit(parser: argparse.ArgumentParser, words: list[str]) -> None:
@@ -177,7 +193,7 @@ _WITHOUT_MODEL: dict[str, tuple[Callable[[argparse.ArgumentParser, list[str]], N
         "Turn a checkpoint into dense weights that load into the unconverted module, or a PEFT adapter.",
     ),
     "audit": (_audit, "Read and verify a site's audit log: every message that it was sent and has sent."),
-    "report": (_report, "Compare runs: one table, and accuracy against rounds and bytes."),
+    "report": (_report, "Compare runs: tables, and accuracy against rounds and bytes, on one page."),
     "flower": (_flower, "Write the Flower project of a recipe: `flwr run OUTPUT` then runs it across sites."),
 }
 """The commands that need no model section: what each does, and a summary for the help."""

@@ -1,27 +1,60 @@
-"""Curves of runs, drawn with matplotlib into files."""
+"""Curves of runs, drawn with matplotlib into files.
+
+Each curve has its name at its end. Where curves hide each other, a second picture shows each in a panel of its own.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.legend import Legend
+from matplotlib.lines import Line2D
+from matplotlib.patheffects import withStroke
+from matplotlib.text import Annotation
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from lightning_lowrank.cli.runs import Run, mean_and_deviation
 
-_LEGEND_INSIDE = 6
 # Beyond, an axis's own arithmetic overflows.
 _LARGEST_DRAWN = 1e300
+# A name's place is as high as a row of a table; more do not fit any page.
+_MOST_NAMES = 40
+_LONGEST_NAME = 32
+_MOST_PANELS = 24
+_PANELS_IN_ROW = 4
+_GREY = "0.45"
+
+
+@dataclass(frozen=True)
+class Across:
+    """What a metric is drawn against.
+
+    Args:
+        figure: Name of the logged figure; ``None`` for rounds.
+        label: Title of the axis.
+        unit: Unit of an axis in powers of ten; empty for one that counts.
+    """
+
+    figure: str | None
+    label: str
+    unit: str = ""
+
+
+ROUNDS = Across(None, "round")
+BYTES = Across("comm/total_bytes", "bytes sent up and down", "B")
+SECONDS = Across("system/seconds", "simulated seconds", "s")
 
 
 @dataclass
 class Point:
-    """Round or bytes so far, the metric, and its sample standard deviation; of several runs, their means."""
+    """Round, bytes or seconds so far, the metric, and its sample standard deviation; of several runs, their means."""
 
     x: float
     y: float
@@ -42,78 +75,237 @@ def curve(group: Sequence[Run], against: str | None, metric: str) -> list[Point]
 
 
 def plot_curves(
-    curves: Mapping[str, Sequence[Point]], x_label: str, y_label: str, path: Path, in_bytes: bool = False
-) -> Path:
-    """Draw one curve for each group of runs, with a band of one standard deviation, into the file ``path``."""
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    curves: Mapping[str, Sequence[Point]],
+    across: Across,
+    metric: str,
+    path: Path,
+    better: str = "",
+    level: float | None = None,
+    limit: float | None = None,
+) -> list[Path]:
+    """Draw one curve for each group of runs, with a band of one standard deviation, into the file ``path``.
+
+    Args:
+        curves: Points by the group's name, which stands at the end of its curve.
+        across: What the metric is drawn against.
+        metric: The metric's name.
+        path: The file to write; a picture of panels, where curves hide each other, is written beside it.
+        better: ``"higher"`` or ``"lower"``, where that is known.
+        level: A value of the metric to mark by a line.
+        limit: A place on the axis to mark by a line.
+
+    Returns:
+        The files written: one or two.
+    """
+    curves = _drawable(curves, across)
+    title = f"{metric} by {across.label}"
+    if any(point.spread for points in curves.values() for point in points):
+        title += "\nmean of the seeds ± one standard deviation"
+    y_label = f"{metric} ({better} is better)" if better else metric
+
+    figure = Figure(figsize=(8.5, max(5.0, 0.19 * min(len(curves), _MOST_NAMES) + 1.5)), layout="constrained")
     axes = figure.add_subplot()
-    _draw(axes, curves, x_label, y_label, in_bytes)
-    axes.set_title(f"{y_label} by {x_label}", fontsize=13, parse_math=False)
-    if len(curves) <= _LEGEND_INSIDE:
-        legend = axes.legend(fontsize=11, frameon=False)
-    else:
-        legend = figure.legend(fontsize=9, frameon=False, loc="outside right upper")
-    _as_text(legend)
+    lines = _draw(axes, curves)
+    for place, along in ((level, axes.axhline), (limit, axes.axvline)):
+        if place is not None and 0 < abs(place) < _LARGEST_DRAWN:
+            along(place, color=_GREY, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
+    _set_scale(axes, curves, across)
+    axes.set_title(title, fontsize=13, loc="left", parse_math=False)
+    axes.set_xlabel(across.label, fontsize=12)
+    axes.set_ylabel(y_label, fontsize=12, parse_math=False)
+    axes.tick_params(labelsize=11)
+    _name_ends(figure, axes, curves, lines)
     figure.savefig(path, dpi=150)
-    return path
+    if not 1 < len(curves) <= _MOST_PANELS or not hidden(curves, across):
+        return [path]
+    beside = path.with_stem(f"{path.stem}_each")
+    _plot_panels(curves, across, y_label, title, beside)
+    return [path, beside]
 
 
 def plot_convergence(groups: Mapping[str, Sequence[Run]], path: Path) -> Path:
-    """Draw the constants that `ConvergenceMonitor` logged, side by side."""
-    figure = Figure(figsize=(14, 4.5), layout="constrained")
-    for axes, constant in zip(figure.subplots(1, 3), ("R", "P", "Q"), strict=True):
+    """Draw the constants that `ConvergenceMonitor` logged, one below the other."""
+    figure = Figure(figsize=(8.5, 11), layout="constrained")
+    for axes, constant in zip(figure.subplots(3, 1), ("R", "P", "Q"), strict=True):
         metric = f"convergence/{constant}"
-        curves = {name: curve(group, None, metric) for name, group in groups.items()}
-        _draw(axes, curves, "round", metric)
-        axes.set_title(f"{metric} by round", fontsize=13)
-        if any(point.y > 0 for points in curves.values() for point in points):
-            axes.set_yscale("log")
-        if constant == "R":
-            handles, labels = axes.get_legend_handles_labels()
-    _as_text(figure.legend(handles, labels, fontsize=9, frameon=False, loc="outside right upper"))
+        curves = _drawable({name: curve(group, None, metric) for name, group in groups.items()}, ROUNDS)
+        lines = _draw(axes, curves)
+        _set_scale(axes, curves, ROUNDS)
+        axes.set_title(f"{metric} by round", fontsize=13, loc="left")
+        axes.set_xlabel("round", fontsize=12)
+        axes.set_ylabel(metric, fontsize=12)
+        positive = [point.y for points in curves.values() for point in points if point.y > 0]
+        if positive:
+            # As a logarithmic axis, but with a place for 0.
+            axes.set_yscale("symlog", linthresh=min(positive))
+        _name_ends(figure, axes, curves, lines)
     figure.savefig(path, dpi=150)
     return path
 
 
-def _as_text(legend: Legend) -> None:
-    """Show names as they are: a folder or a metric may be called anything."""
-    for text in legend.get_texts():
-        text.set_parse_math(False)
+def hidden(curves: Mapping[str, Sequence[Point]], across: Across = ROUNDS) -> bool:
+    """Return whether a curve is covered by another one over half of what both have in common.
+
+    Curves cover each other where they are nearer than a fiftieth of the picture's height.
+    """
+    drawn = [
+        (np.array([math.log(point.x) if across.unit else point.x for point in points]), [point.y for point in points])
+        for points in curves.values()
+        if points
+    ]
+    height = max((max(y) for _, y in drawn), default=0.0) - min((min(y) for _, y in drawn), default=0.0)
+    for (x, y), (other_x, other_y) in combinations(drawn, 2):
+        grid = np.linspace(max(x.min(), other_x.min()), min(x.max(), other_x.max()), 50)
+        if grid[0] <= grid[-1]:
+            order, other_order = np.argsort(x, kind="stable"), np.argsort(other_x, kind="stable")
+            first = np.interp(grid, x[order], np.array(y)[order])
+            second = np.interp(grid, other_x[other_order], np.array(other_y)[other_order])
+            if np.mean(np.abs(first - second) <= height / 50) >= 0.5:
+                return True
+    return False
 
 
-def _can_be_drawn(point: Point, in_bytes: bool) -> bool:
-    return all(abs(part) < _LARGEST_DRAWN for part in (point.x, point.y, point.spread)) and not (
-        in_bytes and point.x <= 0
-    )
+def _drawable(curves: Mapping[str, Sequence[Point]], across: Across) -> dict[str, list[Point]]:
+    def can_be_drawn(point: Point) -> bool:
+        parts = (point.x, point.y, point.spread)
+        return all(abs(part) < _LARGEST_DRAWN for part in parts) and not (across.unit and point.x <= 0)
+
+    return {name: [point for point in points if can_be_drawn(point)] for name, points in curves.items()}
 
 
-def _draw(
-    axes: Axes, curves: Mapping[str, Sequence[Point]], x_label: str, y_label: str, in_bytes: bool = False
-) -> None:
-    curves = {name: [point for point in points if _can_be_drawn(point, in_bytes)] for name, points in curves.items()}
-    styles = ("-", "--", ":", "-.")
+def _style(number: int) -> dict[str, Any]:
+    # Matplotlib has ten colours; after these, the line style changes.
+    return {"color": f"C{number % 10}", "linestyle": ("-", "--", ":", "-.")[number // 10 % 4]}
+
+
+def _draw(axes: Axes, curves: Mapping[str, Sequence[Point]]) -> dict[str, Line2D]:
+    lines = {}
     for number, (name, points) in enumerate(curves.items()):
         if points:
-            # Matplotlib has ten colours; after these, the line style changes.
-            style = styles[number // 10 % len(styles)]
-            marker = "o" if len(points) == 1 else None
-            x, y, spread = (np.array([getattr(point, part) for point in points]) for part in ("x", "y", "spread"))
-            (line,) = axes.plot(x, y, style, marker=marker, linewidth=1.6, label=name)
-            if len(points) == 1 and spread[0]:
-                axes.errorbar(x, y, spread, color=line.get_color(), capsize=4)
-            elif spread.any():
-                axes.fill_between(x, y - spread, y + spread, color=line.get_color(), alpha=0.2, linewidth=0)
-    if in_bytes:
-        axes.set_xscale("log")
-        spent = [point.x for points in curves.values() for point in points]
-        few = not spent or max(spent) < 500 * min(spent)
-        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if few else (1,)))
-        axes.xaxis.set_major_formatter(EngFormatter(unit="B", sep="\N{NO-BREAK SPACE}"))
-        axes.xaxis.set_minor_formatter(NullFormatter())
-    else:
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel(x_label, fontsize=12)
-    axes.set_ylabel(y_label, fontsize=12, parse_math=False)
-    axes.tick_params(labelsize=11)
+            lines[name] = _draw_one(axes, points, linewidth=1.8, **_style(number))
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
+    return lines
+
+
+def _draw_one(axes: Axes, points: Sequence[Point], **style: Any) -> Line2D:
+    x, y, spread = (np.array([getattr(point, part) for point in points]) for part in ("x", "y", "spread"))
+    (line,) = axes.plot(x, y, marker="o" if len(points) == 1 else None, **style)
+    if len(points) == 1 and spread[0]:
+        axes.errorbar(x, y, spread, color=style["color"], capsize=4)
+    elif spread.any():
+        axes.fill_between(x, y - spread, y + spread, color=style["color"], alpha=0.2, linewidth=0)
+    return line
+
+
+def _set_scale(axes: Axes, curves: Mapping[str, Sequence[Point]], across: Across) -> None:
+    if not across.unit:
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        return
+    axes.set_xscale("log")
+    spent = [point.x for points in curves.values() for point in points]
+    few = not spent or max(spent) < 500 * min(spent)
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if few else (1,)))
+    axes.xaxis.set_major_formatter(EngFormatter(unit=across.unit, sep="\N{NO-BREAK SPACE}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+
+
+def _plot_panels(curves: Mapping[str, Sequence[Point]], across: Across, y_label: str, title: str, path: Path) -> None:
+    """Draw each curve in a panel of its own, before all others in grey."""
+    across_page = min(_PANELS_IN_ROW, math.ceil(math.sqrt(len(curves))))
+    down_page = math.ceil(len(curves) / across_page)
+    figure = Figure(figsize=(3.2 * across_page + 0.6, 2.4 * down_page + 1), layout="constrained")
+    panels = figure.subplots(down_page, across_page, sharex=True, sharey=True, squeeze=False).flat
+    for number, (axes, name) in enumerate(zip(panels, curves, strict=False)):
+        for other, points in curves.items():
+            if points and other != name:
+                _draw_one(axes, [Point(point.x, point.y) for point in points], color="0.8", linewidth=0.9)
+        if curves[name]:
+            _draw_one(axes, curves[name], linewidth=2, **_style(number))
+        _set_scale(axes, curves, across)
+        axes.set_title(shortened(name), fontsize=10, loc="left", color=f"C{number % 10}", parse_math=False)
+        axes.tick_params(labelsize=9)
+        axes.tick_params(axis="x", labelrotation=30 if across.unit else 0)
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    for place, axes in enumerate(figure.axes):
+        axes.set_visible(place < len(curves))
+        axes.tick_params(labelbottom=place + across_page >= len(curves))
+    figure.suptitle(title, fontsize=13, parse_math=False)
+    figure.supxlabel(across.label, fontsize=12)
+    figure.supylabel(y_label, fontsize=12, parse_math=False)
+    figure.savefig(path, dpi=150)
+
+
+def shortened(name: str) -> str:
+    """Return a name as it fits beside a curve: without its middle, if it is long."""
+    return name if len(name) <= _LONGEST_NAME else f"{name[:20]}…{name[21 - _LONGEST_NAME :]}"
+
+
+def _name_ends(figure: Figure, axes: Axes, curves: Mapping[str, Sequence[Point]], lines: Mapping[str, Line2D]) -> None:
+    """Write each curve's name at its end, where no other name is."""
+    named = [
+        axes.annotate(
+            shortened(name),
+            (curves[name][-1].x, curves[name][-1].y),
+            (6, 0),
+            textcoords="offset points",
+            fontsize=9.5,
+            va="center",
+            color=line.get_color(),
+            parse_math=False,
+            annotation_clip=False,
+            # Readable where another curve passes.
+            path_effects=[withStroke(linewidth=2.5, foreground="white")],
+            arrowprops={"arrowstyle": "-", "color": line.get_color(), "linewidth": 0.6, "shrinkA": 0, "shrinkB": 2},
+        )
+        for name, line in list(lines.items())[:_MOST_NAMES]
+    ]
+    if not named:
+        return
+    if len(named) < len(lines):
+        axes.set_title(f"{len(named)} of {len(lines)} curves are named", fontsize=9, loc="right")
+    figure.draw_without_rendering()
+    for crowd in _crowds(named):
+        boxes = [name.get_window_extent() for name in crowd]
+        ends = [float(axes.transData.transform(name.xy)[1]) for name in crowd]
+        room = max(box.height for box in boxes)
+        for name, end, place in zip(crowd, ends, spread_out(ends, room, axes.bbox.y0, axes.bbox.y1), strict=True):
+            name.set_position((14 if abs(place - end) > room / 4 else 6, (place - end) * 72 / figure.dpi))
+
+
+def _crowds(names: Sequence[Annotation]) -> list[list[Annotation]]:
+    """Group the names that would stand above each other."""
+    crowds: list[list[Annotation]] = []
+    right = -math.inf
+    for name in sorted(names, key=lambda each: each.get_window_extent().x0):
+        box = name.get_window_extent()
+        if box.x0 > right:
+            crowds.append([])
+        crowds[-1].append(name)
+        right = max(right, box.x1)
+    return crowds
+
+
+def spread_out(places: Sequence[float], room: float, low: float, high: float) -> list[float]:
+    """Move places as little as it takes for each two to be ``room`` apart, in their order and between two bounds.
+
+    Example:
+        >>> spread_out([5.0, 5.0, 40.0], 10.0, 0.0, 100.0)
+        [0.0, 10.0, 40.0]
+    """
+    order = sorted(range(len(places)), key=lambda number: places[number])
+    # Least squares under an order: neighbours that are too near are moved about their mean.
+    blocks: list[tuple[float, int]] = []
+    for position, number in enumerate(order):
+        total, count = places[number] - position * room, 1
+        while blocks and blocks[-1][0] / blocks[-1][1] >= total / count:
+            before = blocks.pop()
+            total, count = total + before[0], count + before[1]
+        blocks.append((total, count))
+    moved = [total / count for total, count in blocks for _ in range(count)]
+    top = high - (len(places) - 1) * room
+    found = [0.0] * len(places)
+    for position, number in enumerate(order):
+        found[number] = max(min(moved[position], top), low) + position * room
+    return found

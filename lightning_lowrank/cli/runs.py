@@ -19,6 +19,7 @@ import yaml
 
 from lightning_lowrank.configuration import misconfigured
 from lightning_lowrank.direction import Monitor
+from lightning_lowrank.facts import read_facts
 
 _TOLD = 4
 _LONGEST_WORD = 40
@@ -58,6 +59,11 @@ class Run:
     def config(self) -> dict[str, Any]:
         """The run's ``config.yaml``; empty where there is none that can be read."""
         return _load_config(self.folder / "config.yaml")
+
+    @cached_property
+    def facts(self) -> dict[str, list[float]]:
+        """What `FederatedLoop` wrote beside the metrics, such as ``seconds``."""
+        return read_facts(self.folder)
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -313,6 +319,33 @@ def _seed(group: Sequence[Run]) -> str:
     return f", seed {seed}" if len(group) == 1 and type(seed) is int else ""
 
 
+def found_in(config: Any, *names: str) -> Any:
+    """Return an argument of a configuration by its name, or ``None``; ``init_args`` between names are passed over."""
+    for name in names:
+        inner = config.get("init_args", config) if isinstance(config, dict) else None
+        config = inner.get(name) if isinstance(inner, dict) else None
+    return config
+
+
+def describe(value: Any) -> str:
+    """Return an argument's value as it would be written in Python: ``Dirichlet(alpha=0.3)``; empty for none."""
+    if isinstance(value, list):
+        return _cut(", ".join(describe(part) for part in value[:_TOLD]), 3 * _LONGEST_WORD)
+    if not isinstance(value, dict) or "class_path" not in value:
+        return "" if value is None else _cut(str(value))
+    given = value.get("init_args")
+    arguments = (
+        [f"{key}={_short(each)}" for key, each in given.items() if each is not None] if isinstance(given, dict) else []
+    )
+    return _cut(f"{_short(value)}({', '.join(arguments)})", 3 * _LONGEST_WORD)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, dict) and "class_path" in value:
+        return _cut(str(value["class_path"]).rpartition(".")[2])
+    return _cut(str(value))
+
+
 def told(path: str, value: Any) -> str:
     """Return in short what an argument of a configuration is set to: ``FedAvg``, ``rank=4``."""
     text = str(value)
@@ -327,8 +360,8 @@ def argument(path: str) -> str:
     return _cut(names[-1]) if names else path
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= _LONGEST_WORD else f"{text[: _LONGEST_WORD - 1]}…"
+def _cut(text: str, longest: int = _LONGEST_WORD) -> str:
+    return text if len(text) <= longest else f"{text[: longest - 1]}…"
 
 
 def differing(groups: Sequence[Sequence[Run]]) -> list[str]:

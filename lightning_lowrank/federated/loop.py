@@ -44,6 +44,7 @@ from lightning_lowrank.federated.horizon import Horizon
 from lightning_lowrank.federated.messages import Ledger
 from lightning_lowrank.federated.progress import Progress
 from lightning_lowrank.federated.rounds import Rounds
+from lightning_lowrank.federated.run_facts import RunFacts
 from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.federated.state import Server
 from lightning_lowrank.federated.whole_checkpoints import install as install_whole_checkpoints
@@ -130,10 +131,21 @@ class FederatedLoop(FederatedSettings, Callback):
         self._processes: ClientParallelStrategy | None = None
         self._horizon: Horizon | None = None
         self._device_data: DeviceData | None = None
+        self._facts: RunFacts | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy has, or a pickle: the settings and the ledger, and nothing else of a fit."""
-        own = ("_restore", "_progress", "_data", "_rounds", "_restored", "_processes", "_horizon", "_device_data")
+        own = (
+            "_restore",
+            "_progress",
+            "_data",
+            "_rounds",
+            "_restored",
+            "_processes",
+            "_horizon",
+            "_device_data",
+            "_facts",
+        )
         return {name: value for name, value in vars(self).items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -309,12 +321,15 @@ class FederatedLoop(FederatedSettings, Callback):
                 forget_batches(trainer)
             if not self._progress.round_open:
                 self.rounds.stop_if_spent(trainer.current_epoch)
+        self._facts = RunFacts(trainer, self.indices)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Plan no further round, and say in a line what the rounds came to."""
         assert self._data is not None
         self._data.running = False
         warn_of_changed_base(self.algorithm, self.server.base)
+        if self._facts is not None:
+            self._facts.end()
         if self.summary and trainer.is_global_zero:
             validated = [
                 f"{name} {value:.4f}" for name, value in trainer.callback_metrics.items() if name.startswith("val")

@@ -23,6 +23,7 @@ from lightning_lowrank.data import Digits
 from lightning_lowrank.federated.state import copy_into, trained_tensors
 from lightning_lowrank.layers import low_rank_layers
 from lightning_lowrank.models import MLP, Classifier
+from tests.cli.run_folders import draw_nothing
 from tests.helpers import assert_same, weights
 
 # Each makes runs, as from a command line.
@@ -507,21 +508,28 @@ def test_report_is_dispatched_without_a_model(run, capsys):
     printed = capsys.readouterr().out
     assert "runs " in printed
     assert f"{metrics('runs/version_0')[1]['val_acc']:.4f}" in printed
-    assert sorted(path.name for path in Path("out").iterdir()) == ["bytes.png", "report.md", "rounds.png"]
+    assert sorted(path.name for path in Path("out").iterdir()) == [
+        "bytes.png",
+        *(f"report.{kind}" for kind in ("csv", "html", "md", "tex")),
+        "rounds.png",
+    ]
 
 
-def test_report_puts_seeds_into_one_row_and_each_shows_them(run, capsys):
+def test_report_puts_seeds_into_one_row_and_each_shows_them(run, capsys, monkeypatch):
+    draw_nothing(monkeypatch)
     run("fit", "--config", "base.yaml", "--seeds", "0", "1", "--trainer.max_epochs", "1")
     run("fit", "--config", "base.yaml", "--lowrank.rank", "3", "--trainer.max_epochs", "1")
     capsys.readouterr()
     main(["report", "runs"])
-    rows = capsys.readouterr().out.splitlines()[5:-1]
+    rows = capsys.readouterr().out.splitlines()[5:7]
     assert [row.split()[:2] for row in rows] == [["rank=2", "2"], ["rank=3", "1"]]
     losses = [metrics(f"runs/version_{number}")[0]["val_acc"] for number in (0, 1)]
     assert f"{sum(losses) / 2:.4f} ± {abs(losses[0] - losses[1]) / 2**0.5:.4f}" in rows[0]
-    main(["report", "runs", "--each"])
-    rows = capsys.readouterr().out.splitlines()[5:-1]
+    main(["report", "runs", "--each", "--target", "0.0", "--budget", "1GB"])
+    rows = capsys.readouterr().out.splitlines()[5:8]
     assert [row[: row.index("  ")] for row in rows] == ["rank=2, seed 0", "rank=2, seed 1", "rank=3"]
+    titles = (Path("report") / "report.md").read_text()
+    assert "| rounds to 0 | MB to 0 | in 1 GB (round) val_acc |" in titles
 
 
 def test_help_names_every_command(run, capsys):

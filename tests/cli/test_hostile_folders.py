@@ -10,9 +10,10 @@ import yaml
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank.cli import main
-from lightning_lowrank.cli.plots import Point, plot_curves
-from lightning_lowrank.cli.runs import find_runs, group_by_seed, monitors, short_names
-from tests.cli.run_folders import configured, make_report, rows_of, write_run
+from lightning_lowrank.cli.plots import BYTES, ROUNDS, Point, plot_convergence, plot_curves
+from lightning_lowrank.cli.runs import Run, find_runs, group_by_seed, monitors, short_names
+from lightning_lowrank.facts import read_facts
+from tests.cli.run_folders import configured, draw_nothing, make_report, rows_of, write_run
 
 ROWS = rows_of([0.1, 0.9], up=4, down=1)
 LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -105,6 +106,25 @@ def test_files_that_no_logger_wrote_have_no_round(tmp_path, kind):
     assert [run.rounds for run in runs] in ([{}], [{0: {"val_acc": 1.0}}], [{0: {}}])
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[" * 10_000,
+        '{"seconds": "x", "ranks": [[1]], "samples": [], "a": true, "b": null, "c": {}}',
+        '{"seconds": NaN, "ranks": [Infinity], "a": [1e400, 1]}',
+        '{"seconds": [1, "x"]}',
+        f'{{"seconds": 1{"0" * 5000}}}',
+        f'{{"seconds": 1{"0" * 2000}}}',
+        f'{{"seconds": 1, "a": "{"x" * 2**17}"}}',
+        b"\xff\xfe",
+    ],
+)
+def test_facts_that_are_none_are_left_out(tmp_path, text):
+    (tmp_path / "facts.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert read_facts(tmp_path) == {}
+
+
 def test_pipes_and_devices_are_not_read(tmp_path):
     (tmp_path / "pipe").mkdir()
     os.mkfifo(tmp_path / "pipe" / "metrics.csv")
@@ -114,11 +134,14 @@ def test_pipes_and_devices_are_not_read(tmp_path):
         find_runs([tmp_path])
     folder = write_run(tmp_path / "run", ROWS)
     os.mkfifo(folder / "config.yaml")
-    assert len(group_by_seed(find_runs([tmp_path]))) == 1
+    os.mkfifo(folder / "facts.json")
+    (run,) = find_runs([tmp_path])
+    assert group_by_seed([run]) == [[run]]
+    assert run.facts == {}
 
 
 def test_names_are_no_commands_of_a_terminal(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("lightning_lowrank.cli.report.plot_curves", lambda curves, across, metric, file, **more: file)
+    draw_nothing(monkeypatch)
     for name in ("\x1b]0;title\x07", "$\\frac"):
         write_run(tmp_path / "runs" / name, ROWS)
     main(["report", str(tmp_path / "runs"), "--output", str(tmp_path / "out")])
@@ -133,14 +156,17 @@ def test_names_and_figures_that_no_plot_can_show(tmp_path):
         "$\\frac{": [Point(1.0, 0.5), Point(2.0, 1e308), Point(3.0, float("nan")), Point(4.0, float("inf"), 1e308)],
         "$$": [Point(-1.0, 0.5, 0.1)],
     }
-    for in_bytes in (False, True):
-        plot_curves(curves, "round", "$\\bad{metric", tmp_path / "curves.png", in_bytes)
-    assert (tmp_path / "curves.png").exists()
+    curves["$_$"] = curves["$\\frac{"]
+    for across in (ROUNDS, BYTES):
+        written = plot_curves(curves, across, "$\\bad{metric", tmp_path / "curves.png", "higher", 1e305, float("nan"))
+        assert [file.name for file in written] == ["curves.png", "curves_each.png"]
+    groups = {name: [Run(tmp_path, {0: {f"convergence/{each}": -1e308 for each in "RPQ"}})] for name in curves}
+    plot_convergence(groups, tmp_path / "convergence.png")
 
 
 @pytest.mark.slow
 def test_changed_bytes_of_a_folder_never_raise_more_than_a_message(tmp_path, monkeypatch):
-    monkeypatch.setattr("lightning_lowrank.cli.report.plot_curves", lambda curves, across, metric, file, **more: file)
+    draw_nothing(monkeypatch)
     draws = random.Random(0)
     folder = configured(tmp_path / "runs" / "run", 0, ROWS)
     configured(tmp_path / "runs" / "other", 1, ROWS)

@@ -2,17 +2,22 @@
 
 import statistics
 import struct
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from matplotlib.image import imread
+from matplotlib.transforms import Bbox
 from rich.console import Console
 
-from lightning_lowrank.cli.plots import curve
+from lightning_lowrank.cli.plots import BYTES, ROUNDS, Point, curve, hidden, plot_curves, spread_out
 from lightning_lowrank.cli.report import report
 from lightning_lowrank.cli.runs import find_runs
 from tests.cli.run_folders import configured, make_report, rows_of, write_run
+
+TABLES = ["report.md", "report.html", "report.csv", "report.tex"]
 
 
 def picture(path: Path) -> np.ndarray:
@@ -58,8 +63,8 @@ def test_the_plots_are_pictures_with_a_curve_for_each_run(tmp_path):
     few = write_run(tmp_path / "few" / "a", rows_of([0.2, 0.5, 0.6], 10_000, 10_000))
     console = Console(quiet=True)
     written = report([few], output=tmp_path / "one", console=console)
-    assert [path.name for path in written] == ["report.md", "rounds.png", "bytes.png"]
-    for path in written[1:]:
+    assert [path.name for path in written] == [*TABLES, "rounds.png", "bytes.png"]
+    for path in written[len(TABLES) :]:
         pixels = picture(path)
         assert pixels.shape[0] >= 600
         assert pixels.shape[1] >= 900
@@ -115,5 +120,84 @@ def test_many_runs_fit_the_picture(tmp_path):
 def test_a_run_that_is_not_federated_has_no_plot_by_bytes(tmp_path):
     run = write_run(tmp_path / "run", [{"epoch": 0, "step": 5, "val_acc": 0.5}])
     written = report([run], output=tmp_path / "out", console=Console(quiet=True))
-    assert [path.name for path in written] == ["report.md", "rounds.png"]
+    assert [path.name for path in written] == [*TABLES, "rounds.png"]
     assert not (tmp_path / "out" / "bytes.png").exists()
+
+
+def points(values: list[float]) -> list[Point]:
+    return [Point(float(number), value) for number, value in enumerate(values, start=1)]
+
+
+@pytest.mark.parametrize(
+    ("other", "is_hidden"),
+    [
+        ([0.0, 0.5, 1.0], True),
+        ([0.01, 0.51, 0.99], True),
+        # Curves that cross do not hide each other, nor do those whose ends are far from each other.
+        ([1.0, 0.5, 0.0], False),
+        ([0.1, 0.6, 1.1], False),
+        ([0.0, 0.5, 1.0, 0.2, 0.1, 0.0], True),
+        ([], False),
+    ],
+)
+def test_which_curves_hide_each_other(other, is_hidden):
+    assert hidden({"a": points([0.0, 0.5, 1.0]), "b": points(other)}) == is_hidden
+    assert not hidden({"a": points([0.0, 0.5, 1.0])})
+
+
+def test_curves_of_other_bytes_do_not_hide_each_other():
+    cheap = [Point(x, y) for x, y in ((10.0, 0.1), (20.0, 0.9))]
+    dear = [Point(x, y) for x, y in ((10_000.0, 0.1), (20_000.0, 0.9))]
+    assert not hidden({"a": cheap, "b": dear}, BYTES)
+
+
+def test_names_are_spread_as_little_as_it_takes():
+    draws = np.random.default_rng(0)
+    for _ in range(20):
+        ends = draws.uniform(0, 100, 7).tolist()
+        found = spread_out(ends, 8.0, 0.0, 100.0)
+        order = np.argsort(ends)
+        assert (np.diff(np.array(found)[order]) >= 8.0 - 1e-9).all()
+        assert min(found) >= 0
+        assert max(found) <= 100
+    assert spread_out([10.0, 40.0], 8.0, 0.0, 100.0) == [10.0, 40.0]
+    assert spread_out([50.0, 50.0, 10.0], 8.0, 0.0, 100.0) == [46.0, 54.0, 10.0]
+    assert spread_out([100.0, 100.0], 8.0, 0.0, 100.0) == [92.0, 100.0]
+
+
+@pytest.mark.slow
+def test_each_curve_has_its_name_at_its_end(tmp_path, monkeypatch):
+    figures = []
+    save = Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, *args, **more: figures.append(figure) or save(figure, *args, **more)
+    )
+    curves = {"a" * 50: points([0.0, 0.5, 1.0]), "b": points([0.0, 0.5, 1.0]), "c": points([0.3, 0.2])}
+    written = plot_curves(curves, ROUNDS, "val_acc", tmp_path / "rounds.png", "higher", level=0.5)
+    assert [file.name for file in written] == ["rounds.png", "rounds_each.png"]
+    whole, panels = figures
+    (axes,) = whole.axes
+    whole.draw_without_rendering()
+    assert axes.get_title("left") == "val_acc by round"
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("round", "val_acc (higher is better)")
+    names = {text.get_text(): text for text in axes.texts}
+    assert list(names) == [f"{'a' * 20}…{'a' * 11}", "b", "c"]
+    boxes = [text.get_window_extent() for text in names.values()]
+    assert not any(Bbox.intersection(first, second) for first, second in combinations(boxes, 2))
+    assert all(box.x0 >= axes.transData.transform(text.xy)[0] for box, text in zip(boxes, names.values(), strict=True))
+    assert boxes[2].x1 < boxes[1].x1
+    assert all(box.x1 <= whole.bbox.x1 for box in boxes)
+    assert [panel.get_title("left")[:1] for panel in panels.axes if panel.get_visible()] == ["a", "b", "c"]
+    assert plot_curves({"a": curves["b"]}, ROUNDS, "val_acc", tmp_path / "one.png") == [tmp_path / "one.png"]
+
+
+@pytest.mark.slow
+def test_simulated_seconds_have_a_picture_where_they_were_logged(tmp_path):
+    seconds = [{"epoch": number, "system/seconds": 60.0 * (number + 1)} for number in range(2)]
+    write_run(tmp_path / "runs" / "a", rows_of([0.2, 0.5], 1, 1) + seconds)
+    write_run(tmp_path / "runs" / "b", rows_of([0.3, 0.4], 1, 1))
+    report([tmp_path / "runs"], output=tmp_path / "out", console=Console(quiet=True))
+    assert picture(tmp_path / "out" / "seconds.png").shape == picture(tmp_path / "out" / "bytes.png").shape
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert page.count("data:image/png;base64,iVBOR") == 3
+    assert "by simulated seconds" in page

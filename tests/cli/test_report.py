@@ -1,6 +1,5 @@
 """The table of runs whose numbers are known."""
 
-import importlib
 import math
 import statistics
 
@@ -10,9 +9,10 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank import FedAvg, FederatedLoop, FedMUD, LowRank, MatrixProduct
-from lightning_lowrank.cli.report import report
+from lightning_lowrank.cli.report import parse_bytes, report
 from lightning_lowrank.cli.runs import find_runs
-from tests.cli.run_folders import configured, make_report, rows_of, write_run
+from lightning_lowrank.facts import write_facts
+from tests.cli.run_folders import configured, draw_nothing, make_report, rows_of, write_run
 from tests.helpers import Data, Module, fit, trainer
 
 PERSONAL = {"personal/val_acc": 0.75, "personal/val_acc_worst10": 0.25, "personal/val_acc_std": 0.125}
@@ -22,8 +22,7 @@ PERSONAL = {"personal/val_acc": 0.75, "personal/val_acc_worst10": 0.25, "persona
 def no_pictures(monkeypatch, request):
     """Draw pictures of real runs alone: they take far longer than a table does."""
     if request.function is not test_real_runs:
-        module = importlib.import_module("lightning_lowrank.cli.report")
-        monkeypatch.setattr(module, "plot_curves", lambda curves, across, metric, file, **settings: file)
+        draw_nothing(monkeypatch)
 
 
 def test_best_last_rounds_and_bytes(tmp_path):
@@ -63,7 +62,7 @@ def test_the_best_value_goes_by_what_is_better(tmp_path):
     assert text.startswith("val_ppl of 1 run\n")
     (row,), text = make_report([plain], tmp_path / "out", metric="val_merit")
     assert list(row)[:3] == ["run", "rounds", "last val_merit"]
-    assert "no best val_merit is shown, for it is not known whether higher is better: the name does not say" in text
+    assert "No best val_merit is shown, for it is not known whether higher is better: the name does not say" in text
     watched = [{"class_path": "EarlyStopping", "init_args": {"monitor": "val_merit", "mode": "max"}}]
     run = configured(tmp_path / "watched", 0, rows, trainer__callbacks=watched)
     (row,), _ = make_report([run], tmp_path / "out", metric="val_merit")
@@ -109,6 +108,75 @@ def test_seeds_of_one_configuration_are_one_row(tmp_path):
         "2.00",
     ]
     assert all(value in text for value in low.values())
+
+
+def test_wall_time_is_that_of_whole_fits(tmp_path):
+    for name, facts in (("whole", [1, 12.34]), ("resumed", [5, 3.0]), ("killed", [1]), ("python", [])):
+        folder = write_run(tmp_path / "runs" / name, rows_of([0.5], 1, 1))
+        if facts:
+            write_facts(folder, dict(zip(("first_round", "seconds"), facts, strict=False)))
+    rows, _ = make_report([tmp_path / "runs"], tmp_path / "out")
+    assert {row["run"]: row["wall s"] for row in rows} == {"whole": "12.3", "resumed": "", "killed": "", "python": ""}
+
+
+def test_rounds_and_bytes_to_a_target(tmp_path):
+    seconds = [{"epoch": number, "system/seconds": 1.5 * (number + 1)} for number in range(3)]
+    for seed, values in enumerate(([0.1, 0.8, 0.7], [0.3, 0.5, 0.8], [0.1, 0.2, 0.3])):
+        configured(tmp_path / "runs" / "some" / f"version_{seed}", seed, rows_of(values, 2_000_000, 10**6) + seconds)
+    write_run(tmp_path / "runs" / "all", rows_of([0.75, 0.1], 5_000_000, 5_000_000))
+    write_run(tmp_path / "runs" / "none", rows_of([0.5], 1, 1))
+    rows, text = make_report([tmp_path / "runs"], tmp_path / "out", target=0.75)
+    everyone, none, some = rows
+    columns = ("rounds to 0.75", "MB to 0.75", "simulated s to 0.75")
+    assert [some[column] for column in columns] == [
+        "2.5 ± 0.7 (2 of 3)",
+        f"7.50 ± {statistics.stdev([6, 9]):.2f} (2 of 3)",
+        f"3.8 ± {statistics.stdev([3, 4.5]):.1f} (2 of 3)",
+    ]
+    assert some["simulated s"] == "4.5"
+    assert [everyone[column] for column in columns] == ["1", "10.00", "–"]
+    assert [none[column] for column in columns] == ["–", "–", "–"]
+    # Of a group, all seeds have to reach it.
+    assert "val_acc 0.75 is reached with the fewest bytes by all (10 MB), with the fewest rounds by all (1)." in text
+    (row, *_), text = make_report([tmp_path / "runs"], tmp_path / "out", metric="val_loss", target=0.25)
+    assert (row["rounds to 0.25"], row["MB to 0.25"]) == ("1", "10.00")
+    _, text = make_report([tmp_path / "runs"], tmp_path / "out", target=0.99)
+    assert "val_acc 0.99 is reached by no run with all its seeds." in text
+    with pytest.raises(MisconfigurationException, match=r"target=1.0 needs to know whether step is better when higher"):
+        report([tmp_path / "runs"], metric="step", target=1.0, output=tmp_path / "out")
+
+
+def test_the_best_method_for_a_budget(tmp_path):
+    write_run(tmp_path / "runs" / "cheap", rows_of([0.5, 0.6, 0.55], 10_000_000, 10_000_000))
+    write_run(tmp_path / "runs" / "dear", rows_of([0.4, 0.9], 50_000_000, 0))
+    write_run(tmp_path / "runs" / "dearest", rows_of([0.99], 10**9, 0))
+    rows, text = make_report([tmp_path / "runs"], tmp_path / "out", budget=parse_bytes("50MB"))
+    assert [row["in 50 MB (round) val_acc"] for row in rows] == ["0.6000 (2)", "0.4000 (1)", ""]
+    assert "Best val_acc: dearest, 0.9900; next is dear, 0.9000." in text
+    assert "Best val_acc within 50 MB up and down: cheap, 0.6000; next is dear, 0.4000." in text
+    _, text = make_report([tmp_path / "runs"], tmp_path / "out", budget=parse_bytes("100MB"))
+    assert "within 100 MB up and down: dear, 0.9000; next is cheap, 0.6000." in text
+    # Without a budget: as many bytes as all of them had.
+    _, text = make_report([tmp_path / "runs"], tmp_path / "out")
+    assert "within 60 MB up and down, all that the cheapest run spent: cheap, 0.6000; next is dear, 0.4000." in text
+    _, text = make_report([tmp_path / "runs" / "dear"], tmp_path / "out")
+    assert "Best" not in text
+
+
+def test_a_lead_within_the_deviation_is_called_so(tmp_path):
+    for name, best in (("a", (0.5, 0.7)), ("b", (0.5, 0.6))):
+        for seed, value in enumerate(best):
+            clients = {"federated__clients": ord(name)}
+            configured(tmp_path / "runs" / name / f"version_{seed}", seed, rows_of([value], 1, 1), **clients)
+    _, text = make_report([tmp_path / "runs"], tmp_path / "out")
+    said = "a, 0.6000 ± 0.1414; next is b, 0.5500 ± 0.0707; they are nearer than a standard deviation."
+    assert f"Best val_acc: {said}" in text
+
+
+@pytest.mark.parametrize("text", ["", "MB", "-1MB", "0", "nan", "1e999", "1 megabyte", "1.2.3MB"])
+def test_budgets_that_are_none_are_refused(text):
+    with pytest.raises(MisconfigurationException, match="is no number of bytes: give one such as 100MB"):
+        parse_bytes(text)
 
 
 def test_a_loss_is_lowest_in_each_seed(tmp_path):
@@ -249,7 +317,7 @@ def test_real_runs(tmp_path):
         )
         logger = CSVLogger(tmp_path / "runs", name=name)
         run = trainer(tmp_path, *converters, loops[name], logger=logger, max_epochs=2)
-        fit(run, Module(), Data())
+        fit(run, low := Module(), Data())
         last[name] = float(run.callback_metrics["val_acc"])
     rows, _ = make_report([tmp_path / "runs"], tmp_path / "out")
     assert [row["run"] for row in rows] == ["dense", "low"]
@@ -262,5 +330,12 @@ def test_real_runs(tmp_path):
         assert row["MB idle"] == f"{figures['comm/total_idle_down_bytes'] / 1e6:.2f}"
         assert row["of dense FedAvg"] == f"{figures['comm/ratio']:.2%}"
     assert rows[0]["of dense FedAvg"] == "100.00%"
+    assert all(float(row["wall s"]) > 0 for row in rows)
+    settings = (tmp_path / "out" / "report.md").read_text().partition("## Settings")[2]
+    sizes = loops["low"].indices.sizes.tolist()
+    spread = [min(sizes), sorted(sizes)[2], max(sizes)]
+    trained = sum(each.numel() for each in low.parameters() if each.requires_grad)
+    whole = sum(each.numel() for each in low.parameters())
+    assert f"| low | {', '.join(map(str, spread))} | 1 | {trained} of {whole} |" in settings
     run = {run.folder.parent.name: run for run in find_runs([tmp_path / "runs"])}["low"]
     assert math.isclose(run.last("comm/total_bytes") or 0, loops["low"].ledger.metrics()["comm/total_bytes"])

@@ -1,0 +1,49 @@
+"""Keeps the file that `lightning_lowrank.facts` describes beside a fit's metrics. `FederatedLoop` calls it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import lightning.pytorch as pl
+from lightning.pytorch.loggers import CSVLogger
+
+from lightning_lowrank.facts import write_facts
+from lightning_lowrank.federated.data.indices import ClientIndices
+from lightning_lowrank.layers.layer import low_rank_layers
+
+
+class RunFacts:
+    """The facts of a fit from now on, in the folder of each of its `CSVLogger`s.
+
+    Args:
+        trainer: The trainer, about to make its first round, or the first one since it was resumed.
+        indices: The clients' samples, if they are known.
+    """
+
+    def __init__(self, trainer: pl.Trainer, indices: ClientIndices | None) -> None:
+        loggers = [logger for logger in trainer.loggers if isinstance(logger, CSVLogger)]
+        self._folders = [Path(logger.log_dir) for logger in loggers] if trainer.is_global_zero else []
+        self._began = time.perf_counter()
+        parameters = list(trainer.lightning_module.parameters())
+        self._facts: dict[str, float | list[float]] = {
+            "first_round": trainer.current_epoch + 1,
+            "parameters": sum(each.numel() for each in parameters),
+            "trained": sum(each.numel() for each in parameters if each.requires_grad),
+        }
+        ranks = [layer.rank for _, layer in low_rank_layers(trainer.lightning_module)]
+        if ranks:
+            self._facts["ranks"] = [min(ranks), max(ranks)]
+        if indices is not None:
+            sizes = indices.sizes
+            self._facts["samples"] = [int(each) for each in (sizes.min(), sizes.median(), sizes.max())]
+        self._write()
+
+    def _write(self) -> None:
+        for folder in self._folders:
+            write_facts(folder, self._facts)
+
+    def end(self) -> None:
+        """Add the seconds that have passed."""
+        self._facts["seconds"] = round(time.perf_counter() - self._began, 3)
+        self._write()
