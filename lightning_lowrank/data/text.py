@@ -31,7 +31,8 @@ class TextClassification(TextSplits):
 
     The training set has its class indices in ``targets``, where `Dirichlet` and other partitions by label find them,
     the number of tokens of each text in ``lengths``, and the rows' columns, where ``ByKey("speaker")`` finds clients.
-    Numbers to predict are no labels to divide by: give `FederatedLoop` ``labels=``, or a partition that reads none.
+    Numbers to predict are no labels to divide by: give the partition ``groups``, such as `LengthGroups`, or take one
+    that reads no labels.
 
     Arguments that are not named here are those of `SplitsInMemory`.
 

@@ -32,9 +32,6 @@ class TextClassifier(Classifier):
     With ``num_labels=1`` it predicts a number for each text. Then the loss is the mean squared error, ``pearson`` and
     ``spearman`` are logged in place of ``acc``, and ``predict`` returns ``values``.
 
-    With transformers 5 clients cannot step together (``execution="vectorized"``): it chooses a kernel by the attention
-    mask's values, which cannot be mapped. ``"auto"`` then trains them one after another.
-
     All weights are trained. `LowRank` adds LoRA (Hu et al. 2021), here on the queries and values, with the new
     classification head trained and everything else frozen:
 

@@ -221,7 +221,11 @@ def test_a_configuration_gives_random_weights_of_the_seed(tmp_path, folder):
 
 @pytest.mark.parametrize(
     ("task", "names"),
-    [("mrpc", {"acc", "f1"}), ("cola", {"acc", "mcc"}), ("stsb", {"pearson", "spearman"})],
+    [
+        pytest.param("mrpc", {"acc", "f1"}, marks=pytest.mark.slow),
+        pytest.param("cola", {"acc", "mcc"}, marks=pytest.mark.slow),
+        ("stsb", {"pearson", "spearman"}),
+    ],
 )
 def test_a_task_is_judged_by_its_own_metrics(tmp_path, folder, task, names):
     rows = [
