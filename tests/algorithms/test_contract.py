@@ -61,11 +61,13 @@ def check(name, form, parts=None, **settings):
 
 # The operators have a contract of their own. These send, keep and change other things than the mean of factors.
 DAILY_OPERATORS = ("ProductSum", "FLoRA", "LoRAA2", "FedSA")
+VARIANTS = ("HeteroFL-holders",)
 
 
 def marks(name, form):
     method, _, operator = name.partition("-")
     daily = form == METHODS[name].forms[0] and (method != "FedLoRA" or operator in DAILY_OPERATORS)
+    daily = daily and name not in VARIANTS
     return () if daily else pytest.mark.slow
 
 

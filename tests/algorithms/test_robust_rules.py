@@ -83,6 +83,7 @@ def test_most_methods_are_protected():
         "FedLoRA-FedSA",
         "GradientMask",
         "HeteroFL",
+        "HeteroFL-holders",
         "RandomCoordinates",
         "SCAFFOLD",
         "SplitMix",
