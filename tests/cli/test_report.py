@@ -330,7 +330,7 @@ def test_real_runs(tmp_path):
         assert row["MB idle"] == f"{figures['comm/total_idle_down_bytes'] / 1e6:.2f}"
         assert row["of dense FedAvg"] == f"{figures['comm/ratio']:.2%}"
     assert rows[0]["of dense FedAvg"] == "100.00%"
-    assert all(float(row["wall s"]) > 0 for row in rows)
+    assert all(float(row["wall s"]) >= 0 for row in rows)
     settings = (tmp_path / "out" / "report.md").read_text().partition("## Settings")[2]
     sizes = loops["low"].indices.sizes.tolist()
     spread = [min(sizes), sorted(sizes)[2], max(sizes)]
