@@ -146,6 +146,10 @@ def report(
     output.mkdir(parents=True, exist_ok=True)
     pictures: list[Path] = []
     shown = {ROUNDS: "rounds", BYTES: "bytes", SECONDS: "seconds"}
+    # What an earlier report drew of other runs would look like a part of this one.
+    for name in (*shown.values(), "convergence"):
+        for part in ("", "_each"):
+            (output / f"{name}{part}.png").unlink(missing_ok=True)
     for across, name in shown.items():
         curves = {group: curve(members, across.figure, metric) for group, members in groups.items()}
         if across is ROUNDS or any(curves.values()):
