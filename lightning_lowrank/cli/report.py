@@ -325,8 +325,10 @@ def _settings(groups: Groups) -> list[Column]:
         return ", ".join([*given, *flags])
 
     def clients(loop: object) -> str:
-        of = [found_in(loop, name) for name in ("clients_per_round", "clients")]
-        return " of ".join(describe(each) for each in of if each is not None)
+        drawn, of = (found_in(loop, name) for name in ("clients_per_round", "clients"))
+        # A float is a share of them.
+        number = f"{100 * drawn:g}%" if type(drawn) is float else describe(drawn)
+        return " of ".join(each for each in (number, describe(of)) if each)
 
     columns = [
         Column("run", list(groups)),

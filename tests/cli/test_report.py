@@ -340,7 +340,7 @@ def test_real_runs(tmp_path):
         assert row["of dense FedAvg"] == f"{figures['comm/ratio']:.2%}"
     assert rows[0]["of dense FedAvg"] == "100.00%"
     seconds = {run.folder.parent.name: run.facts["seconds"][0] for run in find_runs([tmp_path / "runs"])}
-    assert all(0 < seconds[row["run"]] < 60 and row["wall s"] == f"{seconds[row['run']]:.1f}" for row in rows)
+    assert all(seconds[row["run"]] > 0 and row["wall s"] == f"{seconds[row['run']]:.1f}" for row in rows)
     settings = (tmp_path / "out" / "report.md").read_text().partition("## Settings")[2]
     sizes = loops["low"].indices.sizes.tolist()
     spread = [min(sizes), sorted(sizes)[2], max(sizes)]
