@@ -24,10 +24,11 @@ h1 { font-size: 1.5rem; } h2 { font-size: 1.2rem; margin-top: 2rem; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .7rem; border-bottom: 1px solid #ddd; text-align: right; white-space: nowrap; }
-th { vertical-align: bottom; border-bottom: 2px solid #888; white-space: pre-line; }
+th { vertical-align: bottom; border-bottom: 2px solid #888; white-space: pre; }
 th:first-child, td:first-child { position: sticky; left: 0; background: #fff; }
 th:first-child, td:first-child, .words th, .words td { text-align: left; }
-.words td { white-space: normal; overflow-wrap: anywhere; min-width: 4rem; vertical-align: top; }
+.words td { vertical-align: top; }
+@media (max-width: 40rem) { td:first-child { white-space: normal; } }
 figure { margin: 1rem 0; } img { display: block; width: 100%; max-width: 54rem; min-width: 30rem; height: auto; }
 """
 _PICTURES = {

@@ -146,6 +146,10 @@ def report(
     output.mkdir(parents=True, exist_ok=True)
     pictures: list[Path] = []
     shown = {ROUNDS: "rounds", BYTES: "bytes", SECONDS: "seconds"}
+    # What an earlier report drew of other runs would look like a part of this one.
+    for name in (*shown.values(), "convergence"):
+        for part in ("", "_each"):
+            (output / f"{name}{part}.png").unlink(missing_ok=True)
     for across, name in shown.items():
         curves = {group: curve(members, across.figure, metric) for group, members in groups.items()}
         if across is ROUNDS or any(curves.values()):
@@ -321,8 +325,10 @@ def _settings(groups: Groups) -> list[Column]:
         return ", ".join([*given, *flags])
 
     def clients(loop: object) -> str:
-        of = [found_in(loop, name) for name in ("clients_per_round", "clients")]
-        return " of ".join(describe(each) for each in of if each is not None)
+        drawn, of = (found_in(loop, name) for name in ("clients_per_round", "clients"))
+        # A float is a share of them.
+        number = f"{100 * drawn:g}%" if type(drawn) is float else describe(drawn)
+        return " of ".join(each for each in (number, describe(of)) if each)
 
     columns = [
         Column("run", list(groups)),

@@ -130,7 +130,7 @@ def test_the_page_says_what_runs_were_told_and_where_they_are(tmp_path, monkeypa
             0,
             rows_of([0.5], 1, 1),
             federated__partition=dirichlet,
-            federated__clients_per_round=2,
+            federated__clients_per_round=2 if number else 0.5,
             federated__uplink=[{"class_path": "c.TopK", "init_args": {"fraction": 0.1}}, {"class_path": "c.Half"}],
             lowrank=layers,
             data__lr=lr,

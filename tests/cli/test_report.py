@@ -110,6 +110,15 @@ def test_seeds_of_one_configuration_are_one_row(tmp_path):
     assert all(value in text for value in low.values())
 
 
+def test_pictures_of_an_earlier_report_do_not_stay(tmp_path):
+    write_run(tmp_path / "runs" / "a", [{"epoch": 0, "val_acc": 0.5}])
+    (tmp_path / "out").mkdir()
+    for name in ("bytes.png", "seconds_each.png", "convergence.png", "own.png"):
+        (tmp_path / "out" / name).touch()
+    make_report([tmp_path / "runs"], tmp_path / "out")
+    assert sorted(file.name for file in (tmp_path / "out").glob("*.png")) == ["own.png", "rounds.png"]
+
+
 def test_wall_time_is_that_of_whole_fits(tmp_path):
     for name, facts in (("whole", [1, 12.34]), ("resumed", [5, 3.0]), ("killed", [1]), ("python", [])):
         folder = write_run(tmp_path / "runs" / name, rows_of([0.5], 1, 1))
@@ -330,7 +339,8 @@ def test_real_runs(tmp_path):
         assert row["MB idle"] == f"{figures['comm/total_idle_down_bytes'] / 1e6:.2f}"
         assert row["of dense FedAvg"] == f"{figures['comm/ratio']:.2%}"
     assert rows[0]["of dense FedAvg"] == "100.00%"
-    assert all(float(row["wall s"]) >= 0 for row in rows)
+    seconds = {run.folder.parent.name: run.facts["seconds"][0] for run in find_runs([tmp_path / "runs"])}
+    assert all(seconds[row["run"]] > 0 and row["wall s"] == f"{seconds[row['run']]:.1f}" for row in rows)
     settings = (tmp_path / "out" / "report.md").read_text().partition("## Settings")[2]
     sizes = loops["low"].indices.sizes.tolist()
     spread = [min(sizes), sorted(sizes)[2], max(sizes)]
