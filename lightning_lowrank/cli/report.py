@@ -386,6 +386,8 @@ def answers(groups: Groups, goal: Goal) -> list[str]:
             return f"{text}."
         second, next_value, next_deviation = order[1]
         text += f"; next is {second}, {next_value:.4f}" + (f" ± {next_deviation:.4f}" if next_deviation else "")
+        if value == next_value:
+            return f"{text}; they are equal."
         near = abs(value - next_value) <= max(deviation, next_deviation)
         return text + ("; they are nearer than a standard deviation." if near else ".")
 
