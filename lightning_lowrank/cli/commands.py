@@ -61,9 +61,11 @@ def _run(args: ArgsType, seed: int | None = None) -> list[int]:
     from lightning.pytorch.utilities import rank_zero_info
 
     from lightning_lowrank.cli.parser import CLI_SETTINGS, LowRankCLI
+    from lightning_lowrank.cli.quiet import without_tips
 
     parser_kwargs = {**CLI_SETTINGS["parser_kwargs"], "epilog": _epilog()}
-    done = LowRankCLI(**{**CLI_SETTINGS, "parser_kwargs": parser_kwargs}, args=args, seed=seed)
+    with without_tips():
+        done = LowRankCLI(**{**CLI_SETTINGS, "parser_kwargs": parser_kwargs}, args=args, seed=seed)
     if done.subcommand != "fit":
         return []
     for logger in done.trainer.loggers if done.seeds else []:

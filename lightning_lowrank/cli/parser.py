@@ -16,6 +16,7 @@ from types import MethodType
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelSummary, ProgressBar
 from lightning.pytorch.cli import (
     ArgsType,
     LightningArgumentParser,
@@ -40,6 +41,7 @@ import lightning_lowrank.models
 import lightning_lowrank.optim  # noqa: F401
 from lightning_lowrank.callbacks.lowrank import LowRank
 from lightning_lowrank.cli.inspection import inspect_run, render
+from lightning_lowrank.cli.quiet import only_warnings
 from lightning_lowrank.cli.suggestions import with_suggestions
 from lightning_lowrank.federated.checks import check_callbacks, goes_on_from
 from lightning_lowrank.federated.loop import FederatedLoop
@@ -158,6 +160,7 @@ class LowRankCLI(SubcommandCLI):
     def __init__(self, *arguments: Any, seed: int | None = None, **keywords: Any) -> None:
         self.seeds: list[int] = []
         self.seed = seed
+        self.quiet = False
         try:
             super().__init__(*arguments, **keywords)
         except MisconfigurationException as error:
@@ -185,7 +188,7 @@ class LowRankCLI(SubcommandCLI):
         return {**LightningCLI.subcommands(), "inspect": {"model", "datamodule", "json"}}
 
     def add_arguments_of_subcommand(self, parser: LightningArgumentParser, subcommand: str) -> list[str]:
-        """Add ``--seeds``, and what only ``inspect`` has."""
+        """Add ``--seeds`` and ``--quiet``, and what only ``inspect`` has."""
         if subcommand in _SEEDED:
             parser.add_argument(
                 "--seeds",
@@ -195,6 +198,7 @@ class LowRankCLI(SubcommandCLI):
                 help="make one run after another, one for each of these values of seed_everything",
             )
         if subcommand != "inspect":
+            parser.add_argument("--quiet", action="store_true", help="show no bars, tables and notes")
             return []
         parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
         return ["json"]
@@ -208,6 +212,10 @@ class LowRankCLI(SubcommandCLI):
         """Read the command line and files; this run's seed of ``seeds`` becomes ``seed_everything``."""
         super().parse_arguments(parser, args)
         section = _section(self.config)
+        # A saved configuration does not have it: it changes nothing of a run.
+        self.quiet = section.pop("quiet", False)
+        if self.quiet:
+            only_warnings()
         # Lightning reads the checkpoint's arguments next.
         if section.get("ckpt_path") and Path(section["ckpt_path"]).is_file():
             check_whole(section["ckpt_path"])
@@ -273,8 +281,13 @@ class LowRankCLI(SubcommandCLI):
         section = _section(self.config_init)
         others = section["trainer"].get("callbacks") or []
         others = others if isinstance(others, list) else [others]
-        callbacks = [each for each in (section.get("lowrank"), section.get("federated"), *others) if each is not None]
-        trainer = super().instantiate_trainer(callbacks=callbacks, **kwargs)
+        own = [each for each in (section.get("lowrank"), section.get("federated")) if each is not None]
+        if self.quiet:
+            for each in own:
+                each.summary = False
+            others = [each for each in others if not isinstance(each, (ProgressBar, ModelSummary))]
+            kwargs = {**kwargs, "enable_progress_bar": False, "enable_model_summary": False}
+        trainer = super().instantiate_trainer(callbacks=[*own, *others], **kwargs)
         install(trainer)
         return trainer
 

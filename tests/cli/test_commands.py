@@ -1,5 +1,6 @@
 """``lightning-lowrank``: the whole road from a YAML file to files on disk, in this process."""
 
+import logging
 import shutil
 import sys
 import traceback
@@ -443,6 +444,24 @@ def test_fit_goes_on_from_a_checkpoint(run):
     assert loop_of(whole).ledger.metrics() == loop_of(resumed).ledger.metrics()
     assert sorted(metrics("runs/version_2")) == [2, 3]
     assert metrics("runs/version_2")[3] == metrics("runs/version_0")[3]
+
+
+def test_quiet_says_nothing_and_changes_nothing(run, capsys, caplog):
+    Path("loud.yaml").write_text("trainer: {enable_progress_bar: true, callbacks: [class_path: RichProgressBar]}")
+    words = ("fit", "--config", "base.yaml", "--config", "loud.yaml")
+    before = logging.getLogger("lightning.pytorch").level
+    run(*words)
+    said = capsys.readouterr()
+    assert "samples" in said.out
+    assert "Tip" not in caplog.text
+    assert any("GPU available" in record.getMessage() for record in caplog.records)
+    caplog.clear()
+    run(*words, "--quiet")
+    assert capsys.readouterr().out == ""
+    assert not caplog.records
+    first, second = (Path(f"runs/version_{number}") for number in range(2))
+    assert (first / "config.yaml").read_text() == (second / "config.yaml").read_text()
+    assert logging.getLogger("lightning.pytorch").level == before
 
 
 @pytest.mark.parametrize("dense", [False, True])

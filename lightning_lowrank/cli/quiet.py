@@ -1,0 +1,41 @@
+"""What our commands do not show of what Lightning says."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_PACKAGES = ("lightning.pytorch", "lightning.fabric")
+_LOGGERS = [logging.getLogger(f"{package}{part}") for package in _PACKAGES for part in ("", ".utilities.rank_zero")]
+_TIP = "💡 Tip:"
+# Of Lightning's own code, so that no user can act on it.
+_DEPRECATIONS = (r"`isinstance\(treespec, LeafSpec\)` is deprecated",)
+
+
+@contextmanager
+def without_tips() -> Iterator[None]:
+    """Hide Lightning's advertisements, and deprecations that its own code meets; levels are put back at the end."""
+    levels = [logger.level for logger in _LOGGERS]
+    for logger in _LOGGERS:
+        logger.addFilter(_is_no_tip)
+    try:
+        with warnings.catch_warnings():
+            for message in _DEPRECATIONS:
+                warnings.filterwarnings("ignore", message=message)
+            yield
+    finally:
+        for logger, level in zip(_LOGGERS, levels, strict=True):
+            logger.removeFilter(_is_no_tip)
+            logger.setLevel(level)
+
+
+def only_warnings() -> None:
+    """Have Lightning say no more than warnings and errors."""
+    for logger in _LOGGERS:
+        logger.setLevel(logging.WARNING)
+
+
+def _is_no_tip(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith(_TIP)
