@@ -134,8 +134,9 @@ class PartAveraging(Algorithm, ABC):
                 values[name][block] = to_float64(tensors[name])
                 values[f"count.{name}"][block] = 1
             if rows and name in rows:
-                values[name][~rows[name]] = 0
-                values[f"count.{name}"][~rows[name]] = 0
+                absent = ~rows[name].to(values[name].device)
+                values[name][absent] = 0
+                values[f"count.{name}"][absent] = 0
         server.aggregator.add(values, weight)
 
     def aggregate(self, server: Server) -> None:

@@ -148,6 +148,7 @@ OTHERS: dict[Any, Any] = {
     ("FedBAT", "learning_rate"): 0.1,
     ("TDPFed", "compression"): 1.5,
     ("Dirichlet", "min_samples"): 3,
+    "groups": lambda dataset: dataset.tensors[1] % 2,
     ("TopK", "count"): 3,
     ("MaskAbsentClasses", "layer"): "net.4",
     ("MaskAbsentClasses", "classes"): 5,
