@@ -219,7 +219,7 @@ class ClientStack(Untraced):
         total: Tensor | None = None
         logged = _Logged()
         for places, batch in parts:
-            part = _Part(self, places, batch, batch_idx, logged.settings)
+            part = _Part(self, places, batch, batch_idx, logged.settings, apart=len(parts) > 1)
             losses, values = part.mapped()
             part.put_back()
             if len(places.numbers) > 1:
@@ -469,16 +469,27 @@ class _Logged:
 
 
 class _Part:
-    """Those clients of a step whose batches have one form."""
+    """Those clients of a step whose batches have one form.
+
+    Buffers and round states are copies where it stands ``apart``: autograd keeps some of them for the backward pass of
+    all parts, and would take what another part writes into its own rows of a stack for a change of these.
+    """
 
     def __init__(
-        self, stack: ClientStack, places: Places, batch: Any, batch_idx: int, settings: dict[str, dict[str, Any]]
+        self,
+        stack: ClientStack,
+        places: Places,
+        batch: Any,
+        batch_idx: int,
+        settings: dict[str, dict[str, Any]],
+        apart: bool = False,
     ) -> None:
         self.places = places
         self._stack, self._batch, self.number, self._settings = stack, batch, batch_idx, settings
         numbers = places.numbers
         self._chosen = slice(numbers[0], numbers[-1] + 1)
-        self._rows = None if places.contiguous else torch.tensor(numbers).to(stack.device, non_blocking=True)
+        rows_needed = apart or not places.contiguous
+        self._rows = torch.tensor(numbers).to(stack.device, non_blocking=True) if rows_needed else None
         self._named = {name: self._select(stack.leaves.get(name, value)) for name, value in stack.values.items()}
         self._state = apply_to_collection(stack.round_state, Tensor, self._select) if stack.round_state else {}
 

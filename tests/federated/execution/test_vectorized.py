@@ -312,6 +312,14 @@ def test_sampling_weights_failures_and_local_steps(tmp_path):
     both(tmp_path, clients_per_round=3, client_dropout=0.3, local_steps=3, weighting="uniform")
 
 
+def test_statistics_of_a_client_alone_before_others_that_are_no_neighbours(tmp_path):
+    # In the fourth step they have batches of 7, 8, 6 and 8 samples.
+    ends = [0, 31, 53, 67, 75]
+    parts = FromIndices([list(range(start, stop)) for start, stop in itertools.pairwise(ends)])
+    norm = lambda: Module(network(norm=nn.BatchNorm1d))  # noqa: E731
+    both(tmp_path, module=norm, partition=parts, local_epochs=4, data=Double(batch_size=8))
+
+
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_other_datasets_and_workers(tmp_path, workers):
     class Listed(torch.utils.data.Dataset):
