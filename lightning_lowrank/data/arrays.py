@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset, default_collate
 
 from lightning_lowrank.configuration import check_number
 from lightning_lowrank.data.splits import SplitsInMemory
-from lightning_lowrank.data.vision import stratified_split
+from lightning_lowrank.data.vision import hold_out
 
 Pair = tuple[Any, Any]
 
@@ -91,11 +91,8 @@ class Arrays(SplitsInMemory):
     ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         inputs, targets = pair
         classes = targets.ndim == 1 and not targets.is_floating_point()
-        kept, held_out = stratified_split(targets if classes else torch.zeros(len(targets)), share, self.seed)
-        if not len(kept) or not len(held_out):
-            raise MisconfigurationException(
-                f"{argument}={share} of {len(inputs)} samples leaves {len(kept)} and {len(held_out)}; use another share"
-            )
+        groups = targets if classes else torch.zeros(len(targets))
+        kept, held_out = hold_out(groups, share, self.seed, argument, "samples")
         return (inputs[kept], targets[kept]), (inputs[held_out], targets[held_out])
 
 

@@ -22,7 +22,7 @@ from torchvision.transforms.functional import pil_to_tensor
 from lightning_lowrank.arguments import listed
 from lightning_lowrank.configuration import check_integer, check_number
 from lightning_lowrank.data.images import TensorImages
-from lightning_lowrank.data.vision import VisionDataModule, stratified_split
+from lightning_lowrank.data.vision import VisionDataModule, hold_out
 
 _TEST_FOLDERS = ("test", "val", "valid", "validation")
 _ANNOUNCED = 10_000
@@ -144,9 +144,9 @@ class ImageFolder(VisionDataModule):
         if self.validation != "test":
             found["train"], found["validation"] = self._held_out(train, self.validation, "validation")
         for split, files in found.items():
-            if self.limit_samples is not None and self.limit_samples < len(files):
-                order = torch.randperm(len(files), generator=torch.Generator().manual_seed(self.seed))
-                found[split] = [files[row] for row in order[: self.limit_samples].sort().values.tolist()]
+            kept = self._within_limit(len(files))
+            if kept is not None:
+                found[split] = [files[row] for row in kept.tolist()]
         return found
 
     def _listed(self, folder: Path) -> list[tuple[str, int]]:
@@ -162,13 +162,8 @@ class ImageFolder(VisionDataModule):
     def _held_out(
         self, files: list[tuple[str, int]], share: float, argument: str
     ) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
-        rows = stratified_split(torch.tensor([target for _, target in files]), share, self.seed)
+        rows = hold_out(torch.tensor([target for _, target in files]), share, self.seed, argument, "images")
         kept, held_out = ([files[row] for row in part.tolist()] for part in rows)
-        if not kept or not held_out:
-            raise MisconfigurationException(
-                f"{argument}={share} of {len(files)} images, rounded class by class, leaves {len(kept)} and"
-                f" {len(held_out)}; use another share"
-            )
         return kept, held_out
 
     def _images(self, split: str, pixels: Tensor, augment: bool) -> TensorImages:

@@ -17,7 +17,7 @@ from lightning_lowrank.arguments import Configured
 from lightning_lowrank.configuration import check_integer
 from lightning_lowrank.data.tokenized import PadTexts
 from lightning_lowrank.federated.data.columns import describe, find_column
-from lightning_lowrank.interop.transformers import import_transformers
+from lightning_lowrank.interop.extras import import_extra
 from lightning_lowrank.seeding import derive_seed
 
 _ADVICE = "lengths must be one integer for each sample."
@@ -105,7 +105,7 @@ class EmbeddingGroups(Configured):
     @torch.inference_mode()
     def embed(self, dataset: Any) -> Tensor:
         """Return the texts' embeddings, float32, ``(samples, width)``, on the CPU."""
-        library = import_transformers(type(self).__name__)
+        library = import_extra("transformers", type(self).__name__)
         try:
             # A pooler that the model does not hold would be drawn from torch's global generator.
             with torch.random.fork_rng(devices=[]):

@@ -10,12 +10,12 @@ import csv
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank.arguments import listed
+from lightning_lowrank.interop.extras import import_extra
 
 
 class Table:
@@ -170,17 +170,6 @@ def table_of(rows: Any, source: str, first_line: int | None = None) -> Table:
     return Table({name: [row.get(name) for row in rows] for name in rows[0]}, source, first_line)
 
 
-def import_datasets(user: str) -> ModuleType:
-    """Import `datasets`, or say that ``user`` needs it and which extra installs it."""
-    try:
-        import datasets
-    except ImportError as error:
-        raise MisconfigurationException(
-            f'{user} needs datasets: pip install "lightning_lowrank[datasets]" ({error})'
-        ) from error
-    return datasets
-
-
 def load_splits(dataset: Any, root: str, user: str) -> Mapping[str, Any]:
     """Return the splits of a data set by name.
 
@@ -201,7 +190,7 @@ def load_splits(dataset: Any, root: str, user: str) -> Mapping[str, Any]:
             "dataset must be a name, a list of a name and its configuration, or a dictionary of splits, got"
             f" {type(dataset).__name__}"
         )
-    library, names = import_datasets(user), list(names)
+    library, names = import_extra("datasets", user), list(names)
     try:
         if len(names) == 1 and Path(names[0], "dataset_dict.json").is_file():
             return library.load_from_disk(names[0])

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from lightning_lowrank.data.tables import Table
-from lightning_lowrank.interop.transformers import import_transformers
+from lightning_lowrank.interop.extras import import_extra
 
 IGNORED = -100
 """The label of a token that is not predicted, as in `torch.nn.functional.cross_entropy`."""
@@ -254,7 +254,7 @@ def load_tokenizer(tokenizer: Any, user: str) -> Any:
         raise MisconfigurationException(f"{user} needs tokenizer=, the model's own: its name, folder or object")
     if not isinstance(tokenizer, str):
         return tokenizer
-    library = import_transformers(user)
+    library = import_extra("transformers", user)
     try:
         return library.AutoTokenizer.from_pretrained(tokenizer)
     except (OSError, ValueError) as error:

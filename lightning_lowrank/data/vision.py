@@ -92,13 +92,7 @@ class VisionDataModule(SplitsInMemory):
         if trains and self.train_set is None:
             images, targets = self.load_images(train=True)
             if self.validation != "test":
-                kept, held_out = stratified_split(targets, self.validation, self.seed)
-                if not len(kept) or not len(held_out):
-                    raise MisconfigurationException(
-                        f"validation={self.validation} of {len(targets)} training images, rounded class by "
-                        f"class, leaves {len(kept)} for training and {len(held_out)} for validation; "
-                        "use another share"
-                    )
+                kept, held_out = hold_out(targets, self.validation, self.seed, "validation", "training images")
                 self.validation_set = self._dataset(images[held_out], targets[held_out], augment=False)
                 images, targets = images[kept], targets[kept]
             self.train_set = self._dataset(images, targets, augment=self.augment)
@@ -109,10 +103,16 @@ class VisionDataModule(SplitsInMemory):
         """Return `collate_images`."""
         return collate_images
 
+    def _within_limit(self, samples: int) -> Tensor | None:
+        """Return the ascending places of those of so many samples that ``limit_samples`` keeps; ``None`` for all."""
+        if self.limit_samples is None or self.limit_samples >= samples:
+            return None
+        order = torch.randperm(samples, generator=torch.Generator().manual_seed(self.seed))
+        return order[: self.limit_samples].sort().values
+
     def _dataset(self, images: Tensor, targets: Tensor, augment: bool) -> TensorImages:
-        if self.limit_samples is not None and self.limit_samples < len(images):
-            order = torch.randperm(len(images), generator=torch.Generator().manual_seed(self.seed))
-            kept = order[: self.limit_samples].sort().values
+        kept = self._within_limit(len(images))
+        if kept is not None:
             images, targets = images[kept], targets[kept]
         return TensorImages(
             images,
@@ -187,3 +187,15 @@ def stratified_split(targets: Tensor, share: float, seed: int) -> tuple[Tensor, 
         order = torch.randperm(len(members), generator=generator)
         held_out[members[order[: round(share * len(members))]]] = True
     return (~held_out).nonzero().squeeze(1), held_out.nonzero().squeeze(1)
+
+
+def hold_out(targets: Tensor, share: float, seed: int, argument: str, what: str) -> tuple[Tensor, Tensor]:
+    """Return `stratified_split`'s indices; refuse an ``argument`` of which one part of ``what`` comes out empty."""
+    kept, held_out = stratified_split(targets, share, seed)
+    if not len(kept) or not len(held_out):
+        purpose = "validation" if argument == "validation" else "testing"
+        raise MisconfigurationException(
+            f"{argument}={share} of {len(targets)} {what}, rounded class by class, leaves {len(kept)} for training and"
+            f" {len(held_out)} for {purpose}; use another share"
+        )
+    return kept, held_out

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_lowrank.interop.transformers import import_transformers
+from lightning_lowrank.interop.extras import import_extra
 from lightning_lowrank.seeding import derive_seed
 
 
@@ -34,7 +34,7 @@ def load_pretrained(
     """
     if isinstance(model, nn.Module):
         return model
-    library = import_transformers(user)
+    library = import_extra("transformers", user)
     numbers = getattr(torch, dtype, None)
     if dtype != "auto" and not (isinstance(numbers, torch.dtype) and numbers.is_floating_point):
         raise MisconfigurationException(

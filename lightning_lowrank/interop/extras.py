@@ -1,0 +1,18 @@
+"""Optional dependencies that an extra of their own name installs."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import ModuleType
+
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+
+def import_extra(library: str, user: str) -> ModuleType:
+    """Import a library, or say that ``user`` needs it and which extra installs it."""
+    try:
+        return import_module(library)
+    except ImportError as error:
+        raise MisconfigurationException(
+            f'{user} needs {library}: pip install "lightning_lowrank[{library}]" ({error})'
+        ) from error
