@@ -307,6 +307,8 @@ class Clock:
     def begin_round(self) -> None:
         """Set the round's figures to zero."""
         self._sent, self.round_seconds, self.late = {}, 0.0, 0
+        if self.operations is not None:
+            self.operations.begin_round()
 
     def send(self, client: int, nbytes: int) -> None:
         """Take note of what a client is sent."""
@@ -383,6 +385,8 @@ class Operations:
 
     def __init__(self, algorithm: Algorithm, base: Base, batch: Any, samples: int) -> None:
         self._samples = samples
+        self._live = base.module
+        self._trained = _trained(base.module)
         self._known: dict[Hashable, _Counts] = {}
         first = ClientInfo(0, 1, 0, base.seed)
         try:
@@ -413,6 +417,14 @@ class Operations:
         self._base, self._algorithm = copy.deepcopy((copied, algorithm), known)
         self._batch = apply_to_collection(batch, Tensor, lambda tensor: tensor.to("meta")) if meta else batch
 
+    def begin_round(self) -> None:
+        """Count anew where other parameters are trained than in the round before."""
+        trained = _trained(self._live)
+        if trained != self._trained:
+            self._trained, self._known = trained, {}
+            for name, parameter in self._base.module.named_parameters(remove_duplicate=False):
+                parameter.requires_grad_(name in trained)
+
     def of_sample(self, client: ClientInfo) -> float:
         """Return the operations that a step of a client takes for each sample of its batch."""
         key = self._algorithm.group_key(client)
@@ -428,7 +440,7 @@ class Operations:
         module.train()
         takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
         arguments = (self._batch, 0) if takes_index else (self._batch,)
-        with isolate_rng(), warnings.catch_warnings(), FlopCounterMode(display=False) as counter:
+        with isolate_rng(), warnings.catch_warnings(), _counter() as counter:
             warnings.simplefilter("ignore")
             with torch.enable_grad(), multiply_adds(module) as layers:
                 output = module.training_step(*arguments)
@@ -453,6 +465,36 @@ class Operations:
             part = sum(shares.get(parameter, 1.0) * size for parameter, size in sizes.items())
             done += made * part / max(sum(sizes.values()), 1)
         return done / sum(layers.values())
+
+
+def _trained(module: nn.Module) -> frozenset[str]:
+    parameters = module.named_parameters(remove_duplicate=False)
+    return frozenset(name for name, parameter in parameters if parameter.requires_grad)
+
+
+def _counter() -> FlopCounterMode:
+    return FlopCounterMode(
+        display=False, custom_mapping={torch.ops.aten.convolution_backward: _of_convolutions_backward}
+    )
+
+
+def _of_convolutions_backward(
+    gradient: Sequence[int],
+    inputs: Sequence[int],
+    weight: Sequence[int],
+    bias: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    output_padding: Any,
+    groups: int,
+    wanted: Sequence[bool],
+    **keywords: Any,
+) -> int:
+    """Count a convolution's backward pass; torch's own count takes no note of groups."""
+    positions = math.prod((inputs if transposed else gradient)[2:])
+    return 2 * inputs[0] * positions * math.prod(weight) * (wanted[0] + wanted[1])
 
 
 @dataclass(frozen=True)

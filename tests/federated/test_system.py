@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
@@ -150,6 +150,38 @@ def test_factors_of_smaller_ranks_take_less(tmp_path):
 
 def test_methods_with_several_passes_take_several(tmp_path):
     assert count(tmp_path, Ditto()) == 2 * count(tmp_path, FedAvg())
+
+
+@pytest.mark.parametrize("layer", [nn.Conv2d(4, 8, 3, stride=2), nn.ConvTranspose2d(4, 8, 3, stride=2)])
+def test_groups_of_convolutions_share_the_work(tmp_path, layer):
+    def of(groups):
+        first = type(layer)(4, 8, 3, stride=2, groups=groups)
+        net = nn.Sequential(nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 4, 1), nn.Upsample(9), first, nn.Flatten(1))
+        return count(tmp_path, FedAvg(), Module(net))
+
+    others = 2 * 6 * 4 * 2
+    whole, half = of(1) - others, of(2) - others
+    assert whole == 2 * half > 0
+
+
+def test_parts_that_thaw_are_counted_from_then_on(tmp_path):
+    class Thaw(BaseFinetuning):
+        def freeze_before_training(self, pl_module):
+            self.freeze(pl_module.net[0])
+
+        def finetune_function(self, pl_module, epoch, optimizer):
+            if epoch == 1:
+                self.unfreeze_and_add_param_group(pl_module.net[0], optimizer)
+
+    def operations(rounds):
+        trained = lambda values: torch.optim.SGD([each for each in values if each.requires_grad], lr=0.1)  # noqa: E731
+        module, system = Module(optimizer=trained), SystemModel(speed=1.0)
+        _, loop, _ = run(tmp_path, system=system, module=module, callbacks=[Thaw()], rounds=rounds)
+        return loop.coordinator.clock.operations.of_sample(loop.coordinator.info(0))
+
+    # Without its weight's gradient, and that of the second layer's input.
+    assert operations(1) == FORWARD + BACKWARD - 2 * math.prod(LAYERS[0]) - 2 * math.prod(LAYERS[1])
+    assert operations(2) == FORWARD + BACKWARD
 
 
 def test_steps_that_need_values_are_counted(tmp_path):
