@@ -65,6 +65,8 @@ OnBadPayload = Literal["skip", "stop"]
 # Seconds: how long a round waits for nodes that have just come, and when a node that was refused is asked again.
 _WAIT_FOR_NEW = 60.0
 _ASK_AGAIN = 60.0
+# Seconds: how long a server waits for another of its study to end. One whose SuperLink was killed takes some to notice.
+_WAIT_FOR_END = 60.0
 
 
 @dataclass(frozen=True)
@@ -741,19 +743,27 @@ def serve(recipe: str | Path, grid: Grid, validate: bool = True, state: Path | N
         settings: Further arguments of `RemoteRounds`.
 
     Raises:
-        MisconfigurationException: If the state belongs to a run that is still going on.
+        MisconfigurationException: If the state belongs to a run that is still going on a minute later.
     """
     if state is None:
         return _serve(recipe, grid, validate, None, settings)
     state.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(f"{state}.lock")
     try:
-        with FileLock(f"{state}.lock", timeout=0):
-            return _serve(recipe, grid, validate, state, settings)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            rank_zero_info(f"another process saves this study's state in {state}; its end is waited for")
+            lock.acquire(timeout=_WAIT_FOR_END)
     except Timeout:
         raise MisconfigurationException(
             f"this study is going on in another process, which saves its state in {state}: wait for its end, or give"
             " this one another name (study)."
         ) from None
+    try:
+        return _serve(recipe, grid, validate, state, settings)
+    finally:
+        lock.release()
 
 
 def _serve(recipe: str | Path, grid: Grid, validate: bool, state: Path | None, settings: Mapping[str, Any]) -> Any:

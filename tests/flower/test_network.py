@@ -14,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from cryptography import x509
@@ -27,7 +28,7 @@ from tests.flower.helpers import LORA, MUD, simulate, write_recipe
 
 pytestmark = pytest.mark.slow
 
-ROUNDS = 5
+ROUNDS = 3
 LIMIT = 900.0
 BIN = Path(sys.executable).parent
 
@@ -158,8 +159,13 @@ class Network:
 
     @staticmethod
     def kill(process: subprocess.Popen) -> None:
+        # A SuperLink starts what runs apps in a session of its own.
+        started = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+        for each in started:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
         process.wait(30)
 
     def close(self) -> None:
@@ -221,7 +227,7 @@ def final_state(folder: Path) -> dict[str, torch.Tensor]:
     return torch.load(checkpoint, weights_only=True)["state_dict"]
 
 
-@pytest.mark.parametrize("algorithm", ["FedAvg", "FedMUD", "FedLoRA"])
+@pytest.mark.parametrize("algorithm", ["FedAvg", "FedLoRA"])
 def test_run_over_tls_is_the_simulation(network, tmp_path, algorithm):
     written = recipe(tmp_path, algorithm)
     write_project([written], tmp_path / "app")
@@ -296,7 +302,7 @@ def test_hostile_and_killed_sites_and_a_killed_server(network, tmp_path):
         superlink = network.start_superlink(*options)
         if not nodes:
             network.register([f"site{client}" for client in range(3)])
-        config = "min-sites=2 round-timeout=60.0"
+        config = "min-sites=2 round-timeout=300.0"
         network.start("flwr", "flwr", "run", str(tmp_path / "app"), "--stream", "--run-config", config)
         return superlink
 

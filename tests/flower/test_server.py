@@ -1,12 +1,14 @@
 """A server that is killed and started again, sites that are away for long, and rounds that wait for enough sites."""
 
 from pathlib import Path
+from threading import Timer
 
 import pytest
 import torch
 from filelock import FileLock
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from lightning_lowrank.flower import server
 from lightning_lowrank.flower.client import client_app
 from lightning_lowrank.flower.server import RemoteRounds, serve
 from tests.flower.helpers import MUD, merged, method, run_on_sites, write_recipe
@@ -84,13 +86,25 @@ def test_a_server_that_comes_back_does_not_wait_for_sites_that_were_away(tmp_pat
     assert served.callback_metrics["federated/failed"] == 1
 
 
-def test_a_study_runs_once_at_a_time(tmp_path):
+def test_a_study_runs_once_at_a_time(tmp_path, monkeypatch):
     recipe = write_recipe(tmp_path, SMALL)
+    monkeypatch.setattr(server, "_WAIT_FOR_END", 0.1)
     with (
         FileLock(tmp_path / "server.ckpt.lock"),
         pytest.raises(MisconfigurationException, match="going on in another process"),
     ):
         serve(recipe, LocalGrid(), state=tmp_path / "server.ckpt")
+
+
+def test_a_study_waits_for_the_end_of_the_server_before_it(tmp_path, monkeypatch):
+    state = tmp_path / "server.ckpt"
+    held = FileLock(f"{state}.lock", thread_local=False)
+    monkeypatch.setattr(server, "_serve", lambda *arguments: held.is_locked)
+    monkeypatch.setattr(server, "rank_zero_info", lambda told: Timer(0.2, held.release).start())
+    held.acquire()
+    assert serve("recipe.yaml", LocalGrid(), state=state) is False
+    with held.acquire(timeout=0):
+        """The lock is given back."""
 
 
 def test_a_state_of_another_recipe_is_refused(tmp_path, monkeypatch):
