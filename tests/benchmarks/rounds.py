@@ -17,7 +17,7 @@ processes that never rest, so there whole runs take turns.
 
 The experiments (`--only`):
 
-    factors     every layer's weight of rank 8, 50 clients, all in every round
+    factors     every layer's weight of rank 8; 10 clients, then 50, all in every round, as in a run of 200 rounds
     update      an update of rank 4 on a frozen base, the same clients
     dense       the dense model, the same clients
     sequential  `FederatedLoop` to a plain `Trainer.fit` over the same batches, 10 of 100 clients
@@ -67,6 +67,7 @@ SCRIPTS = {
     "fit": "with_lightning",
     "sequential": "with_lightning",
     "vectorized": "with_lightning",
+    "compiled": "with_lightning",
     "pfl": "with_pfl",
     "flower": "with_flower",
 }
@@ -242,25 +243,30 @@ def in_whole_runs(name: str, shared: Setting, contenders: list[Contender], repet
     return outcome
 
 
-def all_of_fifty(name: str, model: str, limit: float, options: Options) -> Outcome:
-    bare, fit, sequential, vectorized = (Contender(way, model) for way in ("bare", "fit", "sequential", "vectorized"))
-    shared = options.setting(clients=50, samples=1200, cohort=50)
-    outcome = in_turns(name, shared, [bare, fit, sequential, vectorized], options.repetitions, {"": 1})
-    outcome.ratio(f"{name}: vectorised to the bare loop, 50 clients", limit, bare, vectorized)
+def all_of(clients: int, model: str, replayed: float, compiled: float, options: Options) -> Outcome:
+    bare, fit, sequential, ours, fastest = (
+        Contender(way, model) for way in ("bare", "fit", "sequential", "vectorized", "compiled")
+    )
+    shared = options.setting(clients=clients, samples=1200, cohort=clients, planned=200)
+    contenders = [bare, fit, sequential, ours, fastest]
+    name = f"{model}, {clients} clients"
+    outcome = in_turns(name, shared, contenders, options.repetitions, {"": max(1, 20 // clients)})
+    outcome.ratio(f"{name}: vectorised to the bare loop", replayed, bare, ours)
+    outcome.ratio(f"{name}: vectorised and compiled to the bare loop", compiled, bare, fastest)
     outcome.ratio(f"{name}: sequential to the bare loop", None, bare, sequential)
     return outcome
 
 
 def factors(options: Options) -> list[Outcome]:
-    return [all_of_fifty("factors", "factors", 4.5, options)]
+    return [all_of(10, "factors", 3.2, 6, options), all_of(50, "factors", 4.5, 7.5, options)]
 
 
 def update(options: Options) -> list[Outcome]:
-    return [all_of_fifty("update", "update", 3.5, options)]
+    return [all_of(10, "update", 3.2, 5, options), all_of(50, "update", 3.5, 5.5, options)]
 
 
 def dense(options: Options) -> list[Outcome]:
-    return [all_of_fifty("dense", "dense", 1.4, options)]
+    return [all_of(10, "dense", 1.8, 3, options), all_of(50, "dense", 1.4, 3.3, options)]
 
 
 def sequential(options: Options) -> list[Outcome]:
@@ -276,8 +282,8 @@ def pfl(options: Options) -> list[Outcome]:
     peer, ours, low_rank = Contender("pfl"), Contender("sequential"), Contender("vectorized", "factors")
     others = [Contender("fit"), Contender("vectorized"), Contender("bare"), Contender("bare", "factors")]
     outcome = in_turns("pfl", shared, [peer, ours, low_rank, *others], options.repetitions, {"": 50})
-    outcome.ratio("pfl: sequential to pfl, both dense", 0.9, peer, ours)
-    outcome.ratio("pfl: vectorised low-rank to pfl dense", 3.0, peer, low_rank)
+    outcome.ratio("pfl: sequential to pfl, both dense", 1.1, peer, ours)
+    outcome.ratio("pfl: vectorised low-rank to pfl dense", 4.5, peer, low_rank)
     outcome.ratio("pfl: vectorised to pfl, both dense", None, peer, others[1])
     outcome.ratio("pfl: plain Trainer.fit over the same batches, without rounds, to pfl", None, peer, others[0])
     return [outcome]

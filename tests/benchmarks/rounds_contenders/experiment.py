@@ -27,12 +27,15 @@ class Setting(ProcessSetting):
         clients: Number of clients.
         samples: Samples of each.
         cohort: Clients in a round.
+        planned: Rounds that the run is to have, of which it makes ``rounds``; 0: no others. What is traced and compiled
+            has to repay itself in what is left of a run.
     """
 
     model: str = "dense"
     clients: int = 1
     samples: int = 1
     cohort: int = 1
+    planned: int = 0
     batch_size: int = 32
     learning_rate: float = 0.1
     seed: int = 0

@@ -51,7 +51,7 @@ def run(setting: Setting, rounds: Rounds) -> dict[str, Any]:
     )
     network = torch.nn.Sequential(torch.nn.Linear(FEATURES, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
     first_round = FirstRound()
-    training = trainer(setting.rounds, loop, Report(rounds), first_round)
+    training = trainer(setting.rounds, loop, Report(rounds, setting.rounds), first_round)
     training.fit(TimedModule(network, setting.learning_rate), DataLoader(dataset, SAMPLES_PER_BATCH, shuffle=True))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "many.ckpt"

@@ -30,14 +30,16 @@ class TimedModule(pl.LightningModule):
 
 
 class Report(pl.Callback):
-    def __init__(self, rounds: Rounds) -> None:
+    def __init__(self, rounds: Rounds, last: int) -> None:
         self.rounds = rounds
+        self.last = last
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.rounds.begin()
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.rounds.end()
+        trainer.should_stop = trainer.current_epoch + 1 == self.last
 
 
 class WholeBatches(Dataset):
@@ -78,7 +80,8 @@ def federated_loop(setting: Setting, mode: str) -> pl.Callback:
         clients=setting.clients,
         partition=FromIndices(setting.client_indices()),
         participants=setting.cohorts() if setting.cohort < setting.clients else None,
-        execution=mode,  # type: ignore[arg-type]
+        execution="vectorized" if mode == "compiled" else mode,  # type: ignore[arg-type]
+        compile=mode == "compiled",
         summary=False,
     )
 
@@ -110,7 +113,8 @@ def run(setting: Setting, rounds: Rounds) -> dict[str, Any]:
         loader = DataLoader(TensorDataset(*tensors), batch_size=setting.batch_size)
         callbacks.append(federated_loop(setting, setting.contender))
     module = TimedModule(setting.network(), setting.learning_rate)
-    trainer(setting.rounds, *callbacks, Report(rounds)).fit(module, loader)
+    planned = max(setting.rounds, setting.planned)
+    trainer(planned, *callbacks, Report(rounds, setting.rounds)).fit(module, loader)
     # A plain fit is another algorithm, which nobody expects to reach the same accuracy.
     return {} if setting.contender == "fit" else {"accuracy": setting.accuracy(module.net)}
 
