@@ -123,6 +123,7 @@ class Members:
             for each in [each for each, owner in self._owners.items() if owner.node == new.node and each != client]:
                 del self._owners[each]
                 self.connected.pop(each, None)
+                self.heard.pop(each, None)
         owner = self._owners.get(client)
         if owner is None or owner.node == new.node:
             return

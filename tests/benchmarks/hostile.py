@@ -3,14 +3,16 @@
     python tests/benchmarks/hostile.py --messages 1000000
     python tests/benchmarks/hostile.py --bombs
 
-Messages are real ones of every method and codec, changed in every way, before a real server's `Intake`. One that raises
-anything, or that changes the server although it was refused, ends the command. Bombs are told with the time that it
-takes to refuse them, the bytes that Python allocates for it, and by how much the process grows.
+Messages are real ones of every method and codec, changed in every way, before a real server's `Intake`, and answers of
+sites that join. One that raises anything, or that changes the server although it was refused, ends the command. The
+largest growth of the process while one server takes its messages is told. Bombs are told with the time that it takes to
+refuse them, the bytes that Python allocates for it, and by how much the process grows.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import random
 import resource
 import sys
@@ -23,37 +25,44 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.benchmarks.json_option import add_json_option, write_json
-from tests.flower.hostile_sites import Tally, bombs, fuzz, peak, targets
+from tests.flower.hostile_sites import Tally, bombs, fuzz, fuzz_joins, named_targets, peak
 
 
 def fuzzed(messages: int, seed: int) -> dict[str, Any]:
-    """Send so many messages, in turns to all servers, and return what came of them."""
+    """Send as many messages to each of the servers, one server after another, and return what came of them."""
     tally, draws = Tally(), random.Random(seed)
-    made = list(targets())
-    for target in made:
+    servers = [name for name, _ in named_targets()]
+    begun, grown, largest = time.perf_counter(), 0.0, 0.0
+    for number, (name, make) in enumerate(named_targets()):
+        target = make()
         fuzz(target, 20, draws, tally)
-    before = _megabytes()
-    begun = time.perf_counter()
-    while tally.messages < messages:
-        for target in made:
-            fuzz(target, min(500, messages - tally.messages), draws, tally, checked_each=50)
-        print(f"{tally.messages:,} messages, {tally.taken:,} taken, {_megabytes():.0f} MB", file=sys.stderr, flush=True)
-    grown = _megabytes() - before
+        before = _megabytes()
+        until = messages * (number + 1) // (len(servers) + 1)
+        while tally.messages < until:
+            fuzz(target, min(500, until - tally.messages), draws, tally, checked_each=50)
+            largest = max(largest, _megabytes())
+        grown = max(grown, _megabytes() - before)
+        print(f"{tally.messages:,} messages, {_megabytes():.0f} MB, {name}", file=sys.stderr, flush=True)
+    joins = messages - tally.messages
+    fuzz_joins(joins, draws, tally)
     return {
         "messages": tally.messages,
-        "servers": len(made),
+        "of them joins": joins,
+        "servers": len(servers),
         "refused": sum(tally.refused.values()),
         "taken": tally.taken,
         "other errors": 0,
         "seconds": round(time.perf_counter() - begun, 1),
-        "grown by MB": round(grown, 1),
-        "largest MB": round(_megabytes(), 1),
+        "a server grows by MB": round(grown, 1),
+        "largest MB": round(largest, 1),
     }
 
 
 def _megabytes() -> float:
-    """Return the most memory that this process has held."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    """Return the memory that this process holds now."""
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / 1e6
 
 
 def main() -> None:
@@ -69,7 +78,7 @@ def main() -> None:
     if options.messages:
         found["messages"] = fuzzed(options.messages, options.seed)
         for name, value in found["messages"].items():
-            print(f"{name:>12}  {value}")
+            print(f"{name:>22}  {value}")
     if options.bombs:
         print(f"{'bomb':32}  {'ms':>7}  {'MB of Python':>12}  {'grown by MB':>11}")
         for name, run in bombs().items():

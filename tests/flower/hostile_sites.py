@@ -124,13 +124,13 @@ def answer(content: RecordDict) -> Message:
     return Message(content, dst_node_id=1, message_type="train.round")
 
 
-def targets(names: Sequence[str] = (), every: bool = False) -> Iterator[Target]:
-    """Make servers of methods: each with exact messages, and one, or ``every`` method that can, with each codec."""
+def named_targets(names: Sequence[str] = (), every: bool = False) -> Iterator[tuple[str, Callable[[], Target]]]:
+    """Name servers of methods: each with exact messages, and one, or ``every`` method that can, with each codec."""
     for name in names or METHODS:
         form = METHODS[name].forms[0]
         for uplink in UPLINKS:
             if uplink == "exact" or (name not in OWN_CODECS and (every or name == "FedAvg")):
-                yield Target(name, form, uplink)
+                yield f"{name} {form} {uplink}", partial(Target, name, form, uplink)
 
 
 def changed(data: bytes, draws: random.Random) -> bytes:
@@ -244,6 +244,77 @@ def fuzz(target: Target, count: int, draws: random.Random, tally: Tally, checked
                 assert target.digest() == before, f"{target.name}: taking in cannot be undone"
 
 
+RECIPE = {"recipe": "r", "layout": "l", "frozen": [1.0, 2.0]}
+
+
+def join(**changes: Any) -> RecordDict:
+    """Return what a site of three answers when it is asked to join."""
+    secret = f"secret of {changes.get('client')}"
+    honest = {"client": 0, "clients": 3, "samples": 5, "batches": 1, "heard": -1, "secret": secret}
+    return pack({**honest, **RECIPE, **changes})
+
+
+ODD = (
+    None,
+    "",
+    "0",
+    "x" * 9999,
+    0,
+    1,
+    2,
+    3,
+    -1,
+    2**31,
+    2**62,
+    10**6,
+    True,
+    0.5,
+    1e300,
+    b"\xff",
+    [],
+    [1.0],
+    [1, 2],
+    ["x"],
+)
+
+
+def fuzz_joins(count: int, draws: random.Random, tally: Tally) -> None:
+    """Have a hostile node join with changed answers, before and after two honest ones have, and the run has begun.
+
+    Raises:
+        AssertionError: If an honest site's place has changed, or the server keeps more than a place for each client.
+        Exception: What escapes.
+    """
+    for number in range(count):
+        stage = number * 4 // count
+        if number == 0 or stage != (number - 1) * 4 // count:
+            # Nobody is there; the others have joined; they have, and the recipe tells the number; the run has begun.
+            members = Members(RECIPE, clients=3 if stage == 2 else None)
+            for client in (1, 2) if stage else ():
+                members.admit(client, unpack(answer(join(client=client)))[0])
+            if stage == 3:
+                members.admit(3, unpack(answer(join()))[0])
+                members.begin(3)
+        names = ["client", "clients", "samples", "batches", "heard", "secret", "recipe", "layout", "frozen", "more"]
+        changes = {name: draws.choice(ODD) for name in draws.sample(names, draws.choice((0, 1, 1, 1, 2, 3)))}
+        client = draws.choice((0, 0, 1, 2, draws.randrange(1000)))
+        content = answer(odd_content(b"x", draws))
+        # What a message cannot hold, a site cannot send.
+        with suppress(TypeError, ValueError):
+            own = {"client": client, "clients": draws.choice((3, 3, 1000)), "secret": "of the hostile one"}
+            content = answer(join(**{**own, **changes}))
+        tally.messages += 1
+        try:
+            members.admit(draws.choice((7, 7, 8)), unpack(content)[0])
+            tally.taken += 1
+        except DecodingError as error:
+            tally.refused[" ".join(str(error).split()[:3])] += 1
+        if stage:
+            assert (members.connected[1], members.connected[2]) == (1, 2)
+        assert len(members.heard) <= 5
+        assert len(members.state_dict()["owners"]) <= 5
+
+
 def forged(parts: Mapping[str, bytes], header: str | None = None) -> bytes:
     """Return a safetensors file of rows of bytes, or with a header of one's own."""
     if header is None:
@@ -284,9 +355,7 @@ def bombs() -> dict[str, Callable[[], str]]:
         return refused(lambda: read_upload(data, EXPECTED, lambda data, schema: channel.receive(data, schema=schema)))
 
     def joined(**changes: Any) -> Callable[[], str]:
-        mine = {"recipe": "r", "layout": "l", "frozen": [1.0]}
-        honest = {"client": 0, "clients": 3, "samples": 5, "batches": 1, "heard": -1, "secret": "s", **mine}
-        message, members = answer(pack({**honest, **changes})), Members(mine)
+        message, members = answer(join(**changes)), Members(RECIPE)
         return refused(lambda: members.admit(1, unpack(message)[0]))
 
     def payloads(count: int) -> Callable[[], str]:

@@ -11,7 +11,7 @@ from lightning_lowrank.flower.intake import Intake, believed
 from lightning_lowrank.flower.members import Members
 from lightning_lowrank.flower.messages import pack
 from tests.algorithms.methods import METHODS
-from tests.flower.hostile_sites import OWN_CODECS, Tally, Target, answer, bombs, fuzz, peak, targets
+from tests.flower.hostile_sites import OWN_CODECS, Tally, Target, answer, bombs, fuzz, fuzz_joins, named_targets, peak
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +45,19 @@ def test_changed_messages_are_refused_or_taken_whole(target):
     assert sum(tally.refused.values()) > 100
 
 
+def test_changed_answers_of_sites_that_join_move_no_other_site():
+    tally = Tally()
+    fuzz_joins(400, random.Random(2), tally)
+    assert tally.taken > 5
+    assert sum(tally.refused.values()) > 100
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_changed_messages_of_every_method_are_refused_or_taken_whole(name):
     tally = Tally()
-    for target in targets([name], every=True):
-        fuzz(target, 300, random.Random(name), tally, checked_each=10)
+    for _, make in named_targets([name], every=True):
+        fuzz(make(), 300, random.Random(name), tally, checked_each=10)
     assert sum(tally.refused.values()) > tally.messages / 3 or name in OWN_CODECS
 
 
