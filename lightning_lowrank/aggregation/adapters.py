@@ -66,11 +66,12 @@ class Adapter(ABC):
         """Return the inverse of `matrix`."""
 
     @torch.no_grad()
-    def fold(self, change: LowRankPair, add: Add = Tensor.add_) -> None:
-        """Add a change, of any rank, to the base weight.
+    def fold(self, change: LowRankPair | Tensor, add: Add = Tensor.add_) -> None:
+        """Add a change to the base weight.
 
         Args:
-            change: The change. Its product is computed in single precision at least.
+            change: A pair of any rank, whose product is computed in single precision at least; or the whole matrix,
+                ``[outputs, inputs]``.
             add: Adds its second argument, the product, to its first, the base weight, in place.
 
         Raises:
@@ -78,11 +79,11 @@ class Adapter(ABC):
         """
         if self.unfoldable:
             raise ValueError(f"layer {self.name!r} cannot take a change of its base weight: {self.unfoldable}.")
-        wide = working_dtype(change.B.dtype)
-        self._fold(LowRankPair(change.B.to(wide), change.A.to(wide), change.scaling), add)
+        matrix = change.in_working_dtype().product() if isinstance(change, LowRankPair) else change
+        self._fold(matrix.to(working_dtype(matrix.dtype)), add)
 
     @abstractmethod
-    def _fold(self, change: LowRankPair, add: Add) -> None: ...
+    def _fold(self, matrix: Tensor, add: Add) -> None: ...
 
     def slots(self, name: Name, value: Tensor, rank: int) -> Tensor:
         """Return the first slots of a factor, ``rank`` of them, in the parameter's own orientation."""
@@ -135,10 +136,11 @@ class _LayerAdapter(Adapter):
     def value(self, name: Name, matrix: Tensor) -> Tensor:
         return matrix if name == "B" else matrix.T
 
-    def _fold(self, change: LowRankPair, add: Add) -> None:
+    def _fold(self, matrix: Tensor, add: Add) -> None:
         layer = self._layers[0]
-        change = change.resized(change.rank, layer.scale)
-        layer.fold({self._factors["B"]: change.B, self._factors["A"]: change.A.T}, add)
+        assert isinstance(layer.factorization, MatrixProduct)
+        weight = layer.factorization.as_weight(matrix.T if layer.first_is_input else matrix, layer.weight_shape)
+        layer.add_to_frozen(weight, add)
 
 
 class _PeftAdapter(Adapter):
@@ -179,11 +181,11 @@ class _PeftAdapter(Adapter):
         rows = matrix.shape[0]
         return matrix.reshape(rows, -1, *self._shapes[name][2:]) if len(self._shapes[name]) > 2 else matrix
 
-    def _fold(self, change: LowRankPair, add: Add) -> None:
+    def _fold(self, matrix: Tensor, add: Add) -> None:
         weight = self._layer.get_base_layer().weight
-        product = change.product().to(working_dtype(weight.dtype))
+        matrix = matrix.to(working_dtype(weight.dtype))
         stored_by_input = self._embedding or getattr(self._layer, "fan_in_fan_out", False)
-        add(weight, (product.T if stored_by_input else product).reshape(weight.shape))
+        add(weight, (matrix.T if stored_by_input else matrix).reshape(weight.shape))
 
 
 def find_adapters(module: nn.Module, adapter: str | None = None) -> dict[str, Adapter]:

@@ -6,6 +6,7 @@ clients of different rank, what a client keeps, and changes of the base weight.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +28,7 @@ from lightning_lowrank.aggregation import (
     RobustRule,
 )
 from lightning_lowrank.aggregation.adapters import Adapter, find_adapters
-from lightning_lowrank.aggregation.pairs import inner_products, padded
+from lightning_lowrank.aggregation.pairs import inner_products, padded, working_dtype
 from lightning_lowrank.algorithms._capacity import Capacities, Capacity
 from lightning_lowrank.configuration import check_patterns
 from lightning_lowrank.federated.algorithm import Algorithm, LocalStep, detached
@@ -40,6 +41,8 @@ __all__ = ["AggregatedRound", "FedLoRA"]
 
 Name = Literal["B", "A"]
 _NAMES: tuple[Name, Name] = ("B", "A")
+# Stands for both factors of a change in messages where the matrix takes fewer bytes than they.
+_PRODUCT = "product"
 
 
 @dataclass(frozen=True)
@@ -70,9 +73,10 @@ class FedLoRA(Algorithm):
     Clients send the factors that the operator uses: both for most, the trained one for ``FFA``, ``FedSVD``,
     ``RoLoRA`` and ``CoLR``, :math:`A` alone for ``FedSA``, whose clients keep their :math:`B`. The server sends those
     that have changed since the client last received them. Operators that change the base weight (``FLoRA``, ``FedEx``,
-    ``CoLR``) send the factors of that change to every client, also outside the cohort, which is logged as
-    ``comm/idle_down_bytes``. Changes of base weights of 16 bits are summed in single precision beside them, which takes
-    4 more bytes for each of their numbers. Redrawn factors are not sent, since both sides have the seed.
+    ``CoLR``) send the factors of that change, or its matrix where that takes fewer bytes, to every client, also outside
+    the cohort, which is logged as ``comm/idle_down_bytes``. Changes of base weights of 16 bits are summed in single
+    precision beside them, which takes 4 more bytes for each of their numbers. Redrawn factors are not sent, since both
+    sides have the seed.
 
     With ``levels`` clients have different ranks: the same share of each layer's rank, at least 1. A client's scaling is
     that of its own rank, :math:`\alpha / r_i`. The global model is that of the largest rank; the models of the other
@@ -242,13 +246,16 @@ class FedLoRA(Algorithm):
     def update_base(self, base: Base, message: Mapping[str, Tensor]) -> None:
         """Fold a change into the base weights, and draw the next round's factors where factors are drawn."""
         changes = {
-            layer: {name: message[key] for name in _NAMES if (key := f"{layer}.change.{name}") in message}
+            layer: {name: message[key] for name in (*_NAMES, _PRODUCT) if (key := f"{layer}.change.{name}") in message}
             for layer in self._adapters
         }
         if not any(changes.values()):
             return
         for layer, factors in changes.items():
             adapter, scaling = self._adapters[layer], self._scalings[layer]
+            if _PRODUCT in factors:
+                adapter.fold(factors[_PRODUCT], partial(base.fold, layer))
+                continue
             if len(factors) < 2:
                 # The other factor is the round's, which every side has drawn.
                 ((name, value),) = factors.items()
@@ -394,7 +401,15 @@ class FedLoRA(Algorithm):
             server.model.update(adapter.tensors(result.server, scaling))
             if result.change is not None:
                 of_layer = result.change.resized(result.change.rank, scaling)
-                for name in sorted(self.operator.sent_down_of_change(server.round)):
+                names = self.operator.sent_down_of_change(server.round)
+                # The factors of many clients side by side can take more bytes than the matrix, which is in single
+                # precision as the product of factors of 16 bits is.
+                wide = working_dtype(of_layer.B.dtype)
+                dense = math.prod(of_layer.shape) * wide.itemsize
+                if len(names) == 2 and of_layer.rank * sum(of_layer.shape) * of_layer.B.dtype.itemsize > dense:
+                    change[f"{layer}.change.{_PRODUCT}"] = of_layer.in_working_dtype().product()
+                    continue
+                for name in sorted(names):
                     change[f"{layer}.change.{name}"] = getattr(of_layer, name)
             if self.operator.broadcasts == "personal" and self.operator.sent_up(server.round) == set(_NAMES):
                 pairs = server.state.setdefault("pairs", {})

@@ -129,6 +129,7 @@ def test_fed_ex_is_exact_though_its_base_moves(tmp_path):
     for name, layer in low_rank_layers(module):
         change = seen[-1].broadcasts[name].change
         base = layer.frozen_weight.detach() - change.scaling * change.B @ change.A
+        assert change.rank == 6
         torch.testing.assert_close(wire.effective[-1][name], base + mean_update(seen[-1], name), rtol=1e-9, atol=1e-9)
         assert (change.B @ change.A).abs().max() > 1e-9
 
@@ -139,15 +140,17 @@ def test_only_what_moves_is_sent(tmp_path, operator):
     factors = {f"net.{layer}.factors.{name}" for layer in (0, 2, 4) for name in "UV"}
     left, right = ({name for name in factors if name.endswith(letter)} for letter in "UV")
     rest = {f"net.{layer}.bias" for layer in (0, 2, 4)}
-    changes = {f"net.{layer}.change.{name}" for layer in (0, 2, 4) for name in "BA"}
-    left_changes = {name for name in changes if name.endswith("B")}
+    left_changes = {f"net.{layer}.change.B" for layer in (0, 2, 4)}
+    # Nine slots have more numbers than any of the layers, and six more than the first and the last.
+    dense_changes = {f"net.{layer}.change.product" for layer in (0, 2, 4)}
+    mixed_changes = {"net.0.change.product", "net.2.change.A", "net.2.change.B", "net.4.change.product"}
     expected = {
         ProductSum: ([factors] * 3, [factors] * 3),
         FFA: ([left] * 3, [left] * 3),
         RoLoRA: ([left, left, right], [left, right, left]),
         FedSA: ([right] * 3, [right] * 3),
-        FLoRA: ([set(), changes, changes], [factors] * 3),
-        FedEx: ([factors, factors | changes, factors | changes], [factors] * 3),
+        FLoRA: ([set(), dense_changes, dense_changes], [factors] * 3),
+        FedEx: ([factors, factors | mixed_changes, factors | mixed_changes], [factors] * 3),
         CoLR: ([set(), left_changes, left_changes], [left] * 3),
     }
     down, up = expected[operator]
@@ -253,8 +256,11 @@ def test_idle_clients_hear_of_a_changed_base(tmp_path):
     assert loop.ledger.metrics()["comm/total_idle_down_bytes"] > 0
     assert not alike.ledger.metrics().get("comm/total_idle_down_bytes")
     sent = wire.down[1, 0]
-    assert sent["net.0.change.B"].shape == (16, 6)
-    assert sent["net.0.change.A"].shape == (6, 6)
+    assert sent["net.2.change.B"].shape == (16, 6)
+    assert sent["net.2.change.A"].shape == (6, 16)
+    # Where two clients' factors have more numbers than the matrix, it travels.
+    assert sent["net.0.change.product"].shape == (16, 6)
+    assert sent["net.4.change.product"].shape == (4, 16)
 
 
 @daily("SumProduct-vectorized")
