@@ -285,6 +285,42 @@ def test_ranks_of_clients(tmp_path, operator, execution):
     assert set(loop.algorithm.variants(loop.server)) == {"0.5", "0.25"}
 
 
+def test_ranks_by_a_list_a_dictionary_or_a_function_are_those_of_levels(tmp_path):
+    def run(**given):
+        algorithm = FedLoRA(SumProduct(), **given)
+        module, loop, *_ = federate(tmp_path, algorithm, rank=4, rounds=2, optimizer=small_steps)
+        return weights(module), loop
+
+    expected, by_levels = run(levels=(1.0, 0.5, 0.25))
+    for ranks in ([4, 2, 1], {1: 2, 2: 1}, lambda client: 4 >> client):
+        found, loop = run(ranks=ranks)
+        assert_same(found, expected)
+        assert loop.ledger.state_dict() == by_levels.ledger.state_dict()
+        assert set(loop.algorithm.variants(loop.server)) == {"rank_2", "rank_1"}
+
+
+def test_a_layer_of_smaller_rank_than_the_client_keeps_its_own(tmp_path):
+    _, _, wire, _ = federate(
+        tmp_path, FedLoRA(RBLA(), ranks=[6, 3, 1]), rank={"net.0": 2, "net.2": 6, "net.4": 3}, rounds=1
+    )
+    for client, ranks in enumerate([(2, 6, 3), (2, 3, 3), (1, 1, 1)]):
+        up = wire.up[0, client]
+        assert tuple(up[f"net.{layer}.factors.U"].shape[1] for layer in (0, 2, 4)) == ranks
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [
+        ([4, 5], "gives client 1 the rank 5: it must be a whole number from 1 to 4"),
+        ({0: 2, 3: 1}, "names client 3, and the 3 clients"),
+        (lambda client: 2.0 * client, r"gives client 0 the rank 0\.0"),
+    ],
+)
+def test_ranks_that_do_not_suit_layers_or_clients_are_refused_before_the_first_round(tmp_path, ranks, said):
+    with pytest.raises(MisconfigurationException, match=said):
+        federate(tmp_path, FedLoRA(SumProduct(), ranks=ranks), rank=4)
+
+
 small_steps = partial(torch.optim.SGD, lr=0.01)
 
 
@@ -484,6 +520,11 @@ def test_refuses_what_diverged_and_leaves_the_server_as_it_was(tmp_path):
         ({"operator": ProductSum(), "levels": (1.0, 0.5)}, "clients of one rank"),
         ({"operator": RBLA(), "levels": (0.5,)}, "largest 1"),
         ({"operator": RBLA(), "levels": (1.0, 1.5)}, "at most 1"),
+        ({"operator": ProductSum(), "ranks": [4, 2]}, r"needs clients of one rank, and ranks=\[4, 2\]"),
+        ({"operator": RBLA(), "ranks": []}, "list of whole numbers"),
+        ({"operator": RBLA(), "ranks": {0: 0}}, "list of whole numbers"),
+        ({"operator": RBLA(), "ranks": "8"}, "list of whole numbers"),
+        ({"operator": RBLA(), "ranks": [4], "levels": (1.0, 0.5)}, "leave them out"),
         ({"operator": ProductSum(), "upload_ranks": 3}, "LoRAA2"),
         ({"operator": LoRAA2(), "upload_ranks": [0]}, "at least 1"),
         ({"operator": LoRAA2(), "upload_ranks": []}, "at least 1"),

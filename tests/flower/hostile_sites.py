@@ -285,7 +285,7 @@ def bombs() -> dict[str, Callable[[], str]]:
 
     def joined(**changes: Any) -> Callable[[], str]:
         mine = {"recipe": "r", "layout": "l", "frozen": [1.0]}
-        honest = {"client": 0, "clients": 3, "samples": 5, "batches": 1, "heard": -1, "secret": "s", **mine}
+        honest = {"client": 0, "clients": 3, "samples": 5, "batches": 1, "heard": -1, "rank": 0, "secret": "s"} | mine
         message, members = answer(pack({**honest, **changes})), Members(mine)
         return refused(lambda: members.admit(1, unpack(message)[0]))
 
@@ -341,6 +341,8 @@ def bombs() -> dict[str, Callable[[], str]]:
         "negative samples": joined(samples=-5),
         "norms in words": joined(frozen=["one"]),
         "a million norms": joined(frozen=[1.0] * 1_000_000),
+        "a rank of 2**62": joined(rank=2**62),
+        "a negative rank": joined(rank=-1),
         "a secret of a megabyte": joined(secret="s" * 2**20),
         "a client in words": joined(client="0"),
         "true clients": joined(clients=True),
