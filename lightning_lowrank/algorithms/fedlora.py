@@ -75,8 +75,13 @@ class FedLoRA(Algorithm):
     that have changed since the client last received them. Operators that change the base weight (``FLoRA``, ``FedEx``,
     ``CoLR``) send the factors of that change, or its matrix where that takes fewer bytes, to every client, also outside
     the cohort, which is logged as ``comm/idle_down_bytes``. Changes of base weights of 16 bits are summed in single
-    precision beside them, which takes 4 more bytes for each of their numbers. Redrawn factors are not sent, since both
-    sides have the seed.
+    precision beside them, which takes 4 more bytes for each of their numbers. Where PEFT wrapped a layer that is
+    quantised, by bitsandbytes or torchao, the weight stays and the layer adds what has changed: factors in single
+    precision side by side, or their matrix once that has fewer numbers. Redrawn factors are not sent, since both sides
+    have the seed.
+
+    With PEFT's DoRA, the operator combines the factors, so that what it says of the product holds for the direction
+    :math:`W + s B A`; the magnitudes are averaged.
 
     With ``levels`` clients have different ranks: the same share of each layer's rank, at least 1. A client's scaling is
     that of its own rank, :math:`\alpha / r_i`. The global model is that of the largest rank; the models of the other
@@ -210,6 +215,9 @@ class FedLoRA(Algorithm):
                     )
         if "initial" in base.state:
             return
+        earlier = {layer: adapter.beside for layer, adapter in self._adapters.items() if adapter.beside}
+        if earlier:
+            base.state["beside"] = earlier
         known = {
             parameter
             for parameter, (_, name) in self._factors.items()
@@ -220,7 +228,7 @@ class FedLoRA(Algorithm):
             for layer, adapter in self._adapters.items():
                 own = adapter.pair(detached(trained), adapter.rank, self._scalings[layer])
                 if own.product().any():
-                    adapter.fold(own, partial(base.fold, layer))
+                    self._change(base, layer, own)
             self._draw(base, 0)
             copy_into(trained, base.state["factors"])
 
@@ -264,8 +272,11 @@ class FedLoRA(Algorithm):
     def configure(self, base: Base, client: ClientInfo | None) -> None:
         """Set the scalings to those of the client's ranks."""
         level = 1.0 if client is None else self._level(client)
-        for adapter in self._adapters.values():
+        beside = base.state.get("beside", {})
+        for layer, adapter in self._adapters.items():
             adapter.scaling = self._scaling(adapter, level)
+            if adapter.quantised:
+                adapter.beside = beside.get(layer, {})
 
     @property
     def needs_only_mean(self) -> bool:
@@ -291,7 +302,7 @@ class FedLoRA(Algorithm):
         for layer, factors in changes.items():
             adapter, scaling = self._adapters[layer], self._scalings[layer]
             if _PRODUCT in factors:
-                adapter.fold(factors[_PRODUCT], partial(base.fold, layer))
+                self._change(base, layer, factors[_PRODUCT])
                 continue
             if len(factors) < 2:
                 # The other factor is the round's, which every side has drawn.
@@ -299,7 +310,7 @@ class FedLoRA(Algorithm):
                 rank = value.shape[1 if name == "B" else 0]
                 drawn = adapter.pair(base.state["factors"], rank, scaling)
                 factors = {"B": drawn.B, "A": drawn.A, **factors}
-            adapter.fold(LowRankPair(factors["B"], factors["A"], scaling), partial(base.fold, layer))
+            self._change(base, layer, LowRankPair(factors["B"], factors["A"], scaling))
         if self.operator.redraws:
             self._draw(base, base.state["draw"] + 1)
 
@@ -542,6 +553,15 @@ class FedLoRA(Algorithm):
         return self._at_level(super().personal_model(client, model), self._level(client))
 
     # Both halves
+
+    def _change(self, base: Base, layer: str, change: LowRankPair | Tensor) -> None:
+        """Change a base weight; where it is quantised, what is kept beside it."""
+        adapter = self._adapters[layer]
+        if not adapter.quantised:
+            adapter.fold(change, partial(base.fold, layer))
+            return
+        beside = base.state.setdefault("beside", {})
+        beside[layer] = adapter.beside = adapter.added_beside(beside.get(layer, {}), change)
 
     def _draw(self, base: Base, number: int) -> None:
         """Draw the initial factors of the next round, the same on every side."""

@@ -158,7 +158,6 @@ def test_another_adapter_than_the_active_one():
 
 def test_layers_whose_factors_are_no_pair_are_refused_by_name():
     for settings, said in (
-        ({"use_dora": True, "target_modules": ["linear"]}, "it uses DoRA"),
         (
             {"alora_invocation_tokens": [1], "target_modules": ["linear"]},
             "it is the variant ALoraLinearVariant of LoRA",
