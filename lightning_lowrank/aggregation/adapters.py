@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_lowrank.aggregation.pairs import LowRankPair, working_dtype
@@ -20,7 +21,32 @@ from lightning_lowrank.layers.settings import update_scale
 __all__ = ["Adapter", "find_adapters"]
 
 Name = Literal["B", "A"]
+Parts = dict[str, Tensor]
 Add = Callable[[Tensor, Tensor], object]
+
+
+_BESIDE = "change_beside"
+
+
+class _Beside:
+    """The change of a quantised base weight: a forward hook that adds it to what the base layer returns.
+
+    ``parts`` are ``B`` and ``A``, or the ``product`` of them; nothing while there is no change.
+    """
+
+    def __init__(self) -> None:
+        self.parts: Parts = {}
+
+    def __call__(self, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
+        if not self.parts:
+            return None
+        (taken, *_) = inputs
+        first = self.parts.get("product", self.parts.get("A"))
+        assert first is not None
+        found = F.linear(taken.to(first.dtype), first)
+        if "B" in self.parts:
+            found = F.linear(found, self.parts["B"])
+        return output + found.to(output.dtype)
 
 
 class Adapter(ABC):
@@ -31,9 +57,12 @@ class Adapter(ABC):
         parameters: The names of the module's parameters that hold ``B`` and ``A``.
         rank: Their rank.
         shape: ``(m, n)``, outputs and inputs of the weight as a matrix.
-        unfoldable: Why folding the adapter's product into the base weight would change more than this layer; empty if
-            it would not.
+        unfoldable: Why the base weight cannot take a change: it would change more than this layer, or there is nowhere
+            to keep it. Empty if it can.
     """
+
+    quantised = False
+    """Whether the base weight holds no numbers that can be added to; changes of it are then kept beside it."""
 
     def __init__(
         self, name: str, parameters: Mapping[Name, str], rank: int, shape: tuple[int, int], unfoldable: str = ""
@@ -66,11 +95,12 @@ class Adapter(ABC):
         """Return the inverse of `matrix`."""
 
     @torch.no_grad()
-    def fold(self, change: LowRankPair, add: Add = Tensor.add_) -> None:
-        """Add a change, of any rank, to the base weight.
+    def fold(self, change: LowRankPair | Tensor, add: Add = Tensor.add_) -> None:
+        """Add a change to the base weight.
 
         Args:
-            change: The change. Its product is computed in single precision at least.
+            change: A pair of any rank, whose product is computed in single precision at least; or the whole matrix,
+                ``[outputs, inputs]``.
             add: Adds its second argument, the product, to its first, the base weight, in place.
 
         Raises:
@@ -78,11 +108,46 @@ class Adapter(ABC):
         """
         if self.unfoldable:
             raise ValueError(f"layer {self.name!r} cannot take a change of its base weight: {self.unfoldable}.")
-        wide = working_dtype(change.B.dtype)
-        self._fold(LowRankPair(change.B.to(wide), change.A.to(wide), change.scaling), add)
+        matrix = change.in_working_dtype().product() if isinstance(change, LowRankPair) else change
+        self._fold(matrix.to(working_dtype(matrix.dtype)), add)
 
     @abstractmethod
-    def _fold(self, change: LowRankPair, add: Add) -> None: ...
+    def _fold(self, matrix: Tensor, add: Add) -> None: ...
+
+    @property
+    def beside(self) -> Parts:
+        """The change of a quantised base weight, which the layer adds to its outputs; may be set.
+
+        Either ``B`` and ``A``, whose product it is, or the ``product`` itself, in single precision. Empty: none.
+        """
+        return {}
+
+    @beside.setter
+    def beside(self, parts: Parts) -> None:
+        raise ValueError(f"layer {self.name!r} is not quantised: its base weight itself takes changes.")
+
+    @torch.no_grad()
+    def added_beside(self, parts: Parts, change: LowRankPair | Tensor) -> Parts:
+        """Return the sum of a change that is kept `beside` the base weight and another one.
+
+        The factors are put side by side, until the matrix has fewer numbers.
+        """
+        if isinstance(change, LowRankPair) and "product" not in parts:
+            left, right = change.scaling * change.B.float(), change.A.float()
+            if parts:
+                left, right = torch.cat([parts["B"], left], dim=1), torch.cat([parts["A"], right])
+            if len(right) * sum(self.shape) <= self.shape[0] * self.shape[1]:
+                return {"B": left, "A": right}
+            return {"product": left @ right}
+        matrix = change.in_working_dtype().product() if isinstance(change, LowRankPair) else change
+        matrix = matrix.float()
+        if parts:
+            matrix = matrix + (parts["product"] if "product" in parts else parts["B"] @ parts["A"])
+        return {"product": matrix}
+
+    @abstractmethod
+    def as_base_matrix(self, weight: Tensor) -> Tensor:
+        """Return a tensor of the base weight's shape as a matrix, ``[outputs, inputs]``."""
 
     def slots(self, name: Name, value: Tensor, rank: int) -> Tensor:
         """Return the first slots of a factor, ``rank`` of them, in the parameter's own orientation."""
@@ -135,10 +200,17 @@ class _LayerAdapter(Adapter):
     def value(self, name: Name, matrix: Tensor) -> Tensor:
         return matrix if name == "B" else matrix.T
 
-    def _fold(self, change: LowRankPair, add: Add) -> None:
+    def as_base_matrix(self, weight: Tensor) -> Tensor:
         layer = self._layers[0]
-        change = change.resized(change.rank, layer.scale)
-        layer.fold({self._factors["B"]: change.B, self._factors["A"]: change.A.T}, add)
+        assert isinstance(layer.factorization, MatrixProduct)
+        matrix = layer.factorization.as_matrix(weight)
+        return matrix.T if layer.first_is_input else matrix
+
+    def _fold(self, matrix: Tensor, add: Add) -> None:
+        layer = self._layers[0]
+        assert isinstance(layer.factorization, MatrixProduct)
+        weight = layer.factorization.as_weight(matrix.T if layer.first_is_input else matrix, layer.weight_shape)
+        layer.add_to_frozen(weight, add)
 
 
 class _PeftAdapter(Adapter):
@@ -152,6 +224,7 @@ class _PeftAdapter(Adapter):
         factors = {which: getattr(layer, f"{prefix}{which}")[adapter] for which in ("B", "A")}
         tensors = {which: value if self._embedding else value.weight for which, value in factors.items()}
         self._shapes = {which: tuple(value.shape) for which, value in tensors.items()}
+        self.quantised = not _holds_numbers(layer.get_base_layer())
         super().__init__(
             name,
             {"B": f"{name}.{prefix}B.{suffix}", "A": f"{name}.{prefix}A.{suffix}"},
@@ -179,11 +252,46 @@ class _PeftAdapter(Adapter):
         rows = matrix.shape[0]
         return matrix.reshape(rows, -1, *self._shapes[name][2:]) if len(self._shapes[name]) > 2 else matrix
 
-    def _fold(self, change: LowRankPair, add: Add) -> None:
+    @property
+    def beside(self) -> Parts:
+        hook = getattr(self._layer.get_base_layer(), _BESIDE, None)
+        return {} if hook is None else hook.parts
+
+    @beside.setter
+    def beside(self, parts: Parts) -> None:
+        base = self._layer.get_base_layer()
+        if not self.quantised:
+            raise ValueError(f"layer {self.name!r} is not quantised: its base weight itself takes changes.")
+        hook = getattr(base, _BESIDE, None)
+        if hook is None:
+            if not parts:
+                return
+            hook = _Beside()
+            base.register_forward_hook(hook)
+            setattr(base, _BESIDE, hook)
+        hook.parts = parts
+
+    def as_base_matrix(self, weight: Tensor) -> Tensor:
+        return weight.T if self._stored_by_input else weight.flatten(1)
+
+    @property
+    def _stored_by_input(self) -> bool:
+        return self._embedding or getattr(self._layer, "fan_in_fan_out", False)
+
+    def _fold(self, matrix: Tensor, add: Add) -> None:
+        if self.quantised:
+            raise ValueError(f"layer {self.name!r} is quantised: keep changes of its base weight beside it.")
         weight = self._layer.get_base_layer().weight
-        product = change.product().to(working_dtype(weight.dtype))
-        stored_by_input = self._embedding or getattr(self._layer, "fan_in_fan_out", False)
-        add(weight, (product.T if stored_by_input else product).reshape(weight.shape))
+        matrix = matrix.to(working_dtype(weight.dtype))
+        add(weight, (matrix.T if self._stored_by_input else matrix).reshape(weight.shape))
+
+
+def _holds_numbers(layer: nn.Module) -> bool:
+    """Return whether a layer's weight is a plain tensor of floating-point numbers."""
+    weight = getattr(layer, "weight", None)
+    # Quantised weights are integers, as bitsandbytes has them, tensors of a class of their own, as torchao has them, or
+    # are not there at all.
+    return isinstance(weight, Tensor) and weight.is_floating_point() and type(weight.data) is Tensor
 
 
 def find_adapters(module: nn.Module, adapter: str | None = None) -> dict[str, Adapter]:
@@ -196,7 +304,7 @@ def find_adapters(module: nn.Module, adapter: str | None = None) -> dict[str, Ad
 
     Raises:
         ValueError: If a layer's factors are no LoRA pair (another role or factorization, decoupled or half frozen
-            factors, a trained base; DoRA or another variant, a bias of its own, several active adapters, a quantised or
+            factors, a trained base; a variant of LoRA other than DoRA, a bias of its own, several active adapters, a
             grouped base), or there is no adapter of that name.
 
     Example:
@@ -232,13 +340,27 @@ def find_adapters(module: nn.Module, adapter: str | None = None) -> dict[str, Ad
         if reason:
             raise ValueError(f"PEFT's layer {name!r} cannot be aggregated: {reason}.")
         base = layer.get_base_layer()
-        shared = _shared_with(module, holders.get(base.weight, []), [base])
-        unlike = unlike_convolution(base)
-        geometry = f"its convolution has {unlike}, and PEFT's adapter of it has not" if unlike else ""
-        found[name] = _PeftAdapter(name, layer, chosen[0], shared or geometry)
+        found[name] = _PeftAdapter(name, layer, chosen[0], _why_unfoldable(module, layer, base, chosen[0], holders))
     if wrapped and not wrapped.keys() & found.keys():
         raise ValueError(f"none of PEFT's adapters is active: set one active, or name one of {', '.join(names)}.")
     return found
+
+
+def _why_unfoldable(
+    module: nn.Module, layer: Any, base: nn.Module, adapter: str, holders: Mapping[Tensor, Sequence[str]]
+) -> str:
+    """Return why a layer of PEFT's cannot take a change of its base weight."""
+    unlike = unlike_convolution(base)
+    if unlike:
+        return f"its convolution has {unlike}, and PEFT's adapter of it has not"
+    if _holds_numbers(base):
+        assert isinstance(base.weight, Tensor)
+        return _shared_with(module, holders.get(base.weight, []), [base])
+    if getattr(layer, "use_dora", {}).get(adapter):
+        return "it is quantised, and DoRA's norms would not have what is kept beside it"
+    if isinstance(base, (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+        return f"it is quantised, and a change can be kept beside linear layers only, not {type(base).__name__}"
+    return ""
 
 
 def _refuse_other_methods(module: nn.Module, adapter: str | None) -> None:
@@ -303,9 +425,8 @@ def _why_not_plain(layer: Any, chosen: list[str]) -> str:
     (adapter,) = chosen
     if hasattr(layer, "parameter_name"):
         return "it adapts a parameter that is no layer's weight (target_parameters)"
-    if getattr(layer, "use_dora", {}).get(adapter):
-        return "it uses DoRA, whose magnitudes are no factors"
-    if getattr(layer, "lora_variant", {}).get(adapter):
+    # DoRA's magnitudes are parameters beside the factors.
+    if getattr(layer, "lora_variant", {}).get(adapter) and not getattr(layer, "use_dora", {}).get(adapter):
         return f"it is the variant {type(layer.lora_variant[adapter]).__name__} of LoRA"
     if getattr(layer, "lora_bias", {}).get(adapter):
         return "its adapter has a bias of its own"
@@ -314,9 +435,6 @@ def _why_not_plain(layer: Any, chosen: list[str]) -> str:
     base = layer.get_base_layer()
     if isinstance(base, nn.MultiheadAttention):
         return "it wraps nn.MultiheadAttention; use LowRank, which converts the projections one by one"
-    weight = getattr(base, "weight", None)
-    if weight is None or not weight.is_floating_point():
-        return "its base weight is quantised or missing"
     if getattr(base, "groups", 1) != 1:
         return "it is a convolution with groups"
     return ""

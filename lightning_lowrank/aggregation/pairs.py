@@ -106,6 +106,11 @@ class LowRankPair:
             left = to_float64(left) * (self.scaling / wanted)
         return LowRankPair(left.to(self.B.dtype).to(self.B.device).clone(), right.clone(), wanted)
 
+    def in_working_dtype(self) -> LowRankPair:
+        """Return the pair in single precision at least, where its product is not rounded to 16 bits."""
+        dtype = working_dtype(self.B.dtype)
+        return LowRankPair(self.B.to(dtype), self.A.to(dtype), self.scaling)
+
     def to(self, device: torch.device) -> LowRankPair:
         """Return the pair on a device; the pair itself if it is already there."""
         return self if self.B.device == device else LowRankPair(self.B.to(device), self.A.to(device), self.scaling)

@@ -102,9 +102,12 @@ class FedEx(Operator):
     r"""FedEx-LoRA: Product-Sum, and its difference from the mean of the products goes into the base weight.
 
     Singhal et al. (2024). The residual :math:`\overline{BA} - \bar B \bar A = \sum_i p_i (B_i - \bar B)(A_i - \bar A)`
-    is returned as the stacked factors on the right, which are small where clients agree. With clients of different
-    rank, the means are over factors filled with zeros; a client of smaller rank lacks the slots beyond its rank,
-    while the server, and every client of the largest rank, is exact.
+    is returned as factors that are small where clients agree, one client after another as a covariance is updated (Chan
+    et al., 1983, Eq. 2.1): :math:`\sum_k \frac{p_k P_{k-1}}{P_k} (B_k - \bar B_{k-1})(A_k - \bar A_{k-1})`, where
+    :math:`P_k` is the sum of the first :math:`k` weights and the means are over these clients. For :math:`c` clients of
+    rank :math:`r` its rank is :math:`(c - 1) r`; for clients of different rank, the sum of their ranks less the
+    smallest. With clients of different rank, the means are over factors filled with zeros; a client of smaller rank
+    lacks the slots beyond its rank, while the server, and every client of the largest rank, is exact.
 
     Example:
         >>> pairs = [LowRankPair(torch.full((3, 1), b), torch.full((1, 2), b)) for b in (1.0, 3.0)]
@@ -121,9 +124,28 @@ class FedEx(Operator):
 
     @override
     def _aggregate(self, inputs: LayerInputs) -> Broadcast:
-        lefts, rights, B, A = _zero_padded(inputs)
-        away = inputs.stacked([left - B for left in lefts])
-        residual = LowRankPair(away, torch.cat([right - A for right in rights]), inputs.scaling)
+        lefts, rights = inputs.factors()
+        # In each slot, clients that lack it are one zero, which comes first.
+        ranks = torch.tensor([pair.rank for pair in inputs.pairs])
+        owns = torch.arange(inputs.largest) < ranks[:, None]
+        total = (inputs.weights[:, None] * ~owns).sum(dim=0)
+        B = padded(torch.zeros_like(lefts[0]), inputs.largest, 1)
+        A = padded(torch.zeros_like(rights[0]), inputs.largest, 0)
+        # Never no slot at all, as one client alone would need: a zero one.
+        away = [B.new_zeros(len(B), 1)], [A.new_zeros(1, A.shape[1])]
+        for left, right, weight in zip(lefts, rights, inputs.weights.tolist(), strict=True):
+            slots = slice(left.shape[1])
+            before = total[slots].clone()
+            total[slots] += weight
+            share = torch.where(total[slots] > 0, weight / total[slots], 0.0).to(B.device)
+            left, right = left - B[:, slots], right - A[slots]
+            moved = before.nonzero().flatten().to(B.device)
+            away[0].append((left * (before.to(B.device) * share)).index_select(1, moved))
+            away[1].append(right.index_select(0, moved))
+            B[:, slots] += left * share
+            A[slots] += right * share[:, None]
+        first = 1 if any(each.numel() for each in away[1][1:]) else 0
+        residual = LowRankPair(torch.cat(away[0][first:], dim=1), torch.cat(away[1][first:]), inputs.scaling)
         return inputs.broadcast(B, A, inputs.cast(residual), kept=ONLY_A)
 
 

@@ -6,6 +6,7 @@ clients of different rank, what a client keeps, and changes of the base weight.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +16,7 @@ from typing import Literal
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_lowrank.aggregation import (
     Aggregator,
@@ -27,8 +28,8 @@ from lightning_lowrank.aggregation import (
     RobustRule,
 )
 from lightning_lowrank.aggregation.adapters import Adapter, find_adapters
-from lightning_lowrank.aggregation.pairs import inner_products, padded
-from lightning_lowrank.algorithms._capacity import Capacities, Capacity
+from lightning_lowrank.aggregation.pairs import inner_products, padded, working_dtype
+from lightning_lowrank.algorithms._capacity import Capacities, Capacity, ClientRanks, Ranks
 from lightning_lowrank.configuration import check_patterns
 from lightning_lowrank.federated.algorithm import Algorithm, LocalStep, detached
 from lightning_lowrank.federated.messages import Message
@@ -40,6 +41,8 @@ __all__ = ["AggregatedRound", "FedLoRA"]
 
 Name = Literal["B", "A"]
 _NAMES: tuple[Name, Name] = ("B", "A")
+# Stands for both factors of a change in messages where the matrix takes fewer bytes than they.
+_PRODUCT = "product"
 
 
 @dataclass(frozen=True)
@@ -70,13 +73,20 @@ class FedLoRA(Algorithm):
     Clients send the factors that the operator uses: both for most, the trained one for ``FFA``, ``FedSVD``,
     ``RoLoRA`` and ``CoLR``, :math:`A` alone for ``FedSA``, whose clients keep their :math:`B`. The server sends those
     that have changed since the client last received them. Operators that change the base weight (``FLoRA``, ``FedEx``,
-    ``CoLR``) send the factors of that change to every client, also outside the cohort, which is logged as
-    ``comm/idle_down_bytes``. Changes of base weights of 16 bits are summed in single precision beside them, which takes
-    4 more bytes for each of their numbers. Redrawn factors are not sent, since both sides have the seed.
+    ``CoLR``) send the factors of that change, or its matrix where that takes fewer bytes, to every client, also outside
+    the cohort, which is logged as ``comm/idle_down_bytes``. Changes of base weights of 16 bits are summed in single
+    precision beside them, which takes 4 more bytes for each of their numbers. Where PEFT wrapped a layer that is
+    quantised, by bitsandbytes or torchao, the weight stays and the layer adds what has changed: factors in single
+    precision side by side, or their matrix once that has fewer numbers. Redrawn factors are not sent, since both sides
+    have the seed.
+
+    With PEFT's DoRA, the operator combines the factors, so that what it says of the product holds for the direction
+    :math:`W + s B A`; the magnitudes are averaged.
 
     With ``levels`` clients have different ranks: the same share of each layer's rank, at least 1. A client's scaling is
     that of its own rank, :math:`\alpha / r_i`. The global model is that of the largest rank; the models of the other
-    levels are evaluated too.
+    levels are evaluated too. ``ranks`` gives each client the rank itself. Between real sites, a site can state its own:
+    ``--node-config 'rank=4'``.
 
     With a robust rule as the loop's ``aggregator``, the rule gives the clients' weights in the operator, in place of
     their numbers of samples. An arrival is then one vector of the changes of all layers' products, :math:`s B A`, and
@@ -93,6 +103,9 @@ class FedLoRA(Algorithm):
         upload_ranks: For ``LoRAA2``: how many rank slots, over all layers, a client uploads: those that training
             changed most. Several numbers are assigned to clients in turns, in the order of ids. ``None``: all slots.
         adapter: Which of PEFT's adapters is trained; by default the active one.
+        ranks: The clients' ranks, in place of ``levels``: a list, given out in turns in the order of ids; a dictionary
+            by id, where the others have the layers' rank; or a function of the id, in YAML its import path. A layer of
+            smaller rank keeps its own.
 
     Raises:
         MisconfigurationException: If an argument is out of range, the module has no LoRA adapters, or the operator
@@ -116,6 +129,7 @@ class FedLoRA(Algorithm):
         keep: Sequence[str] = (),
         upload_ranks: int | Sequence[int] | None = None,
         adapter: str | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         if not isinstance(operator, Operator):
             raise MisconfigurationException(
@@ -126,10 +140,17 @@ class FedLoRA(Algorithm):
             raise MisconfigurationException(
                 f"levels must be shares of the layers' rank, above 0 and at most 1, the largest 1, got {list(levels)}."
             )
-        if len(levels) > 1 and not operator.mixed_ranks:
+        self._ranks = ClientRanks(ranks)
+        if self._ranks and (tuple(levels) != (1.0,) or shares is not None or capacity != "fixed"):
             raise MisconfigurationException(
-                f"{operator!r} needs clients of one rank, and levels={list(levels)} gives them several: use RBLA() or"
-                " ZeroPadding() for the means of factors, or SumProduct()."
+                f"ranks={ranks!r} gives each client its rank, and levels, shares and capacity are another way to do"
+                " so: leave them out."
+            )
+        if (len(levels) > 1 or self._ranks) and not operator.mixed_ranks:
+            given = f"ranks={ranks!r}" if self._ranks else f"levels={list(levels)}"
+            raise MisconfigurationException(
+                f"{operator!r} needs clients of one rank, and {given} gives them several: use RBLA() or ZeroPadding()"
+                " for the means of factors, or SumProduct()."
             )
         if isinstance(keep, str):
             raise MisconfigurationException(f"keep must be a list of patterns, got {keep!r}.")
@@ -146,6 +167,7 @@ class FedLoRA(Algorithm):
         self.levels, self.capacity, self.shares = tuple(levels), capacity, shares
         self.keep = list(keep)
         self.adapter = adapter
+        self.ranks = ranks
         self.observers: list[Callable[[AggregatedRound], None]] = []
         self._adapters: dict[str, Adapter] = {}
         self._scalings: dict[str, float] = {}
@@ -193,6 +215,9 @@ class FedLoRA(Algorithm):
                     )
         if "initial" in base.state:
             return
+        earlier = {layer: adapter.beside for layer, adapter in self._adapters.items() if adapter.beside}
+        if earlier:
+            base.state["beside"] = earlier
         known = {
             parameter
             for parameter, (_, name) in self._factors.items()
@@ -203,33 +228,60 @@ class FedLoRA(Algorithm):
             for layer, adapter in self._adapters.items():
                 own = adapter.pair(detached(trained), adapter.rank, self._scalings[layer])
                 if own.product().any():
-                    adapter.fold(own, partial(base.fold, layer))
+                    self._change(base, layer, own)
             self._draw(base, 0)
             copy_into(trained, base.state["factors"])
 
+    def rank_limit(self, module: nn.Module) -> int:
+        if not self.operator.mixed_ranks or len(self.levels) > 1:
+            return 0
+        try:
+            found = find_adapters(module, self.adapter)
+        except ValueError:
+            # `setup` says what is wrong.
+            return 0
+        return max((adapter.rank for adapter in found.values()), default=0)
+
+    def set_rank(self, client: int, rank: int) -> None:
+        if not self.operator.mixed_ranks or len(self.levels) > 1:
+            reason = f"levels={list(self.levels)}" if self.operator.mixed_ranks else f"{self.operator!r}"
+            raise MisconfigurationException(
+                f"rank={rank} was stated for client {client}, and with {reason} it cannot have a rank of its own: an"
+                " operator for clients of different rank is needed, such as SumProduct(), and no levels."
+            )
+        self._ranks.own[client] = rank
+
+    def check_clients(self, clients: int) -> None:
+        """Refuse ranks of clients that are too large, or of clients that there are not."""
+        if self._ranks:
+            self._ranks.check(clients, self._largest)
+
     def group_key(self, client: ClientInfo) -> Hashable:
         """Clients whose adapters have the same scalings, of any rank, step together."""
-        if len(self.levels) == 1:
+        if not self._mixed:
             return None
-        level = self._capacities.level(client)
+        level = self._level(client)
         return tuple(self._scaling(adapter, level) for adapter in self._adapters.values())
 
     def computed(self, base: Base, client: ClientInfo) -> Mapping[str, float]:
-        level = self._capacities.level(client)
+        level = self._level(client)
         return {
             parameter: self._rank(adapter, level) / adapter.rank for parameter, (adapter, _) in self._factors.items()
         }
 
     def configure(self, base: Base, client: ClientInfo | None) -> None:
         """Set the scalings to those of the client's ranks."""
-        level = 1.0 if client is None else self._capacities.level(client)
-        for adapter in self._adapters.values():
+        level = 1.0 if client is None else self._level(client)
+        beside = base.state.get("beside", {})
+        for layer, adapter in self._adapters.items():
             adapter.scaling = self._scaling(adapter, level)
+            if adapter.quantised:
+                adapter.beside = beside.get(layer, {})
 
     @property
     def needs_only_mean(self) -> bool:
         """Whether the operator takes the means of factors, of clients of one rank that send all slots."""
-        return self.operator.linear and len(self.levels) == 1 and not self.upload_ranks
+        return self.operator.linear and not self._mixed and not self.upload_ranks
 
     def unstepped(self, round_number: int) -> frozenset[str]:
         trained = self.operator.trained(round_number)
@@ -242,20 +294,23 @@ class FedLoRA(Algorithm):
     def update_base(self, base: Base, message: Mapping[str, Tensor]) -> None:
         """Fold a change into the base weights, and draw the next round's factors where factors are drawn."""
         changes = {
-            layer: {name: message[key] for name in _NAMES if (key := f"{layer}.change.{name}") in message}
+            layer: {name: message[key] for name in (*_NAMES, _PRODUCT) if (key := f"{layer}.change.{name}") in message}
             for layer in self._adapters
         }
         if not any(changes.values()):
             return
         for layer, factors in changes.items():
             adapter, scaling = self._adapters[layer], self._scalings[layer]
+            if _PRODUCT in factors:
+                self._change(base, layer, factors[_PRODUCT])
+                continue
             if len(factors) < 2:
                 # The other factor is the round's, which every side has drawn.
                 ((name, value),) = factors.items()
                 rank = value.shape[1 if name == "B" else 0]
                 drawn = adapter.pair(base.state["factors"], rank, scaling)
                 factors = {"B": drawn.B, "A": drawn.A, **factors}
-            adapter.fold(LowRankPair(factors["B"], factors["A"], scaling), partial(base.fold, layer))
+            self._change(base, layer, LowRankPair(factors["B"], factors["A"], scaling))
         if self.operator.redraws:
             self._draw(base, base.state["draw"] + 1)
 
@@ -284,7 +339,7 @@ class FedLoRA(Algorithm):
 
     def broadcast(self, server: Server, client: ClientInfo) -> Message:
         """Return what the client lacks of the global model: factors of its own rank, and the rest of the model."""
-        level = self._capacities.level(client)
+        level = self._level(client)
         known = self._known_of(server, client.id)
         down, due = server.sent_down(), self._due(server, client)
         sent = {name: down[name] for name in down if name not in self._factors and name not in self._kept}
@@ -309,7 +364,7 @@ class FedLoRA(Algorithm):
                     " training diverged; lower the learning rate or clip gradients."
                 )
             (factors if is_factor or name.removesuffix(".slots") in self._adapters else rest)[name] = value
-        level = self._capacities.level(client)
+        level = self._level(client)
         self._check_slots(client, level, factors)
         if rest or isinstance(server.aggregator, DistanceRule):
             server.aggregator.add(rest, weight)
@@ -394,7 +449,15 @@ class FedLoRA(Algorithm):
             server.model.update(adapter.tensors(result.server, scaling))
             if result.change is not None:
                 of_layer = result.change.resized(result.change.rank, scaling)
-                for name in sorted(self.operator.sent_down_of_change(server.round)):
+                names = self.operator.sent_down_of_change(server.round)
+                # The factors of many clients side by side can take more bytes than the matrix, which is in single
+                # precision as the product of factors of 16 bits is.
+                wide = working_dtype(of_layer.B.dtype)
+                dense = math.prod(of_layer.shape) * wide.itemsize
+                if len(names) == 2 and of_layer.rank * sum(of_layer.shape) * of_layer.B.dtype.itemsize > dense:
+                    change[f"{layer}.change.{_PRODUCT}"] = of_layer.in_working_dtype().product()
+                    continue
+                for name in sorted(names):
                     change[f"{layer}.change.{name}"] = getattr(of_layer, name)
             if self.operator.broadcasts == "personal" and self.operator.sent_up(server.round) == set(_NAMES):
                 pairs = server.state.setdefault("pairs", {})
@@ -409,10 +472,16 @@ class FedLoRA(Algorithm):
 
     def model_for(self, server: Server, client: ClientInfo) -> Mapping[str, Tensor]:
         """Return the global model at the client's ranks, with the factors that the server holds for it alone."""
-        return self._at_level(self._known_of(server, client.id), self._capacities.level(client))
+        return self._at_level(self._known_of(server, client.id), self._level(client))
 
     def variants(self, server: Server) -> dict[str, Mapping[str, Tensor]]:
-        return {f"{level:g}": self._at_level(server.parameters(), level) for level in self.levels if level < 1}
+        shared = server.parameters()
+        if self._ranks:
+            ranks = sorted({self._ranks.rank(client, self._largest) for client in range(server.clients)}, reverse=True)
+            levels = {f"rank_{rank}": rank / self._largest for rank in ranks}
+        else:
+            levels = {f"{level:g}": level for level in self.levels}
+        return {name: self._at_level(shared, level) for name, level in levels.items() if level < 1}
 
     def stand_in(self, server: Server, client: ClientInfo) -> State:
         """Return the factors; a broadcast omits those that the client has."""
@@ -425,7 +494,7 @@ class FedLoRA(Algorithm):
     def upload_limits(self, base: Base, client: ClientInfo) -> dict[str, tuple[int, ...]]:
         if not self.upload_ranks:
             return {}
-        level, live = self._capacities.level(client), dict(base.module.named_parameters())
+        level, live = self._level(client), dict(base.module.named_parameters())
         limits: dict[str, tuple[int, ...]] = {}
         for parameter, (adapter, name) in self._factors.items():
             rank = self._rank(adapter, level)
@@ -439,7 +508,7 @@ class FedLoRA(Algorithm):
         """Install the message and the client's own values; slots beyond its rank are zero."""
         values = {name: value for name, value in message.tensors.items() if name in client.model}
         came = {parameter: values[parameter] for parameter in self._factors if parameter in values}
-        level = self._capacities.level(client)
+        level = self._level(client)
         known = self._known_by(client)
         for parameter, (adapter, name) in self._factors.items():
             rank = self._rank(adapter, level)
@@ -460,7 +529,7 @@ class FedLoRA(Algorithm):
     def end(self, client: ClientContext) -> Message:
         """Return the factors that the operator uses and the rest; keep the client's own."""
         model = client.model
-        level = self._capacities.level(client)
+        level = self._level(client)
         sent = {name: value for name, value in client.base.sent_up(model).items() if name not in self._factors}
         personal = {name: sent.pop(name).detach().clone() for name in sorted(self._kept)}
         up = self.operator.sent_up(client.round)
@@ -481,9 +550,18 @@ class FedLoRA(Algorithm):
         return Message(sent)
 
     def personal_model(self, client: ClientContext, model: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        return self._at_level(super().personal_model(client, model), self._capacities.level(client))
+        return self._at_level(super().personal_model(client, model), self._level(client))
 
     # Both halves
+
+    def _change(self, base: Base, layer: str, change: LowRankPair | Tensor) -> None:
+        """Change a base weight; where it is quantised, what is kept beside it."""
+        adapter = self._adapters[layer]
+        if not adapter.quantised:
+            adapter.fold(change, partial(base.fold, layer))
+            return
+        beside = base.state.setdefault("beside", {})
+        beside[layer] = adapter.beside = adapter.added_beside(beside.get(layer, {}), change)
 
     def _draw(self, base: Base, number: int) -> None:
         """Draw the initial factors of the next round, the same on every side."""
@@ -519,7 +597,7 @@ class FedLoRA(Algorithm):
         if not self._alternates:
             return set(self.operator.sent_down(server.round))
         heard = server.state.get("heard", {}).get(client.id, {})
-        level = self._capacities.level(client)
+        level = self._level(client)
         due = set()
         for name, version in self._versions(server).items():
             # A client may need more slots than it was sent when its level was lower.
@@ -579,7 +657,7 @@ class FedLoRA(Algorithm):
         if not isinstance(self.operator, LoRAA2) or not self.upload_ranks:
             return {}
         budget = self.upload_ranks[client.id % len(self.upload_ranks)]
-        level = self._capacities.level(client)
+        level = self._level(client)
         trained, received = (
             {
                 layer: adapter.pair(tensors, self._rank(adapter, level), adapter.scaling)
@@ -594,8 +672,25 @@ class FedLoRA(Algorithm):
             adapter.scaling_at(self._rank(adapter, level)) / adapter.scaling_at(adapter.rank)
         )
 
-    @staticmethod
-    def _rank(adapter: Adapter, level: float) -> int:
+    @property
+    def _mixed(self) -> bool:
+        """Whether clients may have different ranks."""
+        return len(self.levels) > 1 or bool(self._ranks)
+
+    @property
+    def _largest(self) -> int:
+        """The largest rank of the layers."""
+        return max(adapter.rank for adapter in self._adapters.values())
+
+    def _level(self, client: ClientInfo) -> float:
+        """Return a client's share of the layers' rank; with ``ranks`` of the largest one."""
+        if not self._ranks:
+            return self._capacities.level(client)
+        return self._ranks.rank(client.id, self._largest) / self._largest
+
+    def _rank(self, adapter: Adapter, level: float) -> int:
+        if self._ranks:
+            return min(round(level * self._largest), adapter.rank)
         return max(round(level * adapter.rank), 1)
 
     @staticmethod

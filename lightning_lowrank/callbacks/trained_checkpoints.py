@@ -125,8 +125,12 @@ class TrainedCheckpoints(Configured, Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Leave out what is frozen."""
+        state = checkpoint["state_dict"]
         for name in self._left_out():
-            checkpoint["state_dict"].pop(name, None)
+            state.pop(name, None)
+            # What bitsandbytes puts there beside a quantised weight; no module takes it back.
+            for further in [key for key in state if key.startswith(f"{name}.")]:
+                del state[further]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the digests of what checkpoints leave out."""

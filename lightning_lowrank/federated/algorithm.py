@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_lowrank.aggregation import Aggregator, RobustRule
 from lightning_lowrank.arguments import Configured
@@ -108,6 +108,27 @@ class Algorithm(Configured):
         Raises:
             MisconfigurationException: If the method cannot work on this module.
         """
+
+    def check_clients(self, clients: int) -> None:
+        """Check what was given by clients' ids, as there are so many clients. Called after `setup`.
+
+        Raises:
+            MisconfigurationException: If it does not suit them.
+        """
+
+    def rank_limit(self, module: nn.Module) -> int:
+        """Return the largest rank that a client may have in this module; 0 if clients cannot have their own."""
+        return 0
+
+    def set_rank(self, client: int, rank: int) -> None:
+        """Give a client the rank that its site states. Called before `setup`.
+
+        Raises:
+            MisconfigurationException: If clients cannot have ranks of their own.
+        """
+        raise MisconfigurationException(
+            f"rank={rank} was stated for client {client}, and {type(self).__name__} has no ranks of clients."
+        )
 
     def group_key(self, client: ClientInfo) -> Hashable:
         """Return what must be equal for clients that step together in the round ``client.round``."""

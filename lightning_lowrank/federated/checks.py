@@ -242,11 +242,12 @@ def warn_of_changed_base(algorithm: Algorithm, base: Base) -> None:
     """Say that PEFT's own way of saving a module leaves out what the method has changed of its frozen weights."""
     # A PEFT layer is told by its structure, as in `find_adapters`.
     wrapped = any(hasattr(part, "lora_A") and hasattr(part, "get_base_layer") for part in base.module.modules())
-    if wrapped and base.state.get("folded"):
+    if wrapped and (base.state.get("folded") or base.state.get("beside")):
         rank_zero_warn(
             f"{type(algorithm).__name__} changed base weights of the model that PEFT wrapped, and its"
-            " save_pretrained() writes the adapter without them: save what its merge_and_unload() returns, which is the"
-            " whole model, or let `lightning-lowrank export` write base and adapter from a checkpoint."
+            " save_pretrained() writes the adapter without them: lightning_lowrank.export_adapter(module, folder,"
+            " base=pretrained_network) writes an adapter that is whole. For weights that are not quantised,"
+            " merge_and_unload() returns the whole model, and `lightning-lowrank export` writes base and adapter."
         )
 
 

@@ -125,6 +125,7 @@ class Coordinator:
     def setup(self) -> None:
         """Let the method and the wire look at the module, before the first round."""
         self.algorithm.setup(self.server.base)
+        self.algorithm.check_clients(len(self.samples))
         self.algorithm.check_aggregator(self.server.aggregator)
         self.wire.setup(self.server.base)
         if self.settings.attackers is not None:

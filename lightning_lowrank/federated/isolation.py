@@ -56,7 +56,9 @@ class Isolation:
 
     def begin_round(self, live: Mapping[str, Tensor]) -> None:
         """Look which parameters are frozen in this round, given what clients send."""
-        self._frozen = {name: value for name, value in self._module.named_parameters() if name not in live}
+        # Quantised weights of a tensor class of their own cannot be added up, and no step writes into them.
+        frozen = ((name, value) for name, value in self._module.named_parameters() if name not in live)
+        self._frozen = {name: value for name, value in frozen if type(value.data) is Tensor}
 
     def begin_client(self) -> None:
         """Prepare for a client's first step, after the method has begun the client."""

@@ -37,6 +37,8 @@ def client_app(recipe: str | Path) -> ClientApp:
     - ``num-partitions``: number of clients, which is then compared with the recipe's.
     - ``own-data``: whether the data that the recipe names are here this site's alone. Default false: every site holds
       the whole of them and takes its part by the recipe's partition.
+    - ``rank``: the rank of the site's client, for `FedLoRA` with operators that take clients of different rank; by
+      default what the recipe gives it.
     - ``data-root``: the datamodule's argument ``root`` here.
     - ``state-dir``: folder for what the site keeps from round to round, by default
       ``$FLWR_HOME/lightning_lowrank``. It holds a file for each study and client, which a site that was restarted
@@ -96,6 +98,9 @@ def client_app(recipe: str | Path) -> ClientApp:
         key = study, client
         if key not in sites:
             clients, root = config.get("num-partitions"), config.get("data-root")
+            rank = config.get("rank")
+            if rank is not None and (type(rank) is not int or rank < 1):
+                raise MisconfigurationException(f"rank={rank!r} of this site's --node-config must be 1 or more.")
             sites[key] = Site(
                 recipe,
                 client,
@@ -103,6 +108,7 @@ def client_app(recipe: str | Path) -> ClientApp:
                 clients=None if clients is None else int(clients),
                 own_data=bool(config.get("own-data", False)),
                 data_root=None if root is None else str(root),
+                rank=rank,
             )
         nonlocal last
         last = sites[key]

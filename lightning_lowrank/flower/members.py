@@ -20,13 +20,14 @@ __all__ = ["Members"]
 
 @dataclass(frozen=True)
 class _Owner:
-    """Whose a client is: a node, the digest of the site's secret, and what it said of its samples and batches."""
+    """Whose a client is: a node, the digest of the site's secret, and what it said of its samples, batches and rank."""
 
     node: int
     secret: str
     clients: int
     samples: int
     batches: int
+    rank: int
 
 
 class Members:
@@ -42,6 +43,7 @@ class Members:
         nodes: Ids of the nodes of all clients, in their order; empty: the first that joins as a client is its site.
         count_bound: A site that claims more than so many times the upper median of all sites' samples, or batches,
             counts as the median site; see `believed`.
+        rank_limit: The largest rank that a site may state for its client; 0: none.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Members:
         clients: int | None = None,
         nodes: Sequence[int] = (),
         count_bound: float = 10.0,
+        rank_limit: int = 0,
     ) -> None:
         self.connected: dict[int, int] = {}
         """The nodes of those that are there, by client."""
@@ -63,6 +66,7 @@ class Members:
         self._clients = clients
         self._nodes = list(nodes)
         self._count_bound = count_bound
+        self._rank_limit = rank_limit
         self._owners: dict[int, _Owner] = {}
 
     @property
@@ -95,16 +99,18 @@ class Members:
             )
         if self._nodes and (client >= len(self._nodes) or self._nodes[client] != node):
             raise DecodingError(f"client {client}: its node is another one by `nodes`")
-        owner = _Owner(
-            node, hashlib.sha256(claims.secret.encode()).hexdigest(), clients, claims.samples, claims.batches
-        )
+        if claims.rank > self._rank_limit:
+            most = f"at most {self._rank_limit} here" if self._rank_limit else "none of its own in this study"
+            raise DecodingError(f"client {client}: it states rank {claims.rank}, and a client has {most}")
+        digest = hashlib.sha256(claims.secret.encode()).hexdigest()
+        owner = _Owner(node, digest, clients, claims.samples, claims.batches, claims.rank)
         self._check_owner(client, owner)
         if self.begun:
             first = self._owners[client]
-            if owner.samples != first.samples:
-                raise DecodingError(
-                    f"client {client}: it had {first.samples} samples when the run began, and now has {owner.samples}"
-                )
+            for what in ("samples", "rank"):
+                before, now = getattr(first, what), getattr(owner, what)
+                if before != now:
+                    raise DecodingError(f"client {client}: it stated {what} {before} when the run began, and now {now}")
         self._owners[client] = owner
         self.connected[client] = node
         before, self.heard[client] = self.heard.get(client, -1), claims.heard
@@ -161,6 +167,10 @@ class Members:
             if (owner.samples, owner.batches) != (self.samples[client], self.batches[client])
         ]
 
+    def ranks(self) -> dict[int, int]:
+        """Return the ranks that sites have stated, by client."""
+        return {client: owner.rank for client, owner in self._owners.items() if owner.rank}
+
     def claimed(self, client: int) -> tuple[int, int]:
         """Return the numbers of samples and of batches that a client's site claims."""
         return self._owners[client].samples, self._owners[client].batches
@@ -168,7 +178,7 @@ class Members:
     def state_dict(self) -> dict[str, Any]:
         """Return what a server that is started again needs."""
         owners = {
-            client: [owner.node, owner.secret, owner.clients, owner.samples, owner.batches]
+            client: [owner.node, owner.secret, owner.clients, owner.samples, owner.batches, owner.rank]
             for client, owner in self._owners.items()
         }
         return {

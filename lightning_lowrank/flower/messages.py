@@ -134,6 +134,7 @@ class Claims:
         samples: Number of its training samples.
         batches: Number of steps that it makes in a round.
         heard: The last round whose broadcast it has, -1 before the first.
+        rank: The rank that it states for its client, 0 if it states none.
         secret: What no other site knows; the site keeps it from its first start on.
     """
 
@@ -142,6 +143,7 @@ class Claims:
     samples: int
     batches: int
     heard: int
+    rank: int
     secret: str
 
     @classmethod
@@ -156,10 +158,11 @@ class Claims:
         )
         if not 0 <= claims.client < claims.clients <= _MOST_CLIENTS:
             raise DecodingError(f"it is client {claims.client} of {claims.clients}, and clients are numbered from 0.")
-        if claims.heard < -1 or claims.samples < 0 or claims.batches < 0 or (claims.batches and not claims.samples):
+        counts = claims.samples, claims.batches, claims.rank
+        if claims.heard < -1 or min(counts) < 0 or (claims.batches and not claims.samples):
             raise DecodingError(
-                f"it tells of {claims.samples} samples, {claims.batches} batches and round {claims.heard}, which"
-                " cannot be."
+                f"it tells of {claims.samples} samples, {claims.batches} batches, rank {claims.rank} and round"
+                f" {claims.heard}, which cannot be."
             )
         if len(claims.secret) > _LONGEST_SECRET:
             raise DecodingError(f"its secret has {len(claims.secret):,} letters.")

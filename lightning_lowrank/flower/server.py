@@ -186,6 +186,7 @@ class RemoteRounds(Callback):
         self._planner: RoundPlanner
         self._further: FurtherModels
         self._signature: dict[str, Any] = {}
+        self._rank_limit = 0
         self._intake: Intake
         self._members: Members | None = None
         self._known_nodes: set[int] = set()
@@ -210,7 +211,7 @@ class RemoteRounds(Callback):
     def members(self) -> Members:
         """The sites of this run."""
         if self._members is None:
-            self._members = Members(self._signature, self.loop.clients, self.nodes, self.count_bound)
+            self._members = Members(self._signature, self.loop.clients, self.nodes, self.count_bound, self._rank_limit)
         return self._members
 
     @property
@@ -268,6 +269,8 @@ class RemoteRounds(Callback):
         for note in notes(pl_module, self.loop.buffers):
             rank_zero_warn(note)
         server = self.loop.make_server(pl_module, trainer.optimizers)
+        # In a secure sum all clients have one form.
+        self._rank_limit = 0 if self.secure_aggregation else self.algorithm.rank_limit(pl_module)
         self.ledger = Ledger(dense_bytes(pl_module))
         state, self._restored = self._restored, None
         if state is None:
@@ -275,6 +278,8 @@ class RemoteRounds(Callback):
             self._meet_all()
         else:
             self._go_on_from(state["sites"])
+        for client, rank in self.members.ranks().items():
+            self.algorithm.set_rank(client, rank)
         server.clients = len(self.members.samples)
         per_round = self.loop.cohort_size(server.clients)
         if self.min_sites > per_round:

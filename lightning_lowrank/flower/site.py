@@ -125,6 +125,8 @@ class Site:
             and this one takes its part by the recipe's partition.
         data_root: What the datamodule's argument ``root`` is here; ``None``: what the recipe says.
         policy: What the site permits; by default everything.
+        rank: The rank that this site's client has, for methods of clients of different rank; ``None``: what the recipe
+            gives it.
 
     Raises:
         MisconfigurationException: If the recipe cannot run across sites, or there is no such client.
@@ -139,6 +141,7 @@ class Site:
         own_data: bool = False,
         data_root: str | None = None,
         policy: Policy | None = None,
+        rank: int | None = None,
     ) -> None:
         self.client = client
         self.round: _Round
@@ -149,6 +152,7 @@ class Site:
         self._clients = clients
         self._own_data = own_data
         self._data_root = data_root
+        self._rank = rank
         self._file = Path(state)
         self._built: Recipe | None = None
         self._base: Base | None = None
@@ -185,6 +189,7 @@ class Site:
             "samples": int(indices.sizes[self.client]),
             "batches": dict(zip(plan.clients, plan.batches, strict=True)).get(self.client, 0),
             "heard": self.heard,
+            "rank": self._rank or 0,
             "secret": self._kept.secret,
             **self._signature,
         }
@@ -256,6 +261,8 @@ class Site:
             raise MisconfigurationException(
                 f"partition-id={self.client}, and the recipe has {loop.clients} clients, from 0."
             )
+        if self._rank is not None:
+            loop.algorithm.set_rank(self.client, self._rank)
         loop.make_coordinator = functools.partial(_FlowerCoordinator, self)
         loop.execution, loop.chunk_size, loop.summary = "sequential", None, False
         # The server goes on without a site that fails.

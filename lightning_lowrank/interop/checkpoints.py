@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_lowrank.arguments import listed
 from lightning_lowrank.configuration import misconfigured
 from lightning_lowrank.interop.peft_export import refuse_changed_base, write_adapter
-from lightning_lowrank.interop.peft_layout import WRAPPED, Outline
+from lightning_lowrank.interop.peft_layout import Outline
 from lightning_lowrank.layers import LayerSpec, dense_state_dict
 
 TRAINED_CHECKPOINTS = "TrainedCheckpoints"
@@ -55,8 +55,12 @@ def dense_checkpoint(
 def digest_of(tensor: Tensor) -> str:
     """Return a digest of a tensor's type, shape and numbers, the same on all devices."""
     found = hashlib.blake2b(f"{tensor.dtype} {list(tensor.shape)}".encode(), digest_size=16)
-    flat = tensor.detach().cpu().contiguous().flatten()
-    found.update(flat.view(torch.uint8).numpy().data)
+    tensor = tensor.detach()
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    # A quantised tensor of a class of its own is several plain ones.
+    for part in [tensor] if flatten is None else [getattr(tensor, name) for name in flatten()[0]]:
+        flat = part.cpu().contiguous().flatten()
+        found.update(flat.view(torch.uint8).numpy().data)
     return found.hexdigest()
 
 
@@ -97,7 +101,8 @@ def adapter_checkpoint(
     described = checkpoint.get("callbacks", {}).get("LowRank", {}).get("outline")
     if described is None and any(".lora_" in name for name in checkpoint["state_dict"]):
         raise misconfigured(
-            f"{path} is of a module that PEFT wrapped: load its state dict into such a module, and {WRAPPED}."
+            f"{path} is of a module that PEFT wrapped: load its state dict into such a module, and call"
+            " lightning_lowrank.export_adapter(module, folder, base=pretrained_network)."
         )
     if described is None:
         raise misconfigured(

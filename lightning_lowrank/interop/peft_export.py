@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import re
+import tempfile
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,32 +17,38 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from lightning_lowrank.aggregation.adapters import Adapter, find_adapters
 from lightning_lowrank.arguments import listed
+from lightning_lowrank.buffers import persistent_buffers
 from lightning_lowrank.configuration import misconfigured
 from lightning_lowrank.interop.files import replacing
 from lightning_lowrank.interop.peft_layout import (
     CONFIG_FILE,
+    PLAIN_STARTS,
     PREFIX,
     WEIGHTS_FILE,
-    WRAPPED,
     LayerOutline,
     Outline,
     outline,
-    refuse_wrapped,
 )
 from lightning_lowrank.layers import low_rank_layers
 
 _DENSE = "export dense weights instead, as `lightning-lowrank export` does by default"
 _PART = (
-    f"so the adapters are only a part of what was learnt: {_DENSE}. If nothing was folded, export_adapter(module,"
-    " folder, base=pretrained_network) accepts the module."
+    "so the adapters are only a part of what was learnt: give the network as it was, export_adapter(module, folder,"
+    f" base=pretrained_network), and what has changed becomes part of the adapters; or {_DENSE}."
 )
 
 
 def export_adapter(
-    module: nn.Module, folder: str | Path, *, prefix: str | None = None, base: nn.Module | None = None
+    module: nn.Module,
+    folder: str | Path,
+    *,
+    prefix: str | None = None,
+    base: nn.Module | None = None,
+    adapter: str | None = None,
 ) -> Path:
-    r"""Write a module's low-rank layers as a PEFT adapter folder.
+    r"""Write a module's low-rank layers, or the adapter of a model that PEFT wrapped, as a PEFT adapter folder.
 
     ``PeftModel.from_pretrained(base_model, folder)`` then computes what the module does, to rounding. Layers are
     ``nn.Linear``, transformers' ``Conv1D``, ``nn.Embedding`` and, with ``MatrixProduct("channel")`` or kernels of size
@@ -48,15 +57,23 @@ def export_adapter(
     ``bias="lora_only"``; modules that own other trained parameters or buffers that training changes (classification
     heads, norms) are saved whole, as ``modules_to_save``.
 
+    A model that PEFT wrapped, with any of its methods, is written by PEFT itself. Where the base weights of either have
+    changed, as after ``FLoRA``, ``FedEx`` or ``CoLR``, the layer's adapter becomes the truncated singular value
+    decomposition of that change and :math:`\\text{scaling} \\cdot B A` together, of the rank that it needs, so that the
+    adapter is whole on the weights that the run began with. That takes ``base``, or a quantised layer, beside whose
+    weight the change was kept.
+
     Args:
-        module: A module that `LowRank` or `lightning_lowrank.convert` converted.
+        module: A module that `LowRank` or `lightning_lowrank.convert` converted, or one that holds a model that PEFT
+            wrapped, or into which ``peft.inject_adapter_in_model`` put adapters.
         folder: Where to write ``adapter_config.json`` and ``adapter_model.safetensors``; made if needed.
         prefix: Name of the pretrained network in the module, to which PEFT's names are relative; ``""``: the module
             itself. ``None``: for a LightningModule its attribute that holds all low-rank layers, else the module.
         base: The pretrained network as it was, dense, on any device. With it, what differs from it is written,
-            whether trained or not, and a frozen weight that differs is refused. Without it, methods that change the
-            frozen weights (``FLoRA``, ``FedEx``, ``CoLR``, ``FedMUD``'s resets) are noticed in the module that they
-            changed, and not in another one that has loaded its state dict.
+            whether trained or not, and where a layer's frozen weight differs, the difference is part of its adapter.
+            Without it, methods that change the frozen weights (``FLoRA``, ``FedEx``, ``CoLR``, ``FedMUD``'s resets) are
+            refused in the module that they changed, and not noticed in another one that has loaded its state dict.
+        adapter: Which of PEFT's adapters; by default the active one.
 
     Returns:
         The folder.
@@ -77,12 +94,18 @@ def export_adapter(
     """
     from lightning_lowrank.internals.lightning import trainer_of
 
-    refuse_wrapped(module, WRAPPED)
     trainer = trainer_of(module)
-    if base is None and trainer is not None and trainer.global_step:
+    sums: Mapping[str, Tensor] = {}
+    if trainer is not None and trainer.global_step:
         for loop in getattr(trainer, "callbacks", ()):
             if loop.state_key == "FederatedLoop":
-                refuse_changed_base(type(loop.algorithm).__name__, loop.server.base.state)
+                sums = loop.server.base.state.get("sums", {})
+                if base is None:
+                    refuse_changed_base(type(loop.algorithm).__name__, loop.server.base.state)
+    if any(hasattr(part, "get_base_layer") or hasattr(part, "peft_config") for part in module.modules()):
+        return _export_wrapped(module, Path(folder), adapter, base, sums)
+    if adapter is not None:
+        raise misconfigured(f"adapter={adapter!r} is for a model that PEFT wrapped, and the module holds none.")
     factors = [factor for _, layer in low_rank_layers(module) for factor in layer.factors.values()]
     if base is None and factors and not any(factor.requires_grad for factor in factors):
         raise misconfigured(
@@ -90,7 +113,7 @@ def export_adapter(
             " unfreeze() or requires_grad_() for what was trained, or export_adapter(module, folder,"
             " base=pretrained_network)."
         )
-    return write_adapter(outline(module), module.state_dict(), folder, prefix, base)
+    return write_adapter(outline(module), module.state_dict(), folder, prefix, base, sums)
 
 
 def refuse_changed_base(algorithm: str, state: Mapping[str, Any]) -> None:
@@ -105,8 +128,12 @@ def write_adapter(
     folder: str | Path,
     prefix: str | None = None,
     base: nn.Module | None = None,
+    sums: Mapping[str, Tensor] = {},
 ) -> Path:
-    """Write an adapter folder from the `outline` of a module and its state dict; see `export_adapter`."""
+    """Write an adapter folder from the `outline` of a module and its state dict; see `export_adapter`.
+
+    ``sums`` are frozen weights of 16 bits that have changed, by layer, before they were rounded.
+    """
     layers = described.layers
     if not layers:
         raise misconfigured(
@@ -135,6 +162,8 @@ def write_adapter(
             " freeze what is outside."
         )
     changed = _changed(described, tensors, root, base)
+    layers, tensors = _with_changes(described.layers, tensors, changed, root, base, sums)
+    changed -= {f"{layer.name}.frozen_weight" for layer in layers}
     biases = {f"{layer.name}.bias" for layer in layers} & described.parameters.keys()
     with_biases = bool(changed & biases)
     saved = _modules_to_save(described, changed - biases, root)
@@ -167,15 +196,7 @@ def write_adapter(
     for name, value in tensors.items():
         if name.startswith(tuple(f"{root}{module}." for module in saved)):
             contents[PREFIX + name.removeprefix(root)] = value
-    # safetensors refuses views, and tensors that share memory as those of tied layers do.
-    contents = {name: value.detach().cpu().contiguous().clone() for name, value in contents.items()}
-    folder = Path(folder)
-    with replacing(folder / CONFIG_FILE) as config_part, replacing(folder / WEIGHTS_FILE) as weights_part:
-        safetensors.torch.save_file(contents, weights_part, metadata={"format": "pt"})
-        config_part.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        # Without its configuration a folder is refused, so that new weights are never read with an old one.
-        (folder / CONFIG_FILE).unlink(missing_ok=True)
-    return folder
+    return _write(Path(folder), config, contents)
 
 
 def _root(described: Outline, prefix: str | None) -> str:
@@ -210,13 +231,224 @@ def _changed(described: Outline, tensors: Mapping[str, Tensor], root: str, base:
                 " were converted."
             )
         if not torch.equal(before[key].to(value), value):
-            if name in layers:
-                raise misconfigured(
-                    f"the frozen weight {key} is not that of base: the method folded updates into it, or base is"
-                    f" another network. {_DENSE.capitalize()}."
-                )
             changed.add(name)
     return changed
+
+
+def _with_changes(
+    layers: Sequence[LayerOutline],
+    tensors: Mapping[str, Tensor],
+    changed: set[str],
+    root: str,
+    base: nn.Module | None,
+    sums: Mapping[str, Tensor],
+) -> tuple[tuple[LayerOutline, ...], Mapping[str, Tensor]]:
+    """Return layers and tensors in which the changes of frozen weights are part of the factors."""
+    before = {} if base is None else base.state_dict()
+    found: list[LayerOutline] = []
+    tensors = dict(tensors)
+    for layer in layers:
+        if f"{layer.name}.frozen_weight" in changed:
+            old = before[f"{layer.name}.weight".removeprefix(root)]
+            new = sums.get(layer.name, tensors[f"{layer.name}.frozen_weight"])
+            by_input = layer.kind in ("Embedding", "Conv1D")
+            change = new.double().cpu() - old.double().cpu()
+            change = change.T if by_input else change.flatten(1)
+            scaling = layer.alpha / (math.sqrt(layer.rank) if layer.rank_stabilized else layer.rank)
+            left, right = tensors[layer.B], tensors[layer.A]
+            total = change + scaling * left.double().cpu() @ right.double().cpu().T
+            B, A = _factors_of(total, old, left.dtype)
+            tensors[layer.B], tensors[layer.A] = B, A.T
+            alpha = math.sqrt(len(A)) if layer.rank_stabilized else float(len(A))
+            layer = replace(layer, rank=len(A), alpha=alpha)
+        found.append(layer)
+    return tuple(found), tensors
+
+
+def _factors_of(total: Tensor, weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return ``B`` and ``A`` whose product is a change of ``weight``, but for what rounding has put into the weight."""
+    left, values, right = torch.linalg.svd(total, full_matrices=False)
+    # The norm of a matrix of independent roundings of single precision (Davidson and Szarek, 2001, Theorem II.13).
+    rounding = torch.finfo(torch.float32).eps * float(weight.abs().max()) * sum(math.sqrt(side) for side in total.shape)
+    rank = max(int((values > rounding).sum()), 1)
+    roots = values[:rank].sqrt()
+    return (left[:, :rank] * roots).to(dtype), (roots[:, None] * right[:rank]).to(dtype)
+
+
+def _export_wrapped(
+    module: nn.Module, folder: Path, adapter: str | None, base: nn.Module | None, sums: Mapping[str, Tensor]
+) -> Path:
+    """Have PEFT write an adapter, with changes of base weights as part of its factors."""
+    import peft
+
+    network = _wrapped(module)
+    configs: Mapping[str, Any] = network.peft_config
+    adapter = _chosen(network, adapter)
+    config = copy.deepcopy(configs[adapter])
+    tensors = peft.get_peft_model_state_dict(network, adapter_name=adapter, save_embedding_layers=False)
+    inner = network.get_base_model() if isinstance(network, peft.PeftModel) else network
+    inside = next(each for each, part in module.named_modules() if part is inner)
+    tensors = {key if key.startswith(PREFIX) else PREFIX + key: value.detach().cpu() for key, value in tensors.items()}
+    adapted: Collection[str] = ()
+    if config.peft_type == peft.PeftType.LORA:
+        moved = getattr(config, "init_lora_weights", True) not in PLAIN_STARTS
+        if moved and base is None:
+            raise misconfigured(
+                f"init_lora_weights={config.init_lora_weights!r} changed the base weights when PEFT wrapped the model,"
+                f" {_PART}"
+            )
+        if moved:
+            # Loading the folder must not change the base weights again.
+            config.init_lora_weights = True
+        adapted = _put_changes(inner, adapter, config, tensors, base, sums, f"{inside}." if inside else "")
+    if base is not None:
+        _check_unchanged(inner, base, adapted)
+    config.inference_mode = True
+    if not config.base_model_name_or_path:
+        config.base_model_name_or_path = getattr(getattr(inner, "config", None), "_name_or_path", None) or None
+    with tempfile.TemporaryDirectory() as written:
+        config.save_pretrained(written)
+        text = (Path(written) / CONFIG_FILE).read_text(encoding="utf-8")
+    return _write(folder, json.loads(text), tensors)
+
+
+def _wrapped(module: nn.Module) -> Any:
+    """Return the model that PEFT wrapped, or into which it put adapters."""
+    found = [(name, part) for name, part in module.named_modules() if hasattr(part, "peft_config")]
+    # PEFT's outermost part has the others' configurations too.
+    found = [
+        each
+        for each in found
+        if not any(each[0].startswith(f"{name}.") or not name for name, _ in found if name != each[0])
+    ]
+    if len(found) != 1:
+        raise misconfigured(
+            f"the module holds {len(found)} models that PEFT wrapped, {listed([name for name, _ in found])}: export one"
+            " of them."
+        )
+    return found[0][1]
+
+
+def _chosen(network: Any, adapter: str | None) -> str:
+    """Return the name of the adapter to write."""
+    configs = list(network.peft_config)
+    if adapter is not None:
+        if adapter not in configs:
+            raise misconfigured(f"adapter is {adapter!r}, and the model has {listed(configs)}.")
+        return adapter
+    if len(configs) == 1:
+        return configs[0]
+    active = {name for part in network.modules() for name in getattr(part, "active_adapters", None) or ()}
+    chosen = [name for name in configs if name in active]
+    if len(chosen) != 1:
+        raise misconfigured(f"the model has the adapters {listed(configs)}: name one, adapter={configs[0]!r}.")
+    return chosen[0]
+
+
+def _put_changes(
+    network: nn.Module,
+    adapter: str,
+    config: Any,
+    tensors: dict[str, Tensor],
+    base: nn.Module | None,
+    sums: Mapping[str, Tensor],
+    inside: str,
+) -> Collection[str]:
+    """Make changes of base weights part of the factors in ``tensors``, and of the ranks in ``config``.
+
+    Returns:
+        The names of the layers that have adapters.
+    """
+    parameters = dict(network.named_parameters())
+    try:
+        adapters = find_adapters(network, adapter)
+    except ValueError as error:
+        if base is None:
+            return ()
+        raise misconfigured(f"changes of the base weights cannot be told: {error}") from error
+    for layer, found in adapters.items():
+        change, weight = _change_of(network, found, base, sums.get(f"{inside}{layer}"))
+        if change is None:
+            continue
+        if found.unfoldable:
+            raise misconfigured(
+                f"the base weight of {layer} has changed, and {found.unfoldable}. {_DENSE.capitalize()}."
+            )
+        own = found.pair(parameters, found.rank, found.scaling)
+        total = change + found.scaling * own.B.detach().double().cpu() @ own.A.detach().double().cpu()
+        B, A = _factors_of(total, weight, own.B.dtype)
+        for which, value in (("B", B), ("A", A)):
+            key = re.sub(rf"\.{re.escape(adapter)}(?=\.weight$|$)", "", found.parameters[which])  # type: ignore[index]
+            assert PREFIX + key in tensors, key
+            tensors[PREFIX + key] = found.value(which, value)  # type: ignore[arg-type]
+        rank = len(A)
+        stabilized = config.use_rslora
+        config.rank_pattern = {**config.rank_pattern, f"^{re.escape(layer)}": rank}
+        config.alpha_pattern = {
+            **config.alpha_pattern,
+            f"^{re.escape(layer)}": math.sqrt(rank) if stabilized else rank,
+        }
+    return adapters
+
+
+def _change_of(
+    network: Any, found: Adapter, base: nn.Module | None, summed: Tensor | None
+) -> tuple[Tensor | None, Tensor]:
+    """Return how a base weight has changed, as a matrix in double precision, or ``None``, and the weight."""
+    beside = {name: value.double().cpu() for name, value in found.beside.items()}
+    if beside:
+        change = beside["product"] if "product" in beside else beside["B"] @ beside["A"]
+        return change, change
+    if base is None or found.quantised:
+        return None, torch.zeros(1)
+    layer = found.name
+    weight = found.as_base_matrix(network.get_submodule(layer).get_base_layer().weight.detach())
+    old = dict(base.named_parameters(remove_duplicate=False)).get(f"{layer}.weight")
+    if not isinstance(old, Tensor) or found.as_base_matrix(old).shape != weight.shape:
+        raise misconfigured(
+            f"base has no weight of {layer} of shape {tuple(weight.shape)}: it must be the network as it was before"
+            " PEFT wrapped it."
+        )
+    before = found.as_base_matrix(old.detach()).cpu()
+    if torch.equal(before.to(weight.dtype), weight.cpu()):
+        return None, before
+    now = weight if summed is None else found.as_base_matrix(summed)
+    return now.double().cpu() - before.double(), before
+
+
+def _check_unchanged(network: nn.Module, base: nn.Module, adapted: Collection[str]) -> None:
+    """Refuse what differs from the network as it was and is in no adapter."""
+    own = {re.sub(r"\.?(base_layer|original_module)\b", "", name): value for name, value in _tensors(network)}
+    held = {f"{layer}.weight" for layer in adapted}
+    differ = [
+        name
+        for name, before in _tensors(base)
+        if name not in held and name in own and not torch.equal(own[name].cpu(), before.cpu().to(own[name].dtype))
+    ]
+    if differ:
+        raise misconfigured(
+            f"{listed(differ)} of the model that PEFT wrapped differ from those of base and belong to no adapter: base"
+            " is another network, or training has changed them, as it does the statistics of batch normalisation; name"
+            " their modules in modules_to_save."
+        )
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Return plain parameters and buffers by name; quantised tensors of a class of their own cannot be compared."""
+    for name, value in [*module.named_parameters(remove_duplicate=False), *persistent_buffers(module).items()]:
+        if type(value.data) is Tensor:
+            yield name, value
+
+
+def _write(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
+    # safetensors refuses views, and tensors that share memory as those of tied layers do.
+    contents = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
+    with replacing(folder / CONFIG_FILE) as config_part, replacing(folder / WEIGHTS_FILE) as weights_part:
+        safetensors.torch.save_file(contents, weights_part, metadata={"format": "pt"})
+        config_part.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        # Without its configuration a folder is refused, so that new weights are never read with an old one.
+        (folder / CONFIG_FILE).unlink(missing_ok=True)
+    return folder
 
 
 def _modules_to_save(described: Outline, changed: Iterable[str], root: str) -> list[str]:

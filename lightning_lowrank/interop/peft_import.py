@@ -20,6 +20,7 @@ from lightning_lowrank.configuration import misconfigured
 from lightning_lowrank.internals.torch import own_buffers, own_parameters
 from lightning_lowrank.interop.peft_layout import (
     CONFIG_FILE,
+    PLAIN_STARTS,
     PREFIX,
     WEIGHTS_FILE,
     LayerOutline,
@@ -46,8 +47,6 @@ _UNSUPPORTED = {
     "trainable_token_indices": "it trains single rows of an embedding",
     "megatron_config": "it is for Megatron's layers",
 }
-# Values of init_lora_weights that leave the base weights as they are.
-_PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 
 @dataclass(frozen=True)
@@ -243,7 +242,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         if config.get(setting):
             raise misconfigured(f"{folder} has {setting}={config[setting]!r}: {reason}.")
     start = config.get("init_lora_weights")
-    if start not in _PLAIN_STARTS:
+    if start not in PLAIN_STARTS:
         raise misconfigured(
             f"{folder} has init_lora_weights={start!r}, which changes the base weights: save it as plain LoRA, with"
             " PEFT's save_pretrained(path_initial_model_for_weight_conversion=...)."

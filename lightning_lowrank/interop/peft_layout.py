@@ -21,11 +21,8 @@ from lightning_lowrank.layers import LowRankLayer, MatrixProduct, low_rank_layer
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 # What PEFT puts before each name of the base model.
 PREFIX = "base_model.model."
-WRAPPED = (
-    "call save_pretrained(folder) of the model that PEFT wrapped. If the method changed the base weights, as FedLoRA"
-    " with FLoRA, FedEx or CoLR does, that folder is only a part of what was learnt: call merge_and_unload() first, and"
-    " save what it returns"
-)
+# Values of init_lora_weights that leave the base weights as they are.
+PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 _KINDS = ("Linear", "Conv1D", "Embedding", "Conv1d", "Conv2d", "Conv3d")
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 

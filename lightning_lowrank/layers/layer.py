@@ -331,9 +331,19 @@ class LowRankLayer(nn.Module):
                 'fold needs a layer of role="update", which has a frozen weight to add to; this one has '
                 f"role={self.role!r}."
             )
-        self.unmerge()
         values = self.factors if factors is None else factors
-        add(self.frozen_weight, self.update({name: working_precision(value) for name, value in values.items()}))
+        self.add_to_frozen(self.update({name: working_precision(value) for name, value in values.items()}), add)
+
+    @torch.no_grad()
+    def add_to_frozen(self, change: Tensor, add: Callable[[Tensor, Tensor], object] = Tensor.add_) -> None:
+        """Add a tensor of the weight's shape to the frozen weight, in place, and note that it has changed.
+
+        Args:
+            change: What is added.
+            add: As for :meth:`fold`.
+        """
+        self.unmerge()
+        add(self.frozen_weight, change)
         self.folded = True
 
     @torch.no_grad()

@@ -122,7 +122,8 @@ def test_folding_a_pair_moves_its_update_into_the_base_weight(ours):
         before = model(TOKENS)
         for adapter in find_adapters(model).values():
             pair = adapter.pair(tensors, 2, adapter.scaling)
-            adapter.fold(LowRankPair(torch.cat([pair.B, pair.B], 1), torch.cat([pair.A, pair.A]), pair.scaling / 2))
+            adapter.fold(LowRankPair(torch.cat([pair.B, pair.B], 1), torch.cat([pair.A, pair.A]), pair.scaling / 4))
+            adapter.fold(pair.product() / 2)
             for parameter in adapter.parameters.values():
                 tensors[parameter].zero_()
         torch.testing.assert_close(model(TOKENS), before, rtol=1e-4, atol=1e-5)
@@ -157,7 +158,6 @@ def test_another_adapter_than_the_active_one():
 
 def test_layers_whose_factors_are_no_pair_are_refused_by_name():
     for settings, said in (
-        ({"use_dora": True, "target_modules": ["linear"]}, "it uses DoRA"),
         (
             {"alora_invocation_tokens": [1], "target_modules": ["linear"]},
             "it is the variant ALoraLinearVariant of LoRA",

@@ -440,6 +440,23 @@ def test_the_residual_of_fedex_is_as_small_as_the_clients_disagreement():
     assert change.B.abs().max() > 0.1
 
 
+@pytest.mark.parametrize(
+    ("ranks", "rank"), [(EQUAL, 2 * (len(EQUAL) - 1)), (MIXED, sum(MIXED) - min(MIXED)), ([3], 1), ([1, 3, 3], 6)]
+)
+def test_the_residual_of_fedex_has_no_slot_that_it_does_not_need(ranks, rank):
+    pairs = clients_of(FedEx(), ranks)
+    result = run(FedEx(), pairs)
+    assert result.change.rank == rank
+    torch.testing.assert_close(effective(result, result.server), mean_of_products(pairs, WEIGHTS[: len(ranks)]))
+
+
+def test_the_residual_of_fedex_leaves_out_clients_of_no_weight():
+    pairs = clients_of(FedEx(), EQUAL)
+    result = run(FedEx(), pairs, weights=[0.0] * (len(EQUAL) - 1) + [2.0])
+    assert dense(result.change).abs().max() == 0
+    torch.testing.assert_close(dense(result.server), dense(pairs[-1]))
+
+
 def cosine_by_autograd(pairs, weights, operator):
     """The same descent with torch's own SGD on the dense matrices, in units that make the curvature about one."""
     columns, rows = zip(*slots(pairs, weights, owned=False), strict=True)

@@ -129,6 +129,7 @@ def test_fed_ex_is_exact_though_its_base_moves(tmp_path):
     for name, layer in low_rank_layers(module):
         change = seen[-1].broadcasts[name].change
         base = layer.frozen_weight.detach() - change.scaling * change.B @ change.A
+        assert change.rank == 6
         torch.testing.assert_close(wire.effective[-1][name], base + mean_update(seen[-1], name), rtol=1e-9, atol=1e-9)
         assert (change.B @ change.A).abs().max() > 1e-9
 
@@ -139,15 +140,17 @@ def test_only_what_moves_is_sent(tmp_path, operator):
     factors = {f"net.{layer}.factors.{name}" for layer in (0, 2, 4) for name in "UV"}
     left, right = ({name for name in factors if name.endswith(letter)} for letter in "UV")
     rest = {f"net.{layer}.bias" for layer in (0, 2, 4)}
-    changes = {f"net.{layer}.change.{name}" for layer in (0, 2, 4) for name in "BA"}
-    left_changes = {name for name in changes if name.endswith("B")}
+    left_changes = {f"net.{layer}.change.B" for layer in (0, 2, 4)}
+    # Nine slots have more numbers than any of the layers, and six more than the first and the last.
+    dense_changes = {f"net.{layer}.change.product" for layer in (0, 2, 4)}
+    mixed_changes = {"net.0.change.product", "net.2.change.A", "net.2.change.B", "net.4.change.product"}
     expected = {
         ProductSum: ([factors] * 3, [factors] * 3),
         FFA: ([left] * 3, [left] * 3),
         RoLoRA: ([left, left, right], [left, right, left]),
         FedSA: ([right] * 3, [right] * 3),
-        FLoRA: ([set(), changes, changes], [factors] * 3),
-        FedEx: ([factors, factors | changes, factors | changes], [factors] * 3),
+        FLoRA: ([set(), dense_changes, dense_changes], [factors] * 3),
+        FedEx: ([factors, factors | mixed_changes, factors | mixed_changes], [factors] * 3),
         CoLR: ([set(), left_changes, left_changes], [left] * 3),
     }
     down, up = expected[operator]
@@ -253,8 +256,11 @@ def test_idle_clients_hear_of_a_changed_base(tmp_path):
     assert loop.ledger.metrics()["comm/total_idle_down_bytes"] > 0
     assert not alike.ledger.metrics().get("comm/total_idle_down_bytes")
     sent = wire.down[1, 0]
-    assert sent["net.0.change.B"].shape == (16, 6)
-    assert sent["net.0.change.A"].shape == (6, 6)
+    assert sent["net.2.change.B"].shape == (16, 6)
+    assert sent["net.2.change.A"].shape == (6, 16)
+    # Where two clients' factors have more numbers than the matrix, it travels.
+    assert sent["net.0.change.product"].shape == (16, 6)
+    assert sent["net.4.change.product"].shape == (4, 16)
 
 
 @daily("SumProduct-vectorized")
@@ -277,6 +283,42 @@ def test_ranks_of_clients(tmp_path, operator, execution):
     personal = own_model(loop, 2)
     assert personal["net.0.factors.U"][:, 1:].abs().max() == 0
     assert set(loop.algorithm.variants(loop.server)) == {"0.5", "0.25"}
+
+
+def test_ranks_by_a_list_a_dictionary_or_a_function_are_those_of_levels(tmp_path):
+    def run(**given):
+        algorithm = FedLoRA(SumProduct(), **given)
+        module, loop, *_ = federate(tmp_path, algorithm, rank=4, rounds=2, optimizer=small_steps)
+        return weights(module), loop
+
+    expected, by_levels = run(levels=(1.0, 0.5, 0.25))
+    for ranks in ([4, 2, 1], {1: 2, 2: 1}, lambda client: 4 >> client):
+        found, loop = run(ranks=ranks)
+        assert_same(found, expected)
+        assert loop.ledger.state_dict() == by_levels.ledger.state_dict()
+        assert set(loop.algorithm.variants(loop.server)) == {"rank_2", "rank_1"}
+
+
+def test_a_layer_of_smaller_rank_than_the_client_keeps_its_own(tmp_path):
+    _, _, wire, _ = federate(
+        tmp_path, FedLoRA(RBLA(), ranks=[6, 3, 1]), rank={"net.0": 2, "net.2": 6, "net.4": 3}, rounds=1
+    )
+    for client, ranks in enumerate([(2, 6, 3), (2, 3, 3), (1, 1, 1)]):
+        up = wire.up[0, client]
+        assert tuple(up[f"net.{layer}.factors.U"].shape[1] for layer in (0, 2, 4)) == ranks
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [
+        ([4, 5], "gives client 1 the rank 5: it must be a whole number from 1 to 4"),
+        ({0: 2, 3: 1}, "names client 3, and the 3 clients"),
+        (lambda client: 2.0 * client, r"gives client 0 the rank 0\.0"),
+    ],
+)
+def test_ranks_that_do_not_suit_layers_or_clients_are_refused_before_the_first_round(tmp_path, ranks, said):
+    with pytest.raises(MisconfigurationException, match=said):
+        federate(tmp_path, FedLoRA(SumProduct(), ranks=ranks), rank=4)
 
 
 small_steps = partial(torch.optim.SGD, lr=0.01)
@@ -478,6 +520,11 @@ def test_refuses_what_diverged_and_leaves_the_server_as_it_was(tmp_path):
         ({"operator": ProductSum(), "levels": (1.0, 0.5)}, "clients of one rank"),
         ({"operator": RBLA(), "levels": (0.5,)}, "largest 1"),
         ({"operator": RBLA(), "levels": (1.0, 1.5)}, "at most 1"),
+        ({"operator": ProductSum(), "ranks": [4, 2]}, r"needs clients of one rank, and ranks=\[4, 2\]"),
+        ({"operator": RBLA(), "ranks": []}, "list of whole numbers"),
+        ({"operator": RBLA(), "ranks": {0: 0}}, "list of whole numbers"),
+        ({"operator": RBLA(), "ranks": "8"}, "list of whole numbers"),
+        ({"operator": RBLA(), "ranks": [4], "levels": (1.0, 0.5)}, "leave them out"),
         ({"operator": ProductSum(), "upload_ranks": 3}, "LoRAA2"),
         ({"operator": LoRAA2(), "upload_ranks": [0]}, "at least 1"),
         ({"operator": LoRAA2(), "upload_ranks": []}, "at least 1"),

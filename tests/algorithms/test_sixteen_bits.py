@@ -22,7 +22,7 @@ from lightning_lowrank import (
     PFedMe,
 )
 from lightning_lowrank.federated import Message
-from lightning_lowrank.federated.state import Base, ClientInfo, Server
+from lightning_lowrank.federated.state import Base, ClientInfo, Server, trained_tensors
 from lightning_lowrank.layers import low_rank_layers
 from lightning_lowrank.testing import check_algorithm
 from tests.helpers import Module, blobs, fit, network, trainer
@@ -110,6 +110,28 @@ def test_a_base_of_sixteen_bits_has_the_sum_of_all_changes(tmp_path, method, dty
         assert torch.equal(weight, exact.float().to(dtype)) or torch.allclose(
             weight.double(), exact, rtol=torch.finfo(dtype).eps / 2 * 1.001, atol=1e-6
         )
+
+
+def test_a_change_that_travels_as_a_matrix_is_not_rounded_to_sixteen_bits():
+    draws = torch.Generator().manual_seed(0)
+    module = Casting(network()).to(torch.bfloat16)
+    LowRank(MatrixProduct(), rank=4, init="lora", freeze_rest=True, allow_larger=True, summary=False).convert(module)
+    algorithm, base = FedLoRA(FLoRA()), Base(module, seed=0)
+    algorithm.setup(base)
+    server = Server(base, clients=9, model=trained_tensors(module))
+    pairs = [(torch.randn(16, 4, generator=draws), torch.randn(16, 4, generator=draws)) for _ in range(9)]
+    for client, (left, right) in enumerate(pairs):
+        sent = {name: server.model[name].clone() for name in algorithm._factors}
+        sent |= {"net.2.factors.U": left.bfloat16(), "net.2.factors.V": right.bfloat16()}
+        algorithm.receive(server, ClientInfo(client, samples=1, round=0, seed=0), Message(sent), 1.0)
+    before = module.net[2].frozen_weight.double()
+    algorithm.aggregate(server)
+    change = server.announcement["net.2.change.product"]
+    assert change.dtype == torch.float32
+    # What it differs by is the rounding of each factor's share alone, not that of their sum.
+    exact = sum((left.bfloat16() / 9).bfloat16().double() @ right.bfloat16().double().T for left, right in pairs)
+    torch.testing.assert_close(change.double(), exact, rtol=1e-5, atol=1e-5)
+    assert torch.equal(module.net[2].frozen_weight, (before + exact).bfloat16())
 
 
 class Sixteen(Casting):

@@ -170,7 +170,7 @@ def measure(model: str, way: str) -> dict[str, float]:
         callbacks: list[pl.Callback] = [rounds, ModelCheckpoint(folder, filename="last")]
         if way != "plain":
             federated = FederatedLoop(FedLoRA(ProductSum()), clients=4, execution=way, summary=False)
-            callbacks += [federated, TrainedCheckpoints()]
+            callbacks = [federated, *callbacks, TrainedCheckpoints()]
         trainer = pl.Trainer(
             max_epochs=3,
             callbacks=callbacks,

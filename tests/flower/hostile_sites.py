@@ -250,7 +250,7 @@ RECIPE = {"recipe": "r", "layout": "l", "frozen": [1.0, 2.0]}
 def join(**changes: Any) -> RecordDict:
     """Return what a site of three answers when it is asked to join."""
     secret = f"secret of {changes.get('client')}"
-    honest = {"client": 0, "clients": 3, "samples": 5, "batches": 1, "heard": -1, "secret": secret}
+    honest = {"client": 0, "clients": 3, "samples": 5, "batches": 1, "heard": -1, "rank": 0, "secret": secret}
     return pack({**honest, **RECIPE, **changes})
 
 
@@ -295,7 +295,19 @@ def fuzz_joins(count: int, draws: random.Random, tally: Tally) -> None:
             if stage == 3:
                 members.admit(3, unpack(answer(join()))[0])
                 members.begin(3)
-        names = ["client", "clients", "samples", "batches", "heard", "secret", "recipe", "layout", "frozen", "more"]
+        names = [
+            "client",
+            "clients",
+            "samples",
+            "batches",
+            "heard",
+            "rank",
+            "secret",
+            "recipe",
+            "layout",
+            "frozen",
+            "more",
+        ]
         changes = {name: draws.choice(ODD) for name in draws.sample(names, draws.choice((0, 1, 1, 1, 2, 3)))}
         client = draws.choice((0, 0, 1, 2, draws.randrange(1000)))
         content = answer(odd_content(b"x", draws))
@@ -410,6 +422,8 @@ def bombs() -> dict[str, Callable[[], str]]:
         "negative samples": joined(samples=-5),
         "norms in words": joined(frozen=["one"]),
         "a million norms": joined(frozen=[1.0] * 1_000_000),
+        "a rank of 2**62": joined(rank=2**62),
+        "a negative rank": joined(rank=-1),
         "a secret of a megabyte": joined(secret="s" * 2**20),
         "a client in words": joined(client="0"),
         "true clients": joined(clients=True),

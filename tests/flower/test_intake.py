@@ -195,6 +195,7 @@ def says(client, **more):
         "samples": 5,
         "batches": 1,
         "heard": -1,
+        "rank": 0,
         "secret": f"secret {client}",
         **MINE,
         **more,

@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank import load_dense
 from lightning_lowrank.flower.client import client_app
 from lightning_lowrank.models import MLP, Classifier
 from tests.flower.helpers import (
+    LORA,
     MUD,
     NORMALISED,
     assert_equal_runs,
@@ -123,3 +125,47 @@ def test_the_checkpoint_is_a_global_model_that_loads_into_the_plain_module(tmp_p
     inputs = torch.randn(5, 1, 8, 8)
     torch.testing.assert_close(plain(inputs), served.lightning_module(inputs))
     assert (tmp_path / "runs/sites/version_0/config.yaml").exists()
+
+
+def rank_of(client: int) -> int:
+    return [2, 1, 1][client]
+
+
+RANKS = {
+    "federated": {
+        "algorithm": method("FedLoRA", operator="SumProduct", ranks="tests.flower.test_rounds.rank_of"),
+        "clients_per_round": None,
+    },
+    "lowrank": LORA,
+    "trainer": {"max_epochs": 2},
+}
+
+
+@pytest.mark.slow
+def test_a_site_states_its_own_rank(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    simulated = simulate(write_recipe(tmp_path, RANKS))
+    by_recipe, _ = run_on_sites(write_recipe(tmp_path, RANKS, "same.yaml"), tmp_path)
+    assert_equal_runs(simulated, by_recipe)
+    # The recipe knows of none; the sites' own give the same.
+    plain = {**RANKS, "federated": {**RANKS["federated"], "algorithm": method("FedLoRA", operator="SumProduct")}}
+    recipe = write_recipe(tmp_path, plain, "plain.yaml")
+    stated, _ = run_on_sites(recipe, tmp_path, node_config=lambda client: {"rank": 1} if client else {})
+    assert_equal_runs(simulated, stated)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("operator", "rank", "said"),
+    [
+        ("SumProduct", 3, "gives client 1 the rank 3: .* from 1 to 2"),
+        ("SumProduct", 0, "rank=0 of this site's --node-config must be 1 or more"),
+        ("ProductSum", 1, r"rank=1 was stated for client 1, and with ProductSum\(\) it cannot have a rank"),
+    ],
+)
+def test_a_rank_that_a_site_cannot_have_leaves_it_out(tmp_path, monkeypatch, operator, rank, said):
+    monkeypatch.chdir(tmp_path)
+    algorithm = {"federated": {**RANKS["federated"], "algorithm": method("FedLoRA", operator=operator)}}
+    recipe = write_recipe(tmp_path, {**RANKS, **algorithm})
+    with pytest.raises(MisconfigurationException, match=said):
+        run_on_sites(recipe, tmp_path, node_config=lambda client: {"rank": rank} if client == 1 else {})

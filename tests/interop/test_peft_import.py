@@ -260,9 +260,7 @@ def test_a_layer_that_the_model_holds_twice_is_not_imported(tmp_path):
     assert shared.first.weight.requires_grad
 
 
-def test_what_peft_has_wrapped_is_left_to_peft(saved):
+def test_what_peft_has_wrapped_is_not_imported_into(saved):
     wrapped = peft().get_peft_model(plain(), peft().LoraConfig(target_modules=["0"]))
-    with pytest.raises(MisconfigurationException, match=r"PEFT has wrapped 'base_model.model.0' already: call save_"):
-        export_adapter(wrapped, saved)
     with pytest.raises(MisconfigurationException, match=r"PEFT has wrapped .* call load_adapter"):
         import_adapter(saved, wrapped)

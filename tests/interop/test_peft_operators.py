@@ -1,0 +1,148 @@
+"""Whatever an operator did to the base weights, the adapter of its run is whole on the original ones."""
+
+import copy
+
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_lowrank import (
+    FederatedLoop,
+    FedLoRA,
+    FromIndices,
+    LowRank,
+    MatrixProduct,
+    aggregation,
+    export_adapter,
+)
+from lightning_lowrank.aggregation import Operator
+from tests.algorithms.test_fedlora_peft import CLIENTS, Labelling, bert, convolutions, data, gpt
+from tests.grids import daily
+from tests.helpers import fit, trainer
+from tests.interop.helpers import config_of, peft
+
+# Also those that come later.
+OPERATORS = sorted(
+    (each for each in vars(aggregation).values() if isinstance(each, type) and issubclass(each, Operator)),
+    key=lambda each: each.__name__,
+)
+OPERATORS.remove(Operator)
+TARGETS = {bert: ["query", "dense"], gpt: ["c_attn", "c_fc"], convolutions: ["0", "2"]}
+HEADS = {bert: "classifier", gpt: "score", convolutions: "5"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _libraries():
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    peft()
+
+
+def start(network, form, **settings):
+    """Return a module with adapters, the callbacks that it needs, and its network as it was."""
+    torch.manual_seed(0)
+    base = network()
+    own = copy.deepcopy(base)
+    if form == "ours":
+        low_rank = LowRank(
+            MatrixProduct("channel"),
+            rank=2,
+            alpha=4,
+            init="lora",
+            include=TARGETS[network],
+            keep_trained=[HEADS[network]],
+            freeze_rest=True,
+            allow_larger=True,
+            summary=False,
+        )
+        return Labelling(own), [low_rank], base
+    config = peft().LoraConfig(
+        r=2, lora_alpha=4, target_modules=TARGETS[network], modules_to_save=[HEADS[network]], **settings
+    )
+    if form == "injected":
+        return Labelling(peft().inject_adapter_in_model(config, own)), [], base
+    return Labelling(peft().get_peft_model(own, config)), [], base
+
+
+def federate(folder, network, form, operator, **settings):
+    module, callbacks, base = start(network, form, **settings)
+    loop = FederatedLoop(FedLoRA(operator), partition=FromIndices(CLIENTS), summary=False)
+    run = trainer(folder, *callbacks, loop, max_epochs=2, limit_val_batches=0)
+    fit(run, module, DataLoader(data(network), batch_size=4))
+    return run, module, base
+
+
+def check(network, module, base, folder):
+    inputs = data(network).tensors[0]
+    loaded = Labelling(peft().PeftModel.from_pretrained(copy.deepcopy(base), folder)).eval()
+    with torch.no_grad():
+        found, expected = loaded(inputs), module.eval()(inputs)
+        before = Labelling(base).eval()(inputs)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert (expected - before).abs().max() > 0.01
+
+
+CASES = [
+    (bert, "wrapped"),
+    (bert, "ours"),
+    (gpt, "wrapped"),
+    (gpt, "ours"),
+    (convolutions, "wrapped"),
+    (bert, "injected"),
+]
+
+
+@daily("bert-wrapped-FLoRA", "bert-ours-FedEx")
+@pytest.mark.parametrize("operator", OPERATORS, ids=lambda each: each.__name__)
+@pytest.mark.parametrize(("network", "form"), CASES, ids=lambda each: getattr(each, "__name__", each))
+def test_the_adapter_of_each_operator_is_whole_on_the_original_base(tmp_path, network, form, operator):
+    _, module, base = federate(tmp_path, network, form, operator())
+    export_adapter(module, tmp_path / "adapter", base=base)
+    check(network, module, base, tmp_path / "adapter")
+    folded = operator.changes_base
+    config = config_of(tmp_path / "adapter")
+    assert (max(config["r"], *config["rank_pattern"].values(), 0) > 2) == folded
+    if folded:
+        with pytest.raises(MisconfigurationException, match="folds updates into the frozen weights"):
+            export_adapter(module, tmp_path / "other")
+    else:
+        export_adapter(module, tmp_path / "other")
+        check(network, module, base, tmp_path / "other")
+
+
+@pytest.mark.parametrize("init", ["pissa", True])
+def test_what_cannot_be_part_of_the_adapter_is_refused(tmp_path, init):
+    """What PEFT itself changed of the base weights is told from the network as it was, as what rounds changed is."""
+    net = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))
+    config = peft().LoraConfig(r=2, lora_alpha=4, target_modules=["0"], init_lora_weights=init)
+    wrapped = peft().get_peft_model(copy.deepcopy(net), config).eval()
+    if init == "pissa":
+        with pytest.raises(MisconfigurationException, match="init_lora_weights='pissa' changed the base weights"):
+            export_adapter(wrapped, tmp_path / "adapter")
+    inputs = torch.randn(7, 6)
+    export_adapter(wrapped, tmp_path / "adapter", base=net)
+    loaded = peft().PeftModel.from_pretrained(copy.deepcopy(net), tmp_path / "adapter").eval()
+    torch.testing.assert_close(loaded(inputs), wrapped(inputs), rtol=1e-5, atol=1e-5)
+    wrapped.train()(inputs)
+    with pytest.raises(MisconfigurationException, match=r"1\.running_mean, 1\.running_var.* differ from those of base"):
+        export_adapter(wrapped, tmp_path / "other", base=net)
+    assert not (tmp_path / "other").exists()
+
+
+def test_one_of_several_adapters_is_written(tmp_path):
+    net = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4))
+    config = peft().LoraConfig(r=2, target_modules=["0"], init_lora_weights=False)
+    wrapped = peft().get_peft_model(copy.deepcopy(net), config)
+    wrapped.add_adapter("second", peft().LoraConfig(r=3, target_modules=["1"], init_lora_weights=False))
+    inputs = torch.randn(7, 6)
+    for name, rank in (("default", 2), ("second", 3)):
+        wrapped.set_adapter(name)
+        for adapter in (None, name):
+            assert config_of(export_adapter(wrapped, tmp_path / name, base=net, adapter=adapter))["r"] == rank
+        loaded = peft().PeftModel.from_pretrained(copy.deepcopy(net), tmp_path / name)
+        torch.testing.assert_close(loaded(inputs), wrapped(inputs))
+    with pytest.raises(MisconfigurationException, match="adapter is 'third', and the model has default, second"):
+        export_adapter(wrapped, tmp_path / "third", adapter="third")
+    with pytest.raises(MisconfigurationException, match="is for a model that PEFT wrapped"):
+        export_adapter(net, tmp_path / "third", adapter="third")

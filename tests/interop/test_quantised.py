@@ -1,0 +1,189 @@
+"""Quantised bases: no operator touches their weights, and what it changes is kept beside them.
+
+The stand-in keeps integers and a scale, as bitsandbytes' layers do. Those of bitsandbytes and torchao are tested where
+they are installed.
+"""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from lightning_lowrank import (
+    CoLR,
+    FederatedLoop,
+    FedEx,
+    FedLoRA,
+    FLoRA,
+    FromIndices,
+    ProductSum,
+    SumProduct,
+    TrainedCheckpoints,
+    export_adapter,
+)
+from tests.grids import daily
+from tests.helpers import Data, Module, fit, trainer
+from tests.interop.helpers import peft
+
+CLIENTS = [list(range(40)), list(range(40, 60)), list(range(60, 103))]
+KINDS = ["stand-in", "4bit", "8bit", "torchao"]
+
+
+class StandIn(nn.Linear):
+    """A linear layer whose weight is of 8 bits, with one scale."""
+
+    def __init__(self, linear):
+        super().__init__(linear.in_features, linear.out_features)
+        scale = linear.weight.detach().abs().max() / 127
+        self.weight = nn.Parameter((linear.weight.detach() / scale).round().to(torch.int8), requires_grad=False)
+        self.bias = nn.Parameter(linear.bias.detach().clone())
+        self.scale = float(scale)
+
+    def dense(self):
+        return self.weight.float() * self.scale
+
+    def forward(self, inputs):
+        return F.linear(inputs, self.dense(), self.bias)
+
+
+def network():
+    # Sides that bitsandbytes' kernels for processors take.
+    return nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4))
+
+
+def quantised(kind):
+    """Return a network whose middle layer is quantised."""
+    torch.manual_seed(0)
+    net = network()
+    if kind == "torchao":
+        torchao = pytest.importorskip("torchao.quantization")
+        torchao.quantize_(net, torchao.Int8WeightOnlyConfig(), filter_fn=lambda layer, name: name == "2")
+        return net
+    bnb = None if kind == "stand-in" else pytest.importorskip("bitsandbytes")
+    old = net[2]
+    if bnb is None:
+        net[2] = StandIn(old)
+        return net
+    sides = old.in_features, old.out_features
+    if kind == "4bit":
+        net[2] = bnb.nn.Linear4bit(*sides, compute_dtype=torch.float32, quant_type="nf4")
+    else:
+        net[2] = bnb.nn.Linear8bitLt(*sides, has_fp16_weights=False)
+    net[2].load_state_dict(old.state_dict())
+    # As transformers says of the models that it loads.
+    setattr(net, f"is_loaded_in_{kind}", True)
+    return net.to("cpu")
+
+
+def dequantised(kind):
+    """Return the dense network of the same function."""
+    net, plain = quantised(kind), network()
+    with torch.no_grad():
+        for place, layer in enumerate(net):
+            if not isinstance(layer, nn.Linear):
+                continue
+            plain[place].bias.copy_(layer.bias)
+            if isinstance(layer, StandIn):
+                plain[place].weight.copy_(layer.dense())
+            else:
+                columns = layer(torch.eye(layer.in_features)) - layer.bias
+                plain[place].weight.copy_(columns.T)
+    return plain
+
+
+def wrap(net, **settings):
+    torch.manual_seed(1)
+    given = {"r": 2, "lora_alpha": 4, "target_modules": ["0", "2"], "modules_to_save": ["4"], **settings}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return peft().get_peft_model(net, peft().LoraConfig(**given))
+
+
+def federate(folder, net, operator, rounds=3, checkpoint=None, callbacks=(), module=None, **settings):
+    module = Module(wrap(net)) if module is None else module
+    loop = FederatedLoop(FedLoRA(operator), partition=FromIndices(CLIENTS), summary=False, **settings)
+    run = trainer(folder, loop, *callbacks, max_epochs=rounds, limit_val_batches=0)
+    fit(run, module, Data(), ckpt_path=checkpoint)
+    return run, module, loop
+
+
+def stored(net):
+    """Return the quantised weight's numbers."""
+    weight = next(
+        part.get_base_layer().weight for part in net.modules() if hasattr(part, "lora_A") and part.in_features == 64
+    )
+    return weight.dequantize() if weight.is_floating_point() else weight
+
+
+INPUTS = torch.randn(9, 6, generator=torch.Generator().manual_seed(2))
+
+
+@daily("FLoRA()-stand-in")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("operator", [ProductSum(), SumProduct(), FLoRA(), FedEx(), CoLR()], ids=repr)
+def test_a_quantised_base_trains_as_the_dense_one_of_the_same_function(tmp_path, operator, kind):
+    net = quantised(kind)
+    _, module, loop = federate(tmp_path, net, operator)
+    _, dense, plain = federate(tmp_path, dequantised(kind), operator)
+    assert torch.equal(stored(module), stored(wrap(quantised(kind))))
+    assert bool(loop.server.base.state.get("beside")) == operator.changes_base
+    # On processors, bitsandbytes rounds what goes into the layer too: to 8 bits, or to bfloat16 in evaluation.
+    near = {"rtol": 0, "atol": {"8bit": 0.1, "4bit": 0.02}.get(kind, 1e-4)}
+    with torch.no_grad():
+        outputs = module.net.eval()(INPUTS)
+        torch.testing.assert_close(outputs, dense.net.eval()(INPUTS), **near)
+        assert (outputs - dequantised(kind)(INPUTS)).abs().max() > 0.3
+    assert loop.ledger.state_dict()["total_up"] == plain.ledger.state_dict()["total_up"]
+
+    # The adapter is whole on a base that is quantised alike.
+    export_adapter(module, tmp_path / "adapter", base=quantised(kind))
+    loaded = peft().PeftModel.from_pretrained(quantised(kind), tmp_path / "adapter").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(INPUTS), outputs, rtol=1e-4, atol=1e-4 if kind != "8bit" else 1e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("operator", [FLoRA(), FedEx(), ProductSum()], ids=repr)
+def test_a_run_on_a_quantised_base_resumes_exactly(tmp_path, operator, kind):
+    once, module, _ = federate(tmp_path, quantised(kind), operator, callbacks=[TrainedCheckpoints()])
+    first, _, _ = federate(tmp_path, quantised(kind), operator, rounds=2, callbacks=[TrainedCheckpoints()])
+    first.save_checkpoint(tmp_path / "two.ckpt")
+    _, resumed, _ = federate(
+        tmp_path, quantised(kind), operator, checkpoint=tmp_path / "two.ckpt", callbacks=[TrainedCheckpoints()]
+    )
+    with torch.no_grad():
+        assert torch.equal(resumed.net.eval()(INPUTS), module.net.eval()(INPUTS))
+    assert once.current_epoch == 3
+
+
+@pytest.mark.slow
+def test_the_change_becomes_a_matrix_once_that_has_fewer_numbers(tmp_path):
+    for rounds, slots in ((1, 6), (5, 30), (6, None)):
+        _, _, loop = federate(tmp_path, quantised("stand-in"), FLoRA(), rounds=rounds)
+        (parts,) = loop.server.base.state["beside"].values()
+        shapes = {name: tuple(value.shape) for name, value in parts.items()}
+        assert shapes == ({"product": (64, 64)} if slots is None else {"B": (64, slots), "A": (slots, 64)})
+
+
+@pytest.mark.slow
+def test_another_fit_goes_on_from_what_an_earlier_one_kept_beside(tmp_path):
+    _, module, _ = federate(tmp_path, quantised("stand-in"), FLoRA(), rounds=2)
+    with torch.no_grad():
+        before = module.net.eval()(INPUTS)
+    copied = copy.deepcopy(module)
+    federate(tmp_path, None, FLoRA(), rounds=0, module=module)
+    with torch.no_grad():
+        torch.testing.assert_close(module.net.eval()(INPUTS), before)
+        torch.testing.assert_close(copied.net.eval()(INPUTS), before)
+
+
+def test_what_cannot_keep_a_change_is_refused_before_the_first_round(tmp_path):
+    for settings, said in (({"use_dora": True}, "DoRA's norms would not have what is kept beside it"),):
+        module = Module(wrap(quantised("stand-in"), **settings))
+        with pytest.raises(MisconfigurationException, match=rf"FLoRA\(\) changes base weights, and layer .*{said}"):
+            federate(tmp_path, None, FLoRA(), module=module)
