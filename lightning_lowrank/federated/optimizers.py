@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_lowrank.federated.state import State
 from lightning_lowrank.optim import ProjectedAdamW, ProjectedSGD
+from lightning_lowrank.optim.deferred import CHANGE
 
 _SHARED = ("step", "mu_product")
 _ELEMENTWISE: list[type[Optimizer]] = [
@@ -130,7 +131,7 @@ def keep(optimizers: Sequence[Optimizer], state: State, place: int | None = None
             # Not the optimizer's own dictionary, whose tensors Lightning moves to the CPU at the end of a fit.
             index: dict(optimizer.state[parameter]) if place is None else _part(optimizer.state[parameter], place)
             for index, parameter in enumerate(_parameters_of(optimizer))
-            if parameter.requires_grad and parameter in optimizer.state
+            if parameter.requires_grad and optimizer.state.get(parameter, {CHANGE: None}).keys() != {CHANGE}
         }
         for number, optimizer in enumerate(optimizers)
     }
@@ -148,6 +149,8 @@ def _stack(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _part(state: Mapping[str, Any], place: int | None = None) -> dict[str, Any]:
+    # Weights of a client that is done have their changes.
+    state = {name: value for name, value in state.items() if name != CHANGE}
     return _copied(state, lambda name: (state[name] if place is None else state[name][place]).clone())
 
 

@@ -7,7 +7,7 @@ coefficients ``G P``, and turns its step ``D`` into the change ``D Pᵀ``. The a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import cache, partial
 from typing import Any, ClassVar, Literal
@@ -18,6 +18,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from lightning_lowrank.arguments import check_choice, check_integer, check_number, plain
 from lightning_lowrank.haar import haar_basis
+from lightning_lowrank.optim.deferred import CHANGE, Deferred
 from lightning_lowrank.seeding import generator
 
 _autocasts = cache(torch.amp.is_autocast_available)
@@ -48,10 +49,12 @@ class ProjectedOptimizer(Optimizer, ABC):
         self._projections: dict[int, tuple[tuple[Any, ...], Tensor]] = {}
         # What the last step went by, and its projection, so that the next one has less to look at.
         self._entered: dict[int, tuple[tuple[Any, ...], Tensor | None]] = {}
+        # The state's coefficients of deferred steps, and what takes their gradients.
+        self._deferred: dict[int, tuple[Tensor, Deferred]] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._projections, self._entered = {}, {}
+        self._projections, self._entered, self._deferred = {}, {}, {}
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group of parameters, with options of its own where it has any.
@@ -91,6 +94,98 @@ class ProjectedOptimizer(Optimizer, ABC):
                 "whose moments have another shape; start it without a state."
             )
         super().load_state_dict(state_dict)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, or set them to zero, as torch's optimizers do; those of deferred steps are dropped."""
+        super().zero_grad(set_to_none)
+        for _, deferred in self._deferred.values():
+            deferred.change.grad = None
+
+    def defer(self, parameters: Iterable[Tensor]) -> list[tuple[Tensor, Deferred]]:
+        """Keep the next steps of some weights apart from them, where that is possible, until :meth:`fold`.
+
+        Whoever runs the forward pass computes with ``W + C Pᵀ`` in place of each weight that is returned, and has the
+        gradient of ``C`` in ``C.grad``, and none in ``W.grad``, when :meth:`step` is called. Steps are the same up to
+        rounding. Possible are random subspaces, for matrices without weight decay, except at a step that refreshes
+        them; the changes of other weights are folded.
+
+        Args:
+            parameters: Parameters of this optimizer. Nothing may look at their values or gradients meanwhile.
+
+        Returns:
+            The weights whose steps are deferred, and for each ``P`` and ``C``.
+        """
+        wanted = {id(parameter) for parameter in parameters}
+        found: list[tuple[Tensor, Deferred]] = []
+        index = -1
+        for group in self.param_groups:
+            interval = group["refresh_interval"]
+            possible = (
+                group["subspace"] == "random"
+                and group["weight_decay"] == 0
+                and (interval is None or group["steps_since_refresh"] < interval)
+            )
+            for parameter in group["params"]:
+                index += 1
+                if id(parameter) not in wanted:
+                    continue
+                if possible and parameter.ndim - group["stacked"] == 2 and not _is_dense(group, parameter):
+                    found.append((parameter, self._defer(group, index, parameter)))
+                else:
+                    self._fold(group, index, parameter, 0)
+        return found
+
+    def _defer(self, group: Group, index: int, parameter: Tensor) -> Deferred:
+        state = self.state[parameter]
+        if CHANGE not in state:
+            state[CHANGE] = parameter.new_zeros(*parameter.shape[:-1], group["rank"], requires_grad=False)
+        known = self._deferred.get(index)
+        if known is None or known[0] is not state[CHANGE]:
+            basis = self._random_projection(group, parameter, index, group["seed"], group["refresh_number"])
+            leaf = state[CHANGE].detach().requires_grad_()
+            known = self._deferred[index] = state[CHANGE], Deferred(basis, leaf)
+        return known[1]
+
+    @torch.no_grad()
+    def fold(self, first: int = 0) -> None:
+        """Add the changes by deferred steps to their weights.
+
+        Args:
+            first: Where parameters are stacks, the first client whose weights get theirs.
+        """
+        index = -1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                index += 1
+                self._fold(group, index, parameter, first)
+
+    @torch.no_grad()
+    def _fold(self, group: Group, index: int, parameter: Tensor, first: int) -> None:
+        change = self.state.get(parameter, {}).get(CHANGE)
+        if change is None:
+            return
+        basis = self._random_projection(group, parameter, index, group["seed"], group["refresh_number"])
+        if first < len(change):
+            add_product(parameter[first:], change[first:], basis.mT)
+            change[first:].zero_()
+        if first == 0:
+            self._deferred.pop(index, None)
+            del self.state[parameter][CHANGE]
+            if not self.state[parameter]:
+                del self.state[parameter]
+
+    def _gradient_of_change(self, index: int, parameter: Tensor) -> Tensor | None:
+        """Return the gradient of a weight's deferred change, if it has one."""
+        known = self._deferred.get(index)
+        if known is None or known[0] is not self.state.get(parameter, {}).get(CHANGE):
+            return None
+        gradient = known[1].change.grad
+        if parameter.grad is not None:
+            raise RuntimeError(
+                "a weight whose steps are deferred has a gradient of its own: something has computed with it, and not"
+                " with its change."
+            )
+        return gradient
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -138,6 +233,7 @@ class ProjectedOptimizer(Optimizer, ABC):
         """
         if seed is not None:
             check_integer("seed", seed, least=None)
+        self.fold()
         for group in self.param_groups:
             if seed is not None:
                 group["seed"] = seed
@@ -206,23 +302,31 @@ class ProjectedOptimizer(Optimizer, ABC):
     def _step_group(self, group: Group, first: int) -> None:
         interval = group["refresh_interval"]
         if interval is not None and group["steps_since_refresh"] >= interval:
+            self.fold()
             self._refresh_group(group, group["refresh_number"] + 1)
         group["steps_since_refresh"] += 1
 
         dense: list[Tensor] = []
         projected: list[Tensor] = []
         projections: list[Tensor] = []
+        deferred: list[tuple[Tensor, Tensor, Tensor]] = []
         for position, parameter in enumerate(group["params"]):
-            if parameter.grad is None:
+            gradient = self._gradient_of_change(first + position, parameter)
+            if parameter.grad is None and gradient is None:
                 continue
             projection = self._projection_of_step(group, position, first + position)
-            if projection is None:
+            if gradient is not None:
+                deferred.append((parameter, self.state[parameter][CHANGE], gradient))
+            elif projection is None:
                 dense.append(parameter)
             else:
                 projected.append(parameter)
                 projections.append(projection)
         if dense:
             self._update(group, dense, dense, [p.grad for p in dense if p.grad is not None], group["weight_decay"])
+        if deferred:
+            parameters, targets, gradients = map(list, zip(*deferred, strict=True))
+            self._update(group, parameters, targets, gradients, 0.0)
         if not projected:
             return
         coefficients = [self._project(group, p, q) for p, q in zip(projected, projections, strict=True)]

@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from lightning_lowrank.optim import ProjectedAdamW, ProjectedSGD
+from lightning_lowrank.optim.deferred import DeferredSteps
 from lightning_lowrank.seeding import generator
-from tests.grids import daily, pairwise
+from tests.grids import all_pairs, daily, pairwise
 from tests.helpers import blobs
 
 MATRICES = [(6, 9), (9, 6), (2, 7), (4, 2, 3, 3), (5, 3, 3), (4, 2, 2, 2, 2)]
@@ -1208,3 +1209,90 @@ def test_projection_of_a_stranger_and_a_seed_of_a_wrong_kind_are_refused():
         optimizer.projection(torch.ones(6, 9))
     with pytest.raises(TypeError, match="seed must be an integer"):
         optimizer.refresh(seed="round 3")
+
+
+def deferring_run(kind, defers, steps=8, stop=None, rows=2, **options):
+    """Train two linear layers, the second of which a penalty takes as well; return their values and the optimizer."""
+    torch.manual_seed(0)
+    first, second = nn.Linear(24, 12).double(), nn.Linear(12, 9, bias=False).double()
+    params = [*first.parameters(), *second.parameters()]
+    optimizer = optimizer_of(kind, params, **options)
+    kept = []
+    for step in range(steps):
+        if step == stop:
+            # The weights without the last changes, which are in the state.
+            optimizer, old = optimizer_of(kind, params, **options), optimizer
+            optimizer.load_state_dict(saved_and_loaded(old.state_dict()))
+        inputs = torch.randn(rows, 24, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        optimizer.zero_grad()
+        found = dict(optimizer.defer([first.weight, second.weight])) if defers else {}
+        kept.append(len(found))
+        with DeferredSteps({id(weight): each for weight, each in found.items()}):
+            loss = second(first(inputs).relu()).square().mean() + 0.1 * second.weight.sin().sum()
+        loss.backward()
+        assert not any(weight.grad is not None for weight in found)
+        optimizer.step()
+    optimizer.fold()
+    return [param.detach() for param in params], optimizer.state_dict(), kept
+
+
+@daily()
+@pytest.mark.parametrize(
+    ("kind", "moments", "rows"),
+    all_pairs([ProjectedSGD, ProjectedAdamW], ["keep", "zero", "rotate"], [2, 100]),
+)
+def test_deferred_steps_are_the_steps(kind, moments, rows):
+    options = {"moments": moments, "weight_decay": 0.0, "rows": rows}
+    values, state, _ = deferring_run(kind, False, **options)
+    deferred, twin, kept = deferring_run(kind, True, **options)
+    torch.testing.assert_close(deferred, values, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(twin["state"], state["state"], rtol=1e-9, atol=1e-12)
+    # All but the steps that enter a new subspace.
+    assert kept == [2, 2, 2, 0, 2, 2, 0, 2]
+    for stop in (2, 4):
+        torch.testing.assert_close(deferring_run(kind, True, stop=stop, **options)[0], deferred, rtol=0, atol=0)
+
+
+def test_steps_that_depend_on_the_weight_are_not_deferred():
+    for options in ({"weight_decay": 0.1}, {"subspace": "gradient"}, {"rank": None}, {"rank": 30}):
+        _, _, kept = deferring_run(ProjectedSGD, True, steps=1, **options)
+        assert kept == [0]
+
+
+def test_a_new_seed_takes_deferred_steps_along():
+    layer, inputs = nn.Linear(24, 12).double(), torch.ones(2, 24, dtype=torch.float64)
+    optimizer = optimizer_of(ProjectedSGD, layer.parameters(), refresh_interval=None)
+    start, basis = layer.weight.detach().clone(), optimizer.projection(layer.weight)
+    ((weight, deferred),) = optimizer.defer(layer.parameters())
+    with DeferredSteps({id(weight): deferred}):
+        layer(inputs).sum().backward()
+    optimizer.step()
+    assert_same(layer.weight.detach(), start)
+    optimizer.refresh(seed=8)
+    expected = start - 0.05 * torch.ones(12, 2, dtype=torch.float64) @ inputs @ basis @ basis.T
+    torch.testing.assert_close(layer.weight.detach(), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda weight: weight.data.add_(1),
+        lambda weight: weight.add_(1),
+        lambda weight: torch.autograd.grad(weight.sum(), weight),
+    ],
+)
+def test_a_step_that_needs_the_weight_itself_is_refused_where_steps_are_deferred(use):
+    layer = nn.Linear(24, 12)
+    ((weight, deferred),) = optimizer_of(ProjectedSGD, layer.parameters()).defer(layer.parameters())
+    with DeferredSteps({id(weight): deferred}), pytest.raises(NotImplementedError, match="kept apart"):
+        use(weight)
+    assert weight.shape == (12, 24)
+
+
+def test_a_gradient_beside_that_of_a_deferred_change_is_refused():
+    layer = nn.Linear(24, 12)
+    optimizer = optimizer_of(ProjectedSGD, layer.parameters())
+    optimizer.defer(layer.parameters())
+    layer(torch.ones(2, 24)).sum().backward()
+    with pytest.raises(RuntimeError, match="has a gradient of its own"):
+        optimizer.step()

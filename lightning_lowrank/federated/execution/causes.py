@@ -7,9 +7,12 @@ from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, Precision
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from lightning_lowrank.federated.algorithm import Algorithm, inherits
 from lightning_lowrank.federated.data.sampling import NeedsPoissonBatches
 from lightning_lowrank.federated.optimizers import acts_elementwise
 from lightning_lowrank.internals.lightning import overrides
@@ -25,6 +28,12 @@ _HOOKS = (
     "on_after_backward",
     "on_before_optimizer_step",
 )
+_OF_GRADIENTS = (
+    *("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step", "backward"),
+    *("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping"),
+)
+_AROUND_STEPS = ("on_train_batch_start", "on_train_batch_end")
+_PACKAGES = ("lightning.pytorch.", "pytorch_lightning.", "lightning_lowrank.")
 _CAUSES: tuple[tuple[str, str], ...] = (
     (
         r"\.item\(\)|data pointer of Tensor that|Can't detach views in-place",
@@ -88,6 +97,30 @@ class ActsOnStacks(Protocol):
 
     def on_before_stacked_step(self, module: pl.LightningModule, stacks: Mapping[str, Tensor]) -> None:
         """Change the gradients of stacks ``[clients, …]`` of trained parameters by name."""
+
+
+def steps_are_seen(trainer: Any, algorithm: Algorithm) -> bool:
+    """Return whether something beside the optimizer may look at steps' gradients and at weights between steps."""
+    module = trainer.lightning_module
+    if (
+        not inherits(algorithm, "before_step")
+        or not inherits(algorithm, "local_update")
+        or not module.automatic_optimization
+        or trainer.accumulate_grad_batches != 1
+        or trainer.gradient_clip_val
+        or type(trainer.precision_plugin) not in (Precision, DoublePrecision, HalfPrecision)
+        or not (type(trainer.strategy) is SingleDeviceStrategy or getattr(trainer.strategy, "steps_alone", False))
+        # Executions stand in the place of some of them on the instance.
+        or any(getattr(type(module), hook) is not getattr(pl.LightningModule, hook) for hook in _OF_GRADIENTS)
+        or any(overrides(module, hook) for hook in _AROUND_STEPS)
+    ):
+        return True
+    for callback in trainer.callbacks:
+        ours = type(callback).__module__.startswith(_PACKAGES)
+        hooks = _OF_GRADIENTS[:4] if ours else _OF_GRADIENTS[:4] + _AROUND_STEPS
+        if callback.state_key != "FederatedLoop" and any(overrides(callback, hook) for hook in hooks):
+            return True
+    return False
 
 
 def unsupported_reason(trainer: Any, module: pl.LightningModule) -> str:

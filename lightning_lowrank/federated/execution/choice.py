@@ -19,7 +19,7 @@ from lightning_lowrank.federated.data.loader import RoundLoader
 from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.data.rounds import RoundData
 from lightning_lowrank.federated.execution.base import Execution
-from lightning_lowrank.federated.execution.causes import cause_of, unsupported_reason
+from lightning_lowrank.federated.execution.causes import cause_of, steps_are_seen, unsupported_reason
 from lightning_lowrank.federated.execution.distributed import ClientParallelStrategy
 from lightning_lowrank.federated.execution.graphs import WORTH_COMPILING, StepGraphs, steps_left
 from lightning_lowrank.federated.execution.memory import chunk_size_that_fits
@@ -76,7 +76,9 @@ def choose_execution(
         faster = not reason
         if faster:
             size = coordinator.settings.chunk_size or fitting()
-            faster, reason = _vectorized_is_faster(trainer, data, size)
+            faster, reason = _vectorized_is_faster(
+                trainer, data, size, not steps_are_seen(trainer, coordinator.algorithm)
+            )
         if processes is not None:
             faster, reason = processes.broadcast((faster, reason))
         wanted = Vectorized.name if faster else Sequential.name
@@ -119,14 +121,14 @@ def _compiles(
     return steps_left(trainer, data.planner.plan(trainer.current_epoch).trained) >= WORTH_COMPILING
 
 
-def _vectorized_is_faster(trainer: Any, data: RoundData, size: int) -> tuple[bool, str]:
+def _vectorized_is_faster(trainer: Any, data: RoundData, size: int, defers: bool) -> tuple[bool, str]:
     """Return whether clients are faster together, by some steps of the first round that leave no trace, and why."""
     module = trainer.lightning_module
     loader = data.loader
     plan = dataclasses.replace(data.planner, chunk_size=max(2, size), process=0, processes=1).plan(0)
     data.randomness.open()
     try:
-        seconds = time_both(trainer, module, plan.chunks[0], loader)
+        seconds = time_both(trainer, module, plan.chunks[0], loader, defers)
     except MisconfigurationException as error:
         return False, str(error)
     except Exception as error:
@@ -138,8 +140,17 @@ def _vectorized_is_faster(trainer: Any, data: RoundData, size: int) -> tuple[boo
     return seconds[1] < seconds[0], f"a client's step takes {milliseconds[0]} alone and {milliseconds[1]} together"
 
 
-def time_both(trainer: Any, module: pl.LightningModule, chunk: Chunk, loader: RoundLoader) -> tuple[float, float]:
+def time_both(
+    trainer: Any, module: pl.LightningModule, chunk: Chunk, loader: RoundLoader, defers: bool
+) -> tuple[float, float]:
     """Time a client's step alone and in a chunk; values, optimizer states and logs are as they were afterwards.
+
+    Args:
+        trainer: The trainer, with its optimizers set up.
+        module: Its module.
+        chunk: The clients.
+        loader: Reads their batches.
+        defers: Whether a projected optimizer may defer its steps while clients step together.
 
     Returns:
         Seconds of a client's step: where clients train one after another, and where they step together.
@@ -152,7 +163,7 @@ def time_both(trainer: Any, module: pl.LightningModule, chunk: Chunk, loader: Ro
         left = steps_left(trainer, chunk.steps)
         # The graphs of the fit itself are traced again, where more is known of its steps.
         graphs = StepGraphs(module, (), lambda: left)
-        stack = ClientStack(trainer, module, trained_tensors(module), len(chunk.clients), graphs=graphs)
+        stack = ClientStack(trainer, module, trained_tensors(module), len(chunk.clients), graphs=graphs, defers=defers)
         try:
             in_chunk = _seconds(
                 trainer, module, together, lambda step: stack.narrow(chunk.active(step)), stack.gradients

@@ -8,8 +8,9 @@ itself keeps the global model.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -36,10 +37,12 @@ from lightning_lowrank.federated.optimizers import fresh_state, is_shared
 from lightning_lowrank.federated.state import State
 from lightning_lowrank.internals.torch import is_mapped, own_buffers, own_parameters
 from lightning_lowrank.internals.tracing import Untraceable
+from lightning_lowrank.optim import ProjectedOptimizer
+from lightning_lowrank.optim.deferred import Deferred, DeferredSteps
 
 Parts = Sequence[tuple[Places, Any]]
-Stacks = tuple[dict[str, Tensor], State, Any]
-Run = Callable[[dict[str, Tensor], State, Any], tuple[Tensor, dict[str, Tensor]]]
+Stacks = tuple[dict[str, Tensor], dict[str, Tensor], State, Any]
+Run = Callable[[dict[str, Tensor], dict[str, Tensor], State, Any], tuple[Tensor, dict[str, Tensor]]]
 
 Objective = Callable[[Mapping[str, Tensor], State, Any, Callable[[], Any]], Any]
 """Runs one client's objective, given its values by name, its round state, its batch, and its training step."""
@@ -80,6 +83,7 @@ class ClientStack(Untraced):
         watch: Looks what steps leave on the module; by default one that begins here.
         falls_back: Whether clients make their steps one after another once these cannot be mapped.
         graphs: The graphs of the fit's steps, if there are any.
+        defers: Whether nobody sees weights between steps, so that a projected optimizer may defer its own.
     """
 
     def __init__(
@@ -92,6 +96,7 @@ class ClientStack(Untraced):
         watch: Watch | None = None,
         falls_back: bool = False,
         graphs: StepGraphs | None = None,
+        defers: bool = False,
     ) -> None:
         self._trainer = trainer
         self._graphs = graphs
@@ -106,6 +111,7 @@ class ClientStack(Untraced):
         self._objective = objective
         self.round_state: State = {}
         self._homes = _homes(module, {tensor: name for name, tensor in live.items()})
+        self._deferrable = self._weights_of_linear_layers() if defers else []
         rest = [*module.named_parameters(), *module.named_buffers()] if graphs is not None else []
         self.shared = _homes(module, {tensor: name for name, tensor in rest if name not in live})
         self.form = tuple(
@@ -118,6 +124,7 @@ class ClientStack(Untraced):
             name: self.values[name].detach().requires_grad_() for name, value in live.items() if value.requires_grad
         }
         leaf_of = {value: self.leaves[name] for name, value in live.items() if name in self.leaves}
+        self._bases: dict[str, tuple[Tensor, Tensor]] = {}
         self._unmapped = Unmapped(module)
         self._parameters: list[tuple[dict[str, Any], list[Tensor]]] = []
         for optimizer in trainer.optimizers:
@@ -180,6 +187,40 @@ class ClientStack(Untraced):
                     optimizer.state[new] = state
         self.active = active
 
+    def _weights_of_linear_layers(self) -> list[str]:
+        """Name the weights of torch's own linear layers that no other part of the module holds."""
+        holders = Counter(name for _, _, name in self._homes)
+        layers = [own_parameters(part) for part in self._module.modules() if type(part) is nn.Linear]
+        found = (name for table, key, name in self._homes if key == "weight" and any(table is each for each in layers))
+        return [name for name in found if holders[name] == 1]
+
+    def deferred(self) -> dict[str, Deferred]:
+        """Return by name the weights whose changes are kept apart in the next step."""
+        if not self._deferrable:
+            return {}
+        names = {id(self.leaves[name]): name for name in self._deferrable if name in self.leaves}
+        found: dict[str, Deferred] = {}
+        for optimizer in self._trainer.optimizers:
+            if isinstance(optimizer, ProjectedOptimizer):
+                each = optimizer.defer(self.leaves[name] for name in names.values())
+                found.update({names[id(leaf)]: deferred for leaf, deferred in each})
+        return {name: each._replace(projection=self._placed(name, each.projection)) for name, each in found.items()}
+
+    def _placed(self, name: str, basis: Tensor) -> Tensor:
+        """Return a projection where captured steps find it, in each round."""
+        if self._captures.recorder is None:
+            return basis
+        known = self._bases.get(name)
+        if known is None or known[0] is not basis:
+            known = self._bases[name] = basis, self._captures.place(f"projection.{name}", basis, 1)[0]
+        return known[1]
+
+    def fold(self, first: int = 0) -> None:
+        """Give the weights of the clients from place ``first`` on their changes that are kept apart."""
+        for optimizer in self._trainer.optimizers if self._deferrable else ():
+            if isinstance(optimizer, ProjectedOptimizer):
+                optimizer.fold(first)
+
     def close(self) -> None:
         """Give the optimizers their own parameters back, and the module its methods."""
         for group, parameters in self._parameters:
@@ -217,9 +258,9 @@ class ClientStack(Untraced):
         if mapped:
             self._watch.before_step()
         total: Tensor | None = None
-        logged = _Logged()
+        logged, deferred = _Logged(), self.deferred()
         for places, batch in parts:
-            part = _Part(self, places, batch, batch_idx, logged.settings, apart=len(parts) > 1)
+            part = _Part(self, places, batch, batch_idx, logged.settings, deferred, apart=len(parts) > 1)
             losses, values = part.mapped()
             part.put_back()
             if len(places.numbers) > 1:
@@ -241,21 +282,21 @@ class ClientStack(Untraced):
         """
         if self._graphs is None or self._graphs.reason or not self._watch.settled or not self._watch.mapped:
             return None
-        logged = _Logged()
+        logged, deferred = _Logged(), self.deferred()
         found = []
         for places, batch in parts:
-            part = _Part(self, places, batch, batch_idx, logged.settings)
+            part = _Part(self, places, batch, batch_idx, logged.settings, deferred)
             replay = part.find(self._graphs)
             if replay is None:
                 return None
             found.append((part, replay))
-        for leaf in self.leaves.values():
+        for leaf in (*self.leaves.values(), *(each.change for each in deferred.values())):
             leaf.grad = None
         total: Tensor | None = None
         for part, replay in found:
             losses, gradients, values = part.replayed(replay)
-            for name, gradient in gradients.items():
-                part.give(self.leaves[name], gradient)
+            for (name, of_change), gradient in gradients.items():
+                part.give(deferred[name].change if of_change else self.leaves[name], gradient)
             total = losses.sum() if total is None else total + losses.sum()
             if len(found) > 1:
                 # Captured steps share memory, so that another part's may overwrite them.
@@ -285,6 +326,7 @@ class ClientStack(Untraced):
     def run(
         self,
         values: Mapping[str, Tensor],
+        deferred: Mapping[str, Deferred],
         state: State,
         batch: Any,
         batch_idx: int,
@@ -294,6 +336,7 @@ class ClientStack(Untraced):
 
         Args:
             values: The client's values by name.
+            deferred: Its weights' changes that are kept apart.
             state: Its round state.
             batch: Its batch.
             batch_idx: Passed on.
@@ -305,7 +348,10 @@ class ClientStack(Untraced):
             return self._step(*arguments)
 
         # Inside the map, for its own checks of its arguments would all pass through the mode.
-        products = StackedProducts() if any(map(is_mapped, values.values())) else nullcontext()
+        changes = {id(values[name]): each for name, each in deferred.items()}
+        products: AbstractContextManager[Any] = DeferredSteps(changes) if changes else nullcontext()
+        if any(map(is_mapped, values.values())):
+            products = StackedProducts(changes)
         with products, captured_logs(self._module, settings, _refuse_metric) as captured, self._in_place(values):
             output = own_step() if self._objective is None else self._objective(values, state, batch, own_step)
         loss = loss_of(output)
@@ -320,15 +366,17 @@ class ClientStack(Untraced):
 
     def mapped(self, run: Run, stacks: Stacks) -> tuple[Tensor, dict[str, Tensor]]:
         """Map a client's step over clients; return their losses, and what they log."""
-        named, state, batch = stacks
+        named, changes, state, batch = stacks
 
-        def of_one(values: dict[str, Tensor], state: State, tensors: list[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        def of_one(
+            values: dict[str, Tensor], changes: dict[str, Tensor], state: State, tensors: list[Tensor]
+        ) -> tuple[Tensor, dict[str, Tensor]]:
             mapped = iter(tensors)
-            return run(values, state, apply_to_collection(batch, Tensor, lambda _: next(mapped)))
+            return run(values, changes, state, apply_to_collection(batch, Tensor, lambda _: next(mapped)))
 
         # Gradient checkpointing would take the step's tensors up again outside of the map.
         with nullcontext() if self.measured else disable_saved_tensors_hooks("saved tensors hooks"):
-            return vmap(of_one, randomness="different")(named, state, tensors_in(batch))
+            return vmap(of_one, randomness="different")(named, changes, state, tensors_in(batch))
 
     def over_clients(self, run: Run, stacks: Stacks) -> tuple[Tensor, dict[str, Tensor]]:
         """Map a client's step over clients, or make it for one after another where that is the way out.
@@ -482,6 +530,7 @@ class _Part:
         batch: Any,
         batch_idx: int,
         settings: dict[str, dict[str, Any]],
+        deferred: Mapping[str, Deferred],
         apart: bool = False,
     ) -> None:
         self.places = places
@@ -491,6 +540,8 @@ class _Part:
         rows_needed = apart or not places.contiguous
         self._rows = torch.tensor(numbers).to(stack.device, non_blocking=True) if rows_needed else None
         self._named = {name: self._select(stack.leaves.get(name, value)) for name, value in stack.values.items()}
+        self._changes = {name: self._select(each.change) for name, each in deferred.items()}
+        self._projections = {name: each.projection for name, each in deferred.items()}
         self._state = apply_to_collection(stack.round_state, Tensor, self._select) if stack.round_state else {}
 
         self._way = stack.one_by_one if len(numbers) == 1 else stack.mapped
@@ -500,12 +551,15 @@ class _Part:
             return tensor.index_select(0, self._rows.to(tensor.device, non_blocking=True))
         return tensor if len(tensor) == len(self.places.numbers) else tensor[self._chosen]
 
-    def _run(self, values: dict[str, Tensor], state: State, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        return self._stack.run(values, state, batch, self.number, self._settings)
+    def _run(
+        self, values: dict[str, Tensor], changes: dict[str, Tensor], state: State, batch: Any
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        deferred = {name: Deferred(self._projections[name], change) for name, change in changes.items()}
+        return self._stack.run(values, deferred, state, batch, self.number, self._settings)
 
     def mapped(self) -> tuple[Tensor, dict[str, Tensor]]:
         """Map the step over the clients; return their losses, and what they log."""
-        return self._stack.over_clients(self._run, (self._named, self._state, self._batch))
+        return self._stack.over_clients(self._run, (self._named, self._changes, self._state, self._batch))
 
     def put_back(self) -> None:
         """Write what the step has changed in copies of buffers and round states back to the stacks."""
@@ -534,12 +588,14 @@ class _Part:
         try:
             alone = len(self.places.numbers) == 1
             forms = form_of(self._batch, samples), form_of(self._state, -1)
-            form = stack.form, alone, forms, torch.is_autocast_enabled(stack.device.type)
+            deferred = tuple((name, each.shape) for name, each in self._projections.items())
+            form = stack.form, alone, forms, deferred, torch.is_autocast_enabled(stack.device.type)
         except Untraceable as error:
             graphs.give_up(str(error))
             return None
         batches, shared = tensors_in(self._batch), [table[key] for table, key, _ in stack.shared]
-        tensors = [*self._named.values(), *tensors_in(self._state), *batches, *shared]
+        shared += self._projections.values()
+        tensors = [*self._named.values(), *self._changes.values(), *tensors_in(self._state), *batches, *shared]
 
         def sizes() -> list[list[str | None] | None]:
             """Name the sizes of the tensors' dimensions that may vary."""
@@ -561,19 +617,31 @@ class _Part:
         """Return losses, gradients and what is logged, and what the names of these are."""
         stack, given = self._stack, iter(tensors)
         values = {name: next(given) for name in self._named}
-        leaves = [name for name in values if name in stack.leaves]
-        values |= {name: values[name].detach().requires_grad_() for name in leaves}
+        wanted = {(name, False): values[name].detach().requires_grad_() for name in values if name in stack.leaves}
+        wanted |= {(name, True): next(given).detach().requires_grad_() for name in self._changes}
+        values |= {name: leaf for (name, of_change), leaf in wanted.items() if not of_change}
+        changes = {name: leaf for (name, of_change), leaf in wanted.items() if of_change}
         state = apply_to_collection(self._state, Tensor, lambda _: next(given)) if self._state else {}
         batch = apply_to_collection(self._batch, Tensor, lambda _: next(given))
-        with torch.enable_grad(), _held(stack.shared, list(given)):
-            losses, logged = self._way(self._run, (values, state, batch))
-            gradients = torch.autograd.grad(losses.sum(), [values[name] for name in leaves], allow_unused=True)
-        found = {name: each for name, each in zip(leaves, gradients, strict=True) if each is not None}
+        shared = [next(given) for _ in stack.shared]
+        before, self._projections = self._projections, dict(zip(self._projections, given, strict=True))
+        try:
+            with torch.enable_grad(), _held(stack.shared, shared):
+                losses, logged = self._way(self._run, (values, changes, state, batch))
+                gradients = torch.autograd.grad(losses.sum(), list(wanted.values()), allow_unused=True)
+        finally:
+            self._projections = before
+        found = {key: each for key, each in zip(wanted, gradients, strict=True) if each is not None}
         said = {name: {**self._settings[name], "batch_size": None} for name in logged}
         return [losses.detach(), *found.values(), *logged.values()], (list(found), said)
 
-    def replayed(self, replay: Callable[[], Results]) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        """Make the step by its graph; return the losses, the gradients by name, and what is logged."""
+    def replayed(
+        self, replay: Callable[[], Results]
+    ) -> tuple[Tensor, dict[tuple[str, bool], Tensor], dict[str, Tensor]]:
+        """Make the step by its graph; return the losses, the gradients, and what is logged.
+
+        Gradients have the weight's name, and whether they are those of its change.
+        """
         results, (used, said) = replay()
         self.put_back()
         for name, settings in said.items():

@@ -7,7 +7,7 @@ in several passes, take longer than the clients' own steps one after another; wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 from weakref import ReferenceType, ref
@@ -21,11 +21,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from lightning_lowrank.internals.torch import is_mapped, map_level, mapped, stack_of
+from lightning_lowrank.optim.deferred import Deferred, DeferredWeights, changes_in_place
 
 _CONVOLUTIONS = {F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}
 _NUMBERS = {Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__, Tensor.item, Tensor.tolist}
-
-_IN_PLACE = {"__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "and", "or", "xor", "pow"))}
 
 
 class StackedProducts(TorchFunctionMode):
@@ -46,6 +45,8 @@ class StackedProducts(TorchFunctionMode):
     - ``bool()``, ``item()`` and the like of a tensor that is the same for all clients: torch refuses them all. Here
       they give the number.
 
+    Weights whose changes are kept apart are computed with as `DeferredSteps` does.
+
     Everything else, a weight that all clients share, other devices, and functions inside further transforms of
     `torch.func` are left to torch, and all of it in a torch that does not tell which tensors are mapped. The results
     are those of torch's own way up to rounding. Convolutions and batch normalisations can't be differentiated twice.
@@ -54,18 +55,21 @@ class StackedProducts(TorchFunctionMode):
     client's. There it returns a copy. To change one of the two in place is refused while the other is still held.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, deferred: Mapping[int, Deferred] | None = None) -> None:
         super().__init__()
+        self._weights = DeferredWeights(deferred or {})
         self._copies: list[tuple[ReferenceType[Tensor], ReferenceType[Tensor]]] = []
 
     def __torch_function__(
         self, function: Any, types: Any, arguments: tuple[Any, ...] = (), keywords: dict[str, Any] | None = None
     ) -> Any:
         keywords = keywords or {}
-        if self._copies and (keywords.get("inplace") or _changes_in_place(function)):
+        if function is not F.linear:
+            arguments, keywords = self._weights.changed(function, arguments, keywords)
+        if self._copies and (keywords.get("inplace") or changes_in_place(function)):
             self._refuse_to_tear_apart(arguments[0])
         if function is F.linear:
-            return _linear(*arguments, **keywords)
+            return self._linear(*arguments, **keywords)
         if function in _CONVOLUTIONS:
             return _convolution(function, *arguments, **keywords)
         if function is F.batch_norm:
@@ -81,6 +85,12 @@ class StackedProducts(TorchFunctionMode):
         if function in _NUMBERS:
             return function(_shared(*arguments))
         return function(*arguments, **keywords)
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        found = self._weights.apart(input, weight)
+        if found is None or not _is_of_clients(input, weight):
+            return _linear(input, self._weights.value(weight), self._weights.value(bias))
+        return _linear(input, weight.detach(), bias, found)
 
     def _view(self, tensor: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
         try:
@@ -100,18 +110,17 @@ class StackedProducts(TorchFunctionMode):
                 raise NotImplementedError("one of a tensor and its view() is changed in place, and both are used")
 
 
-def _changes_in_place(function: Any) -> bool:
-    name = getattr(function, "__name__", "")
-    return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
-
-
 def _storage(tensor: Tensor) -> int:
     return (stack_of(tensor) if is_mapped(tensor) else tensor).untyped_storage().data_ptr()
 
 
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _is_of_clients(input: Tensor, weight: Tensor) -> bool:
+    return input.ndim > 1 and is_mapped(weight) and map_level() == 1 and weight.ndim == 2
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, deferred: Deferred | None = None) -> Tensor:
     # A weight that all clients share is one product, which torch's own way makes of it.
-    if input.ndim < 2 or not is_mapped(weight) or map_level() != 1 or weight.ndim != 2:
+    if not _is_of_clients(input, weight):
         return F.linear(input, weight, bias)
     weights = stack_of(weight)
     inputs = stack_of(input) if is_mapped(input) else input.expand(len(weights), *input.shape)
@@ -121,6 +130,10 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     else:
         biases = stack_of(bias) if is_mapped(bias) else bias
         outputs = torch.baddbmm(biases.unsqueeze(-1), weights, rows)
+    if deferred is not None:
+        # One product of all clients' rows, for they share the subspace.
+        inside = rows.mT.flatten(0, 1) @ deferred.projection
+        outputs = torch.baddbmm(outputs, stack_of(deferred.change), inside.unflatten(0, rows.mT.shape[:2]).mT)
     outputs = outputs.mT
     return mapped(outputs.unflatten(1, inputs.shape[1:-1]) if inputs.ndim > 3 else outputs)
 

@@ -16,7 +16,7 @@ from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.execution.base import Execution
 from lightning_lowrank.federated.execution.captures import Captures, recorder_for
-from lightning_lowrank.federated.execution.causes import ActsOnStacks
+from lightning_lowrank.federated.execution.causes import ActsOnStacks, steps_are_seen
 from lightning_lowrank.federated.execution.graphs import StepGraphs, steps_left
 from lightning_lowrank.federated.execution.stack import ClientStack
 from lightning_lowrank.federated.execution.traces import Watch, hooks_around_steps, without_writing
@@ -86,7 +86,15 @@ class Vectorized(Execution):
         self._watch = self._watch or Watch(self.module)
         count, falls_back = len(chunk.clients), self.settings.execution == "auto"
         stack = self._stack = ClientStack(
-            self.trainer, self.module, self.live, count, run, self._watch, falls_back, self.graphs
+            self.trainer,
+            self.module,
+            self.live,
+            count,
+            run,
+            self._watch,
+            falls_back,
+            self.graphs,
+            defers=not steps_are_seen(self.trainer, self.algorithm),
         )
         self.chunk = chunk
         self.clients = self._contexts(chunk, stack.client)
@@ -103,8 +111,10 @@ class Vectorized(Execution):
         super().before_batch(number)
         assert self._stack is not None
         active = self.chunk.active(number)
-        self._keep_moments(active)
-        self._stack.narrow(active)
+        if active < self._stack.active:
+            self._stack.fold(active)
+            self._keep_moments(active)
+            self._stack.narrow(active)
         if self._own_objective:
             self._stack.round_state = slice_tree(self.round_state, slice(active))
 
@@ -158,6 +168,7 @@ class Vectorized(Execution):
     def close(self) -> dict[int, Exception]:
         """Hand over what the clients send."""
         assert self._stack is not None
+        self._stack.fold()
         self._keep_moments(0)
         if self._stack.keep_values():
             self.clients = [

@@ -98,10 +98,10 @@ def test_a_resumed_run_keeps_the_choice(tmp_path, monkeypatch):
 def test_both_ways_are_timed_without_a_trace(tmp_path, monkeypatch):
     seen = []
 
-    def timed(fitted, module, chunk, loader):
+    def timed(fitted, module, chunk, loader, defers):
         before = weights(module), [dict(group) for group in fitted.optimizers[0].param_groups]
         log = vars(module)["log"]
-        seconds = time_both(fitted, module, chunk, loader)
+        seconds = time_both(fitted, module, chunk, loader, defers)
         after = weights(module), [dict(group) for group in fitted.optimizers[0].param_groups]
         assert_close(before[0], after[0], tolerance=0)
         assert all(one["params"] == two["params"] for one, two in zip(before[1], after[1], strict=True))
@@ -154,7 +154,7 @@ RECORDED = ("losses", "steps", "last", "stats")
 def test_the_trial_leaves_no_trace(tmp_path, monkeypatch, fails):
     drawn = []
 
-    def timed(fitted, module, chunk, loader):
+    def timed(fitted, module, chunk, loader, defers):
         before, draws = everything(module), (module.draws.get_state(), module.luck.getstate())
         written = []
         monkeypatch.setattr(fitted.logger.experiment, "add_scalar", lambda *_: written.append(1))
@@ -162,7 +162,7 @@ def test_the_trial_leaves_no_trace(tmp_path, monkeypatch, fails):
         if fails:
             monkeypatch.setattr(choice, "_seconds", raises_at_the_end(choice._seconds))
         try:
-            return time_both(fitted, module, chunk, loader)
+            return time_both(fitted, module, chunk, loader, defers)
         finally:
             after = everything(module)
             assert repr(before[0]) == repr(after[0])

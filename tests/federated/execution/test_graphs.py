@@ -106,6 +106,7 @@ CASES = {
         "trainer": {"max_epochs": 2, "gradient_clip_val": 0.3},
     },
     "Adam, kept": {"module": partial(Module, optimizer=OPTIMIZERS["Adam"]), "optimizer_state": "keep"},
+    "ProjectedSGD": {"module": partial(Module, optimizer=OPTIMIZERS["ProjectedSGD"])},
     "BatchNorm": {"module": lambda: Module(network(norm=nn.BatchNorm1d)), "data_size": 6},
     "dropout": {"module": Dropped},
     "MOON": {"algorithm": partial(MOON, features="net.2")},

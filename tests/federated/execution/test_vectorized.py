@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -14,10 +14,12 @@ from lightning_lowrank import (
     FedAvg,
     FederatedLoop,
     FedMUD,
+    FedProx,
     FromIndices,
     LowRank,
     MatrixProduct,
 )
+from lightning_lowrank.federated.execution.stack import ClientStack
 from lightning_lowrank.federated.optimizers import _ELEMENTWISE
 from tests.federated.execution.runs import FORMS, OPTIMIZERS, UNEVEN, Double, Manual, assert_close, both, run
 from tests.grids import daily, in_turn
@@ -368,14 +370,16 @@ def test_dropout_differs_between_clients_and_repeats(tmp_path):
         assert torch.equal(seen[0][0], seen[0][1]) is (dropout == 0)
 
 
-@pytest.mark.parametrize(("form", "together"), [pytest.param("dense", None, marks=pytest.mark.slow), ("update", 2)])
+@pytest.mark.parametrize(
+    ("form", "together", "optimizer"),
+    [("dense", None, "AdamW"), ("update", 2, "AdamW"), ("dense", None, "ProjectedSGD")],
+)
 @pytest.mark.slow
-def test_resumes_exactly_from_every_step(tmp_path, form, together):
-    momentum = partial(torch.optim.AdamW, lr=0.01)
+def test_resumes_exactly_from_every_step(tmp_path, form, together, optimizer):
     decay = partial(torch.optim.lr_scheduler.StepLR, step_size=3, gamma=0.7)
     settings = {
         "form": form,
-        "module": partial(Module, optimizer=momentum, scheduler=decay, interval="step"),
+        "module": partial(Module, optimizer=OPTIMIZERS[optimizer], scheduler=decay, interval="step"),
         "chunk_size": together,
         "clients_per_round": 4,
         "trainer": {"max_epochs": 3},
@@ -479,3 +483,32 @@ def test_statistics_of_clients_whose_batches_are_of_one_size_but_not_neighbours(
     parts = FromIndices([list(range(start, stop)) for start, stop in itertools.pairwise(ends)])
     norm = lambda: Module(network(norm=nn.BatchNorm1d))  # noqa: E731
     both(tmp_path, module=norm, partition=parts, local_epochs=2, buffers=buffers, data=Double(batch_size=8))
+
+
+class Looking(Callback):
+    def on_train_batch_end(self, *arguments):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("settings", "deferred"),
+    [
+        ({"optimizer_state": "keep"}, True),
+        *[
+            pytest.param(settings, False, marks=pytest.mark.slow)
+            for settings in (
+                {"trainer": {"max_epochs": 2, "gradient_clip_val": 0.3}},
+                {"algorithm": partial(FedProx, 0.1)},
+                {"callbacks": [Looking()]},
+                {"module": partial(Module, optimizer=partial(OPTIMIZERS["ProjectedSGD"], weight_decay=0.1))},
+                {"form": "weight"},
+            )
+        ],
+    ],
+)
+def test_steps_in_a_subspace_are_deferred_where_nobody_looks(tmp_path, monkeypatch, settings, deferred):
+    kept, own = [], ClientStack.deferred
+    monkeypatch.setattr(ClientStack, "deferred", lambda stack: kept.append(own(stack)) or kept[-1])
+    module = partial(Module, optimizer=OPTIMIZERS["ProjectedSGD"])
+    both(tmp_path, **{"module": module, "trainer": {"max_epochs": 2}, **settings})
+    assert any(kept) is deferred
