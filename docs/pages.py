@@ -1,0 +1,377 @@
+"""Makes those pages of the site that come from the code: the reference, the gallery of methods, and what was measured.
+
+mkdocs calls the hooks ``on_config``, ``on_files`` and ``on_page_markdown`` (``hooks`` in ``mkdocs.yml``). mkdocstrings
+has docstrings changed by `DocstringsAsMarkdown`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import griffe
+import yaml
+from latex2mathml.converter import convert as to_mathml
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(Path(__file__).parent))
+gallery = import_module("gallery")
+PACKAGES = {
+    "federated": "Rounds, clients and partitions",
+    "algorithms": "Methods",
+    "layers": "Low-rank layers",
+    "compression": "Codecs and channels",
+    "aggregation": "Aggregators and LoRA operators",
+    "callbacks": "Callbacks",
+    "optim": "Optimizers",
+    "interop": "PEFT and checkpoints",
+    "data": "Data",
+    "models": "Models",
+    "testing": "Contract checks",
+}
+# What is public by its arguments, under another name.
+BESIDE = {
+    "federated": ("federated.settings.FederatedSettings",),
+    "algorithms": ("algorithms.split_mix.Ensemble",),
+}
+
+
+@cache
+def public_names() -> dict[str, str]:
+    """Return the path of every public name, as the reference has it, by the name alone."""
+    names = {}
+    for package in PACKAGES:
+        home = f"lightning_lowrank.{package}"
+        names.update({name: f"{home}.{name}" for name in import_module(home).__all__})
+        names.update({path.split(".")[-1]: f"lightning_lowrank.{path}" for path in BESIDE.get(package, ())})
+    return names
+
+
+# Docstrings
+
+_SPANS = re.compile(
+    r"(?P<code>``.+?``)"
+    r"|:math:`(?P<math>[^`]+)`"
+    r"|`(?P<text>[^`<]+?)\s*<(?P<url>https?:[^>`]+)>`__?"
+    r"|(?::\w+:)?`~?(?P<name>[^`]+)`",
+    re.DOTALL,
+)
+_FORMULA = re.compile(
+    r"^(?P<indent> *)\.\. math::(?P<tex>(?: .*)?(?:\n(?:(?P=indent) +.*|\s*(?=\n(?P=indent)  )))*)", re.MULTILINE
+)
+_EXAMPLE = re.compile(r"((?:^ *>>>.*\n(?:^ *\S.*\n?)*)+)", re.MULTILINE)
+
+
+def formula(tex: str, display: bool = False) -> str:
+    """Return a formula as MathML, which browsers draw without a script, in one line."""
+    tex = " ".join(tex.split())
+    if "&" in tex or "\\\\" in tex:
+        tex = rf"\begin{{align*}}{tex}\end{{align*}}"
+    written = to_mathml(tex, display="block" if display else "inline")
+    for sign in "*_`|[]":
+        written = written.replace(sign, f"&#{ord(sign)};")
+    # A line that begins with <math> would be a paragraph of its own.
+    return f"<span>{written}</span>"
+
+
+def _span(found: re.Match[str]) -> str:
+    if found["code"]:
+        return found["code"]
+    if found["math"]:
+        return formula(found["math"])
+    if found["url"]:
+        return f"[{' '.join(found['text'].split())}]({found['url']})"
+    name = found["name"]
+    first, _, member = name.removeprefix("lightning_lowrank.").rpartition("lightning_lowrank.")[2].partition(".")
+    path = public_names().get(first)
+    if path is None or not re.fullmatch(r"[\w.]+", name):
+        return f"`{name}`"
+    identifier = f"{path}.{member}" if member else path
+    return f'<autoref identifier="{identifier}" optional><code>{name}</code></autoref>'
+
+
+def markdown_of(text: str) -> str:
+    """Return a docstring's text as Markdown: formulas, links and names of this package, outside of examples."""
+    parts = _EXAMPLE.split(text)
+    for index in range(0, len(parts), 2):
+        with_formulas = _FORMULA.sub(
+            lambda found: f"{found['indent']}{formula(found['tex'], display=True)}", parts[index]
+        )
+        parts[index] = _SPANS.sub(_span, with_formulas)
+    return "".join(parts)
+
+
+class DocstringsAsMarkdown(griffe.Extension):
+    """Rewrites docstrings, which have a few of reStructuredText's roles, as Markdown."""
+
+    def on_object(self, *, obj: griffe.Object, **others: Any) -> None:
+        """Change the object's docstring in place."""
+        if obj.docstring is not None:
+            text = markdown_of(obj.docstring.value)
+            # mkdocstrings knows sections by the plural.
+            obj.docstring.value = re.sub(r"^Example:$", "Examples:", text, flags=re.MULTILINE)
+
+
+# The reference
+
+
+def reference() -> Iterator[tuple[str, str]]:
+    """Return path and text of the pages of all public names, with one of all of them first."""
+    overview = ["# Reference\n", "Every public name. [YAML keys](yaml.md) has the same by the keys of a recipe.\n"]
+    for package, title in PACKAGES.items():
+        module = import_module(f"lightning_lowrank.{package}")
+        paths = [*(f"{package}.{name}" for name in sorted(module.__all__, key=str.lower)), *BESIDE.get(package, ())]
+        overview.append(f"## [{title}]({package}.md)\n\n`lightning_lowrank.{package}`\n")
+        overview.append(", ".join(f"[`{path.split('.')[-1]}`][lightning_lowrank.{path}]" for path in paths) + "\n")
+        about = markdown_of(inspect.getdoc(module) or "")
+        # What hooks do, `Algorithm` says.
+        options = "    options: {members: false}\n" if package == "algorithms" else ""
+        directives = "\n".join(f"::: lightning_lowrank.{path}\n{options}" for path in paths)
+        yield f"reference/{package}.md", f"# {title}\n\n{about}\n\n{directives}"
+    yield "reference/index.md", "\n".join(overview)
+
+
+# The keys of a recipe
+
+KEYS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "`federated:`": (
+        "The arguments of `FederatedLoop`. Leave the section out for plain training.",
+        ("federated.settings.FederatedSettings",),
+    ),
+    "`lowrank:`": (
+        "The arguments of `LowRank`. Leave the section out for dense weights.",
+        ("layers.LowRankSettings", "callbacks.LowRank"),
+    ),
+}
+CLASSES = {
+    "`federated.algorithm:`": ("federated", "Algorithm"),
+    "`federated.algorithm.operator:` of `FedLoRA`": ("aggregation", "Operator"),
+    "`federated.partition:`": ("federated", "Partition"),
+    "`federated.uplink:` and `downlink:`, lists": ("compression", "Codec"),
+    "`federated.aggregator:`": ("aggregation", "Aggregator"),
+    "`pre_aggregation` of robust rules": ("aggregation", "PreAggregation"),
+    "`federated.attackers:`": ("federated", "Attack"),
+    "`federated.objective:`": ("federated", "Objective"),
+    "`federated.privacy:`": ("federated", "ClientPrivacy"),
+    "`federated.system:`": ("federated", "SystemModel"),
+    "numbers of `SystemModel`, for each client": ("federated", "Distribution"),
+    "`lowrank.factorization:`": ("layers", "Factorization"),
+}
+
+
+def yaml_keys() -> Iterator[tuple[str, str]]:
+    """Return path and text of the page of all keys of a recipe."""
+    page = [
+        "# YAML keys\n",
+        "A recipe is a file of LightningCLI with two more sections, `federated:` and `lowrank:`. `model:`, `data:`,"
+        " `trainer:`, `optimizer:`, `lr_scheduler:`, `seed_everything:`, `ckpt_path:`"
+        " are [Lightning's own](https://lightning.ai/docs/pytorch/stable/cli/lightning_cli.html). Classes are named by"
+        " `class_path` and get `init_args`. Those of this package need no more than their name, yours their import"
+        " path. On the command line the same keys are options: `--federated.local_epochs 2`.\n",
+    ]
+    for title, (about, paths) in KEYS.items():
+        page += [f"## {title}\n", f"{markdown_of(about)}\n"]
+        for path in paths:
+            page.append(_arguments(_find(path)))
+    page += [
+        "## `seeds:` and `quiet:`\n",
+        "`seeds` makes `fit` run once for each of these values of `seed_everything`. `quiet` shows no bars, tables and"
+        " notes.\n",
+    ]
+    for title, (package, base) in CLASSES.items():
+        found = [kind for kind in _public_classes() if issubclass(kind, _find(f"{package}.{base}"))]
+        page.append(f"## {title}\n")
+        page += [_class(kind) for kind in found if not inspect.isabstract(kind) and kind.__name__ not in _BASES]
+    for package, title in (("models", "`model:`, and `network:` of `Classifier`"), ("data", "`data:`")):
+        page.append(f"## {title}\n")
+        home = import_module(f"lightning_lowrank.{package}")
+        kinds = (vars(home)[name] for name in sorted(home.__all__))
+        page += [_class(kind) for kind in kinds if isinstance(kind, type) and not inspect.isabstract(kind)]
+    yield "reference/yaml.md", "\n".join(page)
+
+
+_BASES = ("Algorithm", "Attack", "RobustRule", "CoordinateRule", "DistanceRule")
+
+
+def _find(path: str) -> Any:
+    home, _, name = path.rpartition(".")
+    return getattr(import_module(f"lightning_lowrank.{home}"), name)
+
+
+@cache
+def _public_classes() -> tuple[type, ...]:
+    found = {_find(path.removeprefix("lightning_lowrank.")) for path in public_names().values()}
+    return tuple(sorted((each for each in found if isinstance(each, type)), key=lambda kind: kind.__name__.lower()))
+
+
+def _class(kind: type) -> str:
+    return f"### {kind.__name__}\n\n{_linked(kind.__name__)}\n\n{_arguments(kind)}"
+
+
+def _linked(name: str) -> str:
+    return f"[`{name}`][{public_names()[name]}]"
+
+
+def _arguments(kind: type) -> str:
+    """Return the list of a class's arguments: name, type, default and description."""
+    text = inspect.getdoc(kind) or ""
+    sections = griffe.Docstring(text, parser="google").parse(warnings=False)
+    described = {
+        argument.name: argument.description
+        for section in sections
+        if section.kind is griffe.DocstringSectionKind.parameters
+        for argument in section.value
+    }
+    lines = []
+    for argument in inspect.signature(kind).parameters.values():
+        if argument.kind in (argument.VAR_KEYWORD, argument.VAR_POSITIONAL):
+            continue
+        default = "" if argument.default is argument.empty else f", default `{_shown(argument.default)}`"
+        hint = argument.annotation if isinstance(argument.annotation, str) else ""
+        about = " ".join(markdown_of(described.get(argument.name, "")).split())
+        lines.append(f"- **`{argument.name}`**{f' (`{hint}`{default})' if hint else default}: {about}".rstrip(": "))
+    return "\n".join(lines) + "\n"
+
+
+def _shown(default: Any) -> str:
+    """Return a default as a recipe would have it; a function by what it is."""
+    if callable(default):
+        return "a function"
+    return "[]" if type(default).__name__ == "_HAS_DEFAULT_FACTORY_CLASS" else repr(default)
+
+
+# The gallery of methods
+
+
+def methods() -> Iterator[tuple[str, str]]:
+    """Return path and text of the gallery: an overview, and a page for each method and operator."""
+    dense = gallery.traffic("FedAvg")
+    groups: dict[str, list[str]] = {}
+    for name, entry in gallery.METHODS.items():
+        groups.setdefault(entry["group"], []).append(name)
+        figures = gallery.traffic(name)
+        yield f"methods/{name}.md", _method(name, entry, figures, dense)
+    rows = ["# Methods\n", _ABOUT_METHODS]
+    for group, names in groups.items():
+        rows += [f"## {group}\n", "| method | when | bytes up | bytes down |", "|---|---|--:|--:|"]
+        for name in names:
+            figures = gallery.traffic(name)
+            sizes = " | ".join(f"{figures[way]['bytes']:,}" for way in ("up", "down"))
+            rows.append(f"| [{name}]({name}.md) | {gallery.METHODS[name]['when']} | {sizes} |")
+        rows.append("")
+    yield "methods/index.md", "\n".join(rows)
+
+
+_ABOUT_METHODS = """A page for each published method, and for each operator by which `FedLoRA` combines adapters. Bytes
+are those of one client in the first round of the page's recipe: a network 64-256-256-10 (for `FedBN` a small ResNet).
+Later rounds may send more, such as what the server has folded or stacked.
+"""
+
+
+def _method(name: str, entry: dict[str, Any], figures: dict[str, Any], dense: dict[str, Any]) -> str:
+    path = public_names()[name].removeprefix("lightning_lowrank.")
+    rows = [
+        f"| {way} | {figures[way]['numbers']:,} | {figures[way]['bytes']:,} |"
+        f" {figures[way]['bytes'] / dense[way]['bytes']:.1%} |"
+        for way in ("up", "down")
+    ]
+    text = yaml.safe_dump(gallery.recipe(name), sort_keys=False, default_flow_style=None, width=100)
+    used = sorted(
+        str(file.relative_to(ROOT))
+        for file in (ROOT / "recipes").rglob("*.yaml")
+        if re.search(rf"\b{name}\b", re.sub(r"#.*", "", file.read_text(encoding="utf-8")))
+    )
+    here = "\n".join(f"- `{file}`" for file in used)
+    return "\n".join(
+        [
+            f"# {name}\n",
+            f"**When to use it.** {entry['when']}\n",
+            "## What it sends\n",
+            "One client, first round of the recipe below; the last column is the share of what dense `FedAvg` sends for"
+            " the network 64-256-256-10.\n",
+            "| | numbers | bytes | of dense FedAvg |",
+            "|---|--:|--:|--:|",
+            *rows,
+            "\n## What it does\n",
+            f"::: lightning_lowrank.{path}\n    options: {{members: false, show_root_heading: false, heading_level: 3,"
+            " show_root_toc_entry: false}\n",
+            f"[Reference]({'../reference/' + path.split('.')[0]}.md) · [Paper](../citations.md)\n",
+            "## In a recipe\n",
+            f'```yaml title="{name.lower()}.yaml"\n{text}```\n',
+            f"```bash\nlightning-lowrank fit --config {name.lower()}.yaml\n```\n",
+            *([f"## In the repository\n\n{here}\n"] if used else []),
+        ]
+    )
+
+
+# What was measured
+
+
+def measured() -> Iterator[tuple[str, str]]:
+    """Return path and text of the pages that stand beside the recipes."""
+    for path in sorted((ROOT / "recipes").glob("*/RESULTS.md")):
+        yield f"measured/{path.parent.name}.md", path.read_text(encoding="utf-8")
+
+
+# Hooks of mkdocs
+
+_PAGES: dict[str, str] = {}
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Make the pages, and name them in the navigation."""
+    _PAGES.clear()
+    for make in (methods, reference, yaml_keys, measured):
+        _PAGES.update(make())
+    for entry in config.nav:
+        if isinstance(entry, dict):
+            for title, pages in entry.items():
+                found = [page for page in _PAGES if page.startswith(f"{title.lower()}/")]
+                pages += sorted(found, key=lambda page: (not page.endswith("index.md"), page))
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages."""
+    for path, text in _PAGES.items():
+        files.append(File.generated(config, path, content=text))
+    return files
+
+
+_LINK = re.compile(r"\[(?P<text>[^\]]+)\]\((?P<path>(?:\.\./)+[^)#\s]+)\)")
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Turn links to files of the repository into links to their pages, or into their paths where they have none."""
+    folder = (Path(config.docs_dir) / page.file.src_uri).parent
+
+    def link(found: re.Match[str]) -> str:
+        target = (folder / found["path"]).resolve()
+        if not target.is_relative_to(ROOT) or target.is_relative_to(config.docs_dir):
+            return found[0]
+        path = target.relative_to(ROOT)
+        if not target.exists():
+            raise PluginError(f"{page.file.src_uri} links to {path}, which is not there.")
+        if path.name == "RESULTS.md":
+            up = "../" * page.file.src_uri.count("/")
+            return f"[{found['text']}]({up}measured/{path.parent.name}.md)"
+        return found["text"] if f"`{path}`" in found["text"] else f"{found['text']} (`{path}`)"
+
+    return _LINK.sub(link, markdown)
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Remove what the theme has for its own debugging and for search in other languages: a fifth of the site."""
+    scripts = Path(config.site_dir) / "assets"
+    for file in (*scripts.rglob("*.map"), *(scripts / "javascripts" / "lunr").rglob("*.js")):
+        file.unlink()
