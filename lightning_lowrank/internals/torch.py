@@ -44,7 +44,7 @@ except ImportError:
         """Refuse: no tensor is known to be mapped."""
         raise NotImplementedError(f"torch {torch.__version__} does not tell what a mapped tensor stands for.")
 
-    def mapped(stack: Tensor) -> Tensor:
+    def mapped(stack: Tensor, dimension: int = 0) -> Tensor:
         """Refuse: no tensor is known to be mapped."""
         raise NotImplementedError(f"torch {torch.__version__} does not tell what a mapped tensor stands for.")
 
@@ -58,9 +58,9 @@ else:
         stack, dimension = get_unwrapped(tensor), maybe_get_bdim(tensor)
         return stack if dimension == 0 else stack.movedim(dimension, 0)
 
-    def mapped(stack: Tensor) -> Tensor:
-        """Return the mapped tensor that stands for a stack, inside one map."""
-        return _add_batch_dim(stack, 0, 1)
+    def mapped(stack: Tensor, dimension: int = 0) -> Tensor:
+        """Return the mapped tensor that stands for a stack, inside one map, given the mapped dimension."""
+        return _add_batch_dim(stack, dimension, 1)
 
 
 # Accelerators

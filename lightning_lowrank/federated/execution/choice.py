@@ -76,9 +76,9 @@ def choose_execution(
         faster = not reason
         if faster:
             size = coordinator.settings.chunk_size or fitting()
-            faster, reason = _vectorized_is_faster(
-                trainer, data, size, not steps_are_seen(trainer, coordinator.algorithm)
-            )
+            defers = not steps_are_seen(trainer, coordinator.algorithm)
+            compiles = _compiles(trainer, data, coordinator.settings.compile, restored, previous)
+            faster, reason = _vectorized_is_faster(trainer, data, size, defers, compiles)
         if processes is not None:
             faster, reason = processes.broadcast((faster, reason))
         wanted = Vectorized.name if faster else Sequential.name
@@ -121,7 +121,7 @@ def _compiles(
     return steps_left(trainer, data.planner.plan(trainer.current_epoch).trained) >= WORTH_COMPILING
 
 
-def _vectorized_is_faster(trainer: Any, data: RoundData, size: int, defers: bool) -> tuple[bool, str]:
+def _vectorized_is_faster(trainer: Any, data: RoundData, size: int, defers: bool, compiles: bool) -> tuple[bool, str]:
     """Return whether clients are faster together, by some steps of the first round that leave no trace, and why."""
     module = trainer.lightning_module
     loader = data.loader
@@ -129,6 +129,9 @@ def _vectorized_is_faster(trainer: Any, data: RoundData, size: int, defers: bool
     data.randomness.open()
     try:
         seconds = time_both(trainer, module, plan.chunks[0], loader, defers)
+        if compiles and seconds[1] >= seconds[0]:
+            # Compiling takes long, and is tried only where it may turn the scale.
+            seconds = time_both(trainer, module, plan.chunks[0], loader, defers, compiles)
     except MisconfigurationException as error:
         return False, str(error)
     except Exception as error:
@@ -141,7 +144,7 @@ def _vectorized_is_faster(trainer: Any, data: RoundData, size: int, defers: bool
 
 
 def time_both(
-    trainer: Any, module: pl.LightningModule, chunk: Chunk, loader: RoundLoader, defers: bool
+    trainer: Any, module: pl.LightningModule, chunk: Chunk, loader: RoundLoader, defers: bool, compiles: bool = False
 ) -> tuple[float, float]:
     """Time a client's step alone and in a chunk; values, optimizer states and logs are as they were afterwards.
 
@@ -151,6 +154,7 @@ def time_both(
         chunk: The clients.
         loader: Reads their batches.
         defers: Whether a projected optimizer may defer its steps while clients step together.
+        compiles: Whether steps of clients together are compiled.
 
     Returns:
         Seconds of a client's step: where clients train one after another, and where they step together.
@@ -163,6 +167,7 @@ def time_both(
         left = steps_left(trainer, chunk.steps)
         # The graphs of the fit itself are traced again, where more is known of its steps.
         graphs = StepGraphs(module, (), lambda: left)
+        graphs.begin_round(compiles)
         stack = ClientStack(trainer, module, trained_tensors(module), len(chunk.clients), graphs=graphs, defers=defers)
         try:
             in_chunk = _seconds(

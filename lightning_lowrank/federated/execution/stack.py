@@ -8,6 +8,8 @@ itself keeps the global model.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -512,7 +514,11 @@ class _Logged:
     def log(self, module: pl.LightningModule) -> None:
         for name, entries in self._values.items():
             samples = sum(len(value) * size for value, size in entries)
-            mean = sum((value.sum() * size for value, size in entries), torch.zeros(())) / samples
+            sums = [value.sum() * size for value, size in entries]
+            if sums[0].dtype not in (torch.float32, torch.float64):
+                # Their mean is one in single precision.
+                sums.insert(0, torch.zeros(()))
+            mean = functools.reduce(operator.add, sums) / samples
             module.log(name, mean, **{**self.settings[name], "batch_size": samples})
 
 

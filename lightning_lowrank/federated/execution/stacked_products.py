@@ -37,8 +37,9 @@ class StackedProducts(TorchFunctionMode):
       own, with the channels last in memory; so are those of its output, which makes what follows faster as well.
     - ``F.cross_entropy`` with class indices, averaged: torch takes the softmax over the last dimension in memory, which
       for a few classes is ten times slower than over the one before it. That is where the layer above leaves them.
-    - ``F.batch_norm`` of images, on the CPU: torch normalises, scales and shifts in turn. Here each client has one
-      call, with the channels last.
+    - ``F.batch_norm``: torch normalises, scales and shifts in turn. On an accelerator, clients' channels are here those
+      of one input, and all of it is one call; so is ``F.max_pool2d``. On the CPU, for images, each client has a call of
+      its own, with the channels last.
     - ``F.scaled_dot_product_attention`` with a bias that is trained: torch would take a kernel that has no gradient of
       it. Here it takes the one that has.
     - ``F.dropout`` on the CPU: the same operations as torch's, which asks for a size that symbolic tracing lacks.
@@ -74,6 +75,8 @@ class StackedProducts(TorchFunctionMode):
             return _convolution(function, *arguments, **keywords)
         if function is F.batch_norm:
             return _batch_norm(*arguments, **keywords)
+        if function is F.max_pool2d:
+            return _max_pool(*arguments, **keywords)
         if function is F.cross_entropy:
             return _cross_entropy(*arguments, **keywords)
         if function is Tensor.view:
@@ -185,6 +188,10 @@ def _batch_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     running = [value for value in (running_mean, running_var) if value is not None]
+    # Training writes into each client's own.
+    own = all(is_mapped(value) and stack_of(value).is_contiguous() for value in running)
+    if _folds(input) and input.ndim > 1 and (own or not training):
+        return _folded_batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     values_per_channel = input.numel() // max(1, input.shape[1]) if input.ndim > 1 else 0
     if (
         not _stacked_on_cpu(input)
@@ -196,6 +203,53 @@ def _batch_norm(
     return _OverStacks.apply(
         _StackedBatchNorm.apply, input, weight, bias, running_mean, running_var, training, momentum, eps
     )
+
+
+def _folds(input: Tensor) -> bool:
+    """Return whether an accelerator can take clients' channels for channels of one input."""
+    return is_mapped(input) and map_level() == 1 and input.device.type != "cpu"
+
+
+def _folded(stack: Tensor) -> Tensor:
+    """Return a stack ``[clients, batch, channels, …]`` as ``[batch, clients · channels, …]``, as convolutions do."""
+    return stack.transpose(0, 1).flatten(1, 2)
+
+
+def _unfolded(outputs: Tensor, clients: int) -> Tensor:
+    batch, channels, *size = outputs.shape
+    # No view, which autograd would copy again and again where an activation changes it in place.
+    return mapped(torch.ops.aten._unsafe_view(outputs, [batch, clients, channels // clients, *size]), 1)
+
+
+def _folded_batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Tensor:
+    stack = stack_of(input)
+    clients = stack.shape[0]
+
+    def folded(value: Tensor | None) -> Tensor | None:
+        if value is None:
+            return None
+        return stack_of(value).flatten() if is_mapped(value) else value.repeat(clients)
+
+    statistics = folded(running_mean), folded(running_var)
+    outputs = F.batch_norm(_folded(stack), *statistics, folded(weight), folded(bias), training, momentum, eps)
+    return _unfolded(outputs, clients)
+
+
+def _max_pool(input: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
+    """Pool all clients' channels as those of one input; torch would copy it into another order, and back."""
+    if not _folds(input) or input.ndim != 4 or keywords.get("return_indices"):
+        return F.max_pool2d(input, *arguments, **keywords)
+    stack = stack_of(input)
+    return _unfolded(F.max_pool2d(_folded(stack), *arguments, **keywords), stack.shape[0])
 
 
 def _cross_entropy(

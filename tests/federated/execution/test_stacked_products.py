@@ -10,12 +10,14 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 
 from lightning_lowrank import BlockKronecker, MatrixProduct
+from lightning_lowrank.federated.execution import stacked_products
 from lightning_lowrank.federated.execution.stacked_products import (
     StackedProducts,
     _channels_last,
     _StackedBatchNorm,
     _StackedConvolution,
 )
+from lightning_lowrank.internals.torch import is_mapped, map_level
 from lightning_lowrank.layers import convert
 from lightning_lowrank.models import CNN4
 from tests.grids import all_pairs, in_turn
@@ -473,6 +475,34 @@ def test_two_passes_before_one_gradient():
         return function(input, **others) * function(input + 1, **others)
 
     compare(twice, tensors, in_place=STATISTICS)
+
+
+@pytest.fixture
+def folding(monkeypatch):
+    """Have the CPU take the way of accelerators."""
+    monkeypatch.setattr(stacked_products, "_folds", lambda input: is_mapped(input) and map_level() == 1)
+
+
+@pytest.mark.parametrize("size", [(), (4,), (4, 3)])
+@pytest.mark.parametrize("shared", [(), ("weight", "bias"), STATISTICS])
+def test_batch_norm_of_all_channels_at_once(folding, size, shared):
+    tensors = normalisation(size)
+    common = {name: tensors.pop(name)[0] for name in shared}
+    function = partial(F.batch_norm, training=shared != STATISTICS, momentum=0.3, eps=1e-3)
+    compare(lambda **own: F.relu(function(**own), inplace=True), tensors, common, taken=False, in_place=STATISTICS)
+
+
+def test_batch_norm_of_all_channels_after_convolutions_keeps_their_order(folding):
+    images, weight = numbers(CLIENTS, 2, 3, 6, 6), numbers(CLIENTS, 4, 3, 3, 3, seed=1).requires_grad_()
+
+    def network(images, weight):
+        features = F.relu_(F.batch_norm(F.conv2d(images, weight), None, None, training=True))
+        return F.max_pool2d(features, 2).sum((0, 2, 3)) @ torch.arange(4.0, dtype=torch.float64)
+
+    with StackedProducts():
+        vmap(network)(images, weight).sum().backward()
+    (expected,) = torch.autograd.grad(sum(network(*each) for each in zip(images, weight, strict=True)), weight)
+    torch.testing.assert_close(weight.grad, expected, rtol=1e-10, atol=1e-10)
 
 
 # Networks
