@@ -133,7 +133,7 @@ def run_figures(run: Run) -> dict[str, str | float]:
         value = run.last(name)
         bytes_moved = name.startswith("comm/total_") or name == "comm/ratio"
         if value is not None and (bytes_moved or name.startswith(("val_", "test_"))):
-            found[printable(name)] = int(value) if value == int(value) else value
+            found[printable(name)] = int(value) if float(value).is_integer() else value
     return found
 
 
