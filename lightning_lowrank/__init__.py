@@ -104,7 +104,7 @@ if TYPE_CHECKING:
         Trace,
         WholeCheckpoints,
     )
-    from lightning_lowrank.interop import export_adapter, import_adapter, load_dense
+    from lightning_lowrank.interop import export_adapter, import_adapter, load_dense, pull_adapter, push_adapter
     from lightning_lowrank.layers import (
         CP,
         BlockKronecker,
@@ -227,6 +227,8 @@ __all__ = [
     "import_adapter",
     "load_dense",
     "merge",
+    "pull_adapter",
+    "push_adapter",
     "recover",
     "unmerge",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
@@ -13,11 +13,28 @@ _EMA = "federated_ema_parameters"
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Return a module's buffers that are part of its state dict, by name, and what `treat_as_buffers` has added."""
+    """Return a module's buffers that are part of its state dict, by name, and what `treat_as_buffers` has added.
+
+    What PEFT's adapters hold as buffers is left out: the random projections of VeRA and RandLoRA, which every side
+    makes from its configuration, and the buffers of modules that copies stand in for. Training changes neither.
+    """
     kept = module.state_dict(keep_vars=True).keys()
-    buffers = {name: buffer for name, buffer in module.named_buffers() if name in kept}
+    fixed = set(_fixed_buffers(module))
+    buffers = {name: buffer for name, buffer in module.named_buffers() if name in kept and buffer not in fixed}
     added = vars(module).get(_EMA, ())
     return {**buffers, **{name: module.get_parameter(name) for name in added}}
+
+
+def _fixed_buffers(module: nn.Module) -> Iterator[Tensor]:
+    # PEFT's parts are told by their structure: PEFT need not be installed.
+    for part in module.modules():
+        if hasattr(part, "get_base_layer"):
+            base = set(part.get_base_layer().buffers())  # type: ignore[operator]
+            yield from (buffer for buffer in part.buffers() if buffer not in base)
+        if isinstance(getattr(part, "modules_to_save", None), nn.ModuleDict) and len(part.modules_to_save):  # type: ignore[arg-type]
+            original = getattr(part, "original_module", None)
+            if isinstance(original, nn.Module):
+                yield from original.buffers()
 
 
 def treat_as_buffers(module: nn.Module, patterns: Sequence[str]) -> None:

@@ -1,7 +1,7 @@
 """The commands of ``lightning-lowrank``: one function each, which parses its own part of the command line.
 
-``fit --seeds 0 1 2`` makes one run for each seed. ``audit``, ``export``, ``flower`` and ``report`` need no model
-section.
+``fit --seeds 0 1 2`` makes one run for each seed. ``audit``, ``export``, ``flower``, ``push`` and ``report`` need
+no model section.
 
 Each function imports what its command uses, after it has parsed its words: Lightning takes seconds to import, torch a
 second or two, and matplotlib half a second.
@@ -124,6 +124,36 @@ def _export(parser: argparse.ArgumentParser, words: list[str]) -> None:
     print(f"wrote {len(weights)} tensors, {numbers:,} numbers: {options.output}")
 
 
+def _push(parser: argparse.ArgumentParser, words: list[str]) -> None:
+    parser.add_argument("adapter", type=Path, help="an adapter folder, as `export --format peft` writes it")
+    parser.add_argument("repository", help="its name on the Hugging Face hub: USER/NAME; made if needed")
+    parser.add_argument("--run", type=Path, default=None, help="the run's folder, whose figures the model card shows")
+    parser.add_argument("--private", action="store_true", default=None, help="make a private repository")
+    parser.add_argument("--revision", default=None, help="the branch to commit to")
+    parser.add_argument("--endpoint", default=None, help="the server's address, if it is not the hub's")
+    options = parser.parse_args(words)
+    from lightning_lowrank.cli.runs import find_runs, run_figures
+    from lightning_lowrank.configuration import misconfigured
+    from lightning_lowrank.interop.hub import push_adapter
+
+    figures = {}
+    if options.run is not None:
+        runs = find_runs([options.run])
+        if len(runs) != 1:
+            raise misconfigured(f"{options.run} holds {len(runs)} runs: give the folder of one.")
+        figures = run_figures(runs[0])
+    print(
+        push_adapter(
+            options.adapter,
+            options.repository,
+            figures=figures,
+            private=options.private,
+            revision=options.revision,
+            endpoint=options.endpoint,
+        )
+    )
+
+
 def _report(parser: argparse.ArgumentParser, words: list[str]) -> None:
     parser.add_argument("runs", type=Path, nargs="+", help="run folders, or folders that hold some")
     parser.add_argument("--metric", default=None, help="logged metric to compare; by default val_acc or the like")
@@ -194,6 +224,7 @@ _WITHOUT_MODEL: dict[str, tuple[Callable[[argparse.ArgumentParser, list[str]], N
         _export,
         "Turn a checkpoint into dense weights that load into the unconverted module, or a PEFT adapter.",
     ),
+    "push": (_push, "Upload an adapter folder to the Hugging Face hub, with a model card of the run's figures."),
     "audit": (_audit, "Read and verify a site's audit log: every message that it was sent and has sent."),
     "report": (_report, "Compare runs: tables, and accuracy against rounds and bytes, on one page."),
     "flower": (_flower, "Write the Flower project of a recipe: `flwr run OUTPUT` then runs it across sites."),

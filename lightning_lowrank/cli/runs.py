@@ -113,6 +113,30 @@ def read_run(folder: Path) -> Run:
     return Run(folder, dict(sorted(rounds.items())))
 
 
+def run_figures(run: Run) -> dict[str, str | float]:
+    """Return what a model card says of a run, by name: its method, rounds, clients, bytes and last values."""
+    found: dict[str, str | float] = {}
+    algorithm = found_in(run.config, "federated", "algorithm")
+    if algorithm is not None:
+        found["algorithm"] = printable(describe(algorithm))
+    if run.rounds:
+        found["rounds"] = max(run.rounds) + 1
+    for name, fact in (
+        ("samples", "samples of a client (least, median, most)"),
+        ("ranks", "ranks"),
+        ("seconds", "seconds"),
+    ):
+        if name in run.facts:
+            found[fact] = ", ".join(f"{each:g}" for each in run.facts[name])
+    names = dict.fromkeys(name for figures in run.rounds.values() for name in figures)
+    for name in names:
+        value = run.last(name)
+        bytes_moved = name.startswith("comm/total_") or name == "comm/ratio"
+        if value is not None and (bytes_moved or name.startswith(("val_", "test_"))):
+            found[printable(name)] = int(value) if float(value).is_integer() else value
+    return found
+
+
 def _lines(file: TextIO) -> Iterator[str]:
     """Yield a file's lines, and refuse one that is longer than any header."""
     while line := file.readline(_LONGEST_LINE):

@@ -1,7 +1,8 @@
 """Exchange of weights with Hugging Face's PEFT and transformers."""
 
 from lightning_lowrank.interop.checkpoints import load_dense
+from lightning_lowrank.interop.hub import pull_adapter, push_adapter
 from lightning_lowrank.interop.peft_export import export_adapter
 from lightning_lowrank.interop.peft_import import import_adapter
 
-__all__ = ["export_adapter", "import_adapter", "load_dense"]
+__all__ = ["export_adapter", "import_adapter", "load_dense", "pull_adapter", "push_adapter"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from types import ModuleType
 
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning_lowrank.configuration import misconfigured
 
 
 def import_extra(library: str, user: str) -> ModuleType:
@@ -13,6 +13,4 @@ def import_extra(library: str, user: str) -> ModuleType:
     try:
         return import_module(library)
     except ImportError as error:
-        raise MisconfigurationException(
-            f'{user} needs {library}: pip install "lightning_lowrank[{library}]" ({error})'
-        ) from error
+        raise misconfigured(f'{user} needs {library}: pip install "lightning_lowrank[{library}]" ({error})') from error

@@ -21,6 +21,7 @@ from lightning_lowrank import (
     FromIndices,
     ProductSum,
     SumProduct,
+    export_adapter,
     import_adapter,
 )
 from lightning_lowrank.federated.messages import dense_bytes
@@ -258,23 +259,104 @@ def test_what_cannot_be_trained_says_why(peft, tmp_path):
         run(tmp_path, zero, FedLoRA(FFA()), bert)
 
 
-@pytest.mark.parametrize(
-    ("config", "settings"),
-    [
-        ("AdaLoraConfig", {"target_modules": ["0"], "total_step": 10}),
-        ("IA3Config", {"target_modules": ["0"], "feedforward_modules": []}),
-        ("LoHaConfig", {"target_modules": ["0"]}),
-        ("LoKrConfig", {"target_modules": ["0"]}),
-        ("VeraConfig", {"target_modules": ["0"]}),
-    ],
-)
-def test_other_methods_of_peft_are_named(peft, tmp_path, config, settings):
-    wrapped = peft.get_peft_model(nn.Sequential(nn.Linear(6, 4)), getattr(peft, config)(**settings))
-    method = config.removesuffix("Config").upper()
-    module = Module(wrapped)
-    with pytest.raises(MisconfigurationException, match=f"PEFT's adapters .* of the method {method}, .* FedAvg"):
-        fit(trainer(tmp_path, FederatedLoop(FedLoRA(ProductSum()), clients=2, summary=False)), module, Data())
-    fit(trainer(tmp_path, FederatedLoop(FedAvg(), clients=2, summary=False), max_epochs=1), module, Data())
+OTHERS = {
+    "AdaLoraConfig": {"total_step": 10},
+    "IA3Config": {"feedforward_modules": []},
+    "LoHaConfig": {},
+    "LoKrConfig": {},
+    "VeraConfig": {},
+    "RandLoraConfig": {},
+    "LoraConfig": {"use_dora": True},
+    "OFTConfig": {"oft_block_size": 2, "r": 0},
+}
+
+
+@daily("VeraConfig")
+@pytest.mark.parametrize("config", OTHERS)
+def test_other_methods_of_peft_are_averaged_and_nothing_frozen_is_sent(peft, tmp_path, config):
+    torch.manual_seed(0)
+    net = nn.ModuleDict({"body": nn.Linear(6, 4), "norm": nn.BatchNorm1d(4), "head": nn.Linear(4, 4)})
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = copy.deepcopy(net)
+
+        def forward(self, inputs):
+            return self.parts["head"](self.parts["norm"](torch.tanh(self.parts["body"](inputs))))
+
+    base = Model()
+    given = {"target_modules": ["body"], "modules_to_save": ["norm", "head"], **OTHERS[config]}
+    module = Module(peft.get_peft_model(copy.deepcopy(base), getattr(peft, config)(**given)))
+    if config not in ("LoraConfig",):
+        with pytest.raises(MisconfigurationException, match=r"PEFT's adapters .* of the method .* FedAvg"):
+            fit(trainer(tmp_path, FederatedLoop(FedLoRA(ProductSum()), clients=2, summary=False)), module, Data())
+    loop = FederatedLoop(FedAvg(), partition=FromIndices(CLIENTS), summary=False)
+    sent = []
+    loop.algorithm.end, end = lambda client: (sent.append(end(client)), sent[-1])[1], loop.algorithm.end
+    before = {name: value.detach().clone() for name, value in module.state_dict().items()}
+    fit(trainer(tmp_path, loop, max_epochs=2, limit_val_batches=0), module, Data())
+    names = set(sent[0].tensors)
+    trained = {name for name, value in module.named_parameters() if value.requires_grad}
+    statistics = {name for name in before if ".modules_to_save." in name and "norm" in name}
+    assert trained <= names <= trained | statistics
+    # All of it moves, and nothing else.
+    after = module.state_dict()
+    moved = {name for name, value in after.items() if not torch.equal(value, before[name])}
+    assert moved <= names
+    assert any(name in moved for name in trained - statistics if ".head." not in name)
+
+    # PEFT's own folder, and ours, hold all of it.
+    module.net.save_pretrained(tmp_path / "theirs")
+    inputs = torch.randn(9, 6)
+    for folder in (tmp_path / "theirs", export_adapter(module, tmp_path / "ours", base=base)):
+        loaded = peft.PeftModel.from_pretrained(copy.deepcopy(base), folder).eval()
+        with torch.no_grad():
+            torch.testing.assert_close(loaded(inputs), module.net.eval()(inputs), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operator", [SumProduct(), FLoRA(), FedEx()], ids=repr)
+def test_the_direction_of_dora_is_the_operators(peft, tmp_path, operator):
+    """Where every magnitude is the same, the mean of directions is that of the products."""
+    torch.manual_seed(0)
+    base = convolutions()
+    given = {"r": 4, "lora_alpha": 6, "init_lora_weights": False, "target_modules": ["2"], "use_dora": True}
+    module = Labelling(peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(**given)))
+    layer = module.network.base_model.model[2]
+    seen = []
+    algorithm = FedLoRA(operator)
+    algorithm.observers.append(seen.append)
+    start = layer.lora_magnitude_vector["default"].weight.detach().clone()
+    own = []
+    end = algorithm.end
+    algorithm.end = lambda client: (own.append(layer.lora_magnitude_vector["default"].weight.clone()), end(client))[1]
+    loop = FederatedLoop(algorithm, partition=FromIndices(CLIENTS), summary=False)
+    weight = layer.get_base_layer().weight.detach().clone()
+    fit(
+        trainer(tmp_path, loop, max_epochs=1, limit_val_batches=0), module, DataLoader(data(convolutions), batch_size=4)
+    )
+    sizes = torch.tensor([len(each) for each in CLIENTS]) / 32
+    magnitude = layer.lora_magnitude_vector["default"].weight
+    torch.testing.assert_close(magnitude, sum(size * each for size, each in zip(sizes, own, strict=True)))
+    assert not torch.equal(magnitude, start)
+    mean = sum(
+        size * pair.product() for size, pairs in zip(sizes, seen[0].pairs, strict=True) for pair in pairs.values()
+    )
+    if operator.redraws:
+        # What was drawn at the start went into the base weight.
+        mean = (
+            mean
+            + (layer.get_base_layer().weight - weight).flatten(1)
+            - next(iter(seen[0].broadcasts.values())).change.product()
+        )
+    now = (layer.get_base_layer().weight - weight).flatten(1) + layer.get_delta_weight("default").flatten(1)
+    torch.testing.assert_close(now, mean, rtol=1e-4, atol=1e-5)
+    export_adapter(module, tmp_path / "adapter", base=base)
+    loaded = Labelling(peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "adapter"))
+    inputs = data(convolutions).tensors[0]
+    with torch.no_grad():
+        torch.testing.assert_close(loaded.eval()(inputs), module.eval()(inputs), rtol=1e-4, atol=1e-5)
 
 
 def test_examples_of_this_file_hold_adapters(peft, tmp_path: Path):

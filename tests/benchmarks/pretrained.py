@@ -1,19 +1,32 @@
 """What federated rounds cost beside `Trainer.fit` for a large pretrained model whose adapters alone are trained.
 
     python tests/benchmarks/pretrained.py [--models 110m 1b] [--repetitions N] [--threads N] [--json FILE]
+    python tests/benchmarks/pretrained.py --models 1b --ways plain --json runs.json
+    python tests/benchmarks/pretrained.py --models 1b --ways sequential --more runs.json --json runs.json
 
 The models are Llamas with random weights in bfloat16, wrapped by PEFT (LoRA of rank 8 on the query and value
 projections), trained with AdamW: by a plain `Trainer.fit`, and by `FederatedLoop` with Product-Sum and four clients,
-one after another and together. Each run is a process of its own. Shown are
+one after another and together. ``small`` has 4 layers of width 256 in float32, and eight clients with batches of 4
+sequences of 32 tokens; there a round of clients together must take at most 1/2.5 of one of clients one after another.
+Each run is a process of its own. Shown are
 
 - start: seconds from the call of `fit` to the first training step,
-- memory: the largest resident memory during `fit`, over that of the loaded model, in MB,
+- memory: the largest resident memory during `fit`, over that of the loaded model, in MB; for the plain run also without
+  that of writing its checkpoint, which holds the whole model,
 - the seconds of a round, which is an epoch of the plain run,
 - the size of a checkpoint in MB, with `TrainedCheckpoints` for the rounds,
 
-as medians over the repetitions, and two limits: peak memory (the loaded model's with it) of the sequential run at most
-5 % and three adapters above the plain run's, and a start at most one second later. The line through the differences at
-two sizes tells what they would be at 7 billion parameters.
+as medians over the repetitions, and limits for both kinds of rounds: peak memory (the loaded model's with it) at most
+5 % and three adapters above the plain run's, and a start at most one second later. With ``--more`` runs of an earlier
+call are taken over, so that a machine that others use is needed in short pieces only.
+
+What rounds would cost at 7 billion parameters comes from a formula of the numbers of parameters alone, which is printed
+beside what was measured at the sizes that were run. Nothing in it is fitted:
+
+- A checkpoint holds the adapter once (the server's values are the module's), AdamW's two moments of it where clients
+  step one after another, and for each frozen tensor its name and a digest.
+- Rounds read the base once before they begin, to tell whether something changes it; so what they add to the start grows
+  as its bytes. That rate is measured, at each size on its own.
 
 The exit status is 1 if a limit is not met. The machine must have nothing else to do.
 """
@@ -37,6 +50,7 @@ from json_option import add_json_option, write_json
 REPOSITORY = Path(__file__).resolve().parents[2]
 MODELS: dict[str, dict[str, int]] = {
     "tiny": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128},
+    "small": {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 1024},
     "110m": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 2048},
     "1b": {
         "hidden_size": 2048,
@@ -46,13 +60,20 @@ MODELS: dict[str, dict[str, int]] = {
         "intermediate_size": 8192,
     },
 }
+SEVEN = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 11008}
+# Clients, batch, sequences in all and type of the weights, where they are others than below.
+SMALL = {"clients": 8, "batch": 4, "sequences": 256, "dtype": "float32"}
+ROUNDS = {"clients": 4, "batch": 2, "sequences": 16, "dtype": "bfloat16"}
+SETTINGS: dict[str, dict[str, Any]] = {"small": SMALL, "1b": {**ROUNDS, "sequences": 8}}
 WAYS = ("plain", "sequential", "vectorized")
-SEVEN_BILLION = 7_000_000_000
+DIGEST = 32
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["110m", "1b"])
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--more", type=Path, help="the --json FILE of an earlier call, whose runs are taken over")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--child", nargs=2, metavar=("MODEL", "WAY"), help=argparse.SUPPRESS)
@@ -61,34 +82,48 @@ def main() -> int:
     if options.child:
         print(json.dumps(measure(*options.child)))
         return 0
-    found: dict[str, dict[str, Any]] = {}
-    met = True
+    runs = json.loads(options.more.read_text()) if options.more else {}
     for model in options.models:
-        runs: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+        own = runs.setdefault(model, {})
         for _ in range(options.repetitions):
-            for way in WAYS:
-                runs[way].append(in_process(model, way, options.threads))
-        medians = {
-            way: {key: statistics.median(run[key] for run in several) for key in several[0]}
-            for way, several in runs.items()
-        }
-        found[model] = medians
-        plain = medians["plain"]
-        print(f"\n{model}: {plain['numbers'] / 1e6:,.0f} million parameters, {plain['model']:,.0f} MB loaded")
-        print(f"  {'':12}{'start':>9}{'memory':>10}{'round':>10}{'checkpoint':>13}")
-        for way, own in medians.items():
-            print(
-                f"  {way:12}{own['start']:7.2f} s{own['memory']:7,.0f} MB{own['round']:8.2f} s"
-                f"{own['checkpoint']:10,.1f} MB"
-            )
-        loop = medians["sequential"]
-        most = 1.05 * (plain["model"] + plain["memory"]) + 3 * plain["adapter"] - plain["model"]
-        met &= limit("sequential: memory", loop["memory"], most, "MB")
-        met &= limit("sequential: start after plain's", loop["start"] - plain["start"], 1.0, "s")
-    if len(found) > 1:
-        extrapolate(*(found[model] for model in options.models[:2]))
-    write_json(options.json, found)
+            for way in options.ways:
+                own.setdefault(way, []).append(in_process(model, way, options.threads))
+    write_json(options.json, runs)
+    met = True
+    for model, own in runs.items():
+        met &= show(model, own)
+    expect(runs)
     return 0 if met else 1
+
+
+def show(model: str, runs: dict[str, list[dict[str, float]]]) -> bool:
+    """Print one model's table, and return whether its limits are met."""
+    found = medians(runs)
+    first = next(iter(found.values()))
+    print(f"\n{model}: {first['numbers'] / 1e6:,.0f} million parameters, {first['model']:,.0f} MB loaded")
+    print(f"  {'':12}{'start':>9}{'memory':>10}{'round':>10}{'checkpoint':>13}")
+    for way, own in found.items():
+        print(
+            f"  {way:12}{own['start']:7.2f} s{own['memory']:7,.0f} MB{own['round']:8.2f} s{own['checkpoint']:10,.1f} MB"
+            + (f"   ({own['training']:,.0f} MB without the checkpoint)" if way == "plain" else "")
+        )
+    met = True
+    for way in found.keys() - {"plain"} if "plain" in found else ():
+        plain, own = found["plain"], found[way]
+        more = 0.05 * (plain["model"] + plain["memory"]) + 3 * plain["adapter"]
+        met &= limit(f"{way}: memory", own["memory"], plain["memory"] + more, "MB")
+        met &= limit(f"{way}: start after plain's", own["start"] - plain["start"], 1.0, "s")
+    if model == "small" and {"sequential", "vectorized"} <= found.keys():
+        met &= limit("vectorized: round", found["vectorized"]["round"], found["sequential"]["round"] / 2.5, "s")
+    return met
+
+
+def medians(runs: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
+    ordered = {way: runs[way] for way in WAYS if way in runs}
+    return {
+        way: {key: statistics.median(run[key] for run in several) for key in several[0]}
+        for way, several in ordered.items()
+    }
 
 
 def limit(name: str, value: float, most: float, unit: str) -> bool:
@@ -97,17 +132,60 @@ def limit(name: str, value: float, most: float, unit: str) -> bool:
     return met
 
 
-def extrapolate(small: dict[str, Any], large: dict[str, Any]) -> None:
-    """Print the line through two sizes at seven billion parameters, of what rounds add to a plain run."""
-    between = large["plain"]["numbers"] - small["plain"]["numbers"]
+def expect(runs: dict[str, Any]) -> None:
+    """Print what the formula says of each size that was run, and of 7 billion parameters."""
+    print("\nby the formula (measured)")
+    rates = []
+    for model, own in runs.items():
+        found, shapes = medians(own), parameters(MODELS[model])
+        adapter = 4 * shapes["trained"]
+        line = f"  {model}: adapter {adapter / 1e6:.2f} MB"
+        for way, copies in (("sequential", 3), ("vectorized", 1)):
+            if way in found:
+                size = checkpoint_bytes(shapes, copies) / 1e6
+                line += f", checkpoint {way} {size:.1f} MB ({found[way]['checkpoint']:.1f})"
+        if {"plain", "sequential"} <= found.keys():
+            added = max(found["sequential"]["start"] - found["plain"]["start"], 0)
+            rates.append(added / (2e-9 * shapes["frozen"]))
+            line += f"; start {rates[-1]:.3f} s for each GB of the base"
+        print(line)
+    shapes = parameters(SEVEN)
+    gigabytes = 2e-9 * shapes["frozen"]
     print(
-        "\nwhat rounds one after another add to a plain run at 7 billion parameters, by the line through the two sizes"
+        f"  7b: {(shapes['frozen'] + shapes['trained']) / 1e9:.2f} billion parameters, {gigabytes:.1f} GB; adapter"
+        f" {4e-6 * shapes['trained']:.1f} MB, checkpoint sequential {checkpoint_bytes(shapes, 3) / 1e6:.1f} MB,"
+        f" vectorized {checkpoint_bytes(shapes, 1) / 1e6:.1f} MB"
+        + (f"; start {min(rates) * gigabytes:.1f} to {max(rates) * gigabytes:.1f} s after plain's" if rates else "")
     )
-    for key, unit in (("start", "s"), ("memory", "MB"), ("checkpoint", "MB")):
-        one, two = (each["sequential"][key] - each["plain"][key] for each in (small, large))
-        slope = (two - one) / between
-        at_seven = two + slope * (SEVEN_BILLION - large["plain"]["numbers"])
-        print(f"  {key}: {one:.2f} {unit}, {two:.2f} {unit}, so {at_seven:.1f} {unit}")
+
+
+def checkpoint_bytes(shapes: dict[str, int], copies: int) -> int:
+    return 4 * shapes["trained"] * copies + shapes["names"] + DIGEST * shapes["frozen_tensors"]
+
+
+def parameters(sides: dict[str, int]) -> dict[str, int]:
+    """Return the numbers of parameters of a Llama with LoRA of rank 8, from its shapes alone."""
+    import torch
+
+    with torch.device("meta"):
+        network = adapted(sides)
+    named = list(network.named_parameters())
+    frozen = [(name, value) for name, value in named if not value.requires_grad]
+    return {
+        "trained": sum(value.numel() for _, value in named if value.requires_grad),
+        "frozen": sum(value.numel() for _, value in frozen),
+        "frozen_tensors": len(frozen),
+        "names": sum(len(name) + len("network.") for name, _ in frozen),
+    }
+
+
+def adapted(sides: dict[str, int]) -> Any:
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**sides, vocab_size=32_000, tie_word_embeddings=True, use_cache=False)
+    lora = LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    return get_peft_model(LlamaForCausalLM(config), lora)
 
 
 def in_process(model: str, way: str, threads: int) -> dict[str, float]:
@@ -127,9 +205,7 @@ def measure(model: str, way: str) -> dict[str, float]:
     import lightning.pytorch as pl
     import torch
     from lightning.pytorch.callbacks import ModelCheckpoint
-    from peft import LoraConfig, get_peft_model
     from torch.utils.data import DataLoader, TensorDataset
-    from transformers import LlamaConfig, LlamaForCausalLM
 
     from lightning_lowrank import FederatedLoop, FedLoRA, ProductSum, TrainedCheckpoints
 
@@ -140,12 +216,10 @@ def measure(model: str, way: str) -> dict[str, float]:
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(0)
-            torch.set_default_dtype(torch.bfloat16)
-            config = LlamaConfig(**MODELS[model], vocab_size=32_000, tie_word_embeddings=True, use_cache=False)
-            network = LlamaForCausalLM(config)
+            torch.set_default_dtype(getattr(torch, settings["dtype"]))
+            # PEFT gives adapters of weights of 16 bits single precision.
+            self.network: Any = adapted(MODELS[model])
             torch.set_default_dtype(torch.float32)
-            lora = LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-            self.network: Any = get_peft_model(network, lora)
             self.began = 0.0
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -159,17 +233,22 @@ def measure(model: str, way: str) -> dict[str, float]:
     class Rounds(pl.Callback):
         def __init__(self) -> None:
             self.ends: list[float] = []
+            self.memory = 0
 
         def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
             self.ends.append(time.perf_counter())
 
+        def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
+            self.memory = self.memory or peak.most
+
+    settings = SETTINGS.get(model, ROUNDS)
     module = Model()
-    tokens = torch.randint(32_000, (16, 32), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(32_000, (settings["sequences"], 32), generator=torch.Generator().manual_seed(1))
     rounds = Rounds()
     with tempfile.TemporaryDirectory() as folder:
         callbacks: list[pl.Callback] = [rounds, ModelCheckpoint(folder, filename="last")]
         if way != "plain":
-            federated = FederatedLoop(FedLoRA(ProductSum()), clients=4, execution=way, summary=False)
+            federated = FederatedLoop(FedLoRA(ProductSum()), clients=settings["clients"], execution=way, summary=False)
             callbacks = [federated, *callbacks, TrainedCheckpoints()]
         trainer = pl.Trainer(
             max_epochs=3,
@@ -181,7 +260,7 @@ def measure(model: str, way: str) -> dict[str, float]:
         )
         before, peak = resident(), Peak()
         began = time.perf_counter()
-        trainer.fit(module, DataLoader(TensorDataset(tokens), batch_size=2))
+        trainer.fit(module, DataLoader(TensorDataset(tokens), batch_size=settings["batch"]))
         memory = peak.stop() - before
         size = (Path(folder) / "last.ckpt").stat().st_size
     trained = sum(value.numel() * value.element_size() for value in module.parameters() if value.requires_grad)
@@ -191,6 +270,7 @@ def measure(model: str, way: str) -> dict[str, float]:
         "adapter": trained / 1e6,
         "start": module.began - began,
         "memory": memory / 1e6,
+        "training": (rounds.memory - before) / 1e6,
         "round": statistics.median(two - one for one, two in zip(rounds.ends, rounds.ends[1:], strict=False)),
         "checkpoint": size / 1e6,
     }
@@ -207,6 +287,10 @@ class Peak:
         self._most, self._running = resident(), True
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
+
+    @property
+    def most(self) -> int:
+        return self._most
 
     def _watch(self) -> None:
         while self._running:

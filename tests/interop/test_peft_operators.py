@@ -146,3 +146,44 @@ def test_one_of_several_adapters_is_written(tmp_path):
         export_adapter(wrapped, tmp_path / "third", adapter="third")
     with pytest.raises(MisconfigurationException, match="is for a model that PEFT wrapped"):
         export_adapter(net, tmp_path / "third", adapter="third")
+
+
+class Causal(Labelling):
+    def training_step(self, batch, batch_idx):
+        tokens, _ = batch
+        return self.network(input_ids=tokens, labels=tokens).loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tying", [False, True])
+@pytest.mark.parametrize(
+    ("form", "operator"),
+    [
+        ({"target_modules": ["embed_tokens", "q_proj"]}, "ProductSum"),
+        ({"target_modules": ["embed_tokens", "q_proj"]}, "SumProduct"),
+        ({"target_modules": ["embed_tokens", "q_proj"]}, "FLoRA"),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}, "FLoRA"),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, "FedEx"),
+    ],
+)
+def test_tied_embeddings(tmp_path, form, operator, tying):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sides = {"vocab_size": 20, "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8}
+    config = LlamaConfig(**sides, num_hidden_layers=1, tie_word_embeddings=True, use_cache=False, initializer_range=0.3)
+    base = LlamaForCausalLM(config)
+    lora = peft().LoraConfig(r=2, lora_alpha=2, ensure_weight_tying=tying, **form)
+    module = Causal(peft().get_peft_model(copy.deepcopy(base), lora))
+    loop = FederatedLoop(FedLoRA(getattr(aggregation, operator)()), partition=FromIndices(CLIENTS), summary=False)
+    run = trainer(tmp_path, loop, max_epochs=2, limit_val_batches=0)
+    loader = DataLoader(data(bert), batch_size=4)
+    if operator == "FLoRA" and "embed_tokens" in form["target_modules"]:
+        with pytest.raises(
+            MisconfigurationException, match=r"embed_tokens' cannot take .*: it is shared with .*lm_head"
+        ):
+            fit(run, module, loader)
+        return
+    fit(run, module, loader)
+    export_adapter(module, tmp_path / "adapter", base=base)
+    check(bert, module, base, tmp_path / "adapter")

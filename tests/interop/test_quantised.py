@@ -187,3 +187,14 @@ def test_what_cannot_keep_a_change_is_refused_before_the_first_round(tmp_path):
         module = Module(wrap(quantised("stand-in"), **settings))
         with pytest.raises(MisconfigurationException, match=rf"FLoRA\(\) changes base weights, and layer .*{said}"):
             federate(tmp_path, None, FLoRA(), module=module)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operator", [FLoRA(), FedEx()], ids=repr)
+def test_clients_that_step_together_have_what_is_kept_beside(tmp_path, operator):
+    """What a traced step reads of it is that of its round."""
+    _, module, _ = federate(tmp_path, quantised("stand-in"), operator, rounds=4)
+    _, together, loop = federate(tmp_path, quantised("stand-in"), operator, rounds=4, execution="vectorized")
+    assert loop.state_dict()["execution"] == "vectorized"
+    with torch.no_grad():
+        torch.testing.assert_close(together.net.eval()(INPUTS), module.net.eval()(INPUTS), rtol=1e-4, atol=1e-5)

@@ -1,0 +1,189 @@
+"""`push_adapter` and `pull_adapter`: adapter folders on the Hugging Face hub, or another server of its API.
+
+Their users are who shares what a run has learnt, from Python or by ``lightning-lowrank push``.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lightning_lowrank.configuration import misconfigured
+from lightning_lowrank.interop.extras import import_extra
+from lightning_lowrank.interop.peft_layout import CONFIG_FILE, WEIGHTS_FILE
+
+CARD_FILE = "README.md"
+_FILES = (CONFIG_FILE, WEIGHTS_FILE, CARD_FILE)
+_ADDRESS = "https://pypi.org/project/lightning_lowrank"
+
+
+def push_adapter(
+    folder: str | Path,
+    repository: str,
+    *,
+    figures: Mapping[str, str | float] | None = None,
+    private: bool | None = None,
+    revision: str | None = None,
+    token: str | None = None,
+    endpoint: str | None = None,
+) -> str:
+    """Upload an adapter folder, with a model card, in one commit.
+
+    The card (``README.md``) names the base model, the adapter's rank and target modules, and the figures. One that the
+    folder has already is uploaded as it is, unless there are figures.
+
+    Args:
+        folder: What `export_adapter` wrote: ``adapter_config.json`` and ``adapter_model.safetensors``. Other files are
+            not uploaded.
+        repository: Name on the hub, ``user/name``; made if needed.
+        figures: What the card says of the run, by name, such as ``{"val_acc": 0.85}``.
+        private: Whether a repository that is made is private. ``None``: the user's or organisation's default.
+        revision: The branch to commit to. Default: the main one.
+        token: An access token. ``None``: the one that ``hf auth login`` has kept.
+        endpoint: The server's address. ``None``: that of the hub, or of ``HF_ENDPOINT``.
+
+    Returns:
+        The address of the commit.
+
+    Raises:
+        MisconfigurationException: If the folder holds no adapter, or huggingface_hub is not installed.
+        huggingface_hub.errors.HfHubHTTPError: If the server refuses it.
+    """
+    hub = import_extra("huggingface_hub", "push_adapter")
+    folder = Path(folder)
+    config = _config_of(folder)
+    card = folder / CARD_FILE
+    if figures or not card.is_file():
+        card.write_text(model_card(repository, config, figures or {}), encoding="utf-8")
+    api = hub.HfApi(endpoint=endpoint, token=token)
+    name = api.create_repo(repository, private=private, exist_ok=True).repo_id
+    done = api.upload_folder(
+        repo_id=name,
+        folder_path=folder,
+        allow_patterns=list(_FILES),
+        revision=revision,
+        commit_message="Upload adapter with lightning_lowrank",
+    )
+    return str(done.commit_url)
+
+
+def pull_adapter(
+    repository: str,
+    folder: str | Path,
+    *,
+    revision: str | None = None,
+    token: str | None = None,
+    endpoint: str | None = None,
+) -> Path:
+    """Download an adapter folder, for `import_adapter` or PEFT; pickles in the repository are left there.
+
+    Args:
+        repository: Name on the hub, ``user/name``.
+        folder: Where to put it; made if needed. Files of the same names are replaced once all have come.
+        revision: A branch, tag or commit. Default: the main branch.
+        token: As for `push_adapter`.
+        endpoint: As for `push_adapter`.
+
+    Returns:
+        The folder.
+
+    Raises:
+        MisconfigurationException: If the repository holds no adapter in safetensors, or huggingface_hub is not
+            installed.
+        huggingface_hub.errors.HfHubHTTPError: If there is no such repository, or no access to it.
+    """
+    hub = import_extra("huggingface_hub", "pull_adapter")
+    found = Path(
+        hub.snapshot_download(
+            repository, revision=revision, token=token, endpoint=endpoint, allow_patterns=list(_FILES)
+        )
+    )
+    _config_of(found, repository)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    # Without its configuration a folder is refused, so that new weights are never read with an old one.
+    (folder / CONFIG_FILE).unlink(missing_ok=True)
+    for name in (WEIGHTS_FILE, CARD_FILE, CONFIG_FILE):
+        if (found / name).is_file():
+            shutil.copyfile(found / name, folder / name)
+    return folder
+
+
+def _config_of(folder: Path, where: str | None = None) -> dict[str, Any]:
+    """Return an adapter folder's configuration."""
+    place = where or str(folder)
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        if not (folder / name).is_file():
+            raise misconfigured(f"{place} holds no adapter: it has no {name}, as export_adapter writes it.")
+    try:
+        found = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise misconfigured(f"{place} holds no adapter: {CONFIG_FILE} is no JSON ({error}).") from error
+    if not isinstance(found, dict):
+        raise misconfigured(f"{place} holds no adapter: {CONFIG_FILE} is no JSON object.")
+    return found
+
+
+def model_card(name: str, config: Mapping[str, Any], figures: Mapping[str, str | float]) -> str:
+    """Return the text of a model card, in Markdown with the hub's metadata in front.
+
+    Example:
+        >>> card = model_card("me/mood", {"peft_type": "LORA", "r": 8}, {"val_acc": 0.85})
+        >>> print(card[card.index("# mood"):])
+        # mood
+        <BLANKLINE>
+        An adapter for PEFT, trained with [lightning_lowrank](https://pypi.org/project/lightning_lowrank).
+        <BLANKLINE>
+        | | |
+        |---|---|
+        | method | LORA |
+        | rank | 8 |
+        | val_acc | 0.85 |
+        <BLANKLINE>
+    """
+    base = config.get("base_model_name_or_path")
+    about: dict[str, Any] = {
+        "library_name": "peft",
+        "tags": ["lightning_lowrank", "federated-learning", str(config.get("peft_type", "lora")).lower()],
+    }
+    # Only names on the hub are models of it.
+    if isinstance(base, str) and base and not Path(base).is_absolute() and base.count("/") <= 1 and base[0] != ".":
+        about["base_model"] = base
+    targets = config.get("target_modules")
+    rows: dict[str, Any] = {
+        "base model": base,
+        "method": config.get("peft_type"),
+        "rank": config.get("r"),
+        "alpha": config.get("lora_alpha"),
+        "target modules": ", ".join(sorted(map(str, targets))) if isinstance(targets, list) else targets,
+        **figures,
+    }
+    lines = [
+        f"| {_cell(key)} | {_cell(value)} |" for key, value in rows.items() if value not in (None, "") and value != {}
+    ]
+    return "\n".join(
+        [
+            "---",
+            yaml.safe_dump(about, sort_keys=False).strip(),
+            "---",
+            "",
+            f"# {_cell(name.rpartition('/')[2])}",
+            "",
+            f"An adapter for PEFT, trained with [lightning_lowrank]({_ADDRESS}).",
+            "",
+            "| | |",
+            "|---|---|",
+            *lines,
+            "",
+        ]
+    )
+
+
+def _cell(value: object) -> str:
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    return " ".join(text.split()).replace("|", "\\|")
