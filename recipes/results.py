@@ -390,8 +390,10 @@ def _note(notes: list[str], cell: Cell, where: str) -> str:
     if not cell.why and cell.varied is None:
         refuse(f"{where} is off: give `why`, or `varied` with the list of what was varied.")
     said = [cell.why.strip()] if cell.why else ["Not found out."]
-    if cell.varied is not None:
-        said.append(f"Varied: {'; '.join(cell.varied)}." if cell.varied else "Nothing was varied yet.")
+    if cell.varied:
+        said.append(f"Varied: {'; '.join(cell.varied)}.")
+    elif not cell.why:
+        said.append("Nothing was varied yet.")
     note = " ".join(said)
     if note not in notes:
         notes.append(note)
