@@ -289,7 +289,8 @@ def _method(name: str, entry: dict[str, Any], figures: dict[str, Any], dense: di
     used = sorted(
         str(file.relative_to(ROOT))
         for file in (ROOT / "recipes").rglob("*.yaml")
-        if re.search(rf"\b{name}\b", re.sub(r"#.*", "", file.read_text(encoding="utf-8")))
+        if file.name != "RESULTS.yaml"
+        and re.search(rf"\b{name}\b", re.sub(r"#.*", "", file.read_text(encoding="utf-8")))
     )
     here = "\n".join(f"- `{file}`" for file in used)
     return "\n".join(

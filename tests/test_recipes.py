@@ -300,7 +300,7 @@ def test_batch_norm_is_static_from_the_first_milestone_on(base):
 
 def test_no_recipe_is_left_out():
     run_here = {RECIPES / f"{name}.yaml" for names in COMBINATIONS for name in names}
-    assert run_here == set(RECIPES.rglob("*.yaml"))
+    assert run_here == set(RECIPES.rglob("*.yaml")) - {RECIPES / "RESULTS.yaml"}
 
 
 def test_a_bases_overlays_say_less_than_it_does():

@@ -77,7 +77,8 @@ class SplitMix(PartAveraging):
 
     Only a client's own bases are sent, in both directions. A base becomes the mean over the clients that trained it,
     with the loop's ``weighting``, or does not change if no client did. The paper's customisable robustness (adversarial
-    training, dual BatchNorm) is not included.
+    training, dual BatchNorm) is not included. FedHM's comparison trains it with static BatchNorm, which is
+    `StaticBatchNorm`.
 
     Args:
         budgets: Numbers of bases that clients train. Those of FedHM's comparison (arXiv:2111.14655) by default.

@@ -6,7 +6,11 @@ two cores with nothing else running:
     python tests/benchmarks/fedslop.py --data ../shared/data
 
 With ``--plain SEED`` it trains nothing of this package's: a loop of plain PyTorch over the same partition prints the
-accuracies that ``recipes/fedslop/RESULTS.md`` holds the recipes' against.
+accuracies that ``recipes/fedslop/RESULTS.md`` holds the recipes' against. ``--clients`` is the number of clients of the
+partition, of whose non-empty ones a fifth are drawn in each round, and ``--carried`` keeps each client's momentum
+between rounds at full size, both as the authors' release has it:
+
+    python tests/benchmarks/fedslop.py --plain 0 --methods FedSLoP --clients 100 --carried --threads 1
 """
 
 from __future__ import annotations
@@ -50,7 +54,16 @@ def seconds_of(overlays: list[str], data: Path, rounds: int, threads: int) -> fl
         return time.perf_counter() - begun
 
 
-def plain_accuracies(data: Path, seed: int, rounds: int, server: float, client: float, rank: int | None) -> list[float]:
+def plain_accuracies(
+    data: Path,
+    seed: int,
+    rounds: int,
+    server: float,
+    client: float,
+    rank: int | None,
+    clients: int = 50,
+    carried: bool = False,
+) -> list[float]:
     """Return the test accuracy after each round of a loop that uses this package for its partition alone.
 
     Args:
@@ -60,13 +73,16 @@ def plain_accuracies(data: Path, seed: int, rounds: int, server: float, client: 
         server: The server's momentum.
         client: The clients' momentum, zero at the start of each round.
         rank: Columns of the projection of 004's Algorithm 1; ``None``: none.
+        clients: Clients of the partition; a fifth of those that have samples are drawn in each round.
+        carried: Each client begins a round with the momentum that it had at the end of its last one. It is of full size
+            then, as in the authors' release: what it holds from other rounds lies outside the projection of this one.
     """
     from lightning_lowrank import Dirichlet
 
     splits = [MNIST(data, train=train) for train in (True, False)]
     images, test_images = (((split.data.float() / 255 - 0.1307) / 0.3081).flatten(1) for split in splits)
     targets, test_targets = (split.targets for split in splits)
-    parts = list(Dirichlet(alpha=0.1, capped=False).split(range(len(targets)), 50, seed, targets))
+    parts = list(Dirichlet(alpha=0.1, capped=False).split(range(len(targets)), clients, seed, targets))
     filled = [number for number, part in enumerate(parts) if len(part)]
     torch.manual_seed(seed)
     draw = np.random.default_rng(seed)
@@ -75,6 +91,8 @@ def plain_accuracies(data: Path, seed: int, rounds: int, server: float, client: 
     weights = [value.detach().clone() for value in live]
     velocity = [torch.zeros_like(value) for value in weights]
     accuracies = []
+    drawn = max(1, int(0.2 * len(filled)))
+    kept: dict[int, list[torch.Tensor | float]] = {}
     for _ in range(rounds):
         projections = [
             torch.linalg.qr(torch.randn(value.shape[1], rank)).Q
@@ -83,17 +101,22 @@ def plain_accuracies(data: Path, seed: int, rounds: int, server: float, client: 
             for value in weights
         ]
         mean = [torch.zeros_like(value) for value in weights]
-        for number in draw.choice(filled, 10, replace=False):
+        for number in draw.choice(filled, drawn, replace=False):
             with torch.no_grad():
                 torch._foreach_copy_(live, weights)
-            momentum = [0.0] * len(live)
+            momentum: list[torch.Tensor | float] = kept.get(number) or [0.0] * len(live)
             for batch in parts[number][torch.randperm(len(parts[number]))].split(32):
                 gradients = torch.autograd.grad(cross_entropy(network(images[batch]), targets[batch]), live)
                 with torch.no_grad():
                     for place, (value, gradient, basis) in enumerate(zip(live, gradients, projections, strict=True)):
-                        momentum[place] = client * momentum[place] + (gradient if basis is None else gradient @ basis)
-                        value -= 0.018 * (momentum[place] if basis is None else momentum[place] @ basis.T)
-            torch._foreach_add_(mean, [value.detach() for value in live], alpha=0.1)
+                        step = gradient if basis is None else gradient @ basis
+                        if carried and basis is not None:
+                            step = step @ basis.T
+                        momentum[place] = client * momentum[place] + step
+                        value -= 0.018 * (momentum[place] if basis is None or carried else momentum[place] @ basis.T)
+            if carried:
+                kept[number] = momentum
+            torch._foreach_add_(mean, [value.detach() for value in live], alpha=1 / drawn)
         with torch.no_grad():
             for speed, value, average in zip(velocity, weights, mean, strict=True):
                 speed.mul_(server).add_(average - value)
@@ -109,6 +132,10 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--plain", type=int, metavar="SEED", help="accuracies of a loop of plain PyTorch, and no times")
+    parser.add_argument("--methods", nargs="+", choices=PLAIN, default=list(PLAIN), help="of --plain")
+    parser.add_argument("--clients", type=int, default=50, help="of --plain: clients of the partition")
+    parser.add_argument("--momentum", type=float, help="of --plain: the clients' momentum in place of a method's own")
+    parser.add_argument("--carried", action="store_true", help="of --plain: clients keep their momentum")
     add_json_option(parser)
     arguments = parser.parse_args()
     if not (arguments.data / "MNIST").exists():
@@ -116,8 +143,11 @@ def main() -> int:
     if arguments.plain is not None:
         torch.set_num_threads(arguments.threads)
         plain = {}
-        for method, (server, client, rank) in PLAIN.items():
-            got = plain_accuracies(arguments.data, arguments.plain, arguments.rounds, server, client, rank)
+        for method in arguments.methods:
+            server, client, rank = PLAIN[method]
+            momenta = (server, client if arguments.momentum is None else arguments.momentum)
+            settings = (*momenta, rank, arguments.clients, arguments.carried)
+            got = plain_accuracies(arguments.data, arguments.plain, arguments.rounds, *settings)
             plain[method] = {"last": got[-1], "best": max(got), "last ten": float(np.mean(got[-10:]))}
             told = "   ".join(f"{name} {value:.4f}" for name, value in plain[method].items())
             print(f"{method:16s} seed {arguments.plain}   {told}", flush=True)
