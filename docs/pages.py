@@ -274,7 +274,8 @@ def methods() -> Iterator[tuple[str, str]]:
 
 _ABOUT_METHODS = """A page for each published method, and for each operator by which `FedLoRA` combines adapters. Bytes
 are those of one client in the first round of the page's recipe: a network 64-256-256-10 (for `FedBN` a small ResNet).
-Later rounds may send more, such as what the server has folded or stacked.
+Later rounds may send more, such as what the server has folded or stacked. Where clients differ in capacity, it is one
+with the whole model.
 """
 
 
