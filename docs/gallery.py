@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ def recipe(name: str) -> dict[str, Any]:
     }
 
 
+@cache
 def traffic(name: str) -> dict[str, dict[str, int]]:
     """Return ``bytes`` and ``numbers`` of the first round's messages, ``up`` and ``down``, of a method's recipe."""
     parser = ArgumentParser(exit_on_error=False)

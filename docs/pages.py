@@ -92,11 +92,11 @@ def _span(found: re.Match[str]) -> str:
     if found["url"]:
         return f"[{' '.join(found['text'].split())}]({found['url']})"
     name = found["name"]
-    first, _, member = name.removeprefix("lightning_lowrank.").rpartition("lightning_lowrank.")[2].partition(".")
-    path = public_names().get(first)
-    if path is None or not re.fullmatch(r"[\w.]+", name):
+    parts = name.removeprefix("lightning_lowrank.").split(".")
+    first, *members = parts[1:] if parts[0] in PACKAGES and len(parts) > 1 else parts
+    if first not in public_names():
         return f"`{name}`"
-    identifier = f"{path}.{member}" if member else path
+    identifier = ".".join([public_names()[first], *members])
     return f'<autoref identifier="{identifier}" optional><code>{name}</code></autoref>'
 
 
@@ -274,7 +274,8 @@ def methods() -> Iterator[tuple[str, str]]:
 
 _ABOUT_METHODS = """A page for each published method, and for each operator by which `FedLoRA` combines adapters. Bytes
 are those of one client in the first round of the page's recipe: a network 64-256-256-10 (for `FedBN` a small ResNet).
-Later rounds may send more, such as what the server has folded or stacked.
+Later rounds may send more, such as what the server has folded or stacked. Where clients differ in capacity, it is one
+with the whole model.
 """
 
 

@@ -47,6 +47,8 @@ def stand_in(monkeypatch, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("page", FOLLOWED, ids=lambda page: str(page.relative_to(DOCS)))
 def test_follow(page, folder, monkeypatch):
+    if any("flower" in block.text for block in blocks(page) if block.language == "bash"):
+        pytest.importorskip("flwr", reason="Flower needs Python 3.11")
     reader = Reader(folder)
     monkeypatch.setitem(sys.modules, "page", reader.module)
     for name in ("WandbLogger", "MLFlowLogger"):
