@@ -223,8 +223,15 @@ METHODS |= {
         make=ranks(aggregation.SumProduct),
         optimizer=PLAIN,
     ),
+    "FedLoRA-RaFLoRA": fedlora(
+        aggregation.RaFLoRA,
+        Claims(identical=None, same_bytes=False, learning={**SLOWLY, "rounds": 10}),
+        make=ranks(aggregation.RaFLoRA),
+        optimizer=PLAIN,
+    ),
     # Rounds begin with factors drawn by the server's seed.
     "FedLoRA-FLoRA": fedlora(aggregation.FLoRA, Claims(plain=None, same_bytes=False, learning=SLOWLY)),
+    "FedLoRA-FLoRIST": fedlora(aggregation.FLoRIST, Claims(plain=None, same_bytes=False, learning=SLOWLY)),
     # A is not trained, or not in the first round.
     "FedLoRA-FFA": fedlora(aggregation.FFA, Claims(plain=None, same_bytes=False, learning=SLOWLY), **FROM_ZERO),
     "FedLoRA-FedSVD": fedlora(aggregation.FedSVD, Claims(plain=None, same_bytes=False, learning=SLOWLY), **FROM_ZERO),
@@ -236,6 +243,10 @@ METHODS |= {
         Claims(plain=None, same_bytes=False, trains_global=False, averages_buffers=True, learning=SLOWLY),
     ),
     "FedLoRA-FedEx": fedlora(aggregation.FedEx, Claims(same_bytes=False, learning=SLOWLY)),
+    # Of one client or several equal ones, too, it amplifies single numbers.
+    "FedLoRA-FedRPCA": fedlora(
+        partial(aggregation.FedRPCA, iterations=60), Claims(plain=None, identical=None, learning=SLOWLY)
+    ),
     "FedLoRA-LoRAFair": fedlora(aggregation.LoRAFair, Claims(same_bytes=False, learning=SLOWLY)),
     # One factor is drawn.
     "FedLoRA-CoLR": fedlora(aggregation.CoLR, Claims(plain=None, same_bytes=False, learning=SLOWLY)),
