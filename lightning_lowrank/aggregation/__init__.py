@@ -10,7 +10,7 @@ from lightning_lowrank.aggregation.mean import WeightedMean
 from lightning_lowrank.aggregation.operator import Operator
 from lightning_lowrank.aggregation.pairs import LowRankPair
 from lightning_lowrank.aggregation.preaggregation import Bucketing, NearestNeighborMixing, PreAggregation
-from lightning_lowrank.aggregation.products import CoLR, FedEx, FLoRA, LoRAFair, SumProduct
+from lightning_lowrank.aggregation.products import CoLR, FedEx, FLoRA, FLoRIST, LoRAFair, RaFLoRA, SumProduct
 from lightning_lowrank.aggregation.robust import (
     CenteredClipping,
     CoordinateMedian,
@@ -23,6 +23,7 @@ from lightning_lowrank.aggregation.robust import (
     RobustRule,
     TrimmedMean,
 )
+from lightning_lowrank.aggregation.robust_pca import FedRPCA
 
 __all__ = [
     "FFA",
@@ -38,9 +39,11 @@ __all__ = [
     "CoordinateRule",
     "DistanceRule",
     "FLoRA",
+    "FLoRIST",
     "Factors",
     "FedEx",
     "FedInc",
+    "FedRPCA",
     "FedSA",
     "FedSVD",
     "GeometricMedian",
@@ -56,6 +59,7 @@ __all__ = [
     "Peers",
     "PreAggregation",
     "ProductSum",
+    "RaFLoRA",
     "RoLoRA",
     "RobustRule",
     "SumProduct",

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_lowrank.aggregation.aggregator import to_float64
 from lightning_lowrank.aggregation.inputs import Broadcast, LayerInputs, slot_weights
 from lightning_lowrank.aggregation.pairs import LowRankPair, inner_products, padded
 
@@ -41,6 +42,10 @@ class ConvergenceConstants:
         strong_A_gap: The same for ``A``.
         aggregation_error: :math:`\|E - M\|_F` with the server's :math:`E`.
         broadcast_error: :math:`\sqrt{\operatorname{mean}_i \|E_i - M\|_F^2}`, that of what clients receive.
+        effective_rank: Of the server's :math:`E`, with singular values :math:`\sigma_j`: :math:`\exp(-\sum_j p_j \log
+            p_j)`, :math:`p_j = \sigma_j / \sum_k \sigma_k` (Roy and Vetterli, 2007). 0 where :math:`E` is zero.
+        energy_beyond: The share of :math:`\|E\|_F^2` beyond the leading singular values, as many as the smallest
+            client's rank. It tends to zero in the rank collapse of Wu et al. (2026), see `RaFLoRA`.
     """
 
     weak: float
@@ -51,6 +56,8 @@ class ConvergenceConstants:
     strong_A_gap: float
     aggregation_error: float
     broadcast_error: float
+    effective_rank: float
+    energy_beyond: float
 
 
 @torch.no_grad()
@@ -104,7 +111,26 @@ def convergence_constants(
         strong_A_gap=strong_right - least_right,
         aggregation_error=aggregation**0.5,
         broadcast_error=received**0.5,
+        **_spectrum(broadcast, min(pair.rank for pair in inputs.pairs)),
     )
+
+
+def _spectrum(broadcast: Broadcast, smallest: int) -> dict[str, float]:
+    """Return the figures of the singular values of the server's effective update."""
+    terms = [broadcast.server] if broadcast.change is None else [broadcast.server, broadcast.change]
+    left = torch.cat([to_float64(pair.B.detach()) * pair.scaling for pair in terms], dim=1)
+    right = torch.cat([to_float64(pair.A.detach()) for pair in terms])
+    # Where the factors are wider than the matrix, the triangles are of its size.
+    cores = torch.linalg.qr(left).R, torch.linalg.qr(right.T).R
+    values = torch.linalg.svdvals(cores[0] @ cores[1].T)
+    total = values.sum()
+    if total == 0:
+        return {"effective_rank": 0.0, "energy_beyond": 0.0}
+    shares = values / total
+    return {
+        "effective_rank": torch.special.entr(shares).sum().exp().item(),
+        "energy_beyond": (values[smallest:].square().sum() / values.square().sum()).item(),
+    }
 
 
 def _of_products(inputs: LayerInputs, broadcast: Broadcast) -> tuple[float, float, float, float]:

@@ -1,27 +1,38 @@
 """Operators that aggregate products: Sum-Product and those that correct Product-Sum towards it.
 
 The ideal update is the mean of the clients' products (Eq. 3 of ABO), whose rank is the sum of theirs.
-:class:`SumProduct` truncates it, :class:`FLoRA` and :class:`FedEx` put what does not fit a pair into the base weight,
-:class:`LoRAFair` gets as near to it as a change of ``B`` can, and :class:`CoLR` trains one factor so that it fits.
+:class:`SumProduct` truncates it, and :class:`RaFLoRA` weighs it by ranks; :class:`FLoRA` and :class:`FedEx` put what
+does not fit a pair into the base weight, :class:`FLoRIST` the leading part; :class:`LoRAFair` gets as near to it as a
+change of ``B`` can, and :class:`CoLR` trains one factor so that it fits.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_lowrank.aggregation.inputs import BOTH, NEITHER, ONLY_A, ONLY_B, Broadcast, Factors, LayerInputs
+from lightning_lowrank.aggregation.inputs import (
+    BOTH,
+    NEITHER,
+    ONLY_A,
+    ONLY_B,
+    Broadcast,
+    Factors,
+    LayerInputs,
+    slot_weights,
+)
 from lightning_lowrank.aggregation.operator import Operator
 from lightning_lowrank.aggregation.pairs import LowRankPair, padded
 from lightning_lowrank.aggregation.svd import Method, Split, truncated_svd
 from lightning_lowrank.arguments import check_choice, check_integer, check_number
 from lightning_lowrank.haar import haar_basis
 
-__all__ = ["CoLR", "FLoRA", "FedEx", "LoRAFair", "SumProduct"]
+__all__ = ["CoLR", "FLoRA", "FLoRIST", "FedEx", "LoRAFair", "RaFLoRA", "SumProduct"]
 
 
 class SumProduct(Operator):
@@ -60,13 +71,55 @@ class SumProduct(Operator):
     @override
     def _aggregate(self, inputs: LayerInputs) -> Broadcast:
         largest = inputs.largest_wanted
-        found = truncated_svd(inputs.pairs, inputs.weights, largest, self.method, inputs.seed)
+        found = truncated_svd(*self._terms(inputs), largest, self.method, inputs.seed)
         received = {
             (rank, scaling): found.split(rank, self.split, scaling, inputs.dtype)
             for rank, scaling in set(inputs.targets)
         }
         clients = tuple(received[target] for target in inputs.targets)
         return Broadcast(clients, found.split(largest, self.split, inputs.scaling, inputs.dtype))
+
+    def _terms(self, inputs: LayerInputs) -> tuple[Sequence[LowRankPair], Tensor]:
+        """Return pairs and weights whose weighted sum of products is decomposed."""
+        return inputs.pairs, inputs.weights
+
+
+class RaFLoRA(SumProduct):
+    r"""raFLoRA: Sum-Product whose mean is taken part by part of the ranks (Wu et al., 2026, Eq. 8).
+
+    In the mean of clients of different rank, what only clients of large rank have counts as zero at the others.
+    :class:`SumProduct` orders directions by their singular values, so those that are averaged down become the last,
+    which the small clients do not receive, and shrink again in the next round: the paper's rank collapse. Here the part
+    of the products between two neighbouring ranks is averaged over the clients that have it:
+
+    .. math:: \sum_h \sum_{i:\, r_i \ge r_h} rac{n_i}{\sum_{j:\, r_j \ge r_h} n_j}\,
+        s_i\, B_i[:, r_{h-1}{:}r_h]\; A_i[r_{h-1}{:}r_h, :].
+
+    The sum is decomposed and truncated to each client's rank as in :class:`SumProduct`, which this is for clients of
+    one rank. A part that none of a round's clients has keeps the product that the server had, which is our choice: the
+    paper does not say what a round without large clients does. `ConvergenceMonitor` logs the effective rank.
+
+    Its arguments are those of :class:`SumProduct`.
+
+    Example:
+        >>> small = LowRankPair(torch.tensor([[2.0], [0.0]]), torch.tensor([[1.0, 0.0]]))
+        >>> large = LowRankPair(torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.eye(2))
+        >>> [operator.aggregate([small, large]).server.B[1, 1].item() for operator in (SumProduct(), RaFLoRA())]
+        [0.5, 1.0]
+    """
+
+    @override
+    def _terms(self, inputs: LayerInputs) -> tuple[Sequence[LowRankPair], Tensor]:
+        lefts, rights = inputs.factors()
+        shares = slot_weights([pair.rank for pair in inputs.pairs], inputs.weights, owned=True)
+        terms = [
+            LowRankPair(left * share[: left.shape[1]].to(left.device), right, inputs.scaling)
+            for left, right, share in zip(lefts, rights, shares, strict=True)
+        ]
+        before, own = inputs.previous, inputs.largest
+        if before is not None and before.rank > own:
+            terms.append(LowRankPair(before.B[:, own:].double(), before.A[own:].double(), before.scaling))
+        return terms, torch.ones(len(terms), dtype=torch.float64)
 
 
 class FLoRA(Operator):
@@ -96,6 +149,44 @@ class FLoRA(Operator):
     def _aggregate(self, inputs: LayerInputs) -> Broadcast:
         lefts, rights = inputs.factors()
         return self._redrawn(inputs, LowRankPair(inputs.stacked(lefts), torch.cat(rights), inputs.scaling))
+
+
+class FLoRIST(FLoRA):
+    r"""FLoRIST: `FLoRA` whose stack is cut to the leading part of its singular values (Ramesh and Dass, MLSys 2026).
+
+    The mean of the clients' products is decomposed from the stacked factors, without a matrix of the weight's size.
+    The change of the base weight is :math:`B_g = U_{:p} \Sigma_{:p}`, :math:`A_g = V^\top_{:p}` with the smallest
+    :math:`p` for which
+
+    .. math:: \sum_{i \le p} \sigma_i^2 \ge \tau \sum_i \sigma_i^2,
+
+    so that each layer has a rank of its own, and the server sends :math:`p` columns and rows in place of the sum of the
+    clients' ranks. As in the paper's Algorithm 1 each round starts from fresh adapters beside the changed weight.
+
+    Args:
+        threshold: :math:`\tau`, above 0 and at most 1, with which it is `FLoRA`. Default: 0.9, the authors' advice.
+
+    Raises:
+        ValueError: If the threshold is out of range.
+
+    Example:
+        >>> pairs = [LowRankPair(torch.eye(3, 2), torch.eye(2) * torch.tensor([[3.0], [1.0]]))]
+        >>> [FLoRIST(threshold).aggregate(pairs).change.rank for threshold in (0.9, 0.95)]
+        [1, 2]
+    """
+
+    def __init__(self, threshold: float = 0.9) -> None:
+        check_number("threshold", threshold, above=0, most=1)
+        self.threshold = threshold
+
+    @override
+    def _aggregate(self, inputs: LayerInputs) -> Broadcast:
+        pairs = [LowRankPair(left, right, inputs.scaling) for left, right in zip(*inputs.factors(), strict=True)]
+        largest = min(sum(pair.rank for pair in pairs), *inputs.shape)
+        found = truncated_svd(pairs, inputs.weights, largest, "exact", inputs.seed)
+        energy = found.S.square().cumsum(0)
+        rank = int((energy < self.threshold * energy[-1]).sum()) + 1
+        return self._redrawn(inputs, found.split(rank, "left", inputs.scaling, found.S.dtype))
 
 
 class FedEx(Operator):

@@ -12,12 +12,14 @@ from lightning_lowrank.algorithms.fedmud import FedMUD
 from lightning_lowrank.algorithms.fednova import FedNova
 from lightning_lowrank.algorithms.fedntd import FedNTD
 from lightning_lowrank.algorithms.fedprox import FedProx
+from lightning_lowrank.algorithms.fedsb import FedSB
 from lightning_lowrank.algorithms.fedslop import FedSLoP
 from lightning_lowrank.algorithms.heterofl import HeteroFL
 from lightning_lowrank.algorithms.local import LocalTraining
 from lightning_lowrank.algorithms.moon import MOON
 from lightning_lowrank.algorithms.pfedme import PFedMe
 from lightning_lowrank.algorithms.random_coordinates import RandomCoordinates
+from lightning_lowrank.algorithms.ravan import Ravan
 from lightning_lowrank.algorithms.scaffold import SCAFFOLD
 from lightning_lowrank.algorithms.server_optimizers import FedAdam, FedAvgM, FedYogi
 from lightning_lowrank.algorithms.split_mix import SplitMix
@@ -42,6 +44,7 @@ __all__ = [
     "FedNova",
     "FedPer",
     "FedProx",
+    "FedSB",
     "FedSLoP",
     "FedYogi",
     "GradientMask",
@@ -50,6 +53,7 @@ __all__ = [
     "PFedMe",
     "RandomCoordinates",
     "RandomMask",
+    "Ravan",
     "SlidingWindowMask",
     "SplitMix",
     "TDPFed",

@@ -70,13 +70,13 @@ class FedLoRA(Algorithm):
     trainer a module that contains a model wrapped by PEFT. Other trained parameters, such as a classification head and
     biases, are averaged as in `FedAvg`, or stay with each client (``keep``).
 
-    Clients send the factors that the operator uses: both for most, the trained one for ``FFA``, ``FedSVD``,
-    ``RoLoRA`` and ``CoLR``, :math:`A` alone for ``FedSA``, whose clients keep their :math:`B`. The server sends those
-    that have changed since the client last received them. Operators that change the base weight (``FLoRA``, ``FedEx``,
-    ``CoLR``) send the factors of that change, or its matrix where that takes fewer bytes, to every client, also outside
-    the cohort, which is logged as ``comm/idle_down_bytes``. Changes of base weights of 16 bits are summed in single
-    precision beside them, which takes 4 more bytes for each of their numbers. Where PEFT wrapped a layer that is
-    quantised, by bitsandbytes or torchao, the weight stays and the layer adds what has changed: factors in single
+    Clients send the factors that the operator uses: both for most, the trained one for ``FFA``, ``FedSVD``, ``RoLoRA``
+    and ``CoLR``, :math:`A` alone for ``FedSA``, whose clients keep their :math:`B`. The server sends those that have
+    changed since the client last received them. Operators that change the base weight (``FLoRA``, ``FLoRIST``,
+    ``FedEx``, ``CoLR``) send the factors of that change, or its matrix where that takes fewer bytes, to every client,
+    also outside the cohort, which is logged as ``comm/idle_down_bytes``. Changes of base weights of 16 bits are summed
+    in single precision beside them, which takes 4 more bytes for each of their numbers. Where PEFT wrapped a layer that
+    is quantised, by bitsandbytes or torchao, the weight stays and the layer adds what has changed: factors in single
     precision side by side, or their matrix once that has fewer numbers. Redrawn factors are not sent, since both sides
     have the seed.
 

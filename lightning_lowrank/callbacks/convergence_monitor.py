@@ -31,7 +31,10 @@ class ConvergenceMonitor(Configured, Callback):
       are nearer to their own than any common ones;
     - ``convergence/aggregation_error``: :math:`\lVert E - \operatorname{mean}_i s B_i A_i \rVert_F` of the server's
       effective update :math:`E`, and ``convergence/broadcast_error``: the same of what clients receive, as a root
-      mean square.
+      mean square;
+    - ``convergence/effective_rank``: of :math:`E`, from the entropy of its singular values (Roy and Vetterli, 2007),
+      and ``convergence/energy_beyond``: the share of its energy beyond the smallest client's rank, which tends to zero
+      where ranks collapse (Wu et al., 2026). Both are means over layers.
 
     Where clients train a factor and keep it (``FedSA``), the server cannot measure it, and nothing is logged.
 
@@ -127,4 +130,6 @@ def _figures(layers: Sequence[ConvergenceConstants], rate: float) -> dict[str, f
         figures[f"{constant}_gap"] = (distance - norm(name, f"{name}_gap")) / rate if rate else math.nan
     for name in ("aggregation_error", "broadcast_error"):
         figures[name] = math.sqrt(sum(getattr(each, name) ** 2 for each in layers))
+    for name in ("effective_rank", "energy_beyond"):
+        figures[name] = sum(getattr(each, name) for each in layers) / len(layers)
     return figures

@@ -55,8 +55,8 @@ class LowRank(Configured, Callback):
     ``load_from_checkpoint``, which ignores callbacks: use ``load_dense(path, MyModule(...))``.
 
     Args:
-        factorization: How a weight is factorized: `MatrixProduct`, `BlockKronecker`, `CP`, `Hadamard` or a class of
-            your own.
+        factorization: How a weight is factorized: `MatrixProduct`, `CoreProduct`, `BlockKronecker`, `CP`, `Hadamard` or
+            a class of your own.
         frobenius_decay: :math:`\lambda` of :math:`\frac{\lambda}{2} \sum \lVert f \rVert_F^2` over the layers'
             products. Its gradient is added before each optimizer step. Give the factors no other weight decay.
         seed: Seed of the factors' draws. ``None``: the seed given to Lightning's ``seed_everything``, or 0.

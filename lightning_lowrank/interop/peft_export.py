@@ -31,7 +31,7 @@ from lightning_lowrank.interop.peft_layout import (
     Outline,
     outline,
 )
-from lightning_lowrank.layers import low_rank_layers
+from lightning_lowrank.layers import CoreProduct, low_rank_layers
 
 _DENSE = "export dense weights instead, as `lightning-lowrank export` does by default"
 _PART = (
@@ -53,9 +53,9 @@ def export_adapter(
     ``PeftModel.from_pretrained(base_model, folder)`` then computes what the module does, to rounding. Layers are
     ``nn.Linear``, transformers' ``Conv1D``, ``nn.Embedding`` and, with ``MatrixProduct("channel")`` or kernels of size
     1, ``nn.Conv1d`` to ``nn.Conv3d``, with factors of role ``"update"``: :math:`W + \text{scaling} \cdot B A` (Hu et
-    al., 2022, Eq. 3). Ranks and :math:`\alpha` may differ between layers. Trained biases of these layers become
-    ``bias="lora_only"``; modules that own other trained parameters or buffers that training changes (classification
-    heads, norms) are saved whole, as ``modules_to_save``.
+    al., 2022, Eq. 3). The core of a ``CoreProduct`` is multiplied into :math:`B`. Ranks and :math:`\alpha` may differ
+    between layers. Trained biases of these layers become ``bias="lora_only"``; modules that own other trained
+    parameters or buffers that training changes (classification heads, norms) are saved whole, as ``modules_to_save``.
 
     A model that PEFT wrapped, with any of its methods, is written by PEFT itself. Where the base weights of either have
     changed, as after ``FLoRA``, ``FedEx`` or ``CoLR``, the layer's adapter becomes the truncated singular value
@@ -219,7 +219,7 @@ def _changed(described: Outline, tensors: Mapping[str, Tensor], root: str, base:
         return trained | {name for name in described.buffers if name.startswith(root)}
     before = base.state_dict()
     layers = {f"{layer.name}.frozen_weight": f"{layer.name}.weight" for layer in described.layers}
-    factors = {key for layer in described.layers for key in (layer.A, layer.B)}
+    factors = {key for layer in described.layers for key in (layer.A, layer.B, *layer.core)}
     changed = set()
     for name, value in tensors.items():
         if not name.startswith(root) or name in factors:
@@ -500,9 +500,19 @@ def _most_common(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 def _factors(layer: LayerOutline, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a layer's factors with PEFT's names and shapes."""
     left, right = tensors[layer.B], tensors[layer.A].T
+    if layer.core:
+        wide = torch.promote_types(left.dtype, torch.float32)
+        left = (left.to(wide) @ _core(layer, tensors).to(wide)).to(left.dtype)
     if layer.kind == "Embedding":
         return {"lora_embedding_A": right, "lora_embedding_B": left}
     if len(layer.shape) > 2:
         right = right.reshape(layer.rank, *layer.shape[1:])
         left = left.reshape(*left.shape, *(1 for _ in layer.shape[2:]))
     return {"lora_A.weight": right, "lora_B.weight": left}
+
+
+def _core(layer: LayerOutline, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Return the core between a layer's factors, from the output's side to the input's."""
+    values = dict(zip("HS", (tensors[name] for name in layer.core), strict=False))
+    core = CoreProduct(len(values["S"]) if "S" in values else 1).core(values)
+    return core if layer.B.endswith(".U") else core.T

@@ -304,6 +304,8 @@ def _check_fit(name: str, adapter: _Adapter, layer: nn.Module, described: LayerO
     kind = type(layer).__name__ if described is None else described.kind
     if described is None:
         reason = _not_convertible(layer, kind, adapter.rank)
+    elif described.core and not described.reason:
+        reason = "it has a core between its factors, which a folder does not hold"
     elif not described.reason and described.rank != adapter.rank:
         reason = f"its rank is {described.rank}, and the folder's {adapter.rank}"
     else:

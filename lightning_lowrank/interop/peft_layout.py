@@ -16,7 +16,7 @@ from torch import nn
 from lightning_lowrank.aggregation.adapters import unlike_convolution
 from lightning_lowrank.buffers import persistent_buffers
 from lightning_lowrank.configuration import misconfigured
-from lightning_lowrank.layers import LowRankLayer, MatrixProduct, low_rank_layers
+from lightning_lowrank.layers import CoreProduct, LowRankLayer, MatrixProduct, low_rank_layers
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 # What PEFT puts before each name of the base model.
@@ -31,8 +31,9 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 class LayerOutline:
     """A low-rank layer as a LoRA adapter.
 
-    ``B`` and ``A`` are the names of the factors on the output's and the input's side in the state dict. ``reason`` says
-    why PEFT cannot express the layer; it is empty if it can. ``folded`` is `LowRankLayer.folded`.
+    ``B`` and ``A`` are the names of the factors on the output's and the input's side in the state dict. ``core`` has
+    those of a `CoreProduct`'s core between them, and its scales where it has any. ``reason`` says why PEFT cannot
+    express the layer; it is empty if it can. ``folded`` is `LowRankLayer.folded`.
     """
 
     name: str
@@ -46,6 +47,7 @@ class LayerOutline:
     A: str
     reason: str
     folded: bool
+    core: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -115,19 +117,26 @@ def outline(module: nn.Module) -> Outline:
 
 def _outline_layer(name: str, layer: LowRankLayer, names: Sequence[str], parent: nn.Module) -> LayerOutline:
     left, right = ("V", "U") if layer.first_is_input else ("U", "V")
+    made = layer.factorization
+    heads = made.heads if isinstance(made, CoreProduct) else 1
+    # The adapter has the rank of all heads, and the scale of one: of α / rank, or α / √rank.
+    widened = math.sqrt(heads) if layer.rank_stabilized else heads
     return LayerOutline(
         name=name,
         kind=layer.dense_class.__name__,
         shape=layer.weight_shape,
-        rank=layer.rank,
+        rank=layer.rank * heads,
         # With α equal to the rank the update is multiplied by 1.
-        alpha=float(layer.rank) if layer.alpha is None else layer.alpha,
+        alpha=(float(layer.rank) if layer.alpha is None else layer.alpha) * widened,
         rank_stabilized=layer.rank_stabilized,
         dropout=layer.dropout,
         B=f"{name}.{'fixed' if left in layer.fixed else 'factors'}.{left}",
         A=f"{name}.{'fixed' if right in layer.fixed else 'factors'}.{right}",
         reason=_unsupported_adapter(layer, names, parent),
         folded=layer.folded,
+        core=tuple(
+            f"{name}.factors.{part}" for part in ("H", "S") if isinstance(made, CoreProduct) and part in layer.factors
+        ),
     )
 
 
@@ -135,7 +144,7 @@ def _unsupported_adapter(layer: LowRankLayer, names: Sequence[str], parent: nn.M
     """Return why no PEFT adapter computes what a low-rank layer does, or an empty string."""
     if layer.role != "update":
         return f"its role is {layer.role!r}: its factors are the weight, and LoRA's are a change to it"
-    if not isinstance(layer.factorization, MatrixProduct):
+    if not isinstance(layer.factorization, (MatrixProduct, CoreProduct)):
         return f"its factorization is {layer.factorization!r}, and LoRA's is MatrixProduct()"
     if layer.decouple:
         return "its factors are decoupled"
@@ -147,7 +156,8 @@ def _unsupported_adapter(layer: LowRankLayer, names: Sequence[str], parent: nn.M
         return f"the model holds it twice, as {' and '.join(names)}, and PEFT wraps one of them"
     reason = unsupported_layer(layer, layer.dense_class.__name__)
     if not reason and math.prod(layer.weight_shape[2:]) > 1 and layer.factorization.layout != "channel":
-        reason = f"its kernel is factorised in another way than PEFT's: use {MatrixProduct('channel')!r}"
+        other = f"{type(layer.factorization).__name__}(layout='channel')"
+        reason = f"its kernel is factorised in another way than PEFT's: use {other}"
     return reason
 
 

@@ -14,6 +14,7 @@ from lightning_lowrank.layers.decay import add_frobenius_decay, frobenius_norm_s
 from lightning_lowrank.layers.factorization import (
     CP,
     BlockKronecker,
+    CoreProduct,
     Factorization,
     Hadamard,
     HalfFrozen,
@@ -32,6 +33,7 @@ __all__ = [
     "CP",
     "BlockKronecker",
     "Conversion",
+    "CoreProduct",
     "Factorization",
     "Hadamard",
     "HalfFrozen",

@@ -42,8 +42,8 @@ class LayerSettings:
     r"""How a weight is factorized: the settings of one low-rank layer.
 
     Args:
-        factorization: How a weight is factorized: ``MatrixProduct``, ``BlockKronecker``, ``CP``, ``Hadamard`` or
-            a class of your own.
+        factorization: How a weight is factorized: ``MatrixProduct``, ``CoreProduct``, ``BlockKronecker``, ``CP``,
+            ``Hadamard`` or a class of your own.
         role: ``"update"`` (default): the factors are a change to a frozen weight, :math:`W + f(U, V)`.
             ``"weight"``: they are the weight, :math:`f(U, V)`.
         decouple: Aggregation-aware decomposition, :math:`f(U, \tilde V) + f(\tilde U, V)` with fixed random

@@ -54,7 +54,12 @@ def by_hand(pairs, broadcast):
     def fill(factor):
         return torch.nn.functional.pad(factor, (0, 5 - factor.shape[1]))
 
+    values = torch.linalg.svdvals(dense(broadcast.server) + change)
+    values = values[values > 1e-12]
+    shares = values / values.sum()
     found = {
+        "effective_rank": (-(shares * shares.log()).sum()).exp(),
+        "energy_beyond": values[min(p.rank for p in pairs) :].square().sum() / values.square().sum(),
         "weak": mean([(e - p).square().sum() for e, p in zip(received, products, strict=True)]),
         "weak_gap": mean([(e - p).square().sum() for e, p in zip(received, products, strict=True)])
         - mean([(ideal - p).square().sum() for p in products]),

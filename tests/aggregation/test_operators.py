@@ -1,5 +1,6 @@
 """One contract for every registered operator, then what is particular to each."""
 
+import itertools
 import math
 
 import numpy as np
@@ -15,20 +16,25 @@ from lightning_lowrank.aggregation import (
     CoLR,
     FedEx,
     FedInc,
+    FedRPCA,
     FedSA,
     FedSVD,
     FLoRA,
+    FLoRIST,
     LoRAA2,
     LoRAFair,
     LowRankPair,
     Operator,
     ProductSum,
+    RaFLoRA,
     RoLoRA,
     SumProduct,
     ZeroPadding,
+    convergence_constants,
 )
 from lightning_lowrank.aggregation.clustering import agglomerate
 from lightning_lowrank.aggregation.pairs import inner_products, normalised_weights
+from lightning_lowrank.aggregation.robust_pca import principal_component_pursuit
 from lightning_lowrank.registry import registered
 from lightning_lowrank.seeding import derive_seed
 from lightning_lowrank.testing import check_operator
@@ -40,6 +46,9 @@ VARIANTS = {
     "CoLR": [{"trained_factor": "B"}, {"trained_factor": "A"}],
     "FedInc": [{"clusters": 1}, {"clusters": 2}],
     "FedSVD": [{}, {"period": 2}],
+    # These keep what they are given; others have tests of their own.
+    "FLoRIST": [{"threshold": 1.0}],
+    "FedRPCA": [{"scale": 1.0}],
 }
 OPERATORS = {
     name: kind for name, kind in registered(Operator).items() if kind.__module__.startswith("lightning_lowrank")
@@ -54,7 +63,7 @@ every_operator = pytest.mark.parametrize(("operator", "round"), CASES)
 M, N = 7, 5
 WEIGHTS = [3, 1, 0, 4]
 EQUAL, MIXED = [2, 2, 2, 2], [1, 5, 3, 5]
-EXACT = (FLoRA, FFA, RoLoRA, LoRAA2, CoLR, FedEx)
+EXACT = (FLoRA, FLoRIST, FFA, RoLoRA, LoRAA2, CoLR, FedEx)
 
 
 def clients_of(operator, ranks, round=0, *, shape=(M, N), alpha=None, seed=0, dtype=torch.float64):
@@ -120,6 +129,17 @@ def slot_product(pairs, weights, owned):
     return sum(torch.outer(column, row) for column, row in slots(pairs, weights, owned))
 
 
+def mean_by_parts(pairs, weights):
+    """raFLoRA's Eq. 8 from dense matrices: the part between two ranks, averaged over the clients that have it."""
+    bounds = [0, *sorted({pair.rank for pair in pairs})]
+    total = torch.zeros(pairs[0].shape, dtype=torch.float64)
+    for low, high in itertools.pairwise(bounds):
+        owners = [(w, p) for w, p in zip(weights, pairs, strict=True) if p.rank >= high]
+        parts = [w * p.scaling * p.B[:, low:high] @ p.A[low:high] for w, p in owners]
+        total += sum(parts) / sum(w for w, _ in owners)
+    return total
+
+
 def ridge(pairs, weights, penalty=0.01):
     columns, rows = zip(*slots(pairs, weights, owned=False), strict=True)
     # The client of largest rank's scaling is the one that the correction is penalised at.
@@ -138,7 +158,9 @@ def server_expected(operator, pairs, weights):
         return mean_of_products(pairs, weights)
     if isinstance(operator, SumProduct):
         rank = max(pair.rank for pair in pairs)
-        left, values, right = np.linalg.svd(mean_of_products(pairs, weights).numpy())
+        by_parts = isinstance(operator, RaFLoRA)
+        mean = mean_by_parts(pairs, weights) if by_parts else mean_of_products(pairs, weights)
+        left, values, right = np.linalg.svd(mean.numpy())
         return torch.from_numpy(left[:, :rank] * values[:rank] @ right[:rank])
     if isinstance(operator, LoRAFair):
         return ridge(pairs, weights)
@@ -149,7 +171,7 @@ def test_every_exported_operator_is_under_contract():
     exported = {name for name in aggregation.__all__ if isinstance(getattr(aggregation, name), type)}
     exported = {name for name in exported if issubclass(getattr(aggregation, name), Operator)} - {"Operator"}
     assert exported == set(OPERATORS)
-    assert len(exported) == 14
+    assert len(exported) == 17
 
 
 @every_operator
@@ -168,7 +190,7 @@ def test_one_clients_factors_come_back_exactly(operator, round, rank):
     (pair,) = clients_of(operator, [rank], round, dtype=torch.float32)
     result = run(operator, [pair], round)
     factorises = isinstance(operator, FedSVD) and operator.period == 1
-    if not factorises and not isinstance(operator, (SumProduct, FLoRA, CoLR)):
+    if not factorises and not isinstance(operator, (SumProduct, FLoRA, CoLR, FedRPCA)):
         assert torch.equal(result.clients[0].B, pair.B)
         assert torch.equal(result.clients[0].A, pair.A)
 
@@ -332,10 +354,13 @@ def test_the_schedules_of_alternating_operators():
         (ProductSum(), 0, "AB", "AB", "AB", ""),
         (SumProduct(), 1, "AB", "AB", "AB", ""),
         (RBLA(), 0, "AB", "AB", "AB", ""),
+        (RaFLoRA(), 0, "AB", "AB", "AB", ""),
         (ZeroPadding(), 0, "AB", "AB", "AB", ""),
         (FedInc(), 0, "AB", "AB", "AB", ""),
         (LoRAFair(), 0, "AB", "AB", "AB", ""),
         (FLoRA(), 0, "AB", "AB", "", "AB"),
+        (FLoRIST(), 0, "AB", "AB", "", "AB"),
+        (FedRPCA(), 0, "AB", "AB", "AB", ""),
         (FedEx(), 0, "AB", "AB", "AB", "AB"),
         (FedSA(), 0, "AB", "A", "A", ""),
         (FFA(), 1, "B", "B", "B", ""),
@@ -668,6 +693,104 @@ def test_slots_that_no_client_of_the_round_has_are_not_lost(operator, round, kep
     assert torch.equal(server.B[:, :2], without.B)
 
 
+def test_raflora_keeps_the_part_that_no_client_of_the_round_has():
+    pairs, previous = clients_of(RaFLoRA(), [1, 2]), clients_of(RBLA(), [4], seed=9)[0]
+    found = RaFLoRA().aggregate(pairs, previous=previous.resized(4, scaling=0.25)).server
+    kept = LowRankPair(previous.B[:, 2:], previous.A[2:], previous.scaling)
+    left, values, right = np.linalg.svd((mean_by_parts(pairs, [1, 1]) + dense(kept)).numpy())
+    torch.testing.assert_close(dense(found), torch.from_numpy(left[:, :4] * values[:4] @ right[:4]))
+    assert [pair.rank for pair in RaFLoRA().aggregate(pairs, previous=previous).clients] == [1, 2]
+
+
+def test_ranks_collapse_with_sum_product_and_not_with_raflora():
+    """Wu et al., Theorem 1: what one of four clients has alone falls by a factor of four a round."""
+    beyond = {}
+    for operator in (SumProduct(), RaFLoRA()):
+        server = LowRankPair(torch.eye(4).double() * torch.tensor([4.0, 3.0, 2.0, 1.0]), torch.eye(4, 6).double())
+        beyond[type(operator)] = []
+        for _ in range(3):
+            # Nobody trains.
+            pairs = [server.resized(rank) for rank in (2, 2, 2, 4)]
+            result = operator.aggregate(pairs)
+            constants = convergence_constants(pairs, result)
+            beyond[type(operator)].append(constants.energy_beyond)
+            server = result.server
+    expected = [(scale * 5) / (25 + scale * 5) for scale in (1 / 16, 1 / 256, 1 / 4096)]
+    assert beyond[SumProduct] == pytest.approx(expected)
+    assert beyond[RaFLoRA] == pytest.approx([5 / 30] * 3)
+
+
+@pytest.mark.parametrize("threshold", [0.5, 0.8, 0.95])
+def test_florist_sends_the_fewest_singular_values_that_hold_the_energy(threshold):
+    pairs = clients_of(FLoRIST(), MIXED, alpha=6.0)
+    left, values, right = np.linalg.svd(mean_of_products(pairs).numpy())
+    share = np.cumsum(values**2) / np.sum(values**2)
+    rank = next(rank for rank in range(1, 6) if share[rank - 1] >= threshold)
+    change = run(FLoRIST(threshold), pairs).change
+    assert change.rank == rank
+    torch.testing.assert_close(dense(change), torch.from_numpy(left[:, :rank] * values[:rank] @ right[:rank]))
+    torch.testing.assert_close(change.A @ change.A.T, torch.eye(rank).double())
+
+
+def test_florist_of_clients_that_learnt_nothing_changes_nothing():
+    pairs = [LowRankPair(torch.zeros(M, 2), torch.ones(2, N)) for _ in range(2)]
+    change = FLoRIST().aggregate(pairs).change
+    assert change.rank == 1
+    assert not dense(change).any()
+
+
+def test_fedrpca_finds_what_is_common_and_what_is_particular():
+    """A matrix of rank one and a few large numbers are told apart exactly (Candès et al., Theorem 1.1)."""
+    draws = torch.Generator().manual_seed(1)
+    common = torch.outer(torch.randn(80, generator=draws), 1 + torch.rand(20, generator=draws)).double()
+    particular = torch.zeros_like(common)
+    chosen = torch.randperm(common.numel(), generator=draws)[:40]
+    particular.view(-1)[chosen] = 10 * torch.randn(40, generator=draws).double()
+    found = principal_component_pursuit(common + particular)
+    torch.testing.assert_close(found, common, rtol=1e-5, atol=1e-5)
+
+    before = LowRankPair(torch.randn(80, 1, generator=draws).double(), torch.ones(1, 3).double(), 0.5)
+    columns = (common + particular).split(1, dim=1)
+    pairs = [LowRankPair(before.B + column, before.A.clone(), 0.5) for column in columns]
+    weights = torch.arange(1.0, 21.0).double()
+    server = FedRPCA(scale=3.0).aggregate(pairs, weights, previous=before).server
+    expected = before.B + ((common + 3 * particular) @ (weights / weights.sum()))[:, None]
+    torch.testing.assert_close(server.B, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(server.A, before.A)
+
+
+@pytest.mark.slow
+def test_fedrpca_knows_neither_the_order_of_clients_nor_those_without_weight():
+    pairs = clients_of(FedRPCA(), EQUAL)
+    found = run(FedRPCA(), pairs).server
+    assert (found.B - run(ProductSum(), pairs).server.B).abs().max() > 1e-3
+    order = [3, 0, 1]
+    other = FedRPCA().aggregate([pairs[client] for client in order], [8.0, 6.0, 2.0]).server
+    torch.testing.assert_close(other.B, found.B, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(other.A, found.A, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_fedrpca_minimises_what_it_says():
+    """No other division has a smaller ‖L‖_* + λ‖S‖_1."""
+    matrix = torch.randn(12, 5, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    weight = 12**-0.5
+    low = principal_component_pursuit(matrix)
+    sparse = matrix - low
+    sparse = sparse * (sparse.abs() > 1e-6)
+
+    def objective(part):
+        return torch.linalg.matrix_norm(part, "nuc") + weight * (matrix - part).abs().sum()
+
+    least, draws = objective(low) * (1 - 1e-4), torch.Generator().manual_seed(5)
+    for size in (1e-3, 1e-2, 1e-1, 1.0):
+        for _ in range(50):
+            away = torch.outer(torch.randn(12, generator=draws), torch.randn(5, generator=draws)).double()
+            assert objective(low + size * away) >= least
+            assert objective(low - size * sparse) >= least
+    assert 0 < torch.linalg.matrix_rank(low, atol=1e-6) < 5
+
+
 @pytest.mark.parametrize("operator", [SumProduct(), FLoRA(), CoLR(), FedSVD()], ids=str)
 def test_the_servers_rank_does_not_shrink(operator):
     pairs = clients_of(operator, [1, 2])
@@ -690,6 +813,11 @@ def test_the_servers_rank_does_not_shrink(operator):
         (lambda: CoLR("C"), "trained_factor must be one of"),
         (lambda: FedInc(0), "clusters must be at least 1"),
         (lambda: FedSVD(0), "period must be at least 1"),
+        (lambda: FLoRIST(0.0), "threshold must be above 0"),
+        (lambda: FLoRIST(1.1), "threshold must be above 0 and at most 1"),
+        (lambda: FedRPCA(-1.0), "scale must be at least 0"),
+        (lambda: FedRPCA(sparsity=0.0), "sparsity must be above 0"),
+        (lambda: FedRPCA(iterations=0), "iterations must be at least 1"),
         (lambda: LowRankPair(torch.ones(3, 2), torch.ones(3, 2)), "B must have as many columns as A has rows"),
         (lambda: LowRankPair(torch.ones(3), torch.ones(3, 2)), "B must be a matrix"),
         (lambda: LowRankPair(torch.ones(3, 1), torch.ones(1, 2).double()), "one dtype and device"),

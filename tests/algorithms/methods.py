@@ -16,6 +16,7 @@ from torch import nn
 
 from lightning_lowrank import (
     BlockKronecker,
+    CoreProduct,
     Ensemble,
     LowRank,
     MatrixProduct,
@@ -37,6 +38,8 @@ LOW_RANK: dict[str, Callable[[], LowRank] | None] = {
 # Forms that one method asks for; the others need not say whether they work with them.
 FORMS = tuple(LOW_RANK)
 LOW_RANK["lora"] = partial(LowRank, MatrixProduct(), rank=2, alpha=2, init="lora", summary=False)
+LOW_RANK["core"] = partial(LowRank, CoreProduct(), rank=3, summary=False)
+LOW_RANK["heads"] = partial(LowRank, CoreProduct(heads=2), rank=2, summary=False)
 LOW_RANK["trained base"] = partial(LowRank, MatrixProduct(), rank_ratio=0.25, train_base=True, summary=False)
 PLAIN = partial(torch.optim.SGD, lr=0.1)
 MOMENTUM = partial(torch.optim.SGD, lr=0.03, momentum=0.7)
@@ -79,6 +82,9 @@ HALVES = Claims(plain=None, same_bytes=False)
 # Its factors begin at zero beside weights that nobody trained.
 SLOWLY = {"rounds": 5, "local_epochs": 4, "execution": "vectorized"}
 
+# Its clients train cores between factors that the method draws or finds.
+CORES = Claims(plain=None, same_bytes=False, learning=SLOWLY)
+
 METHODS: dict[str, Method] = {
     "Ditto": Method(algorithms.Ditto, optimizer=MOMENTUM),
     "EF21P": Method(partial(algorithms.EF21P, 0.5, 0.5), COMPRESSED),
@@ -104,6 +110,14 @@ METHODS: dict[str, Method] = {
     "FedPer": Method(partial(algorithms.FedPer, ["net.0.bias"]), Claims(plain=None, same_bytes=False)),
     # It is held near to the model that it was sent.
     "FedProx": Method(partial(algorithms.FedProx, mu=0.1), Claims(plain=None)),
+    # Two of its rounds find the factors beside the cores.
+    "FedSB": Method(
+        partial(algorithms.FedSB, 2),
+        CORES,
+        forms=("core",),
+        refusal="LowRank",
+        optimizer=partial(torch.optim.SGD, lr=0.3),
+    ),
     "FedSLoP": Method(
         algorithms.FedSLoP,
         # Its subspaces are of the server's seed.
@@ -142,6 +156,9 @@ METHODS: dict[str, Method] = {
     ),
     "RandomCoordinates": Method(partial(algorithms.RandomCoordinates, 0.7, 0.7), COMPRESSED),
     "RandomMask": Method(partial(algorithms.RandomMask, 0.5), HALVES),
+    "Ravan": Method(
+        algorithms.Ravan, CORES, forms=("heads",), refusal="LowRank", optimizer=partial(torch.optim.SGD, lr=0.3)
+    ),
     "SCAFFOLD": Method(
         algorithms.SCAFFOLD,
         # On factors, its corrections diverge where one client makes one step and another twenty.
@@ -206,8 +223,15 @@ METHODS |= {
         make=ranks(aggregation.SumProduct),
         optimizer=PLAIN,
     ),
+    "FedLoRA-RaFLoRA": fedlora(
+        aggregation.RaFLoRA,
+        Claims(identical=None, same_bytes=False, learning={**SLOWLY, "rounds": 10}),
+        make=ranks(aggregation.RaFLoRA),
+        optimizer=PLAIN,
+    ),
     # Rounds begin with factors drawn by the server's seed.
     "FedLoRA-FLoRA": fedlora(aggregation.FLoRA, Claims(plain=None, same_bytes=False, learning=SLOWLY)),
+    "FedLoRA-FLoRIST": fedlora(aggregation.FLoRIST, Claims(plain=None, same_bytes=False, learning=SLOWLY)),
     # A is not trained, or not in the first round.
     "FedLoRA-FFA": fedlora(aggregation.FFA, Claims(plain=None, same_bytes=False, learning=SLOWLY), **FROM_ZERO),
     "FedLoRA-FedSVD": fedlora(aggregation.FedSVD, Claims(plain=None, same_bytes=False, learning=SLOWLY), **FROM_ZERO),
@@ -219,6 +243,10 @@ METHODS |= {
         Claims(plain=None, same_bytes=False, trains_global=False, averages_buffers=True, learning=SLOWLY),
     ),
     "FedLoRA-FedEx": fedlora(aggregation.FedEx, Claims(same_bytes=False, learning=SLOWLY)),
+    # Of one client or several equal ones, too, it amplifies single numbers.
+    "FedLoRA-FedRPCA": fedlora(
+        partial(aggregation.FedRPCA, iterations=60), Claims(plain=None, identical=None, learning=SLOWLY)
+    ),
     "FedLoRA-LoRAFair": fedlora(aggregation.LoRAFair, Claims(same_bytes=False, learning=SLOWLY)),
     # One factor is drawn.
     "FedLoRA-CoLR": fedlora(aggregation.CoLR, Claims(plain=None, same_bytes=False, learning=SLOWLY)),

@@ -61,7 +61,7 @@ def check(name, form, parts=None, **settings):
 
 # The operators have a contract of their own. These send, keep and change other things than the mean of factors.
 DAILY_OPERATORS = ("ProductSum", "FLoRA", "LoRAA2", "FedSA")
-VARIANTS = ("HeteroFL-holders",)
+VARIANTS = ("HeteroFL-holders", "FedSB", "Ravan")
 
 
 def marks(name, form):

@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_lowrank import (
     BlockKronecker,
+    CoreProduct,
     MatrixProduct,
     convert,
     export_adapter,
@@ -76,6 +77,26 @@ def test_peft_loads_the_same_function_and_so_do_we(tmp_path, network, settings, 
     )
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stabilized", [False, True])
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("network", [Images, Tokens, Gpt])
+def test_cores_are_multiplied_into_the_adapter(tmp_path, network, heads, stabilized):
+    base = network().eval()
+    converted = copy.deepcopy(base)
+    core = CoreProduct(heads=heads, layout="channel")
+    settings = {"alpha": 3, "rank_stabilized": stabilized, "freeze_rest": True, "allow_larger": True}
+    convert(converted, core, rank=1, exclude=["head"] if network is Images else [], **settings)
+    perturbed(converted)
+    export_adapter(converted, tmp_path)
+    loaded = peft().PeftModel.from_pretrained(copy.deepcopy(base), tmp_path)
+    outputs = same_function(converted, loaded, INPUTS[network]())
+    assert not torch.allclose(outputs, base(INPUTS[network]()), atol=1e-4)
+    assert config_of(tmp_path)["r"] == heads
+    with pytest.raises(MisconfigurationException, match="it has a core between its factors"):
+        import_adapter(tmp_path, converted)
 
 
 def test_the_configuration_says_what_differs_between_layers(tmp_path):

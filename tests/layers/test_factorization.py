@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_lowrank.layers import (
     CP,
     BlockKronecker,
+    CoreProduct,
     Factorization,
     Hadamard,
     MatrixProduct,
@@ -30,6 +31,7 @@ from tests.grids import all_pairs, in_turn, pairwise
 VARIANTS = {
     "MatrixProduct": [{"layout": "permuted"}, {"layout": "channel"}, {"layout": "raw"}],
     "BlockKronecker": [{"grid": False}, {"grid": True}],
+    "CoreProduct": [{"heads": 2}],
 }
 FACTORIZATIONS = [
     pytest.param(kind(**arguments), id="-".join(map(str, (name, *arguments.values()))))
@@ -91,7 +93,12 @@ def composed_by_hand(factorization, factors, shape):
     if isinstance(factorization, Hadamard):
         return tucker_by_hand(factors, "1", shape) * tucker_by_hand(factors, "2", shape)
     left, right = factors["U"], factors["V"]
-    if isinstance(factorization, MatrixProduct):
+    if isinstance(factorization, CoreProduct):
+        blocks = factors["H"].reshape(factorization.heads, *factors["H"].shape[-2:])
+        scales = factors.get("S", torch.ones(1, dtype=left.dtype))
+        heads = left.unflatten(1, (factorization.heads, -1))
+        left = torch.stack([s * (heads[:, i] @ blocks[i]) for i, s in enumerate(scales)], dim=1).flatten(1)
+    if isinstance(factorization, (MatrixProduct, CoreProduct)):
         weight = left.new_zeros(shape)
         row_modes = 0 if factorization.layout == "channel" else (len(shape) - 1) // 2
         row_shape, column_shape = (shape[0], *shape[2 : 2 + row_modes]), (shape[1], *shape[2 + row_modes :])
@@ -330,6 +337,7 @@ def test_names_of_trained_and_fixed_factors(factorization, shape):
         (CP(), (4, 3, 5), "U, V, K0"),
         (CP(), (4, 3, 3, 3), "U, V, K0, K1"),
         (CP(), (3, 2, 2, 3, 2), "U, V, K0, K1, K2"),
+        (CoreProduct(), (6, 4), "U, H, V"),
         (Hadamard(), (6, 4), "U1, V1, U2, V2"),
         (Hadamard(), (4, 3, 3, 3), "U1, V1, T1, U2, V2, T2"),
     ],
@@ -601,7 +609,7 @@ def test_product_matrix_of_a_convolution():
     assert MatrixProduct("raw").matrix_shape((8, 3, 5, 7)) == (40, 21)
 
 
-@pytest.mark.parametrize("factorization", [MatrixProduct(), CP(), Hadamard()], ids=str)
+@pytest.mark.parametrize("factorization", [MatrixProduct(), CP(), Hadamard(), CoreProduct()], ids=str)
 def test_vectors_are_refused(factorization):
     for ask, arguments in (
         (factorization.rank_for_ratio, (0.5,)),
@@ -786,6 +794,25 @@ def test_a_weight_of_zeros_is_decomposed():
             factors = factorization.decompose(torch.zeros(shape), 2)
             assert all(factor.isfinite().all() for factor in factors.values())
             torch.testing.assert_close(factorization.compose(factors, shape), torch.zeros(shape))
+
+
+# CoreProduct
+
+
+def test_a_core_stands_between_orthonormal_factors_of_the_truncated_svd():
+    weight = torch.randn(7, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    left, values, right = np.linalg.svd(weight.numpy())
+    for core, rank in ((CoreProduct(), 4), (CoreProduct(heads=2), 2)):
+        factors = core.decompose(weight, rank)
+        best = torch.from_numpy(left[:, :4] * values[:4] @ right[:4])
+        torch.testing.assert_close(core.compose(factors, weight.shape), best)
+        for side in ("U", "V"):
+            torch.testing.assert_close(factors[side].T @ factors[side], torch.eye(4, dtype=torch.float64))
+        torch.testing.assert_close(core.core(factors).diagonal(), torch.from_numpy(values[:4].copy()))
+
+
+def test_one_head_keeps_the_contract():
+    check_factorization(CoreProduct(), shapes=[(6, 9), (6, 4, 3, 3)])
 
 
 # Hadamard
