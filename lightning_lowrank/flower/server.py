@@ -72,10 +72,11 @@ _WAIT_FOR_END = 60.0
 
 @dataclass(frozen=True)
 class _Silence:
-    """Why there is no answer from a node, and whether one may come if it is asked again."""
+    """Why there is no answer from a node, whether one may come if it is asked again, and whether it sent a bad one."""
 
     reason: str
     passing: bool
+    bad: bool = False
 
 
 @dataclass
@@ -537,7 +538,8 @@ class RemoteRounds(Callback):
             if isinstance(reply, _Silence) and client in expected:
                 outcome.failures[client] = reply.reason
                 outcome.passing |= reply.passing
-                if self.loop.on_client_error == "raise" and not reply.passing:
+                stops = self.on_bad_payload == "stop" if reply.bad else self.loop.on_client_error == "raise"
+                if stops and not reply.passing:
                     raise MisconfigurationException(
                         f"round {plan.round}: the site of client {client} failed: {reply.reason}"
                     )
@@ -684,7 +686,8 @@ class RemoteRounds(Callback):
                 if is_of_link(error):
                     raise
                 del pending[number]
-                replies[node] = _Silence(f"what it sent cannot be read: {printable(described(error))}", passing=False)
+                reason = f"it sent a bad payload: {printable(described(error))}"
+                replies[node] = _Silence(reason, passing=False, bad=True)
                 continue
             for reply in found:
                 # Flower itself answers for a node that has gone, with an error of its own.

@@ -165,7 +165,7 @@ def test_what_flower_makes_of_a_message_is_its_sites_alone(tmp_path, monkeypatch
     assert served.callback_metrics["federated/failed"] == 1
     assert_same(left_out, served)
     if harm == "bomb":
-        assert any("client 1: what it sent cannot be read: ValueError: its arrays have" in line for line in told)
+        assert any("client 1: it sent a bad payload: ValueError: its arrays have" in line for line in told)
 
 
 @pytest.mark.slow
