@@ -136,6 +136,10 @@ class Wire:
             client.state[_RESIDUAL] = packet.residual
         return packet
 
+    def up_bytes(self, base: Base, schema: Schema, codec: Codec | None) -> int:
+        """Return how many bytes `up`'s encoding of such a message has; the arguments are those of `decode_up`."""
+        return self.uplink.nbytes(schema.largest, exact=self._exact(base), own=codec)
+
     def decode_up(
         self,
         base: Base,

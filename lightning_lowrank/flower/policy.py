@@ -28,6 +28,7 @@ from lightning_lowrank.flower.messages import Fields, field_of
 from lightning_lowrank.patterns import matches
 
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.\w+)+")
+_LARGEST_PART = 2**20
 # Rounding to 16 bits enlarges a norm by less.
 _ROUNDING = 1.01
 
@@ -58,7 +59,8 @@ class Policy:
         modules: Which parts of the model may be trained: patterns of which one must match each trained parameter or
             buffer, as in `LowRank`'s ``include``: names, runs of their parts between dots, wildcards.
         classes: What the recipe may name that is imported and called: patterns of class paths such as
-            ``["lightning_lowrank.*", "torch.optim.*"]``. Naming a class runs its code.
+            ``["lightning_lowrank.*", "torch.optim.*"]``. Naming a class runs its code. A text or a file that may stand
+            for a part of the recipe is held against it too; a file of more than a megabyte may not be named.
 
     Raises:
         MisconfigurationException: If an entry is of another type or out of range.
@@ -116,7 +118,7 @@ class Policy:
         path = Path(file)
         try:
             text = path.read_text(encoding="utf-8")
-            found = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
+            found = tomllib.loads(text) if path.suffix == ".toml" else yaml.load(text, _EachOnce)
         except (OSError, UnicodeDecodeError, yaml.YAMLError, tomllib.TOMLDecodeError) as error:
             raise MisconfigurationException(f"the site's policy {path} cannot be read: {error}") from error
         known = [each.name for each in fields(cls) if each.name != "source"]
@@ -193,17 +195,25 @@ class Policy:
             if count is not None and not (type(count) is int and count >= self.min_clients):
                 raise self._violation("min_clients", self.min_clients, told.format(count))
 
-    def check_recipe(self, text: str) -> None:
+    def check_recipe(self, text: str, folder: str | Path = ".") -> None:
         """Refuse a recipe that names what may not be imported; nothing is imported for it.
+
+        Args:
+            text: The recipe.
+            folder: Where it is, from which it may name files.
 
         Raises:
             PolicyViolation: If it does.
         """
         if self.classes is None:
             return
-        for path in _names(yaml.safe_load(text)):
-            if not any(fnmatchcase(path, pattern) for pattern in self.classes):
-                raise self._violation("classes", list(self.classes), f"the recipe names {path[:100]!r}")
+        try:
+            for path in _names(yaml.safe_load(text), Path(folder)):
+                if not any(fnmatchcase(path, pattern) for pattern in self.classes):
+                    raise self._violation("classes", list(self.classes), f"the recipe names {path[:100]!r}")
+        except (yaml.YAMLError, RecursionError) as error:
+            told = f"the recipe cannot be read: {str(error)[:100]}"
+            raise self._violation("classes", list(self.classes), told) from error
 
     def check_privacy(self, clients: ClientPrivacy | None, samples: DifferentialPrivacy | None) -> None:
         """Refuse a recipe whose privacy is less than what the site asks for.
@@ -341,19 +351,70 @@ def _norm(changes: Mapping[str, Tensor]) -> float:
     return float(torch.stack([change.norm() for change in changes.values()]).norm())
 
 
-def _names(content: Any) -> Iterable[str]:
-    """Yield what a recipe names that may be imported: class paths, and dotted names of installed packages."""
-    seen: set[int] = set()
+def _names(content: Any, folder: Path) -> Iterable[str]:
+    """Yield what a recipe names that may be imported: class paths, and dotted names of installed packages.
+
+    jsonargparse takes a text of YAML, or a file that has it, in place of any part of a recipe.
+    """
+    # What was seen is kept: another object may have the number of one that has gone.
+    seen: dict[int, Any] = {}
+    read: set[Path] = set()
     pending = [("", content)]
     while pending:
         key, value = pending.pop()
         if isinstance(value, str):
-            if key == "class_path" or (_DOTTED.fullmatch(value) and _is_installed(value.partition(".")[0])):
+            if key.rpartition(".")[2] == "class_path" or (
+                _DOTTED.fullmatch(value) and _is_installed(value.partition(".")[0])
+            ):
                 yield value
+            for file in {Path(value), folder / value, Path(value).expanduser()} - read:
+                read.add(file)
+                pending.append((key, _content_of(file)))
+            pending.append((key, _structured(value)))
+        elif isinstance(value, Path):
+            # It is too large to look into.
+            yield str(value)
         elif isinstance(value, (dict, list)) and id(value) not in seen:
             # Aliases may stand for one part many times.
-            seen.add(id(value))
-            pending.extend(value.items() if isinstance(value, dict) else (("", each) for each in value))
+            seen[id(value)] = value
+            pending.extend(
+                [(str(name), each) for name, each in value.items()]
+                if isinstance(value, dict)
+                else [(key, each) for each in value]
+            )
+
+
+def _content_of(file: Path) -> Any:
+    """Return the parts of a recipe that a file holds, if it may hold any; the file itself if it is too large to say."""
+    try:
+        if not file.is_file():
+            return None
+        if file.stat().st_size > _LARGEST_PART:
+            return file
+        return _structured(file.read_text(encoding="utf-8"), whole=True)
+    except (OSError, ValueError, RuntimeError):
+        # No file has such a name, or there is no text in it.
+        return None
+
+
+def _structured(text: str, whole: bool = False) -> Any:
+    """Return what a text of YAML stands for if that is more than a text; ``whole``: a file's, which may be one too."""
+    try:
+        found = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return None
+    return found if isinstance(found, (dict, list)) or (whole and isinstance(found, str)) else None
+
+
+class _EachOnce(yaml.SafeLoader):
+    """Refuses mappings that have a key twice, of which only the last would count."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        twice = [key for number, key in enumerate(keys) if key in keys[:number]]
+        if twice:
+            raise yaml.constructor.ConstructorError(None, None, f"{twice[0]!r} is there twice", node.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 def _is_installed(name: str) -> bool:

@@ -6,6 +6,7 @@ epoch's round happen on the sites. Validation, checkpoints, loggers and early st
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 import secrets
@@ -56,7 +57,7 @@ from lightning_lowrank.flower.messages import (
 )
 from lightning_lowrank.flower.recipe import build, check_optimizers
 from lightning_lowrank.flower.secure import SecureRequest, check_secure, equal_tensors, secure_mean, with_changes
-from lightning_lowrank.internals.flower import is_passing, state_folder
+from lightning_lowrank.internals.flower import bounded_arrays, is_of_link, is_passing, state_folder
 from lightning_lowrank.internals.lightning import TrainLoaderSource, count_steps, log_figures
 from lightning_lowrank.interop.files import replacing
 
@@ -71,10 +72,11 @@ _WAIT_FOR_END = 60.0
 
 @dataclass(frozen=True)
 class _Silence:
-    """Why there is no answer from a node, and whether one may come if it is asked again."""
+    """Why there is no answer from a node, whether one may come if it is asked again, and whether it sent a bad one."""
 
     reason: str
     passing: bool
+    bad: bool = False
 
 
 @dataclass
@@ -192,6 +194,8 @@ class RemoteRounds(Callback):
         self._known_nodes: set[int] = set()
         self._joining: dict[str, int] = {}
         self._refused: dict[int, tuple[float, str]] = {}
+        # Nodes that a round has waited for in vain; no other one does.
+        self._slow: set[int] = set()
         # Clients whose sites have lost what they kept: of whom the method, and who themselves, have not heard of it.
         self._lost: set[int] = set()
         self._untold: set[int] = set()
@@ -400,7 +404,10 @@ class RemoteRounds(Callback):
         rank_zero_info(f"{count} sites have joined")
 
     def _meet(self, wait: float) -> None:
-        """Let the nodes join that are new; wait so many seconds for their answers, which may also come later."""
+        """Let the nodes join that are new; wait so many seconds for their answers, which may also come later.
+
+        A node that does not answer in that time is not waited for again, so that it cannot slow each round.
+        """
         online = set(self.grid.get_node_ids())
         self.members.leave(online)
         again = {node for node, (since, _) in self._refused.items() if time.monotonic() > since + _ASK_AGAIN}
@@ -411,9 +418,13 @@ class RemoteRounds(Callback):
         self._known_nodes |= set(self._joining.values())
         deadline = time.monotonic() + wait
         while True:
-            for node, reply in self._pull(self._joining).items():
+            for node, reply in self._pull(self._joining, most=0).items():
                 self._admit(node, reply)
-            if not self._joining or time.monotonic() > deadline:
+            if self._slow.issuperset(self._joining.values()):
+                return
+            if time.monotonic() > deadline:
+                if wait:
+                    self._slow.update(self._joining.values())
                 return
             time.sleep(self.poll)
 
@@ -519,13 +530,16 @@ class RemoteRounds(Callback):
                 acknowledged[client] = max(missed)
                 self.ledger.idle(sum(map(len, missed.values())))
         expected = expect(coordinator, packets, live)
-        replies, answers = self._exchange(requests), dict[int, Message]()
+        sizes = [coordinator.wire.up_bytes(coordinator.server.base, e.schema, e.codec) for e in expected.values()]
+        # What is longer than twice an honest answer is refused unread; a site that lacks a broadcast sends less.
+        replies, answers = self._exchange(requests, most=2 * max(sizes, default=0)), dict[int, Message]()
         for client, node in sorted(self.members.connected.items()):
             reply = replies.get(node)
             if isinstance(reply, _Silence) and client in expected:
                 outcome.failures[client] = reply.reason
                 outcome.passing |= reply.passing
-                if self.loop.on_client_error == "raise" and not reply.passing:
+                stops = self.on_bad_payload == "stop" if reply.bad else self.loop.on_client_error == "raise"
+                if stops and not reply.passing:
                     raise MisconfigurationException(
                         f"round {plan.round}: the site of client {client} failed: {reply.reason}"
                     )
@@ -576,9 +590,9 @@ class RemoteRounds(Callback):
                     "secure-aggregation sums up changes of the same values in the same encoding, and"
                     f" {type(algorithm).__name__} sends or expects others of client {client}."
                 )
-        answer = secure_mean(
-            requests, schema, self.min_sites, self.secure_range, coordinator.server.round, self._exchange
-        )
+        # Masked numbers are no arrays of Flower's.
+        exchange = functools.partial(self._exchange, most=0)
+        answer = secure_mean(requests, schema, self.min_sites, self.secure_range, coordinator.server.round, exchange)
         for node, client in clients.items():
             self.ledger.up(answer.nbytes.get(node, 0))
             if node in answer.failures:
@@ -625,8 +639,8 @@ class RemoteRounds(Callback):
     def _told(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         return {"study": self.study, "min_sites": self.min_sites, **fields}
 
-    def _exchange(self, requests: Mapping[int, tuple[str, RecordDict]]) -> dict[int, Message | _Silence]:
-        """Send messages to nodes, and return each one's reply, or why there is none."""
+    def _exchange(self, requests: Mapping[int, tuple[str, RecordDict]], most: int) -> dict[int, Message | _Silence]:
+        """Send messages to nodes, and return each one's reply of at most so many bytes, or why there is none."""
         pending = self._push(requests)
         replies: dict[int, Message | _Silence] = {
             node: _Silence("Flower did not take its message", passing=True)
@@ -636,7 +650,7 @@ class RemoteRounds(Callback):
         while pending:
             late = time.monotonic() > deadline
             online = set(self.grid.get_node_ids())
-            replies |= self._pull(pending)
+            replies |= self._pull(pending, most)
             for number, node in list(pending.items()):
                 if late or node not in online:
                     reason = f"it did not answer within {self.round_timeout:g} s" if late else "it has gone"
@@ -657,21 +671,35 @@ class RemoteRounds(Callback):
         sent = zip(self.grid.push_messages(messages), requests, strict=True)
         return {number: node for number, node in sent if number}
 
-    def _pull(self, pending: dict[str, int]) -> dict[int, Message | _Silence]:
-        """Return what has come for messages, and remove these from ``pending``: a second answer is dropped."""
+    def _pull(self, pending: dict[str, int], most: int) -> dict[int, Message | _Silence]:
+        """Return what has come for messages, and remove these from ``pending``: a second answer is dropped.
+
+        Each is fetched by itself: what Flower cannot read, or has arrays of more than ``most`` bytes, raises an error
+        that takes along all that is fetched with it.
+        """
         replies: dict[int, Message | _Silence] = {}
-        for reply in self.grid.pull_messages(list(pending)) if pending else ():
-            number = reply.metadata.reply_to_message_id
-            node = pending.get(number)
-            # Flower itself answers for a node that has gone, with an error of its own.
-            if node is None or (not reply.has_error() and reply.metadata.src_node_id != node):
+        for number, node in list(pending.items()):
+            try:
+                with bounded_arrays(most):
+                    found = list(self.grid.pull_messages([number]))
+            except Exception as error:
+                if is_of_link(error):
+                    raise
+                del pending[number]
+                reason = f"it sent a bad payload: {printable(described(error))}"
+                replies[node] = _Silence(reason, passing=False, bad=True)
                 continue
-            del pending[number]
-            replies[node] = (
-                _Silence(printable(reply.error.reason or "it failed"), passing=is_passing(reply.error))
-                if reply.has_error()
-                else reply
-            )
+            for reply in found:
+                # Flower itself answers for a node that has gone, with an error of its own.
+                asked = reply.metadata.reply_to_message_id == number and number in pending
+                if not asked or (not reply.has_error() and reply.metadata.src_node_id != node):
+                    continue
+                del pending[number]
+                replies[node] = (
+                    _Silence(printable(reply.error.reason or "it failed"), passing=is_passing(reply.error))
+                    if reply.has_error()
+                    else reply
+                )
         return replies
 
 

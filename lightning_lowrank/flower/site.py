@@ -249,7 +249,7 @@ class Site:
         options = list(_QUIET)
         if self._data_root is not None:
             options.append(f"--data.init_args.root={self._data_root}")
-        self.policy.check_recipe(self._recipe.read_text(encoding="utf-8"))
+        self.policy.check_recipe(self._recipe.read_text(encoding="utf-8"), self._recipe.parent)
         recipe = build([self._recipe], options)
         loop = recipe.loop
         self.policy.check_privacy(loop.privacy, _private(recipe))

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flwr.app import Context, Error, RecordDict
+from flwr.app import Array, Context, Error, RecordDict
 
 try:
     from flwr.common import constant as _constant
 except ImportError:
     _constant = None  # type: ignore[assignment]
+
+try:
+    from flwr.supercore.inflatable.inflatable_object import (
+        get_object_body,
+        get_object_children_ids_from_object_content,
+    )
+except ImportError:
+    get_object_body = None  # type: ignore[assignment]
 
 try:
     from flwr.client.mod import secaggplus_mod
@@ -25,6 +35,7 @@ try:
 except ImportError:
     secaggplus_mod = None  # type: ignore[assignment]
 
+_LINKS = ("httpx", "httpcore", "grpc")
 _RAISED_BY_SITE = ("CLIENT_APP_RAISED_EXCEPTION", "LOAD_CLIENT_APP_EXCEPTION", "INVALID_FAB")
 
 
@@ -42,6 +53,48 @@ def is_passing(error: Error) -> bool:
     """
     codes = getattr(_constant, "ErrorCode", None)
     return error.code not in [getattr(codes, name, None) for name in _RAISED_BY_SITE]
+
+
+def is_of_link(error: Exception) -> bool:
+    """Return whether an error of a grid's is of its connection, and not of the message that was read."""
+    kinds = {kind.__module__.partition(".")[0] for kind in type(error).__mro__}
+    return isinstance(error, OSError) or not kinds.isdisjoint(_LINKS)
+
+
+@contextmanager
+def bounded_arrays(most: int) -> Iterator[None]:
+    """Refuse, while a message is read, that its arrays have more bytes together.
+
+    Flower joins an array of the chunks that its list of numbers names, and the list may name one any number of times: a
+    megabyte then becomes terabytes before anybody sees the message. Where Flower has no such lists, nothing is refused.
+
+    Args:
+        most: How many bytes all arrays may have.
+
+    Raises:
+        ValueError: From where the message is read.
+    """
+    own = vars(Array).get("inflate")
+    if get_object_body is None or not isinstance(own, classmethod):
+        yield
+        return
+    joined = 0
+
+    def inflate(cls: type[Array], object_content: bytes, children: dict[str, Any] | None = None) -> Array:
+        nonlocal joined
+        names = get_object_children_ids_from_object_content(object_content)
+        said = json.loads(get_object_body(object_content, cls))["arraychunk_ids"]
+        lengths = [len((children or {})[name].data) for name in names]
+        joined += sum(lengths[place] for place in said)
+        if joined > most:
+            raise ValueError(f"its arrays have {joined:,} bytes, and at most {most:,} are expected.")
+        return own.__func__(cls, object_content, children)
+
+    Array.inflate = classmethod(inflate)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        Array.inflate = own  # type: ignore[method-assign, assignment]
 
 
 def has_secure_aggregation() -> bool:

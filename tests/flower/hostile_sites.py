@@ -44,6 +44,7 @@ from lightning_lowrank.federated.state import trained_tensors
 from lightning_lowrank.flower.intake import Expected, Intake, expect
 from lightning_lowrank.flower.members import Members
 from lightning_lowrank.flower.messages import pack, read_upload, unpack
+from lightning_lowrank.internals.flower import bounded_arrays
 from lightning_lowrank.internals.lightning import make_one_epoch
 from lightning_lowrank.testing.experiment import Experiment, blobs, quiet
 from lightning_lowrank.testing.sites import Tape
@@ -338,6 +339,19 @@ def forged(parts: Mapping[str, bytes], header: str | None = None) -> bytes:
     return len(header.encode()).to_bytes(8, "little") + header.encode() + b"".join(parts.values())
 
 
+def with_body(content: bytes, body: bytes) -> bytes:
+    """Return an object that Flower has written, with another body."""
+    head, _, _ = content.partition(b"\x00")
+    return head.rpartition(b" ")[0] + b" %d\x00" % len(body) + body
+
+
+def repeated(array: Array, times: int) -> tuple[bytes, dict[str, Any]]:
+    """Return what Flower sends for an array, and its chunks, of which the first is named so many times."""
+    content = array.deflate()
+    said = json.loads(content.partition(b"\x00")[2])
+    return with_body(content, json.dumps({**said, "arraychunk_ids": [0] * times}).encode()), dict(array.children)
+
+
 def entry(shape: str, dtype: str = "F32", end: int = 0) -> str:
     """Return what a safetensors header says of a tensor."""
     return f'{{"dtype":"{dtype}","shape":{shape},"data_offsets":[0,{end}]}}'
@@ -354,9 +368,9 @@ def bombs() -> dict[str, Callable[[], str]]:
     The server expects a tensor of two million numbers and one of eight.
     """
 
-    def refused(read: Callable[[], Any]) -> Callable[[], str]:
+    def refused(read: Callable[[], Any], kind: type[ValueError] = DecodingError) -> Callable[[], str]:
         def reason() -> str:
-            with pytest.raises(DecodingError) as raised:
+            with pytest.raises(kind) as raised:
                 read()
             return str(raised.value)
 
@@ -374,6 +388,15 @@ def bombs() -> dict[str, Callable[[], str]]:
         arrays = {f"{number:x}": Array("uint8", (1,), "lightning_lowrank", b"x") for number in range(count)}
         message = answer(RecordDict({"fields": ConfigRecord({"round": 0}), "payloads": ArrayRecord(arrays)}))
         return refused(lambda: unpack(message))
+
+    def joined_chunks(times: int) -> Callable[[], str]:
+        content, chunks = repeated(Array("uint8", (10**6,), "lightning_lowrank", bytes(10**6)), times)
+
+        def read() -> None:
+            with bounded_arrays(10**6):
+                Array.inflate(content, dict(chunks))
+
+        return refused(read, ValueError)
 
     def claim(shape: str, kind: str = "float32", **parts: bytes) -> bytes:
         text = f'{{"{kind}":{{"weight":{shape},"bias":[8]}}}}'
@@ -415,6 +438,7 @@ def bombs() -> dict[str, Callable[[], str]]:
         "levels of none": decoded(Quantize(bits=4), claim("[999999999999]", levels=bytes(8))),
         "a part of 2**62": decoded(Split(["bias"], Dense(), Half()), (2**62).to_bytes(8, "little") + bytes(90)),
         "10,000 payloads": payloads(10_000),
+        "a chunk 10,000 times": joined_chunks(10_000),
         "2**33 clients": joined(clients=2**33),
         "a client of 2**62": joined(client=2**62, clients=2**62 + 1),
         "samples in words": joined(samples="many"),

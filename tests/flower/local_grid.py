@@ -9,20 +9,24 @@ from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.serverapp import Grid
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from flwr.supercore.task_identity import TaskIdentity
 
 
 class LocalGrid(Grid):
     """A grid of ClientApps in this process.
 
-    ``tamper`` may change a node's reply, or return None for none at all.
+    ``tamper`` may change a node's reply, or return None for none at all. ``tamper_object`` may change what a node has
+    written of an object of its reply, from which the server reads it.
     """
 
     def __init__(self) -> None:
         TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
         self.nodes: dict[int, tuple[ClientApp, Context]] = {}
-        self.replies: dict[str, Message] = {}
+        self.replies: dict[str, tuple[str, dict[str, bytes]]] = {}
         self.tamper: Callable[[int, Message], Message | None] = lambda node, reply: reply
+        self.tamper_object: Callable[[int, bytes], bytes] = lambda node, content: content
         self.before: Callable[[int, Message], None] = lambda node, message: None
         self.sent: list[tuple[int, str]] = []
         self._next = 100
@@ -69,8 +73,12 @@ class LocalGrid(Grid):
                 reply = Message(failure, reply_to=message)
             tampered = self.tamper(node, message_from_proto(message_to_proto(reply)))
             if tampered is not None:
-                self.replies[number] = tampered
+                objects = get_all_nested_objects(tampered)
+                written = {each: self.tamper_object(node, held.deflate()) for each, held in objects.items()}
+                self.replies[number] = tampered.object_id, written
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        return [self.replies.pop(number) for number in message_ids if number in self.replies]
+        return [
+            inflate_object_from_contents(*self.replies.pop(number)) for number in message_ids if number in self.replies
+        ]

@@ -1,5 +1,6 @@
 """Studies of three sites of which one is hostile, or has lost its file: the others' result is what comes out."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from lightning_lowrank.compression import Dense
 from lightning_lowrank.flower.client import client_app
 from lightning_lowrank.flower.site import Site
 from tests.flower.helpers import MUD, merged, run_on_sites, write_recipe
+from tests.flower.hostile_sites import with_body
 
 SMALL = {
     "federated": {"clients_per_round": None, "local_epochs": 1},
@@ -124,6 +126,87 @@ def test_a_second_node_does_not_take_a_clients_place(tmp_path, monkeypatch):
     assert [line for line in told if "its site is node 102" in line]
     assert {node for node, kind in grid.sent if kind == "train.round"} == {101, 102, 103}
     assert served.callback_metrics["federated/clients"] == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("harm", ["unreadable", "bomb", "forged"])
+def test_what_flower_makes_of_a_message_is_its_sites_alone(tmp_path, monkeypatch, harm):
+    recipe = write_recipe(tmp_path, merged(SMALL, {"trainer": {"max_epochs": 1}}))
+    told = []
+    monkeypatch.setattr("lightning_lowrank.flower.server.rank_zero_warn", told.append)
+
+    def silent(grid):
+        grid.tamper = answering(102, lambda number, data: b"x")
+
+    def prepare(grid):
+        asked, own = {}, grid.pull_messages
+        grid.before = lambda node, message: asked.setdefault(node, []).append(message.metadata.message_id)
+
+        def forge(node, reply):
+            # What a message says of itself is in what its site has written.
+            if (node, harm) == (102, "forged") and reply.metadata.message_type == "train.round":
+                reply.metadata.__dict__.update(_src_node_id=101, _reply_to_message_id=asked[101][-1])
+            return reply
+
+        def change(node, content):
+            if node != 102 or not content.startswith(b"Array "):
+                return content
+            many = {**json.loads(content.partition(b"\x00")[2]), "arraychunk_ids": [0] * 1000}
+            return {"bomb": with_body(content, json.dumps(many).encode()), "unreadable": content[:-5]}.get(
+                harm, content
+            )
+
+        grid.tamper, grid.tamper_object = forge, change
+        # The last comes first.
+        grid.pull_messages = lambda numbers: list(own(list(numbers)[::-1]))
+
+    served, _ = run_on_sites(recipe, tmp_path, prepare=prepare, round_timeout=0.2)
+    left_out, _ = run_on_sites(recipe, tmp_path / "silent", prepare=silent)
+    assert served.callback_metrics["federated/failed"] == 1
+    assert_same(left_out, served)
+    if harm == "bomb":
+        assert any("client 1: it sent a bad payload: ValueError: its arrays have" in line for line in told)
+
+
+@pytest.mark.slow
+def test_a_connection_that_breaks_is_no_sites_fault(tmp_path):
+    def prepare(grid):
+        def pull(numbers):
+            raise ConnectionResetError("the SuperLink has gone")
+
+        grid.pull_messages = pull
+
+    with pytest.raises(ConnectionResetError):
+        run_on_sites(write_recipe(tmp_path, SMALL), tmp_path, prepare=prepare)
+
+
+class Clock:
+    """Stands in for the module time: only waiting takes time."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+@pytest.mark.slow
+def test_a_node_that_never_joins_is_waited_for_once(tmp_path, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("lightning_lowrank.flower.server.time", clock)
+    monkeypatch.setattr("lightning_lowrank.flower.server._WAIT_FOR_NEW", 60.0)
+
+    def prepare(grid):
+        silent = grid.start(client_app(recipe), partition_id=0, state_dir=str(tmp_path / "silent"))
+        grid.tamper = lambda node, reply: None if node == silent else reply
+
+    recipe = write_recipe(tmp_path, merged(SMALL, {"trainer": {"max_epochs": 2}}))
+    served, _ = run_on_sites(recipe, tmp_path, prepare=prepare, poll=1.0)
+    assert served.callback_metrics["federated/clients"] == 3
+    assert 60 < clock.now < 70
 
 
 @pytest.mark.slow

@@ -49,6 +49,7 @@ def test_files(tmp_path, suffix):
         ("max_delta: 1", "max_delta must be below 1"),
         ("modules: network", "modules must be a list of patterns"),
         ("tensors: {a: 5}", "tensors must be patterns"),
+        ("clip: 1.0\nclip: 100.0", "'clip' is there twice"),
     ],
 )
 def test_files_that_are_none(tmp_path, text, told):
@@ -78,7 +79,7 @@ def test_names_and_shapes():
             policy.check_tensors({name: torch.zeros(shape)}, "it")
 
 
-def test_what_a_recipe_names():
+def test_what_a_recipe_names(tmp_path):
     policy = Policy(classes=["lightning_lowrank.*", "torch.optim.SGD", "Digits"])
     policy.check_recipe(
         "model: {class_path: lightning_lowrank.models.Classifier, init_args: {optimizer: torch.optim.SGD}}\n"
@@ -92,6 +93,25 @@ def test_what_a_recipe_names():
     ):
         with pytest.raises(PolicyViolation, match=r"the recipe names '(os|subprocess|Evil)"):
             policy.check_recipe(text)
+    # What jsonargparse takes for a part of the recipe.
+    (tmp_path / "part.yaml").write_text("callbacks: [{class_path: evil.Kind}, 'part.yaml']")
+    (tmp_path / "name").write_text("os.system")
+    for text in (
+        'trainer: {callbacks: \'[{"class_path": "evil.Kind"}]\'}',
+        "trainer: 'callbacks: [''{class_path: evil.Kind}'']'",
+        "model.class_path: Evil",
+        "trainer: part.yaml",
+        "config: [part.yaml]",
+        f"config: {tmp_path}/part.yaml",
+        "model: {labels: name}",
+    ):
+        with pytest.raises(PolicyViolation, match=r"the recipe names '(os\.system|evil\.Kind|Evil)'"):
+            policy.check_recipe(text, tmp_path)
+    (tmp_path / "large").write_bytes(bytes(2**20 + 1))
+    with pytest.raises(PolicyViolation, match=r"the recipe names '.*large'"):
+        policy.check_recipe("trainer: large", tmp_path)
+    with pytest.raises(PolicyViolation, match="the recipe cannot be read"):
+        policy.check_recipe("[" * 3000)
     # Aliases that stand for a billion parts.
     lines = ["a0: &a0 [os.path]"] + [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 10)]
     with pytest.raises(PolicyViolation, match=r"names 'os\.path'"):

@@ -4,8 +4,9 @@ import pytest
 
 pytest.importorskip("flwr", reason='needs pip install "lightning_lowrank[flower]"')
 
-from flwr.app import Error
-from flwr.common.constant import ErrorCode
+import httpx
+from flwr.app import Array, Error
+from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE, ErrorCode
 
 from lightning_lowrank.internals import flower
 
@@ -17,3 +18,36 @@ def test_codes_for_what_a_sites_own_code_raised(monkeypatch):
         assert flower.is_passing(Error(code, "it has gone"))
     monkeypatch.setattr(flower, "_constant", None)
     assert flower.is_passing(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, "it failed"))
+
+
+def deflated(array):
+    """Return what Flower sends for an array, and the chunks that it names."""
+    return array.deflate(), dict(array.children)
+
+
+def test_arrays_have_no_more_bytes_than_are_expected():
+    # Equal chunks are sent once, and named twice.
+    size = 2 * FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE
+    content, chunks = deflated(Array("uint8", (size,), "x", bytes(size)))
+    assert len(chunks) == 1
+    with flower.bounded_arrays(size):
+        assert Array.inflate(content, chunks).data == bytes(size)
+        with pytest.raises(ValueError, match="bytes, and at most"):
+            Array.inflate(content, chunks)
+    with flower.bounded_arrays(size - 1), pytest.raises(ValueError, match="its arrays have 10,485,760 bytes"):
+        Array.inflate(content, chunks)
+    assert Array.inflate(content, chunks).data == bytes(size)
+
+
+def test_errors_of_the_connection(monkeypatch):
+    for error in (ConnectionResetError(), httpx.ConnectError("refused"), TimeoutError()):
+        assert flower.is_of_link(error)
+    for error in (KeyError("object"), ValueError("its arrays"), RecursionError(), MemoryError()):
+        assert not flower.is_of_link(error)
+
+
+def test_without_flowers_objects_nothing_is_bounded(monkeypatch):
+    content, chunks = deflated(Array("uint8", (9,), "x", bytes(9)))
+    monkeypatch.setattr(flower, "get_object_body", None)
+    with flower.bounded_arrays(1):
+        assert Array.inflate(content, chunks).data == bytes(9)
