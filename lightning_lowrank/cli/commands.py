@@ -1,7 +1,7 @@
 """The commands of ``lightning-lowrank``: one function each, which parses its own part of the command line.
 
-``fit --seeds 0 1 2`` makes one run for each seed. ``audit``, ``export``, ``flower``, ``push`` and ``report`` need
-no model section.
+``fit --seeds 0 1 2`` makes one run for each seed. ``audit``, ``export``, ``flower``, ``push``, ``recipes`` and
+``report`` need no model section.
 
 Each function imports what its command uses, after it has parsed its words: Lightning takes seconds to import, torch a
 second or two, and matplotlib half a second.
@@ -205,18 +205,34 @@ def _audit(parser: argparse.ArgumentParser, words: list[str]) -> None:
 
 def _flower(parser: argparse.ArgumentParser, words: list[str]) -> None:
     parser.add_argument(
-        "--config", type=Path, action="append", required=True, help="a recipe; a later one changes an earlier one"
+        "--config",
+        action="append",
+        required=True,
+        help="a recipe's path or name; a later one changes an earlier one",
     )
     parser.add_argument("output", type=Path, help="the folder to write")
     options = parser.parse_args(words)
+    from lightning_lowrank.cli.recipes import find
+
     try:
         bridge = import_module(_FLOWER)
     except ImportError as error:
         from lightning_lowrank.configuration import misconfigured
 
         raise misconfigured(str(error)) from error
-    bridge.write_project(options.config, options.output)
+    bridge.write_project([Path(find(each)) for each in options.config], options.output)
     print(f"wrote {options.output}: start it with `flwr run {options.output}`")
+
+
+def _recipes(parser: argparse.ArgumentParser, words: list[str]) -> None:
+    parser.add_argument("beginning", nargs="?", default="", help="list only names that begin with this, such as fedmud")
+    options = parser.parse_args(words)
+    from lightning_lowrank.cli.recipes import listing
+
+    found = listing(options.beginning)
+    width = max(len(name) for name, _ in found)
+    for name, summary in found:
+        print(f"{name:{width}}  {summary}".rstrip())
 
 
 _WITHOUT_MODEL: dict[str, tuple[Callable[[argparse.ArgumentParser, list[str]], None], str]] = {
@@ -227,6 +243,7 @@ _WITHOUT_MODEL: dict[str, tuple[Callable[[argparse.ArgumentParser, list[str]], N
     "push": (_push, "Upload an adapter folder to the Hugging Face hub, with a model card of the run's figures."),
     "audit": (_audit, "Read and verify a site's audit log: every message that it was sent and has sent."),
     "report": (_report, "Compare runs: tables, and accuracy against rounds and bytes, on one page."),
+    "recipes": (_recipes, "List the recipes that come with the package: `fit --config NAME` runs one."),
     "flower": (_flower, "Write the Flower project of a recipe: `flwr run OUTPUT` then runs it across sites."),
 }
 """The commands that need no model section: what each does, and a summary for the help."""

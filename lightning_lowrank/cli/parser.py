@@ -16,6 +16,7 @@ from types import MethodType
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
+from jsonargparse import ActionConfigFile
 from lightning.pytorch.callbacks import ModelSummary, ProgressBar
 from lightning.pytorch.cli import (
     ArgsType,
@@ -40,6 +41,7 @@ import lightning_lowrank.layers
 import lightning_lowrank.models
 import lightning_lowrank.optim  # noqa: F401
 from lightning_lowrank.callbacks.lowrank import LowRank
+from lightning_lowrank.cli import recipes
 from lightning_lowrank.cli.inspection import inspect_run, render
 from lightning_lowrank.cli.quiet import only_warnings
 from lightning_lowrank.cli.suggestions import with_suggestions
@@ -119,8 +121,21 @@ def _write_below_root(trainer: Namespace) -> None:
                 each[f"init_args.{argument}"] = str(Path(root, folder))
 
 
+class _RecipeFile(ActionConfigFile):
+    """``--config``: a file, or the name of a recipe that comes with the package."""
+
+    def __call__(self, parser: Any, cfg: Any, values: Any, option_string: str | None = None) -> None:
+        super().__call__(parser, cfg, recipes.find(values), option_string)
+
+
 class RecipeParser(LightningArgumentParser):
-    """Parser whose errors are one line."""
+    """Parser whose ``--config`` knows recipes by name, and whose errors are one line."""
+
+    def add_argument(self, *args: Any, **kwargs: Any) -> Any:
+        """Add an argument; one that reads a configuration file reads recipes by name as well."""
+        if kwargs.get("action") is ActionConfigFile:
+            kwargs["action"] = _RecipeFile
+        return super().add_argument(*args, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """End with one line, where jsonargparse prints every option and every type that was tried."""
