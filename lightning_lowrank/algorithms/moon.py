@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
 
 from lightning_lowrank.configuration import check_number
 from lightning_lowrank.federated.algorithm import Algorithm, LocalStep, detached
@@ -29,17 +31,18 @@ class MOON(Algorithm):
 
     Args:
         features: Name of the submodule whose output, flattened, is :math:`z`. The module's direct child that holds it,
-            such as ``network`` of ``network.hidden``, has to be called once in ``training_step``, with the batch's
+            such as ``network`` of ``network.hidden.1``, has to be called once in ``training_step``, with the batch's
             inputs.
         mu: Weight :math:`\mu` of the contrastive loss, 0 or more. Default 1. The paper tunes it over 0.1, 1, 5, 10.
         temperature: :math:`\tau`, above 0. Default 0.5, the paper's.
 
     Raises:
-        MisconfigurationException: If an argument is out of range, or the module has no such submodule.
+        MisconfigurationException: If an argument is out of range, the module has no such submodule, or it is a list of
+            modules. In a step: if the step does not call it once.
 
     Example:
         >>> from lightning_lowrank import MOON, Dirichlet, FederatedLoop
-        >>> loop = FederatedLoop(MOON(features="network.hidden"), clients=10, partition=Dirichlet(0.5))
+        >>> loop = FederatedLoop(MOON(features="network.hidden.1"), clients=10, partition=Dirichlet(0.5))
     """
 
     def __init__(self, features: str, mu: float = 1.0, temperature: float = 0.5) -> None:
@@ -48,7 +51,13 @@ class MOON(Algorithm):
         self.features, self.mu, self.temperature = features, mu, temperature
 
     def setup(self, base: Base) -> None:
-        part_of(base.module, self.features)
+        part = part_of(base.module, self.features)
+        if type(part) in (nn.ModuleList, nn.ModuleDict):
+            inside = [f"{self.features}.{name}" for name, _ in part.named_children()]
+            raise MisconfigurationException(
+                f"MOON(features={self.features!r}) names a {type(part).__name__}, which is never called and has no"
+                f" output; name a layer of it: {inside}."
+            )
 
     def begin(self, client: ClientContext, message: Message) -> None:
         super().begin(client, message)
@@ -64,6 +73,11 @@ class MOON(Algorithm):
         module, network = step.base.module, self.features.split(".")[0]
         with recorded(module, network) as calls, recorded(module, self.features) as own:
             output = training_step()
+        if len(calls) != 1 or len(own) != 1:
+            raise MisconfigurationException(
+                f"MOON(features={self.features!r}) needs training_step to call {network!r} and {self.features!r} once,"
+                f" and it called them {len(calls)} and {len(own)} times; name another submodule."
+            )
         (call,) = calls
         similarities = []
         for model in (step.round_state["received"], step.round_state["last"]):

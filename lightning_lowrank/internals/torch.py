@@ -479,3 +479,10 @@ except ImportError:
 def writes(operation: Any) -> bool:
     """Return whether an operation that such a mode sees changes its first argument; ``False`` where it doesn't tell."""
     return bool(getattr(getattr(operation, "_schema", None), "is_mutable", False))
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Return a number that a tensor has in common with its views, and with nothing else that lives."""
+    # Tensors that are traced have no address of their data.
+    storage = tensor.untyped_storage()
+    return getattr(storage, "_cdata", None) or storage.data_ptr()

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_lowrank.internals.torch import is_mapped, stack_of
+from lightning_lowrank.internals.torch import is_mapped, stack_of, storage_key
 
 CHANGE = "change"
 """Under this name a parameter's state holds the coefficients of steps that are not added to it yet."""
@@ -131,7 +131,7 @@ def _refused(function: Any) -> NotImplementedError:
 
 
 def _storage(tensor: Tensor) -> int:
-    return (stack_of(tensor) if is_mapped(tensor) else tensor).untyped_storage()._cdata
+    return storage_key(stack_of(tensor) if is_mapped(tensor) else tensor)
 
 
 def _is_of_its_form(function: Any) -> bool:

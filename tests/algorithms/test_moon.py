@@ -93,3 +93,25 @@ def test_without_the_term_it_is_federated_averaging(tmp_path, execution):
 def test_refusals(tmp_path, arguments, message):
     with pytest.raises(MisconfigurationException, match=message):
         federated(tmp_path, MOON(**{"features": "net.2", **arguments}))
+
+
+class Listed(nn.Module):
+    """Calls the layers of a list one by one, and another module never."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.unused = nn.ModuleList(network().double()), nn.Identity()
+
+    def forward(self, inputs):
+        for layer in self.layers:
+            inputs = layer(inputs)
+        return inputs
+
+
+@pytest.mark.parametrize(
+    ("features", "message"),
+    [("net.layers", r"ModuleList, which is never called .* \['net.layers.0'"), ("net.unused", "1 and 0 times")],
+)
+def test_parts_that_no_step_calls_are_refused(tmp_path, features, message):
+    with pytest.raises(MisconfigurationException, match=message):
+        federated(tmp_path, MOON(features), net=Listed())

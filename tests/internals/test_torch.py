@@ -470,3 +470,13 @@ def test_without_what_torch_keeps_to_itself_all_is_public(monkeypatch):
     assert internals.bare_step(optimizer) == optimizer.step
     internals.drop_gradients(optimizer)
     assert parameter.grad is None
+
+
+def test_views_share_their_storage():
+    tensor = torch.zeros(4, 2)
+    assert hasattr(tensor.untyped_storage(), "_cdata"), "tensors that are traced cannot be told apart any more"
+    assert internals.storage_key(tensor[1:].T) == internals.storage_key(tensor)
+    assert internals.storage_key(torch.zeros(4, 2)) != internals.storage_key(tensor)
+    empty = torch.zeros(3, device="meta")
+    assert internals.storage_key(empty) == internals.storage_key(empty[1:])
+    assert internals.storage_key(empty) != internals.storage_key(torch.zeros(3, device="meta"))

@@ -216,9 +216,7 @@ def _folded(stack: Tensor) -> Tensor:
 
 
 def _unfolded(outputs: Tensor, clients: int) -> Tensor:
-    batch, channels, *size = outputs.shape
-    # No view, which autograd would copy again and again where an activation changes it in place.
-    return mapped(torch.ops.aten._unsafe_view(outputs, [batch, clients, channels // clients, *size]), 1)
+    return mapped(outputs.unflatten(1, (clients, -1)), 1)
 
 
 def _folded_batch_norm(
