@@ -320,9 +320,11 @@ def _method(name: str, entry: dict[str, Any], figures: dict[str, Any], dense: di
 
 
 def measured() -> Iterator[tuple[str, str]]:
-    """Return path and text of the pages that stand beside the recipes."""
+    """Return path and text of the pages that stand beside the recipes, and of the one of all published figures."""
     for path in sorted((ROOT / "recipes").glob("*/RESULTS.md")):
         yield f"measured/{path.parent.name}.md", path.read_text(encoding="utf-8")
+    everything = (ROOT / "recipes" / "RESULTS.md").read_text(encoding="utf-8")
+    yield "measured/recipes.md", re.sub(r"\]\((\w+)/RESULTS\.md\)", r"](\1.md)", everything)
 
 
 # Hooks of mkdocs
