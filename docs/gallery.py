@@ -1,4 +1,4 @@
-"""The recipes of the gallery of methods, what they send, and what they learn. Needs no mkdocs: tests run the same recipes.
+"""The recipes of the gallery of methods, what they send and what they learn. Needs no mkdocs: tests run them too.
 
 ``python docs/gallery.py`` runs each recipe and writes ``docs/curves.json``; names after it run these alone.
 """
@@ -44,8 +44,7 @@ def recipe(name: str) -> dict[str, Any]:
     if "ensemble" in entry:
         arguments = {"base": network, "bases": entry["ensemble"]}
         network = {"class_path": "lightning_lowrank.Ensemble", "init_args": arguments}
-    rate = entry.get("lr", 0.05 if entry.get("lora") else 0.1)
-    optimizer = entry.get("optimizer", {"class_path": "torch.optim.SGD", "init_args": {"lr": rate}})
+    optimizer = entry.get("optimizer", {"class_path": "torch.optim.SGD", "init_args": {"lr": entry.get("lr", 0.1)}})
     return {
         "seed_everything": 0,
         "federated": {

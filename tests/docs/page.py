@@ -7,8 +7,8 @@ Blocks are followed in their order. What stands between fences is, by its langua
 - ``bash``: run, command by command, as `Reader.run` says.
 - ``text``: printed by the blocks before it: each line is among what they printed, or where it ends in ``…`` the
   beginning of one. Digits may differ, because another machine rounds otherwise.
-- ``output``: printed by the commands right before it, where they were measured. Here they are shortened or only checked,
-  so that it is not compared.
+- ``output``: printed by the commands right before it, where they were measured. Here they are shortened or only
+  checked, so that it is not compared.
 """
 
 from __future__ import annotations
@@ -134,8 +134,9 @@ class Reader:
         Our own command runs in this process. A fit of the repository's recipes is `ROUNDS` rounds long, and as many
         more where it goes on from a checkpoint. A run on several devices or nodes, which are not here, and one whose
         data or model would be fetched, is parsed and checked, and does not begin. Of an installation, the names are
-        compared with those in ``pyproject.toml``, and of Flower's commands and of benchmarks the options with those that
-        they have. ``.ci/run`` makes an environment, installs the package and runs the tests. All else runs in a shell.
+        compared with those in ``pyproject.toml``, and of Flower's commands and of benchmarks the options with those
+        that they have. ``.ci/run`` makes an environment, installs the package and runs the tests. All else runs in a
+        shell.
         """
         words = shlex.split(command)
         added = [words.pop(0) for _ in range(len(words)) if re.match(r"[A-Z_]+=", words[0])]
