@@ -3,6 +3,7 @@
 import functools
 import importlib
 import inspect
+import json
 import re
 import sys
 from pathlib import Path
@@ -175,6 +176,26 @@ def test_every_method_and_operator_has_a_page_and_its_paper():
     assert METHODS.keys() == wanted
     citations = (DOCS / "citations.md").read_text()
     assert [name for name in wanted if f"`{name}`" not in citations] == []
+
+
+def test_every_method_was_measured():
+    curves = json.loads((DOCS / "curves.json").read_text())["methods"]
+    assert curves.keys() == METHODS.keys()
+    for name, curve in curves.items():
+        assert {len(values) for values in curve.values()} == {30}, name
+        assert curve["bytes"] == sorted(curve["bytes"]), name
+
+
+@pytest.mark.slow
+def test_a_method_is_measured_again(folder, monkeypatch):
+    """As it was when the page's curve was made, but for another release's or machine's rounding."""
+    monkeypatch.syspath_prepend(DOCS)
+    gallery = importlib.import_module("gallery")
+    found = gallery.measure("FedMUD", rounds=3)
+    known = json.loads((DOCS / "curves.json").read_text())["methods"]["FedMUD"]
+    assert found["bytes"] == known["bytes"][:3]
+    for metric in ("val_acc", "personal/val_acc"):
+        assert found[metric] == pytest.approx(known[metric][:3], abs=0.1)
 
 
 @pytest.mark.slow
