@@ -7,6 +7,8 @@ Blocks are followed in their order. What stands between fences is, by its langua
 - ``bash``: run, command by command, as `Reader.run` says.
 - ``text``: printed by the blocks before it: each line is among what they printed, or where it ends in ``…`` the
   beginning of one. Digits may differ, because another machine rounds otherwise.
+- ``output``: printed by the commands right before it, where they were measured. Here they are shortened or only
+  checked, so that it is not compared.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from pathlib import Path
 import yaml
 
 ROOT = Path(__file__).parents[2]
-LANGUAGES = ("python", "yaml", "bash", "text")
+LANGUAGES = ("python", "yaml", "bash", "text", "output")
 ROUNDS = 2
 """Rounds that a fit of one of the repository's own recipes is shortened to; their own tests say what they learn."""
 
@@ -84,6 +86,7 @@ class Reader:
 
     def follow(self, path: Path) -> None:
         """Follow all of a page's blocks."""
+        last = ""
         for block in blocks(path):
             place = f"{path.relative_to(ROOT)}:{block.line}"
             assert block.language in LANGUAGES, f"{place}: a block has no language of {LANGUAGES}"
@@ -91,6 +94,11 @@ class Reader:
                 getattr(self, block.language)(block, place)
             except Exception as error:
                 raise AssertionError(f"{place}: {type(error).__name__}: {error}\n{self.printed[-2000:]}") from error
+            assert block.language != "output" or last == "bash", f"{place}: an output has no command before it"
+            last = block.language
+
+    def output(self, block: Block, place: str) -> None:
+        """Take what was measured elsewhere as it is."""
 
     def python(self, block: Block, place: str) -> None:
         """Run a block of Python, or write a file."""
@@ -126,8 +134,9 @@ class Reader:
         Our own command runs in this process. A fit of the repository's recipes is `ROUNDS` rounds long, and as many
         more where it goes on from a checkpoint. A run on several devices or nodes, which are not here, and one whose
         data or model would be fetched, is parsed and checked, and does not begin. Of an installation, the names are
-        compared with those in ``pyproject.toml`` (``.ci/run`` installs the package), and of Flower's commands and of
-        benchmarks the options with those that they have. All else runs in a shell.
+        compared with those in ``pyproject.toml``, and of Flower's commands and of benchmarks the options with those
+        that they have. ``.ci/run`` makes an environment, installs the package and runs the tests. All else runs in a
+        shell.
         """
         words = shlex.split(command)
         added = [words.pop(0) for _ in range(len(words)) if re.match(r"[A-Z_]+=", words[0])]
@@ -135,6 +144,8 @@ class Reader:
             words = words[words.index("lightning-lowrank") :]
         if words[0] == "lightning-lowrank":
             self._ours(words[1:], importable="PYTHONPATH=." in added)
+        elif words[:3] == ["python3", "-m", "venv"] or words[0] in (".", "pytest"):
+            assert words[-1] in (".venv", ".venv/bin/activate") or words == ["pytest", "-n", "2"], command
         elif words[:2] == ["pip", "install"]:
             for name in words[2:]:
                 _check_installable(name)

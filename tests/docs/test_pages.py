@@ -1,21 +1,26 @@
 """Readers who follow the pages word for word get where the pages say; links lead somewhere."""
 
+import functools
 import importlib
 import inspect
+import json
 import re
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from torch import nn
 
 from tests.docs.page import LANGUAGES, ROOT, Reader, blocks
 
 DOCS = ROOT / "docs"
 PAGES = sorted(path for path in DOCS.rglob("*.md"))
+README = ROOT / "README.md"
 # Commands for who works on the package itself, and a table that its own command writes.
 NOT_FOLLOWED = {"CONTRIBUTING.md", "modules.md"}
-FOLLOWED = [page for page in PAGES if page.name not in NOT_FOLLOWED and blocks(page)]
+FOLLOWED = [page for page in [*PAGES, README] if page.name not in NOT_FOLLOWED and blocks(page)]
 MADE = ("methods/", "reference/", "measured/")
 """Folders of pages that are made when the site is built, which checks links to them."""
 
@@ -44,8 +49,61 @@ def stand_in(monkeypatch, name):
     monkeypatch.setattr(loggers, name, make)
 
 
+def stand_in_for_downloads(monkeypatch):
+    """Have no weights and made-up images where they would be fetched, and two batches of such a fit."""
+    import lightning as L
+    import torchvision
+
+    from lightning_lowrank.data import CIFAR10
+
+    draws = torch.Generator().manual_seed(0)
+    images = torch.randint(256, (400, 3, 32, 32), dtype=torch.uint8, generator=draws)
+    monkeypatch.setattr(CIFAR10, "prepare_data", lambda self: None)
+    monkeypatch.setattr(CIFAR10, "load_images", lambda self, train: (images, torch.arange(400) % 10))
+    network, fit = torchvision.models.resnet18, L.Trainer.fit
+    monkeypatch.setattr(torchvision.models, "resnet18", lambda weights: network())
+
+    @functools.wraps(fit)
+    def two_batches(self, *given, **named):
+        if any(isinstance(each, CIFAR10) for each in given):
+            self.fit_loop.max_epochs = 1
+            self.limit_train_batches = self.limit_val_batches = 2
+        return fit(self, *given, **named)
+
+    monkeypatch.setattr(L.Trainer, "fit", two_batches)
+
+
+def check_readme(names):
+    assert names["trainer"].callback_metrics["val_acc"] > 0.7
+    assert names["trainer"].callback_metrics["comm/ratio"] < 1 / 8
+
+
+def check_compress(names):
+    trained, factorised, tuned = (names[name] for name in ("trained", "factorised", "tuned"))
+    assert trained > 0.97
+    assert factorised > 0.9
+    assert tuned > trained - 0.015
+    assert type(names["module"].network.classifier) is nn.Linear
+    module = names["MyModule"](names["MLP"](in_features=64, hidden=[32], out_features=10))
+    trainer = names["L"].Trainer(fast_dev_run=2)
+    trainer.fit(module, names["data"])
+    state = trainer.optimizers[0].state
+    assert state[module.network.hidden[0].weight]["exp_avg"].shape == (32, 16)
+    assert state[module.network.classifier.weight]["exp_avg"].shape == (10, 32)
+
+
+def check_lora(names):
+    assert names["network"].fc.weight.requires_grad
+    assert not names["network"].conv1.frozen_weight.requires_grad
+    assert names["trainer"].callback_metrics["comm/ratio"] < 0.1
+
+
+AFTERWARDS = {"README.md": check_readme, "docs/howto/compress.md": check_compress, "docs/howto/lora.md": check_lora}
+"""What the names of a page's Python must hold at its end, beyond what the page prints."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("page", FOLLOWED, ids=lambda page: str(page.relative_to(DOCS)))
+@pytest.mark.parametrize("page", FOLLOWED, ids=lambda page: str(page.relative_to(ROOT)))
 def test_follow(page, folder, monkeypatch):
     if any("flower" in block.text for block in blocks(page) if block.language == "bash"):
         pytest.importorskip("flwr", reason="Flower needs Python 3.11")
@@ -53,7 +111,9 @@ def test_follow(page, folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "page", reader.module)
     for name in ("WandbLogger", "MLFlowLogger"):
         stand_in(monkeypatch, name)
+    stand_in_for_downloads(monkeypatch)
     reader.follow(page)
+    AFTERWARDS.get(str(page.relative_to(ROOT)), lambda names: None)(vars(reader.module))
 
 
 def anchors(page: Path) -> set[str]:
@@ -62,7 +122,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip()) for heading in headings}
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", [*PAGES, README], ids=lambda page: str(page.relative_to(ROOT)))
 def test_links(page):
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
     for link in re.findall(r"\]\(([^)\s]+)\)", text):
@@ -91,6 +151,17 @@ def test_every_page_is_in_the_navigation():
     assert [page for page in PAGES if f"- {page.relative_to(DOCS).as_posix()}\n" not in navigation] == []
 
 
+def test_paths_of_the_repository_exist():
+    """Those that stand in a page without a link."""
+    missing = [
+        f"{page.name}: {path}"
+        for page in [*PAGES, README]
+        for path in re.findall(r"(?<![\w/.])(?:recipes|tests)/[\w/]+\.(?:yaml|py|md)", page.read_text(encoding="utf-8"))
+        if not (ROOT / path).exists()
+    ]
+    assert missing == []
+
+
 METHODS = yaml.safe_load((DOCS / "methods.yaml").read_text())
 
 
@@ -105,6 +176,26 @@ def test_every_method_and_operator_has_a_page_and_its_paper():
     assert METHODS.keys() == wanted
     citations = (DOCS / "citations.md").read_text()
     assert [name for name in wanted if f"`{name}`" not in citations] == []
+
+
+def test_every_method_was_measured():
+    curves = json.loads((DOCS / "curves.json").read_text())["methods"]
+    assert curves.keys() == METHODS.keys()
+    for name, curve in curves.items():
+        assert {len(values) for values in curve.values()} == {30}, name
+        assert curve["bytes"] == sorted(curve["bytes"]), name
+
+
+@pytest.mark.slow
+def test_a_method_is_measured_again(folder, monkeypatch):
+    """As it was when the page's curve was made, but for another release's or machine's rounding."""
+    monkeypatch.syspath_prepend(DOCS)
+    gallery = importlib.import_module("gallery")
+    found = gallery.measure("FedMUD", rounds=3)
+    known = json.loads((DOCS / "curves.json").read_text())["methods"]["FedMUD"]
+    assert found["bytes"] == known["bytes"][:3]
+    for metric in ("val_acc", "personal/val_acc"):
+        assert found[metric] == pytest.approx(known[metric][:3], abs=0.1)
 
 
 @pytest.mark.slow
