@@ -295,7 +295,13 @@ class LoRAFair(Operator):
             centred = stacked - inputs.stacked([B] * len(lefts))
             gram = A @ A.T
             gram.diagonal().add_(self.regularization)
-            correction = torch.cholesky_solve((centred @ residual).T, torch.linalg.cholesky(gram)).T
+            root, failed = torch.linalg.cholesky_ex(gram)
+            if failed:
+                raise ValueError(
+                    f"LoRAFair cannot solve for its correction: the mean of the factors A has the norm {A.norm():.1e},"
+                    f" too large for regularization={self.regularization} in {gram.dtype}; training may have diverged."
+                )
+            correction = torch.cholesky_solve((centred @ residual).T, root).T
         else:
             correction = self._descend(stacked, torch.cat(rights), B, A)
         return inputs.broadcast(B + correction, A, kept=ONLY_A)

@@ -44,6 +44,10 @@ except ImportError:
         """Refuse: no tensor is known to be mapped."""
         raise NotImplementedError(f"torch {torch.__version__} does not tell what a mapped tensor stands for.")
 
+    def values_of(tensor: Tensor) -> Tensor:
+        """Refuse: no tensor is known to be mapped."""
+        raise NotImplementedError(f"torch {torch.__version__} does not tell what a mapped tensor stands for.")
+
     def mapped(stack: Tensor, dimension: int = 0) -> Tensor:
         """Refuse: no tensor is known to be mapped."""
         raise NotImplementedError(f"torch {torch.__version__} does not tell what a mapped tensor stands for.")
@@ -57,6 +61,10 @@ else:
         """Return the stack that a mapped tensor stands for, the mapped dimension first."""
         stack, dimension = get_unwrapped(tensor), maybe_get_bdim(tensor)
         return stack if dimension == 0 else stack.movedim(dimension, 0)
+
+    def values_of(tensor: Tensor) -> Tensor:
+        """Return the tensor that a mapped tensor stands for, in the order of dimensions that it has."""
+        return get_unwrapped(tensor)
 
     def mapped(stack: Tensor, dimension: int = 0) -> Tensor:
         """Return the mapped tensor that stands for a stack, inside one map, given the mapped dimension."""
@@ -479,6 +487,12 @@ except ImportError:
 def writes(operation: Any) -> bool:
     """Return whether an operation that such a mode sees changes its first argument; ``False`` where it doesn't tell."""
     return bool(getattr(getattr(operation, "_schema", None), "is_mutable", False))
+
+
+def own_shape(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return a tensor in another shape that torch takes for no view. The tensor itself is not to be used any more."""
+    view = getattr(torch.ops.aten, "_unsafe_view", None)
+    return tensor.view(shape) if view is None else view(tensor, shape)
 
 
 def storage_key(tensor: Tensor) -> int:

@@ -526,6 +526,12 @@ def test_lora_fair_gets_nearer_to_the_mean_of_products():
         assert not run(operator, zero).server.product().any()
 
 
+def test_lora_fair_says_that_factors_are_too_large():
+    pairs = [LowRankPair(torch.zeros(4, 2), torch.full((2, 3), 1e18))] * 2
+    with pytest.raises(ValueError, match=r"factors A has the norm 2\.4e\+18, too large for regularization=0\.01"):
+        run(LoRAFair(), pairs)
+
+
 def test_colr_draws_an_orthonormal_factor_each_round():
     for trained, frozen, length in (("B", "A", N), ("A", "B", M)):
         operator = CoLR(trained)

@@ -20,10 +20,27 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from lightning_lowrank.internals.torch import is_mapped, map_level, mapped, stack_of
+from lightning_lowrank.internals.torch import is_mapped, map_level, mapped, own_shape, stack_of, values_of
 from lightning_lowrank.optim.deferred import Deferred, DeferredWeights, changes_in_place
 
 _CONVOLUTIONS = {F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}
+_ACTIVATIONS = {
+    F.celu: 2,
+    F.elu: 2,
+    F.hardsigmoid: 1,
+    F.hardswish: 1,
+    F.hardtanh: 3,
+    F.leaky_relu: 2,
+    F.mish: 1,
+    F.relu: 1,
+    F.relu6: 1,
+    F.selu: 1,
+    F.silu: 1,
+    F.threshold: 3,
+    Tensor.relu_: 0,
+    torch.relu_: 0,
+}
+"""Which of their arguments says whether they change their input in place; 0 where they always do."""
 _NUMBERS = {Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__, Tensor.item, Tensor.tolist}
 
 
@@ -40,6 +57,8 @@ class StackedProducts(TorchFunctionMode):
     - ``F.batch_norm``: torch normalises, scales and shifts in turn. On an accelerator, clients' channels are here those
       of one input, and all of it is one call; so is ``F.max_pool2d``. On the CPU, for images, each client has a call of
       its own, with the channels last.
+    - ``F.relu`` and other activations in place, on an accelerator: torch changes a view of the stack, the gradient of
+      which takes three copies.
     - ``F.scaled_dot_product_attention`` with a bias that is trained: torch would take a kernel that has no gradient of
       it. Here it takes the one that has.
     - ``F.dropout`` on the CPU: the same operations as torch's, which asks for a size that symbolic tracing lacks.
@@ -77,6 +96,8 @@ class StackedProducts(TorchFunctionMode):
             return _batch_norm(*arguments, **keywords)
         if function is F.max_pool2d:
             return _max_pool(*arguments, **keywords)
+        if function in _ACTIVATIONS:
+            return _activation(function, *arguments, **keywords)
         if function is F.cross_entropy:
             return _cross_entropy(*arguments, **keywords)
         if function is Tensor.view:
@@ -216,7 +237,9 @@ def _folded(stack: Tensor) -> Tensor:
 
 
 def _unfolded(outputs: Tensor, clients: int) -> Tensor:
-    return mapped(outputs.unflatten(1, (clients, -1)), 1)
+    batch, channels, *size = outputs.shape
+    # Autograd copies a view's gradient where an activation changes the view in place.
+    return mapped(own_shape(outputs, [batch, clients, channels // clients, *size]), 1)
 
 
 def _folded_batch_norm(
@@ -248,6 +271,16 @@ def _max_pool(input: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
         return F.max_pool2d(input, *arguments, **keywords)
     stack = stack_of(input)
     return _unfolded(F.max_pool2d(_folded(stack), *arguments, **keywords), stack.shape[0])
+
+
+def _activation(function: Any, input: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
+    place = _ACTIVATIONS[function]
+    in_place = place == 0 or (arguments[place - 1] if len(arguments) >= place else keywords.get("inplace"))
+    if not in_place or not _folds(input):
+        return function(input, *arguments, **keywords)
+    # It acts on each number alone, so that the order of dimensions does not matter.
+    function(values_of(input), *arguments, **keywords)
+    return input
 
 
 def _cross_entropy(

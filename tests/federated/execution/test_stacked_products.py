@@ -505,6 +505,36 @@ def test_batch_norm_of_all_channels_after_convolutions_keeps_their_order(folding
     torch.testing.assert_close(weight.grad, expected, rtol=1e-10, atol=1e-10)
 
 
+IN_PLACE = {
+    "keyword": partial(F.relu, inplace=True),
+    "positional": lambda input: F.relu(input, True),
+    "hardtanh": nn.ReLU6(inplace=True),
+    "hardswish": nn.Hardswish(inplace=True),
+    "leaky": nn.LeakyReLU(0.2, inplace=True),
+    "function": torch.relu_,
+    "method": torch.Tensor.relu_,
+}
+
+
+@pytest.mark.parametrize("activation", IN_PLACE.values(), ids=IN_PLACE)
+def test_activations_in_place_change_no_view(folding, activation):
+    images, weight = numbers(CLIENTS, 2, 3, 6, 6), numbers(CLIENTS, 4, 3, 3, 3, seed=1).requires_grad_()
+    images.requires_grad_()
+
+    def network(images, weight):
+        features = F.batch_norm(F.conv2d(images, weight), None, None, training=True)
+        # Who holds the input sees what has become of it.
+        return (activation(features) * torch.arange(4.0, dtype=torch.float64) + features).square().sum()
+
+    with StackedProducts():
+        losses = vmap(network)(images, weight)
+    assert "CopySlices" not in names_in_graph(losses)
+    expected = torch.stack([network(*each) for each in zip(images, weight, strict=True)])
+    torch.testing.assert_close(losses, expected, rtol=1e-10, atol=1e-10)
+    found, wanted = (torch.autograd.grad(each.sum(), [images, weight]) for each in (losses, expected))
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+
+
 # Networks
 
 
