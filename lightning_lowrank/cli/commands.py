@@ -91,6 +91,12 @@ def _export(parser: argparse.ArgumentParser, words: list[str]) -> None:
         " default the attribute that holds all low-rank layers",
     )
     parser.add_argument("--client", type=int, default=None, help="id of a client whose own model is exported")
+    parser.add_argument(
+        "--config",
+        action="append",
+        help="the run's config.yaml, or its recipe's path or name, which builds the module that the run began with: for"
+        " adapters of runs that changed frozen weights or that PEFT wrapped, and for what TrainedCheckpoints leaves out",
+    )
     options = parser.parse_args(words)
     from lightning_lowrank.configuration import misconfigured
 
@@ -102,11 +108,18 @@ def _export(parser: argparse.ArgumentParser, words: list[str]) -> None:
     from lightning_lowrank.interop.checkpoints import adapter_checkpoint, dense_checkpoint
     from lightning_lowrank.interop.files import replacing
 
+    module = None
+    if options.config:
+        from lightning_lowrank.cli.parser import build_module
+        from lightning_lowrank.cli.quiet import without_tips
+
+        with without_tips():
+            module = build_module(options.config)
     if options.format == "peft":
-        adapter_checkpoint(options.checkpoint, options.output, options.client, options.prefix)
+        adapter_checkpoint(options.checkpoint, options.output, options.client, options.prefix, module)
         print(f"wrote {options.output}: PeftModel.from_pretrained(base_model, {str(options.output)!r}) loads it")
         return
-    found = dense_checkpoint(options.checkpoint, options.client)
+    found = dense_checkpoint(options.checkpoint, options.client, module)
     prefix = options.prefix or ""
     # safetensors refuses tensors that share memory, as tied weights do.
     weights = {
