@@ -95,7 +95,7 @@ def _export(parser: argparse.ArgumentParser, words: list[str]) -> None:
         "--config",
         action="append",
         help="the run's config.yaml, or its recipe's path or name, which builds the module that the run began with: for"
-        " adapters of runs that changed frozen weights or that PEFT wrapped, and for what TrainedCheckpoints leaves out",
+        " adapters of runs that changed frozen weights or that PEFT wrapped, and what TrainedCheckpoints leaves out",
     )
     options = parser.parse_args(words)
     from lightning_lowrank.configuration import misconfigured
@@ -179,6 +179,7 @@ def _report(parser: argparse.ArgumentParser, words: list[str]) -> None:
     parser.add_argument(
         "--budget", default=None, help="bytes up and down, such as 100MB: show the best value reached within them"
     )
+    parser.add_argument("--rounds", type=int, default=None, help="look at the first rounds of each run, so many")
     parser.add_argument(
         "--each",
         action="store_true",
@@ -196,6 +197,7 @@ def _report(parser: argparse.ArgumentParser, words: list[str]) -> None:
         each=options.each,
         target=options.target,
         budget=None if options.budget is None else parse_bytes(options.budget),
+        rounds=options.rounds,
         console=Console(),
     )
 

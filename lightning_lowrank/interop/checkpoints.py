@@ -31,9 +31,8 @@ TRAINED_CHECKPOINTS = "TrainedCheckpoints"
 # Parameters that PEFT's methods have put beside or around a layer.
 _ADAPTER = re.compile(r"\.(base_layer|modules_to_save|lora_\w+|ia3_l|vera_lambda_\w|prompt_encoder)\b")
 
-def dense_checkpoint(
-    path: str | Path, client: int | None = None, module: nn.Module | None = None
-) -> dict[str, Tensor]:
+
+def dense_checkpoint(path: str | Path, client: int | None = None, module: nn.Module | None = None) -> dict[str, Tensor]:
     """Return the unconverted module's state dict from a checkpoint of a converted one; see `load_dense`.
 
     The state dict of a run without `LowRank` is returned unchanged. What a checkpoint of `TrainedCheckpoints` leaves

@@ -52,8 +52,8 @@ class StackedProducts(TorchFunctionMode):
     - ``F.conv1d``, ``F.conv2d`` and ``F.conv3d`` with a weight of each client's own, on the CPU: torch makes one
       grouped convolution of them, for which its library has no fast code. Here each client has a convolution of its
       own, with the channels last in memory; so are those of its output, which makes what follows faster as well.
-    - ``F.cross_entropy`` with class indices, averaged: the softmax is over the dimension in which the layer above leaves
-      the classes. Those of layers with weights of each client's own are not last in memory, those of a frozen head are.
+    - ``F.cross_entropy`` with class indices, averaged: torch moves the classes to another place in memory first. Here
+      they stay where the layer above leaves them: last if all clients share its weight, else the last but one.
     - ``F.batch_norm``: torch normalises, scales and shifts in turn. On an accelerator, clients' channels are here those
       of one input, and all of it is one call; so is ``F.max_pool2d``. On the CPU, for images, each client has a call of
       its own, with the channels last.
