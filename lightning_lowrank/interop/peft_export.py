@@ -17,11 +17,10 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from lightning_lowrank.aggregation.adapters import Adapter, find_adapters
+from lightning_lowrank.aggregation.adapters import Adapter, find_adapters, peft_parameters
 from lightning_lowrank.arguments import listed
 from lightning_lowrank.buffers import persistent_buffers
 from lightning_lowrank.configuration import misconfigured
-from lightning_lowrank.federated.messages import peft_parameters
 from lightning_lowrank.interop.files import replacing
 from lightning_lowrank.interop.peft_layout import (
     CONFIG_FILE,

@@ -3,6 +3,7 @@
 import copy
 
 import pytest
+import safetensors.torch
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
@@ -119,6 +120,40 @@ def test_the_adapter_of_each_operator_is_whole_on_the_original_base(tmp_path, ne
         assert {config["r"], *config["rank_pattern"].values()} == {2}
         export_adapter(module, tmp_path / "other")
         check(network, module, base, tmp_path / "other")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["wrapped", "ours"])
+def test_a_change_of_weights_of_16_bits_is_that_before_rounding(tmp_path, form):
+    def network():
+        return bert().bfloat16()
+
+    torch.manual_seed(0)
+    TARGETS[network], HEADS[network] = TARGETS[bert], HEADS[bert]
+    module, callbacks, base = start(network, form)
+    loop = FederatedLoop(FedLoRA(aggregation.FLoRA()), partition=FromIndices(CLIENTS), summary=False)
+    run = trainer(tmp_path, *callbacks, loop, max_epochs=2, limit_val_batches=0)
+    fit(run, module, DataLoader(data(bert), batch_size=4))
+    run.save_checkpoint(tmp_path / "run.ckpt")
+    new, _, _ = start(network, form)
+    folders = [
+        export_adapter(module, tmp_path / "module", base=base),
+        adapter_checkpoint(tmp_path / "run.ckpt", tmp_path / "checkpoint", module=new),
+    ]
+    first, second = (safetensors.torch.load_file(folder / "adapter_model.safetensors") for folder in folders)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+    sums = loop.server.base.state["sums"]
+    assert sums
+    for layer, total in sums.items():
+        name = layer.removeprefix("network.").removeprefix("base_model.model.")
+        A, B = (first[f"base_model.model.{name}.lora_{factor}.weight"].double() for factor in "AB")
+        change = total.double() - base.get_parameter(f"{name}.weight").double()
+        # FLoRA's own factors begin each round at a product of zero, and their scaling is 1 in what is written.
+        near = (
+            1e-6 if A.dtype == B.dtype and first[f"base_model.model.{name}.lora_A.weight"].dtype.itemsize == 4 else 1e-2
+        )
+        torch.testing.assert_close(B @ A, change, rtol=0, atol=near * float(change.abs().max()))
 
 
 class Built(Labelling):
