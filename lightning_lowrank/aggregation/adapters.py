@@ -18,7 +18,7 @@ from lightning_lowrank.aggregation.pairs import LowRankPair, working_dtype
 from lightning_lowrank.layers import LowRankLayer, MatrixProduct, low_rank_layers
 from lightning_lowrank.layers.settings import update_scale
 
-__all__ = ["Adapter", "find_adapters"]
+__all__ = ["Adapter", "find_adapters", "peft_parameters"]
 
 Name = Literal["B", "A"]
 Parts = dict[str, Tensor]
@@ -344,6 +344,22 @@ def find_adapters(module: nn.Module, adapter: str | None = None) -> dict[str, Ad
     if wrapped and not wrapped.keys() & found.keys():
         raise ValueError(f"none of PEFT's adapters is active: set one active, or name one of {', '.join(names)}.")
     return found
+
+
+def peft_parameters(module: nn.Module) -> tuple[set[Tensor], set[Tensor]]:
+    """Return the parameters of models that PEFT wrapped and trains, and those that PEFT has put there."""
+    wrapped: set[Tensor] = set()
+    adapters: set[Tensor] = set()
+    for part in module.modules():
+        # PEFT's parts are told by their structure: PEFT need not be installed.
+        if hasattr(part, "peft_config") and any(value.requires_grad for value in part.parameters()):
+            wrapped.update(part.parameters())
+        if hasattr(part, "get_base_layer"):
+            adapters.update(set(part.parameters()) - set(part.get_base_layer().parameters()))  # type: ignore[operator]
+        for name in ("modules_to_save", "prompt_encoder"):
+            if isinstance(found := getattr(part, name, None), nn.ModuleDict):
+                adapters.update(found.parameters())
+    return wrapped, adapters
 
 
 def _why_unfoldable(

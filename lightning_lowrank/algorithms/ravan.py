@@ -28,7 +28,10 @@ class Ravan(CoreMethod):
     columns of all heads' :math:`B_i` are orthonormal, and so are the rows of all :math:`A_i`, where ``heads · rank`` is
     at most the weight's side; else those of each head. Both are drawn from the experiment's seed, and the cores alone
     cross the wire, ``heads · rank²`` numbers in each direction. Other trained parameters are averaged as in `FedAvg`.
-    The paper's clients of less capacity, which train some of the heads, are not included.
+
+    We had the paper's abstract and not its text. The sum over heads, what is trained and what is uploaded are the
+    abstract's. That the bases are orthonormal, that the mean is of the products, and that scales begin each round at
+    one are our reading. What the abstract says of clients of unlike computational capacity is not included.
 
     Raises:
         MisconfigurationException: If the module has no such layers, or others.

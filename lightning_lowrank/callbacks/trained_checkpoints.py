@@ -13,8 +13,8 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelP
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
+from lightning_lowrank.aggregation.adapters import peft_parameters
 from lightning_lowrank.arguments import Configured
-from lightning_lowrank.federated.messages import peft_parameters
 from lightning_lowrank.internals.lightning import check_namespace
 from lightning_lowrank.internals.torch import written
 from lightning_lowrank.interop.checkpoints import TRAINED_CHECKPOINTS, digest_of, put_back

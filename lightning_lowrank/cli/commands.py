@@ -91,6 +91,12 @@ def _export(parser: argparse.ArgumentParser, words: list[str]) -> None:
         " default the attribute that holds all low-rank layers",
     )
     parser.add_argument("--client", type=int, default=None, help="id of a client whose own model is exported")
+    parser.add_argument(
+        "--config",
+        action="append",
+        help="the run's config.yaml, or its recipe's path or name, which builds the module that the run began with: for"
+        " adapters of runs that changed frozen weights or that PEFT wrapped, and what TrainedCheckpoints leaves out",
+    )
     options = parser.parse_args(words)
     from lightning_lowrank.configuration import misconfigured
 
@@ -102,11 +108,18 @@ def _export(parser: argparse.ArgumentParser, words: list[str]) -> None:
     from lightning_lowrank.interop.checkpoints import adapter_checkpoint, dense_checkpoint
     from lightning_lowrank.interop.files import replacing
 
+    module = None
+    if options.config:
+        from lightning_lowrank.cli.parser import build_module
+        from lightning_lowrank.cli.quiet import without_tips
+
+        with without_tips():
+            module = build_module(options.config)
     if options.format == "peft":
-        adapter_checkpoint(options.checkpoint, options.output, options.client, options.prefix)
+        adapter_checkpoint(options.checkpoint, options.output, options.client, options.prefix, module)
         print(f"wrote {options.output}: PeftModel.from_pretrained(base_model, {str(options.output)!r}) loads it")
         return
-    found = dense_checkpoint(options.checkpoint, options.client)
+    found = dense_checkpoint(options.checkpoint, options.client, module)
     prefix = options.prefix or ""
     # safetensors refuses tensors that share memory, as tied weights do.
     weights = {
@@ -166,6 +179,7 @@ def _report(parser: argparse.ArgumentParser, words: list[str]) -> None:
     parser.add_argument(
         "--budget", default=None, help="bytes up and down, such as 100MB: show the best value reached within them"
     )
+    parser.add_argument("--rounds", type=int, default=None, help="look at the first rounds of each run, so many")
     parser.add_argument(
         "--each",
         action="store_true",
@@ -183,6 +197,7 @@ def _report(parser: argparse.ArgumentParser, words: list[str]) -> None:
         each=options.each,
         target=options.target,
         budget=None if options.budget is None else parse_bytes(options.budget),
+        rounds=options.rounds,
         console=Console(),
     )
 

@@ -10,6 +10,7 @@ import json as json_module
 import os
 import sys
 import traceback
+from collections.abc import Sequence
 from functools import partial, update_wrapper
 from pathlib import Path
 from types import MethodType
@@ -330,6 +331,21 @@ class LowRankCLI(SubcommandCLI):
         self.model.configure_optimizers = MethodType(update_wrapper(partial(build), build), self.model)
 
 
+class BuiltCLI(LowRankCLI):
+    """What a recipe describes, built and not run, whatever the process's own command line is."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        # Lightning would write the command line to the log, in which Flower's task token can be.
+        words, sys.argv = sys.argv, sys.argv[:1]
+        try:
+            super().__init__(*arguments, **keywords)
+        finally:
+            sys.argv = words
+
+    def run_subcommand(self, subcommand: str) -> None:
+        """Run nothing."""
+
+
 CLI_SETTINGS: dict[str, Any] = {
     "trainer_class": _Trainer,
     "trainer_defaults": {"logger": _RUN_LOGGER},
@@ -339,3 +355,13 @@ CLI_SETTINGS: dict[str, Any] = {
     "save_config_callback": _SaveRunConfig,
     "save_config_kwargs": {"overwrite": True},
 }
+
+
+def build_module(configs: Sequence[str]) -> pl.LightningModule:
+    """Build the module that a run of these configurations began with, with the same seed, on the CPU."""
+    here = ("--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.strategy=auto", "--trainer.logger=false")
+    words = [word for config in configs for word in ("--config", config)]
+    module = BuiltCLI(**CLI_SETTINGS, args=["fit", *words, *here, "--ckpt_path=null", "--quiet"]).model
+    if is_overridden("configure_model", module):
+        module.configure_model()
+    return module

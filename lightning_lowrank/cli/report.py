@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from lightning_lowrank.cli.runs import (
     short_names,
     told,
 )
-from lightning_lowrank.configuration import misconfigured
+from lightning_lowrank.configuration import check_integer, misconfigured
 from lightning_lowrank.direction import direction
 
 _METRICS = ("val_acc", "val_accuracy", "test_acc", "val_loss")
@@ -72,6 +72,7 @@ def report(
     each: bool = False,
     target: float | None = None,
     budget: float | None = None,
+    rounds: int | None = None,
 ) -> list[Path]:
     """Print a table of runs, and write it and their plots into ``output``.
 
@@ -103,6 +104,7 @@ def report(
             seconds until then. Where some seeds did not reach it, the figures are of those that did, with their number.
         budget: A number of bytes, up and down. A column shows the best value that was reached within it. By default a
             sentence compares runs within what the cheapest of them spent.
+        rounds: How many rounds of each run are looked at, from its first; by default all.
 
     Returns:
         The files written. ``bytes.png`` only if a run logged ``comm/total_bytes``, ``seconds.png`` only if one logged
@@ -115,6 +117,9 @@ def report(
     """
     console = console or Console()
     found = find_runs(paths)
+    if rounds is not None:
+        check_integer("rounds", rounds)
+        found = [replace(run, rounds={at: own for at, own in run.rounds.items() if at < rounds}) for run in found]
     known = sorted({name for run in found for figures in run.rounds.values() for name in figures})
     metric = metric or next((name for name in _METRICS if name in known), None)
     if metric is None or metric not in known:
@@ -129,6 +134,7 @@ def report(
         raise misconfigured(f"target={target} needs to know whether {metric} is better when higher: {why}.")
     goal = Goal(metric, higher, target, budget)
     title = f"{metric} of {len(runs)} run{'s' * (len(runs) > 1)}"
+    title += "" if rounds is None else f", first {rounds} rounds"
     results, settings = _results(groups, goal), _settings(groups)
     sentences = answers(groups, goal)
     notes = (

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_lowrank.aggregation.adapters import peft_parameters
 from lightning_lowrank.buffers import persistent_buffers
 from lightning_lowrank.compression import Codec, Dense
 from lightning_lowrank.layers import low_rank_layers
@@ -77,22 +78,6 @@ def dense_bytes(module: nn.Module) -> int:
                 continue
             tensors[name] = value
     return Dense().nbytes({**tensors, **persistent_buffers(module)})
-
-
-def peft_parameters(module: nn.Module) -> tuple[set[Tensor], set[Tensor]]:
-    """Return the parameters of models that PEFT wrapped and trains, and those that PEFT has put there."""
-    wrapped: set[Tensor] = set()
-    adapters: set[Tensor] = set()
-    for part in module.modules():
-        # PEFT's parts are told by their structure: PEFT need not be installed.
-        if hasattr(part, "peft_config") and any(value.requires_grad for value in part.parameters()):
-            wrapped.update(part.parameters())
-        if hasattr(part, "get_base_layer"):
-            adapters.update(set(part.parameters()) - set(part.get_base_layer().parameters()))  # type: ignore[operator]
-        for name in ("modules_to_save", "prompt_encoder"):
-            if isinstance(found := getattr(part, name, None), nn.ModuleDict):
-                adapters.update(found.parameters())
-    return wrapped, adapters
 
 
 class Ledger:

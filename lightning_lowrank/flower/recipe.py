@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -13,7 +11,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank.callbacks import StaticBatchNorm
-from lightning_lowrank.cli.parser import CLI_SETTINGS, LowRankCLI, RecipeParser
+from lightning_lowrank.cli.parser import CLI_SETTINGS, BuiltCLI, LowRankCLI, RecipeParser
 from lightning_lowrank.federated.loop import FederatedLoop
 from lightning_lowrank.federated.wire import Wire
 
@@ -35,11 +33,6 @@ class _RaisingParser(RecipeParser):
         raise MisconfigurationException((message or "").strip().removeprefix("lightning-lowrank: "))
 
 
-class _BuiltCLI(LowRankCLI):
-    def run_subcommand(self, subcommand: str) -> None:
-        pass
-
-
 def build(configs: Sequence[str | Path], options: Sequence[str] = ()) -> Recipe:
     """Build what YAML files describe, and further options such as ``--trainer.logger=false``, for a run across sites.
 
@@ -47,8 +40,7 @@ def build(configs: Sequence[str | Path], options: Sequence[str] = ()) -> Recipe:
         MisconfigurationException: If the recipe cannot be built, or cannot run across sites; it says why.
     """
     words = [word for config in configs for word in ("--config", str(config))]
-    with _without_own_words():
-        cli = _BuiltCLI(**{**CLI_SETTINGS, "parser_class": _RaisingParser}, args=["fit", *words, *options])
+    cli = BuiltCLI(**{**CLI_SETTINGS, "parser_class": _RaisingParser}, args=["fit", *words, *options])
     trainer: Any = cli.trainer
     loop = next((callback for callback in trainer.callbacks if isinstance(callback, FederatedLoop)), None)
     if loop is None:
@@ -86,16 +78,6 @@ def check_optimizers(trainer: pl.Trainer, module: pl.LightningModule) -> None:
                 f"{type(config.scheduler).__name__} steps within clients, and sites know nothing of each other's steps:"
                 " use interval='epoch', which is once a round, and automatic optimization."
             )
-
-
-@contextmanager
-def _without_own_words() -> Iterator[None]:
-    """Hide the process's command line, which Lightning would write to the log: Flower's task token is in it."""
-    words, sys.argv = sys.argv, sys.argv[:1]
-    try:
-        yield
-    finally:
-        sys.argv = words
 
 
 def _check(cli: LowRankCLI, loop: FederatedLoop) -> None:

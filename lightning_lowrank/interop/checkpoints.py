@@ -4,26 +4,35 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_lowrank.aggregation.adapters import find_adapters
 from lightning_lowrank.arguments import listed
 from lightning_lowrank.configuration import misconfigured
-from lightning_lowrank.interop.peft_export import refuse_changed_base, write_adapter
+from lightning_lowrank.interop.peft_export import (
+    export_wrapped,
+    refuse_changed_base,
+    root_of,
+    wrapped_tensors,
+    write_adapter,
+)
 from lightning_lowrank.interop.peft_layout import Outline
 from lightning_lowrank.layers import LayerSpec, dense_state_dict
 
 TRAINED_CHECKPOINTS = "TrainedCheckpoints"
 """Key of `TrainedCheckpoints`' state in a checkpoint: digests of what it leaves out."""
 
+# Parameters that PEFT's methods have put beside or around a layer.
+_ADAPTER = re.compile(r"\.(base_layer|modules_to_save|lora_\w+|ia3_l|vera_lambda_\w|prompt_encoder)\b")
 
-def dense_checkpoint(
-    path: str | Path, client: int | None = None, module: torch.nn.Module | None = None
-) -> dict[str, Tensor]:
+
+def dense_checkpoint(path: str | Path, client: int | None = None, module: nn.Module | None = None) -> dict[str, Tensor]:
     """Return the unconverted module's state dict from a checkpoint of a converted one; see `load_dense`.
 
     The state dict of a run without `LowRank` is returned unchanged. What a checkpoint of `TrainedCheckpoints` leaves
@@ -35,14 +44,11 @@ def dense_checkpoint(
     if module is None and callbacks.get(TRAINED_CHECKPOINTS, {}).get("base"):
         raise misconfigured(
             f"{path} holds only what was trained: use lightning_lowrank.load_dense(path, module), where the module has"
-            " the weights that the run began with, or write an adapter folder with --format peft."
+            " the weights that the run began with, or, on the command line, the run's --config; or write an adapter"
+            " folder with --format peft."
         )
     if module is not None:
-        own: dict[str, Tensor | None] = dict(module.named_parameters(remove_duplicate=False))
-        for spec in layers:
-            for name in (spec.name, *spec.aliases):
-                own[f"{name}.frozen_weight"] = own.get(f"{name}{spec.suffix}")
-        put_back(checkpoint, own, "the module")
+        _put_back_frozen(checkpoint, layers, module)
     if not layers and any(".factors." in name for name in checkpoint["state_dict"]):
         raise misconfigured(
             f"{path} has low-rank layers but no description of them, because it was saved with save_weights_only=True:"
@@ -94,26 +100,71 @@ def put_back(checkpoint: dict[str, Any], own: Mapping[str, Tensor | None], where
 
 
 def adapter_checkpoint(
-    path: str | Path, folder: str | Path, client: int | None = None, prefix: str | None = None
+    path: str | Path,
+    folder: str | Path,
+    client: int | None = None,
+    prefix: str | None = None,
+    module: nn.Module | None = None,
 ) -> Path:
-    """Write the low-rank layers of a checkpoint as a PEFT adapter folder; see `export_adapter` and `load_dense`."""
+    """Write the adapter of a checkpoint as a PEFT adapter folder; see `export_adapter` and `load_dense`.
+
+    ``module`` is a new one of the run's class with the weights that the run began with: unconverted, or wrapped by
+    PEFT. It is needed, and is changed, where PEFT wrapped the module. It is needed as well where the run has changed
+    frozen weights: what has changed becomes part of the adapter.
+    """
     checkpoint = _read(path, client)
-    described = checkpoint.get("callbacks", {}).get("LowRank", {}).get("outline")
-    if described is None and any(".lora_" in name for name in checkpoint["state_dict"]):
-        raise misconfigured(
-            f"{path} is of a module that PEFT wrapped: load its state dict into such a module, and call"
-            " lightning_lowrank.export_adapter(module, folder, base=pretrained_network)."
-        )
+    callbacks = checkpoint.get("callbacks", {})
+    described = callbacks.get("LowRank", {}).get("outline")
+    loop = callbacks.get("FederatedLoop", {})
+    state = loop["server"]["base"] if loop else {}
+    if described is None and any(_ADAPTER.search(name) for name in checkpoint["state_dict"]):
+        if module is None:
+            raise misconfigured(
+                f"{path} is of a module that PEFT wrapped, which a checkpoint does not describe: give"
+                " `lightning-lowrank export` the run's --config, which builds the module; or load the state dict into"
+                " such a module, and call lightning_lowrank.export_adapter(module, folder, base=pretrained_network)."
+            )
+        return _wrapped_adapter(checkpoint, state, Path(folder), module)
     if described is None:
         raise misconfigured(
             f"{path} does not describe the layers of its module, as checkpoints of runs with LowRank do unless they"
             " were saved with save_weights_only=True: convert a new module with LowRank(...).convert(module), load the"
             " state dict into that, and call lightning_lowrank.export_adapter(module, folder, base=pretrained_network)."
         )
-    loop = checkpoint.get("callbacks", {}).get("FederatedLoop", {})
-    if loop:
-        refuse_changed_base(loop["algorithm"], loop["server"]["base"])
-    return write_adapter(Outline.from_dict(described), checkpoint["state_dict"], folder, prefix)
+    outline = Outline.from_dict(described)
+    if module is None:
+        if loop:
+            refuse_changed_base(loop["algorithm"], state)
+        return write_adapter(outline, checkpoint["state_dict"], folder, prefix)
+    _put_back_frozen(checkpoint, [LayerSpec.from_dict(layer) for layer in callbacks["LowRank"]["layers"]], module)
+    base = module.get_submodule(root_of(outline, prefix).removesuffix("."))
+    return write_adapter(outline, checkpoint["state_dict"], folder, prefix, base, state.get("sums", {}))
+
+
+def _wrapped_adapter(checkpoint: dict[str, Any], state: Mapping[str, Any], folder: Path, module: nn.Module) -> Path:
+    """Write the adapter of a checkpoint of a module that PEFT wrapped."""
+    put_back(checkpoint, dict(module.named_parameters(remove_duplicate=False)), "the module")
+    base = wrapped_tensors(module)
+    try:
+        module.load_state_dict(checkpoint["state_dict"])
+    except RuntimeError as error:
+        said = " ".join(str(error).split())
+        raise misconfigured(f"the checkpoint is of another module than the one that was given: {said}") from error
+    beside = state.get("beside", {})
+    if beside:
+        adapters = find_adapters(module)
+        for layer, parts in beside.items():
+            adapters[layer].beside = parts
+    return export_wrapped(module, folder, base=base, sums=state.get("sums", {}))
+
+
+def _put_back_frozen(checkpoint: dict[str, Any], layers: Sequence[LayerSpec], module: nn.Module) -> None:
+    """Put what `TrainedCheckpoints` left out into the checkpoint of a converted module, from the unconverted one."""
+    own: dict[str, Tensor | None] = dict(module.named_parameters(remove_duplicate=False))
+    for spec in layers:
+        for name in (spec.name, *spec.aliases):
+            own[f"{name}.frozen_weight"] = own.get(f"{name}{spec.suffix}")
+    put_back(checkpoint, own, "the module")
 
 
 def _read(path: str | Path, client: int | None) -> dict[str, Any]:
@@ -149,7 +200,7 @@ def _read(path: str | Path, client: int | None) -> dict[str, Any]:
     return checkpoint
 
 
-def load_dense(path: str | Path, module: torch.nn.Module, client: int | None = None) -> torch.nn.Module:
+def load_dense(path: str | Path, module: nn.Module, client: int | None = None) -> nn.Module:
     """Load a checkpoint of a converted module into the plain one, and return it.
 
     Args:

@@ -17,7 +17,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from lightning_lowrank.aggregation.adapters import Adapter, find_adapters
+from lightning_lowrank.aggregation.adapters import Adapter, find_adapters, peft_parameters
 from lightning_lowrank.arguments import listed
 from lightning_lowrank.buffers import persistent_buffers
 from lightning_lowrank.configuration import misconfigured
@@ -33,10 +33,13 @@ from lightning_lowrank.interop.peft_layout import (
 )
 from lightning_lowrank.layers import CoreProduct, low_rank_layers
 
+# What PEFT puts into the names of the layers that it wraps.
+_WRAPPING = re.compile(r"\.?(base_layer|original_module)\b")
 _DENSE = "export dense weights instead, as `lightning-lowrank export` does by default"
 _PART = (
     "so the adapters are only a part of what was learnt: give the network as it was, export_adapter(module, folder,"
-    f" base=pretrained_network), and what has changed becomes part of the adapters; or {_DENSE}."
+    " base=pretrained_network), or to `lightning-lowrank export` the run's --config, which builds it; what has changed"
+    f" then becomes part of the adapters. Or {_DENSE}."
 )
 
 
@@ -103,7 +106,8 @@ def export_adapter(
                 if base is None:
                     refuse_changed_base(type(loop.algorithm).__name__, loop.server.base.state)
     if any(hasattr(part, "get_base_layer") or hasattr(part, "peft_config") for part in module.modules()):
-        return _export_wrapped(module, Path(folder), adapter, base, sums)
+        original = None if base is None else dict(_tensors(base))
+        return export_wrapped(module, Path(folder), adapter, original, sums)
     if adapter is not None:
         raise misconfigured(f"adapter={adapter!r} is for a model that PEFT wrapped, and the module holds none.")
     factors = [factor for _, layer in low_rank_layers(module) for factor in layer.factors.values()]
@@ -151,7 +155,7 @@ def write_adapter(
     folded = [layer.name for layer in layers if layer.folded]
     if folded and base is None:
         raise misconfigured(f"updates were folded into the frozen weights of {listed(folded)}, {_PART}")
-    root = _root(described, prefix)
+    root = root_of(described, prefix)
     outside = [layer.name for layer in layers if not layer.name.startswith(root)]
     outside += [name for name, trained in described.parameters.items() if trained and not name.startswith(root)]
     outside += [name for name in described.buffers if name.endswith(".running_mean") and not name.startswith(root)]
@@ -199,7 +203,7 @@ def write_adapter(
     return _write(Path(folder), config, contents)
 
 
-def _root(described: Outline, prefix: str | None) -> str:
+def root_of(described: Outline, prefix: str | None) -> str:
     """Return the prefix of all names in the pretrained network, with its dot."""
     if prefix is None:
         heads = {layer.name.partition(".")[0] for layer in described.layers}
@@ -275,10 +279,28 @@ def _factors_of(total: Tensor, weight: Tensor, dtype: torch.dtype) -> tuple[Tens
     return (left[:, :rank] * roots).to(dtype), (roots[:, None] * right[:rank]).to(dtype)
 
 
-def _export_wrapped(
-    module: nn.Module, folder: Path, adapter: str | None, base: nn.Module | None, sums: Mapping[str, Tensor]
+def wrapped_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return copies of what a model held before PEFT wrapped it, by the names of then."""
+    network = _inner(_wrapped(module))
+    _, added = peft_parameters(network)
+    return {
+        _WRAPPING.sub("", name): value.detach().clone()
+        for name, value in _tensors(network)
+        if value not in added and ".modules_to_save." not in name
+    }
+
+
+def export_wrapped(
+    module: nn.Module,
+    folder: Path,
+    adapter: str | None = None,
+    base: Mapping[str, Tensor] | None = None,
+    sums: Mapping[str, Tensor] = {},
 ) -> Path:
-    """Have PEFT write an adapter, with changes of base weights as part of its factors."""
+    """Have PEFT write an adapter, with changes of base weights as part of its factors; see `export_adapter`.
+
+    ``base`` are the tensors of the network as it was, by name; ``sums`` are as for `write_adapter`.
+    """
     import peft
 
     network = _wrapped(module)
@@ -286,7 +308,7 @@ def _export_wrapped(
     adapter = _chosen(network, adapter)
     config = copy.deepcopy(configs[adapter])
     tensors = peft.get_peft_model_state_dict(network, adapter_name=adapter, save_embedding_layers=False)
-    inner = network.get_base_model() if isinstance(network, peft.PeftModel) else network
+    inner = _inner(network)
     inside = next(each for each, part in module.named_modules() if part is inner)
     tensors = {key if key.startswith(PREFIX) else PREFIX + key: value.detach().cpu() for key, value in tensors.items()}
     adapted: Collection[str] = ()
@@ -329,6 +351,13 @@ def _wrapped(module: nn.Module) -> Any:
     return found[0][1]
 
 
+def _inner(network: Any) -> nn.Module:
+    """Return the model inside what PEFT wrapped it with, if anything."""
+    import peft
+
+    return network.get_base_model() if isinstance(network, peft.PeftModel) else network
+
+
 def _chosen(network: Any, adapter: str | None) -> str:
     """Return the name of the adapter to write."""
     configs = list(network.peft_config)
@@ -350,7 +379,7 @@ def _put_changes(
     adapter: str,
     config: Any,
     tensors: dict[str, Tensor],
-    base: nn.Module | None,
+    base: Mapping[str, Tensor] | None,
     sums: Mapping[str, Tensor],
     inside: str,
 ) -> Collection[str]:
@@ -392,7 +421,7 @@ def _put_changes(
 
 
 def _change_of(
-    network: Any, found: Adapter, base: nn.Module | None, summed: Tensor | None
+    network: Any, found: Adapter, base: Mapping[str, Tensor] | None, summed: Tensor | None
 ) -> tuple[Tensor | None, Tensor]:
     """Return how a base weight has changed, as a matrix in double precision, or ``None``, and the weight."""
     beside = {name: value.double().cpu() for name, value in found.beside.items()}
@@ -403,8 +432,8 @@ def _change_of(
         return None, torch.zeros(1)
     layer = found.name
     weight = found.as_base_matrix(network.get_submodule(layer).get_base_layer().weight.detach())
-    old = dict(base.named_parameters(remove_duplicate=False)).get(f"{layer}.weight")
-    if not isinstance(old, Tensor) or found.as_base_matrix(old).shape != weight.shape:
+    old = base.get(f"{layer}.weight")
+    if old is None or found.as_base_matrix(old).shape != weight.shape:
         raise misconfigured(
             f"base has no weight of {layer} of shape {tuple(weight.shape)}: it must be the network as it was before"
             " PEFT wrapped it."
@@ -416,13 +445,13 @@ def _change_of(
     return now.double().cpu() - before.double(), before
 
 
-def _check_unchanged(network: nn.Module, base: nn.Module, adapted: Collection[str]) -> None:
+def _check_unchanged(network: nn.Module, base: Mapping[str, Tensor], adapted: Collection[str]) -> None:
     """Refuse what differs from the network as it was and is in no adapter."""
-    own = {re.sub(r"\.?(base_layer|original_module)\b", "", name): value for name, value in _tensors(network)}
+    own = {_WRAPPING.sub("", name): value for name, value in _tensors(network)}
     held = {f"{layer}.weight" for layer in adapted}
     differ = [
         name
-        for name, before in _tensors(base)
+        for name, before in base.items()
         if name not in held and name in own and not torch.equal(own[name].cpu(), before.cpu().to(own[name].dtype))
     ]
     if differ:

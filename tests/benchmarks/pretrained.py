@@ -4,11 +4,13 @@
     python tests/benchmarks/pretrained.py --models 1b --ways plain --json runs.json
     python tests/benchmarks/pretrained.py --models 1b --ways sequential --more runs.json --json runs.json
 
-The models are Llamas with random weights in bfloat16, wrapped by PEFT (LoRA of rank 8 on the query and value
+The models are Llamas with random weights in bfloat16 (``--dtype float32`` where the processor has no
+arithmetic of it, which is then hundreds of times slower), wrapped by PEFT (LoRA of rank 8 on the query and value
 projections), trained with AdamW: by a plain `Trainer.fit`, and by `FederatedLoop` with Product-Sum and four clients,
 one after another and together. ``small`` has 4 layers of width 256 in float32, and eight clients with batches of 4
 sequences of 32 tokens; there a round of clients together must take at most 1/2.5 of one of clients one after another.
-Each run is a process of its own. Shown are
+Shown beside it is what the products with frozen weights take by themselves, forward and of the gradient of the input:
+no execution makes fewer of them. Each run is a process of its own. Shown are
 
 - start: seconds from the call of `fit` to the first training step,
 - memory: the largest resident memory during `fit`, over that of the loaded model, in MB; for the plain run also without
@@ -25,8 +27,14 @@ beside what was measured at the sizes that were run. Nothing in it is fitted:
 
 - A checkpoint holds the adapter once (the server's values are the module's), AdamW's two moments of it where clients
   step one after another, and for each frozen tensor its name and a digest.
+- A step of one client needs, over the loaded model, what autograd keeps for its backward pass, which torch tells of a
+  model on the device "meta", without any memory; the gradient of the logits in their own type and in single precision;
+  the adapter's gradient and AdamW's two moments of it. The server has the adapter once more, and each client's arrival.
+  Clients that step together need a step's memory each.
+- A round takes the multiply-adds of the products with frozen weights, forward and of the gradient of the input, at a
+  rate that is measured at each size on its own.
 - Rounds read the base once before they begin, to tell whether something changes it; so what they add to the start grows
-  as its bytes. That rate is measured, at each size on its own.
+  as its bytes. That rate is measured, at each size on its own, too.
 
 The exit status is 1 if a limit is not met. The machine must have nothing else to do.
 """
@@ -61,12 +69,19 @@ MODELS: dict[str, dict[str, int]] = {
     },
 }
 SEVEN = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 11008}
-# Clients, batch, sequences in all and type of the weights, where they are others than below.
-SMALL = {"clients": 8, "batch": 4, "sequences": 256, "dtype": "float32"}
-ROUNDS = {"clients": 4, "batch": 2, "sequences": 16, "dtype": "bfloat16"}
-SETTINGS: dict[str, dict[str, Any]] = {"small": SMALL, "1b": {**ROUNDS, "sequences": 8}}
+# Clients, batch, sequences in all, type of the weights, and rounds.
+SMALL = {"clients": 8, "batch": 4, "sequences": 256, "dtype": "float32", "rounds": 3}
+ROUNDS = {"clients": 4, "batch": 2, "sequences": 16, "dtype": "bfloat16", "rounds": 3}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "tiny": ROUNDS,
+    "small": SMALL,
+    "110m": ROUNDS,
+    "1b": {**ROUNDS, "batch": 1, "sequences": 4, "rounds": 2},
+    "7b": ROUNDS,
+}
 WAYS = ("plain", "sequential", "vectorized")
 DIGEST = 32
+VOCABULARY, LENGTH = 32_000, 32
 
 
 def main() -> int:
@@ -74,11 +89,15 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["110m", "1b"])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--more", type=Path, help="the --json FILE of an earlier call, whose runs are taken over")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="the weights' type, if not the model's own")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--child", nargs=2, metavar=("MODEL", "WAY"), help=argparse.SUPPRESS)
     add_json_option(parser)
     options = parser.parse_args()
+    if options.dtype:
+        for settings in SETTINGS.values():
+            settings["dtype"] = options.dtype
     if options.child:
         print(json.dumps(measure(*options.child)))
         return 0
@@ -87,7 +106,7 @@ def main() -> int:
         own = runs.setdefault(model, {})
         for _ in range(options.repetitions):
             for way in options.ways:
-                own.setdefault(way, []).append(in_process(model, way, options.threads))
+                own.setdefault(way, []).append(in_process(model, way, options))
     write_json(options.json, runs)
     met = True
     for model, own in runs.items():
@@ -115,6 +134,11 @@ def show(model: str, runs: dict[str, list[dict[str, float]]]) -> bool:
         met &= limit(f"{way}: start after plain's", own["start"] - plain["start"], 1.0, "s")
     if model == "small" and {"sequential", "vectorized"} <= found.keys():
         met &= limit("vectorized: round", found["vectorized"]["round"], found["sequential"]["round"] / 2.5, "s")
+        for way in ("sequential", "vectorized"):
+            own = found[way]
+            print(
+                f"  {way}: {own['products']:.2f} s of a round's {own['round']:.2f} s are products with frozen weights"
+            )
     return met
 
 
@@ -133,64 +157,114 @@ def limit(name: str, value: float, most: float, unit: str) -> bool:
 
 
 def expect(runs: dict[str, Any]) -> None:
-    """Print what the formula says of each size that was run, and of 7 billion parameters."""
+    """Print what the formula says of each size that was run beside what was measured, and of 7 billion parameters."""
     print("\nby the formula (measured)")
-    rates = []
+    starts: list[float] = []
+    rates: dict[str, list[float]] = {way: [] for way in WAYS}
     for model, own in runs.items():
-        found, shapes = medians(own), parameters(MODELS[model])
-        adapter = 4 * shapes["trained"]
-        line = f"  {model}: adapter {adapter / 1e6:.2f} MB"
-        for way, copies in (("sequential", 3), ("vectorized", 1)):
-            if way in found:
-                size = checkpoint_bytes(shapes, copies) / 1e6
-                line += f", checkpoint {way} {size:.1f} MB ({found[way]['checkpoint']:.1f})"
+        found, settings = medians(own), SETTINGS[model]
+        shapes = parameters(MODELS[model], settings)
+        print(f"  {model}: adapter {4e-6 * shapes['trained']:.2f} MB ({next(iter(found.values()))['adapter']:.2f})")
+        for way, figures in found.items():
+            expected = memory_bytes(shapes, way, settings) / 1e6
+            line = f"    {way:12}memory {expected:,.0f} MB ({figures['training' if way == 'plain' else 'memory']:,.0f})"
+            if way != "plain":
+                size = checkpoint_bytes(shapes, way) / 1e6
+                line += f", checkpoint {size:.2f} MB ({figures['checkpoint']:.2f})"
+            rates[way].append(settings["sequences"] * shapes["operations"] / figures["round"])
+            print(line + f", round {figures['round']:.2f} s: {rates[way][-1] / 1e9:.1f} billion multiply-adds a second")
         if {"plain", "sequential"} <= found.keys():
             added = max(found["sequential"]["start"] - found["plain"]["start"], 0)
-            rates.append(added / (2e-9 * shapes["frozen"]))
-            line += f"; start {rates[-1]:.3f} s for each GB of the base"
-        print(line)
-    shapes = parameters(SEVEN)
-    gigabytes = 2e-9 * shapes["frozen"]
+            starts.append(added / (1e-9 * shapes["bytes"]))
+            print(f"    start {starts[-1]:.3f} s after plain's for each GB of the base")
+    shapes = parameters(SEVEN, SETTINGS["7b"])
+    gigabytes = 1e-9 * shapes["bytes"]
     print(
         f"  7b: {(shapes['frozen'] + shapes['trained']) / 1e9:.2f} billion parameters, {gigabytes:.1f} GB; adapter"
-        f" {4e-6 * shapes['trained']:.1f} MB, checkpoint sequential {checkpoint_bytes(shapes, 3) / 1e6:.1f} MB,"
-        f" vectorized {checkpoint_bytes(shapes, 1) / 1e6:.1f} MB"
-        + (f"; start {min(rates) * gigabytes:.1f} to {max(rates) * gigabytes:.1f} s after plain's" if rates else "")
+        f" {4e-6 * shapes['trained']:.1f} MB"
     )
+    for way in WAYS:
+        line = f"    {way:12}memory {memory_bytes(shapes, way, SETTINGS['7b']) / 1e6:,.0f} MB over the loaded model"
+        if way != "plain":
+            line += f", checkpoint {checkpoint_bytes(shapes, way) / 1e6:.1f} MB"
+        seconds = [SETTINGS["7b"]["sequences"] * shapes["operations"] / rate for rate in rates[way]]
+        print(line + (f", round {min(seconds):.0f} to {max(seconds):.0f} s" if seconds else ""))
+    if starts:
+        print(f"    start {min(starts) * gigabytes:.1f} to {max(starts) * gigabytes:.1f} s after plain's")
 
 
-def checkpoint_bytes(shapes: dict[str, int], copies: int) -> int:
+def memory_bytes(shapes: dict[str, int], way: str, settings: dict[str, Any]) -> int:
+    together = settings["clients"] if way == "vectorized" else 1
+    adapter = 4 * shapes["trained"]
+    return together * (shapes["step"] + 3 * adapter) + (0 if way == "plain" else (1 + settings["clients"]) * adapter)
+
+
+def checkpoint_bytes(shapes: dict[str, int], way: str) -> int:
+    copies = 3 if way == "sequential" else 1
     return 4 * shapes["trained"] * copies + shapes["names"] + DIGEST * shapes["frozen_tensors"]
 
 
-def parameters(sides: dict[str, int]) -> dict[str, int]:
-    """Return the numbers of parameters of a Llama with LoRA of rank 8, from its shapes alone."""
+def parameters(sides: dict[str, int], settings: dict[str, Any]) -> dict[str, int]:
+    """Return what the formula takes of a Llama with LoRA of rank 8, from its shapes alone.
+
+    ``step``: Bytes of one client's step. ``operations``: Multiply-adds of one sequence with frozen weights.
+    """
     import torch
 
+    dtype = getattr(torch, settings["dtype"])
     with torch.device("meta"):
-        network = adapted(sides)
+        network = model_of(sides, dtype)
+        tokens = torch.zeros(settings["batch"], LENGTH, dtype=torch.long)
+        # Without a mask transformers would read the positions.
+        mask = torch.zeros(settings["batch"], 1, LENGTH, LENGTH, dtype=dtype)
+    held = {value.untyped_storage()._cdata for value in network.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(value: Any) -> Any:
+        storage = value.untyped_storage()
+        if storage._cdata not in held:
+            kept[storage._cdata] = storage.nbytes()
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+        # The hooks see each tensor as it is kept, and all live until the loss is dropped.
+        loss = network(input_ids=tokens, labels=tokens, attention_mask=mask).loss
+    del loss
+    logits = tokens.numel() * VOCABULARY * (4 + dtype.itemsize)
     named = list(network.named_parameters())
     frozen = [(name, value) for name, value in named if not value.requires_grad]
+    # The embedding is a table, and as the head it is a product.
+    products = sum(value.numel() for _, value in frozen if value.ndim == 2)
     return {
         "trained": sum(value.numel() for _, value in named if value.requires_grad),
         "frozen": sum(value.numel() for _, value in frozen),
+        "bytes": sum(value.numel() * value.element_size() for _, value in frozen),
         "frozen_tensors": len(frozen),
         "names": sum(len(name) + len("network.") for name, _ in frozen),
+        "step": sum(kept.values()) + logits,
+        "operations": 2 * products * LENGTH,
     }
 
 
-def adapted(sides: dict[str, int]) -> Any:
+def model_of(sides: dict[str, int], dtype: Any) -> Any:
+    """Return a Llama with weights of a type, and adapters in single precision, as PEFT gives them."""
+    import torch
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(**sides, vocab_size=32_000, tie_word_embeddings=True, use_cache=False)
+    config = LlamaConfig(**sides, vocab_size=VOCABULARY, tie_word_embeddings=True, use_cache=False)
     lora = LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    return get_peft_model(LlamaForCausalLM(config), lora)
+    torch.set_default_dtype(dtype)
+    try:
+        return get_peft_model(LlamaForCausalLM(config), lora)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
-def in_process(model: str, way: str, threads: int) -> dict[str, float]:
+def in_process(model: str, way: str, options: argparse.Namespace) -> dict[str, float]:
     command = [sys.executable, __file__, "--child", model, way]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(REPOSITORY)}
+    command += ["--dtype", options.dtype] if options.dtype else []
+    environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads), "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{model} {way} ended with {done.returncode}:\n{done.stderr[-3000:]}")
@@ -216,10 +290,7 @@ def measure(model: str, way: str) -> dict[str, float]:
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(0)
-            torch.set_default_dtype(getattr(torch, settings["dtype"]))
-            # PEFT gives adapters of weights of 16 bits single precision.
-            self.network: Any = adapted(MODELS[model])
-            torch.set_default_dtype(torch.float32)
+            self.network: Any = model_of(MODELS[model], getattr(torch, settings["dtype"]))
             self.began = 0.0
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -241,9 +312,9 @@ def measure(model: str, way: str) -> dict[str, float]:
         def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
             self.memory = self.memory or peak.most
 
-    settings = SETTINGS.get(model, ROUNDS)
+    settings = SETTINGS[model]
     module = Model()
-    tokens = torch.randint(32_000, (settings["sequences"], 32), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(VOCABULARY, (settings["sequences"], LENGTH), generator=torch.Generator().manual_seed(1))
     rounds = Rounds()
     with tempfile.TemporaryDirectory() as folder:
         callbacks: list[pl.Callback] = [rounds, ModelCheckpoint(folder, filename="last")]
@@ -251,7 +322,7 @@ def measure(model: str, way: str) -> dict[str, float]:
             federated = FederatedLoop(FedLoRA(ProductSum()), clients=settings["clients"], execution=way, summary=False)
             callbacks = [federated, *callbacks, TrainedCheckpoints()]
         trainer = pl.Trainer(
-            max_epochs=3,
+            max_epochs=settings["rounds"],
             callbacks=callbacks,
             logger=False,
             enable_progress_bar=False,
@@ -264,7 +335,10 @@ def measure(model: str, way: str) -> dict[str, float]:
         memory = peak.stop() - before
         size = (Path(folder) / "last.ckpt").stat().st_size
     trained = sum(value.numel() * value.element_size() for value in module.parameters() if value.requires_grad)
+    together = settings["clients"] if way == "vectorized" else 1
+    steps = settings["sequences"] // (settings["batch"] * together) if model == "small" else 0
     return {
+        "products": steps * products_seconds(module, settings["batch"] * LENGTH * together) if steps else 0.0,
         "numbers": sum(value.numel() for value in module.parameters()),
         "model": before / 1e6,
         "adapter": trained / 1e6,
@@ -274,6 +348,25 @@ def measure(model: str, way: str) -> dict[str, float]:
         "round": statistics.median(two - one for one, two in zip(rounds.ends, rounds.ends[1:], strict=False)),
         "checkpoint": size / 1e6,
     }
+
+
+def products_seconds(module: Any, rows: int) -> float:
+    """Return how long one step's products of so many rows with the frozen matrices take, both ways."""
+    import torch
+
+    found = 0.0
+    with torch.no_grad():
+        for weight in module.parameters():
+            if weight.requires_grad or weight.ndim != 2:
+                continue
+            values = torch.randn(rows, weight.shape[1])
+            times = []
+            for _ in range(5):
+                began = time.perf_counter()
+                values @ weight.T @ weight
+                times.append(time.perf_counter() - began)
+            found += statistics.median(times)
+    return found
 
 
 def resident() -> int:

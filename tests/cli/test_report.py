@@ -25,6 +25,15 @@ def no_pictures(monkeypatch, request):
         draw_nothing(monkeypatch)
 
 
+def test_the_first_rounds_alone(tmp_path):
+    folder = write_run(tmp_path / "runs" / "dense", rows_of([0.1, 0.7, 0.9], up=4_000_000, down=1_000_000))
+    (row,), _ = make_report([folder], tmp_path / "out", rounds=2)
+    assert (row["rounds"], row["best (round) val_acc"], row["MB up"]) == ("2", "0.7000 (2)", "8.00")
+    assert "val_acc of 1 run, first 2 rounds" in (tmp_path / "out" / "report.md").read_text()
+    with pytest.raises(MisconfigurationException, match="rounds must be"):
+        make_report([folder], tmp_path / "out", rounds=0)
+
+
 def test_best_last_rounds_and_bytes(tmp_path):
     first = write_run(tmp_path / "runs" / "dense", rows_of([0.1, 0.9, 0.7], up=4_000_000, down=1_000_000))
     second = write_run(tmp_path / "runs" / "low", rows_of([0.2, 0.3], up=500_000, down=20_000))

@@ -3,21 +3,28 @@
 import copy
 
 import pytest
+import safetensors.torch
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_lowrank import (
+    CoreProduct,
     FederatedLoop,
     FedLoRA,
+    FedSB,
     FromIndices,
     LowRank,
     MatrixProduct,
+    Ravan,
+    TrainedCheckpoints,
     aggregation,
+    cli,
     export_adapter,
 )
 from lightning_lowrank.aggregation import Operator
+from lightning_lowrank.interop.checkpoints import adapter_checkpoint
 from tests.algorithms.test_fedlora_peft import CLIENTS, Labelling, bert, convolutions, data, gpt
 from tests.grids import daily
 from tests.helpers import fit, trainer
@@ -97,18 +104,124 @@ CASES = [
 @pytest.mark.parametrize("operator", OPERATORS, ids=lambda each: each.__name__)
 @pytest.mark.parametrize(("network", "form"), CASES, ids=lambda each: getattr(each, "__name__", each))
 def test_the_adapter_of_each_operator_is_whole_on_the_original_base(tmp_path, network, form, operator):
-    _, module, base = federate(tmp_path, network, form, operator())
+    run, module, base = federate(tmp_path, network, form, operator())
     export_adapter(module, tmp_path / "adapter", base=base)
     check(network, module, base, tmp_path / "adapter")
-    folded = operator.changes_base
+    run.save_checkpoint(tmp_path / "run.ckpt")
+    new, _, _ = start(network, form)
+    adapter_checkpoint(tmp_path / "run.ckpt", tmp_path / "from_checkpoint", module=new)
+    check(network, module, base, tmp_path / "from_checkpoint")
+    assert config_of(tmp_path / "from_checkpoint") == config_of(tmp_path / "adapter")
     config = config_of(tmp_path / "adapter")
-    assert (max(config["r"], *config["rank_pattern"].values(), 0) > 2) == folded
-    if folded:
+    if operator.changes_base:
         with pytest.raises(MisconfigurationException, match="folds updates into the frozen weights"):
             export_adapter(module, tmp_path / "other")
     else:
+        assert {config["r"], *config["rank_pattern"].values()} == {2}
         export_adapter(module, tmp_path / "other")
         check(network, module, base, tmp_path / "other")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["wrapped", "ours"])
+def test_a_change_of_weights_of_16_bits_is_that_before_rounding(tmp_path, form):
+    def network():
+        return bert().bfloat16()
+
+    torch.manual_seed(0)
+    TARGETS[network], HEADS[network] = TARGETS[bert], HEADS[bert]
+    module, callbacks, base = start(network, form)
+    loop = FederatedLoop(FedLoRA(aggregation.FLoRA()), partition=FromIndices(CLIENTS), summary=False)
+    run = trainer(tmp_path, *callbacks, loop, max_epochs=2, limit_val_batches=0)
+    fit(run, module, DataLoader(data(bert), batch_size=4))
+    run.save_checkpoint(tmp_path / "run.ckpt")
+    new, _, _ = start(network, form)
+    folders = [
+        export_adapter(module, tmp_path / "module", base=base),
+        adapter_checkpoint(tmp_path / "run.ckpt", tmp_path / "checkpoint", module=new),
+    ]
+    first, second = (safetensors.torch.load_file(folder / "adapter_model.safetensors") for folder in folders)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+    sums = loop.server.base.state["sums"]
+    assert sums
+    for layer, total in sums.items():
+        name = layer.removeprefix("network.").removeprefix("base_model.model.")
+        A, B = (first[f"base_model.model.{name}.lora_{factor}.weight"].double() for factor in "AB")
+        change = total.double() - base.get_parameter(f"{name}.weight").double()
+        # FLoRA's own factors begin each round at a product of zero, and their scaling is 1 in what is written. PEFT's
+        # are in single precision, those of `LowRank` in the weight's type.
+        near = 1e-6 if form == "wrapped" else 1e-2 * float(change.abs().max())
+        torch.testing.assert_close(B @ A, change, rtol=0, atol=near)
+        rounded = total.bfloat16().double() - base.get_parameter(f"{name}.weight").double()
+        assert form == "ours" or (rounded - change).abs().max() > 100 * near
+
+
+class Built(Labelling):
+    """What a recipe names: the module of `start`, with the draws of the process that it is built in."""
+
+    def __init__(self, form: str = "wrapped"):
+        torch.manual_seed(0)
+        own = bert()
+        config = peft().LoraConfig(r=2, lora_alpha=4, target_modules=TARGETS[bert], modules_to_save=[HEADS[bert]])
+        super().__init__(peft().get_peft_model(own, config) if form == "wrapped" else own)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("form", "trained"), [("wrapped", True), ("ours", True), ("wrapped", False)])
+def test_the_command_builds_what_the_run_began_with(tmp_path, capsys, form, trained):
+    _, callbacks, base = start(bert, form)
+    module = Built(form)
+    loop = FederatedLoop(FedLoRA(aggregation.FedEx()), partition=FromIndices(CLIENTS), summary=False)
+    callbacks = [*callbacks, loop, *([TrainedCheckpoints()] if trained else [])]
+    run = trainer(tmp_path, *callbacks, max_epochs=2, limit_val_batches=0)
+    fit(run, module, DataLoader(data(bert), batch_size=4))
+    checkpoint, folder, recipe = (tmp_path / name for name in ("run.ckpt", "adapter", "recipe.yaml"))
+    run.save_checkpoint(checkpoint)
+    recipe.write_text(f"model: {{class_path: {__name__}.Built, init_args: {{form: {form}}}}}\n")
+    words = ["export", str(checkpoint), str(folder), "--format", "peft"]
+    with pytest.raises(SystemExit, match=r"the run's --config"):
+        cli.main(words)
+    assert not folder.exists()
+    cli.main([*words, "--config", str(recipe)])
+    assert f"wrote {folder}" in capsys.readouterr().out
+    check(bert, module, base, folder)
+    if trained:
+        # A base with other weights than those that checkpoints leave out is refused.
+        recipe.write_text(f"model: {{class_path: {__name__}.Other, init_args: {{form: {form}}}}}\n")
+        with pytest.raises(SystemExit, match="from other frozen weights than the module has"):
+            cli.main([*words, "--config", str(recipe)])
+
+
+class Other(Built):
+    def __init__(self, form: str = "wrapped"):
+        super().__init__(form)
+        with torch.no_grad():
+            for value in self.parameters():
+                value.add_(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", [FedSB(), Ravan()], ids=repr)
+def test_the_adapters_of_methods_with_cores(tmp_path, algorithm):
+    torch.manual_seed(0)
+    base = bert()
+    module = Labelling(copy.deepcopy(base))
+    low_rank = LowRank(
+        CoreProduct() if isinstance(algorithm, FedSB) else CoreProduct(heads=2),
+        rank=2,
+        include=TARGETS[bert],
+        keep_trained=[HEADS[bert]],
+        freeze_rest=True,
+        allow_larger=True,
+        summary=False,
+    )
+    loop = FederatedLoop(algorithm, partition=FromIndices(CLIENTS), summary=False)
+    run = trainer(tmp_path, low_rank, loop, max_epochs=4, limit_val_batches=0)
+    fit(run, module, DataLoader(data(bert), batch_size=4))
+    run.save_checkpoint(tmp_path / "run.ckpt")
+    check(bert, module, base, export_adapter(module, tmp_path / "adapter"))
+    check(bert, module, base, adapter_checkpoint(tmp_path / "run.ckpt", tmp_path / "from_checkpoint"))
 
 
 @pytest.mark.parametrize("init", ["pissa", True])

@@ -94,8 +94,10 @@ def test_runs_that_changed_the_frozen_weights_are_refused(tmp_path, operator):
         cli.main(["export", str(tmp_path / "run.ckpt"), str(tmp_path / "folder"), "--format", "peft"])
     # With the network as it was, the change is part of the adapters.
     export_adapter(module, tmp_path / "whole", base=base)
-    loaded = peft().PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "whole")
-    same_function(module.net, loaded, torch.randn(9, 6))
+    adapter_checkpoint(tmp_path / "run.ckpt", tmp_path / "from_run", module=Module(copy.deepcopy(base)))
+    for name in ("whole", "from_run"):
+        loaded = peft().PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / name)
+        same_function(module.net, loaded, torch.randn(9, 6))
     # Also when the trainer is gone, and from the checkpoint of a later run that folds nothing.
     other = Module(copy.deepcopy(module.net))
     with pytest.raises(MisconfigurationException, match=r"folded into the frozen weights of net\.0, net\.3, so"):
@@ -108,6 +110,9 @@ def test_runs_that_changed_the_frozen_weights_are_refused(tmp_path, operator):
     run.save_checkpoint(tmp_path / "later.ckpt")
     with pytest.raises(MisconfigurationException, match="folded into the frozen weights"):
         adapter_checkpoint(tmp_path / "later.ckpt", tmp_path / "folder")
+    adapter_checkpoint(tmp_path / "later.ckpt", tmp_path / "later", module=Module(copy.deepcopy(base)))
+    loaded = peft().PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "later")
+    same_function(other.net, loaded, torch.randn(9, 6))
     assert not (tmp_path / "folder").exists()
 
 
@@ -137,7 +142,7 @@ def test_what_peft_would_save_without_the_changed_base(tmp_path, operator):
         assert not torch.allclose(onto_old.eval()(inputs), module.net.eval()(inputs), atol=1e-3)
     with pytest.raises(MisconfigurationException, match=r"folds updates into the frozen weights"):
         export_adapter(module, tmp_path / "folder")
-    with pytest.raises(MisconfigurationException, match=r"module that PEFT wrapped: .* base=pretrained_network"):
+    with pytest.raises(MisconfigurationException, match=r"module that PEFT wrapped, .* base=pretrained_network"):
         adapter_checkpoint(tmp_path / "run.ckpt", tmp_path / "folder")
     export_adapter(module, tmp_path / "folder", base=base)
     same_function(module.net, peft().PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "folder"), inputs)

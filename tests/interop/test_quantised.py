@@ -25,6 +25,7 @@ from lightning_lowrank import (
     TrainedCheckpoints,
     export_adapter,
 )
+from lightning_lowrank.interop.checkpoints import adapter_checkpoint
 from tests.grids import daily
 from tests.helpers import Data, Module, fit, trainer
 from tests.interop.helpers import peft
@@ -159,6 +160,14 @@ def test_a_run_on_a_quantised_base_resumes_exactly(tmp_path, operator, kind):
     with torch.no_grad():
         assert torch.equal(resumed.net.eval()(INPUTS), module.net.eval()(INPUTS))
     assert once.current_epoch == 3
+    # A checkpoint without the base has what is kept beside it.
+    once.save_checkpoint(tmp_path / "three.ckpt")
+    new = Module(wrap(quantised(kind)))
+    folder = adapter_checkpoint(tmp_path / "three.ckpt", tmp_path / "adapter", module=new)
+    loaded = peft().PeftModel.from_pretrained(quantised(kind), folder).eval()
+    with torch.no_grad():
+        near = {"rtol": 1e-4, "atol": 1e-4 if kind != "8bit" else 1e-2}
+        torch.testing.assert_close(loaded(INPUTS), module.net.eval()(INPUTS), **near)
 
 
 @pytest.mark.slow

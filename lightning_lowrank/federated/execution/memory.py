@@ -38,7 +38,8 @@ def _bytes_of_a_step(trainer: Any, data: RoundData) -> int:
     longest = max(chunks, key=lambda chunk: data.planner.samples[chunk.clients[0]])
     data.randomness.open()
     try:
-        with trial(trainer, loader, longest, 1) as ((batch, *_), _):
+        # What writes to frozen parameters, the first round refuses.
+        with trial(trainer, loader, longest, 1, sums=False) as ((batch, *_), _):
             stack = ClientStack(trainer, module, trained_tensors(module), len(longest.clients))
             try:
                 run = _peak if hasattr(device_module(device), "reset_peak_memory_stats") else _saved

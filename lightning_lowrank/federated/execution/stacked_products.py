@@ -52,8 +52,8 @@ class StackedProducts(TorchFunctionMode):
     - ``F.conv1d``, ``F.conv2d`` and ``F.conv3d`` with a weight of each client's own, on the CPU: torch makes one
       grouped convolution of them, for which its library has no fast code. Here each client has a convolution of its
       own, with the channels last in memory; so are those of its output, which makes what follows faster as well.
-    - ``F.cross_entropy`` with class indices, averaged: torch takes the softmax over the last dimension in memory, which
-      for a few classes is ten times slower than over the one before it. That is where the layer above leaves them.
+    - ``F.cross_entropy`` with class indices, averaged: torch moves the classes to another place in memory first. Here
+      they stay where the layer above leaves them: last if all clients share its weight, else the last but one.
     - ``F.batch_norm``: torch normalises, scales and shifts in turn. On an accelerator, clients' channels are here those
       of one input, and all of it is one call; so is ``F.max_pool2d``. On the CPU, for images, each client has a call of
       its own, with the channels last.
@@ -305,8 +305,12 @@ def _cross_entropy(
         or target.is_floating_point()
     ):
         return F.cross_entropy(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
-    targets = stack_of(target)
-    losses = F.cross_entropy(stack_of(input).mT, targets, ignore_index=ignore_index, reduction="none")
+    targets, logits = stack_of(target), stack_of(input)
+    if logits.is_contiguous():
+        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=ignore_index, reduction="none")
+        losses = losses.view_as(targets)
+    else:
+        losses = F.cross_entropy(logits.mT, targets, ignore_index=ignore_index, reduction="none")
     return mapped(losses.sum(1) / (targets != ignore_index).sum(1))
 
 

@@ -219,7 +219,9 @@ def _sum(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def trial(trainer: Any, loader: Any, chunk: Any, steps: int) -> Iterator[tuple[list[Any], list[Any]]]:
+def trial(
+    trainer: Any, loader: Any, chunk: Any, steps: int, sums: bool = True
+) -> Iterator[tuple[list[Any], list[Any]]]:
     """Read the first batches of clients to try steps on them, and put everything back that these change.
 
     Args:
@@ -227,6 +229,7 @@ def trial(trainer: Any, loader: Any, chunk: Any, steps: int) -> Iterator[tuple[l
         loader: The `RoundLoader`.
         chunk: The clients.
         steps: Number of batches of each.
+        sums: As for `Unwritten`; each of two looks reads all frozen parameters.
 
     Yields:
         The clients' batches together step by step, and their first ones alone; see `RoundLoader.read`.
@@ -238,7 +241,7 @@ def trial(trainer: Any, loader: Any, chunk: Any, steps: int) -> Iterator[tuple[l
     sent = {id(value) for value in trained_tensors(module).values()}
     # A frozen model may be as large as the device. Rounds refuse a step that changes it.
     frozen = {name: value for name, value in module.named_parameters() if id(value) not in sent}
-    unwritten = Unwritten(frozen, sums=True)
+    unwritten = Unwritten(frozen, sums)
     memory = Memory([module, *trainer.optimizers], loader.batches, frozen=frozen.values())
     try:
         trainer.loggers = [DummyLogger() for _ in loggers]

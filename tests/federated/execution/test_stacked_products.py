@@ -316,12 +316,12 @@ def test_outside_a_map_nothing_changes():
     ],
     ids=lambda keywords: next(iter(keywords), "plain"),
 )
-@pytest.mark.parametrize("targets_shared", [False, True])
-def test_cross_entropy(keywords, targets_shared):
+@pytest.mark.parametrize(("targets_shared", "classes_last"), [(False, True), (True, True), (False, False)])
+def test_cross_entropy(keywords, targets_shared, classes_last):
     keywords = {name: value.double() if name == "weight" else value for name, value in keywords.items()}
     targets = torch.tensor([[0, 2, 1, 2], [2, 2, 0, 1], [2, 1, 1, 0]])
     expected_loss = partial(F.cross_entropy, **keywords)
-    logits = numbers(CLIENTS, 4, 3).requires_grad_()
+    logits = (numbers(CLIENTS, 4, 3) if classes_last else numbers(CLIENTS, 3, 4).mT).requires_grad_()
     with StackedProducts():
         mapped = vmap(expected_loss, in_dims=(0, None if targets_shared else 0))
         losses = mapped(logits, targets[0] if targets_shared else targets)
