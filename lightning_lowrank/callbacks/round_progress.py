@@ -6,7 +6,7 @@ import importlib.util
 import math
 import sys
 import time
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, RichProgressBar, TQDMProgressBar
@@ -81,10 +81,10 @@ class RoundProgress(Configured, Callback):
         form = self._form_of(bar) if trainer.is_global_zero else "none"
         self._shown = form
         shows_steps = self.steps and form == "bar"
-        if form != "none" and not shows_steps and isinstance(bar, (RichProgressBar, TQDMProgressBar)):
-            if bar.is_enabled:
-                bar.disable()
-                self._disabled = bar
+        takes_its_place = form != "none" and not shows_steps
+        if takes_its_place and isinstance(bar, (RichProgressBar, TQDMProgressBar)) and bar.is_enabled:
+            self._disabled = bar
+            bar.disable()
 
     def _loop_of(self, trainer: pl.Trainer) -> Any:
         names = [callback.state_key for callback in trainer.callbacks]  # type: ignore[attr-defined]
@@ -117,7 +117,8 @@ class RoundProgress(Configured, Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Begin to count the time."""
         self._rounds = None if trainer.max_epochs in (None, -1) else trainer.max_epochs
-        self._began, self._from = time.monotonic(), None
+        self._began = time.monotonic()
+        self._from: float | None = None
         self._next = math.inf
         if self._shown == "lines":
             self._display = _Lines()
@@ -135,8 +136,8 @@ class RoundProgress(Configured, Callback):
         """Show now and then how much of the round is done."""
         if self._from is not None and time.monotonic() < self._next:
             return
-        steps = trainer.num_training_batches
-        share = trainer.fit_loop.epoch_loop.batch_progress.current.processed / steps
+        steps, batches = trainer.num_training_batches, trainer.fit_loop.epoch_loop.batch_progress
+        share = cast("Any", batches.current).processed / steps
         if self._from is None:
             # A run that is resumed inside a round begins there.
             self._from = trainer.current_epoch + share - 1 / steps
