@@ -1,4 +1,4 @@
-"""Makes those pages of the site that come from the code: the reference, the gallery of methods, and what was measured.
+"""Makes what of the site comes from elsewhere: reference, gallery of methods, what was measured, tutorials' notebooks.
 
 mkdocs calls the hooks ``on_config``, ``on_files`` and ``on_page_markdown`` (``hooks`` in ``mkdocs.yml``). mkdocstrings
 has docstrings changed by `DocstringsAsMarkdown`.
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import griffe
+import jupytext
 import yaml
 from latex2mathml.converter import convert as to_mathml
 from mkdocs.config.defaults import MkDocsConfig
@@ -425,10 +426,27 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages."""
+    """Add the pages, and the tutorials as notebooks."""
     for path, text in _PAGES.items():
         files.append(File.generated(config, path, content=text))
+    for page in list(files.documentation_pages()):
+        if _is_tutorial(page):
+            path = str(Path(page.src_uri).with_suffix(".ipynb"))
+            files.append(File.generated(config, path, content=notebook(page.content_string)))
     return files
+
+
+def _is_tutorial(file: File) -> bool:
+    return file.src_uri.startswith("tutorials/")
+
+
+def notebook(text: str) -> str:
+    """Return a page as a notebook: its blocks of Python and of commands are cells."""
+    made = jupytext.reads(text, fmt="md")
+    for number, cell in enumerate(made.cells):
+        # Else the site would differ from build to build.
+        cell["id"] = str(number)
+    return jupytext.writes(made, fmt="ipynb")
 
 
 _LINK = re.compile(r"\[(?P<text>[^\]]+)\]\((?P<path>(?:\.\./)+[^)#\s]+)(?:#[^)\s]*)?\)")
@@ -450,6 +468,10 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return f"[{found['text']}]({up}measured/{path.parent.name}.md)"
         return found["text"] if f"`{path}`" in found["text"] else f"{found['text']} (`{path}`)"
 
+    if _is_tutorial(page.file):
+        name = Path(page.file.src_uri).with_suffix(".ipynb").name
+        title, rest = markdown.split("\n", 1)
+        markdown = f"{title}\n\n[This page as a notebook]({name}){{download}}\n{rest}"
     return _LINK.sub(link, markdown)
 
 

@@ -18,6 +18,8 @@ _TURNING = re.compile(
     "decrease|delta|deviation|diff|difference|drop|gap|inverse|minus|neg|negative|num|number|std|var|variance"
 )
 _COMPOUND = re.compile(".*(loss|error|accuracy|acc|perplexity|ppl)")
+USUAL = ("val_acc", "val_accuracy", "test_acc", "val_loss")
+"""Metrics by which a run is judged where nothing says which one counts, the first that was logged."""
 _PHRASES = (("cross_entropy", "crossentropy"), ("log_likelihood", "reward"))
 
 

@@ -1,9 +1,17 @@
-"""Lightning callbacks that change what is trained, or what is kept of it."""
+"""Lightning callbacks that change what is trained, what is kept of it, or what is shown of it."""
 
 from lightning_lowrank.callbacks.convergence_monitor import ConvergenceMonitor
 from lightning_lowrank.callbacks.differential_privacy import DifferentialPrivacy
 from lightning_lowrank.callbacks.lowrank import LowRank
+from lightning_lowrank.callbacks.round_progress import RoundProgress
 from lightning_lowrank.callbacks.static_batch_norm import StaticBatchNorm
 from lightning_lowrank.callbacks.trained_checkpoints import TrainedCheckpoints
 
-__all__ = ["ConvergenceMonitor", "DifferentialPrivacy", "LowRank", "StaticBatchNorm", "TrainedCheckpoints"]
+__all__ = [
+    "ConvergenceMonitor",
+    "DifferentialPrivacy",
+    "LowRank",
+    "RoundProgress",
+    "StaticBatchNorm",
+    "TrainedCheckpoints",
+]

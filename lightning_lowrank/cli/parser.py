@@ -42,6 +42,7 @@ import lightning_lowrank.layers
 import lightning_lowrank.models
 import lightning_lowrank.optim  # noqa: F401
 from lightning_lowrank.callbacks.lowrank import LowRank
+from lightning_lowrank.callbacks.round_progress import RoundProgress
 from lightning_lowrank.cli import recipes
 from lightning_lowrank.cli.inspection import inspect_run, render
 from lightning_lowrank.cli.quiet import only_warnings
@@ -293,7 +294,10 @@ class LowRankCLI(SubcommandCLI):
             raise
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
-        """Put the two callbacks before all others, which may read weights, and have checkpoints written whole."""
+        """Put the two callbacks before all others, which may read weights, and have checkpoints written whole.
+
+        A federated run gets `RoundProgress`. Where it is not shown, it still keeps the best figure in checkpoints.
+        """
         section = _section(self.config_init)
         others = section["trainer"].get("callbacks") or []
         others = others if isinstance(others, list) else [others]
@@ -301,8 +305,11 @@ class LowRankCLI(SubcommandCLI):
         if self.quiet:
             for each in own:
                 each.summary = False
-            others = [each for each in others if not isinstance(each, (ProgressBar, ModelSummary))]
+            others = [each for each in others if not isinstance(each, (ProgressBar, RoundProgress, ModelSummary))]
             kwargs = {**kwargs, "enable_progress_bar": False, "enable_model_summary": False}
+        if section.get("federated") is not None and not any(isinstance(each, RoundProgress) for each in others):
+            shown = not self.quiet and section["trainer"].get("enable_progress_bar") is not False
+            others = [*others, RoundProgress(form="auto" if shown else "none")]
         trainer = super().instantiate_trainer(callbacks=[*own, *others], **kwargs)
         install(trainer)
         return trainer

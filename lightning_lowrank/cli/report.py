@@ -32,9 +32,8 @@ from lightning_lowrank.cli.runs import (
     told,
 )
 from lightning_lowrank.configuration import check_integer, misconfigured
-from lightning_lowrank.direction import direction
+from lightning_lowrank.direction import USUAL, direction
 
-_METRICS = ("val_acc", "val_accuracy", "test_acc", "val_loss")
 _UNITS = {"B": 1, **{f"{prefix}B": 1000**power for power, prefix in enumerate(("k", "M", "G", "T"), start=1)}}
 _UNITS |= {f"{prefix}iB": 1024**power for power, prefix in enumerate(("K", "M", "G", "T"), start=1)}
 _CONSTANTS = ("R", "P", "Q")
@@ -121,9 +120,9 @@ def report(
         check_integer("rounds", rounds)
         found = [replace(run, rounds={at: own for at, own in run.rounds.items() if at < rounds}) for run in found]
     known = sorted({name for run in found for figures in run.rounds.values() for name in figures})
-    metric = metric or next((name for name in _METRICS if name in known), None)
+    metric = metric or next((name for name in USUAL if name in known), None)
     if metric is None or metric not in known:
-        raise misconfigured(f"no run logged {metric or 'a metric of ' + str(_METRICS)}; logged were: {known}")
+        raise misconfigured(f"no run logged {metric or 'a metric of ' + str(USUAL)}; logged were: {known}")
     runs = [run for run in found if run.series(metric)]
     grouped = [[run] for run in runs] if each else group_by_seed(runs)
     groups = dict(zip(short_names(grouped), grouped, strict=True))

@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from rich.console import Console
+from rich import get_console
 from torch import nn
 
 from lightning_lowrank.federated.checks import (
@@ -282,7 +282,7 @@ class FederatedLoop(FederatedSettings, Callback):
 
     def _on_divided(self, indices: ClientIndices, labels: torch.Tensor | None) -> None:
         if self.summary and (self._processes is None or self._processes.is_global_zero):
-            Console().print(indices.summary(labels))
+            get_console().print(indices.summary(labels))
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Check the optimizers, divide the training set, and let the algorithm look at the module."""
@@ -324,33 +324,36 @@ class FederatedLoop(FederatedSettings, Callback):
         self._facts = RunFacts(trainer, self.indices)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Plan no further round, and say in a line what the rounds came to."""
+        """Plan no further round."""
         assert self._data is not None
         self._data.running = False
         warn_of_changed_base(self.algorithm, self.server.base)
         if self._facts is not None:
             self._facts.end()
-        if self.summary and trainer.is_global_zero:
-            validated = [
-                f"{name} {value:.4f}" for name, value in trainer.callback_metrics.items() if name.startswith("val")
-            ]
-            traffic = self.ledger.metrics()
-            Console().print(
-                f"after {trainer.current_epoch} rounds: {', '.join([*validated, ''])}"
-                f"{traffic['comm/total_up_bytes'] / 1e6:.2f} MB up, {traffic['comm/total_down_bytes'] / 1e6:.2f} MB"
-                f" down, {traffic['comm/ratio']:.2%} of dense FedAvg",
-                highlight=False,
-                soft_wrap=True,
-            )
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Refuse a fit in which no client has made a step, unless the trainer was told to make none."""
+        """Say in a line what the rounds came to; refuse a fit without a step, unless the trainer was told to make none.
+
+        Progress bars are closed by now, or of the same console, which puts the line above them.
+        """
         told = 0 in (trainer.max_epochs, trainer.max_steps, trainer.limit_train_batches) or trainer.should_stop
         if self._progress.client_steps == 0 and not told:
             raise MisconfigurationException(
                 f"the fit is over after {trainer.current_epoch} rounds, and no client has made a step: the module is as"
                 f" it was. The last round had {trainer.num_training_batches} batches; the module's"
                 " on_train_batch_start() ends a round where it returns -1."
+            )
+        if self.summary and trainer.is_global_zero:
+            validated = [
+                f"{name} {value:.4f}" for name, value in trainer.callback_metrics.items() if name.startswith("val")
+            ]
+            traffic = self.ledger.metrics()
+            get_console().print(
+                f"after {trainer.current_epoch} rounds: {', '.join([*validated, ''])}"
+                f"{traffic['comm/total_up_bytes'] / 1e6:.2f} MB up, {traffic['comm/total_down_bytes'] / 1e6:.2f} MB"
+                f" down, {traffic['comm/ratio']:.2%} of dense FedAvg",
+                highlight=False,
+                soft_wrap=True,
             )
 
     # Steps

@@ -181,6 +181,7 @@ class RemoteRounds(Callback):
         self.on_bad_payload = on_bad_payload
         self.poll = poll
         self.ledger = Ledger(0)
+        self.plan: RoundPlan | None = None
         self.coordinator: Coordinator
         self.study = secrets.token_hex(8)
         """Name of this study, under which sites keep what is theirs. A run that goes on has the name of the first."""
@@ -335,6 +336,7 @@ class RemoteRounds(Callback):
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Let the sites make a round, and fold in what they send."""
         plan, live = self._planner.plan(trainer.current_epoch), trained_tensors(pl_module)
+        self.plan = plan
         # Clients that sit the round out are counted as they hear of it.
         self.coordinator.begin_round(plan, live, idle=0)
         self._intake.begin_round()

@@ -29,7 +29,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from lightning_lowrank.callbacks import DifferentialPrivacy
+from lightning_lowrank.callbacks import DifferentialPrivacy, RoundProgress
 from lightning_lowrank.compression import Dense, Packet
 from lightning_lowrank.federated import offload
 from lightning_lowrank.federated.coordinator import Coordinator
@@ -64,6 +64,7 @@ _ONLY_OF_WHOLE_RUNS = (
     LearningRateMonitor,
     ModelSummary,
     ProgressBar,
+    RoundProgress,
     Timer,
 )
 

@@ -16,7 +16,7 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from lightning_lowrank import FederatedLoop, LowRank, load_dense
+from lightning_lowrank import FederatedLoop, LowRank, RoundProgress, load_dense
 from lightning_lowrank.cli import main, parser
 from lightning_lowrank.cli.parser import LowRankCLI
 from lightning_lowrank.cli.runs import read_run
@@ -462,6 +462,24 @@ def test_quiet_says_nothing_and_changes_nothing(run, capsys, caplog):
     first, second = (Path(f"runs/version_{number}") for number in range(2))
     assert (first / "config.yaml").read_text() == (second / "config.yaml").read_text()
     assert logging.getLogger("lightning.pytorch").level == before
+
+
+def test_one_bar_for_the_rounds(run, capsys):
+    words = ("fit", "--config", "base.yaml", "--trainer.max_epochs", "1")
+    shown = ("--trainer.enable_progress_bar", "true")
+    own = ("--trainer.callbacks+=RoundProgress", "--trainer.callbacks.monitor=val_loss")
+    said = {"shown": [*shown], "not shown": [], "quiet": [*shown, *own, "--quiet"], "own": [*shown, *own]}
+    for name, options in said.items():
+        done = run(*words, *options)
+        assert sum(isinstance(each, RoundProgress) for each in done.trainer.callbacks) == 1
+        said[name] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Round")]
+    assert said["not shown"] == said["quiet"] == []
+    assert [len(said[name]) for name in ("shown", "own")] == [1, 1]
+    assert said["shown"][0].startswith("Round 1/1: 3 clients, ")
+    assert ", val_acc 0." in said["shown"][0]
+    assert ", val_loss " in said["own"][0]
+    run(*words, *shown, "--federated", "null", "--lowrank", "null")
+    assert "Round 1/1" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("dense", [False, True])

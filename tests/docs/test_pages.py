@@ -116,6 +116,22 @@ def test_follow(page, folder, monkeypatch):
     AFTERWARDS.get(str(page.relative_to(ROOT)), lambda names: None)(vars(reader.module))
 
 
+TUTORIALS = [page for page in PAGES if page.parent.name == "tutorials"]
+
+
+@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
+def test_a_tutorial_is_a_notebook_of_the_same_cells(page):
+    """So that whoever opens it in Jupyter runs what `test_follow` has run."""
+    jupytext = pytest.importorskip("jupytext", reason="jupytext is not installed")
+    cells = [cell for cell in jupytext.read(page).cells if cell.cell_type == "code"]
+    wanted = [block for block in blocks(page) if block.language != "text"]
+    assert [cell.source for cell in cells] == [
+        ("%%bash\n" if block.language == "bash" else "") + block.text.rstrip() for block in wanted
+    ]
+    # A notebook writes no files of its own accord.
+    assert {(block.language, block.title) for block in wanted} <= {("python", None), ("bash", None)}
+
+
 def anchors(page: Path) -> set[str]:
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
     headings = re.findall(r"^#+ (.*)$", text, flags=re.M)
