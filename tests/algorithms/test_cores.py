@@ -85,7 +85,7 @@ def test_ravan_averages_the_products_of_scales_and_cores(tmp_path):
     class Recording(Ravan):
         def end(self, client):
             ((_, layer),) = low_rank_layers(client.base.module)
-            assert client.round == 0 or not torch.equal(client.model["net.0.factors.S"], torch.ones(3).double())
+            assert client.round == 0 or (client.model["net.0.factors.S"] != 1).any()
             factors = {name: client.model[f"net.0.factors.{name}"].detach() for name in "USHV"}
             heads = zip(factors["U"].split(2, 1), factors["H"], factors["V"].split(2, 1), factors["S"], strict=True)
             updates[client.round, client.id] = layer.scale * sum(s * u @ h @ v.T for u, h, v, s in heads)

@@ -141,6 +141,8 @@ OTHERS: dict[Any, Any] = {
     ("FedLoRA", "keep"): ["last*"],
     ("FedLoRA", "levels"): (1.0, 0.6),
     ("FedLoRA", "adapter"): "other",
+    ("FedLoRA", "ranks"): [2, 1],
+    ("FedRPCA", "sparsity"): 0.3,
     ("FedPer", "patterns"): ["net.2.bias"],
     ("FedNTD", "logits"): "net.0",
     ("MOON", "features"): "net.0",
