@@ -60,8 +60,20 @@ def check(name, form, parts=None, **settings):
 
 
 # The operators have a contract of their own. These send, keep and change other things than the mean of factors.
-DAILY_OPERATORS = ("ProductSum", "FLoRA", "LoRAA2", "FedSA")
-VARIANTS = ("HeteroFL-holders", "FedSB", "Ravan")
+DAILY_OPERATORS = ("ProductSum", "FLoRA", "FedSA")
+# What they send, keep and change is what another method does.
+VARIANTS = (
+    "FedAvgM",
+    "FedProx",
+    "FedSB",
+    "FedYogi",
+    "HeteroFL-holders",
+    "LocalTraining",
+    "PFedMe",
+    "RandomMask",
+    "Ravan",
+    "SlidingWindowMask",
+)
 
 
 def marks(name, form):
@@ -71,7 +83,7 @@ def marks(name, form):
     return () if daily else pytest.mark.slow
 
 
-# Every day the first form of each method; CI runs the others as well.
+# Every day the first form of most methods; CI runs the others as well.
 @pytest.mark.parametrize(
     ("name", "form"),
     [

@@ -107,6 +107,8 @@ AFTERWARDS = {"README.md": check_readme, "docs/howto/compress.md": check_compres
 def test_follow(page, folder, monkeypatch):
     if any("flower" in block.text for block in blocks(page) if block.language == "bash"):
         pytest.importorskip("flwr", reason="Flower needs Python 3.11")
+    if any("import optuna" in block.text for block in blocks(page)):
+        pytest.importorskip("optuna", reason="Optuna is not installed")
     reader = Reader(folder)
     monkeypatch.setitem(sys.modules, "page", reader.module)
     for name in ("WandbLogger", "MLFlowLogger"):
