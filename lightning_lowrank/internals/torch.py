@@ -496,7 +496,7 @@ def own_shape(tensor: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Return a number that a tensor has in common with its views, and with nothing else that lives."""
+    """Return what a tensor, mapped or not, has in common with its views, and with nothing else that lives."""
+    storage = (values_of(tensor) if is_mapped(tensor) else tensor).untyped_storage()
     # Tensors that are traced have no address of their data.
-    storage = tensor.untyped_storage()
     return getattr(storage, "_cdata", None) or storage.data_ptr()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_lowrank.internals.torch import TorchDispatchMode, writes
+from lightning_lowrank.internals.torch import TorchDispatchMode, storage_key, writes
 
 Function = Callable[..., Sequence[Tensor]]
 
@@ -116,7 +116,7 @@ class Traced:
         self._fakes = fakes
 
         def guarded(*arguments: Tensor) -> Sequence[Tensor]:
-            with _NoNumbers(), _Guard({_storage(arguments[place]) for place in kept}):
+            with _NoNumbers(), _Guard({storage_key(arguments[place]) for place in kept}):
                 return function(*arguments)
 
         with torch.no_grad():
@@ -197,13 +197,9 @@ class _Guard(TorchDispatchMode):
         if writes(function):
             targets = arguments[0] if isinstance(arguments[0], (list, tuple)) else arguments[:1]
             for target in targets:
-                if type(target) in (Tensor, torch.nn.Parameter) or _storage(target) in self._kept:
+                if type(target) in (Tensor, torch.nn.Parameter) or storage_key(target) in self._kept:
                     raise Untraceable("it writes into a tensor that is not one of the clients' own")
         return function(*arguments, **(keywords or {}))
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def can_compile(device: torch.device) -> str:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_lowrank.internals.torch import is_mapped, stack_of, storage_key
+from lightning_lowrank.internals.torch import storage_key
 
 CHANGE = "change"
 """Under this name a parameter's state holds the coefficients of steps that are not added to it yet."""
@@ -59,10 +59,11 @@ class Deferred(NamedTuple):
         return bool(rows * rank * (2 * inputs + 3 * outputs) < outputs * inputs * (2 * rank + rows))
 
 
-def changes_in_place(function: Any) -> bool:
-    """Return whether a function of torch's writes into its first argument."""
+def changes_in_place(function: Any, keywords: Mapping[str, Any]) -> bool:
+    """Return whether a call of a function of torch's, as a mode sees it, writes into its first argument."""
     name = getattr(function, "__name__", "")
-    return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
+    # `torch.nn.functional` names it to modes, however it was given.
+    return bool(keywords.get("inplace")) or (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
 
 
 class DeferredWeights:
@@ -93,9 +94,14 @@ class DeferredWeights:
         """
         if not self._found or _is_of_its_form(function):
             return arguments, keywords
-        into = [*(arguments[:1] if changes_in_place(function) else ()), *_flat(keywords.get("out"))]
-        storages = {_storage(each) for each in self._values.values()} if into else set()
-        if any(isinstance(each, Tensor) and (id(each) in self._found or _storage(each) in storages) for each in into):
+        into = [
+            *(arguments[:1] if changes_in_place(function, keywords) else ()),
+            *_flat(keywords.get("out")),
+        ]
+        storages = {storage_key(each) for each in self._values.values()} if into else set()
+        if any(
+            isinstance(each, Tensor) and (id(each) in self._found or storage_key(each) in storages) for each in into
+        ):
             raise _refused(function)
         if not any(id(each) in self._found for each in _flat((arguments, keywords))):
             return arguments, keywords
@@ -128,10 +134,6 @@ def _refused(function: Any) -> NotImplementedError:
         f"{getattr(function, '__name__', function)} is called for a weight whose steps in a subspace are kept apart"
         " from it while clients step together"
     )
-
-
-def _storage(tensor: Tensor) -> int:
-    return storage_key(stack_of(tensor) if is_mapped(tensor) else tensor)
 
 
 def _is_of_its_form(function: Any) -> bool:

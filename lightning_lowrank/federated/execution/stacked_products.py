@@ -20,27 +20,14 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from lightning_lowrank.internals.torch import is_mapped, map_level, mapped, own_shape, stack_of, values_of
+from lightning_lowrank.internals.torch import is_mapped, map_level, mapped, own_shape, stack_of, storage_key, values_of
 from lightning_lowrank.optim.deferred import Deferred, DeferredWeights, changes_in_place
 
 _CONVOLUTIONS = {F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}
 _ACTIVATIONS = {
-    F.celu: 2,
-    F.elu: 2,
-    F.hardsigmoid: 1,
-    F.hardswish: 1,
-    F.hardtanh: 3,
-    F.leaky_relu: 2,
-    F.mish: 1,
-    F.relu: 1,
-    F.relu6: 1,
-    F.selu: 1,
-    F.silu: 1,
-    F.threshold: 3,
-    Tensor.relu_: 0,
-    torch.relu_: 0,
+    *(F.celu, F.elu, F.hardsigmoid, F.hardswish, F.hardtanh, F.leaky_relu, F.mish, F.relu, F.relu6, F.selu, F.silu),
+    *(F.threshold, Tensor.relu_, torch.relu_),
 }
-"""Which of their arguments says whether they change their input in place; 0 where they always do."""
 _NUMBERS = {Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__, Tensor.item, Tensor.tolist}
 
 
@@ -86,7 +73,7 @@ class StackedProducts(TorchFunctionMode):
         keywords = keywords or {}
         if function is not F.linear:
             arguments, keywords = self._weights.changed(function, arguments, keywords)
-        if self._copies and (keywords.get("inplace") or changes_in_place(function)):
+        if self._copies and changes_in_place(function, keywords):
             self._refuse_to_tear_apart(arguments[0])
         if function is F.linear:
             return self._linear(*arguments, **keywords)
@@ -127,15 +114,11 @@ class StackedProducts(TorchFunctionMode):
             return copy
 
     def _refuse_to_tear_apart(self, changed: Tensor) -> None:
-        storage = _storage(changed)
+        storage = storage_key(changed)
         for pair in self._copies:
             held = [tensor for tensor in (each() for each in pair) if tensor is not None]
-            if len(held) == 2 and storage in map(_storage, held):
+            if len(held) == 2 and storage in map(storage_key, held):
                 raise NotImplementedError("one of a tensor and its view() is changed in place, and both are used")
-
-
-def _storage(tensor: Tensor) -> int:
-    return (stack_of(tensor) if is_mapped(tensor) else tensor).untyped_storage().data_ptr()
 
 
 def _is_of_clients(input: Tensor, weight: Tensor) -> bool:
@@ -274,9 +257,7 @@ def _max_pool(input: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
 
 
 def _activation(function: Any, input: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
-    place = _ACTIVATIONS[function]
-    in_place = place == 0 or (arguments[place - 1] if len(arguments) >= place else keywords.get("inplace"))
-    if not in_place or not _folds(input):
+    if not _folds(input) or not changes_in_place(function, keywords):
         return function(input, *arguments, **keywords)
     # It acts on each number alone, so that the order of dimensions does not matter.
     function(values_of(input), *arguments, **keywords)

@@ -535,6 +535,21 @@ def test_activations_in_place_change_no_view(folding, activation):
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("change", [nn.ReLU6(inplace=True), nn.ReLU(inplace=True), nn.Dropout(0.5, inplace=True)])
+def test_an_output_and_its_copied_view_are_not_torn_apart(change):
+    """Whether the change is asked for by keyword or, as torch's own modules do, by position."""
+    images, weight = numbers(CLIENTS, 2, 3, 6, 6), numbers(CLIENTS, 4, 3, 3, 3, seed=1)
+
+    def network(images, weight):
+        features = F.conv2d(images, weight)
+        flat = features.view(len(features), -1)
+        change(features)
+        return flat.sum()
+
+    with StackedProducts(), pytest.raises(NotImplementedError, match=r"its view\(\) is changed in place"):
+        vmap(network, randomness="different")(images, weight)
+
+
 # Networks
 
 
