@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich import filesize, get_console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from lightning_lowrank.arguments import Configured, listed
+from lightning_lowrank.arguments import listed
 from lightning_lowrank.configuration import check_choice
 from lightning_lowrank.direction import USUAL, direction, monitors_of
 from lightning_lowrank.internals.lightning import check_namespace
@@ -26,7 +26,7 @@ _SECONDS = 0.25
 """Least time between two updates of the bar within a round."""
 
 
-class RoundProgress(Configured, Callback):
+class RoundProgress(Callback):
     """Show one bar for the whole fit: the round, its clients, bytes so far, the best figure and the time left.
 
     In a terminal and in notebooks it is a bar of the library that Lightning's own bar is of, Rich or tqdm. Elsewhere

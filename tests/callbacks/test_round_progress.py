@@ -122,6 +122,16 @@ def test_a_resumed_run_goes_on_with_its_round_and_its_best(tmp_path, capsys):
     assert progress._from == pytest.approx(1 + 2 / 6)
 
 
+@pytest.mark.parametrize("before", [[], [RoundProgress(form="none")]], ids=["none", "mute"])
+@pytest.mark.parametrize("after", [[], [RoundProgress(monitor="val_loss", form="lines")]], ids=["none", "shown"])
+def test_a_run_is_resumed_whatever_is_shown(tmp_path, before, after):
+    kept = ModelCheckpoint(tmp_path, "{epoch}")
+    fit(trainer(tmp_path, federated(), *before, kept, max_epochs=1), Module(), Data())
+    resumed = trainer(tmp_path, federated(), *after, max_epochs=2)
+    fit(resumed, Module(), Data(), ckpt_path=tmp_path / "epoch=0.ckpt")
+    assert resumed.current_epoch == 2
+
+
 def test_another_fit_forgets_the_best(tmp_path):
     progress = RoundProgress()
     fit(trainer(tmp_path, federated(), progress), Scored("val_loss", [1.0, 2.0, 3.0]), Data())
