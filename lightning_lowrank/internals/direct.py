@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import lightning
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -72,6 +73,8 @@ def in_context(precision: Precision, kind: str) -> Callable[[], AbstractContextM
 class Hooks:
     """Tells hooks to those callbacks that override them, and to the module if it does.
 
+    Left out is what a `ModelCheckpoint` looks at after each step where it saves none in between.
+
     Args:
         trainer: The trainer.
         names: Names of the hooks. Who overrides them is looked up now.
@@ -84,7 +87,7 @@ class Hooks:
         self._trainer = trainer
         self._module = module = trainer.lightning_module
         self._callbacks = {
-            name: [getattr(each, name) for each in trainer.callbacks if overrides(each, name)] for name in names
+            name: [getattr(each, name) for each in trainer.callbacks if _hears(each, name)] for name in names
         }
         self._own = {name: getattr(module, name) for name in self._callbacks if overrides(module, name)}
         self.heard = {name for name, callbacks in self._callbacks.items() if callbacks or name in self._own}
@@ -101,3 +104,11 @@ class Hooks:
         answer = self._own[name](*arguments) if name in self._own else None
         attributes["_current_fx_name"] = before
         return answer
+
+
+def _hears(callback: Any, hook: str) -> bool:
+    """Return whether a callback overrides a hook, other than a `ModelCheckpoint` that saves by epochs alone."""
+    if hook in vars(callback) or getattr(type(callback), hook, None) is not ModelCheckpoint.on_train_batch_end:
+        return overrides(callback, hook)
+    saves_by_steps = getattr(callback, "_every_n_train_steps", 1) > 0
+    return saves_by_steps or getattr(callback, "_train_time_interval", 0) is not None

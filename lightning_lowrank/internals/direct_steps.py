@@ -212,10 +212,8 @@ class DirectSteps:
 
     def _on_device(self, module: pl.LightningModule, batch: Any) -> Any:
         device = self._trainer.strategy.root_device
-        if type(batch) is list and type(module).transfer_batch_to_device is _TRANSFER:
-            there = [part for part in batch if type(part) is Tensor and part.device == device]
-            if len(there) == len(batch):
-                return batch
+        if type(module).transfer_batch_to_device is _TRANSFER and _is_on(device, batch):
+            return batch
         return module.transfer_batch_to_device(batch, device, 0)
 
     def _step(self, data_fetcher: Any) -> None:
@@ -335,6 +333,16 @@ class DirectSteps:
             # It refuses that.
             Closure(lambda: ClosureResult(None)).consume_result()
         return outputs[0]
+
+
+def _is_on(device: torch.device, batch: Any) -> bool:
+    """Return whether all that a batch holds is seen to be on a device."""
+    kind = type(batch)
+    if kind is Tensor:
+        return bool(batch.device == device)
+    if kind is list or kind is tuple:
+        return all(_is_on(device, part) for part in batch)
+    return getattr(kind, "holds_no_tensors", False)
 
 
 def _may_be_scaled(optimizer: Optimizer) -> bool:

@@ -2,6 +2,7 @@
 
 import csv
 import functools
+from datetime import timedelta
 from typing import Any
 from unittest.mock import Mock
 
@@ -15,6 +16,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank import FedAvg, FederatedLoop, FedProx, FromIndices, PFedMe
 from lightning_lowrank.internals import direct_steps
+from lightning_lowrank.internals.direct import Hooks
 from lightning_lowrank.internals.direct_steps import DirectSteps
 from tests.grids import daily
 from tests.helpers import Data, Module, assert_same, blobs, fit, seen, trainer, weights
@@ -516,3 +518,13 @@ def test_mixed_precision_and_processes_of_their_own_devices(tmp_path, monkeypatc
         assert bool(made) == fast
         made.clear()
     assert_same(*ends)
+
+
+def test_a_checkpoint_by_epochs_is_not_asked_after_each_step(tmp_path):
+    heard = {}
+    settings_of = {"epochs": {}, "steps": {"every_n_train_steps": 3}, "time": {"train_time_interval": timedelta(0)}}
+    for name, settings in settings_of.items():
+        made = trainer(tmp_path, ModelCheckpoint(tmp_path / name, **settings))
+        made.strategy.connect(Quiet([]))
+        heard[name] = "on_train_batch_end" in Hooks(made, ["on_train_batch_end"]).heard
+    assert heard == {"epochs": False, "steps": True, "time": True}

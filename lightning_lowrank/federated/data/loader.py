@@ -22,12 +22,11 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
-    TensorDataset,
     default_collate,
 )
 
 from lightning_lowrank.federated.data.blocks import BlockReader, Request
-from lightning_lowrank.federated.data.device import DeviceData, gather
+from lightning_lowrank.federated.data.device import DeviceData, gather, source_of
 from lightning_lowrank.federated.data.indices import ClientIndices
 from lightning_lowrank.federated.data.planner import Chunk, RoundPlan
 from lightning_lowrank.federated.data.sampling import drawn_by_poisson, rate_of
@@ -42,6 +41,8 @@ class Places:
         numbers: The places, ascending.
         samples: Number of samples in the batch of each of these clients.
     """
+
+    holds_no_tensors = True
 
     def __init__(self, numbers: list[int], samples: int) -> None:
         self.numbers = numbers
@@ -68,9 +69,9 @@ class SeededBatches(Dataset):
     Collating here rather than in the loader puts a random ``collate_fn`` under the same seed, and makes the result
     independent of the number of workers.
 
-    Where nothing is drawn (tensors in memory, or a dataset and collate function that say they are ``deterministic``),
-    the batches of all clients that step together are one gather. Where the collate function also works
-    ``sample_by_sample``, so are some that follow each other.
+    Samples that are rows of tensors in memory, see `source_of`, are gathered. Where nothing is drawn, by these or by a
+    dataset and collate function that say they are ``deterministic``, the batches of all clients that step together are
+    read as one. Where the collate function also works ``sample_by_sample``, so are some that follow each other.
     """
 
     def __init__(
@@ -82,14 +83,14 @@ class SeededBatches(Dataset):
         self.dataset = dataset
         self.collate = collate
         self._change = change
-        self._tensors = dataset.tensors if type(dataset) is TensorDataset and collate is default_collate else None
-        self._deterministic = self._tensors is not None or (
+        self._source = source_of(dataset, collate)
+        # A batch of no samples draws nothing, but says whether others do.
+        gathered = self._source is not None and self._source.rows.draw(0, None) is None
+        self._deterministic = gathered or (
             getattr(dataset, "deterministic", False)
             and (collate is default_collate or getattr(collate, "deterministic", False))
         )
-        self._in_blocks = self._tensors is not None or (
-            self._deterministic and getattr(collate, "sample_by_sample", False)
-        )
+        self._in_blocks = gathered or (self._deterministic and getattr(collate, "sample_by_sample", False))
 
     def __getitems__(self, request: Request | Requests) -> Any:
         return self._stacked(request) if isinstance(request, Requests) else self._read(request)
@@ -103,11 +104,12 @@ class SeededBatches(Dataset):
         return batch if self._change is None else self._change(batch, request.indices)
 
     def _as_it_is(self, request: Request) -> Any:
-        if self._tensors is not None:
-            rows = torch.from_numpy(request.indices)
-            return [gather(tensor, rows.to(tensor.device)) for tensor in self._tensors]
         if not self._deterministic:
             seed_process(request.seed)
+        if self._source is not None:
+            rows, numbers = self._source.rows, torch.from_numpy(self._source.rows_of(request.indices))
+            draws = rows.draw(len(numbers), None)
+            return rows.make([gather(tensor, numbers.to(tensor.device)) for tensor in rows.tensors], draws)
         indices = request.indices.tolist()
         fetch = getattr(self.dataset, "__getitems__", None)
         return self.collate(fetch(indices) if fetch else [self.dataset[index] for index in indices])

@@ -250,7 +250,13 @@ def close(one: Tensor, two: Tensor) -> bool:
     if one.shape != two.shape or one.dtype != two.dtype:
         return False
     tolerance = _TOLERANCE if one.is_floating_point() else 0.0
-    scale = float(two.abs().nan_to_num(0, 0, 0).max()) if tolerance and two.numel() else 0.0
+    scale = 0.0
+    if tolerance and two.numel():
+        largest = torch.linalg.vector_norm(two.flatten(), torch.inf)
+        if bool(largest.isfinite()):
+            # A difference that is not a number is not at most that.
+            return bool(torch.linalg.vector_norm((one - two).flatten(), torch.inf) <= tolerance * largest)
+        scale = float(two.abs().nan_to_num(0, 0, 0).max())
     return torch.allclose(one, two, rtol=tolerance, atol=tolerance * scale, equal_nan=one.is_floating_point())
 
 

@@ -69,6 +69,16 @@ class _Graph:
     compiled: Callable[[Sequence[Tensor]], list[Tensor]] | None = None
     unfit: set[Hashable] = field(default_factory=set)
     """Forms and sizes that it is known not to serve."""
+    rounds: int = 0
+    """Number of rounds in which it was used."""
+    last: int = -1
+
+    def is_due(self, round_number: int) -> bool:
+        """Count a round in which it is used, and return whether its results are to be compared in it."""
+        if self.last == round_number:
+            return False
+        self.last, self.rounds = round_number, self.rounds + 1
+        return self.rounds & (self.rounds - 1) == 0
 
 
 @dataclass
@@ -79,9 +89,8 @@ class _Replay:
     """Whether the graph was traced for these sizes."""
     exact: bool = True
     """Whether it gives the step's results bit for bit."""
-    rounds: int = 0
-    """Number of rounds in which it was used."""
-    last: int = -1
+    compared: bool = False
+    """Whether its results have been compared with a step's."""
 
 
 class StepGraphs(Untraced):
@@ -90,8 +99,9 @@ class StepGraphs(Untraced):
     A step is traced as soon as it has been made twice, if the rest of the run is worth it; one of other sizes, where
     the first graph does not serve them, once it would have gained by then as much time as tracing takes. What the step
     has read of Python meanwhile is compared before each replay; a step that reads something else is traced again, at
-    most ten times. In the first, second, fourth, eighth … round that uses a graph, its first results are compared
-    with the step's own. A step that cannot be traced, or whose graph gives other values, is made as it is.
+    most ten times. Its first results for each number of clients and of samples are compared with the step's own, and so
+    are the first of the second, fourth, eighth … round that uses it. A step that cannot be traced, or whose graph gives
+    other values, is made as it is.
 
     Args:
         module: The user's module.
@@ -115,12 +125,17 @@ class StepGraphs(Untraced):
         self.captures = Captures(None) if captures is None else captures
         self.numbered: list[Any] = []
         self._module, self._roots, self._steps_left = module, roots, steps_left
+        self._forms: dict[Hashable, int] = {}
         self._graphs: dict[Hashable, list[_Graph]] = {}
         self._replays: dict[Hashable, list[_Replay]] = {}
         self._changes = self._round = 0
         self._compiles = False
         self._uses: Counter[Hashable] = Counter()
         self._seconds, self._gain = 0.0, 0.0
+
+    def number_of(self, form: Hashable) -> int:
+        """Return a number that stands for a form, which may be long to hash."""
+        return self._forms.setdefault(form, len(self._forms))
 
     def begin_round(self, compiled: bool = False) -> None:
         """Have graphs compared once again where this round is due, and ``compiled`` from here on."""
@@ -145,10 +160,8 @@ class StepGraphs(Untraced):
                 return None
             replays.append(found)
         replay = found
-        if replay.last != self._round:
-            if replay.rounds & (replay.rounds + 1) == 0:
-                return lambda: self._compared(replay, step)
-            replay.last, replay.rounds = self._round, replay.rounds + 1
+        if replay.graph.is_due(self._round) or not replay.compared:
+            return lambda: self._compared(replay, step)
         return lambda: (replay.run(step.tensors), replay.graph.note)
 
     def _make(self, step: Step) -> _Replay | None:
@@ -256,7 +269,7 @@ class StepGraphs(Untraced):
         middle = time.perf_counter()
         results, note = step.make(tensors)
         synchronize(device)
-        replay.last, replay.rounds = self._round, replay.rounds + 1
+        was_equal, replay.compared = replay.compared, True
         self._gain = max(self._gain, time.perf_counter() - middle - (middle - begin))
         pairs = [*zip(replayed, results, strict=False), *zip(copies, tensors, strict=True)]
         pairs += zip(drawn, _randomness(tensors), strict=False)
@@ -267,7 +280,7 @@ class StepGraphs(Untraced):
         ):
             self._replays[step.key].remove(replay)
             replay.graph.unfit.add(step.key)
-            if replay.of_own_sizes:
+            if replay.of_own_sizes or was_equal:
                 self.give_up("its graph gives other values than the step")
         return results, note
 
@@ -328,6 +341,8 @@ def tensors_in(tree: Any) -> list[Tensor]:
     """Return the tensors that nested containers hold, in their order."""
     if not tree:
         return []
+    if type(tree) is list and all(type(each) is Tensor for each in tree):
+        return list(tree)
     found: list[Tensor] = []
     apply_to_collection(tree, Tensor, found.append)
     return found

@@ -116,10 +116,9 @@ class ClientStack(Untraced):
         self._deferrable = self._weights_of_linear_layers() if defers else []
         rest = [*module.named_parameters(), *module.named_buffers()] if graphs is not None else []
         self.shared = _homes(module, {tensor: name for name, tensor in rest if name not in live})
-        self.form = tuple(
-            (tensor.shape, tensor.dtype, tensor.requires_grad)
-            for tensor in (*live.values(), *(table[key] for table, key, _ in self.shared))
-        )
+        tensors = [*live.values(), *(table[key] for table, key, _ in self.shared)]
+        form = tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors)
+        self.form = 0 if graphs is None else graphs.number_of(form)
         self._captures = Captures(None) if graphs is None else graphs.captures
         self.values = {name: self._captures.place(name, value, count) for name, value in live.items()}
         self.leaves = {
@@ -297,8 +296,12 @@ class ClientStack(Untraced):
         total: Tensor | None = None
         for part, replay in found:
             losses, gradients, values = part.replayed(replay)
-            for (name, of_change), gradient in gradients.items():
-                part.give(deferred[name].change if of_change else self.leaves[name], gradient)
+            part.give(
+                {
+                    deferred[name].change if of_change else self.leaves[name]: gradient
+                    for (name, of_change), gradient in gradients.items()
+                }
+            )
             total = losses.sum() if total is None else total + losses.sum()
             if len(found) > 1:
                 # Captured steps share memory, so that another part's may overwrite them.
@@ -574,19 +577,22 @@ class _Part:
                 self._stack.values[name].index_copy_(0, self._rows, self._named[name])
             _put_back(self._stack.round_state, self._rows, self._state)
 
-    @torch.no_grad()
-    def give(self, leaf: Tensor, gradient: Tensor) -> None:
-        """Make a gradient of these clients' part of the leaf's."""
-        if len(gradient) == len(leaf):
-            leaf.grad = gradient
+    def give(self, gradients: Mapping[Tensor, Tensor]) -> None:
+        """Make gradients of these clients' part of the leaves'."""
+        count = self._stack.active
+        if len(self.places.numbers) == count:
+            for leaf, gradient in gradients.items():
+                leaf.grad = gradient
             return
-        if leaf.grad is None:
-            # Another form of batch may leave a parameter out.
-            leaf.grad = torch.zeros_like(leaf)
-        if self._rows is None:
-            leaf.grad[self._chosen] = gradient
-        else:
-            leaf.grad.index_copy_(0, self._rows, gradient)
+        with torch.no_grad():
+            for leaf, gradient in gradients.items():
+                if leaf.grad is None:
+                    # Another form of batch may leave a parameter out.
+                    leaf.grad = gradient.new_zeros(leaf.shape)
+                if self._rows is None:
+                    leaf.grad[self._chosen] = gradient
+                else:
+                    leaf.grad.index_copy_(0, self._rows, gradient)
 
     def find(self, graphs: StepGraphs) -> Callable[[], Results] | None:
         """Return what makes the clients' step by its graph, if there is one."""

@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
 from lightning_lowrank.data import Digits
 from lightning_lowrank.data.images import TensorImages, collate_images
 from lightning_lowrank.federated.data import blocks
 from lightning_lowrank.federated.data.blocks import BlockReader, Request
 from lightning_lowrank.federated.data.loader import Requests, SeededBatches, batch_reader
+from lightning_lowrank.federated.randomness import seed_process
 
 IMAGES = torch.randn(100, 2, 8, generator=torch.Generator().manual_seed(0))
 LABELS = torch.arange(100)
@@ -145,6 +146,28 @@ def test_what_draws_or_pads_is_never_read_in_blocks(monkeypatch):
     for dataset, collate in ((Padded(IMAGES, LABELS), pads), (augmented.train_set, collate_images)):
         for batch, expected in zip(*through_loader(dataset, collate), strict=True):
             assert torch.equal(batch, expected) if isinstance(batch, Tensor) else torch.equal(batch[0], expected[0])
+
+
+def test_rows_of_tensors_are_gathered_through_subsets_as_the_dataset_gives_them():
+    pixels = torch.randint(256, (100, 1, 8, 8), dtype=torch.uint8)
+    images = TensorImages(pixels, LABELS, [0.5], [0.25])
+    augmented = TensorImages(pixels, LABELS, [0.5], [0.25], crop_padding=2, mirror=True)
+    for dataset, collate in (
+        (Subset(TensorDataset(IMAGES, LABELS), range(99, 9, -1)), default_collate),
+        (Subset(images, range(10, 100)), default_collate),
+        (Subset(Subset(images, range(5, 100)), range(90)), collate_images),
+        (Subset(augmented, range(10, 100)), collate_images),
+    ):
+        for request in (Request(np.array([3, 80, 3, 0, 41]), seed=7), Request(np.array([5]), seed=8)):
+            found = SeededBatches(dataset, collate).__getitems__(request)
+            seed_process(request.seed)
+            expected = collate(dataset.__getitems__(request.indices.tolist()))
+            assert_same(found, expected)
+
+
+def test_images_of_a_subset_are_read_in_blocks():
+    images = TensorImages(torch.randint(256, (100, 1, 8, 8), dtype=torch.uint8), LABELS, [0.5], [0.25])
+    assert SeededBatches(Subset(images, range(90)), collate_images)._in_blocks
 
 
 @pytest.mark.parametrize("of", ["tensors", "images", "own numbers"])

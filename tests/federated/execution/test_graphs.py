@@ -224,6 +224,27 @@ def test_a_graph_that_gives_other_values_is_dropped(tmp_path, counted, monkeypat
     assert counted["reasons"] == ["its graph gives other values than the step"]
 
 
+def test_a_graph_that_gives_other_values_later_on_is_dropped(tmp_path, counted, monkeypatch):
+    longer = {"trainer": {"max_epochs": 4}}
+    expected = without(tmp_path, **longer)
+    original = graphs.tracing.Traced.replay
+    used: list[int] = []
+
+    def replay(self, sizes):
+        run = original(self, sizes)
+
+        def spoiled(tensors):
+            used.append(1)
+            return [value + 1 if len(used) > 12 else value for value in run(tensors)]
+
+        return spoiled
+
+    monkeypatch.setattr(graphs.tracing.Traced, "replay", replay)
+    with pytest.raises(AssertionError):
+        assert_same(ends(tmp_path, **longer), expected)
+    assert counted["reasons"] == ["its graph gives other values than the step"]
+
+
 class Listener(pl.Callback):
     def on_before_backward(self, trainer, pl_module, loss):
         pass
