@@ -405,6 +405,31 @@ def evaluate_everything(trainer: Any) -> None:
     trainer._accelerator_connector.use_distributed_sampler = False
 
 
+def logged_mean(trainer: Any, name: str) -> Any:
+    """Return what holds a mean over the epoch that training steps have begun to log, and nobody looks at before.
+
+    Its ``forward(value, batch_size)`` adds to it, in any stage.
+
+    Args:
+        trainer: The trainer.
+        name: What it is logged as.
+
+    Returns:
+        ``None`` if it is not a plain mean of this epoch, or not known to be.
+    """
+    if missing(trainer, "fit_loop.epoch_loop._results.get"):
+        return None
+    metric = trainer.fit_loop.epoch_loop._results.get(f"training_step.{name}")
+    meta: Any = getattr(metric, "meta", None)
+    wanted = {"on_epoch": True, "on_step": False, "is_mean_reduction": True, "enable_graph": False}
+    if any(getattr(meta, each, None) is not value for each, value in wanted.items()):
+        return None
+    of_this_epoch = getattr(metric, "has_reset", True) is False
+    return (
+        metric if of_this_epoch and not missing(metric, "forward") and not getattr(meta.sync, "should", True) else None
+    )
+
+
 def pool_training_results(trainer: Any, gather: Callable[[Any], Sequence[Any]]) -> None:
     """Bring together, in every process, what all of them logged in the steps of an epoch, to be reduced over it.
 

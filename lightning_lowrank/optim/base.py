@@ -95,19 +95,13 @@ class ProjectedOptimizer(Optimizer, ABC):
             )
         super().load_state_dict(state_dict)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, or set them to zero, as torch's optimizers do; those of deferred steps are dropped."""
-        super().zero_grad(set_to_none)
-        for _, deferred in self._deferred.values():
-            deferred.change.grad = None
-
     def defer(self, parameters: Iterable[Tensor]) -> list[tuple[Tensor, Deferred]]:
         """Keep the next steps of some weights apart from them, where that is possible, until :meth:`fold`.
 
         Whoever runs the forward pass computes with ``W + C Pᵀ`` in place of each weight that is returned, and has the
-        gradient of ``C`` in ``C.grad``, and none in ``W.grad``, when :meth:`step` is called. Steps are the same up to
-        rounding. Possible are random subspaces, for matrices without weight decay, except at a step that refreshes
-        them; the changes of other weights are folded.
+        gradient of ``C`` in ``C.grad``, and none in ``W.grad``, when :meth:`step` is called, which drops it. Steps are
+        the same up to rounding. Possible are random subspaces, for matrices without weight decay, except at a step that
+        refreshes them; the changes of other weights are folded.
 
         Args:
             parameters: Parameters of this optimizer. Nothing may look at their values or gradients meanwhile.
@@ -175,11 +169,11 @@ class ProjectedOptimizer(Optimizer, ABC):
                 del self.state[parameter]
 
     def _gradient_of_change(self, index: int, parameter: Tensor) -> Tensor | None:
-        """Return the gradient of a weight's deferred change, if it has one."""
+        """Take the gradient of a weight's deferred change, if it has one."""
         known = self._deferred.get(index)
         if known is None or known[0] is not self.state.get(parameter, {}).get(CHANGE):
             return None
-        gradient = known[1].change.grad
+        gradient, known[1].change.grad = known[1].change.grad, None
         if parameter.grad is not None:
             raise RuntimeError(
                 "a weight whose steps are deferred has a gradient of its own: something has computed with it, and not"

@@ -25,7 +25,7 @@ from lightning_lowrank import (
     MatrixProduct,
 )
 from lightning_lowrank.aggregation import LoRAA2
-from lightning_lowrank.federated.execution import choice, graphs, memory
+from lightning_lowrank.federated.execution import choice, graphs, memory, stack
 from lightning_lowrank.internals import direct_steps
 from tests.algorithms.methods import LOW_RANK, METHODS
 from tests.helpers import Data, Module, assert_same, fit, network, trainer, weights
@@ -239,3 +239,54 @@ def test_a_round_waits_where_it_begins_and_ends(tmp_path, counted):
     found = {name: count for name, count in rounds.found[5].items() if name.startswith(device.SYNC)}
     # Whether the module is what it was shown; whether what clients sent is finite, and the new model.
     assert sum(found.values()) <= 5, found
+
+
+class Losses(pl.Callback):
+    """Keeps the epoch's mean that training steps log."""
+
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.found.append(float(trainer.callback_metrics["train_loss"]))
+
+
+CUT = {"max_steps": 8, "val_check_interval": 2, "limit_val_batches": 1}
+
+
+@pytest.mark.parametrize("kept", [3, 10_000])
+@pytest.mark.parametrize("settings", [{}, CUT], ids=["whole", "cut"])
+def test_means_over_the_epoch_are_added_up_at_the_end(tmp_path, monkeypatch, kept, settings):
+    monkeypatch.setattr(stack, "_MOST_KEPT", kept)
+    add, ends = stack.LateLogs.add, []
+    for late in (True, False):
+        added = []
+
+        def counting(self, *given, late=late, added=added):
+            added.append(late and add(self, *given))
+            return added[-1]
+
+        monkeypatch.setattr(stack.LateLogs, "add", counting)
+        losses = Losses()
+        loop = loop_of(FedAvg(), UNEVEN, execution="vectorized")
+        fit(trainer(tmp_path, loop, losses, **{"max_epochs": 3, "limit_val_batches": 0, **settings}), Module(), Data())
+        ends.append(losses.found)
+        # An epoch's first value is logged at once.
+        assert not added[0]
+        assert (added.count(True) > 3) is late
+    assert ends[0] == pytest.approx(ends[1], rel=1e-5)
+
+
+def test_what_each_step_shows_is_logged_in_it(tmp_path, monkeypatch):
+    class Shown(Module):
+        def training_step(self, batch, batch_idx):
+            loss = self.loss(batch)
+            self.log("train_loss", loss, on_step=True, on_epoch=True)
+            return loss
+
+    added = []
+    add = stack.LateLogs.add
+    monkeypatch.setattr(stack.LateLogs, "add", lambda self, *given: added.append(add(self, *given)) or added[-1])
+    fitted(tmp_path, loop_of(execution="vectorized"), module=Shown())
+    assert added
+    assert not any(added)

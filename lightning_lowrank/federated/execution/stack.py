@@ -37,6 +37,7 @@ from lightning_lowrank.federated.execution.traces import Unmapped, Untraced, Wat
 from lightning_lowrank.federated.objective import loss_of
 from lightning_lowrank.federated.optimizers import fresh_state, is_shared
 from lightning_lowrank.federated.state import State
+from lightning_lowrank.internals.lightning import logged_mean
 from lightning_lowrank.internals.torch import is_mapped, own_buffers, own_parameters
 from lightning_lowrank.internals.tracing import Untraceable
 from lightning_lowrank.optim import ProjectedOptimizer
@@ -45,6 +46,8 @@ from lightning_lowrank.optim.deferred import Deferred, DeferredSteps
 Parts = Sequence[tuple[Places, Any]]
 Stacks = tuple[dict[str, Tensor], dict[str, Tensor], State, Any]
 Run = Callable[[dict[str, Tensor], dict[str, Tensor], State, Any], tuple[Tensor, dict[str, Tensor]]]
+
+_MOST_KEPT = 4096
 
 Objective = Callable[[Mapping[str, Tensor], State, Any, Callable[[], Any]], Any]
 """Runs one client's objective, given its values by name, its round state, its batch, and its training step."""
@@ -120,6 +123,9 @@ class ClientStack(Untraced):
         form = tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors)
         self.form = 0 if graphs is None else graphs.number_of(form)
         self._captures = Captures(None) if graphs is None else graphs.captures
+        self.late_logs: LateLogs | None = None
+        if self.device.type != "cpu":
+            self.late_logs = LateLogs(trainer, copies=self._captures.recorder is not None)
         self.values = {name: self._captures.place(name, value, count) for name, value in live.items()}
         self.leaves = {
             name: self.values[name].detach().requires_grad_() for name, value in live.items() if value.requires_grad
@@ -271,7 +277,7 @@ class ClientStack(Untraced):
             logged.add(values, places.samples)
         if mapped:
             self._watch.after_step()
-        logged.log(self._module)
+        logged.log(self._module, self.late_logs)
         assert total is not None
         return total
 
@@ -307,7 +313,7 @@ class ClientStack(Untraced):
                 # Captured steps share memory, so that another part's may overwrite them.
                 values = {name: value.clone() for name, value in values.items()}
             logged.add(values, part.places.samples)
-        logged.log(self._module)
+        logged.log(self._module, self.late_logs)
         return total
 
     def _tell_of_unequal(self, parts: Parts) -> None:
@@ -514,8 +520,10 @@ class _Logged:
         for name, value in values.items():
             self._values.setdefault(name, []).append((value, samples))
 
-    def log(self, module: pl.LightningModule) -> None:
+    def log(self, module: pl.LightningModule, late: LateLogs | None) -> None:
         for name, entries in self._values.items():
+            if late is not None and late.add(name, entries):
+                continue
             samples = sum(len(value) * size for value, size in entries)
             sums = [value.sum() * size for value, size in entries]
             if sums[0].dtype not in (torch.float32, torch.float64):
@@ -523,6 +531,46 @@ class _Logged:
                 sums.insert(0, torch.zeros(()))
             mean = functools.reduce(operator.add, sums) / samples
             module.log(name, mean, **{**self.settings[name], "batch_size": samples})
+
+
+class LateLogs:
+    """What steps log of which only the mean over the epoch is seen: kept on an accelerator, and added up together.
+
+    Args:
+        trainer: The trainer.
+        copies: Whether values are overwritten by the next step.
+    """
+
+    def __init__(self, trainer: Any, copies: bool) -> None:
+        self._trainer = trainer
+        self._copies = copies
+        self._kept: dict[str, list[tuple[Tensor, int]]] = {}
+
+    def add(self, name: str, entries: Sequence[tuple[Tensor, int]]) -> bool:
+        """Keep clients' values and the samples of each; return whether that can be done."""
+        kept = self._kept.get(name)
+        if kept is None:
+            if logged_mean(self._trainer, name) is None:
+                return False
+            kept = self._kept[name] = []
+        kept += [(value.clone() if self._copies else value, size) for value, size in entries]
+        if len(kept) >= _MOST_KEPT:
+            self._log(name)
+        return True
+
+    def log(self) -> None:
+        """Log what has been kept."""
+        for name in list(self._kept):
+            self._log(name)
+
+    def _log(self, name: str) -> None:
+        entries = self._kept.pop(name)
+        sizes = torch.tensor([float(size) for value, size in entries for _ in range(len(value))])
+        values = torch.cat([value for value, _ in entries]).to(torch.promote_types(entries[0][0].dtype, torch.float32))
+        samples = sum(len(value) * size for value, size in entries)
+        weights = (sizes / samples).to(values, non_blocking=True)
+        metric = logged_mean(self._trainer, name)
+        metric.forward((values * weights).sum(), samples)
 
 
 class _Part:

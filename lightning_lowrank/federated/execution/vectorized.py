@@ -168,6 +168,8 @@ class Vectorized(Execution):
     def close(self) -> dict[int, Exception]:
         """Hand over what the clients send."""
         assert self._stack is not None
+        if self._stack.late_logs is not None:
+            self._stack.late_logs.log()
         self._stack.fold()
         self._keep_moments(0)
         if self._stack.keep_values():
