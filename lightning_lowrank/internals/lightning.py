@@ -424,10 +424,9 @@ def logged_mean(trainer: Any, name: str) -> Any:
     wanted = {"on_epoch": True, "on_step": False, "is_mean_reduction": True, "enable_graph": False}
     if any(getattr(meta, each, None) is not value for each, value in wanted.items()):
         return None
-    of_this_epoch = getattr(metric, "has_reset", True) is False
-    return (
-        metric if of_this_epoch and not missing(metric, "forward") and not getattr(meta.sync, "should", True) else None
-    )
+    if getattr(metric, "has_reset", True) or getattr(meta.sync, "should", True) or missing(metric, "forward", "value"):
+        return None
+    return metric
 
 
 def pool_training_results(trainer: Any, gather: Callable[[Any], Sequence[Any]]) -> None:

@@ -277,6 +277,65 @@ def test_means_over_the_epoch_are_added_up_at_the_end(tmp_path, monkeypatch, kep
     assert ends[0] == pytest.approx(ends[1], rel=1e-5)
 
 
+class Shaped(Module):
+    """Logs a loss of shape [1], a whole number and a number of Python's."""
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        shown = {"train_loss": loss.view(1), "whole": (batch[0][:, 0] > 0).sum(), "number": 2.5}
+        for name, value in shown.items():
+            self.log(name, value, on_step=False, on_epoch=True)
+        return loss
+
+
+class Means(pl.Callback):
+    """Keeps the epoch's means of what `Shaped` logs."""
+
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.found += [float(trainer.callback_metrics[name]) for name in ("train_loss", "whole", "number")]
+
+
+def test_means_of_any_form_are_added_up(tmp_path):
+    ends = []
+    for late in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            if not late:
+                patch.setattr(stack.LateLogs, "add", lambda *given: False)
+            means, loop = Means(), loop_of(FedAvg(), UNEVEN, execution="vectorized")
+            fit(trainer(tmp_path, loop, means, limit_val_batches=0, max_epochs=2), Shaped(), Data())
+            ends.append(means.found)
+    assert ends[0] == pytest.approx(ends[1], rel=1e-5)
+    assert ends[0][2] == pytest.approx(2.5)
+
+
+def test_what_a_dropped_chunk_has_logged_counts(tmp_path):
+    failed: list[bool] = []
+
+    class Failing(Module):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 2 and self.current_epoch == 1 and not failed:
+                failed.append(True)
+                raise ValueError("a sample that cannot be used")
+            return super().training_step(batch, batch_idx)
+
+    ends = []
+    for late in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            if not late:
+                patch.setattr(stack.LateLogs, "add", lambda *given: False)
+            failed.clear()
+            losses = Losses()
+            loop = loop_of(FedAvg(), UNEVEN, execution="vectorized", chunk_size=2)
+            made = trainer(tmp_path, loop, losses, limit_val_batches=0, max_epochs=2)
+            fit(made, Failing(), Data())
+            assert made.callback_metrics["federated/failed"] == 2
+            ends.append(losses.found)
+    assert ends[0] == pytest.approx(ends[1], rel=1e-5)
+
+
 def test_what_each_step_shows_is_logged_in_it(tmp_path, monkeypatch):
     class Shown(Module):
         def training_step(self, batch, batch_idx):

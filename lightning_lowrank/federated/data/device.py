@@ -111,6 +111,11 @@ class Source(NamedTuple):
     rows: Rows
     chosen: np.ndarray | None
 
+    @property
+    def draws(self) -> bool:
+        """Whether something is drawn for a batch."""
+        return self.rows.draw(1, torch.Generator()) is not None
+
     def rows_of(self, samples: np.ndarray) -> np.ndarray:
         """Return the rows of samples."""
         return samples if self.chosen is None else self.chosen[samples]

@@ -83,14 +83,17 @@ class SeededBatches(Dataset):
         self.dataset = dataset
         self.collate = collate
         self._change = change
-        self._source = source_of(dataset, collate)
-        # A batch of no samples draws nothing, but says whether others do.
-        gathered = self._source is not None and self._source.rows.draw(0, None) is None
+        self.begin()
+
+    def begin(self) -> None:
+        """Look where the samples lie, as a round begins: the indices of a subset may have changed."""
+        self._source = source_of(self.dataset, self.collate)
+        gathered = self._source is not None and not self._source.draws
         self._deterministic = gathered or (
-            getattr(dataset, "deterministic", False)
-            and (collate is default_collate or getattr(collate, "deterministic", False))
+            getattr(self.dataset, "deterministic", False)
+            and (self.collate is default_collate or getattr(self.collate, "deterministic", False))
         )
-        self._in_blocks = gathered or (self._deterministic and getattr(collate, "sample_by_sample", False))
+        self._in_blocks = gathered or (self._deterministic and getattr(self.collate, "sample_by_sample", False))
 
     def __getitems__(self, request: Request | Requests) -> Any:
         return self._stacked(request) if isinstance(request, Requests) else self._read(request)
@@ -303,6 +306,7 @@ class RoundLoader:
             # Other draws than those of the step.
             self._randomness.open(derive_seed(seed, "read") if self._randomness.has_device else None)
             if not reading:
+                self.batches.begin()
                 reading.append(self._read_requests())
             try:
                 batch = next(reading[0])

@@ -75,7 +75,7 @@ class WholeBatches:
     def _on_device(self, loader: DataLoader) -> Callable[..., list[Tensor]] | None:
         """Return what makes a loader's batches on the device, if its samples are kept there and nothing is drawn."""
         data, source = self._device_data, source_of(loader.dataset, loader.collate_fn)
-        if data is None or source is None or source.rows.draw(1, torch.Generator()) is not None:
+        if data is None or source is None or source.draws:
             return None
         if data.where(source)[0] != "device":
             return None

@@ -249,15 +249,14 @@ def close(one: Tensor, two: Tensor) -> bool:
     """Return whether two tensors are equal up to rounding; integers are to be equal."""
     if one.shape != two.shape or one.dtype != two.dtype:
         return False
-    tolerance = _TOLERANCE if one.is_floating_point() else 0.0
-    scale = 0.0
-    if tolerance and two.numel():
-        largest = torch.linalg.vector_norm(two.flatten(), torch.inf)
-        if bool(largest.isfinite()):
-            # A difference that is not a number is not at most that.
-            return bool(torch.linalg.vector_norm((one - two).flatten(), torch.inf) <= tolerance * largest)
-        scale = float(two.abs().nan_to_num(0, 0, 0).max())
-    return torch.allclose(one, two, rtol=tolerance, atol=tolerance * scale, equal_nan=one.is_floating_point())
+    if not one.is_floating_point() or not one.numel():
+        return torch.equal(one, two)
+    largest = torch.linalg.vector_norm(two.flatten(), torch.inf)
+    if largest.isfinite():
+        # A difference that is not a number is not at most that.
+        return bool(torch.linalg.vector_norm((one - two).flatten(), torch.inf) <= _TOLERANCE * largest)
+    scale = float(two.abs().nan_to_num(0, 0, 0).max())
+    return torch.allclose(one, two, rtol=_TOLERANCE, atol=_TOLERANCE * scale, equal_nan=True)
 
 
 def _storage(tensor: Tensor) -> int:

@@ -74,11 +74,13 @@ class _Graph:
     last: int = -1
 
     def is_due(self, round_number: int) -> bool:
-        """Count a round in which it is used, and return whether its results are to be compared in it."""
-        if self.last == round_number:
-            return False
-        self.last, self.rounds = round_number, self.rounds + 1
-        return self.rounds & (self.rounds - 1) == 0
+        """Return whether its results are still to be compared in a round: the first, second, fourth … that uses it."""
+        return self.last != round_number and self.rounds & (self.rounds + 1) == 0
+
+    def count(self, round_number: int) -> None:
+        """Count a round in which it is used."""
+        if self.last != round_number:
+            self.last, self.rounds = round_number, self.rounds + 1
 
 
 @dataclass
@@ -162,6 +164,7 @@ class StepGraphs(Untraced):
         replay = found
         if replay.graph.is_due(self._round) or not replay.compared:
             return lambda: self._compared(replay, step)
+        replay.graph.count(self._round)
         return lambda: (replay.run(step.tensors), replay.graph.note)
 
     def _make(self, step: Step) -> _Replay | None:
@@ -269,6 +272,7 @@ class StepGraphs(Untraced):
         middle = time.perf_counter()
         results, note = step.make(tensors)
         synchronize(device)
+        replay.graph.count(self._round)
         was_equal, replay.compared = replay.compared, True
         self._gain = max(self._gain, time.perf_counter() - middle - (middle - begin))
         pairs = [*zip(replayed, results, strict=False), *zip(copies, tensors, strict=True)]

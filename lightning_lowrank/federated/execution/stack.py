@@ -47,10 +47,11 @@ Parts = Sequence[tuple[Places, Any]]
 Stacks = tuple[dict[str, Tensor], dict[str, Tensor], State, Any]
 Run = Callable[[dict[str, Tensor], dict[str, Tensor], State, Any], tuple[Tensor, dict[str, Tensor]]]
 
-_MOST_KEPT = 4096
-
 Objective = Callable[[Mapping[str, Tensor], State, Any, Callable[[], Any]], Any]
 """Runs one client's objective, given its values by name, its round state, its batch, and its training step."""
+
+_MOST_KEPT = 4096
+"""Values of clients that are kept of what is logged, before they are added up."""
 
 
 def _homes(module: nn.Module, names: Mapping[Tensor, str]) -> list[tuple[MutableMapping[str, Any], str, str]]:
@@ -544,16 +545,19 @@ class LateLogs:
     def __init__(self, trainer: Any, copies: bool) -> None:
         self._trainer = trainer
         self._copies = copies
-        self._kept: dict[str, list[tuple[Tensor, int]]] = {}
+        self._kept: dict[str, tuple[Any, list[tuple[Tensor, int]]]] = {}
 
     def add(self, name: str, entries: Sequence[tuple[Tensor, int]]) -> bool:
         """Keep clients' values and the samples of each; return whether that can be done."""
-        kept = self._kept.get(name)
-        if kept is None:
-            if logged_mean(self._trainer, name) is None:
+        if any(value.numel() != len(value) for value, _ in entries):
+            return False
+        if name not in self._kept:
+            metric = logged_mean(self._trainer, name)
+            if metric is None:
                 return False
-            kept = self._kept[name] = []
-        kept += [(value.clone() if self._copies else value, size) for value, size in entries]
+            self._kept[name] = metric, []
+        _, kept = self._kept[name]
+        kept += [(value.flatten().clone() if self._copies else value.flatten(), size) for value, size in entries]
         if len(kept) >= _MOST_KEPT:
             self._log(name)
         return True
@@ -564,13 +568,13 @@ class LateLogs:
             self._log(name)
 
     def _log(self, name: str) -> None:
-        entries = self._kept.pop(name)
+        metric, entries = self._kept.pop(name)
         sizes = torch.tensor([float(size) for value, size in entries for _ in range(len(value))])
         values = torch.cat([value for value, _ in entries]).to(torch.promote_types(entries[0][0].dtype, torch.float32))
         samples = sum(len(value) * size for value, size in entries)
         weights = (sizes / samples).to(values, non_blocking=True)
-        metric = logged_mean(self._trainer, name)
-        metric.forward((values * weights).sum(), samples)
+        # A number of Python's is logged from the CPU.
+        metric.forward((values * weights).sum().to(metric.value.device), samples)
 
 
 class _Part:
@@ -627,8 +631,7 @@ class _Part:
 
     def give(self, gradients: Mapping[Tensor, Tensor]) -> None:
         """Make gradients of these clients' part of the leaves'."""
-        count = self._stack.active
-        if len(self.places.numbers) == count:
+        if len(self.places.numbers) == self._stack.active:
             for leaf, gradient in gradients.items():
                 leaf.grad = gradient
             return
@@ -636,7 +639,7 @@ class _Part:
             for leaf, gradient in gradients.items():
                 if leaf.grad is None:
                     # Another form of batch may leave a parameter out.
-                    leaf.grad = gradient.new_zeros(leaf.shape)
+                    leaf.grad = torch.zeros_like(leaf)
                 if self._rows is None:
                     leaf.grad[self._chosen] = gradient
                 else:

@@ -3,18 +3,21 @@
 from collections.abc import Callable
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
+from lightning_lowrank import FedAvg, FederatedLoop, FromIndices
 from lightning_lowrank.data import Digits
 from lightning_lowrank.data.images import TensorImages, collate_images
 from lightning_lowrank.federated.data import blocks
 from lightning_lowrank.federated.data.blocks import BlockReader, Request
 from lightning_lowrank.federated.data.loader import Requests, SeededBatches, batch_reader
 from lightning_lowrank.federated.randomness import seed_process
+from tests.helpers import Module, trainer
 
 IMAGES = torch.randn(100, 2, 8, generator=torch.Generator().manual_seed(0))
 LABELS = torch.arange(100)
@@ -163,6 +166,26 @@ def test_rows_of_tensors_are_gathered_through_subsets_as_the_dataset_gives_them(
             seed_process(request.seed)
             expected = collate(dataset.__getitems__(request.indices.tolist()))
             assert_same(found, expected)
+
+
+def test_indices_of_a_subset_that_change_between_rounds_are_followed(tmp_path):
+    seen: list[int] = []
+
+    class Seeing(Module):
+        def training_step(self, batch, batch_idx):
+            seen.extend(batch[1].tolist())
+            return super().training_step([batch[0], batch[1] % 3], batch_idx)
+
+    class Swapping(pl.Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            subset.indices[:] = range(8, 16)
+
+    subset = Subset(TensorDataset(torch.randn(16, 6), torch.arange(16)), list(range(8)))
+    loop = FederatedLoop(FedAvg(), partition=FromIndices([range(4), range(4, 8)]), summary=False)
+    module, loader = Seeing(), DataLoader(subset, batch_size=4)
+    trainer(tmp_path, loop, Swapping(), max_epochs=2, limit_val_batches=0).fit(module, loader)
+    assert sorted(seen[:8]) == list(range(8))
+    assert sorted(seen[8:]) == list(range(8, 16))
 
 
 def test_images_of_a_subset_are_read_in_blocks():
