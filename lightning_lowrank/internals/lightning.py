@@ -292,7 +292,10 @@ def pad_epochs(
         "batch_progress.current.processed",
         "batch_progress.increment_processed",
         "update_lr_schedulers",
+        "restarted_on_last",
         "val_loop.restarting",
+        "val_loop.restarted_mid_evaluation",
+        "val_loop.increment_progress_to_evaluation_end",
         "_broadcast_sigterm_tensor",
         "_num_ready_batches_reached",
         "_should_check_val_fx",
@@ -305,7 +308,10 @@ def pad_epochs(
     def advance_padded(data_fetcher: Any) -> None:
         progress, current = loop.batch_progress, loop.batch_progress.current
         done, fetched = current.processed, data_fetcher.fetched
-        if (loop.restarting and loop._should_check_val_fx(data_fetcher)) or not without_batch():
+        # Before an epoch's first batch, Lightning takes a validation for due as well.
+        validates = loop.restarting and loop._should_check_val_fx(data_fetcher)
+        goes_on = validates and (loop.val_loop.restarted_mid_evaluation or loop.restarted_on_last)
+        if goes_on or not without_batch():
             try:
                 advance(data_fetcher)
                 return
@@ -318,6 +324,8 @@ def pad_epochs(
                 data_fetcher.fetched += 1
                 data_fetcher.done = data_fetcher.fetched >= data_fetcher.length
         else:
+            if validates:
+                loop.val_loop.increment_progress_to_evaluation_end()
             loop.val_loop.restarting = False
             if trainer.world_size > 1:
                 loop._broadcast_sigterm_tensor()

@@ -287,6 +287,26 @@ def test_resume_goes_on_with_budget_clip_and_cohorts(tmp_path, secure):
 
 
 @pytest.mark.slow
+def test_resume_before_a_round_in_which_nobody_was_drawn(tmp_path):
+    def made():
+        return loop_of(FedAvgM(), clients_per_round=2, seed=24), Module(small(), SGD)
+
+    loop, module = made()
+    keep = ModelCheckpoint(tmp_path, "{epoch}-{step}", save_top_k=-1, every_n_train_steps=1)
+    fit(trainer(tmp_path, loop, keep, max_epochs=4), module, Data(blobs(40), batch_size=4))
+    cohorts = [len(loop.data.planner.plan(number).clients) for number in range(4)]
+    assert cohorts[2] == 0 < min(cohorts[1], cohorts[3])
+    files = sorted(tmp_path.glob("epoch=1-*.ckpt"))
+    # Two batches of each client; the last file is of the round's end.
+    assert len(files) == 2 * cohorts[1]
+    for file in files:
+        again, other = made()
+        fit(trainer(tmp_path, again, max_epochs=4), other, Data(blobs(40), batch_size=4), ckpt_path=file)
+        assert_same(weights(module), weights(other))
+        assert again.coordinator.private.released == loop.coordinator.private.released
+
+
+@pytest.mark.slow
 def test_clients_noise_in_rounds(tmp_path):
     settings = {"sampling": "fixed", "noise_at": "clients", "clip": 0.01, "noise_multiplier": 50.0}
     found = []
