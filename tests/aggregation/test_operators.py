@@ -526,10 +526,29 @@ def test_lora_fair_gets_nearer_to_the_mean_of_products():
         assert not run(operator, zero).server.product().any()
 
 
-def test_lora_fair_says_that_factors_are_too_large():
-    pairs = [LowRankPair(torch.zeros(4, 2), torch.full((2, 3), 1e18))] * 2
-    with pytest.raises(ValueError, match=r"factors A has the norm 2\.4e\+18, too large for regularization=0\.01"):
+@pytest.mark.parametrize(
+    ("value", "norm"),
+    [
+        (1e18, r"2\.4e\+18"),
+        # A processor's rounding decides whether the pivot of one of these is positive.
+        (0.9e18, r"2\.2e\+18"),
+        (1.1e18, r"2\.7e\+18"),
+        (1.3e12, r"3\.2e\+12"),
+    ],
+)
+def test_lora_fair_says_that_factors_are_too_large(value, norm):
+    pairs = [LowRankPair(torch.zeros(4, 2), torch.full((2, 3), value))] * 2
+    with pytest.raises(ValueError, match=rf"factors A has the norm {norm}, too large for regularization=0\.01"):
         run(LoRAFair(), pairs)
+
+
+def test_lora_fair_takes_large_factors_that_are_independent_or_padded():
+    large = LowRankPair(torch.ones(4, 2), 1e6 * torch.eye(2, 3))
+    smaller = LowRankPair(torch.ones(4, 1), 1e6 * torch.eye(1, 3))
+    torch.testing.assert_close(run(LoRAFair(), [large, large]).server.product(), large.product())
+    # The second row of the mean is zero.
+    padded = LowRankPair(torch.cat([smaller.B, torch.zeros(4, 1)], 1), torch.cat([smaller.A, torch.zeros(1, 3)]))
+    torch.testing.assert_close(run(LoRAFair(), [smaller, padded]).server.product(), smaller.product())
 
 
 def test_colr_draws_an_orthonormal_factor_each_round():
