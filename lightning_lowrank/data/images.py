@@ -12,7 +12,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset, default_collate, get_worker_info
+
+from lightning_lowrank.internals.torch import written
+
+_MOST_KEPT = 2**28
 
 
 class ImageBatch:
@@ -83,6 +87,9 @@ class TensorImages(Dataset[tuple[Tensor, int]]):
     *global* generator when the batch is fetched: ``torch.manual_seed`` before the fetch fixes them (the federated loop
     seeds every batch that way), and each ``DataLoader`` worker has its own seed.
 
+    Without augmentation, rounds on a CPU keep up to 256 MiB of normalised images in memory, once they have read as many
+    samples as there are.
+
     Args:
         images: ``uint8`` pixels, ``(samples, channels, height, width)``.
         targets: Class indices, ``(samples,)``; kept as a ``LongTensor`` in the attribute of the same name.
@@ -139,6 +146,7 @@ class TensorImages(Dataset[tuple[Tensor, int]]):
         self.pixel_max = pixel_max
         self.crop_padding = crop_padding
         self.mirror = mirror
+        self.normalised = _Normalised()
         self.files: list[str] | None = None
         """Where each image came from, if that is known."""
 
@@ -165,6 +173,37 @@ class TensorImages(Dataset[tuple[Tensor, int]]):
         return _RowsOfImages(self) if type(self) is TensorImages else None
 
 
+class _Normalised:
+    """Images that are kept normalised, which takes four bytes for each of theirs."""
+
+    def __init__(self) -> None:
+        self._of: tuple[Any, ...] = ()
+        self._read = 0
+        self._images: Tensor | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Neither copies nor other processes get them.
+        return vars(_Normalised())
+
+    def of(self, images: TensorImages, samples: int) -> Tensor | None:
+        """Return all images, normalised, given how many samples are about to be read.
+
+        It is ``None`` for more than 256 MiB, in a worker of a loader, and until as many samples have been read as there
+        are.
+        """
+        if 4 * images.images.numel() > _MOST_KEPT or get_worker_info() is not None:
+            return None
+        parts = images.images, images.mean, images.std
+        # The tensors are held, so that no others have their addresses.
+        of = images.pixel_max, *map(id, parts), *map(written, parts), parts
+        if self._of[:-1] != of[:-1]:
+            self._of, self._read, self._images = of, 0, None
+        self._read += samples
+        if self._images is None and self._read > len(images):
+            self._images, _ = _RowsOfImages(images).make((images.images, images.targets), None)
+        return self._images
+
+
 class _RowsOfImages:
     """Makes batches of rows on any device: the `lightning_lowrank.federated.data.device.Rows` of `TensorImages`."""
 
@@ -188,6 +227,11 @@ class _RowsOfImages:
         if self._images.mirror:
             found.append((torch.rand(1, samples, generator=generator) < 0.5).long())
         return torch.cat(found) if len(found) > 1 else found[0] if found else None
+
+    def made(self, samples: int) -> list[Tensor] | None:
+        """Return normalised images and targets of which ``samples`` are read, where they are kept on the CPU."""
+        images = self._images.normalised.of(self._images, samples)
+        return None if images is None else [images, self._images.targets]
 
     def make(self, rows: Sequence[Tensor], draws: Tensor | None) -> list[Tensor]:
         """Return normalised and augmented images, and their targets."""

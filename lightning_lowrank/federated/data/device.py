@@ -84,6 +84,13 @@ class Rows(Protocol):
     def make(self, rows: Sequence[Tensor], draws: Tensor | None) -> list[Tensor]:
         """Return a batch of the gathered rows, on their device."""
 
+    def made(self, samples: int) -> Sequence[Tensor] | None:
+        """Return what `make` makes of all rows where nothing is drawn, if that is kept on the CPU.
+
+        Args:
+            samples: How many rows are about to be read.
+        """
+
 
 class _RowsOfTensors:
     """`Rows` of a `torch.utils.data.TensorDataset`."""
@@ -98,6 +105,9 @@ class _RowsOfTensors:
 
     def make(self, rows: Sequence[Tensor], draws: Tensor | None) -> list[Tensor]:
         return list(rows)
+
+    def made(self, samples: int) -> Sequence[Tensor]:
+        return self.tensors
 
 
 class Source(NamedTuple):

@@ -112,6 +112,9 @@ class SeededBatches(Dataset):
         if self._source is not None:
             rows, numbers = self._source.rows, torch.from_numpy(self._source.rows_of(request.indices))
             draws = rows.draw(len(numbers), None)
+            made = rows.made(len(numbers)) if draws is None else None
+            if made is not None:
+                return [gather(tensor, numbers.to(tensor.device)) for tensor in made]
             return rows.make([gather(tensor, numbers.to(tensor.device)) for tensor in rows.tensors], draws)
         indices = request.indices.tolist()
         fetch = getattr(self.dataset, "__getitems__", None)

@@ -1,5 +1,6 @@
 """Batches that are read in one go are those that are read one by one."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -217,3 +218,71 @@ def test_clients_that_step_together_read_in_blocks_what_they_read_step_by_step(o
         assert [places.numbers for places, _ in parts] == [places.numbers for places, _ in alone]
         for (_, batch), (_, same) in zip(parts, alone, strict=True):
             assert all(map(torch.equal, batch[:2], same[:2]))
+
+
+def digits(samples: int = 40, **arguments: int) -> TensorImages:
+    pixels = torch.randint(256, (samples, 1, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    return TensorImages(pixels, torch.arange(samples) % 10, [0.3], [0.7], **arguments)
+
+
+def read_all(images: TensorImages, times: int = 3) -> Tensor:
+    """Read all samples several times; return those of the last time."""
+    batches = SeededBatches(images, collate_images)
+    for _ in range(times):
+        batches.begin()
+        found = batches.__getitems__(Request(np.arange(len(images))[::-1].copy(), seed=0))[0]
+    return found.flip(0)
+
+
+def as_fetched(images: TensorImages) -> Tensor:
+    return images.__getitems__(range(len(images))).images
+
+
+def keeps(images: TensorImages) -> bool:
+    return images.normalised.of(images, 0) is not None
+
+
+def test_images_are_kept_normalised_once_as_many_have_been_read_as_there_are():
+    images = digits()
+    expected = as_fetched(images)
+    assert torch.equal(read_all(images, times=1), expected)
+    assert not keeps(images)
+    assert torch.equal(read_all(images, times=1), expected)
+    assert keeps(images)
+    found = read_all(images, times=1)
+    assert torch.equal(found, expected)
+    # A step may write into its batch.
+    found.zero_()
+    assert torch.equal(read_all(images), expected)
+    assert not keeps(copy.deepcopy(images))
+
+
+@pytest.mark.parametrize("change", ["pixels", "other pixels", "mean", "other std", "pixel_max"])
+def test_kept_images_are_those_of_the_pixels_and_constants_that_they_are_read_with(change):
+    images = digits()
+    before = read_all(images)
+    assert keeps(images)
+    if change == "pixels":
+        images.images[3] = 255 - images.images[3]
+    elif change == "other pixels":
+        images.images = 255 - images.images
+    elif change == "mean":
+        images.mean += 0.1
+    elif change == "other std":
+        images.std = images.std * 2
+    else:
+        images.pixel_max = 128
+    expected = as_fetched(images)
+    assert not torch.equal(expected, before)
+    assert torch.equal(read_all(images), expected)
+
+
+def test_images_are_not_kept_where_they_are_drawn_or_take_too_much_memory(monkeypatch):
+    drawn = digits(mirror=True)
+    read_all(drawn)
+    assert not keeps(drawn)
+    images = digits()
+    monkeypatch.setattr("lightning_lowrank.data.images._MOST_KEPT", 4 * images.images.numel() - 1)
+    expected = as_fetched(images)
+    assert torch.equal(read_all(images), expected)
+    assert not keeps(images)
