@@ -44,6 +44,13 @@ def monitors_of(trainer: Any) -> list[Monitor]:
     ]
 
 
+def judged_by(logged: Iterable[str], wanted: str | None, monitors: Iterable[Monitor]) -> str | None:
+    """Return which of the logged metrics a run is judged by: the one that is wanted, or monitored, or a usual one."""
+    known = set(logged)
+    names = [wanted] if wanted else [*(each.name for each in monitors), *USUAL]
+    return next((name for name in names if name in known), None)
+
+
 def by_name(name: str) -> bool | None:
     """Return whether a figure of this name is known to be better when higher; ``None`` where the name does not say.
 

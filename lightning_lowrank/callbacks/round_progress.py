@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from lightning_lowrank.arguments import listed
 from lightning_lowrank.configuration import check_choice
-from lightning_lowrank.direction import USUAL, direction, monitors_of
+from lightning_lowrank.direction import direction, judged_by, monitors_of
 from lightning_lowrank.internals.lightning import check_namespace
 
 _Form = Literal["auto", "bar", "lines", "none"]
@@ -183,8 +183,7 @@ class RoundProgress(Callback):
     def _observe(self, trainer: pl.Trainer) -> None:
         """Take the round's value of the monitored metric."""
         logged, monitors = trainer.callback_metrics, monitors_of(trainer)
-        wanted = [self.monitor] if self.monitor else [*(each.name for each in monitors), *USUAL]
-        name = next((each for each in wanted if each in logged), None)
+        name = judged_by(logged, self.monitor, monitors)
         if name is None:
             if self.monitor and not self._warned:
                 self._warned = True

@@ -45,6 +45,7 @@ from lightning_lowrank.callbacks.lowrank import LowRank
 from lightning_lowrank.callbacks.round_progress import RoundProgress
 from lightning_lowrank.cli import recipes
 from lightning_lowrank.cli.inspection import inspect_run, render
+from lightning_lowrank.cli.pictures import RoundPictures, shows_pictures
 from lightning_lowrank.cli.quiet import only_warnings
 from lightning_lowrank.cli.suggestions import with_suggestions
 from lightning_lowrank.federated.checks import check_callbacks, goes_on_from
@@ -296,7 +297,8 @@ class LowRankCLI(SubcommandCLI):
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """Put the two callbacks before all others, which may read weights, and have checkpoints written whole.
 
-        A federated run gets `RoundProgress`. Where it is not shown, it still keeps the best figure in checkpoints.
+        A federated run gets `RoundProgress`. Where it is not shown, it still keeps the best figure in checkpoints. If
+        one of its loggers shows images, it gets `RoundPictures`.
         """
         section = _section(self.config_init)
         others = section["trainer"].get("callbacks") or []
@@ -310,6 +312,10 @@ class LowRankCLI(SubcommandCLI):
         if section.get("federated") is not None and not any(isinstance(each, RoundProgress) for each in others):
             shown = not self.quiet and section["trainer"].get("enable_progress_bar") is not False
             others = [*others, RoundProgress(form="auto" if shown else "none")]
+        logger = kwargs.get("logger", section["trainer"].get("logger"))
+        draws = any(isinstance(each, RoundPictures) for each in others)
+        if section.get("federated") is not None and shows_pictures(logger) and not draws:
+            others = [*others, RoundPictures()]
         trainer = super().instantiate_trainer(callbacks=[*own, *others], **kwargs)
         install(trainer)
         return trainer

@@ -50,6 +50,8 @@ class Across:
 ROUNDS = Across(None, "round")
 BYTES = Across("comm/total_bytes", "bytes sent up and down", "B")
 SECONDS = Across("system/seconds", "simulated seconds", "s")
+SHOWN = {ROUNDS: "rounds", BYTES: "bytes", SECONDS: "seconds"}
+"""What runs are drawn against, and the names of the files."""
 
 
 @dataclass
@@ -121,6 +123,41 @@ def plot_curves(
     beside = path.with_stem(f"{path.stem}_each")
     _plot_panels(curves, across, y_label, title, beside)
     return [path, beside]
+
+
+def draw(
+    groups: Mapping[str, Sequence[Run]],
+    metric: str,
+    higher: bool | None,
+    folder: Path,
+    level: float | None = None,
+    budget: float | None = None,
+) -> list[Path]:
+    """Draw a metric of groups of runs by rounds, and by all else that they logged, into files of a folder.
+
+    Args:
+        groups: Runs that differ only in the seed, by their name.
+        metric: The metric's name.
+        higher: Whether it is better when higher; ``None`` where that is not known.
+        folder: Where ``rounds.png`` and so on are written.
+        level: A value of the metric to mark.
+        budget: A number of bytes to mark.
+
+    Returns:
+        The files written. ``bytes.png`` only if a run logged bytes, ``seconds.png`` only if one logged simulated
+        seconds, ``convergence.png`` only if one logged the constants of `ConvergenceMonitor`; ``rounds_each.png`` and
+        so on only where curves hide each other.
+    """
+    better = "" if higher is None else "higher" if higher else "lower"
+    pictures: list[Path] = []
+    for across, name in SHOWN.items():
+        curves = {group: curve(members, across.figure, metric) for group, members in groups.items()}
+        if across is ROUNDS or any(curves.values()):
+            limit = budget if across is BYTES else None
+            pictures += plot_curves(curves, across, metric, folder / f"{name}.png", better, level, limit)
+    if any(run.series("convergence/R") for members in groups.values() for run in members):
+        pictures.append(plot_convergence(groups, folder / "convergence.png"))
+    return pictures
 
 
 def plot_convergence(groups: Mapping[str, Sequence[Run]], path: Path) -> Path:

@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 
 from lightning_lowrank.cli.pages import Column, Page, write_csv, write_html, write_latex, write_markdown
-from lightning_lowrank.cli.plots import BYTES, ROUNDS, SECONDS, curve, plot_convergence, plot_curves
+from lightning_lowrank.cli.plots import SHOWN, draw
 from lightning_lowrank.cli.runs import (
     Run,
     argument,
@@ -149,20 +149,11 @@ def report(
         _print_line(console, line)
 
     output.mkdir(parents=True, exist_ok=True)
-    pictures: list[Path] = []
-    shown = {ROUNDS: "rounds", BYTES: "bytes", SECONDS: "seconds"}
     # What an earlier report drew of other runs would look like a part of this one.
-    for name in (*shown.values(), "convergence"):
+    for name in (*SHOWN.values(), "convergence"):
         for part in ("", "_each"):
             (output / f"{name}{part}.png").unlink(missing_ok=True)
-    for across, name in shown.items():
-        curves = {group: curve(members, across.figure, metric) for group, members in groups.items()}
-        if across is ROUNDS or any(curves.values()):
-            better = "" if higher is None else "higher" if higher else "lower"
-            limit = budget if across is BYTES else None
-            pictures += plot_curves(curves, across, metric, output / f"{name}.png", better, target, limit)
-    if any(run.series("convergence/R") for run in runs):
-        pictures.append(plot_convergence(groups, output / "convergence.png"))
+    pictures = draw(groups, metric, higher, output, target, budget)
     folders = {name: [str(run.folder) for run in group] for name, group in groups.items()}
     page = Page(title, sentences, notes, results, settings, folders, pictures)
     written = [

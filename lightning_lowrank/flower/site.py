@@ -30,6 +30,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_lowrank.callbacks import DifferentialPrivacy, RoundProgress
+from lightning_lowrank.cli.pictures import RoundPictures
 from lightning_lowrank.compression import Dense, Packet
 from lightning_lowrank.federated import offload
 from lightning_lowrank.federated.coordinator import Coordinator
@@ -64,6 +65,7 @@ _ONLY_OF_WHOLE_RUNS = (
     LearningRateMonitor,
     ModelSummary,
     ProgressBar,
+    RoundPictures,
     RoundProgress,
     Timer,
 )

@@ -1,7 +1,6 @@
 """Run folders whose numbers are known, for the tests of what reads them."""
 
 import csv
-import importlib
 import io
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import yaml
 from rich.console import Console
 
+from lightning_lowrank.cli import plots
 from lightning_lowrank.cli.report import report
 
 
@@ -83,7 +83,7 @@ def draw_nothing(monkeypatch: Any) -> None:
         file.touch()
         return [file]
 
-    monkeypatch.setattr(importlib.import_module("lightning_lowrank.cli.report"), "plot_curves", write)
+    monkeypatch.setattr(plots, "plot_curves", write)
 
 
 def make_report(paths: list[Path], output: Path, **arguments: Any) -> tuple[list[dict[str, str]], str]:

@@ -40,6 +40,9 @@ def stand_in(monkeypatch, name):
     """Have a logger of Lightning, whose package or server is not here, take its arguments and write a table."""
     from lightning.pytorch import loggers
 
+    # It looks for loggers of the class itself.
+    import lightning_lowrank.cli.pictures  # noqa: F401
+
     signature = inspect.signature(getattr(loggers, name))
 
     def make(**arguments):
