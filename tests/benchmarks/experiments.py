@@ -25,8 +25,9 @@ The experiments (`--only`):
                 three local epochs
     flute       FLUTE's MNIST setting: logistic regression, 10 of 1,000 clients, batches of 10, 100 rounds
 
-The contenders (`--contenders`): plain, default (`execution="sequential"`), auto, vectorized, pfl, flower. The last two
-take part in `fedavg_m` and `flute`, if they are installed.
+The contenders (`--contenders`): plain, stacked (a loop by hand as well, whose clients step together; for the MLPs),
+default (`execution="sequential"`), auto, vectorized, compiled, pfl, flower. The last two take part in `fedavg_m` and
+`flute`, if they are installed.
 
 A round of `fedmud` takes a quarter of a minute, and a third of that with
 `--recipe-arguments --federated.local_epochs 1`.
@@ -72,6 +73,7 @@ class Contender:
 FEDAVG = ("fedavg_m", "flute")
 CONTENDERS = {
     "plain": Contender("plain"),
+    "stacked": Contender("stacked", only=("fedavg_m", "fedslop", "flute")),
     "default": Contender("ours"),
     "auto": Contender("ours", ("--federated.execution", "auto")),
     "vectorized": Contender("ours", ("--federated.execution", "vectorized")),

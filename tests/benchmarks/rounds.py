@@ -64,6 +64,7 @@ SECONDS_FOR_LARGE_COHORT = 60
 LEARNING_RATES = {"dense": 0.1, "factors": 0.1, "update": 0.03}
 SCRIPTS = {
     "bare": "bare",
+    "stacked": "stacked",
     "fit": "with_lightning",
     "sequential": "with_lightning",
     "vectorized": "with_lightning",
@@ -244,15 +245,16 @@ def in_whole_runs(name: str, shared: Setting, contenders: list[Contender], repet
 
 
 def all_of(clients: int, model: str, replayed: float, compiled: float, options: Options) -> Outcome:
-    bare, fit, sequential, ours, fastest = (
-        Contender(way, model) for way in ("bare", "fit", "sequential", "vectorized", "compiled")
+    bare, by_hand, fit, sequential, ours, fastest = (
+        Contender(way, model) for way in ("bare", "stacked", "fit", "sequential", "vectorized", "compiled")
     )
     shared = options.setting(clients=clients, samples=1200, cohort=clients, planned=200)
-    contenders = [bare, fit, sequential, ours, fastest]
+    contenders = [bare, by_hand, fit, sequential, ours, fastest]
     name = f"{model}, {clients} clients"
     outcome = in_turns(name, shared, contenders, options.repetitions, {"": max(1, 20 // clients)})
     outcome.ratio(f"{name}: vectorised to the bare loop", replayed, bare, ours)
     outcome.ratio(f"{name}: vectorised and compiled to the bare loop", compiled, bare, fastest)
+    outcome.ratio(f"{name}: stacked by hand to the bare loop", None, bare, by_hand)
     outcome.ratio(f"{name}: sequential to the bare loop", None, bare, sequential)
     return outcome
 
