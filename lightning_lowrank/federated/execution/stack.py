@@ -34,6 +34,7 @@ from lightning_lowrank.federated.execution.causes import cause_of, refusal, upda
 from lightning_lowrank.federated.execution.graphs import Results, Step, StepGraphs, form_of, tensors_in
 from lightning_lowrank.federated.execution.stacked_products import StackedProducts
 from lightning_lowrank.federated.execution.traces import Unmapped, Untraced, Watch, reachable
+from lightning_lowrank.federated.execution.updates import SGDUpdate
 from lightning_lowrank.federated.objective import loss_of
 from lightning_lowrank.federated.optimizers import fresh_state, is_shared
 from lightning_lowrank.federated.state import State
@@ -144,6 +145,7 @@ class ClientStack(Untraced):
                     group["stacked"] = True
             optimizer.state = fresh_state(optimizer)
             self._loaded = {leaf_of[parameter]: state for parameter, state in loaded.items() if parameter in leaf_of}
+        self._update = self._captured_update(defers)
         self._watched = [value.register_hook(_refuse_gradient) for value in live.values() if value.requires_grad]
         replacing: dict[str, Any] = {
             "training_step": while_training(trainer, self._step, self.training_step),
@@ -151,6 +153,17 @@ class ClientStack(Untraced):
         }
         self._replaced = {name: vars(module).get(name) for name in replacing}
         vars(module).update(replacing)
+
+    def _captured_update(self, unseen: bool) -> SGDUpdate | None:
+        """Return the optimizer's step as captures may end with it, where nobody sees gradients or weights between."""
+        if not unseen or self._captures.recorder is None or not self.leaves or len(self._trainer.optimizers) != 1:
+            return None
+        (optimizer,) = self._trainer.optimizers
+        if SGDUpdate.unsupported_reason(optimizer, self.leaves):
+            return None
+        return SGDUpdate(
+            optimizer, self.leaves, {name: place for place, name in enumerate(self.values)}, self._captures
+        )
 
     def client(self, index: int) -> dict[str, Tensor]:
         """Return one client's values by name, as views into the stacks."""
@@ -285,6 +298,9 @@ class ClientStack(Untraced):
     def gradients(self, parts: Parts, batch_idx: int = 0) -> Tensor | None:
         """Do what `training_step`, ``zero_grad()`` and ``backward()`` would do, by graphs.
 
+        A captured step may do what the optimizer's ``step()`` would do as well. Leaves have no gradients then, so that
+        the optimizer leaves them as they are.
+
         Returns:
             The sum of the losses; ``None`` where a graph is missing. Nothing has been done then.
         """
@@ -300,15 +316,21 @@ class ClientStack(Untraced):
             found.append((part, replay))
         for leaf in (*self.leaves.values(), *(each.change for each in deferred.values())):
             leaf.grad = None
+        update = self._update if len(found) == 1 and found[0][0].is_whole else None
+        if update is not None:
+            update.prepare(self.leaves)
         total: Tensor | None = None
         for part, replay in found:
+            self._captures.update = update
             losses, gradients, values = part.replayed(replay)
-            part.give(
-                {
-                    deferred[name].change if of_change else self.leaves[name]: gradient
-                    for (name, of_change), gradient in gradients.items()
-                }
-            )
+            self._captures.update = None
+            if update is None or not update.made:
+                part.give(
+                    {
+                        deferred[name].change if of_change else self.leaves[name]: gradient
+                        for (name, of_change), gradient in gradients.items()
+                    }
+                )
             total = losses.sum() if total is None else total + losses.sum()
             if len(found) > 1:
                 # Captured steps share memory, so that another part's may overwrite them.
@@ -607,6 +629,11 @@ class _Part:
 
         self._way = stack.one_by_one if len(numbers) == 1 else stack.mapped
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether they are all clients that make a step, in their order."""
+        return self._rows is None and len(self.places.numbers) == self._stack.active
+
     def _select(self, tensor: Tensor) -> Tensor:
         if self._rows is not None:
             return tensor.index_select(0, self._rows.to(tensor.device, non_blocking=True))
@@ -672,7 +699,7 @@ class _Part:
         present = {"clients": len(self.places.numbers), "samples": samples}
         graphs.numbered.append(self)
         try:
-            return graphs.find(Step(form, present, sizes, tensors, self._step))
+            return graphs.find(Step(form, present, sizes, tensors, self._step, _places_of_gradients))
         finally:
             graphs.numbered.pop()
 
@@ -711,6 +738,12 @@ class _Part:
             self._settings.setdefault(name, settings)
         logged = dict(zip(said, results[1 + len(used) :], strict=True))
         return results[0], dict(zip(used, results[1:], strict=False)), logged
+
+
+def _places_of_gradients(note: Any) -> dict[str, int]:
+    """Return the places of values' gradients among what `_Part._step` gives, given what their names are."""
+    used, _ = note
+    return {name: 1 + place for place, (name, of_change) in enumerate(used) if not of_change}
 
 
 @contextmanager
