@@ -25,10 +25,11 @@ from lightning_lowrank import (
     MatrixProduct,
 )
 from lightning_lowrank.aggregation import LoRAA2
-from lightning_lowrank.federated.execution import choice, graphs, memory, stack
+from lightning_lowrank.federated.execution import captures, choice, graphs, memory, stack
 from lightning_lowrank.internals import direct_steps
 from tests.algorithms.methods import LOW_RANK, METHODS
 from tests.helpers import Data, Module, assert_same, fit, network, trainer, weights
+from tests.strict_device import calls as calls_of
 from tests.strict_device import device
 
 EVEN = [list(range(begin, begin + 24)) for begin in range(0, 96, 24)]
@@ -217,6 +218,20 @@ def test_no_step_waits_for_the_device(tmp_path, counted, method, partition):
     steps = len(counted) // 6
     # Its last round compares no graph with the step.
     assert [waits(calls) for calls in counted[5 * steps :]] == [[]] * steps
+
+
+@pytest.mark.parametrize(
+    ("name", "captured", "most"),
+    # The MLP's are those that docs/devices.md lists.
+    [("MLP", False, 22), ("CNN4", False, 60), ("MLP", True, 3)],
+)
+def test_a_step_is_few_calls(monkeypatch, name, captured, most):
+    monkeypatch.setattr(graphs, "_WORTH_TRACING", 0)
+    monkeypatch.setattr(captures, "_WORTH_CAPTURING", 1)
+    found = calls_of.count(name, clients=4, captured=captured)
+    assert (found["untraced"], found["by name"].get(calls_of.LAUNCH, 0)) == ("", int(captured))
+    assert found["calls"] <= most
+    assert not waits(found["by name"])
 
 
 class OfRounds(pl.Callback):

@@ -90,7 +90,8 @@ class ClientStack(Untraced):
         watch: Looks what steps leave on the module; by default one that begins here.
         falls_back: Whether clients make their steps one after another once these cannot be mapped.
         graphs: The graphs of the fit's steps, if there are any.
-        defers: Whether nobody sees weights between steps, so that a projected optimizer may defer its own.
+        defers: Whether nobody sees weights between steps, so that a projected optimizer may defer its own, and captured
+            steps end with the optimizer's.
     """
 
     def __init__(
@@ -113,6 +114,8 @@ class ClientStack(Untraced):
         self._module = module
         self._step = module.training_step
         self.device = module.device
+        # The gradient of the losses' sum, which a graph holds: to make it would be a call in each step.
+        self.one = None if self.device.type == "cpu" else torch.ones((), device=self.device)
         self._takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
         self.active = count
         self._objective = objective
@@ -145,7 +148,8 @@ class ClientStack(Untraced):
                     group["stacked"] = True
             optimizer.state = fresh_state(optimizer)
             self._loaded = {leaf_of[parameter]: state for parameter, state in loaded.items() if parameter in leaf_of}
-        self._update = self._captured_update(defers)
+        self._unseen = defers
+        self._update = self._captured_update()
         self._watched = [value.register_hook(_refuse_gradient) for value in live.values() if value.requires_grad]
         replacing: dict[str, Any] = {
             "training_step": while_training(trainer, self._step, self.training_step),
@@ -154,9 +158,9 @@ class ClientStack(Untraced):
         self._replaced = {name: vars(module).get(name) for name in replacing}
         vars(module).update(replacing)
 
-    def _captured_update(self, unseen: bool) -> SGDUpdate | None:
+    def _captured_update(self) -> SGDUpdate | None:
         """Return the optimizer's step as captures may end with it, where nobody sees gradients or weights between."""
-        if not unseen or self._captures.recorder is None or not self.leaves or len(self._trainer.optimizers) != 1:
+        if not self._unseen or self._captures.recorder is None or not self.leaves or len(self._trainer.optimizers) != 1:
             return None
         (optimizer,) = self._trainer.optimizers
         if SGDUpdate.unsupported_reason(optimizer, self.leaves):
@@ -322,7 +326,7 @@ class ClientStack(Untraced):
         total: Tensor | None = None
         for part, replay in found:
             self._captures.update = update
-            losses, gradients, values = part.replayed(replay)
+            loss, gradients, values = part.replayed(replay)
             self._captures.update = None
             if update is None or not update.made:
                 part.give(
@@ -331,10 +335,12 @@ class ClientStack(Untraced):
                         for (name, of_change), gradient in gradients.items()
                     }
                 )
-            total = losses.sum() if total is None else total + losses.sum()
+            if self._captures.recorder is not None and (len(found) > 1 or not self._unseen):
+                # Captured steps share memory, so that another part's, and the next step's, overwrite it.
+                loss = loss.clone()
             if len(found) > 1:
-                # Captured steps share memory, so that another part's may overwrite them.
                 values = {name: value.clone() for name, value in values.items()}
+            total = loss if total is None else total + loss
             logged.add(values, part.places.samples)
         logged.log(self._module, self.late_logs)
         return total
@@ -704,7 +710,7 @@ class _Part:
             graphs.numbered.pop()
 
     def _step(self, tensors: Sequence[Tensor]) -> Results:
-        """Return losses, gradients and what is logged, and what the names of these are."""
+        """Return the losses' sum, gradients and what is logged, and what the names of these are."""
         stack, given = self._stack, iter(tensors)
         values = {name: next(given) for name in self._named}
         wanted = {(name, False): values[name].detach().requires_grad_() for name in values if name in stack.leaves}
@@ -718,17 +724,19 @@ class _Part:
         try:
             with torch.enable_grad(), _held(stack.shared, shared):
                 losses, logged = self._way(self._run, (values, changes, state, batch))
-                gradients = torch.autograd.grad(losses.sum(), list(wanted.values()), allow_unused=True)
+                total, one = losses.sum(), stack.one
+                seed = one if one is not None and one.dtype == total.dtype else None
+                gradients = torch.autograd.grad(total, list(wanted.values()), seed, allow_unused=True)
         finally:
             self._projections = before
         found = {key: each for key, each in zip(wanted, gradients, strict=True) if each is not None}
         said = {name: {**self._settings[name], "batch_size": None} for name in logged}
-        return [losses.detach(), *found.values(), *logged.values()], (list(found), said)
+        return [total.detach(), *found.values(), *logged.values()], (list(found), said)
 
     def replayed(
         self, replay: Callable[[], Results]
     ) -> tuple[Tensor, dict[tuple[str, bool], Tensor], dict[str, Tensor]]:
-        """Make the step by its graph; return the losses, the gradients, and what is logged.
+        """Make the step by its graph; return the losses' sum, the gradients, and what is logged.
 
         Gradients have the weight's name, and whether they are those of its change.
         """

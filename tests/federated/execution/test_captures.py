@@ -244,8 +244,13 @@ def updated(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("kept", ["reset", "keep"])
-@pytest.mark.parametrize("options", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ("momentum", "keep"),
+        *(pytest.param(options, "reset", marks=pytest.mark.slow) for options in OPTIMIZERS),
+    ],
+)
 def test_captures_end_with_the_optimizers_step(tmp_path, recorder, updated, options, kept):
     options, settings = OPTIMIZERS[options], {"optimizer_state": kept, "chunk_size": 2}
     expected, _ = of_sgd(tmp_path, options, cuda_graphs=False, **settings)
@@ -256,6 +261,7 @@ def test_captures_end_with_the_optimizers_step(tmp_path, recorder, updated, opti
     assert_close(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("interval", "factor"), [("epoch", 0.5), ("step", 0.95)])
 def test_one_capture_serves_a_schedule(tmp_path, recorder, updated, interval, factor):
     records, ends = [], []
@@ -280,6 +286,7 @@ def with_a_hook(optimizer):
     return torch.optim.lr_scheduler.StepLR(optimizer, 1, 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "more"),
     [
@@ -297,6 +304,7 @@ def test_what_is_seen_is_not_in_the_capture(tmp_path, recorder, updated, options
     assert_same(found, of_sgd(tmp_path, options, cuda_graphs=False, **more)[0])
 
 
+@pytest.mark.slow
 def test_an_update_that_cannot_be_captured_is_made_by_the_optimizer(tmp_path, recorder, updated, monkeypatch):
     monkeypatch.setattr(updates, "fused_sgd", lambda *given, **options: refuse(lambda: None))
     found, made = of_sgd(tmp_path, {})
