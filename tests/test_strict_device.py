@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[1]
 PIECES = {
     "faults": ["tests/strict_device"],
     "loop": ["tests/federated", "--ignore=tests/federated/execution", "--ignore=tests/federated/data"],
+    "data": ["tests/federated/data"],
     "executions": ["tests/federated/execution"],
     "methods": ["tests/algorithms"],
     "layers": ["tests/layers", "tests/callbacks"],

@@ -461,7 +461,7 @@ class Coordinator:
             if place not in found and (late := self.late(client, nbytes)) is not None:
                 found[place] = late
         kept = [place for place in range(len(clients)) if place not in found]
-        if found:
+        if kept and found:
             rows = torch.tensor(kept, device=self.server.base.device)
             stacks = {name: stack.index_select(0, rows) for name, stack in stacks.items()}
         if kept:

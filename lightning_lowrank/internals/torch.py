@@ -223,19 +223,26 @@ def drop_gradients(optimizer: Optimizer) -> None:
             parameter.grad = None
 
 
-def bare_step(optimizer: Optimizer) -> Callable[..., Any]:
-    """Return ``optimizer.step``; where nothing listens, without what torch puts around it for hooks and profilers."""
-    step = type(optimizer).step
-    if (
+def is_heard(optimizer: Optimizer) -> bool:
+    """Return whether hooks or replaced methods may hear of an optimizer's steps, or this torch does not tell.
+
+    A schedule counts the steps, which does not count.
+    """
+    return bool(
         _AROUND_STEP is None
-        or getattr(step, "__code__", None) is not _AROUND_STEP
-        or "step" in vars(optimizer)
+        or getattr(type(optimizer).step, "__code__", None) is not _AROUND_STEP
+        or ("step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched"))
         or optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
         or _global_optimizer_pre_hooks
         or _global_optimizer_post_hooks
-        or _profiler_enabled()
-    ):
+    )
+
+
+def bare_step(optimizer: Optimizer) -> Callable[..., Any]:
+    """Return ``optimizer.step``; where nothing listens, without what torch puts around it for hooks and profilers."""
+    step = type(optimizer).step
+    if "step" in vars(optimizer) or is_heard(optimizer) or _profiler_enabled():
         return optimizer.step
     if type(optimizer) is SGD and getattr(step.__wrapped__, "__wrapped__", None) is _SGD_STEP:  # type: ignore[attr-defined]
         return functools.partial(_sgd_step, optimizer)
@@ -302,6 +309,27 @@ def sgd_update(
             buffer.mul_(momentum).add_(gradient, alpha=1 - group["dampening"])
         gradient = gradient.add(buffer, alpha=momentum) if group["nesterov"] else buffer
     target.add_(gradient, alpha=-group["lr"])
+
+
+def fused_sgd(
+    values: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    buffers: Sequence[Tensor],
+    lr: Tensor,
+    **options: Any,
+) -> None:
+    """Take a step of torch's SGD on contiguous tensors in place, with a tensor as learning rate, without a wait.
+
+    Args:
+        values: The tensors.
+        gradients: Their gradients.
+        buffers: Their momentum, of zeros before the first step; none where the option ``momentum`` is 0.
+        lr: A scalar of type float32 on the tensors' device.
+        **options: Options of SGD. If the first step is to be torch's, ``dampening`` has to be 0.
+    """
+    if values:
+        dense = [gradient.contiguous() for gradient in gradients]
+        torch._fused_sgd_(list(values), dense, list(buffers), lr=lr, is_first_step=False, **options)
 
 
 def adam_step(

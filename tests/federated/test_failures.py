@@ -167,6 +167,13 @@ def test_an_update_that_is_not_finite_is_dropped(tmp_path, arguments):
     assert "its net.0.weight holds numbers that are not finite" in failed[3][0]
 
 
+@pytest.mark.parametrize("execution", ["sequential", "vectorized"])
+def test_where_all_clients_diverge_the_round_says_so(tmp_path, execution):
+    module = Module(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e30))
+    with pytest.raises(MisconfigurationException, match="holds numbers that are not finite"):
+        run(tmp_path, module, execution=execution)
+
+
 def test_what_a_codec_makes_infinite_is_dropped(tmp_path):
     class Large(Poisoned):
         value = 1e30

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from lightning_lowrank import BlockKronecker, FedAvg, LowRank, MatrixProduct, ProjectedAdamW, ProjectedSGD
-from lightning_lowrank.federated.execution import graphs
+from lightning_lowrank.federated.execution import graphs, updates
 from lightning_lowrank.internals import tracing
 from lightning_lowrank.models import CNN4, MLP, ResNet18
 from lightning_lowrank.testing.experiment import Experiment, blobs
@@ -110,6 +110,25 @@ def test_steps_of_graphs_are_those_of_the_cpu(place, monkeypatch):
         assert found.loop.rounds.execution.graphs.reason == ""
         assert found.loop.rounds.execution.graphs._replays
         assert apart(found.weights, expected.weights) < tolerance(dtype)
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9, "weight_decay": 1e-3}], ids=["plain", "momentum"])
+def test_captured_steps_end_with_the_optimizers(place, monkeypatch, options):
+    """The kernel that takes the learning rate as a tensor reads it in float32, so that only such weights have it."""
+    monkeypatch.setattr(graphs, "_WORTH_TRACING", 1)
+    made = []
+    step = updates.SGDUpdate.__call__
+    monkeypatch.setattr(updates.SGDUpdate, "__call__", lambda self, *given: made.append(1) or step(self, *given))
+    data = images((1, 8, 8), torch.float32)
+    of = Experiment(
+        FedAvg, lambda norm: Quiet(MLP(64, [16], 10), optimizer=partial(torch.optim.SGD, lr=0.05, **options))
+    )
+    found = run(place, of, data=data, **EQUAL, trainer={"max_epochs": 4})
+    plain = run(place, of, data=data, cuda_graphs=False, **EQUAL, trainer={"max_epochs": 4})
+    captures = found.loop.rounds.execution.graphs.captures
+    assert (captures.reason, captures.no_update) == ("", "")
+    assert (captures.captured > 0, bool(made)) == ((True, True) if place == "cuda" else (False, False))
+    assert apart(found.weights, plain.weights) < tolerance(torch.float32)
 
 
 def test_compiled_steps_are_those_of_the_execution(place, monkeypatch):

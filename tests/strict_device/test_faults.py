@@ -12,6 +12,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_lowrank import (
     SCAFFOLD,
@@ -25,10 +26,13 @@ from lightning_lowrank import (
     MatrixProduct,
 )
 from lightning_lowrank.aggregation import LoRAA2
-from lightning_lowrank.federated.execution import choice, graphs, memory, stack
+from lightning_lowrank.data import TensorImages, collate_images
+from lightning_lowrank.federated.data import device as device_data
+from lightning_lowrank.federated.execution import captures, choice, graphs, memory, stack
 from lightning_lowrank.internals import direct_steps
 from tests.algorithms.methods import LOW_RANK, METHODS
 from tests.helpers import Data, Module, assert_same, fit, network, trainer, weights
+from tests.strict_device import calls as calls_of
 from tests.strict_device import device
 
 EVEN = [list(range(begin, begin + 24)) for begin in range(0, 96, 24)]
@@ -219,6 +223,20 @@ def test_no_step_waits_for_the_device(tmp_path, counted, method, partition):
     assert [waits(calls) for calls in counted[5 * steps :]] == [[]] * steps
 
 
+@pytest.mark.parametrize(
+    ("name", "captured", "most"),
+    # The MLP's are those that docs/devices.md lists.
+    [("MLP", False, 22), ("CNN4", False, 60), ("MLP", True, 3)],
+)
+def test_a_step_is_few_calls(monkeypatch, name, captured, most):
+    monkeypatch.setattr(graphs, "_WORTH_TRACING", 0)
+    monkeypatch.setattr(captures, "_WORTH_CAPTURING", 1)
+    found = calls_of.count(name, clients=4, captured=captured)
+    assert (found["untraced"], found["by name"].get(calls_of.LAUNCH, 0)) == ("", int(captured))
+    assert found["calls"] <= most
+    assert not waits(found["by name"])
+
+
 class OfRounds(pl.Callback):
     """Counts the calls of each round, from its first batch to its end."""
 
@@ -239,6 +257,42 @@ def test_a_round_waits_where_it_begins_and_ends(tmp_path, counted):
     found = {name: count for name, count in rounds.found[5].items() if name.startswith(device.SYNC)}
     # Whether the module is what it was shown; whether what clients sent is finite, and the new model.
     assert sum(found.values()) <= 5, found
+
+
+@pytest.mark.parametrize("execution", ["sequential", "vectorized"])
+@pytest.mark.parametrize("wanted", ["auto", "round"])
+def test_images_are_read_on_the_device(tmp_path, monkeypatch, wanted, execution):
+    draws = torch.Generator().manual_seed(0)
+    pixels = torch.randint(256, (96, 3, 4, 4), dtype=torch.uint8, generator=draws)
+    targets = torch.randint(4, (96,), generator=draws)
+    images = TensorImages(pixels, targets, [0.5] * 3, [0.25] * 3, crop_padding=1, mirror=True)
+    sent, send = [], device_data.sent
+
+    def sending(tensor, where):
+        sent.append((where.type, tensor.dtype, tensor.shape))
+        return send(tensor, where)
+
+    monkeypatch.setattr(device_data, "sent", sending)
+    copies, copy_of = [], device_data.DeviceData.copy_of
+    monkeypatch.setattr(
+        device_data.DeviceData, "copy_of", lambda self, each: copies.append(each.dtype) or copy_of(self, each)
+    )
+    net = nn.Sequential(nn.Flatten(), nn.Linear(48, 4))
+    loop, rounds = loop_of(execution=execution, data_on_device=wanted), OfRounds()
+    made = trainer(tmp_path, loop, rounds, limit_val_batches=0, max_epochs=4)
+    made.fit(Module(net), DataLoader(images, 8, shuffle=True, collate_fn=collate_images))
+    assert {where for where, *_ in sent} == {device.NAME}
+    # A round's indices, and its draws: two offsets and whether it is mirrored.
+    plans = [(dtype, tuple(shape)) for _, dtype, shape in sent if dtype == torch.int64 and 96 in shape]
+    assert plans.count((torch.int64, (3, 96))) == 4
+    assert (torch.uint8 in copies) is (wanted == "auto")
+    pools = [tuple(shape) for _, dtype, shape in sent if dtype == torch.uint8]
+    assert (pools != []) is (wanted == "round")
+    # Beside these, what clients begin with and the weights of what is logged.
+    crossing = {name: count for name, count in rounds.found[3].items() if "copy to the device" in name}
+    assert crossing.pop(f"{device.SYNC}copy to the device", 0) <= 1
+    assert sum(crossing.values()) <= 3
+    assert images.normalised._images is None
 
 
 class Losses(pl.Callback):

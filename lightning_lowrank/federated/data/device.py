@@ -232,10 +232,11 @@ class DeviceData:
         Raises:
             MisconfigurationException: When it reads, if a training set is to be on the device and can't be.
         """
-        source = source_of(loader.dataset, loader.collate_fn)
         found: list[_Batches | None] = []
 
         def read() -> Iterator[Any]:
+            # The indices of a subset, or the tensors, may be others than before.
+            source = source_of(loader.dataset, loader.collate_fn)
             if not found:
                 where, why = self.where(source)
                 if where == "host" and ahead is not None and self._wanted in (True, "round"):
@@ -250,7 +251,10 @@ class DeviceData:
                     pools = _Pools(source, self.device, ahead) if where == "round" and ahead is not None else None
                     found[0] = _Batches(self, source, pools)
             batches = found[0]
-            return self._pinned(host()) if batches is None else batches.read(requests)
+            if batches is None or source is None:
+                return self._pinned(host())
+            batches.follow(source)
+            return batches.read(requests)
 
         return read
 
@@ -299,6 +303,16 @@ class _Batches:
         # Bytes of a sample, and those of each part in which numbers are rounded; unknown before the first batch.
         self._sample = 0
         self._rounded: list[int] = []
+
+    def follow(self, source: Source) -> None:
+        """Read from what the dataset holds now."""
+        known = self._source.rows.tensors, source.rows.tensors
+        if len(known[0]) == len(known[1]) and all(one is two for one, two in zip(*known, strict=True)):
+            # These hold what they have sent to the device themselves.
+            source = source._replace(rows=self._source.rows)
+        self._source = source
+        if self._pools is not None:
+            self._pools.source = source
 
     def read(self, requests: Iterable[Any]) -> Iterator[Any]:
         """Return an iterator over batches, all of which are requested in advance."""
@@ -390,7 +404,7 @@ class _Pools:
     """The rows of a round's clients on the device, of which the next round's are sent while a round goes on."""
 
     def __init__(self, source: Source, device: torch.device, ahead: Callable[[], Sequence[np.ndarray] | None]) -> None:
-        self._source, self._device, self._ahead = source, device, ahead
+        self.source, self._device, self._ahead = source, device, ahead
         self._thread = ThreadPoolExecutor(1, "next round's samples")
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._present: _Pool | None = None
@@ -402,7 +416,7 @@ class _Pools:
         if not self._has(self._present, rows):
             pool, self._next = None if self._next is None else self._next.result(), None
             if not self._has(pool, rows):
-                known = rows if rounds is None else self._source.rows_of(rounds[0])
+                known = rows if rounds is None else self.source.rows_of(rounds[0])
                 pool = self._sent(np.unique(known if _all_in(rows, np.unique(known)) else rows))
             self._present = pool
         pool = cast(_Pool, self._present)
@@ -412,19 +426,19 @@ class _Pools:
             for tensor in pool.tensors:
                 tensor.record_stream(present)
         if self._next is None and rounds is not None and len(rounds) > 1:
-            self._next = self._thread.submit(self._sent, np.unique(self._source.rows_of(rounds[1])))
+            self._next = self._thread.submit(self._sent, np.unique(self.source.rows_of(rounds[1])))
         return pool.tensors, np.searchsorted(pool.rows, rows)
 
     def _has(self, pool: _Pool | None, rows: np.ndarray) -> bool:
         return pool is not None and pool.of == self._written() and _all_in(rows, pool.rows)
 
     def _written(self) -> list[tuple[int, int]]:
-        return [written(tensor) for tensor in self._source.rows.tensors]
+        return [written(tensor) for tensor in self.source.rows.tensors]
 
     def _sent(self, rows: np.ndarray) -> _Pool:
         of = self._written()
         index = torch.from_numpy(rows)
-        chosen = [tensor.index_select(0, index.to(tensor.device)) for tensor in self._source.rows.tensors]
+        chosen = [tensor.index_select(0, index.to(tensor.device)) for tensor in self.source.rows.tensors]
         if self._stream is None:
             return _Pool(rows, of, [sent(tensor, self._device) for tensor in chosen], None)
         with torch.cuda.stream(self._stream):

@@ -8,7 +8,7 @@ memory all of them may take.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -44,6 +44,25 @@ class Recorder(Protocol):
 
     def limit(self) -> int:
         """Return the bytes that they may hold."""
+
+
+class Update(Protocol):
+    """The optimizer's step, from tensors alone. A capture of the clients' step may end with it."""
+
+    made: bool
+    """Whether a captured step has made it."""
+    tensors: list[Tensor]
+    """What it takes beside the clients' values and gradients; all of it in memory from `Captures.place`."""
+
+    @property
+    def key(self) -> Hashable:
+        """What it depends on that is no tensor."""
+
+    def is_of(self, tensors: Sequence[Tensor]) -> bool:
+        """Return whether a step takes the values that the optimizer steps, not copies."""
+
+    def __call__(self, tensors: Sequence[Tensor], gradients: Mapping[str, Tensor], own: Sequence[Tensor]) -> None:
+        """Step values in place, given what a step takes, its gradients by name, and such tensors as `tensors`."""
 
 
 class CudaRecorder:
@@ -93,6 +112,8 @@ class Captures:
     Attributes:
         reason: Why no more is captured; empty if that is not so.
         captured: Number of captured replays.
+        update: What captures of the present step are to end with.
+        no_update: Why they do not end with it; empty if that is not so.
     """
 
     def __init__(self, recorder: Recorder | None, copies: bool = False) -> None:
@@ -100,6 +121,8 @@ class Captures:
         self.copies = copies
         self.reason = ""
         self.captured = 0
+        self.update: Update | None = None
+        self.no_update = ""
         self._places: dict[str, Tensor] = {}
         self._lent: set[int] = set()
 
@@ -124,16 +147,17 @@ class Captures:
         """Return whether a tensor is in memory from `place`."""
         return _storage(tensor) in self._lent
 
-    def around(self, run: Run, kept: Sequence[int]) -> Run:
+    def around(self, run: Run, kept: Sequence[int], gradients: Mapping[str, int]) -> Run:
         """Return what runs a replay, and has it captured when it has been used some times.
 
         Args:
             run: The replay.
             kept: Places of tensors that it does not write into, and that stay where they are from step to step.
+            gradients: Places of values' gradients among its results, by the values' names.
         """
         if self.recorder is None or self.reason:
             return run
-        return _Capturing(self, self.recorder, run, kept)
+        return _Capturing(self, self.recorder, run, kept, gradients)
 
     def give_up(self, reason: str) -> None:
         """Capture nothing more, and say why."""
@@ -144,28 +168,53 @@ class Captures:
 class _Capturing:
     """A replay that is captured at one of its uses, once for each place in which tensors are that are not copied."""
 
-    def __init__(self, captures: Captures, recorder: Recorder, run: Run, kept: Sequence[int]) -> None:
+    def __init__(
+        self, captures: Captures, recorder: Recorder, run: Run, kept: Sequence[int], gradients: Mapping[str, int]
+    ) -> None:
         self._captures, self._recorder, self._run, self._kept = captures, recorder, run, set(kept)
-        self._uses: Counter[tuple[int, ...]] = Counter()
-        self._found: dict[tuple[int, ...], _Capture] = {}
+        self._gradients = gradients
+        self._uses: Counter[Hashable] = Counter()
+        self._found: dict[Hashable, _Capture] = {}
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        captures, update = self._captures, self._captures.update
+        if update is not None and not captures.no_update and update.is_of(tensors):
+            outputs = self._captured([*tensors, *update.tensors], self._updating(update, len(tensors)), update.key)
+            if outputs is not None:
+                update.made = True
+                return outputs
+            if not captures.no_update:
+                return self._run(tensors)
+        outputs = self._captured(tensors, self._run, None)
+        return self._run(tensors) if outputs is None else outputs
+
+    def _updating(self, update: Update, count: int) -> Run:
+        def run(tensors: Sequence[Tensor]) -> list[Tensor]:
+            outputs = self._run(tensors[:count])
+            gradients = {name: outputs[place] for name, place in self._gradients.items()}
+            update(tensors[:count], gradients, tensors[count:])
+            return outputs
+
+        return run
+
+    def _captured(self, tensors: Sequence[Tensor], run: Run, ends_with: Hashable) -> list[Tensor] | None:
+        """Return what a capture gives, ``None`` where there is none."""
         captures = self._captures
         fixed = {place for place, each in enumerate(tensors) if place in self._kept or captures.lends(each)}
-        key = tuple(each.data_ptr() if place in fixed else 0 for place, each in enumerate(tensors))
+        key = ends_with, *(each.data_ptr() if place in fixed else 0 for place, each in enumerate(tensors))
         found = self._found.get(key)
         if found is None and not captures.reason and len(self._found) < _MOST_PLACES:
             self._uses[key] += 1
             if self._uses[key] >= _WORTH_CAPTURING:
-                found = self._capture(tensors, fixed)
+                found = self._capture(tensors, run, fixed, ends=ends_with is not None)
                 if found is not None:
                     self._found[key] = found
         if found is None:
-            return self._run(tensors)
+            return None
         outputs = found(tensors)
         return [output.clone() for output in outputs] if captures.copies else outputs
 
-    def _capture(self, tensors: Sequence[Tensor], fixed: set[int]) -> _Capture | None:
+    def _capture(self, tensors: Sequence[Tensor], run: Run, fixed: set[int], ends: bool) -> _Capture | None:
         captures, recorder = self._captures, self._recorder
         if captures.captured >= _MOST or recorder.allocated() > recorder.limit():
             captures.give_up(f"the {captures.captured} that are hold {recorder.allocated():,} bytes")
@@ -173,10 +222,14 @@ class _Capturing:
         devices = sorted({tensor.device.index for tensor in tensors if tensor.device.type == "cuda"})
         try:
             with torch.no_grad():
-                found = _Capture(recorder, self._run, tensors, fixed, lambda: torch.random.fork_rng(devices))
+                found = _Capture(recorder, run, tensors, fixed, lambda: torch.random.fork_rng(devices))
         except RuntimeError as error:
             first = str(error).strip().partition("\n")[0][:200]
-            captures.give_up(f"a step of {len(tensors[0])} clients can't be ({first})")
+            if ends:
+                captures.no_update = first
+                rank_zero_info(f"captured steps do not end with the optimizer's: {first}.")
+            else:
+                captures.give_up(f"a step of {len(tensors[0])} clients can't be ({first})")
             return None
         captures.captured += 1
         return found

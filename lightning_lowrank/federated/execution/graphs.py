@@ -47,6 +47,8 @@ class Step(NamedTuple):
             ``None`` stands for a tensor that all clients share, and that the step does not write into.
         tensors: What the step takes. It may write into them.
         make: Makes the step itself, given such tensors.
+        gradients: Returns the places of values' gradients among the results by the values' names, given what else the
+            step gives.
     """
 
     form: Hashable
@@ -54,6 +56,7 @@ class Step(NamedTuple):
     named: Callable[[], Sequence[Sequence[str | None] | None]]
     tensors: Sequence[Tensor]
     make: Callable[[Sequence[Tensor]], Results]
+    gradients: Callable[[Any], Mapping[str, int]] = lambda note: {}
 
     @property
     def key(self) -> Hashable:
@@ -216,12 +219,13 @@ class StepGraphs(Untraced):
                     rank_zero_info(f"compiled a step of clients in {time.perf_counter() - begin:.1f} s")
                 # Compiling may have decided by the sizes as well.
                 if graph.traced.holds(sizes):
-                    compiled = self.captures.around(graph.compiled, kept)
+                    compiled = self.captures.around(graph.compiled, kept, step.gradients(graph.note))
                     return _Replay(graph, compiled, of_own_sizes, exact=False)
             except Exception as error:
                 self._compiles = False
                 rank_zero_warn(f"steps are not compiled, but replayed: {_first_line(error)}")
-        return _Replay(graph, self.captures.around(graph.traced.replay(sizes), kept), of_own_sizes, exact)
+        run = graph.traced.replay(sizes)
+        return _Replay(graph, self.captures.around(run, kept, step.gradients(graph.note)), of_own_sizes, exact)
 
     def _is_worth_it(self, key: Hashable, first: bool) -> bool:
         if first:

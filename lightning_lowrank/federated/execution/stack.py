@@ -34,6 +34,7 @@ from lightning_lowrank.federated.execution.causes import cause_of, refusal, upda
 from lightning_lowrank.federated.execution.graphs import Results, Step, StepGraphs, form_of, tensors_in
 from lightning_lowrank.federated.execution.stacked_products import StackedProducts
 from lightning_lowrank.federated.execution.traces import Unmapped, Untraced, Watch, reachable
+from lightning_lowrank.federated.execution.updates import SGDUpdate
 from lightning_lowrank.federated.objective import loss_of
 from lightning_lowrank.federated.optimizers import fresh_state, is_shared
 from lightning_lowrank.federated.state import State
@@ -89,7 +90,8 @@ class ClientStack(Untraced):
         watch: Looks what steps leave on the module; by default one that begins here.
         falls_back: Whether clients make their steps one after another once these cannot be mapped.
         graphs: The graphs of the fit's steps, if there are any.
-        defers: Whether nobody sees weights between steps, so that a projected optimizer may defer its own.
+        defers: Whether nobody sees weights between steps, so that a projected optimizer may defer its own, and captured
+            steps end with the optimizer's.
     """
 
     def __init__(
@@ -112,6 +114,8 @@ class ClientStack(Untraced):
         self._module = module
         self._step = module.training_step
         self.device = module.device
+        # The gradient of the losses' sum, which a graph holds: to make it would be a call in each step.
+        self.one = None if self.device.type == "cpu" else torch.ones((), device=self.device)
         self._takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
         self.active = count
         self._objective = objective
@@ -144,6 +148,8 @@ class ClientStack(Untraced):
                     group["stacked"] = True
             optimizer.state = fresh_state(optimizer)
             self._loaded = {leaf_of[parameter]: state for parameter, state in loaded.items() if parameter in leaf_of}
+        self._unseen = defers
+        self._update = self._captured_update()
         self._watched = [value.register_hook(_refuse_gradient) for value in live.values() if value.requires_grad]
         replacing: dict[str, Any] = {
             "training_step": while_training(trainer, self._step, self.training_step),
@@ -151,6 +157,17 @@ class ClientStack(Untraced):
         }
         self._replaced = {name: vars(module).get(name) for name in replacing}
         vars(module).update(replacing)
+
+    def _captured_update(self) -> SGDUpdate | None:
+        """Return the optimizer's step as captures may end with it, where nobody sees gradients or weights between."""
+        if not self._unseen or self._captures.recorder is None or not self.leaves or len(self._trainer.optimizers) != 1:
+            return None
+        (optimizer,) = self._trainer.optimizers
+        if SGDUpdate.unsupported_reason(optimizer, self.leaves):
+            return None
+        return SGDUpdate(
+            optimizer, self.leaves, {name: place for place, name in enumerate(self.values)}, self._captures
+        )
 
     def client(self, index: int) -> dict[str, Tensor]:
         """Return one client's values by name, as views into the stacks."""
@@ -285,6 +302,9 @@ class ClientStack(Untraced):
     def gradients(self, parts: Parts, batch_idx: int = 0) -> Tensor | None:
         """Do what `training_step`, ``zero_grad()`` and ``backward()`` would do, by graphs.
 
+        A captured step may do what the optimizer's ``step()`` would do as well. Leaves have no gradients then, so that
+        the optimizer leaves them as they are.
+
         Returns:
             The sum of the losses; ``None`` where a graph is missing. Nothing has been done then.
         """
@@ -300,19 +320,27 @@ class ClientStack(Untraced):
             found.append((part, replay))
         for leaf in (*self.leaves.values(), *(each.change for each in deferred.values())):
             leaf.grad = None
+        update = self._update if len(found) == 1 and found[0][0].is_whole else None
+        if update is not None:
+            update.prepare(self.leaves)
         total: Tensor | None = None
         for part, replay in found:
-            losses, gradients, values = part.replayed(replay)
-            part.give(
-                {
-                    deferred[name].change if of_change else self.leaves[name]: gradient
-                    for (name, of_change), gradient in gradients.items()
-                }
-            )
-            total = losses.sum() if total is None else total + losses.sum()
+            self._captures.update = update
+            loss, gradients, values = part.replayed(replay)
+            self._captures.update = None
+            if update is None or not update.made:
+                part.give(
+                    {
+                        deferred[name].change if of_change else self.leaves[name]: gradient
+                        for (name, of_change), gradient in gradients.items()
+                    }
+                )
+            if self._captures.recorder is not None and (len(found) > 1 or not self._unseen):
+                # Captured steps share memory, so that another part's, and the next step's, overwrite it.
+                loss = loss.clone()
             if len(found) > 1:
-                # Captured steps share memory, so that another part's may overwrite them.
                 values = {name: value.clone() for name, value in values.items()}
+            total = loss if total is None else total + loss
             logged.add(values, part.places.samples)
         logged.log(self._module, self.late_logs)
         return total
@@ -607,6 +635,11 @@ class _Part:
 
         self._way = stack.one_by_one if len(numbers) == 1 else stack.mapped
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether they are all clients that make a step, in their order."""
+        return self._rows is None and len(self.places.numbers) == self._stack.active
+
     def _select(self, tensor: Tensor) -> Tensor:
         if self._rows is not None:
             return tensor.index_select(0, self._rows.to(tensor.device, non_blocking=True))
@@ -672,12 +705,12 @@ class _Part:
         present = {"clients": len(self.places.numbers), "samples": samples}
         graphs.numbered.append(self)
         try:
-            return graphs.find(Step(form, present, sizes, tensors, self._step))
+            return graphs.find(Step(form, present, sizes, tensors, self._step, _places_of_gradients))
         finally:
             graphs.numbered.pop()
 
     def _step(self, tensors: Sequence[Tensor]) -> Results:
-        """Return losses, gradients and what is logged, and what the names of these are."""
+        """Return the losses' sum, gradients and what is logged, and what the names of these are."""
         stack, given = self._stack, iter(tensors)
         values = {name: next(given) for name in self._named}
         wanted = {(name, False): values[name].detach().requires_grad_() for name in values if name in stack.leaves}
@@ -691,17 +724,19 @@ class _Part:
         try:
             with torch.enable_grad(), _held(stack.shared, shared):
                 losses, logged = self._way(self._run, (values, changes, state, batch))
-                gradients = torch.autograd.grad(losses.sum(), list(wanted.values()), allow_unused=True)
+                total, one = losses.sum(), stack.one
+                seed = one if one is not None and one.dtype == total.dtype else None
+                gradients = torch.autograd.grad(total, list(wanted.values()), seed, allow_unused=True)
         finally:
             self._projections = before
         found = {key: each for key, each in zip(wanted, gradients, strict=True) if each is not None}
         said = {name: {**self._settings[name], "batch_size": None} for name in logged}
-        return [losses.detach(), *found.values(), *logged.values()], (list(found), said)
+        return [total.detach(), *found.values(), *logged.values()], (list(found), said)
 
     def replayed(
         self, replay: Callable[[], Results]
     ) -> tuple[Tensor, dict[tuple[str, bool], Tensor], dict[str, Tensor]]:
-        """Make the step by its graph; return the losses, the gradients, and what is logged.
+        """Make the step by its graph; return the losses' sum, the gradients, and what is logged.
 
         Gradients have the weight's name, and whether they are those of its change.
         """
@@ -711,6 +746,12 @@ class _Part:
             self._settings.setdefault(name, settings)
         logged = dict(zip(said, results[1 + len(used) :], strict=True))
         return results[0], dict(zip(used, results[1:], strict=False)), logged
+
+
+def _places_of_gradients(note: Any) -> dict[str, int]:
+    """Return the places of values' gradients among what `_Part._step` gives, given what their names are."""
+    used, _ = note
+    return {name: 1 + place for place, (name, of_change) in enumerate(used) if not of_change}
 
 
 @contextmanager

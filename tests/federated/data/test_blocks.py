@@ -169,7 +169,8 @@ def test_rows_of_tensors_are_gathered_through_subsets_as_the_dataset_gives_them(
             assert_same(found, expected)
 
 
-def test_indices_of_a_subset_that_change_between_rounds_are_followed(tmp_path):
+@pytest.mark.parametrize("wanted", ["auto", True, "round"])
+def test_indices_of_a_subset_that_change_between_rounds_are_followed(tmp_path, wanted):
     seen: list[int] = []
 
     class Seeing(Module):
@@ -182,7 +183,7 @@ def test_indices_of_a_subset_that_change_between_rounds_are_followed(tmp_path):
             subset.indices[:] = range(8, 16)
 
     subset = Subset(TensorDataset(torch.randn(16, 6), torch.arange(16)), list(range(8)))
-    loop = FederatedLoop(FedAvg(), partition=FromIndices([range(4), range(4, 8)]), summary=False)
+    loop = FederatedLoop(FedAvg(), partition=FromIndices([range(4), range(4, 8)]), data_on_device=wanted, summary=False)
     module, loader = Seeing(), DataLoader(subset, batch_size=4)
     trainer(tmp_path, loop, Swapping(), max_epochs=2, limit_val_batches=0).fit(module, loader)
     assert sorted(seen[:8]) == list(range(8))

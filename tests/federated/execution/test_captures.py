@@ -2,67 +2,20 @@
 
 from functools import partial
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
 from lightning_lowrank import SCAFFOLD, FedAvg, FederatedLoop, FedProx, FromIndices
 from lightning_lowrank.aggregation import KeepsArrivals
-from lightning_lowrank.federated.execution import captures, graphs, vectorized
+from lightning_lowrank.federated.execution import captures, graphs, updates, vectorized
 from lightning_lowrank.federated.execution.captures import Captures
-from lightning_lowrank.internals.torch import writes
+from lightning_lowrank.federated.execution.stack import ClientStack
 from tests.helpers import Data, Module, assert_same, blobs, fit, network, trainer, weights
+from tests.recorder import OnTheCPU
 
 PARTS = FromIndices([range(29), range(29, 53), range(53, 77), range(77, 103)])
-
-
-def tensors_of(tree):
-    return [each for each in tree_flatten(tree)[0] if isinstance(each, torch.Tensor)]
-
-
-class Recording(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.operations, self.before = [], []
-
-    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
-        # Batch normalisation writes without saying so.
-        if writes(function) or "batch_norm" in str(function):
-            self.before += [(each, each.clone()) for each in tensors_of(arguments)]
-        made = function(*arguments, **(keywords or {}))
-        self.operations.append((function, arguments, keywords or {}, made))
-        return made
-
-
-class OnTheCPU:
-    """Records operations, and makes them again into the memory in which their results were."""
-
-    def __init__(self, most=2**40):
-        self.most, self.records, self.replays = most, 0, 0
-
-    def record(self, make):
-        with Recording() as recording:
-            outputs = make()
-        for tensor, value in reversed(recording.before):
-            tensor.copy_(value)
-        self.records += 1
-
-        def replay():
-            self.replays += 1
-            for function, arguments, keywords, made in recording.operations:
-                for old, new in zip(tensors_of(made), tensors_of(function(*arguments, **keywords)), strict=True):
-                    if old.untyped_storage().data_ptr() != new.untyped_storage().data_ptr():
-                        old.copy_(new)
-
-        return outputs, replay
-
-    def allocated(self):
-        return self.records
-
-    def limit(self):
-        return self.most
 
 
 def step(tensors):
@@ -74,7 +27,7 @@ def step(tensors):
 
 def test_a_capture_reads_and_writes_what_it_is_given():
     recorder = OnTheCPU()
-    captured, frozen = Captures(recorder).around(step, kept=[3]), torch.full((2,), 10.0)
+    captured, frozen = Captures(recorder).around(step, [3], {}), torch.full((2,), 10.0)
     torch.manual_seed(0)
     expected, given = [], [torch.zeros(2), torch.zeros(2), torch.zeros(2), frozen]
     for number in range(10):
@@ -96,7 +49,7 @@ def test_lent_memory_is_not_copied_and_never_overwritten():
     stack = lending.place("weight", torch.tensor(1.0), 4)
     assert lending.lends(stack[2:])
     assert not lending.lends(stack.clone())
-    captured = lending.around(step, kept=[3])
+    captured = lending.around(step, [3], {})
     frozen = torch.zeros(2)
     for number in range(8):
         for rows in (slice(2), slice(2, 4)):
@@ -114,7 +67,7 @@ def test_lent_memory_is_not_copied_and_never_overwritten():
 
 def test_another_frozen_weight_is_captured_again():
     recorder = OnTheCPU()
-    captured = Captures(recorder).around(step, kept=[3])
+    captured = Captures(recorder).around(step, [3], {})
     kept = []
     for value in (1.0, 2.0):
         kept.append(torch.full((2,), value))
@@ -126,7 +79,7 @@ def test_another_frozen_weight_is_captured_again():
 
 def test_a_weight_that_moves_again_and_again_is_not_captured_each_time():
     recorder = OnTheCPU()
-    captured, kept = Captures(recorder).around(step, kept=[3]), []
+    captured, kept = Captures(recorder).around(step, [3], {}), []
     for value in range(20):
         kept.append(torch.full((2,), float(value)))
         for _ in range(6):
@@ -136,7 +89,7 @@ def test_a_weight_that_moves_again_and_again_is_not_captured_each_time():
 
 def test_results_are_copied_where_somebody_may_keep_them():
     for copies in (False, True):
-        captured = Captures(OnTheCPU(), copies).around(step, kept=[3])
+        captured = Captures(OnTheCPU(), copies).around(step, [3], {})
         frozen = torch.full((2,), 10.0)
         found = [
             captured([torch.full((2,), float(number)), torch.ones(2), torch.zeros(2), frozen])[0] for number in range(8)
@@ -155,7 +108,7 @@ def test_what_cannot_be_captured_is_replayed(why, monkeypatch):
     if why == "error":
         monkeypatch.setattr(recorder, "record", refuse)
     lending = Captures(recorder)
-    first, second = (lending.around(step, kept=[3]) for _ in range(2))
+    first, second = (lending.around(step, [3], {}) for _ in range(2))
     frozen = torch.zeros(2)
     for _ in range(6):
         given = [torch.ones(2), torch.ones(2), torch.zeros(2), frozen]
@@ -250,3 +203,112 @@ def test_a_capture_with_other_values_is_not_used(tmp_path, recorder, monkeypatch
     assert (made.reason, made.captures.captured) == ("", 0)
     assert "it gives other values then" in made.captures.reason
     assert_same(found, expected)
+
+
+def assert_close(found, expected):
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6)
+
+
+OPTIMIZERS = {
+    "plain": {},
+    "momentum": {"momentum": 0.9, "weight_decay": 0.01},
+    "nesterov": {"momentum": 0.9, "nesterov": True},
+    "maximize": {"lr": 1e-3, "maximize": True},
+}
+
+
+def of_sgd(tmp_path, options, scheduler=None, interval="epoch", callbacks=(), **settings):
+    settings = {"execution": "vectorized", "local_epochs": 3, "summary": False, **settings}
+    loop = FederatedLoop(FedAvg(), partition=PARTS, on_client_error="raise", **settings)
+    module = Module(
+        optimizer=lambda each: torch.optim.SGD(each, **{"lr": 0.05, **options}), scheduler=scheduler, interval=interval
+    )
+    made = trainer(tmp_path, loop, *callbacks, max_epochs=4, limit_val_batches=0)
+    return weights(fit(made, module, Data(blobs(), drop_last=True))), loop.rounds.execution.graphs.captures
+
+
+@pytest.fixture
+def updated(monkeypatch):
+    """Return for each step of clients whether a capture has stepped the optimizer too."""
+    found, gradients = [], ClientStack.gradients
+
+    def watching(self, *arguments):
+        total = gradients(self, *arguments)
+        if total is not None:
+            found.append(self._update is not None and self._update.made)
+            assert all((leaf.grad is None) is found[-1] for leaf in self.leaves.values())
+        return total
+
+    monkeypatch.setattr(ClientStack, "gradients", watching)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ("momentum", "keep"),
+        *(pytest.param(options, "reset", marks=pytest.mark.slow) for options in OPTIMIZERS),
+    ],
+)
+def test_captures_end_with_the_optimizers_step(tmp_path, recorder, updated, options, kept):
+    options, settings = OPTIMIZERS[options], {"optimizer_state": kept, "chunk_size": 2}
+    expected, _ = of_sgd(tmp_path, options, cuda_graphs=False, **settings)
+    assert not any(updated)
+    found, made = of_sgd(tmp_path, options, **settings)
+    assert (made.reason, made.no_update) == ("", "")
+    assert updated.count(True) > 20
+    assert_close(found, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("interval", "factor"), [("epoch", 0.5), ("step", 0.95)])
+def test_one_capture_serves_a_schedule(tmp_path, recorder, updated, interval, factor):
+    records, ends = [], []
+    for gamma in (1.0, factor):
+        before = recorder.records
+        schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=gamma), interval
+        ends.append(of_sgd(tmp_path, {}, *schedule)[0])
+        records.append(recorder.records - before)
+        assert updated.count(True) > 20
+        assert_close(ends[-1], of_sgd(tmp_path, {}, *schedule, cuda_graphs=False)[0])
+    assert records[0] == records[1] > 0
+    assert not all(map(torch.equal, ends[0].values(), ends[1].values()))
+
+
+class Sees(pl.Callback):
+    def on_train_batch_end(self, *arguments):
+        """Might look at gradients."""
+
+
+def with_a_hook(optimizer):
+    optimizer.register_step_pre_hook(lambda *arguments: None)
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, 1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "more"),
+    [
+        ({}, {"callbacks": [Sees()]}),
+        ({"lr": torch.tensor(0.05)}, {}),
+        ({"momentum": 0.9, "dampening": 0.1}, {}),
+        ({}, {"scheduler": with_a_hook}),
+    ],
+    ids=["callback", "tensor", "dampening", "hook"],
+)
+def test_what_is_seen_is_not_in_the_capture(tmp_path, recorder, updated, options, more):
+    found, _ = of_sgd(tmp_path, options, **more)
+    assert recorder.replays > 0
+    assert not any(updated)
+    assert_same(found, of_sgd(tmp_path, options, cuda_graphs=False, **more)[0])
+
+
+@pytest.mark.slow
+def test_an_update_that_cannot_be_captured_is_made_by_the_optimizer(tmp_path, recorder, updated, monkeypatch):
+    monkeypatch.setattr(updates, "fused_sgd", lambda *given, **options: refuse(lambda: None))
+    found, made = of_sgd(tmp_path, {})
+    assert "not on a stream" in made.no_update
+    assert (made.reason, any(updated)) == ("", False)
+    assert recorder.replays > 0
+    assert_same(found, of_sgd(tmp_path, {}, cuda_graphs=False)[0])
