@@ -203,8 +203,8 @@ class FedLoRA(Algorithm):
             if adapter.rank > min(adapter.shape):
                 raise MisconfigurationException(
                     f"FedLoRA: the adapter of layer {adapter.name!r} has rank {adapter.rank}, above the smaller side of"
-                    f" its {adapter.shape[0]}×{adapter.shape[1]} weight: train the layer whole (PEFT's modules_to_save),"
-                    " leave it out (exclude_modules), or give it a rank of its own (rank_pattern)."
+                    f" its {adapter.shape[0]}×{adapter.shape[1]} weight: train the layer whole, with PEFT's"
+                    " modules_to_save, leave it out (exclude_modules), or give it a rank of its own (rank_pattern)."
                 )
             if self.operator.changes_base and adapter.unfoldable:
                 raise MisconfigurationException(

@@ -354,8 +354,8 @@ def export_wrapped(
         adapted = _put_changes(inner, adapter, config, tensors, base, sums, f"{inside}." if inside else "")
     if base is not None:
         # Trained biases are written under their own names, those of modules to save under the names of before.
-        written = (_WRAPPING.sub("", key.removeprefix(PREFIX)) for key in tensors)
-        _check_unchanged(inner, base, {*(f"{layer}.weight" for layer in adapted), *written})
+        saved = (_WRAPPING.sub("", key.removeprefix(PREFIX)) for key in tensors)
+        _check_unchanged(inner, base, {*(f"{layer}.weight" for layer in adapted), *saved})
     config.inference_mode = True
     if not config.base_model_name_or_path:
         config.base_model_name_or_path = getattr(getattr(inner, "config", None), "_name_or_path", None) or None
