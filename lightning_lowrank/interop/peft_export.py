@@ -339,7 +339,9 @@ def export_wrapped(
     tensors = peft.get_peft_model_state_dict(network, adapter_name=adapter, save_embedding_layers=False)
     inner = _inner(network)
     inside = next(each for each, part in module.named_modules() if part is inner)
-    tensors = {key if key.startswith(PREFIX) else PREFIX + key: value.detach().cpu() for key, value in tensors.items()}
+    # Names in a model that only has adapters inside are relative to it. Prompts have no prefix.
+    before = "" if isinstance(network, peft.PeftModel) else PREFIX
+    tensors = {f"{before}{key}": value.detach().cpu() for key, value in tensors.items()}
     adapted: Collection[str] = ()
     if config.peft_type == peft.PeftType.LORA:
         moved = _moving_start(config) is not None

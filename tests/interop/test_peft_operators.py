@@ -273,6 +273,37 @@ def test_a_checkpoints_adapter_is_on_the_weights_of_before_peft_took_a_part_of_t
         from_checkpoint(tmp_path, module, Labelling(new))
 
 
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        ("PromptTuning", {"num_virtual_tokens": 2, "task_type": "SEQ_CLS"}),
+        ("PromptEncoder", {"num_virtual_tokens": 2, "task_type": "SEQ_CLS"}),
+        ("LoHa", {"target_modules": ["query"], "r": 2}),
+        ("LNTuning", {"target_modules": ["LayerNorm"]}),
+    ],
+)
+def test_what_other_methods_train_is_written(tmp_path, method, settings):
+    base = bert()
+    # There is room for the prompt's tokens.
+    base.bert.embeddings.position_embeddings = nn.Embedding(12, 8)
+    base.bert.embeddings.position_ids = torch.arange(12)[None]
+    base.bert.embeddings.token_type_ids = torch.zeros(1, 12, dtype=torch.long)
+
+    def wrapped():
+        torch.manual_seed(0)
+        config = getattr(peft(), f"{method}Config")(**settings)
+        return peft().get_peft_model(copy.deepcopy(base), config)
+
+    module = Labelling(perturbed(wrapped()))
+    folders = [
+        export_adapter(module, tmp_path / "alone"),
+        export_adapter(module, tmp_path / "base", base=base),
+        from_checkpoint(tmp_path, module, Labelling(wrapped())),
+    ]
+    for folder in folders:
+        check(bert, module, base, folder)
+
+
 @pytest.mark.parametrize("bias", ["lora_only", "all"])
 def test_trained_biases_are_written(tmp_path, bias):
     net = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 4))
