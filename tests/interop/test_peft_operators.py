@@ -294,11 +294,14 @@ def test_what_other_methods_train_is_written(tmp_path, method, settings):
         config = getattr(peft(), f"{method}Config")(**settings)
         return peft().get_peft_model(copy.deepcopy(base), config)
 
-    module = Labelling(perturbed(wrapped()))
+    module = Labelling(wrapped())
+    run = trainer(tmp_path, TrainedCheckpoints(), max_epochs=2, limit_val_batches=0)
+    fit(run, module, DataLoader(data(bert), batch_size=4))
+    run.save_checkpoint(tmp_path / "run.ckpt")
     folders = [
         export_adapter(module, tmp_path / "alone"),
         export_adapter(module, tmp_path / "base", base=base),
-        from_checkpoint(tmp_path, module, Labelling(wrapped())),
+        adapter_checkpoint(tmp_path / "run.ckpt", tmp_path / "from_checkpoint", module=Labelling(wrapped())),
     ]
     for folder in folders:
         check(bert, module, base, folder)
