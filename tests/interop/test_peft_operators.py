@@ -295,8 +295,9 @@ def test_what_other_methods_train_is_written(tmp_path, method, settings):
         return peft().get_peft_model(copy.deepcopy(base), config)
 
     module = Labelling(wrapped())
-    run = trainer(tmp_path, TrainedCheckpoints(), max_epochs=2, limit_val_batches=0)
+    run = trainer(tmp_path, TrainedCheckpoints(), max_epochs=1, limit_val_batches=0)
     fit(run, module, DataLoader(data(bert), batch_size=4))
+    perturbed(module)
     run.save_checkpoint(tmp_path / "run.ckpt")
     folders = [
         export_adapter(module, tmp_path / "alone"),
