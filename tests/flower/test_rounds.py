@@ -3,7 +3,6 @@
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-
 from torch import nn
 
 from lightning_lowrank import load_dense
