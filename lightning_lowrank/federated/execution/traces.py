@@ -36,6 +36,7 @@ from lightning_lowrank.internals.torch import (
     is_mapped,
     is_transformed,
     own_buffers,
+    quantised_to_4_bits,
     writes,
     written,
 )
@@ -179,7 +180,7 @@ class Unwritten:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], sums: bool = False) -> None:
-        self._tensors = tensors
+        self._tensors = tensors = {name: value for name, value in tensors.items() if not quantised_to_4_bits(value)}
         self._marks = {name: written(value) for name, value in tensors.items()}
         self._every = max(1, math.ceil(sum(value.numel() for value in tensors.values()) / _SUMMED_AT_MOST))
         self._sums = {name: _sums(value, self._every) for name, value in tensors.items()} if sums else {}
