@@ -82,3 +82,8 @@ def test_a_tiny_table_and_going_on_with_it(table, capsys):
     # What is whole is not made again.
     (into / "ten" / "FFA" / "seed_0" / "metrics.csv").unlink()
     assert make(*ten) == 1
+
+    # Nor is a run of other arguments taken for one of these.
+    further[-1] = "2"
+    with pytest.raises(SystemExit, match=r"rate_0\.003 holds a run that was made with other arguments(.|\n)*steps 1"):
+        make(*ten)

@@ -92,7 +92,7 @@ class RaFLoRA(SumProduct):
     which the small clients do not receive, and shrink again in the next round: the paper's rank collapse. Here the part
     of the products between two neighbouring ranks is averaged over the clients that have it:
 
-    .. math:: \sum_h \sum_{i:\, r_i \ge r_h} rac{n_i}{\sum_{j:\, r_j \ge r_h} n_j}\,
+    .. math:: \sum_h \sum_{i:\, r_i \ge r_h} \frac{n_i}{\sum_{j:\, r_j \ge r_h} n_j}\,
         s_i\, B_i[:, r_{h-1}{:}r_h]\; A_i[r_{h-1}{:}r_h, :].
 
     The sum is decomposed and truncated to each client's rank as in :class:`SumProduct`, which this is for clients of

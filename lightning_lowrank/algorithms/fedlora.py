@@ -200,6 +200,12 @@ class FedLoRA(Algorithm):
         check_patterns("keep", self.keep, others, "trained parameter outside the adapters")
         self._kept = {name for name in others if any(matches(pattern, name) for pattern in self.keep)}
         for adapter in self._adapters.values():
+            if adapter.rank > min(adapter.shape):
+                raise MisconfigurationException(
+                    f"FedLoRA: the adapter of layer {adapter.name!r} has rank {adapter.rank}, above the smaller side of"
+                    f" its {adapter.shape[0]}×{adapter.shape[1]} weight: train the layer whole, with PEFT's"
+                    " modules_to_save, leave it out (exclude_modules), or give it a rank of its own (rank_pattern)."
+                )
             if self.operator.changes_base and adapter.unfoldable:
                 raise MisconfigurationException(
                     f"{self.operator!r} changes base weights, and layer {adapter.name!r} cannot take such a change:"

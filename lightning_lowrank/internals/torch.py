@@ -403,9 +403,19 @@ def own_children(module: nn.Module) -> MutableMapping[str, Any]:
 
 
 def written(tensor: Tensor) -> tuple[int, int]:
-    """Return what changes when a tensor is written in place, or given other data."""
+    """Return what changes when a tensor is written in place, or given other data.
+
+    Weights of 4 bits of bitsandbytes count as never written: for evaluation on some CPUs it packs them anew.
+    """
+    if quantised_to_4_bits(tensor):
+        return 0, 0
     counted = not tensor.is_inference() and hasattr(tensor, "_version")
     return tensor.data_ptr(), tensor._version if counted else -1
+
+
+def quantised_to_4_bits(tensor: Tensor) -> bool:
+    """Return whether a weight is packed numbers of 4 bits of bitsandbytes, which nothing but it can write."""
+    return getattr(tensor, "quant_state", None) is not None
 
 
 def copy_versions(source: Any, target: Any) -> None:

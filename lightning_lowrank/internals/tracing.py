@@ -10,6 +10,7 @@ import copy
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -69,6 +70,27 @@ def _parts() -> tuple[Any, ...]:
 
     names = ("DimDynamic", "ShapeEnv", "StatelessSymbolicContext")
     return FakeTensorMode, proxy_tensor.make_fx, *(getattr(symbolic_shapes, name) for name in names)
+
+
+def without_values() -> AbstractContextManager[Any]:
+    """Return a context in which operations give tensors of the right shape and type, and compute nothing.
+
+    Tensors from outside stand for their shape and type there; those that are written into may have changed afterwards.
+    ``from_tensor`` of what is entered returns what stands for a tensor. What reads a number out of the results of
+    operations raises an error.
+
+    Raises:
+        ImportError: If this torch has no such context; see `unsupported_reason`.
+        AttributeError: Likewise.
+
+    Example:
+        >>> weight = torch.ones(2, 3)
+        >>> with without_values():
+        ...     (weight @ torch.ones(3, 4)).shape
+        torch.Size([2, 4])
+    """
+    mode: AbstractContextManager[Any] = _parts()[0](allow_non_fake_inputs=True)
+    return mode
 
 
 class Traced:

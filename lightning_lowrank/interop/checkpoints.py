@@ -117,14 +117,14 @@ def adapter_checkpoint(
     described = callbacks.get("LowRank", {}).get("outline")
     loop = callbacks.get("FederatedLoop", {})
     state = loop["server"]["base"] if loop else {}
-    if described is None and any(_ADAPTER.search(name) for name in checkpoint["state_dict"]):
-        if module is None:
-            raise misconfigured(
-                f"{path} is of a module that PEFT wrapped, which a checkpoint does not describe: give"
-                " `lightning-lowrank export` the run's --config, which builds the module; or load the state dict into"
-                " such a module, and call lightning_lowrank.export_adapter(module, folder, base=pretrained_network)."
-            )
+    if described is None and module is not None and any(hasattr(part, "peft_config") for part in module.modules()):
         return _wrapped_adapter(checkpoint, state, Path(folder), module)
+    if described is None and any(_ADAPTER.search(name) for name in checkpoint["state_dict"]):
+        raise misconfigured(
+            f"{path} is of a module that PEFT wrapped, which a checkpoint does not describe: give"
+            " `lightning-lowrank export` the run's --config, which builds the module; or load the state dict into"
+            " such a module, and call lightning_lowrank.export_adapter(module, folder, base=pretrained_network)."
+        )
     if described is None:
         raise misconfigured(
             f"{path} does not describe the layers of its module, as checkpoints of runs with LowRank do unless they"

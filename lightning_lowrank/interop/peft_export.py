@@ -35,6 +35,8 @@ from lightning_lowrank.layers import CoreProduct, low_rank_layers
 
 # What PEFT puts into the names of the layers that it wraps.
 _WRAPPING = re.compile(r"\.?(base_layer|original_module)\b")
+# PEFT's starts that take the first product out of the base weight.
+_TAKEN_OUT = ("pissa", "olora", "corda", "lora_ga")
 _DENSE = "export dense weights instead, as `lightning-lowrank export` does by default"
 _PART = (
     "so the adapters are only a part of what was learnt: give the network as it was, export_adapter(module, folder,"
@@ -62,7 +64,7 @@ def export_adapter(
 
     A model that PEFT wrapped, with any of its methods, is written by PEFT itself. Where the base weights of either have
     changed, as after ``FLoRA``, ``FedEx`` or ``CoLR``, the layer's adapter becomes the truncated singular value
-    decomposition of that change and :math:`\\text{scaling} \\cdot B A` together, of the rank that it needs, so that the
+    decomposition of that change and :math:`\text{scaling} \cdot B A` together, of the rank that it needs, so that the
     adapter is whole on the weights that the run began with. That takes ``base``, or a quantised layer, beside whose
     weight the change was kept.
 
@@ -280,14 +282,41 @@ def _factors_of(total: Tensor, weight: Tensor, dtype: torch.dtype) -> tuple[Tens
 
 
 def wrapped_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return copies of what a model held before PEFT wrapped it, by the names of then."""
-    network = _inner(_wrapped(module))
+    """Return copies of what a model held before PEFT wrapped it, by the names of then.
+
+    The model has not been trained since. Where PEFT took the first adapter out of the base weights, it is added again.
+    """
+    wrapped = _wrapped(module)
+    network, name = _inner(wrapped), _chosen(wrapped, None)
     _, added = peft_parameters(network)
-    return {
+    found = {
         _WRAPPING.sub("", name): value.detach().clone()
         for name, value in _tensors(network)
         if value not in added and ".modules_to_save." not in name
     }
+    start = _moving_start(wrapped.peft_config[name])
+    if start is None:
+        return found
+    if not str(start).lower().startswith(_TAKEN_OUT):
+        raise misconfigured(
+            f"init_lora_weights={start!r} changed the base weights when PEFT wrapped the model, and they cannot be told"
+            " from the adapters: load the checkpoint into the module, and call"
+            " lightning_lowrank.export_adapter(module, folder, base=pretrained_network)."
+        )
+    parameters = dict(network.named_parameters())
+    for layer, adapter in find_adapters(network, name).items():
+        pair = adapter.pair(parameters, adapter.rank, adapter.scaling)
+        product = pair.scaling * pair.B.detach().double() @ pair.A.detach().double()
+        weight = found[f"{layer}.weight"]
+        matrix = adapter.as_base_matrix(weight)
+        matrix.copy_(matrix.double() + product)
+    return found
+
+
+def _moving_start(config: Any) -> Any:
+    """Return how PEFT began a LoRA adapter where that changed the base weights, else ``None``."""
+    start = getattr(config, "init_lora_weights", True)
+    return None if str(config.peft_type.value) != "LORA" or start in PLAIN_STARTS else start
 
 
 def export_wrapped(
@@ -310,10 +339,12 @@ def export_wrapped(
     tensors = peft.get_peft_model_state_dict(network, adapter_name=adapter, save_embedding_layers=False)
     inner = _inner(network)
     inside = next(each for each, part in module.named_modules() if part is inner)
-    tensors = {key if key.startswith(PREFIX) else PREFIX + key: value.detach().cpu() for key, value in tensors.items()}
+    # Names in a model that only has adapters inside are relative to it. Prompts have no prefix.
+    before = "" if isinstance(network, peft.PeftModel) else PREFIX
+    tensors = {f"{before}{key}": value.detach().cpu() for key, value in tensors.items()}
     adapted: Collection[str] = ()
     if config.peft_type == peft.PeftType.LORA:
-        moved = getattr(config, "init_lora_weights", True) not in PLAIN_STARTS
+        moved = _moving_start(config) is not None
         if moved and base is None:
             raise misconfigured(
                 f"init_lora_weights={config.init_lora_weights!r} changed the base weights when PEFT wrapped the model,"
@@ -324,7 +355,9 @@ def export_wrapped(
             config.init_lora_weights = True
         adapted = _put_changes(inner, adapter, config, tensors, base, sums, f"{inside}." if inside else "")
     if base is not None:
-        _check_unchanged(inner, base, adapted)
+        # Trained biases are written under their own names, those of modules to save under the names of before.
+        saved = (_WRAPPING.sub("", key.removeprefix(PREFIX)) for key in tensors)
+        _check_unchanged(inner, base, {*(f"{layer}.weight" for layer in adapted), *saved})
     config.inference_mode = True
     if not config.base_model_name_or_path:
         config.base_model_name_or_path = getattr(getattr(inner, "config", None), "_name_or_path", None) or None
@@ -367,7 +400,9 @@ def _chosen(network: Any, adapter: str | None) -> str:
         return adapter
     if len(configs) == 1:
         return configs[0]
-    active = {name for part in network.modules() for name in getattr(part, "active_adapters", None) or ()}
+    # Of transformers' models it is a method.
+    found = [getattr(part, "active_adapters", None) for part in network.modules()]
+    active = {name for names in found if isinstance(names, (list, tuple)) for name in names}
     chosen = [name for name in configs if name in active]
     if len(chosen) != 1:
         raise misconfigured(f"the model has the adapters {listed(configs)}: name one, adapter={configs[0]!r}.")
@@ -445,10 +480,9 @@ def _change_of(
     return now.double().cpu() - before.double(), before
 
 
-def _check_unchanged(network: nn.Module, base: Mapping[str, Tensor], adapted: Collection[str]) -> None:
-    """Refuse what differs from the network as it was and is in no adapter."""
+def _check_unchanged(network: nn.Module, base: Mapping[str, Tensor], held: Collection[str]) -> None:
+    """Refuse what differs from the network as it was and is none of the tensors that are ``held``."""
     own = {_WRAPPING.sub("", name): value for name, value in _tensors(network)}
-    held = {f"{layer}.weight" for layer in adapted}
     differ = [
         name
         for name, before in base.items()

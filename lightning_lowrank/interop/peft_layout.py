@@ -22,7 +22,7 @@ CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 # What PEFT puts before each name of the base model.
 PREFIX = "base_model.model."
 # Values of init_lora_weights that leave the base weights as they are.
-PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
+PLAIN_STARTS = (None, True, False, "gaussian", "eva", "mica", "orthogonal")
 _KINDS = ("Linear", "Conv1D", "Embedding", "Conv1d", "Conv2d", "Conv3d")
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 

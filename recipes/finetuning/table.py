@@ -19,8 +19,9 @@ words. For each one, in each division,
 picture. Operators with which sites keep factors of their own have pages of their own, by the accuracy of their sites'
 models.
 
-Runs that are whole are not made again, so that the command goes on where it was ended. Words after ``--`` go to every
-run. ``--commands`` prints the commands of the search and makes nothing.
+Runs that are whole are not made again, so that the command goes on where it was ended; a folder of runs with other
+arguments is refused, so that a trial never becomes a part of the table. Words after ``--`` go to every run.
+``--commands`` prints the commands of the search and makes nothing.
 """
 
 from __future__ import annotations
@@ -104,11 +105,19 @@ class Table:
 
     def run(self, row: Row, folder: Path, rate: float, seed: int, rounds: int) -> Run | None:
         """Return a run, made unless it is there already; ``None`` if it failed."""
-        found = read_run(folder)
-        if found.rounds and max(found.rounds) + 1 >= rounds and found.last(row.metric) is not None:
-            return found
         words = ["fit", *row.words, *self.options.words, "--quiet", "--seeds", str(seed)]
-        words += ["--model.init_args.optimizer.init_args.lr", f"{rate:g}", "--trainer.max_epochs", str(rounds)]
+        words += ["--model.init_args.optimizer.init_args.lr", f"{rate:g}"]
+        found, note = read_run(folder), folder / "made_by.txt"
+        if found.rounds and max(found.rounds) + 1 >= rounds and found.last(row.metric) is not None:
+            made_by = note.read_text().splitlines() if note.is_file() else []
+            if made_by != words:
+                raise SystemExit(
+                    f"{folder} holds a run that was made with other arguments than these: name another folder with"
+                    f" --into, or delete it.\n  there: {' '.join(made_by) or 'not known'}\n  here:  {' '.join(words)}"
+                )
+            return found
+        arguments = words
+        words = [*words, "--trainer.max_epochs", str(rounds)]
         for name, value in (("save_dir", folder.parents[1]), ("name", folder.parent.name), ("version", folder.name)):
             words += [f"--trainer.logger.init_args.{name}", str(value)]
         print("lightning-lowrank", *words, flush=True)
@@ -121,6 +130,7 @@ class Table:
                 traceback.print_exc()
             self.failed.append(f"{folder}: {error}")
             return None
+        note.write_text("\n".join(arguments) + "\n")
         return read_run(folder)
 
     def search(self, row: Row) -> tuple[float, float] | None:

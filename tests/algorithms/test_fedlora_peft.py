@@ -257,6 +257,9 @@ def test_what_cannot_be_trained_says_why(peft, tmp_path):
     zero, _ = pair(peft, tmp_path / "zero", bert, init_lora_weights=True)
     with pytest.raises(MisconfigurationException, match=r"word_embeddings', A, is zero"):
         run(tmp_path, zero, FedLoRA(FFA()), bert)
+    wide = Labelling(peft.get_peft_model(bert(), peft.LoraConfig(r=4, target_modules="all-linear")))
+    with pytest.raises(MisconfigurationException, match=r"classifier' has rank 4, above the smaller side of its 3×8 w"):
+        run(tmp_path, wide, FedLoRA(ProductSum()), bert)
 
 
 OTHERS = {

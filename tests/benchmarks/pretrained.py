@@ -33,8 +33,8 @@ beside what was measured at the sizes that were run. Nothing in it is fitted:
   Clients that step together need a step's memory each.
 - A round takes the multiply-adds of the products with frozen weights, forward and of the gradient of the input, at a
   rate that is measured at each size on its own.
-- Rounds read the base once before they begin, to tell whether something changes it; so what they add to the start grows
-  as its bytes. That rate is measured, at each size on its own, too.
+
+What rounds add to the start does not grow with the numbers of the base, but with its layers.
 
 The exit status is 1 if a limit is not met. The machine must have nothing else to do.
 """
@@ -159,7 +159,6 @@ def limit(name: str, value: float, most: float, unit: str) -> bool:
 def expect(runs: dict[str, Any]) -> None:
     """Print what the formula says of each size that was run beside what was measured, and of 7 billion parameters."""
     print("\nby the formula (measured)")
-    starts: list[float] = []
     rates: dict[str, list[float]] = {way: [] for way in WAYS}
     for model, own in runs.items():
         found, settings = medians(own), SETTINGS[model]
@@ -173,15 +172,10 @@ def expect(runs: dict[str, Any]) -> None:
                 line += f", checkpoint {size:.2f} MB ({figures['checkpoint']:.2f})"
             rates[way].append(settings["sequences"] * shapes["operations"] / figures["round"])
             print(line + f", round {figures['round']:.2f} s: {rates[way][-1] / 1e9:.1f} billion multiply-adds a second")
-        if {"plain", "sequential"} <= found.keys():
-            added = max(found["sequential"]["start"] - found["plain"]["start"], 0)
-            starts.append(added / (1e-9 * shapes["bytes"]))
-            print(f"    start {starts[-1]:.3f} s after plain's for each GB of the base")
     shapes = parameters(SEVEN, SETTINGS["7b"])
-    gigabytes = 1e-9 * shapes["bytes"]
     print(
-        f"  7b: {(shapes['frozen'] + shapes['trained']) / 1e9:.2f} billion parameters, {gigabytes:.1f} GB; adapter"
-        f" {4e-6 * shapes['trained']:.1f} MB"
+        f"  7b: {(shapes['frozen'] + shapes['trained']) / 1e9:.2f} billion parameters, {1e-9 * shapes['bytes']:.1f} GB;"
+        f" adapter {4e-6 * shapes['trained']:.1f} MB"
     )
     for way in WAYS:
         line = f"    {way:12}memory {memory_bytes(shapes, way, SETTINGS['7b']) / 1e6:,.0f} MB over the loaded model"
@@ -189,8 +183,6 @@ def expect(runs: dict[str, Any]) -> None:
             line += f", checkpoint {checkpoint_bytes(shapes, way) / 1e6:.1f} MB"
         seconds = [SETTINGS["7b"]["sequences"] * shapes["operations"] / rate for rate in rates[way]]
         print(line + (f", round {min(seconds):.0f} to {max(seconds):.0f} s" if seconds else ""))
-    if starts:
-        print(f"    start {min(starts) * gigabytes:.1f} to {max(starts) * gigabytes:.1f} s after plain's")
 
 
 def memory_bytes(shapes: dict[str, int], way: str, settings: dict[str, Any]) -> int:

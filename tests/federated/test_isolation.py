@@ -12,6 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lowrank import FedAvg, FederatedLoop, FromIndices, MaskAbsentClasses
+from lightning_lowrank.federated.execution import traces
+from lightning_lowrank.internals.torch import TorchDispatchMode
 from lightning_lowrank.testing.experiment import blobs
 
 PARTS = [range(10), range(10, 17), range(17, 23)]
@@ -227,6 +229,31 @@ def test_a_teacher_is_averaged_where_it_is_named_and_refused_elsewhere(kind):
     module = federated(kind, ema_parameters=["teacher"])
     torch.testing.assert_close(module.state_dict(), expected(kind))
     assert not any(parameter.requires_grad for parameter in module.teacher.parameters())
+
+
+def test_of_a_large_base_a_sample_is_read(monkeypatch):
+    class Numbers(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.read = 0
+
+        def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+            if "sum" in str(function):
+                self.read += arguments[0].numel()
+            elif "aten.clone" in str(function) or "_to_copy" in str(function):
+                self.read += 10**9
+            return function(*arguments, **(keywords or {}))
+
+    tensors = {"large": torch.zeros(7, 60_000), "small": torch.zeros(3), "none": torch.zeros(0)}
+    for most, least in ((10**6, 420_003), (2**15, 2**15)):
+        monkeypatch.setattr(traces, "_SUMMED_AT_MOST", most)
+        with Numbers() as numbers:
+            traces.Unwritten(tensors, sums=True).check()
+        assert least <= numbers.read / 2 <= max(most, least) + 3 + traces._SUMMED_AT_ONCE
+    monkeypatch.setattr(traces, "_SUMMED_AT_ONCE", 2)
+    monkeypatch.setattr(traces, "_SUMMED_AT_MOST", 4)
+    with pytest.raises(MisconfigurationException, match=r"frozen parameters.*teacher\.weight.*ema_parameters"):
+        federated(TeacherInData)
 
 
 @pytest.mark.parametrize(("patterns", "said"), [(["net"], "trains"), (["techer"], "teacher")])

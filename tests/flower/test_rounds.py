@@ -3,8 +3,10 @@
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
 
 from lightning_lowrank import load_dense
+from lightning_lowrank.aggregation.adapters import find_adapters
 from lightning_lowrank.flower.client import client_app
 from lightning_lowrank.models import MLP, Classifier
 from tests.flower.helpers import (
@@ -18,6 +20,8 @@ from tests.flower.helpers import (
     write_recipe,
 )
 from tests.grids import in_turn
+from tests.interop.helpers import peft
+from tests.interop.test_quantised import StandIn
 
 RESETS = {"federated": {"algorithm": "FedMUD"}, "lowrank": MUD}
 
@@ -169,3 +173,33 @@ def test_a_rank_that_a_site_cannot_have_leaves_it_out(tmp_path, monkeypatch, ope
     recipe = write_recipe(tmp_path, {**RANKS, **algorithm})
     with pytest.raises(MisconfigurationException, match=said):
         run_on_sites(recipe, tmp_path, node_config=lambda client: {"rank": rank} if client == 1 else {})
+
+
+class Wrapped(Classifier):
+    """A network that PEFT wrapped, with one quantised layer."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 10))
+        net[3] = StandIn(net[3])
+        config = peft().LoraConfig(r=2, lora_alpha=4, target_modules=["1", "3"], modules_to_save=["5"])
+        super().__init__(peft().get_peft_model(net, config), num_classes=10)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("operator", ["FLoRA", "FedEx", "FedSVD"])
+def test_sites_with_a_module_that_peft_wrapped(tmp_path, monkeypatch, operator):
+    monkeypatch.chdir(tmp_path)
+    algorithm = method("FedLoRA", operator=operator)
+    changes = {"federated": {"algorithm": algorithm}, "model": {"class_path": "tests.flower.test_rounds.Wrapped"}}
+    recipe = write_recipe(tmp_path, changes)
+    simulated = simulate(recipe)
+    served, _ = run_on_sites(recipe, tmp_path, fresh=True)
+    assert_equal_runs(simulated, served)
+    one, other = (find_adapters(run.lightning_module) for run in (simulated, served))
+    assert any(found.beside for found in one.values()) == (operator != "FedSVD")
+    for name, found in one.items():
+        assert found.beside.keys() == other[name].beside.keys()
+        for part, value in found.beside.items():
+            torch.testing.assert_close(other[name].beside[part], value, rtol=1e-5, atol=1e-6)

@@ -28,7 +28,7 @@ from lightning_lowrank.interop.checkpoints import adapter_checkpoint
 from tests.algorithms.test_fedlora_peft import CLIENTS, Labelling, bert, convolutions, data, gpt
 from tests.grids import daily
 from tests.helpers import fit, trainer
-from tests.interop.helpers import config_of, peft
+from tests.interop.helpers import config_of, peft, perturbed
 
 # Also those that come later.
 OPERATORS = sorted(
@@ -241,6 +241,105 @@ def test_what_cannot_be_part_of_the_adapter_is_refused(tmp_path, init):
     with pytest.raises(MisconfigurationException, match=r"1\.running_mean, 1\.running_var.* differ from those of base"):
         export_adapter(wrapped, tmp_path / "other", base=net)
     assert not (tmp_path / "other").exists()
+
+
+def from_checkpoint(tmp_path, module, new):
+    """Return the folder that is written from a checkpoint, with a new module of the same kind."""
+    run = trainer(tmp_path, max_epochs=0)
+    run.strategy.connect(module)
+    run.save_checkpoint(tmp_path / "run.ckpt")
+    return adapter_checkpoint(tmp_path / "run.ckpt", tmp_path / "from_checkpoint", module=new)
+
+
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "OLoRA"])
+def test_a_checkpoints_adapter_is_on_the_weights_of_before_peft_took_a_part_of_them(tmp_path, init):
+    net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
+
+    def wrapped():
+        torch.manual_seed(0)
+        config = peft().LoraConfig(r=2, lora_alpha=3, target_modules=["0", "2"], init_lora_weights=init)
+        return peft().get_peft_model(copy.deepcopy(net), config)
+
+    module = Labelling(perturbed(wrapped()))
+    folder = from_checkpoint(tmp_path, module, Labelling(wrapped()))
+    inputs = torch.randn(7, 6)
+    loaded = peft().PeftModel.from_pretrained(copy.deepcopy(net), folder).eval()
+    torch.testing.assert_close(loaded(inputs), module.network.eval()(inputs), rtol=1e-5, atol=1e-5)
+    assert (loaded(inputs) - net(inputs)).abs().max() > 0.1
+    new = wrapped()
+    # What PEFT quantises cannot be told from the adapters.
+    new.peft_config["default"].init_lora_weights = "loftq"
+    with pytest.raises(MisconfigurationException, match=r"init_lora_weights='loftq' changed .* base=pretrained"):
+        from_checkpoint(tmp_path, module, Labelling(new))
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        ("PromptTuning", {"num_virtual_tokens": 2, "task_type": "SEQ_CLS"}),
+        ("PromptEncoder", {"num_virtual_tokens": 2, "task_type": "SEQ_CLS"}),
+        ("LoHa", {"target_modules": ["query"], "r": 2}),
+        ("LNTuning", {"target_modules": ["LayerNorm"]}),
+    ],
+)
+def test_what_other_methods_train_is_written(tmp_path, method, settings):
+    base = bert()
+    # There is room for the prompt's tokens.
+    base.bert.embeddings.position_embeddings = nn.Embedding(12, 8)
+    base.bert.embeddings.position_ids = torch.arange(12)[None]
+    base.bert.embeddings.token_type_ids = torch.zeros(1, 12, dtype=torch.long)
+
+    def wrapped():
+        torch.manual_seed(0)
+        config = getattr(peft(), f"{method}Config")(**settings)
+        return peft().get_peft_model(copy.deepcopy(base), config)
+
+    module = Labelling(wrapped())
+    run = trainer(tmp_path, TrainedCheckpoints(), max_epochs=1, limit_val_batches=0)
+    fit(run, module, DataLoader(data(bert), batch_size=4))
+    perturbed(module)
+    run.save_checkpoint(tmp_path / "run.ckpt")
+    folders = [
+        export_adapter(module, tmp_path / "alone"),
+        export_adapter(module, tmp_path / "base", base=base),
+        adapter_checkpoint(tmp_path / "run.ckpt", tmp_path / "from_checkpoint", module=Labelling(wrapped())),
+    ]
+    for folder in folders:
+        check(bert, module, base, folder)
+
+
+@pytest.mark.parametrize("bias", ["lora_only", "all"])
+def test_trained_biases_are_written(tmp_path, bias):
+    net = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 4))
+
+    def wrapped():
+        torch.manual_seed(0)
+        return peft().get_peft_model(copy.deepcopy(net), peft().LoraConfig(r=2, target_modules=["0"], bias=bias))
+
+    module = Labelling(perturbed(wrapped()))
+    folders = [
+        export_adapter(module, tmp_path / "alone"),
+        export_adapter(module, tmp_path / "base", base=net),
+        from_checkpoint(tmp_path, module, Labelling(wrapped())),
+    ]
+    inputs = torch.randn(7, 6)
+    for folder in folders:
+        loaded = peft().PeftModel.from_pretrained(copy.deepcopy(net), folder).eval()
+        torch.testing.assert_close(loaded(inputs), module.network.eval()(inputs), rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        module.network.base_model.model[1].weight.add_(1)
+    with pytest.raises(MisconfigurationException, match=r"1\.weight .*differ from those of base"):
+        export_adapter(module, tmp_path / "other", base=net)
+
+
+def test_the_active_one_of_a_transformers_models_adapters_is_written(tmp_path):
+    base = bert()
+    wrapped = peft().get_peft_model(copy.deepcopy(base), peft().LoraConfig(r=2, target_modules=["query"]))
+    wrapped.add_adapter("second", peft().LoraConfig(r=3, target_modules=["value"], init_lora_weights=False))
+    wrapped.set_adapter("second")
+    export_adapter(Labelling(wrapped), tmp_path / "adapter", base=base)
+    check(bert, Labelling(wrapped), base, tmp_path / "adapter")
+    assert config_of(tmp_path / "adapter")["r"] == 3
 
 
 def test_one_of_several_adapters_is_written(tmp_path):

@@ -31,7 +31,7 @@ from tests.helpers import Data, Module, fit, trainer
 from tests.interop.helpers import peft
 
 CLIENTS = [list(range(40)), list(range(40, 60)), list(range(60, 103))]
-KINDS = ["stand-in", "4bit", "8bit", "torchao"]
+KINDS = ["stand-in", "packing", "4bit", "8bit", "torchao"]
 
 
 class StandIn(nn.Linear):
@@ -51,6 +51,32 @@ class StandIn(nn.Linear):
         return F.linear(inputs, self.dense(), self.bias)
 
 
+class Packing(StandIn):
+    """As bitsandbytes does on some CPUs: the weight is packed in another order once the layer is evaluated."""
+
+    def __init__(self, linear):
+        super().__init__(linear)
+        self.weight.quant_state = {"packed": False}
+
+    def dense(self):
+        weight = super().dense()
+        return weight.flip(0) if self.weight.quant_state["packed"] else weight
+
+    def pack(self, packed):
+        if self.weight.quant_state["packed"] != packed:
+            self.weight.data = self.weight.data.flip(0)
+            self.weight.quant_state["packed"] = packed
+
+    def forward(self, inputs):
+        if not self.training:
+            self.pack(True)
+        return super().forward(inputs)
+
+    def _save_to_state_dict(self, *arguments):
+        self.pack(False)
+        super()._save_to_state_dict(*arguments)
+
+
 def network():
     # Sides that bitsandbytes' kernels for processors take.
     return nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4))
@@ -64,11 +90,11 @@ def quantised(kind):
         torchao = pytest.importorskip("torchao.quantization")
         torchao.quantize_(net, torchao.Int8WeightOnlyConfig(), filter_fn=lambda layer, name: name == "2")
         return net
-    bnb = None if kind == "stand-in" else pytest.importorskip("bitsandbytes")
     old = net[2]
-    if bnb is None:
-        net[2] = StandIn(old)
+    if kind in ("stand-in", "packing"):
+        net[2] = (StandIn if kind == "stand-in" else Packing)(old)
         return net
+    bnb = pytest.importorskip("bitsandbytes")
     sides = old.in_features, old.out_features
     if kind == "4bit":
         net[2] = bnb.nn.Linear4bit(*sides, compute_dtype=torch.float32, quant_type="nf4")
@@ -104,16 +130,18 @@ def wrap(net, **settings):
         return peft().get_peft_model(net, peft().LoraConfig(**given))
 
 
-def federate(folder, net, operator, rounds=3, checkpoint=None, callbacks=(), module=None, **settings):
+def federate(folder, net, operator, rounds=3, checkpoint=None, callbacks=(), module=None, validated=False, **settings):
     module = Module(wrap(net)) if module is None else module
     loop = FederatedLoop(FedLoRA(operator), partition=FromIndices(CLIENTS), summary=False, **settings)
-    run = trainer(folder, loop, *callbacks, max_epochs=rounds, limit_val_batches=0)
+    run = trainer(folder, loop, *callbacks, max_epochs=rounds, limit_val_batches=1.0 if validated else 0)
     fit(run, module, Data(), ckpt_path=checkpoint)
     return run, module, loop
 
 
 def stored(net):
     """Return the quantised weight's numbers."""
+    # That undoes what evaluation has packed.
+    net.state_dict()
     weight = next(
         part.get_base_layer().weight for part in net.modules() if hasattr(part, "lora_A") and part.in_features == 64
     )
@@ -151,17 +179,22 @@ def test_a_quantised_base_trains_as_the_dense_one_of_the_same_function(tmp_path,
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("operator", [FLoRA(), FedEx(), ProductSum()], ids=repr)
 def test_a_run_on_a_quantised_base_resumes_exactly(tmp_path, operator, kind):
-    once, module, _ = federate(tmp_path, quantised(kind), operator, callbacks=[TrainedCheckpoints()])
-    first, _, _ = federate(tmp_path, quantised(kind), operator, rounds=2, callbacks=[TrainedCheckpoints()])
-    first.save_checkpoint(tmp_path / "two.ckpt")
-    _, resumed, _ = federate(
-        tmp_path, quantised(kind), operator, checkpoint=tmp_path / "two.ckpt", callbacks=[TrainedCheckpoints()]
+    once, module, _ = federate(tmp_path, quantised(kind), operator, callbacks=[TrainedCheckpoints()], validated=True)
+    first, _, _ = federate(
+        tmp_path, quantised(kind), operator, rounds=2, callbacks=[TrainedCheckpoints()], validated=True
     )
+    first.save_checkpoint(tmp_path / "two.ckpt")
+    held = torch.load(tmp_path / "two.ckpt", weights_only=True)["state_dict"]
+    assert "net.base_model.model.2.base_layer.weight" not in held
+    settings = {"callbacks": [TrainedCheckpoints()], "validated": True}
+    _, resumed, _ = federate(tmp_path, quantised(kind), operator, checkpoint=tmp_path / "two.ckpt", **settings)
     with torch.no_grad():
         assert torch.equal(resumed.net.eval()(INPUTS), module.net.eval()(INPUTS))
     assert once.current_epoch == 3
     # A checkpoint without the base has what is kept beside it.
     once.save_checkpoint(tmp_path / "three.ckpt")
+    held = torch.load(tmp_path / "three.ckpt", weights_only=True)["state_dict"]
+    assert "net.base_model.model.2.base_layer.weight" not in held
     new = Module(wrap(quantised(kind)))
     folder = adapter_checkpoint(tmp_path / "three.ckpt", tmp_path / "adapter", module=new)
     loaded = peft().PeftModel.from_pretrained(quantised(kind), folder).eval()

@@ -47,7 +47,8 @@ class StackedProducts(TorchFunctionMode):
     - ``F.relu`` and other activations in place, on an accelerator: torch changes a view of the stack, the gradient of
       which takes three copies.
     - ``F.scaled_dot_product_attention`` with a bias that is trained: torch would take a kernel that has no gradient of
-      it. Here it takes the one that has.
+      it. Here it takes the one that has. Under autocast, torch would leave queries, keys and values in different types,
+      and refuse them.
     - ``F.dropout`` on the CPU: the same operations as torch's, which asks for a size that symbolic tracing lacks.
     - ``bool()``, ``item()`` and the like of a tensor that is the same for all clients: torch refuses them all. Here
       they give the number.
@@ -299,6 +300,9 @@ def _attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *arguments: Any, **keywords: Any
 ) -> Tensor:
     trained = attn_mask is not None and is_mapped(attn_mask) and stack_of(attn_mask).requires_grad
+    if any(map(is_mapped, (query, key, value))):
+        query, key, value = map(_as_autocast, (query, key, value))
+        attn_mask = None if attn_mask is None else _as_autocast(attn_mask)
     with sdpa_kernel(SDPBackend.MATH) if trained else nullcontext():
         return F.scaled_dot_product_attention(query, key, value, attn_mask, *arguments, **keywords)
 
@@ -328,8 +332,10 @@ def _each(value: int | Sequence[int], dimensions: int) -> list[int]:
 
 def _as_autocast(tensor: Tensor) -> Tensor:
     """Cast as autocast would have, which acts below the functions that a mode gets to see."""
-    if torch.is_autocast_enabled("cpu") and tensor.is_floating_point() and tensor.dtype != torch.float64:
-        return tensor.to(torch.get_autocast_dtype("cpu"))
+    device = tensor.device.type
+    casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    if casts and tensor.is_floating_point() and tensor.dtype != torch.float64:
+        return tensor.to(torch.get_autocast_dtype(device))
     return tensor
 
 

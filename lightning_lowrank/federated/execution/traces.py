@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import math
 import random
 import types
 from collections import deque
@@ -35,6 +36,7 @@ from lightning_lowrank.internals.torch import (
     is_mapped,
     is_transformed,
     own_buffers,
+    quantised_to_4_bits,
     writes,
     written,
 )
@@ -45,7 +47,8 @@ _LEFT_ALONE = (
 )
 _OF_PROGRAMS = ("argparse.", "jsonargparse.", "logging.", "lightning.pytorch.cli.")
 _DATA = (Tensor, np.ndarray)
-_SUMMED_AT_ONCE = 2**16
+_SUMMED_AT_ONCE = 2**14
+_SUMMED_AT_MOST = 2**24
 MANY = 10_000
 """Entries above which the entries of a container are left alone."""
 _TABLES = ("_modules.", "_parameters.", "_buffers.")
@@ -171,13 +174,16 @@ class Unwritten:
 
     Args:
         tensors: Tensors by name.
-        sums: Whether the first `check` also looks for what is written through ``tensor.data``, which takes time.
+        sums: Whether the first `check` also looks for what is written through ``tensor.data``. Of more than 16.8
+            million numbers it reads about so many, evenly spaced parts of each tensor: what writes there, such as a
+            moving average, writes whole tensors, and a large base would take seconds.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], sums: bool = False) -> None:
-        self._tensors = tensors
+        self._tensors = tensors = {name: value for name, value in tensors.items() if not quantised_to_4_bits(value)}
         self._marks = {name: written(value) for name, value in tensors.items()}
-        self._sums = {name: _sum(value) for name, value in tensors.items()} if sums else {}
+        self._every = max(1, math.ceil(sum(value.numel() for value in tensors.values()) / _SUMMED_AT_MOST))
+        self._sums = {name: _sums(value, self._every) for name, value in tensors.items()} if sums else {}
 
     @property
     def has_sums(self) -> bool:
@@ -194,7 +200,8 @@ class Unwritten:
         changed = [
             name
             for name, value in self._tensors.items()
-            if written(value) != self._marks[name] or (name in sums and not torch.equal(_sum(value), sums[name]))
+            if written(value) != self._marks[name]
+            or (name in sums and not torch.equal(_sums(value, self._every), sums[name]))
         ]
         if changed:
             raise MisconfigurationException(
@@ -205,13 +212,13 @@ class Unwritten:
             )
 
 
-def _sum(tensor: Tensor) -> Tensor:
-    """Return a tensor's sum: unlike `written` it sees what is written through ``tensor.data``."""
+def _sums(tensor: Tensor, every: int) -> Tensor:
+    """Return sums of parts of a tensor, which unlike `written` see what is written through ``tensor.data``."""
     wide = torch.complex128 if tensor.is_complex() else torch.float64
     if not has_float64(tensor.device.type):
         wide = tensor.dtype
     # A sum in another type makes a copy in that type. One such copy after another takes the same memory.
-    parts = tensor.detach().flatten().split(_SUMMED_AT_ONCE)
+    parts = tensor.detach().flatten().split(_SUMMED_AT_ONCE)[::every]
     sums = torch.empty(len(parts), dtype=wide, device=tensor.device)
     for part, own in zip(parts, sums, strict=True):
         torch.sum(part, 0, dtype=wide, out=own)
@@ -229,7 +236,7 @@ def trial(
         loader: The `RoundLoader`.
         chunk: The clients.
         steps: Number of batches of each.
-        sums: As for `Unwritten`; each of two looks reads all frozen parameters.
+        sums: As for `Unwritten`.
 
     Yields:
         The clients' batches together step by step, and their first ones alone; see `RoundLoader.read`.

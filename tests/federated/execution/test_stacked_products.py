@@ -249,6 +249,23 @@ def test_autocast_casts_as_torch_does(dtype):
     compare(autocast, tensors, tolerance=1e-10 if dtype == torch.float64 else 5e-2)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_under_autocast_takes_what_has_different_types(masked):
+    """As rotary embeddings leave queries and keys in single precision, and values not."""
+
+    def attend(query, key, value, mask):
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.scaled_dot_product_attention(query, key, value.bfloat16(), mask if masked else None)
+
+    tensors = {name: torch.randn(3, 2, 5, 4) for name in ("query", "key", "value")} | {"mask": torch.randn(3, 2, 5, 5)}
+    with StackedProducts():
+        found = vmap(lambda own: attend(**own))(tensors)
+    assert found.dtype == torch.bfloat16
+    for client, own in enumerate(found):
+        expected = attend(**{name: value[client] for name, value in tensors.items()})
+        torch.testing.assert_close(own, expected, rtol=2e-2, atol=2e-2)
+
+
 def test_nan_stays_with_its_client():
     function, tensors = case(padding=1)
     tensors["weight"][1] = torch.nan
