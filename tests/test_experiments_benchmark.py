@@ -1,5 +1,6 @@
 """`tests/benchmarks/experiments.py` runs, and the loops written by hand are the same experiments as ours."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from tests.benchmarks.experiments_contenders.ours import run_recipe
-from tests.benchmarks.experiments_contenders.trial import Trial
+from tests.benchmarks.experiments_contenders.trial import Plan, Trial
 from tests.helpers import SHARED_DATA, needs_shared_data, weights
 
 ROOT = Path(__file__).parents[1]
@@ -53,3 +54,29 @@ def test_fedmuds_clients_that_step_together_are_those_that_do_not(tmp_path, monk
         words += ["--trainer.enable_model_summary", "false", "--trainer.logger", "false"]
         ends.append(weights(run_recipe(trial, [], words).model))
     torch.testing.assert_close(*ends, rtol=1e-12, atol=1e-12)
+
+
+def test_accuracies_may_differ_as_far_as_rounding_alone_makes_them(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "benchmarks"))
+    experiments = importlib.import_module("experiments")
+    outcome = experiments.Outcome("fedmud", block=1)
+
+    def reach(name: str, *accuracies: float) -> None:
+        outcome.runs[name] = experiments.Run(found={"accuracy": accuracies[-1], "accuracies": list(accuracies)})
+
+    reach("plain", 0.5, 0.74)
+    reach("auto", 0.5, 0.75)
+    assert not outcome.same_accuracy
+    reach("perturbed", 0.52, 0.74)
+    assert outcome.same_accuracy
+    assert outcome.tolerance == pytest.approx(0.02)
+    reach("auto", 0.5, 0.77)
+    assert not outcome.same_accuracy
+
+
+def test_the_perturbed_loop_begins_one_rounding_away(tmp_path):
+    start = [torch.tensor([1.0, -2.0, 0.0]), torch.tensor(3)]
+    torch.save(tuple(Plan(start, [], [], [], {})), tmp_path / "plan.pt")
+    plan = Trial("perturbed", "", experiment="fedmud", folder=str(tmp_path / "perturbed")).plan()
+    one = torch.nextafter(start[0], start[0] * 2)
+    torch.testing.assert_close(plan.start, [one, start[1]], rtol=0, atol=0)

@@ -321,17 +321,17 @@ class ProjectedOptimizer(Optimizer, ABC):
         if deferred:
             parameters, targets, gradients = map(list, zip(*deferred, strict=True))
             self._update(group, parameters, targets, gradients, 0.0)
-        if not projected:
-            return
-        coefficients = [self._project(group, p, q) for p, q in zip(projected, projections, strict=True)]
+        if projected:
+            self._step_projected(group, projected, projections)
+
+    def _step_projected(self, group: Group, parameters: Tensors, projections: Tensors) -> None:
+        """Step weights by the coefficients of their gradients."""
+        coefficients = [self._project(group, p, q) for p, q in zip(parameters, projections, strict=True)]
         changes = [torch.zeros_like(gradient) for gradient in coefficients]
-        self._update(group, projected, changes, coefficients, 0.0)
+        self._update(group, parameters, changes, coefficients, 0.0)
         decay = self._decay(group)
-        for parameter, change, projection in zip(projected, changes, projections, strict=True):
-            stepped = add_product(matrix(group, parameter), change, projection.mT, beta=decay)
-            if stepped.data_ptr() != parameter.data_ptr():
-                # Memory formats such as channels_last have no view as a matrix, so this was a copy.
-                parameter.copy_(stepped.view(parameter.shape))
+        for parameter, change, projection in zip(parameters, changes, projections, strict=True):
+            add_to_weight(group, parameter, change, projection, beta=decay)
 
     def _refresh_group(self, group: Group, number: int) -> None:
         group["refresh_number"] = number
@@ -456,6 +456,16 @@ def add_product(target: Tensor, left: Tensor, right: Tensor, beta: float = 1.0, 
         return target.baddbmm_(left, right, beta=beta, alpha=alpha)
     # One matrix for all clients, so the stack is one tall matrix.
     return target.flatten(0, -2).addmm_(left.flatten(0, -2), right, beta=beta, alpha=alpha)
+
+
+def add_to_weight(
+    group: Group, parameter: Tensor, change: Tensor, projection: Tensor, beta: float = 1.0, alpha: float = 1.0
+) -> None:
+    """Make ``beta · W + alpha · change @ Pᵀ`` of a weight ``W``, in place."""
+    stepped = add_product(matrix(group, parameter), change, projection.mT, beta=beta, alpha=alpha)
+    if stepped.data_ptr() != parameter.data_ptr():
+        # Memory formats such as channels_last have no view as a matrix, so this was a copy.
+        parameter.copy_(stepped.view(parameter.shape))
 
 
 def _working_dtype(parameter: Tensor) -> torch.dtype:

@@ -12,7 +12,16 @@ from typing_extensions import override
 
 from lightning_lowrank.arguments import check_number
 from lightning_lowrank.internals.torch import sgd_update, steps_singly
-from lightning_lowrank.optim.base import Group, Moments, ProjectedOptimizer, Subspace, Tensors, add_product, matrix
+from lightning_lowrank.optim.base import (
+    Group,
+    Moments,
+    ProjectedOptimizer,
+    Subspace,
+    Tensors,
+    add_product,
+    add_to_weight,
+    matrix,
+)
 
 
 class ProjectedSGD(ProjectedOptimizer):
@@ -134,6 +143,28 @@ class ProjectedSGD(ProjectedOptimizer):
             decay = -group["weight_decay"] if group["maximize"] else group["weight_decay"]
             add_product(coefficients, matrix(group, parameter), projection, alpha=decay)
         return coefficients
+
+    @override
+    def _step_projected(self, group: Group, parameters: Tensors, projections: Tensors) -> None:
+        if group["nesterov"] or not steps_singly(group):
+            super()._step_projected(group, parameters, projections)
+            return
+        # The momentum takes the product itself, and is multiplied into the weight: two passes less over small matrices,
+        # which take a tenth of a step of a small model.
+        momentum, fresh = group["momentum"], 1 - group["dampening"]
+        for parameter, projection in zip(parameters, projections, strict=True):
+            buffer = self.state[parameter].get("momentum_buffer") if momentum else None
+            if buffer is None:
+                buffer = self._project(group, parameter, projection)
+                if momentum:
+                    self.state[parameter]["momentum_buffer"] = buffer
+            else:
+                assert parameter.grad is not None
+                add_product(buffer, matrix(group, parameter.grad), projection, beta=momentum, alpha=fresh)
+                if group["weight_decay"]:
+                    decay = fresh * group["weight_decay"]
+                    add_product(buffer, matrix(group, parameter), projection, alpha=decay)
+            add_to_weight(group, parameter, buffer, projection, alpha=-group["lr"])
 
     @override
     def _update(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -34,7 +35,12 @@ class Chunk:
 
     def active(self, step: int) -> int:
         """Return how many clients, from the first on, make a step of this number."""
-        return sum(count > step for count in self.batches)
+        ascending = self._ascending
+        return len(ascending) - bisect_right(ascending, step)
+
+    @cached_property
+    def _ascending(self) -> tuple[int, ...]:
+        return self.batches[::-1]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import operator
 import random
 import sys
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -37,6 +37,8 @@ _OF_LIGHTNING = frozenset({"_trainer", "_fabric", "_current_fx_name", "log", "tr
 _MEMORIES = frozenset({"_contracted"})
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
+# Those whose truth is whether they hold anything.
+_BUILTIN = frozenset({dict, list, set, deque, OrderedDict})
 _IMPORTS = frozenset({"IMPORT_NAME"})
 _OF_ALL_ATTRIBUTES = frozenset({"__dict__", "vars", "globals", "locals"})
 _LIBRARIES = frozenset({"torch", "lightning", "torchmetrics", "lightning_utilities", "lightning_lowrank", "numpy"})
@@ -118,6 +120,8 @@ class Reads(Untraced):
         self._entries: list[tuple[Mapping[str, Any], str, Any, bool]] = []
         self._others: list[tuple[Callable[[], Any], Any, str]] = []
         self._containers: list[tuple[Any, Any, str]] = []
+        self._empty: list[tuple[Any, str]] = []
+        self._all_empty: list[Any] = []
         self._seen: dict[int, Any] = {}
 
     @contextmanager
@@ -175,7 +179,7 @@ class Reads(Untraced):
                 if name in _HOOKS:
                     if table[name]:
                         raise Untraceable(f"{type(part).__name__} has hooks, which may do more than compute")
-                    self._containers.append((table[name], {}, where))
+                    self._contains(table[name], where)
                     return
                 self._entry(table, name)
                 self._add(where, table[name])
@@ -220,7 +224,7 @@ class Reads(Untraced):
             if isinstance(item, (dict, list, set, deque)):
                 if len(item) > MANY:
                     raise Untraceable(f"it can read {name}, which has more than {MANY} entries")
-                self._containers.append((item, _copy(item), name))
+                self._contains(item, name)
             elif type(item).__hash__ is None and not hasattr(item, "__dict__") and not _slots(item):
                 raise Untraceable(f"it can read {name}, a {type(item).__name__}")
             if isinstance(item, types.FunctionType):
@@ -234,6 +238,14 @@ class Reads(Untraced):
             queue += held(name, item)
             if isinstance(item, types.MethodType):
                 queue.append((name, item.__func__))
+
+    def _contains(self, container: Any, name: str) -> None:
+        """Note what a container holds. Most hold nothing, and are soon compared."""
+        if container or type(container) not in _BUILTIN:
+            self._containers.append((container, _copy(container), name))
+        else:
+            self._empty.append((container, name))
+            self._all_empty.append(container)
 
     def _attributes(self, name: str, item: Any) -> list[tuple[str, Any]]:
         """Note what stands in an object's slots and classes, and return it."""
@@ -287,6 +299,8 @@ class Reads(Untraced):
             found = table.get(name, _MISSING)
             if found is not value and not (plain and type(found) is type(value) and found == value):
                 return name
+        if any(self._all_empty):
+            return next(name for container, name in self._empty if container)
         for container, copy, name in self._containers:
             if _differs(container, copy):
                 return name
@@ -344,9 +358,10 @@ def _differs(container: Any, copy: Any) -> bool:
     """Return whether a container holds other objects, or other values of plain ones, than its copy."""
     if len(container) != len(copy):
         return True
-    if isinstance(copy, set):
+    kind = type(copy)
+    if kind is set:
         return bool(container != copy)
-    if isinstance(copy, dict):
+    if kind is dict:
         if any(map(operator.ne, container, copy)):
             return True
         container, copy = container.values(), copy.values()

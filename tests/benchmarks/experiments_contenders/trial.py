@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from tests.benchmarks.contending import ProcessSetting, images_of
 
 ROWS_OF_EVALUATION = 1024
+PERTURBED = "perturbed"
+"""The contender whose initial model is another by one rounding."""
 
 
 class Recipe(NamedTuple):
@@ -114,7 +116,13 @@ class Trial(ProcessSetting):
         return Path(self.folder).parent / "plan.pt"
 
     def plan(self) -> Plan:
-        return Plan(*torch.load(self.plan_file))
+        plan = Plan(*torch.load(self.plan_file))
+        if self.contender == PERTURBED:
+            values = [
+                each * (1 + torch.finfo(each.dtype).eps) if each.is_floating_point() else each for each in plan.start
+            ]
+            return plan._replace(start=values)
+        return plan
 
     def images(self, train: bool) -> tuple[Tensor, Tensor]:
         """Normalised images, ``[samples, 1, 28, 28]``, and classes."""
@@ -132,6 +140,11 @@ class Trial(ProcessSetting):
         """Keep the final model, and return what the contender reports."""
         torch.save([tensor.detach().clone() for tensor in tensors], Path(self.folder) / "final.pt")
         return {"accuracy": accuracies[-1], "accuracies": accuracies}
+
+
+def rounded_up(value: Tensor) -> Tensor:
+    """Return numbers that are larger by one rounding; whole numbers stay."""
+    return value * (1 + torch.finfo(value.dtype).eps) if value.is_floating_point() else value
 
 
 def kept_when_quick(size: int, kept: int = 600) -> Tensor:
