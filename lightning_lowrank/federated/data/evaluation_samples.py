@@ -13,8 +13,9 @@ from lightning_lowrank.seeding import generator
 def matched_labels(clients: ClientIndices, train_labels: Tensor, test_labels: Tensor) -> list[Tensor]:
     """Give each client all evaluation samples of the labels that it trains on.
 
-    This is how pFedMe (arXiv:2006.08848) and TDPFed evaluate personal models: a client with two labels is tested on the
-    samples of those two. Clients may share test samples. Those with the same labels share one tensor.
+    A client with two labels is tested on the samples of those two. Clients may share test samples. Those with the same
+    labels share one tensor. The release of pFedMe (arXiv:2006.08848) tests on a quarter of each client's own samples
+    instead, as `hold_out` with a share of 0.25 does; TDPFed does not say which samples it tests on.
 
     Args:
         clients: The training samples of each client.
