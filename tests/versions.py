@@ -83,9 +83,10 @@ def with_row(page: str, row: str) -> str:
 
     before, head, rest = page.partition(HEAD)
     assert head, f"{PAGE} has no table with the head {HEAD}"
-    table, gap, after = rest.partition("\n\n")
-    rows = {key(line): line for line in [*table.splitlines(), row] if line}
-    return f"{before}{head}" + "\n".join(rows[each] for each in sorted(rows)) + (f"{gap}{after}" if gap else "\n")
+    rest_lines = rest.splitlines()
+    count = next((index for index, line in enumerate(rest_lines) if not line.startswith("|")), len(rest_lines))
+    rows = {key(line): line for line in [*rest_lines[:count], row]}
+    return before + head + "\n".join([*(rows[each] for each in sorted(rows)), *rest_lines[count:]]) + "\n"
 
 
 def run(name: str, python: Path, resolution: str, tests: list[str], work: Path, logs: Path) -> str:
