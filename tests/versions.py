@@ -117,7 +117,11 @@ def run(name: str, python: Path, resolution: str, tests: list[str], work: Path, 
     call("uv", "venv", "--python", python, environment)
     call("uv", "build", "--wheel", "--python", python, "--out-dir", work / f"{name}-wheel", ROOT)
     (wheel,) = (work / f"{name}-wheel").glob("*.whl")
-    call("uv", "pip", "install", "--python", inside, "--resolution", resolution, f"{wheel}[test]")
+    # Of a wheel that is installed by its path, uv takes the newest dependencies whatever the resolution.
+    pins = work / f"{name}.txt"
+    choose = ("--extra", "test", "--resolution", resolution, "--python", inside, "--output-file", pins)
+    call("uv", "pip", "compile", ROOT / "pyproject.toml", *choose)
+    call("uv", "pip", "install", "--python", inside, "--requirements", pins, wheel)
     where = "import lightning_lowrank, sys; assert lightning_lowrank.__file__.startswith(sys.prefix)"
     call(inside, "-c", where, folder=empty)
     trained = call(

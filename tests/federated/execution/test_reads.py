@@ -417,7 +417,7 @@ USES = {
 def test_every_use_of_the_step_s_number_is_refused(use):
     # torch before 2.9 refuses there itself what is no number.
     refused = (Untraceable, TypeError) if use == "full" else Untraceable
-    with pytest.raises(refused, match="the number of the step|must be Number, not Observed"):
+    with pytest.raises(refused, match=r"the number of the step|must be Number, not Observed"):
         USES[use](Observed(3))
 
 
