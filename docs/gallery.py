@@ -70,7 +70,7 @@ def traffic(name: str) -> dict[str, dict[str, int]]:
     parser.add_argument("--lowrank", type=LowRank | None, default=None)
     parser.add_argument("--model", type=Classifier)
     given = {key: value for key, value in recipe(name).items() if key in ("federated", "lowrank", "model")}
-    made = parser.instantiate_classes(parser.parse_object(given))
+    made = parser.instantiate(parser.parse_object(given))
     figures = inspect_run(made.model, made.lowrank, made.federated)
     if figures["problems"]:
         raise ValueError(f"{name}: {figures['problems']}")

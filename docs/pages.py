@@ -6,6 +6,7 @@ has docstrings changed by `DocstringsAsMarkdown`.
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import json
 import math
@@ -15,7 +16,7 @@ from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import griffe
 import jupytext
@@ -41,6 +42,7 @@ PACKAGES = {
     "data": "Data",
     "models": "Models",
     "testing": "Contract checks",
+    "flower": "Real sites",
 }
 # What is public by its arguments, under another name.
 BESIDE = {
@@ -50,12 +52,18 @@ BESIDE = {
 
 
 @cache
+def _package(name: str) -> griffe.Object:
+    """Return a package as its source has it: the bridge to Flower could not be imported without Flower."""
+    return griffe.load(f"lightning_lowrank.{name}", search_paths=[ROOT])
+
+
+@cache
 def public_names() -> dict[str, str]:
     """Return the path of every public name, as the reference has it, by the name alone."""
     names = {}
     for package in PACKAGES:
         home = f"lightning_lowrank.{package}"
-        names.update({name: f"{home}.{name}" for name in import_module(home).__all__})
+        names.update({name: f"{home}.{name}" for name in _package(package).exports})
         names.update({path.split(".")[-1]: f"lightning_lowrank.{path}" for path in BESIDE.get(package, ())})
     return names
 
@@ -130,13 +138,17 @@ class DocstringsAsMarkdown(griffe.Extension):
 
 def reference() -> Iterator[tuple[str, str]]:
     """Return path and text of the pages of all public names, with one of all of them first."""
-    overview = ["# Reference\n", "Every public name. [YAML keys](yaml.md) has the same by the keys of a recipe.\n"]
+    overview = [
+        "# Reference\n",
+        "Every public name. [YAML keys](yaml.md) has the same by the keys of a recipe, [Commands](commands.md) the"
+        " command line.\n",
+    ]
     for package, title in PACKAGES.items():
-        module = import_module(f"lightning_lowrank.{package}")
-        paths = [*(f"{package}.{name}" for name in sorted(module.__all__, key=str.lower)), *BESIDE.get(package, ())]
+        names = sorted(_package(package).exports, key=str.lower)
+        paths = [*(f"{package}.{name}" for name in names), *BESIDE.get(package, ())]
         overview.append(f"## [{title}]({package}.md)\n\n`lightning_lowrank.{package}`\n")
         overview.append(", ".join(f"[`{path.split('.')[-1]}`][lightning_lowrank.{path}]" for path in paths) + "\n")
-        about = markdown_of(inspect.getdoc(module) or "")
+        about = markdown_of(_package(package).docstring.value)
         # What hooks do, `Algorithm` says.
         options = "    options: {members: false}\n" if package == "algorithms" else ""
         directives = "\n".join(f"::: lightning_lowrank.{path}\n{options}" for path in paths)
@@ -189,21 +201,76 @@ def yaml_keys() -> Iterator[tuple[str, str]]:
     page += [
         "## `seeds:` and `quiet:`\n",
         "`seeds` makes `fit` run once for each of these values of `seed_everything`. `quiet` shows no bars, tables and"
-        " notes.\n",
+        " notes. [Commands](commands.md) has the options that are no keys.\n",
     ]
     for title, (package, base) in CLASSES.items():
         found = [kind for kind in _public_classes() if issubclass(kind, _find(f"{package}.{base}"))]
         page.append(f"## {title}\n")
         page += [_class(kind) for kind in found if not inspect.isabstract(kind) and kind.__name__ not in _BASES]
-    for package, title in (("models", "`model:`, and `network:` of `Classifier`"), ("data", "`data:`")):
+    for title, package in SECTIONS.items():
         page.append(f"## {title}\n")
         home = import_module(f"lightning_lowrank.{package}")
-        kinds = (vars(home)[name] for name in sorted(home.__all__))
+        kinds = (vars(home)[name] for name in sorted(home.__all__) if name not in _BASES)
         page += [_class(kind) for kind in kinds if isinstance(kind, type) and not inspect.isabstract(kind)]
     yield "reference/yaml.md", "\n".join(page)
 
 
-_BASES = ("Algorithm", "Attack", "RobustRule", "CoordinateRule", "DistanceRule")
+SECTIONS = {
+    "`model:`, and `network:` of `Classifier`": "models",
+    "`data:`": "data",
+    "`trainer.callbacks:`, a list": "callbacks",
+    "`optimizer:`": "optim",
+}
+_BASES = ("Algorithm", "Attack", "RobustRule", "CoordinateRule", "DistanceRule", "ProjectedOptimizer", "LowRank")
+
+
+# The command
+
+
+class _Declared(Exception):
+    """A command has named its options."""
+
+
+class _Declaring(argparse.ArgumentParser):
+    def parse_args(self, *words: Any, **others: Any) -> Any:
+        raise _Declared
+
+    parse_known_args = parse_args
+
+
+def commands() -> Iterator[tuple[str, str]]:
+    """Return path and text of the page of the command line, from its own parsers."""
+    from lightning_lowrank.cli.commands import _WITHOUT_MODEL
+
+    page = [
+        "# Commands\n",
+        "`lightning-lowrank COMMAND --help` prints the same. In Python, `lightning_lowrank.cli.main(words)` runs a"
+        " command with a list of words.\n",
+        "## With a recipe\n",
+        "These take `--config`, as often as needed, where a later file changes an earlier one, and every"
+        " [YAML key](yaml.md) as an option. A name that is no file means a recipe of the package.\n",
+        "- **`fit`** trains. `--seeds 0 1 2` makes one run for each of these seeds.\n"
+        "- **`validate`** and **`test`** judge the model of `--ckpt_path` on the validation or the test data.\n"
+        "- **`predict`** gives what the model of `--ckpt_path` puts out for the data.\n"
+        "- **`inspect`** says what a run would cost and whether the module would work, without reading data. `--json`"
+        " prints JSON instead of tables.\n\n"
+        "All but `inspect` take `--quiet`, which shows no bars, tables and notes.\n",
+    ]
+    for name, (run, summary) in sorted(_WITHOUT_MODEL.items()):
+        parser = _Declaring(prog=name)
+        try:
+            run(parser, [])
+        except _Declared:
+            page += [f"## {name}\n", f"{summary}\n", *map(_option, parser._actions[1:]), ""]
+        else:
+            raise PluginError(f"lightning-lowrank {name} parses no words")
+    yield "reference/commands.md", "\n".join(page)
+
+
+def _option(action: argparse.Action) -> str:
+    name = action.option_strings[-1] if action.option_strings else action.dest
+    choices = f" ({', '.join(f'`{each}`' for each in action.choices)})" if action.choices else ""
+    return f"- **`{name}`**{choices}: {action.help}"
 
 
 def _find(path: str) -> Any:
@@ -213,8 +280,11 @@ def _find(path: str) -> Any:
 
 @cache
 def _public_classes() -> tuple[type, ...]:
-    found = {_find(path.removeprefix("lightning_lowrank.")) for path in public_names().values()}
-    return tuple(sorted((each for each in found if isinstance(each, type)), key=lambda kind: kind.__name__.lower()))
+    paths = (path.removeprefix("lightning_lowrank.") for path in public_names().values())
+    found = {_find(path) for path in paths if not path.startswith("flower.")}
+    # In Python 3.10 also `dict[str, Tensor]` is an instance of type.
+    classes = (each for each in found if isinstance(each, type) and get_origin(each) is None)
+    return tuple(sorted(classes, key=lambda kind: kind.__name__.lower()))
 
 
 def _class(kind: type) -> str:
@@ -227,23 +297,25 @@ def _linked(name: str) -> str:
 
 def _arguments(kind: type) -> str:
     """Return the list of a class's arguments: name, type, default and description."""
-    text = inspect.getdoc(kind) or ""
-    sections = griffe.Docstring(text, parser="google").parse(warnings=False)
-    described = {
-        argument.name: argument.description
-        for section in sections
-        if section.kind is griffe.DocstringSectionKind.parameters
-        for argument in section.value
-    }
+    # A class says of its own arguments; those that it inherits, its bases describe.
+    described: dict[str, str] = {}
+    for each in reversed(inspect.getmro(kind) if inspect.isclass(kind) else (kind,)):
+        for section in griffe.Docstring(each.__doc__ or "", parser="google").parse(warnings=False):
+            if section.kind is griffe.DocstringSectionKind.parameters:
+                described.update({argument.name: argument.description for argument in section.value})
     lines = []
     for argument in inspect.signature(kind).parameters.values():
         if argument.kind in (argument.VAR_KEYWORD, argument.VAR_POSITIONAL):
             continue
         default = "" if argument.default is argument.empty else f", default `{_shown(argument.default)}`"
-        hint = argument.annotation if isinstance(argument.annotation, str) else ""
+        hint = argument.annotation if isinstance(argument.annotation, str) else _hint(argument.annotation)
         about = " ".join(markdown_of(described.get(argument.name, "")).split())
         lines.append(f"- **`{argument.name}`**{f' (`{hint}`{default})' if hint else default}: {about}".rstrip(": "))
     return "\n".join(lines) + "\n"
+
+
+def _hint(annotation: Any) -> str:
+    return "" if annotation is inspect.Parameter.empty else inspect.formatannotation(annotation)
 
 
 def _shown(default: Any) -> str:
@@ -415,7 +487,7 @@ _PAGES: dict[str, str] = {}
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Make the pages, and name them in the navigation."""
     _PAGES.clear()
-    for make in (methods, reference, yaml_keys, measured):
+    for make in (methods, reference, yaml_keys, commands, measured):
         _PAGES.update(make())
     for entry in config.nav:
         if isinstance(entry, dict):

@@ -37,10 +37,14 @@ class _LowRankConvolution(LowRankLayer):
 
     def _owners(self, stages: Sequence[Stage]) -> list[int]:
         """Return, for each kernel dimension, the position of the stage it belongs to."""
-        return [
-            next((index for index, stage in enumerate(stages) if stage.kernel[2 + dimension] > 1), 0)
-            for dimension in range(len(self.kernel_size))
-        ]
+        owners = [0] * len(self.kernel_size)
+        for dimension in range(len(owners)):
+            # torch before 2.9 compiles no next() with a default.
+            for index, stage in enumerate(stages):
+                if stage.kernel[2 + dimension] > 1:
+                    owners[dimension] = index
+                    break
+        return owners
 
     def _batched(self, input: Tensor) -> Tensor:
         return input if input.dim() == len(self.kernel_size) + 2 else input.unsqueeze(0)

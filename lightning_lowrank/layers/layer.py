@@ -63,7 +63,8 @@ def terms(
     """Return the complete sets of factors whose composed weights add up: one, or two where decoupled."""
     if decouple:
         return [{"U": factors["U"], "V": fixed["V"]}, {"U": fixed["U"], "V": factors["V"]}]
-    return [{**fixed, **factors}]
+    # torch before 2.10 compiles no unpacking of a ParameterDict.
+    return [dict([*fixed.items(), *factors.items()])]
 
 
 class LowRankLayer(nn.Module):

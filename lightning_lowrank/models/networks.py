@@ -170,9 +170,11 @@ class CNN4(_BlockCNN):
     Paper: "The Panaceas for Improving Low-Rank Decomposition in Communication-Efficient Federated Learning"
     (FedMUD), section 5.1.
 
-    Arguments are those of `ImageNetwork`, with images of at least 16×16 pixels, and ``init_std``: the standard
-    deviation of the normal distribution from which convolution and linear weights are drawn. Its default is that of the
-    paper's experiments; ``None`` is PyTorch's initialisation.
+    Arguments that are not named here are those of `ImageNetwork`. Images have at least 16×16 pixels.
+
+    Args:
+        init_std: Standard deviation of the normal distribution from which convolution and linear weights are drawn.
+            The default is that of the paper's experiments; ``None`` is PyTorch's initialisation.
 
     Example:
         >>> import torch
@@ -198,7 +200,11 @@ class CNN8(_BlockCNN):
     4,719,328 parameters for 3×32×32 images and ten classes, 4,765,408 for a hundred. Layer names:
     ``blocks.0.conv``, ``blocks.0.norm``, …, ``classifier``.
 
-    Paper and arguments are those of `CNN4`; images have at least 32×32 pixels.
+    The paper is that of `CNN4`. Arguments that are not named here are those of `ImageNetwork`. Images have at least
+    32×32 pixels.
+
+    Args:
+        init_std: As for `CNN4`.
 
     Example:
         >>> network = CNN8(num_classes=100)

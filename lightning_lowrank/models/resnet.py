@@ -60,8 +60,11 @@ class ResNet18(_ResNet):
     Papers: "Deep Residual Learning for Image Recognition" (He et al., CVPR 2016), table 1; "FedHM: Efficient
     Federated Learning for Heterogeneous Models via Low-rank Factorization", table 5.
 
-    Arguments are those of `ImageNetwork`, and ``width``. The network takes images of any size; ``image_size`` is that
-    of ``example_input_shape``.
+    Arguments that are not named here are those of `ImageNetwork`. The network takes images of any size; ``image_size``
+    is that of ``example_input_shape``.
+
+    Args:
+        width: Channels of the stem and the first stage.
 
     Example:
         >>> import torch
@@ -82,6 +85,9 @@ class ResNet34(_ResNet):
     channels and a hundred classes, 21,379,592 for two hundred.
 
     Papers: as for `ResNet18`; FedHM's table 6.
+
+    Args:
+        width: As for `ResNet18`.
 
     Example:
         >>> network = ResNet34(num_classes=200, image_size=64)

@@ -30,6 +30,7 @@ import argparse
 import math
 import sys
 import traceback
+from abc import ABCMeta
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +53,7 @@ def operators() -> dict[str, type[Operator]]:
     return {
         name: each
         for name, each in sorted(vars(aggregation).items())
-        if isinstance(each, type) and issubclass(each, Operator) and each is not Operator
+        if isinstance(each, ABCMeta) and issubclass(each, Operator) and each is not Operator
     }
 
 

@@ -70,6 +70,6 @@ def test_a_count_is_read_as_a_count_whatever_union_was_made_first(monkeypatch, w
     expected = {"10": (10, 1, 3.0), "0.5": (0.5, 1.0, 3.0), "null": (None, None, "one")}[words[0]]
     again = parser.parse_string(parser.dump(config))
     for each in (config, again):
-        built = parser.instantiate_classes(each)
+        built = parser.instantiate(each)
         for values in (built.one.values, built.other.values):
             assert [(type(value), value) for value in values] == [(type(value), value) for value in expected]

@@ -1,6 +1,7 @@
 """The settings: declared once, refused where they are given, and visible to the command line."""
 
 import dataclasses
+import inspect
 import re
 
 import pytest
@@ -53,7 +54,7 @@ def test_the_command_line_knows_each_setting_with_its_type_default_and_text():
 
 def test_every_setting_is_documented_where_it_is_declared():
     for kind in (LayerSettings, LowRankSettings):
-        described = kind.__doc__.split("Args:")[1].split("Raises:")[0]
-        assert re.findall(r"^ {8}(\w+):", described, re.MULTILINE) == [
+        described = inspect.cleandoc(kind.__doc__).split("Args:")[1].split("Raises:")[0]
+        assert re.findall(r"^ {4}(\w+):", described, re.MULTILINE) == [
             name for name in vars(kind)["__annotations__"] if name != "_"
         ]

@@ -59,8 +59,8 @@ _CAUSES: tuple[tuple[str, str], ...] = (
         "the shape of a result in it depends on a tensor's values (indexing with a boolean mask, nonzero, unique,"
         " bincount)",
     ),
+    ("saved tensors hooks|_NoopSaveInputs", "it uses gradient checkpointing, which computes again outside of the map"),
     ("setup_context|does not have vmap support", "it uses an autograd.Function that has no rule for torch.func.vmap"),
-    ("saved tensors hooks", "it uses gradient checkpointing, which computes again outside of the map"),
     (r"aten::(lstm|gru|rnn)", "torch cannot map its recurrent layers (nn.LSTM, nn.GRU, nn.RNN)"),
     (
         r"requires_grad_\(\)|does not require grad and does not have a grad_fn|backward\(\) called inside",

@@ -415,7 +415,9 @@ USES = {
 
 @pytest.mark.parametrize("use", USES)
 def test_every_use_of_the_step_s_number_is_refused(use):
-    with pytest.raises(Untraceable, match="the number of the step"):
+    # torch before 2.9 refuses there itself what is no number.
+    refused = (Untraceable, TypeError) if use == "full" else Untraceable
+    with pytest.raises(refused, match=r"the number of the step|must be Number, not Observed"):
         USES[use](Observed(3))
 
 
