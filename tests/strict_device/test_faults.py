@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import lightning.pytorch as pl
@@ -28,7 +29,8 @@ from lightning_lowrank import (
 from lightning_lowrank.aggregation import LoRAA2
 from lightning_lowrank.data import TensorImages, collate_images
 from lightning_lowrank.federated.data import device as device_data
-from lightning_lowrank.federated.execution import captures, choice, graphs, memory, stack
+from lightning_lowrank.federated.execution import captures, causes, choice, graphs, memory, stack
+from lightning_lowrank.federated.execution.distributed import ClientParallelStrategy
 from lightning_lowrank.federated.randomness import StepRandomness
 from lightning_lowrank.internals import direct_steps
 from tests.algorithms.methods import LOW_RANK, METHODS
@@ -38,7 +40,7 @@ from tests.strict_device import device
 
 EVEN = [list(range(begin, begin + 24)) for begin in range(0, 96, 24)]
 UNEVEN = [list(range(24)), list(range(24, 42)), list(range(42, 62)), list(range(62, 70))]
-# In two epochs, there are steps in which clients that are no neighbours have batches of one size.
+# In two epochs there are steps in which clients that are no neighbours have batches of one size.
 SCATTERED = [list(range(24)), list(range(24, 44)), list(range(44, 60)), list(range(60, 72))]
 
 
@@ -260,6 +262,69 @@ def test_mixed_precision_makes_the_steps_of_lightning(tmp_path, counted, precisi
         ends.append(weights(module))
         assert bool(counted) == fast
     assert_same(*ends)
+
+
+@pytest.fixture
+def group():
+    """Return the backends of a group of one process; the device's sends nothing."""
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")
+    yield f"cpu:gloo,{device.NAME}:fake"
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("execution", ["sequential", "vectorized"])
+def test_one_process_of_client_parallel_makes_the_same_steps(tmp_path, counted, group, execution):
+    ends = []
+    for strategy in (ClientParallelStrategy(process_group_backend=group), SingleDeviceStrategy(f"{device.NAME}:0")):
+        counted.clear()
+        loop = loop_of(execution=execution)
+        parts = {"accelerator": device.StrictAccelerator(), "devices": 1, "strategy": strategy}
+        module = fitted(tmp_path, loop, max_epochs=6, **parts)
+        ends.append(weights(module))
+        steps = len(counted) // 6
+        assert steps == (3 if execution == "vectorized" else 12)
+        if execution == "vectorized":
+            # Steps are replayed from their graph, and wait for nothing.
+            assert not loop.rounds.execution.graphs.reason
+            assert [waits(calls) for calls in counted[5 * steps :]] == [[]] * steps
+        # A captured step may end with the optimizer's.
+        assert not causes.steps_are_seen(module.trainer, loop.algorithm)
+    assert_same(*ends)
+
+
+class Attends(nn.Module):
+    """Attention over a sample's features, of queries that are cast as autocast does and others that are not."""
+
+    def __init__(self, mixed: bool) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.embedding, self.query = nn.Linear(1, 8), nn.Linear(8, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(8, 4)
+        self.mixed = mixed
+
+    def forward(self, inputs):
+        # Mean and difference are in single precision under autocast, products in half.
+        values = self.embedding(inputs.unsqueeze(-1))
+        if not self.mixed:
+            return self.head(self.layer(values).mean(1))
+        single = (values - values.mean(1, keepdim=True)).float()
+        return self.head(nn.functional.scaled_dot_product_attention(self.query(values), single, single).mean(1))
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_attention_steps_together_under_autocast(tmp_path, mixed):
+    ends, start = [], weights(Module(Attends(mixed)))
+    for execution in ("sequential", "vectorized"):
+        strategy = SingleDeviceStrategy(device=torch.device(device.NAME, 0))
+        parts = {"accelerator": device.StrictAccelerator(), "strategy": strategy}
+        parts["plugins"] = [MixedPrecision("bf16-mixed", device.NAME)]
+        loop = loop_of(execution=execution)
+        ends.append(weights(fitted(tmp_path, loop, module=Module(Attends(mixed)), **parts)))
+        assert not loop.coordinator.failed
+    for name, value in ends[0].items():
+        moved = (value - start[name]).norm()
+        assert (ends[1][name] - value).norm() <= 0.1 * moved + 1e-4, name
 
 
 @pytest.mark.parametrize("partition", [EVEN, SCATTERED], ids=["even", "scattered"])
