@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
+import os
 import shutil
 import tempfile
 import types
@@ -42,9 +44,16 @@ def unsupported_reason() -> str:
 @functools.cache
 def install() -> Any:
     """Build the device, register it, and return what is built."""
-    folder = Path(tempfile.gettempdir()) / f"strict_device_{torch.__version__}"
+    text = Path(__file__).with_name("strict_device.cpp").read_bytes()
+    # Of its own for each text, and with a copy of it: checkouts that differ would replace each other's, in use or not.
+    version = f"{torch.__version__}_{hashlib.sha256(text).hexdigest()[:12]}"
+    folder = Path(tempfile.gettempdir()) / f"strict_device_{version}"
     folder.mkdir(exist_ok=True)
-    source = Path(__file__).with_name("strict_device.cpp")
+    source = folder / "strict_device.cpp"
+    if not source.exists():
+        unfinished = source.with_suffix(f".{os.getpid()}")
+        unfinished.write_bytes(text)
+        unfinished.replace(source)
     flags = ["-O1", "-g0", "-w"]
     built = cpp_extension.load(
         "strict_device", [str(source)], extra_cflags=flags, build_directory=str(folder), with_cuda=False

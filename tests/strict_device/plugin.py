@@ -39,6 +39,7 @@ CPU_ONLY = {
     "test_choice.py::test_batches_of_unequal_form_are_those_of_sequential_clients[Boxes]": "its batches are not moved",
     "test_memory.py::test_activations_count_as_well_as_weights": "memory is measured there, and estimated on the CPU",
     "test_memory.py::test_weights_count_where_they_outweigh": "memory is measured there, and estimated on the CPU",
+    "test_memory.py::test_of_a_large_model_shapes_tell": "memory is measured there, and estimated on the CPU",
     "test_projected.py::test_lightning_cli_builds_and_trains": "the device's accelerator has no name in YAML",
     "[TornApart-": "torch lets a mapped view() of such a device be written",
 }

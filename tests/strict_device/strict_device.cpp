@@ -129,6 +129,20 @@ at::Generator draws_of(const at::Generator& given) {
   return static_cast<StrictGenerator*>(given.unsafeGetGeneratorImpl())->draws;
 }
 
+// Kernels of operations that take no generator, such as dropout, draw from the CPU's own: meanwhile it is the device's.
+struct DrawsOnDevice {
+  DrawsOnDevice() : cpu(at::detail::getDefaultCPUGenerator()), device(draws_of(default_generator())) {
+    before = cpu.get_state();
+    cpu.set_state(device.get_state());
+  }
+  ~DrawsOnDevice() {
+    device.set_state(cpu.get_state());
+    cpu.set_state(before);
+  }
+  at::Generator cpu, device;
+  Tensor before;
+};
+
 struct StrictHooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
@@ -291,6 +305,8 @@ void run_on_cpu(const c10::OperatorHandle& operation, torch::jit::Stack* stack) 
   const bool waits = kSynchronizing.count(name) || kSynchronizing.count(schema.name()) || indexes_by_mask;
   count(waits ? "SYNC " + name : name);
   InKernel kernel;
+  std::optional<DrawsOnDevice> draws;
+  if (operation.hasTag(at::Tag::nondeterministic_seeded)) draws.emplace();
   at::native::cpu_fallback(operation, stack);
 }
 

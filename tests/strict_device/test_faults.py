@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import lightning.pytorch as pl
@@ -28,7 +29,9 @@ from lightning_lowrank import (
 from lightning_lowrank.aggregation import LoRAA2
 from lightning_lowrank.data import TensorImages, collate_images
 from lightning_lowrank.federated.data import device as device_data
-from lightning_lowrank.federated.execution import captures, choice, graphs, memory, stack
+from lightning_lowrank.federated.execution import captures, causes, choice, graphs, memory, stack
+from lightning_lowrank.federated.execution.distributed import ClientParallelStrategy
+from lightning_lowrank.federated.randomness import StepRandomness
 from lightning_lowrank.internals import direct_steps
 from tests.algorithms.methods import LOW_RANK, METHODS
 from tests.helpers import Data, Module, assert_same, fit, network, trainer, weights
@@ -37,6 +40,8 @@ from tests.strict_device import device
 
 EVEN = [list(range(begin, begin + 24)) for begin in range(0, 96, 24)]
 UNEVEN = [list(range(24)), list(range(24, 42)), list(range(42, 62)), list(range(62, 70))]
+# In two epochs there are steps in which clients that are no neighbours have batches of one size.
+SCATTERED = [list(range(24)), list(range(24, 44)), list(range(44, 60)), list(range(60, 72))]
 
 
 def loop_of(method: Any = None, partition: Any = EVEN, **settings: Any) -> FederatedLoop:
@@ -82,9 +87,15 @@ def test_some_ranks_are_uploaded(tmp_path, execution):
 def test_kept_moments_are_there_in_a_second_fit(tmp_path, execution):
     module = Module(optimizer=lambda parameters: torch.optim.Adam(parameters, lr=0.01))
     loop = loop_of(optimizer_state="keep", execution=execution)
-    fitted(tmp_path, loop, module=module)
-    fitted(tmp_path, loop, module=module, max_epochs=5)
+    made = trainer(tmp_path, loop, limit_val_batches=0, max_epochs=2)
+    fit(made, module, Data())
+    # With another trainer nothing would be kept.
+    made.fit_loop.max_epochs = 3
+    fit(made, module, Data())
     assert not loop.coordinator.failed
+    for _, kept in loop.coordinator.states.items():
+        moments = kept["optimizers"][0]
+        assert {float(each["step"]) for each in moments.values()} == {3 * 24 / 8}
 
 
 # It composes in double precision on purpose, see `TDPFed`.
@@ -126,6 +137,8 @@ def test_activations_are_counted(tmp_path, monkeypatch):
     sizes = []
     measure = memory._bytes_of_a_step
     monkeypatch.setattr(memory, "_bytes_of_a_step", lambda *each: sizes.append(measure(*each)) or sizes[-1])
+    # What was allocated before is none of it.
+    torch.empty(10**8, dtype=torch.uint8, device=device.NAME)
     for width in (64, 4096):
         # Weights of one size, activations of another.
         net = nn.Sequential(nn.Linear(6, 4), nn.Unflatten(1, (4, 1)), Wide(width), nn.Flatten(), nn.LazyLinear(4))
@@ -133,6 +146,7 @@ def test_activations_are_counted(tmp_path, monkeypatch):
         fitted(tmp_path, loop_of(execution="vectorized"), module=Module(net), max_epochs=1)
     # Of a batch of 8: what the sine and the mean take at least, in bytes.
     assert sizes[1] - sizes[0] >= 8 * 4 * (4096 - 64) * 4
+    assert sizes[1] < 10**8
 
 
 class Wide(nn.Module):
@@ -153,6 +167,24 @@ def test_dropout_is_drawn_from_the_seed(tmp_path, execution):
         fitted(tmp_path, loop_of(execution=execution, seed=5), module=module)
         ends.append(weights(module))
     assert_same(*ends)
+
+
+def test_the_devices_generator_is_seeded_and_given_back():
+    where, read, drawn, afterwards = torch.device(device.NAME, 0), [], [], []
+    for number, of_dataset in enumerate((5, 5, None)):
+        torch.manual_seed(number)
+        randomness = StepRandomness(where)
+        randomness.open(of_dataset)
+        read.append(torch.rand(3, device=where).cpu())
+        randomness.seed(6)
+        drawn.append(torch.rand(3, device=where).cpu())
+        randomness.release()
+        afterwards.append(torch.rand(3, device=where).cpu())
+    torch.manual_seed(2)
+    assert torch.equal(read[0], read[1])
+    assert torch.equal(drawn[0], drawn[1])
+    assert torch.equal(drawn[0], drawn[2])
+    assert torch.equal(afterwards[2], torch.rand(3, device=where).cpu())
 
 
 def test_the_devices_generator_is_given_back(tmp_path):
@@ -178,20 +210,40 @@ def test_no_generator_of_another_device_is_touched(tmp_path, monkeypatch):
     fit(trainer(tmp_path, loop, WhileTraining(), limit_val_batches=0), module, Data())
 
 
-class Metered(Module):
+class Total(torchmetrics.Metric):
+    """Has a new state after each update, as most metrics have."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.accuracy = torchmetrics.MeanMetric()
+        self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
+
+    def update(self, value):
+        self.total = self.total + value
+
+    def compute(self):
+        return self.total
+
+
+class Metered(Module):
+    def __init__(self, metric: torchmetrics.Metric) -> None:
+        super().__init__()
+        self.metric = metric
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
-        self.accuracy.update(loss.detach())
+        self.metric.update(loss.detach())
         return loss
 
 
-def test_a_metric_in_a_mapped_step_is_named(tmp_path):
-    with pytest.raises(MisconfigurationException, match="metric"):
-        fitted(tmp_path, loop_of(execution="vectorized"), module=Metered())
+# One is written in place, one replaced, one appended to.
+@pytest.mark.parametrize("kind", [torchmetrics.MeanMetric, Total, torchmetrics.CatMetric])
+def test_a_metric_in_a_mapped_step_is_named(tmp_path, kind):
+    module = Metered(kind())
+    with pytest.raises(MisconfigurationException, match=f"updates the metric self.metric .{kind.__name__}."):
+        fitted(tmp_path, loop_of(execution="vectorized"), module=module)
+    # Nothing of the map is left in it.
+    module.metric.update(torch.tensor(2.0))
+    assert float(module.metric.compute()) == 2
 
 
 @pytest.mark.parametrize("execution", ["sequential", "vectorized"])
@@ -212,10 +264,73 @@ def test_mixed_precision_makes_the_steps_of_lightning(tmp_path, counted, precisi
     assert_same(*ends)
 
 
-@pytest.mark.parametrize("partition", [EVEN, UNEVEN], ids=["even", "uneven"])
+@pytest.fixture
+def group():
+    """Return the backends of a group of one process; the device's sends nothing."""
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")
+    yield f"cpu:gloo,{device.NAME}:fake"
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("execution", ["sequential", "vectorized"])
+def test_one_process_of_client_parallel_makes_the_same_steps(tmp_path, counted, group, execution):
+    ends = []
+    for strategy in (ClientParallelStrategy(process_group_backend=group), SingleDeviceStrategy(f"{device.NAME}:0")):
+        counted.clear()
+        loop = loop_of(execution=execution)
+        parts = {"accelerator": device.StrictAccelerator(), "devices": 1, "strategy": strategy}
+        module = fitted(tmp_path, loop, max_epochs=6, **parts)
+        ends.append(weights(module))
+        steps = len(counted) // 6
+        assert steps == (3 if execution == "vectorized" else 12)
+        if execution == "vectorized":
+            # Steps are replayed from their graph, and wait for nothing.
+            assert not loop.rounds.execution.graphs.reason
+            assert [waits(calls) for calls in counted[5 * steps :]] == [[]] * steps
+        # A captured step may end with the optimizer's.
+        assert not causes.steps_are_seen(module.trainer, loop.algorithm)
+    assert_same(*ends)
+
+
+class Attends(nn.Module):
+    """Attention over a sample's features, of queries that are cast as autocast does and others that are not."""
+
+    def __init__(self, mixed: bool) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.embedding, self.query = nn.Linear(1, 8), nn.Linear(8, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(8, 4)
+        self.mixed = mixed
+
+    def forward(self, inputs):
+        # Mean and difference are in single precision under autocast, products in half.
+        values = self.embedding(inputs.unsqueeze(-1))
+        if not self.mixed:
+            return self.head(self.layer(values).mean(1))
+        single = (values - values.mean(1, keepdim=True)).float()
+        return self.head(nn.functional.scaled_dot_product_attention(self.query(values), single, single).mean(1))
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_attention_steps_together_under_autocast(tmp_path, mixed):
+    ends, start = [], weights(Module(Attends(mixed)))
+    for execution in ("sequential", "vectorized"):
+        strategy = SingleDeviceStrategy(device=torch.device(device.NAME, 0))
+        parts = {"accelerator": device.StrictAccelerator(), "strategy": strategy}
+        parts["plugins"] = [MixedPrecision("bf16-mixed", device.NAME)]
+        loop = loop_of(execution=execution)
+        ends.append(weights(fitted(tmp_path, loop, module=Module(Attends(mixed)), **parts)))
+        assert not loop.coordinator.failed
+    for name, value in ends[0].items():
+        moved = (value - start[name]).norm()
+        assert (ends[1][name] - value).norm() <= 0.1 * moved + 1e-4, name
+
+
+@pytest.mark.parametrize("partition", [EVEN, SCATTERED], ids=["even", "scattered"])
 @pytest.mark.parametrize("method", [FedAvg(), SCAFFOLD(), FedProx(0.1), FedBAT()], ids=lambda each: type(each).__name__)
 def test_no_step_waits_for_the_device(tmp_path, counted, method, partition):
-    loop = loop_of(method, partition, execution="vectorized")
+    loop = loop_of(method, partition, execution="vectorized", local_epochs=1 if partition is EVEN else 2)
     fitted(tmp_path, loop, max_epochs=6)
     assert not loop.rounds.execution.graphs.reason
     steps = len(counted) // 6
@@ -225,8 +340,8 @@ def test_no_step_waits_for_the_device(tmp_path, counted, method, partition):
 
 @pytest.mark.parametrize(
     ("name", "captured", "most"),
-    # The MLP's are those that docs/devices.md lists.
-    [("MLP", False, 22), ("CNN4", False, 60), ("MLP", True, 3)],
+    # Those that docs/devices.md lists.
+    [("MLP", False, 22), ("CNN4", False, 50), ("MLP", True, 3), ("CNN4", True, 3)],
 )
 def test_a_step_is_few_calls(monkeypatch, name, captured, most):
     monkeypatch.setattr(graphs, "_WORTH_TRACING", 0)
@@ -256,7 +371,7 @@ def test_a_round_waits_where_it_begins_and_ends(tmp_path, counted):
     fit(trainer(tmp_path, loop, rounds, limit_val_batches=0, max_epochs=6), Module(), Data())
     found = {name: count for name, count in rounds.found[5].items() if name.startswith(device.SYNC)}
     # Whether the module is what it was shown; whether what clients sent is finite, and the new model.
-    assert sum(found.values()) <= 5, found
+    assert sum(found.values()) <= 4, found
 
 
 @pytest.mark.parametrize("execution", ["sequential", "vectorized"])

@@ -34,7 +34,7 @@ from lightning_lowrank.federated.execution.causes import cause_of, refusal, upda
 from lightning_lowrank.federated.execution.graphs import Results, Step, StepGraphs, form_of, tensors_in
 from lightning_lowrank.federated.execution.stacked_products import StackedProducts
 from lightning_lowrank.federated.execution.traces import Unmapped, Untraced, Watch, reachable
-from lightning_lowrank.federated.execution.updates import SGDUpdate
+from lightning_lowrank.federated.execution.updates import OptimizerUpdate, update_of
 from lightning_lowrank.federated.objective import loss_of
 from lightning_lowrank.federated.optimizers import fresh_state, is_shared
 from lightning_lowrank.federated.state import State
@@ -158,16 +158,13 @@ class ClientStack(Untraced):
         self._replaced = {name: vars(module).get(name) for name in replacing}
         vars(module).update(replacing)
 
-    def _captured_update(self) -> SGDUpdate | None:
+    def _captured_update(self) -> OptimizerUpdate | None:
         """Return the optimizer's step as captures may end with it, where nobody sees gradients or weights between."""
         if not self._unseen or self._captures.recorder is None or not self.leaves or len(self._trainer.optimizers) != 1:
             return None
         (optimizer,) = self._trainer.optimizers
-        if SGDUpdate.unsupported_reason(optimizer, self.leaves):
-            return None
-        return SGDUpdate(
-            optimizer, self.leaves, {name: place for place, name in enumerate(self.values)}, self._captures
-        )
+        places = {name: place for place, name in enumerate(self.values)}
+        return update_of(optimizer, self.leaves, places, self._captures)
 
     def client(self, index: int) -> dict[str, Tensor]:
         """Return one client's values by name, as views into the stacks."""
@@ -328,7 +325,9 @@ class ClientStack(Untraced):
             self._captures.update = update
             loss, gradients, values = part.replayed(replay)
             self._captures.update = None
-            if update is None or not update.made:
+            if update is not None and update.made:
+                update.finish([name for name, _ in gradients])
+            else:
                 part.give(
                     {
                         deferred[name].change if of_change else self.leaves[name]: gradient

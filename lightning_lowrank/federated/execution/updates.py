@@ -6,22 +6,20 @@ tensors that stay in one place: the learning rate, which a schedule may change, 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_lowrank.federated.execution.captures import Captures
-from lightning_lowrank.internals.torch import fused_sgd, is_heard
-
-_OPTIONS = ("momentum", "dampening", "weight_decay", "nesterov", "maximize")
-_BUFFER = "momentum_buffer"
+from lightning_lowrank.internals.torch import fused_adam, fused_sgd, is_heard
 
 
-class SGDUpdate:
-    """A step of torch's SGD.
+class OptimizerUpdate(ABC):
+    """A step of one of torch's optimizers.
 
     Args:
         optimizer: Has the leaves as parameters.
@@ -34,8 +32,13 @@ class SGDUpdate:
         tensors: What it takes beside values and gradients, for the next step.
     """
 
+    options: ClassVar[tuple[str, ...]]
+    """Options of a group that are no tensors, beside the learning rate."""
+    kernel: ClassVar[str]
+    """What torch must have for it."""
+
     def __init__(
-        self, optimizer: SGD, leaves: Mapping[str, Tensor], places: Mapping[str, int], captures: Captures
+        self, optimizer: Optimizer, leaves: Mapping[str, Tensor], places: Mapping[str, int], captures: Captures
     ) -> None:
         self.made = False
         self._optimizer, self._captures, self._places = optimizer, captures, places
@@ -43,22 +46,17 @@ class SGDUpdate:
         self._names = tuple(
             tuple(name_of[leaf] for leaf in group["params"] if leaf in name_of) for group in optimizer.param_groups
         )
-        device = next(iter(leaves.values())).device
-        self._rates = [
-            captures.place(f"learning rate {number}", torch.zeros((), device=device), 1)[0]
-            for number in range(len(self._names))
-        ]
+        self._device = next(iter(leaves.values())).device
+        self._rates = [self._scalar(f"learning rate {number}") for number in range(len(self._names))]
         self._held: list[float] = []
         self._options: list[dict[str, Any]] = []
         self._leaves: Mapping[str, Tensor] = {}
         self.tensors: list[Tensor] = []
 
-    @staticmethod
-    def unsupported_reason(optimizer: Optimizer, leaves: Mapping[str, Tensor]) -> str:
-        """Say why a captured step can't end with an optimizer's, or return an empty string."""
-        if type(optimizer) is not SGD or is_heard(optimizer):
-            return f"{type(optimizer).__name__} is not torch's SGD, or has hooks"
-        if not hasattr(torch, "_fused_sgd_"):
+    @classmethod
+    def unsupported_reason(cls, optimizer: Optimizer, leaves: Mapping[str, Tensor]) -> str:
+        """Say why a captured step can't end with the optimizer's, or return an empty string."""
+        if not hasattr(torch, cls.kernel):
             return f"torch {torch.__version__} has no such step by a tensor as learning rate"
         if any(leaf.dtype != torch.float32 for leaf in leaves.values()):
             # The kernel reads the learning rate in single precision.
@@ -67,19 +65,25 @@ class SGDUpdate:
         for group in optimizer.param_groups:
             if any(id(parameter) not in own for parameter in group["params"] if parameter.requires_grad):
                 return "it has parameters that clients do not train together"
-            if any(isinstance(group[name], Tensor) for name in ("lr", *_OPTIONS)):
+            if any(isinstance(each, Tensor) for name in ("lr", *cls.options) for each in _each(group[name])):
                 return "its options are tensors"
-            if group["dampening"] and group["momentum"]:
-                return "its first step is without dampening"
             if group.get("differentiable"):
                 return "its steps are differentiated"
+            reason = cls._refused(group)
+            if reason:
+                return reason
         return ""
+
+    @classmethod
+    @abstractmethod
+    def _refused(cls, group: Mapping[str, Any]) -> str:
+        """Say why a group's options can't be used, or return an empty string."""
 
     def prepare(self, leaves: Mapping[str, Tensor]) -> None:
         """Take options and moments as they are before a step, given the leaves by name."""
         self.made, self._leaves = False, leaves
         groups = self._optimizer.param_groups
-        self._options = [{name: group[name] for name in _OPTIONS} for group in groups]
+        self._options = [{name: group[name] for name in self.options} for group in groups]
         rates = [float(group["lr"]) for group in groups]
         if rates != self._held:
             for tensor, rate in zip(self._rates, rates, strict=True):
@@ -87,8 +91,15 @@ class SGDUpdate:
             self._held = rates
         self.tensors = list(self._rates)
         for options, names in zip(self._options, self._names, strict=True):
-            if options["momentum"]:
-                self.tensors += [self._buffer(name, leaves[name]) for name in names]
+            for name in names:
+                self.tensors += self._of_parameter(name, options)
+
+    @abstractmethod
+    def _of_parameter(self, name: str, options: Mapping[str, Any]) -> list[Tensor]:
+        """Return what a step takes for a parameter, beside its value and gradient."""
+
+    def finish(self, names: Sequence[str]) -> None:
+        """Note that a captured step has been made of the parameters of these names."""
 
     @property
     def key(self) -> Hashable:
@@ -100,15 +111,20 @@ class SGDUpdate:
         name = next(iter(self._leaves))
         return tensors[self._places[name]].data_ptr() == self._leaves[name].data_ptr()
 
-    def _buffer(self, name: str, leaf: Tensor) -> Tensor:
+    def _scalar(self, name: str) -> Tensor:
+        return self._captures.place(name, torch.zeros((), device=self._device), 1)[0]
+
+    def _moment(self, kind: str, name: str) -> Tensor:
+        """Return a parameter's moment in memory that stays where it is."""
+        leaf = self._leaves[name]
         state = self._optimizer.state[leaf]
-        buffer: Tensor | None = state.get(_BUFFER)
-        if buffer is None or not self._captures.lends(buffer):
-            placed = self._captures.place(f"{_BUFFER} {name}", leaf.new_zeros(leaf.shape[1:]), len(leaf))
-            if buffer is not None:
-                placed.copy_(buffer)
-            buffer = state[_BUFFER] = placed
-        return buffer
+        moment: Tensor | None = state.get(kind)
+        if moment is None or not self._captures.lends(moment):
+            placed = self._captures.place(f"{kind} {name}", leaf.new_zeros(leaf.shape[1:]), len(leaf))
+            if moment is not None:
+                placed.copy_(moment)
+            moment = state[kind] = placed
+        return moment
 
     def __call__(self, tensors: Sequence[Tensor], gradients: Mapping[str, Tensor], own: Sequence[Tensor]) -> None:
         """Step values in place.
@@ -118,14 +134,126 @@ class SGDUpdate:
             gradients: Its gradients by the names of the values.
             own: Such tensors as `tensors`.
         """
-        rates, moments = own[: len(self._names)], iter(own[len(self._names) :])
+        rates, rest = own[: len(self._names)], list(own[len(self._names) :])
         for rate, options, names in zip(rates, self._options, self._names, strict=True):
-            buffers = {name: next(moments) for name in names} if options["momentum"] else {}
+            count = len(self._of_kind(options))
+            each = {name: [rest.pop(0) for _ in range(count)] for name in names}
             used = [name for name in names if name in gradients]
-            fused_sgd(
+            self._step(
                 [tensors[self._places[name]].detach() for name in used],
                 [gradients[name] for name in used],
-                [buffers[name] for name in used if buffers],
+                [[each[name][place] for name in used] for place in range(count)],
                 rate,
-                **options,
+                options,
             )
+
+    @abstractmethod
+    def _of_kind(self, options: Mapping[str, Any]) -> tuple[str, ...]:
+        """Name what a step takes for each parameter."""
+
+    @abstractmethod
+    def _step(
+        self,
+        values: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        own: Sequence[Sequence[Tensor]],
+        rate: Tensor,
+        options: Mapping[str, Any],
+    ) -> None:
+        """Step one group's values, given by kind what is taken for each of them."""
+
+
+class SGDUpdate(OptimizerUpdate):
+    """A step of torch's SGD."""
+
+    options = ("momentum", "dampening", "weight_decay", "nesterov", "maximize")
+    kernel = "_fused_sgd_"
+
+    @classmethod
+    def _refused(cls, group: Mapping[str, Any]) -> str:
+        return "its first step is without dampening" if group["dampening"] and group["momentum"] else ""
+
+    def _of_kind(self, options: Mapping[str, Any]) -> tuple[str, ...]:
+        return ("momentum_buffer",) if options["momentum"] else ()
+
+    def _of_parameter(self, name: str, options: Mapping[str, Any]) -> list[Tensor]:
+        return [self._moment(kind, name) for kind in self._of_kind(options)]
+
+    def _step(
+        self,
+        values: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        own: Sequence[Sequence[Tensor]],
+        rate: Tensor,
+        options: Mapping[str, Any],
+    ) -> None:
+        fused_sgd(values, gradients, own[0] if own else [], rate, **options)
+
+
+class AdamUpdate(OptimizerUpdate):
+    """A step of torch's Adam or AdamW. Steps are counted on the device, and in the optimizer's state as torch does."""
+
+    options = ("betas", "eps", "weight_decay", "maximize")
+    kernel = "_fused_adam_"
+
+    def __init__(
+        self, optimizer: Optimizer, leaves: Mapping[str, Tensor], places: Mapping[str, int], captures: Captures
+    ) -> None:
+        super().__init__(optimizer, leaves, places, captures)
+        self._counts = {name: self._scalar(f"step {name}") for names in self._names for name in names}
+        self._counted = dict.fromkeys(self._counts, 0.0)
+        # Later releases have it as an option of Adam's, which AdamW sets.
+        flags = (group.get("decoupled_weight_decay", False) for group in optimizer.param_groups)
+        self._decoupled = isinstance(optimizer, AdamW) or any(flags)
+
+    @classmethod
+    def _refused(cls, group: Mapping[str, Any]) -> str:
+        found = [name for name in ("amsgrad", "capturable", "fused") if group.get(name)]
+        return f"it has {found[0]}=True" if found else ""
+
+    def _of_kind(self, options: Mapping[str, Any]) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq", "step")
+
+    def _of_parameter(self, name: str, options: Mapping[str, Any]) -> list[Tensor]:
+        state, count = self._optimizer.state[self._leaves[name]], self._counts[name]
+        steps = float(state.setdefault("step", torch.zeros(())))
+        if steps != self._counted[name]:
+            count.fill_(steps)
+            self._counted[name] = steps
+        return [self._moment("exp_avg", name), self._moment("exp_avg_sq", name), count]
+
+    def finish(self, names: Sequence[str]) -> None:
+        """Count the step in the optimizer's state."""
+        for name in names:
+            self._optimizer.state[self._leaves[name]]["step"] += 1
+            self._counted[name] += 1
+
+    def _step(
+        self,
+        values: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        own: Sequence[Sequence[Tensor]],
+        rate: Tensor,
+        options: Mapping[str, Any],
+    ) -> None:
+        first, second, counts = own
+        beta1, beta2 = options["betas"]
+        rest = {name: options[name] for name in ("eps", "weight_decay", "maximize")}
+        fused_adam(values, gradients, first, second, counts, rate, self._decoupled, beta1=beta1, beta2=beta2, **rest)
+
+
+_KINDS: dict[type[Optimizer], type[OptimizerUpdate]] = {SGD: SGDUpdate, Adam: AdamUpdate, AdamW: AdamUpdate}
+
+
+def update_of(
+    optimizer: Optimizer, leaves: Mapping[str, Tensor], places: Mapping[str, int], captures: Captures
+) -> OptimizerUpdate | None:
+    """Return the optimizer's step as captures may end with it; ``None`` where they can't. Arguments are the class's."""
+    kind = _KINDS.get(type(optimizer))
+    if kind is None or is_heard(optimizer) or kind.unsupported_reason(optimizer, leaves):
+        return None
+    return kind(optimizer, leaves, places, captures)
+
+
+def _each(option: Any) -> tuple[Any, ...]:
+    return option if isinstance(option, tuple) else (option,)

@@ -215,15 +215,19 @@ OPTIMIZERS = {
     "momentum": {"momentum": 0.9, "weight_decay": 0.01},
     "nesterov": {"momentum": 0.9, "nesterov": True},
     "maximize": {"lr": 1e-3, "maximize": True},
+    "Adam": {"kind": torch.optim.Adam, "lr": 0.01, "betas": (0.8, 0.95), "weight_decay": 0.1},
+    "AdamW": {"kind": torch.optim.AdamW, "lr": 0.01, "eps": 1e-5, "weight_decay": 0.1},
 }
+if "decoupled_weight_decay" in torch.optim.Adam([torch.zeros(1)]).defaults:
+    OPTIMIZERS["decoupled"] = {**OPTIMIZERS["Adam"], "decoupled_weight_decay": True}
 
 
-def of_sgd(tmp_path, options, scheduler=None, interval="epoch", callbacks=(), **settings):
+def of_optimizer(tmp_path, options, scheduler=None, interval="epoch", callbacks=(), **settings):
     settings = {"execution": "vectorized", "local_epochs": 3, "summary": False, **settings}
     loop = FederatedLoop(FedAvg(), partition=PARTS, on_client_error="raise", **settings)
-    module = Module(
-        optimizer=lambda each: torch.optim.SGD(each, **{"lr": 0.05, **options}), scheduler=scheduler, interval=interval
-    )
+    options = {"lr": 0.05, **options}
+    kind = options.pop("kind", torch.optim.SGD)
+    module = Module(optimizer=lambda each: kind(each, **options), scheduler=scheduler, interval=interval)
     made = trainer(tmp_path, loop, *callbacks, max_epochs=4, limit_val_batches=0)
     return weights(fit(made, module, Data(blobs(), drop_last=True))), loop.rounds.execution.graphs.captures
 
@@ -248,14 +252,16 @@ def updated(monkeypatch):
     ("options", "kept"),
     [
         ("momentum", "keep"),
+        pytest.param("Adam", "keep", marks=pytest.mark.slow),
+        pytest.param("AdamW", "keep", marks=pytest.mark.slow),
         *(pytest.param(options, "reset", marks=pytest.mark.slow) for options in OPTIMIZERS),
     ],
 )
 def test_captures_end_with_the_optimizers_step(tmp_path, recorder, updated, options, kept):
     options, settings = OPTIMIZERS[options], {"optimizer_state": kept, "chunk_size": 2}
-    expected, _ = of_sgd(tmp_path, options, cuda_graphs=False, **settings)
+    expected, _ = of_optimizer(tmp_path, options, cuda_graphs=False, **settings)
     assert not any(updated)
-    found, made = of_sgd(tmp_path, options, **settings)
+    found, made = of_optimizer(tmp_path, options, **settings)
     assert (made.reason, made.no_update) == ("", "")
     assert updated.count(True) > 20
     assert_close(found, expected)
@@ -268,10 +274,10 @@ def test_one_capture_serves_a_schedule(tmp_path, recorder, updated, interval, fa
     for gamma in (1.0, factor):
         before = recorder.records
         schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=gamma), interval
-        ends.append(of_sgd(tmp_path, {}, *schedule)[0])
+        ends.append(of_optimizer(tmp_path, {}, *schedule)[0])
         records.append(recorder.records - before)
         assert updated.count(True) > 20
-        assert_close(ends[-1], of_sgd(tmp_path, {}, *schedule, cuda_graphs=False)[0])
+        assert_close(ends[-1], of_optimizer(tmp_path, {}, *schedule, cuda_graphs=False)[0])
     assert records[0] == records[1] > 0
     assert not all(map(torch.equal, ends[0].values(), ends[1].values()))
 
@@ -293,22 +299,23 @@ def with_a_hook(optimizer):
         ({}, {"callbacks": [Sees()]}),
         ({"lr": torch.tensor(0.05)}, {}),
         ({"momentum": 0.9, "dampening": 0.1}, {}),
+        ({"kind": torch.optim.Adam, "amsgrad": True}, {}),
         ({}, {"scheduler": with_a_hook}),
     ],
-    ids=["callback", "tensor", "dampening", "hook"],
+    ids=["callback", "tensor", "dampening", "amsgrad", "hook"],
 )
 def test_what_is_seen_is_not_in_the_capture(tmp_path, recorder, updated, options, more):
-    found, _ = of_sgd(tmp_path, options, **more)
+    found, _ = of_optimizer(tmp_path, options, **more)
     assert recorder.replays > 0
     assert not any(updated)
-    assert_same(found, of_sgd(tmp_path, options, cuda_graphs=False, **more)[0])
+    assert_same(found, of_optimizer(tmp_path, options, cuda_graphs=False, **more)[0])
 
 
 @pytest.mark.slow
 def test_an_update_that_cannot_be_captured_is_made_by_the_optimizer(tmp_path, recorder, updated, monkeypatch):
     monkeypatch.setattr(updates, "fused_sgd", lambda *given, **options: refuse(lambda: None))
-    found, made = of_sgd(tmp_path, {})
+    found, made = of_optimizer(tmp_path, {})
     assert "not on a stream" in made.no_update
     assert (made.reason, any(updated)) == ("", False)
     assert recorder.replays > 0
-    assert_same(found, of_sgd(tmp_path, {}, cuda_graphs=False)[0])
+    assert_same(found, of_optimizer(tmp_path, {}, cuda_graphs=False)[0])
