@@ -51,6 +51,7 @@ class OptimizerUpdate(ABC):
         self._held: list[float] = []
         self._options: list[dict[str, Any]] = []
         self._leaves: Mapping[str, Tensor] = {}
+        self._fresh: dict[str, dict[str, Tensor]] = {}
         self.tensors: list[Tensor] = []
 
     @classmethod
@@ -81,7 +82,7 @@ class OptimizerUpdate(ABC):
 
     def prepare(self, leaves: Mapping[str, Tensor]) -> None:
         """Take options and moments as they are before a step, given the leaves by name."""
-        self.made, self._leaves = False, leaves
+        self.made, self._leaves, self._fresh = False, leaves, {}
         groups = self._optimizer.param_groups
         self._options = [{name: group[name] for name in self.options} for group in groups]
         rates = [float(group["lr"]) for group in groups]
@@ -99,7 +100,9 @@ class OptimizerUpdate(ABC):
         """Return what a step takes for a parameter, beside its value and gradient."""
 
     def finish(self, names: Sequence[str]) -> None:
-        """Note that a captured step has been made of the parameters of these names."""
+        """Note that a captured step has been made of the parameters of these names, which alone have moments then."""
+        for name in names:
+            self._optimizer.state[self._leaves[name]].update(self._fresh.get(name, {}))
 
     @property
     def key(self) -> Hashable:
@@ -117,14 +120,18 @@ class OptimizerUpdate(ABC):
     def _moment(self, kind: str, name: str) -> Tensor:
         """Return a parameter's moment in memory that stays where it is."""
         leaf = self._leaves[name]
-        state = self._optimizer.state[leaf]
-        moment: Tensor | None = state.get(kind)
+        moment: Tensor | None = self._state(name).get(kind)
         if moment is None or not self._captures.lends(moment):
             placed = self._captures.place(f"{kind} {name}", leaf.new_zeros(leaf.shape[1:]), len(leaf))
             if moment is not None:
                 placed.copy_(moment)
-            moment = state[kind] = placed
+            moment = self._fresh.setdefault(name, {})[kind] = placed
         return moment
+
+    def _state(self, name: str) -> Mapping[str, Any]:
+        # Asking the optimizer's table for one that is missing would make it.
+        found: Mapping[str, Any] = self._optimizer.state.get(self._leaves[name], {})
+        return found
 
     def __call__(self, tensors: Sequence[Tensor], gradients: Mapping[str, Tensor], own: Sequence[Tensor]) -> None:
         """Step values in place.
@@ -215,17 +222,18 @@ class AdamUpdate(OptimizerUpdate):
         return ("exp_avg", "exp_avg_sq", "step")
 
     def _of_parameter(self, name: str, options: Mapping[str, Any]) -> list[Tensor]:
-        state, count = self._optimizer.state[self._leaves[name]], self._counts[name]
-        steps = float(state.setdefault("step", torch.zeros(())))
+        count, steps = self._counts[name], float(self._state(name).get("step", 0.0))
         if steps != self._counted[name]:
             count.fill_(steps)
             self._counted[name] = steps
         return [self._moment("exp_avg", name), self._moment("exp_avg_sq", name), count]
 
     def finish(self, names: Sequence[str]) -> None:
-        """Count the step in the optimizer's state."""
+        """Count the step in the optimizer's state as well."""
+        super().finish(names)
         for name in names:
-            self._optimizer.state[self._leaves[name]]["step"] += 1
+            state = self._optimizer.state[self._leaves[name]]
+            state["step"] = state.get("step", torch.zeros(())) + 1
             self._counted[name] += 1
 
     def _step(

@@ -241,7 +241,8 @@ def updated(monkeypatch):
         total = gradients(self, *arguments)
         if total is not None:
             found.append(self._update is not None and self._update.made)
-            assert all((leaf.grad is None) is found[-1] for leaf in self.leaves.values())
+            used = [leaf for name, leaf in self.leaves.items() if name != "spare"]
+            assert all((leaf.grad is None) is found[-1] for leaf in used)
         return total
 
     monkeypatch.setattr(ClientStack, "gradients", watching)
@@ -265,6 +266,39 @@ def test_captures_end_with_the_optimizers_step(tmp_path, recorder, updated, opti
     assert (made.reason, made.no_update) == ("", "")
     assert updated.count(True) > 20
     assert_close(found, expected)
+
+
+class WithASpare(Module):
+    """Has a parameter that no loss reads."""
+
+    def __init__(self, **arguments):
+        super().__init__(**arguments)
+        self.spare = nn.Parameter(torch.ones(3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [partial(torch.optim.SGD, momentum=0.9), torch.optim.Adam])
+def test_a_parameter_without_a_gradient_gets_no_moments(tmp_path, recorder, updated, kind):
+    found = []
+    for captured in (False, True):
+        loop = FederatedLoop(
+            FedAvg(),
+            partition=PARTS,
+            execution="vectorized",
+            optimizer_state="keep",
+            local_epochs=3,
+            on_client_error="raise",
+            summary=False,
+            cuda_graphs=captured,
+        )
+        made = trainer(tmp_path, loop, max_epochs=4, limit_val_batches=0)
+        module = fit(made, WithASpare(optimizer=partial(kind, lr=0.05)), Data(blobs(), drop_last=True))
+        states = [loop.rounds.coordinator.states[client]["optimizers"][0] for client in range(4)]
+        found.append([{index: {*kept} for index, kept in state.items() if kept} for state in states])
+        assert torch.equal(module.spare, torch.ones(3))
+    assert updated.count(True) > 20
+    assert found[0] == found[1]
+    assert all(found[0])
 
 
 @pytest.mark.slow
