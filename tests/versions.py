@@ -62,7 +62,7 @@ def outcome(log: str) -> str:
 
     Libraries may print more when the interpreter ends.
 
-    >>> outcome("...\\n= 2 failed, 5 passed, 1 skipped, 9 deselected, 3 warnings in 4.00s =\\nnanobind: leaked 4 types!")
+    >>> outcome("...\\n= 2 failed, 5 passed, 1 skipped, 9 deselected, 3 warnings in 4.00s =\\nnanobind: leaked!")
     '2 failed, 5 passed, 1 skipped'
     >>> outcome("ImportError while loading conftest")
     'ended: ImportError while loading conftest'
