@@ -65,7 +65,7 @@ def test_clients_are_the_partitions():
 
 def test_a_loop_takes_it():
     loop = FederatedLoop(FedAvg(), partition=FlowerPartition(ByParity("label")))
-    assert "ByParity" in repr(loop)
+    assert "partition=FlowerPartition(ByParity, column='label')" in repr(loop)
 
 
 def test_what_it_refuses():
