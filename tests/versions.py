@@ -58,14 +58,19 @@ def combinations(found: dict[tuple[int, int], Path]) -> dict[str, tuple[Path, st
 
 
 def outcome(log: str) -> str:
-    """Return what pytest's last line says of a run.
+    """Return what pytest's summary says of a run.
 
-    >>> outcome("...\\n= 2 failed, 5 passed, 1 skipped, 9 deselected, 3 warnings in 4.00s =")
+    Libraries may print more when the interpreter ends.
+
+    >>> outcome("...\\n= 2 failed, 5 passed, 1 skipped, 9 deselected, 3 warnings in 4.00s =\\nnanobind: leaked!")
     '2 failed, 5 passed, 1 skipped'
+    >>> outcome("ImportError while loading conftest")
+    'ended: ImportError while loading conftest'
     """
-    last = log.strip().splitlines()[-1] if log.strip() else ""
-    counts = re.findall(r"\d+ (?:failed|passed|skipped|errors?|xfailed)\b", last)
-    return ", ".join(counts) if counts and " in " in last else f"ended: {last[:60]}"
+    lines = log.strip().splitlines() or [""]
+    counted = r"\d+ (?:failed|passed|skipped|errors?|xfailed)\b"
+    said = next((line for line in reversed(lines) if re.search(rf"{counted}.* in [\d.]+s", line)), None)
+    return f"ended: {lines[-1][:60]}" if said is None else ", ".join(re.findall(counted, said))
 
 
 def with_row(page: str, row: str) -> str:

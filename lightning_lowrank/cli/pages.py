@@ -27,9 +27,10 @@ th, td { padding: .3rem .7rem; border-bottom: 1px solid #ddd; text-align: right;
 th { vertical-align: bottom; border-bottom: 2px solid #888; white-space: pre; }
 th:first-child, td:first-child { position: sticky; left: 0; background: #fff; }
 th:first-child, td:first-child, .words th, .words td { text-align: left; }
-.words td { vertical-align: top; }
+.words td { vertical-align: top; white-space: normal; }
+.paths td:last-child { overflow-wrap: anywhere; }
 @media (max-width: 40rem) { td:first-child { white-space: normal; } }
-figure { margin: 1rem 0; } img { display: block; width: 100%; max-width: 54rem; min-width: 30rem; height: auto; }
+figure { margin: 1rem 0; } img { display: block; width: 100%; max-width: 54rem; height: auto; }
 """
 _PICTURES = {
     "rounds": "by round",
@@ -102,13 +103,12 @@ def write_html(page: Page, path: Path) -> Path:
         data = base64.b64encode(picture.read_bytes()).decode()
         parts += [
             f"<h2>{_text(caption[0].upper() + caption[1:])}</h2>",
-            f'<figure class="scroll"><img alt="{_text(f"{page.title}: {caption}")}" src="data:image/png;base64,{data}">'
-            "</figure>",
+            f'<figure><img alt="{_text(f"{page.title}: {caption}")}" src="data:image/png;base64,{data}"></figure>',
         ]
     if page.settings:
         parts += ["<h2>Settings</h2>", _table(page.settings, "words")]
     folders = [Column("run", [*page.folders]), Column("folders", ["\n".join(each) for each in page.folders.values()])]
-    parts += ["<h2>Folders</h2>", _table(folders, "words")]
+    parts += ["<h2>Folders</h2>", _table(folders, "words paths")]
     if page.notes:
         parts += ["<h2>Notes</h2>", _list(page.notes, "notes")]
     path.write_text("\n".join([*parts, "</body></html>", ""]), encoding="utf-8")

@@ -1,6 +1,7 @@
 """Data for image and text classification and for language models, held in memory."""
 
 from lightning_lowrank.data.arrays import Arrays
+from lightning_lowrank.data.flower_partition import FlowerPartition
 from lightning_lowrank.data.folders import ImageFolder
 from lightning_lowrank.data.groups import EmbeddingGroups, LengthGroups
 from lightning_lowrank.data.images import ImageBatch, TensorImages, collate_images
@@ -28,6 +29,7 @@ __all__ = [
     "Digits",
     "EmbeddingGroups",
     "FashionMNIST",
+    "FlowerPartition",
     "ImageBatch",
     "ImageFolder",
     "Instructions",

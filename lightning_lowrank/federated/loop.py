@@ -348,8 +348,9 @@ class FederatedLoop(FederatedSettings, Callback):
                 f"{name} {value:.4f}" for name, value in trainer.callback_metrics.items() if name.startswith("val")
             ]
             traffic = self.ledger.metrics()
+            plural = "" if trainer.current_epoch == 1 else "s"
             get_console().print(
-                f"after {trainer.current_epoch} rounds: {', '.join([*validated, ''])}"
+                f"after {trainer.current_epoch} round{plural}: {', '.join([*validated, ''])}"
                 f"{traffic['comm/total_up_bytes'] / 1e6:.2f} MB up, {traffic['comm/total_down_bytes'] / 1e6:.2f} MB"
                 f" down, {traffic['comm/ratio']:.2%} of dense FedAvg",
                 highlight=False,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 from lightning_lowrank.arguments import check_choice, check_integer, check_number, plain
@@ -37,7 +37,7 @@ def by_pattern(setting: _Number | Mapping[str, _Number]) -> Mapping[str, _Number
     return setting if isinstance(setting, Mapping) else {"*": setting}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerSettings:
     r"""How a weight is factorized: the settings of one low-rank layer.
 
@@ -85,8 +85,8 @@ class LayerSettings:
         ValueError: decouple=True and half_frozen=True exclude each other: decoupling trains both factors, ...
     """
 
-    factorization: Factorization
-    _: KW_ONLY
+    # In place of a field `_: KW_ONLY`, which Python 3.10's `get_type_hints` refuses, and with it the command line.
+    factorization: Factorization = field(kw_only=False)
     role: Role = "update"
     decouple: bool = False
     half_frozen: HalfFrozen = False
@@ -145,7 +145,7 @@ class LayerSettings:
         return self.init == "spectral" or (self.init == "auto" and self.role == "weight")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LowRankSettings(LayerSettings):
     """Which layers of a model become low-rank, at which rank, and how: the settings of a conversion.
 
@@ -198,7 +198,6 @@ class LowRankSettings(LayerSettings):
         ValueError: exactly one of rank, rank_ratio, ratio and budget must be given, but rank and ratio are.
     """
 
-    _: KW_ONLY
     budget: float | None = None
     ratio: float | dict[str, float] | None = None
     rank: int | dict[str, int] | None = None

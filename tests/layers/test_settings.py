@@ -55,6 +55,4 @@ def test_the_command_line_knows_each_setting_with_its_type_default_and_text():
 def test_every_setting_is_documented_where_it_is_declared():
     for kind in (LayerSettings, LowRankSettings):
         described = inspect.cleandoc(kind.__doc__).split("Args:")[1].split("Raises:")[0]
-        assert re.findall(r"^ {4}(\w+):", described, re.MULTILINE) == [
-            name for name in vars(kind)["__annotations__"] if name != "_"
-        ]
+        assert re.findall(r"^ {4}(\w+):", described, re.MULTILINE) == list(vars(kind)["__annotations__"])
