@@ -118,10 +118,7 @@ class Trial(ProcessSetting):
     def plan(self) -> Plan:
         plan = Plan(*torch.load(self.plan_file))
         if self.contender == PERTURBED:
-            values = [
-                each * (1 + torch.finfo(each.dtype).eps) if each.is_floating_point() else each for each in plan.start
-            ]
-            return plan._replace(start=values)
+            return plan._replace(start=[rounded_up(each) for each in plan.start])
         return plan
 
     def images(self, train: bool) -> tuple[Tensor, Tensor]:
