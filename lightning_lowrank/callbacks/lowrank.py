@@ -163,6 +163,11 @@ class LowRank(Configured, Callback):
         if batch_idx == 0:
             keep_frozen(pl_module)
 
+    @property
+    def acts_on_gradients(self) -> bool:
+        """Whether it changes gradients. Otherwise clients' steps may end with the optimizer's at once."""
+        return bool(self.frobenius_decay)
+
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:

@@ -11,7 +11,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -175,22 +175,73 @@ class Traced:
         """Return whether compiled code serves these sizes; it takes those that vary to be more than 1."""
         return all(sizes[name] > 1 for name in self.symbols.values())
 
-    def compile(self) -> Callable[[Sequence[Tensor]], list[Tensor]]:
-        """Return a function that makes the operations for any of the sizes, compiled by inductor.
+    def compile(self, products: Sequence[int] = ()) -> Compiled:
+        """Return what makes the operations for any of the sizes, compiled by inductor.
 
         Results are those of the function up to rounding.
+
+        Args:
+            products: Places of results that `Compiled.apart` may leave as products, where they are batched products of
+                matrices.
         """
         import torch._inductor as inductor
 
+        graph = copy.deepcopy(self.graph)
+        apart = _take_apart(graph, products)
         # Random numbers are to be those of the step.
         with torch.no_grad(), inductor.config.patch(fallback_random=True):
-            compiled: Any = inductor.compile(copy.deepcopy(self.graph), self._fakes)
+            return Compiled(inductor.compile(graph, self._fakes), apart)
 
-        def run(tensors: Sequence[Tensor]) -> list[Tensor]:
-            with torch.no_grad():
-                return list(compiled(*tensors))
 
-        return run
+class Product(NamedTuple):
+    """Two stacks of matrices, ``[clients, rows, inner]`` and ``[clients, inner, columns]``, to be multiplied."""
+
+    left: Tensor
+    right: Tensor
+
+
+class Compiled:
+    """The compiled operations of a function of tensors.
+
+    Args:
+        function: Takes the tensors. It returns the results, and in place of one that is a product its two factors.
+        products: Places of those results.
+    """
+
+    def __init__(self, function: Any, products: Sequence[int]) -> None:
+        self._function, self._products = function, frozenset(products)
+
+    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the results."""
+        with torch.no_grad():
+            return [torch.bmm(*each) if isinstance(each, Product) else each for each in self.apart(tensors)]
+
+    def apart(self, tensors: Sequence[Tensor]) -> list[Tensor | Product]:
+        """Return the results, some of them as products that are still to be made."""
+        with torch.no_grad():
+            given = iter(self._function(*tensors))
+        results: list[Tensor | Product] = []
+        for first in given:
+            results.append(Product(first, next(given)) if len(results) in self._products else first)
+        return results
+
+
+def _take_apart(graph: Any, places: Sequence[int]) -> list[int]:
+    """Have a graph return the factors of results that are products and nothing else; return the results' places."""
+    (output,) = (node for node in graph.graph.nodes if node.op == "output")
+    found: dict[int, Any] = {}
+    results: list[Any] = []
+    for place, node in enumerate(output.args[0]):
+        if place in places and node.target is torch.ops.aten.bmm.default and list(node.users) == [output]:
+            found[place] = node
+            results += node.args
+        else:
+            results.append(node)
+    output.args = (results,)
+    for node in found.values():
+        graph.graph.erase_node(node)
+    graph.recompile()
+    return list(found)
 
 
 class _NoNumbers(TorchFunctionMode):

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from lightning_lowrank.internals.torch import copy_each, written
+from lightning_lowrank.internals.tracing import Compiled
 
 Run = Callable[[Sequence[Tensor]], list[Tensor]]
 
@@ -47,10 +48,10 @@ class Recorder(Protocol):
 
 
 class Update(Protocol):
-    """The optimizer's step, from tensors alone. A capture of the clients' step may end with it."""
+    """The optimizer's step, from tensors alone. A captured or compiled step of the clients may end with it."""
 
     made: bool
-    """Whether a captured step has made it."""
+    """Whether such a step has made it."""
     tensors: list[Tensor]
     """What it takes beside the clients' values and gradients; all of it in memory from `Captures.place`."""
 
@@ -61,8 +62,11 @@ class Update(Protocol):
     def is_of(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether a step takes the values that the optimizer steps, not copies."""
 
-    def __call__(self, tensors: Sequence[Tensor], gradients: Mapping[str, Tensor], own: Sequence[Tensor]) -> None:
-        """Step values in place, given what a step takes, its gradients by name, and such tensors as `tensors`."""
+    def __call__(self, tensors: Sequence[Tensor], gradients: Mapping[str, Any], own: Sequence[Tensor]) -> None:
+        """Step values in place, given what a step takes, its gradients by name, and such tensors as `tensors`.
+
+        Compiled steps give gradients as a `Product` where they can.
+        """
 
 
 class CudaRecorder:
@@ -112,8 +116,8 @@ class Captures:
     Attributes:
         reason: Why no more is captured; empty if that is not so.
         captured: Number of captured replays.
-        update: What captures of the present step are to end with.
-        no_update: Why they do not end with it; empty if that is not so.
+        update: What the present step is to end with, if it is captured or compiled.
+        no_update: Why captured steps do not end with it; empty if that is not so.
     """
 
     def __init__(self, recorder: Recorder | None, copies: bool = False) -> None:
@@ -155,14 +159,34 @@ class Captures:
             kept: Places of tensors that it does not write into, and that stay where they are from step to step.
             gradients: Places of values' gradients among its results, by the values' names.
         """
-        if self.recorder is None or self.reason:
-            return run
-        return _Capturing(self, self.recorder, run, kept, gradients)
+        if self.recorder is not None and not self.reason:
+            return _Capturing(self, self.recorder, run, kept, gradients)
+        return _Ending(self, run, gradients) if self.recorder is None and isinstance(run, Compiled) else run
+
+    def products(self, gradients: Mapping[str, int]) -> list[int]:
+        """Return the places of gradients that compiled steps may leave as products, for the optimizer to make."""
+        return [] if self.recorder is not None else list(gradients.values())
 
     def give_up(self, reason: str) -> None:
         """Capture nothing more, and say why."""
         self.reason = reason
         rank_zero_info(f"no more steps are captured: {reason}.")
+
+
+class _Ending:
+    """A compiled step that ends with the optimizer's, which multiplies gradients right into the values."""
+
+    def __init__(self, captures: Captures, run: Compiled, gradients: Mapping[str, int]) -> None:
+        self._captures, self._run, self._gradients = captures, run, gradients
+
+    def __call__(self, tensors: Sequence[Tensor]) -> list[Any]:
+        update = self._captures.update
+        if update is None or not update.is_of(tensors):
+            return self._run(tensors)
+        results = self._run.apart(tensors)
+        update(tensors, {name: results[place] for name, place in self._gradients.items()}, update.tensors)
+        update.made = True
+        return results
 
 
 class _Capturing:

@@ -93,7 +93,10 @@ def refusal(cause: str) -> MisconfigurationException:
 
 @runtime_checkable
 class ActsOnStacks(Protocol):
-    """A callback that changes gradients before the optimizer steps, of clients that step together as well."""
+    """A callback that changes gradients before the optimizer steps, of clients that step together as well.
+
+    Where one of this package has an attribute ``acts_on_gradients`` that is false, it does nothing in this run.
+    """
 
     def on_before_stacked_step(self, module: pl.LightningModule, stacks: Mapping[str, Tensor]) -> None:
         """Change the gradients of stacks ``[clients, …]`` of trained parameters by name."""
@@ -117,6 +120,8 @@ def steps_are_seen(trainer: Any, algorithm: Algorithm) -> bool:
         return True
     for callback in trainer.callbacks:
         ours = type(callback).__module__.startswith(_PACKAGES)
+        if ours and isinstance(callback, ActsOnStacks) and not getattr(callback, "acts_on_gradients", True):
+            continue
         hooks = _OF_GRADIENTS[:4] if ours else _OF_GRADIENTS[:4] + _AROUND_STEPS
         if callback.state_key != "FederatedLoop" and any(overrides(callback, hook) for hook in hooks):
             return True

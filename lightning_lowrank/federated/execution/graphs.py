@@ -69,7 +69,7 @@ class _Graph:
     traced: tracing.Traced
     reads: Reads
     note: Any
-    compiled: Callable[[Sequence[Tensor]], list[Tensor]] | None = None
+    compiled: tracing.Compiled | None = None
     unfit: set[Hashable] = field(default_factory=set)
     """Forms and sizes that it is known not to serve."""
     rounds: int = 0
@@ -117,6 +117,7 @@ class StepGraphs(Untraced):
     Attributes:
         reason: Why steps are made without graphs; empty if that is not so.
         numbered: Objects whose attribute ``number`` is the number of the step.
+        compiles: Whether graphs are compiled.
     """
 
     def __init__(
@@ -129,12 +130,12 @@ class StepGraphs(Untraced):
         self.reason = ""
         self.captures = Captures(None) if captures is None else captures
         self.numbered: list[Any] = []
+        self.compiles = False
         self._module, self._roots, self._steps_left = module, roots, steps_left
         self._forms: dict[Hashable, int] = {}
         self._graphs: dict[Hashable, list[_Graph]] = {}
         self._replays: dict[Hashable, list[_Replay]] = {}
         self._changes = self._round = 0
-        self._compiles = False
         self._uses: Counter[Hashable] = Counter()
         self._seconds, self._gain = 0.0, 0.0
 
@@ -145,7 +146,7 @@ class StepGraphs(Untraced):
     def begin_round(self, compiled: bool = False) -> None:
         """Have graphs compared once again where this round is due, and ``compiled`` from here on."""
         self._round += 1
-        self._compiles = compiled
+        self.compiles = compiled
 
     def find(self, step: Step) -> Callable[[], Results] | None:
         """Return a function that makes a step by its graph and returns what the step returns.
@@ -210,22 +211,23 @@ class StepGraphs(Untraced):
 
     def _replay(self, graph: _Graph, step: Step, of_own_sizes: bool) -> _Replay:
         sizes, exact = step.sizes, _is_exact(step.tensors[0].device)
+        gradients = step.gradients(graph.note)
         kept = [place for place, names in enumerate(step.named()) if names is None]
-        if self._compiles and graph.traced.varies_to(sizes):
+        if self.compiles and graph.traced.varies_to(sizes):
             try:
                 if graph.compiled is None:
                     begin = time.perf_counter()
-                    graph.compiled = graph.traced.compile()
+                    graph.compiled = graph.traced.compile(self.captures.products(gradients))
                     rank_zero_info(f"compiled a step of clients in {time.perf_counter() - begin:.1f} s")
                 # Compiling may have decided by the sizes as well.
                 if graph.traced.holds(sizes):
-                    compiled = self.captures.around(graph.compiled, kept, step.gradients(graph.note))
+                    compiled = self.captures.around(graph.compiled, kept, gradients)
                     return _Replay(graph, compiled, of_own_sizes, exact=False)
             except Exception as error:
-                self._compiles = False
+                self.compiles = False
                 rank_zero_warn(f"steps are not compiled, but replayed: {_first_line(error)}")
         run = graph.traced.replay(sizes)
-        return _Replay(graph, self.captures.around(run, kept, step.gradients(graph.note)), of_own_sizes, exact)
+        return _Replay(graph, self.captures.around(run, kept, gradients), of_own_sizes, exact)
 
     def _is_worth_it(self, key: Hashable, first: bool) -> bool:
         if first:

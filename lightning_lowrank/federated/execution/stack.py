@@ -34,7 +34,7 @@ from lightning_lowrank.federated.execution.causes import cause_of, refusal, upda
 from lightning_lowrank.federated.execution.graphs import Results, Step, StepGraphs, form_of, tensors_in
 from lightning_lowrank.federated.execution.stacked_products import StackedProducts
 from lightning_lowrank.federated.execution.traces import Unmapped, Untraced, Watch, reachable
-from lightning_lowrank.federated.execution.updates import OptimizerUpdate, update_of
+from lightning_lowrank.federated.execution.updates import OptimizerUpdate, ProductUpdate, update_of
 from lightning_lowrank.federated.objective import loss_of
 from lightning_lowrank.federated.optimizers import fresh_state, is_shared
 from lightning_lowrank.federated.state import State
@@ -91,7 +91,7 @@ class ClientStack(Untraced):
         falls_back: Whether clients make their steps one after another once these cannot be mapped.
         graphs: The graphs of the fit's steps, if there are any.
         defers: Whether nobody sees weights between steps, so that a projected optimizer may defer its own, and captured
-            steps end with the optimizer's.
+            and compiled steps end with the optimizer's.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class ClientStack(Untraced):
             optimizer.state = fresh_state(optimizer)
             self._loaded = {leaf_of[parameter]: state for parameter, state in loaded.items() if parameter in leaf_of}
         self._unseen = defers
-        self._update = self._captured_update()
+        self._update = self._update_in_steps()
         self._watched = [value.register_hook(_refuse_gradient) for value in live.values() if value.requires_grad]
         replacing: dict[str, Any] = {
             "training_step": while_training(trainer, self._step, self.training_step),
@@ -158,9 +158,13 @@ class ClientStack(Untraced):
         self._replaced = {name: vars(module).get(name) for name in replacing}
         vars(module).update(replacing)
 
-    def _captured_update(self) -> OptimizerUpdate | None:
-        """Return the optimizer's step as captures may end with it, where nobody sees gradients or weights between."""
-        if not self._unseen or self._captures.recorder is None or not self.leaves or len(self._trainer.optimizers) != 1:
+    def _update_in_steps(self) -> OptimizerUpdate | ProductUpdate | None:
+        """Return the optimizer's step as captured or compiled steps may end with it.
+
+        They may where nobody sees gradients or weights between.
+        """
+        ends = self._captures.recorder is not None or (self._graphs is not None and self._graphs.compiles)
+        if not self._unseen or not ends or not self.leaves or len(self._trainer.optimizers) != 1:
             return None
         (optimizer,) = self._trainer.optimizers
         places = {name: place for place, name in enumerate(self.values)}
@@ -299,8 +303,8 @@ class ClientStack(Untraced):
     def gradients(self, parts: Parts, batch_idx: int = 0) -> Tensor | None:
         """Do what `training_step`, ``zero_grad()`` and ``backward()`` would do, by graphs.
 
-        A captured step may do what the optimizer's ``step()`` would do as well. Leaves have no gradients then, so that
-        the optimizer leaves them as they are.
+        A captured or compiled step may do what the optimizer's ``step()`` would do as well. Leaves have no gradients
+        then, so that the optimizer leaves them as they are.
 
         Returns:
             The sum of the losses; ``None`` where a graph is missing. Nothing has been done then.
@@ -510,6 +514,11 @@ def captured_logs(
     def log(name: str, value: Any, *arguments: Any, **keywords: Any) -> None:
         if isinstance(value, Metric):
             raise refuse_metric(name, value)
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ValueError(
+                f"self.log({name!r}, ...) got a tensor of shape {tuple(value.shape)} in place of one number; log its"
+                " mean, for instance"
+            )
         captured[name] = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
         names = ("prog_bar", "logger", "on_step", "on_epoch")
         settings[name] = {**dict(zip(names, arguments, strict=False)), **keywords}
@@ -553,11 +562,15 @@ class _Logged:
             if late is not None and late.add(name, entries):
                 continue
             samples = sum(len(value) * size for value, size in entries)
-            sums = [value.sum() * size for value, size in entries]
-            if sums[0].dtype not in (torch.float32, torch.float64):
-                # Their mean is one in single precision.
-                sums.insert(0, torch.zeros(()))
-            mean = functools.reduce(operator.add, sums) / samples
+            first = entries[0][0]
+            exact = first.dtype in (torch.float32, torch.float64)
+            if exact and len(entries) == 1:
+                mean = first.mean()
+            else:
+                # The mean of others is one in single precision.
+                start = [] if exact else [torch.zeros(())]
+                sums = start + [value.sum() * size for value, size in entries]
+                mean = functools.reduce(operator.add, sums) / samples
             module.log(name, mean, **{**self.settings[name], "batch_size": samples})
 
 

@@ -1,7 +1,7 @@
-"""An optimizer's step on stacks of clients' values, made of tensors alone, so that a captured step ends with it.
+"""An optimizer's step on stacks of clients' values, so that a captured or compiled step ends with it.
 
-`ClientStack` has one where nothing sees gradients before the optimizer does. What changes from step to step stands in
-tensors that stay in one place: the learning rate, which a schedule may change, and moments.
+`ClientStack` has one where nothing sees gradients before the optimizer does. In captured steps, what changes from step
+to step stands in tensors that stay in one place: the learning rate, which a schedule may change, and moments.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_lowrank.federated.execution.captures import Captures
-from lightning_lowrank.internals.torch import fused_adam, fused_sgd, is_heard
+from lightning_lowrank.internals.torch import fused_adam, fused_sgd, is_heard, sgd_update, steps_singly
+from lightning_lowrank.internals.tracing import Product
 
 
 class OptimizerUpdate(ABC):
-    """A step of one of torch's optimizers.
+    """A step of one of torch's optimizers, made of tensors alone, for captured steps.
 
     Args:
         optimizer: Has the leaves as parameters.
@@ -250,15 +251,103 @@ class AdamUpdate(OptimizerUpdate):
         fused_adam(values, gradients, first, second, counts, rate, self._decoupled, beta1=beta1, beta2=beta2, **rest)
 
 
+class ProductUpdate:
+    """A step of torch's SGD on a CPU, for compiled steps, which leave gradients as products.
+
+    A gradient is multiplied right into the value, or into its momentum. Results are those of SGD up to rounding. For a
+    weight of some thousand numbers, to write the product and to add it takes as long as the product itself.
+
+    Args:
+        optimizer: Has the leaves as parameters.
+        leaves: The stacks by name that it steps.
+        places: The place of each of them among what a step of clients takes.
+
+    Attributes:
+        made: Whether a compiled step has made it. Whoever asks sets it back.
+        tensors: Nothing: what changes from step to step is read from the optimizer.
+    """
+
+    def __init__(self, optimizer: Optimizer, leaves: Mapping[str, Tensor], places: Mapping[str, int]) -> None:
+        self.made = False
+        self.tensors: list[Tensor] = []
+        self._optimizer, self._leaves = optimizer, leaves
+        self._first = places[next(iter(leaves))]
+        name_of = {leaf: name for name, leaf in leaves.items()}
+        self._groups = [
+            (group, [name_of[leaf] for leaf in group["params"] if leaf in name_of]) for group in optimizer.param_groups
+        ]
+
+    def prepare(self, leaves: Mapping[str, Tensor]) -> None:
+        """Take the leaves by name as they are before a step."""
+        self.made, self._leaves = False, leaves
+
+    def finish(self, names: Sequence[str]) -> None:
+        """Do nothing: the optimizer has its moments."""
+
+    @property
+    def key(self) -> Hashable:
+        """What it depends on that is no tensor."""
+        return None
+
+    def is_of(self, tensors: Sequence[Tensor]) -> bool:
+        """Return whether a step of clients takes the leaves themselves, not copies."""
+        return tensors[self._first].data_ptr() == next(iter(self._leaves.values())).data_ptr()
+
+    @torch.no_grad()
+    def __call__(
+        self, tensors: Sequence[Tensor], gradients: Mapping[str, Tensor | Product], own: Sequence[Tensor]
+    ) -> None:
+        """Step values in place.
+
+        Args:
+            tensors: What a step of clients takes.
+            gradients: Its gradients by the names of the values.
+            own: Nothing.
+        """
+        for group, names in self._groups:
+            for name in names:
+                if name in gradients:
+                    self._step(group, self._leaves[name], gradients[name])
+
+    def _step(self, group: Mapping[str, Any], leaf: Tensor, gradient: Tensor | Product) -> None:
+        rate, momentum, decay = group["lr"], group["momentum"], group["weight_decay"]
+        if isinstance(gradient, Product):
+            if not momentum:
+                leaf.baddbmm_(*gradient, beta=1 - rate * decay, alpha=-rate)
+                return
+            buffer = self._optimizer.state.get(leaf, {}).get("momentum_buffer")
+            if buffer is not None and not group["nesterov"]:
+                share = 1 - group["dampening"]
+                buffer.baddbmm_(*gradient, beta=momentum, alpha=share)
+                if decay:
+                    buffer.add_(leaf, alpha=share * decay)
+                leaf.add_(buffer, alpha=-rate)
+                return
+            gradient = torch.bmm(*gradient)
+        sgd_update(self._optimizer, group, leaf, leaf, gradient, decay)
+
+
 _KINDS: dict[type[Optimizer], type[OptimizerUpdate]] = {SGD: SGDUpdate, Adam: AdamUpdate, AdamW: AdamUpdate}
 
 
 def update_of(
     optimizer: Optimizer, leaves: Mapping[str, Tensor], places: Mapping[str, int], captures: Captures
-) -> OptimizerUpdate | None:
-    """Return the optimizer's step as captures may end with it; ``None`` where they can't. Arguments are the class's."""
+) -> OptimizerUpdate | ProductUpdate | None:
+    """Return the optimizer's step as captured or compiled steps may end with it; ``None`` where they can't.
+
+    Args:
+        optimizer: Has the leaves as parameters.
+        leaves: The stacks by name that it steps.
+        places: The place of each of them among what a step of clients takes.
+        captures: Those of the fit. Where they record nothing, steps are compiled.
+    """
+    if is_heard(optimizer):
+        return None
+    if captures.recorder is None:
+        singly = type(optimizer) is SGD and all(map(steps_singly, optimizer.param_groups))
+        return ProductUpdate(optimizer, leaves, places) if singly else None
     kind = _KINDS.get(type(optimizer))
-    if kind is None or is_heard(optimizer) or kind.unsupported_reason(optimizer, leaves):
+    if kind is None or kind.unsupported_reason(optimizer, leaves):
         return None
     return kind(optimizer, leaves, places, captures)
 

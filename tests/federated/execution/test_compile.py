@@ -1,18 +1,18 @@
 """Steps of clients that step together, compiled; and what decides about it."""
 
-import functools
+from functools import partial
 
 import jsonargparse
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_lowrank import FedAvg, FederatedLoop
-from lightning_lowrank.federated.execution import choice, graphs
+from lightning_lowrank import SCAFFOLD, FedAvg, FederatedLoop, LowRank, MatrixProduct
+from lightning_lowrank.federated.execution import choice, graphs, updates
 from lightning_lowrank.federated.execution.traces import Memory
 from lightning_lowrank.internals import tracing
-from tests.federated.execution.runs import assert_close, run
+from tests.federated.execution.runs import FORMS, assert_close, run
 from tests.helpers import Module, weights
 
 
@@ -25,6 +25,27 @@ def without_compiler(monkeypatch):
 def compiled_at_once(monkeypatch):
     monkeypatch.setattr(graphs, "_WORTH_TRACING", 0)
     monkeypatch.setattr(choice, "WORTH_COMPILING", 0)
+
+
+@pytest.fixture
+def uncompiled(compiled_at_once, monkeypatch):
+    """Graphs as they stand in place of compiled ones, which take seconds to make."""
+    monkeypatch.setattr(tracing, "can_compile", lambda device: "")
+    monkeypatch.setattr("torch._inductor.compile", lambda graph, inputs: graph)
+
+
+@pytest.fixture
+def stepped(monkeypatch):
+    """The kinds of gradients that compiled steps multiply into values, by optimizer step and name."""
+    found = []
+    own = updates.ProductUpdate.__call__
+
+    def noted(self, tensors, gradients, others):
+        found.append({name: type(gradient) for name, gradient in gradients.items()})
+        own(self, tensors, gradients, others)
+
+    monkeypatch.setattr(updates.ProductUpdate, "__call__", noted)
+    return found
 
 
 def test_settings_that_cannot_be():
@@ -52,19 +73,83 @@ def test_devices_without_inductor():
 
 def test_objects_of_a_command_line_do_not_keep_a_step_from_being_tried():
     module = Module()
-    module.make = functools.partial(print, jsonargparse.ArgumentParser(logger=True))
+    module.make = partial(print, jsonargparse.ArgumentParser(logger=True))
     Memory([module]).restore()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {"weight_decay": 0.1},
+        pytest.param({"momentum": 0.9}, marks=pytest.mark.slow),
+        {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1},
+        pytest.param({"momentum": 0.9, "weight_decay": 0.1, "nesterov": True}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_gradients_are_multiplied_into_values(uncompiled, stepped, tmp_path, options):
+    # Another rate in each step, which the present one has to be read for.
+    settings = {
+        "module": partial(
+            Module,
+            optimizer=partial(torch.optim.SGD, lr=0.05, **options),
+            scheduler=partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.95),
+            interval="step",
+        ),
+        "optimizer_state": "keep",
+    }
+    expected, *_ = run(tmp_path / "a", "vectorized", **settings)
+    found, *_ = run(tmp_path / "b", "vectorized", compile=True, **settings)
+    assert_close(weights(expected), weights(found))
+    products = [{name for name, kind in kinds.items() if kind is tracing.Product} for kinds in stepped]
+    # Those of a client alone are not stacked.
+    together = [names for names in products if names]
+    assert len(together) > 3
+    assert all(names == {name for name, value in found.named_parameters() if value.ndim == 2} for names in together)
+
+
+class LooksAtGradients(Callback):
+    """Is not known to be content with what compiled steps leave."""
+
+    def on_before_stacked_step(self, module, stacks):
+        self.norms = [float(stack.grad.norm()) for stack in stacks.values()]
+
+    def on_before_optimizer_step(self, trainer, module, optimizer): ...
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"callbacks": [LooksAtGradients()]},
+        pytest.param({"form": "decayed"}, marks=pytest.mark.slow),
+        pytest.param({"trainer": {"gradient_clip_val": 0.1}}, marks=pytest.mark.slow),
+        pytest.param({"algorithm": SCAFFOLD}, marks=pytest.mark.slow),
+        pytest.param({"module": partial(Module, optimizer=partial(torch.optim.Adam, lr=0.01))}, marks=pytest.mark.slow),
+    ],
+    ids=["callback", "decay", "clipping", "method", "Adam"],
+)
+def test_gradients_that_are_seen_are_made(uncompiled, stepped, monkeypatch, tmp_path, settings):
+    decayed = partial(LowRank, MatrixProduct(), rank=2, frobenius_decay=0.01, summary=False)
+    monkeypatch.setitem(FORMS, "decayed", decayed)
+    expected, *_ = run(tmp_path / "a", "vectorized", **settings)
+    found, loop, _ = run(tmp_path / "b", "vectorized", compile=True, **settings)
+    replays = loop.rounds.execution.graphs._replays.values()
+    assert any(not replay.exact for each in replays for replay in each)
+    assert not stepped
+    assert_close(weights(expected), weights(found))
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(tracing.can_compile(torch.device("cpu"))), reason=tracing.can_compile(torch.device("cpu")))
 @pytest.mark.parametrize("form", ["dense", "update"])
-def test_compiled_steps_are_the_steps_to_rounding(compiled_at_once, tmp_path, form):
+def test_compiled_steps_are_the_steps_to_rounding(compiled_at_once, stepped, tmp_path, form):
     expected, *_ = run(tmp_path / "a", "vectorized", form=form)
     module, loop, _ = run(tmp_path / "b", "vectorized", form=form, compile=True)
     graphs_made = loop.rounds.execution.graphs
     assert not graphs_made.reason
     assert any(not replay.exact for replays in graphs_made._replays.values() for replay in replays)
+    assert stepped
     assert_close(weights(expected), weights(module), tolerance=1e-8)
 
 

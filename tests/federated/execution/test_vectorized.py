@@ -345,6 +345,17 @@ def test_logged_values_are_the_same_means(tmp_path):
     torch.testing.assert_close(*losses)
 
 
+@pytest.mark.parametrize("execution", ["sequential", "vectorized"])
+def test_what_is_no_number_is_not_logged(tmp_path, execution):
+    class Several(Module):
+        def training_step(self, batch, batch_idx):
+            self.log("both", torch.ones(2))
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(Exception, match=r"self.log.*(single element|of shape \(2,\) in place of one number)"):
+        run(tmp_path, execution, module=Several)
+
+
 def test_dropout_differs_between_clients_and_repeats(tmp_path):
     ends = [weights(run(tmp_path, "vectorized", module=lambda: Module(network(dropout=0.5)))[0]) for _ in range(2)]
     assert_close(*ends, tolerance=0)
