@@ -213,7 +213,7 @@ def _tried(data: RoundData, size: int, time_steps: Callable[[Chunk], _T]) -> tup
 def time_alone(
     trainer: Any, module: pl.LightningModule, chunk: Chunk, loader: RoundLoader, channels_last: bool = False
 ) -> float | None:
-    """Time a step of a chunk's first client alone; all is afterwards as for `time_both`.
+    """Time a client's step alone, on the batches that `time_both` takes; all is afterwards as there.
 
     Args:
         trainer: The trainer, with its optimizers set up.
@@ -228,11 +228,12 @@ def time_alone(
     Raises:
         MisconfigurationException: If the module holds what cannot be put back.
     """
-    first = Chunk(chunk.clients[:1], chunk.batches[:1])
-    with trial(trainer, loader, first, _TRIED_STEPS) as (_, alone):
+    # The first batch of each client.
+    clients = chunk.clients[:_TRIED_STEPS]
+    with trial(trainer, loader, Chunk(clients, (1,) * len(clients)), _TRIED_STEPS) as (_, alone):
         if channels_last:
             layout = ChannelsLast(module)
-            if not layout.changes(alone[0]):
+            if not any(map(layout.changes, alone)):
                 return None
             # The trial takes it off again.
             step = functools.wraps(module.training_step)(layout.step(module.training_step))
