@@ -82,7 +82,7 @@ def choose_execution(
                 f"{name}.{around[0]}() would see the global model (if that will do, ask for execution='vectorized')"
             )
         if reason:
-            choice = _fastest(trainer, data, 1, reason)
+            choice = _fastest(trainer, data, _TRIED_STEPS, reason)
         else:
             size = coordinator.settings.chunk_size or fitting()
             defers = not steps_are_seen(trainer, coordinator.algorithm)
