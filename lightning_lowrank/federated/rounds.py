@@ -385,6 +385,7 @@ class Rounds(Untraced):
             "algorithm": type(self._algorithm).__name__,
             "execution": execution.name,
             "compiled": execution.compiled,
+            "channels_last": execution.channels_last,
             "chunk_size": self._data.chunk_size,
             "progress": progress.state_dict(),
             "server": self.coordinator.state_dict(),

@@ -97,7 +97,9 @@ class FederatedSettings(Configured):
             then count steps of a chunk; ``federated/client_steps`` counts clients' batches in both. ``"auto"``: a few
             steps are tried both ways when the fit begins, the faster is taken, and a line says which and why; a resumed
             run keeps the choice. The trial puts back all that module, optimizers and dataset hold. What keeps clients
-            from stepping together, in the trial or later, is no error: their steps are made one after another.
+            from stepping together, in the trial or later, is no error: their steps are made one after another. Where
+            the module has convolutions, a third way is tried: one after another, with the channels of images last in
+            memory (`torch.channels_last`). A later step that cannot do with that is an error which says what would do.
         chunk_size: Largest number of clients that step together. ``None``: as many as a quarter of the free memory
             holds, by what a step on the first round's batches takes. The result does not depend on it, to rounding.
         compile: Whether the steps of clients that step together are compiled by ``torch.compile``'s inductor, which

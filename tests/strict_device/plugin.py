@@ -19,6 +19,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from tests.strict_device import device
 
 _COMPARES = "the test compares or computes on the CPU with tensors of the device"
+_FORMATS = "convolutions of the device don't hand on the format of their images"
 CPU_ONLY = {
     "test_ditto.py::test_statistics_of_the_two_models": _COMPARES,
     "test_fedhm.py::test_variants_are_the_best_approximations_of_each_level": _COMPARES,
@@ -37,6 +38,9 @@ CPU_ONLY = {
     "test_loop.py::test_norms_equal_plain_fedavg": "the loop that it is compared with runs on the CPU",
     "test_contract.py::test_keeps_the_contract[EF21P": "its part 'sites' goes on when a fit has moved the module",
     "test_choice.py::test_batches_of_unequal_form_are_those_of_sequential_clients[Boxes]": "its batches are not moved",
+    "test_choice.py::test_channels_last_give": _FORMATS,
+    "test_choice.py::test_a_step_that_takes_views": _FORMATS,
+    "test_choice.py::test_a_later_step_that_takes_views": _FORMATS,
     "test_memory.py::test_activations_count_as_well_as_weights": "memory is measured there, and estimated on the CPU",
     "test_memory.py::test_weights_count_where_they_outweigh": "memory is measured there, and estimated on the CPU",
     "test_memory.py::test_of_a_large_model_shapes_tell": "memory is measured there, and estimated on the CPU",

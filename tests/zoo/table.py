@@ -108,7 +108,7 @@ independent plain `Trainer.fit`s. {count("vectorized", "equal", "runs")} can ste
   over the largest of a tensor's numbers. Buffers and frozen tensors are compared as well.
 - **vectorized** and **auto**: the same difference from the sequential run. *together* and *alone* say what `auto` took:
   whichever is faster, which may change from run to run. *runs*: the step draws random numbers, and clients that step
-  together draw others.
+  together, or get images with their channels last, draw others.
 - **layers** and the columns after it: the same with low-rank layers,
   `LowRank(MatrixProduct(), rank_ratio={RANK_RATIO}, role="weight")`, and how many were converted. The reference is
   plain `Trainer.fit`s with `LowRank`. Frozen tensors must stay as they are, bit for bit.

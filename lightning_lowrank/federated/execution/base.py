@@ -51,6 +51,8 @@ class Execution(Untraced, ABC):
     """Whether training steps are run with other tensors in the module's place, as `DifferentialPrivacy` does."""
     compiled: bool = False
     """Whether steps are compiled, which checkpoints keep."""
+    channels_last: bool = False
+    """Whether training steps see images with their channels last in memory, which checkpoints keep."""
 
     def __init__(self, trainer: Any, coordinator: Coordinator) -> None:
         self.trainer = trainer

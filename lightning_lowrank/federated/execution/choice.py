@@ -1,13 +1,14 @@
-"""Which execution a fit takes: how many clients may step together, and which way is faster."""
+"""Which execution a fit takes: how many clients may step together, and which way is the fastest."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -18,8 +19,10 @@ from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.loader import RoundLoader
 from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.data.rounds import RoundData
+from lightning_lowrank.federated.data.sampling import NeedsPoissonBatches
 from lightning_lowrank.federated.execution.base import Execution
 from lightning_lowrank.federated.execution.causes import cause_of, steps_are_seen, unsupported_reason
+from lightning_lowrank.federated.execution.channels_last import ChannelsLast
 from lightning_lowrank.federated.execution.distributed import ClientParallelStrategy
 from lightning_lowrank.federated.execution.graphs import WORTH_COMPILING, StepGraphs, steps_left
 from lightning_lowrank.federated.execution.memory import chunk_size_that_fits
@@ -34,6 +37,10 @@ from lightning_lowrank.internals.torch import synchronize
 
 _KINDS: dict[str, type[Execution]] = {kind.name: kind for kind in (Sequential, Vectorized)}
 _TRIED_STEPS = 5
+_WORTH_CHANNELS_LAST = 0.95
+"""Share of a step's time that is to be reached for it: less of a gain may be chance."""
+
+_T = TypeVar("_T")
 
 
 def choose_execution(
@@ -62,10 +69,11 @@ def choose_execution(
         raise MisconfigurationException(
             f"execution='vectorized' is not possible: {reason}. Use execution='sequential'."
         )
+    channels_last = False
     if wanted == "auto" and restored is not None:
-        wanted = restored["execution"]
-    elif wanted == "auto" and isinstance(previous, Vectorized):
-        wanted = previous.name
+        wanted, channels_last = restored["execution"], restored["channels_last"]
+    elif wanted == "auto" and previous is not None and (previous.stacked or previous.channels_last):
+        wanted, channels_last = previous.name, previous.channels_last
     elif wanted == "auto":
         around = hooks_around_steps(trainer.lightning_module)
         if around and not reason:
@@ -73,18 +81,16 @@ def choose_execution(
             reason = (
                 f"{name}.{around[0]}() would see the global model (if that will do, ask for execution='vectorized')"
             )
-        faster = not reason
-        if faster:
+        if reason:
+            choice = _fastest(trainer, data, _TRIED_STEPS, reason)
+        else:
             size = coordinator.settings.chunk_size or fitting()
             defers = not steps_are_seen(trainer, coordinator.algorithm)
             compiles = _compiles(trainer, data, coordinator.settings.compile, restored, previous)
-            faster, reason = _vectorized_is_faster(trainer, data, size, defers, compiles)
-        if processes is not None:
-            faster, reason = processes.broadcast((faster, reason))
-        wanted = Vectorized.name if faster else Sequential.name
+            choice = _fastest(trainer, data, size, reason, defers, compiles)
+        wanted, channels_last, said = choice if processes is None else processes.broadcast(choice)
         if trainer.is_global_zero:
-            way = "clients step together" if faster else "clients train one after another"
-            Console().print(f"execution='auto': {way}; {reason}", highlight=False, soft_wrap=True)
+            Console().print(f"execution='auto': {said}", highlight=False, soft_wrap=True)
     kind = _KINDS[wanted]
     size = 1
     if kind.stacked:
@@ -94,6 +100,7 @@ def choose_execution(
             size = fitting() if processes is None else min(processes.gather(fitting()))
     data.use(kind.stacked, size)
     execution = kind(trainer, coordinator)
+    execution.channels_last = channels_last
     if kind.stacked:
         execution.compiled = _compiles(trainer, data, coordinator.settings.compile, restored, previous)
     return execution
@@ -121,26 +128,117 @@ def _compiles(
     return steps_left(trainer, data.planner.plan(trainer.current_epoch).trained) >= WORTH_COMPILING
 
 
-def _vectorized_is_faster(trainer: Any, data: RoundData, size: int, defers: bool, compiles: bool) -> tuple[bool, str]:
-    """Return whether clients are faster together, by some steps of the first round that leave no trace, and why."""
+def _fastest(
+    trainer: Any, data: RoundData, size: int, reason: str, defers: bool = False, compiles: bool = False
+) -> tuple[str, bool, str]:
+    """Find the fastest way by some steps of the first round, which leave no trace.
+
+    Args:
+        trainer: The trainer, with its optimizers set up.
+        data: The divided training set.
+        size: How many clients may step together.
+        reason: Why none can, if so.
+        defers: As for `time_both`.
+        compiles: Whether steps of clients together may be compiled.
+
+    Returns:
+        The execution's name, whether images have their channels last, and what is said of it.
+    """
+    module, loader = trainer.lightning_module, data.loader
+    tried = functools.partial(_tried, data, size)
+    alone = last = together = None
+    failed = ""
+    if not reason:
+        both, reason = tried(lambda chunk: time_both(trainer, module, chunk, loader, defers))
+        alone, together = both or (None, None)
+    if _may_have_channels_last(trainer):
+        last, failed = tried(lambda chunk: time_alone(trainer, module, chunk, loader, channels_last=True))
+        if last is not None and alone is None:
+            alone, _ = tried(lambda chunk: time_alone(trainer, module, chunk, loader))
+            last = None if alone is None else last
+    if compiles and together is not None and together >= _best_alone(alone, last):
+        # Compiling takes long, and is tried only where it may turn the scale.
+        both, reason = tried(lambda chunk: time_both(trainer, module, chunk, loader, defers, compiles))
+        alone, together = both or (alone, None)
+    name, way = Sequential.name, "clients train one after another"
+    channels_last = _prefers_channels_last(alone, last)
+    if together is not None and together < _best_alone(alone, last):
+        name, way, channels_last = Vectorized.name, "clients step together", False
+    elif channels_last:
+        way += ", with the channels of their images last in memory"
+    times = {"alone": alone, "alone with channels last": last, "together": together}
+    texts = [f"{1000 * value:.3g} ms {how}" for how, value in times.items() if value is not None]
+    said = [way, *([reason] if reason else [])]
+    if len(texts) > 1:
+        said.append(f"a client's step takes {', '.join(texts[:-1])} and {texts[-1]}")
+    if failed and failed != reason:
+        said.append(f"with channels last, {failed}")
+    return name, channels_last, "; ".join(said)
+
+
+def _prefers_channels_last(alone: float | None, last: float | None) -> bool:
+    """Return whether a client's step alone is faster with channels last, given the seconds of both."""
+    return alone is not None and last is not None and last < _WORTH_CHANNELS_LAST * alone
+
+
+def _best_alone(alone: float | None, last: float | None) -> float:
+    """Return the seconds of a client's step alone, in the format that is taken."""
+    best = last if _prefers_channels_last(alone, last) else alone
+    return math.inf if best is None else best
+
+
+def _may_have_channels_last(trainer: Any) -> bool:
+    """Return whether steps may be tried that see images with their channels last."""
     module = trainer.lightning_module
-    loader = data.loader
+    # These see single samples.
+    mapped = any(isinstance(callback, NeedsPoissonBatches) for callback in trainer.callbacks)
+    return bool(module.automatic_optimization and not mapped and ChannelsLast(module).applies)
+
+
+def _tried(data: RoundData, size: int, time_steps: Callable[[Chunk], _T]) -> tuple[_T | None, str]:
+    """Return what ``time_steps`` gives for the first round's first chunk; or ``None``, and why there is nothing."""
     plan = dataclasses.replace(data.planner, chunk_size=max(2, size), process=0, processes=1).plan(0)
     data.randomness.open()
     try:
-        seconds = time_both(trainer, module, plan.chunks[0], loader, defers)
-        if compiles and seconds[1] >= seconds[0]:
-            # Compiling takes long, and is tried only where it may turn the scale.
-            seconds = time_both(trainer, module, plan.chunks[0], loader, defers, compiles)
+        return time_steps(plan.chunks[0]), ""
     except MisconfigurationException as error:
-        return False, str(error)
+        return None, str(error)
     except Exception as error:
         # Whatever the trial meets, clients can train one after another, or meet it again there.
-        return False, f"the trial ended with {cause_of(error)}"
+        return None, f"the trial ended with {cause_of(error)}"
     finally:
         data.randomness.release()
-    milliseconds = [f"{1000 * value:.3g} ms" for value in seconds]
-    return seconds[1] < seconds[0], f"a client's step takes {milliseconds[0]} alone and {milliseconds[1]} together"
+
+
+def time_alone(
+    trainer: Any, module: pl.LightningModule, chunk: Chunk, loader: RoundLoader, channels_last: bool = False
+) -> float | None:
+    """Time a client's step alone, on the batches that `time_both` takes; all is afterwards as there.
+
+    Args:
+        trainer: The trainer, with its optimizers set up.
+        module: Its module.
+        chunk: The clients.
+        loader: Reads their batches.
+        channels_last: Whether the step sees images with their channels last in memory.
+
+    Returns:
+        Seconds of a step; ``None`` where that makes no difference, for there are no images that have them elsewhere.
+
+    Raises:
+        MisconfigurationException: If the module holds what cannot be put back.
+    """
+    # The first batch of each client.
+    clients = chunk.clients[:_TRIED_STEPS]
+    with trial(trainer, loader, Chunk(clients, (1,) * len(clients)), _TRIED_STEPS) as (_, alone):
+        if channels_last:
+            layout = ChannelsLast(module)
+            if not any(map(layout.changes, alone)):
+                return None
+            # The trial takes it off again.
+            step = functools.wraps(module.training_step)(layout.step(module.training_step))
+            vars(module)["training_step"] = step
+        return statistics.median(_seconds(trainer, module, alone, lambda step: None))
 
 
 def time_both(

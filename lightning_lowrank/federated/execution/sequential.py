@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -14,6 +14,7 @@ from lightning_lowrank.federated import optimizers
 from lightning_lowrank.federated.algorithm import LocalStep, detached
 from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.execution.base import Execution, while_training
+from lightning_lowrank.federated.execution.channels_last import ChannelsLast, explained
 from lightning_lowrank.federated.state import ClientContext, State, copy_into
 
 
@@ -25,19 +26,40 @@ class Sequential(Execution):
     _hidden: dict[str, Tensor] | None = None
 
     def start(self) -> None:
-        """Let the method change the objective, where it has one of its own."""
-        if not self._own_objective:
-            return
-        training_step = self.module.training_step
+        """Let the method change the objective, and put the channels of images last where that is asked."""
+        own = self.module.training_step
+        step = self._with_objective(own) if self._own_objective else own
+        if self.channels_last:
+            step = self._with_channels_last(step)
+        if step is not own:
+            vars(self.module)["training_step"] = while_training(self.trainer, own, step)
 
+    def _with_objective(self, training_step: Callable[..., Any]) -> Callable[..., Any]:
         def with_objective(batch: Any, *arguments: Any, **keywords: Any) -> Any:
             return self.loss(batch, functools.partial(training_step, batch, *arguments, **keywords))
 
-        vars(self.module)["training_step"] = while_training(self.trainer, training_step, with_objective)
+        return with_objective
+
+    def _with_channels_last(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        changed = ChannelsLast(self.module).step(step)
+
+        def with_channels_last(*arguments: Any, **keywords: Any) -> Any:
+            if self.substituted:
+                # The batches are single samples inside a map.
+                return step(*arguments, **keywords)
+            try:
+                return changed(*arguments, **keywords)
+            except RuntimeError as error:
+                told = explained(error, self.module)
+                if told is error:
+                    raise
+                raise told from error
+
+        return with_channels_last
 
     def stop(self) -> None:
         """Give the module its own training step back."""
-        if self._own_objective:
+        if self._own_objective or self.channels_last:
             vars(self.module).pop("training_step", None)
 
     def open(self, chunk: Chunk) -> None:

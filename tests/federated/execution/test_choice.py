@@ -1,6 +1,7 @@
 """Which execution a run takes, what it says of that, and how it finds out."""
 
 import copy
+import math
 import random
 import re
 from functools import partial
@@ -13,16 +14,21 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_lowrank import (
+    DifferentialPrivacy,
     FedAvg,
     FederatedLoop,
+    FromIndices,
 )
+from lightning_lowrank.federated import rounds
 from lightning_lowrank.federated.execution import choice, stack
+from lightning_lowrank.federated.execution.channels_last import ChannelsLast
 from tests.federated.execution.runs import OPTIMIZERS, Double, Item, Kept, Reader, assert_close, both, run
 from tests.grids import daily
-from tests.helpers import Data, Module, network, weights
+from tests.helpers import Data, Module, draw, fit, network, trainer, weights
 
 
 def test_a_checkpoint_of_the_other_execution_is_refused(tmp_path):
@@ -322,3 +328,220 @@ def test_auto_goes_on_where_later_steps_cannot_be_mapped(tmp_path, monkeypatch, 
     expected, _, plain = run(tmp_path, "sequential", **settings)
     assert_close(weights(expected), weights(module))
     torch.testing.assert_close(fitted.callback_metrics["train_loss"], plain.callback_metrics["train_loss"])
+
+
+class Pictures(Data):
+    """Pictures of one channel."""
+
+    def __init__(self):
+        labels = torch.randint(4, (103,), generator=torch.Generator().manual_seed(2))
+        super().__init__(TensorDataset(draw(103, 1, 6, 6).double(), labels), batch_size=16)
+
+    def val_dataloader(self):
+        return DataLoader(self.train, batch_size=50)
+
+
+FORMATS = []
+
+
+class Convolving(Module):
+    """Notes in what format its convolutions get images and hand them on; may take views from the third step on."""
+
+    def __init__(self, view=False):
+        torch.manual_seed(4)
+        super().__init__(nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3), nn.ReLU()))
+        self.head, self.view = nn.Linear(16, 4), view
+
+    def on_train_start(self):
+        FORMATS.clear()
+
+    def loss(self, batch):
+        inputs, targets = batch
+        features = self.net(inputs)
+        FORMATS.append((self.training, *(each.stride(1) == 1 for each in (inputs, features))))
+        flat = features.view(len(features), -1) if self.view and len(FORMATS) > 2 else features.flatten(1)
+        return nn.functional.cross_entropy(self.head(flat), targets)
+
+    def training_step(self, batch, batch_idx):
+        self.log("loss", loss := self.loss(batch), on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.training_step(batch, batch_idx))
+
+
+PICTURES = {"module": Convolving, "data": Pictures(), "partition": FromIndices([range(40), range(40, 103)])}
+
+
+def timed_as(monkeypatch, last, together=9.0):
+    """Have clients' steps take 4 seconds alone, ``last`` with channels last, and ``together``."""
+    monkeypatch.setattr(choice, "time_both", lambda *arguments: (4.0, together))
+    monkeypatch.setattr(choice, "time_alone", lambda *arguments, channels_last=False: last if channels_last else 4.0)
+
+
+@pytest.mark.parametrize(
+    ("last", "together", "name", "channels_last"),
+    [
+        (2.0, 3.0, "sequential", True),
+        (2.0, 1.0, "vectorized", False),
+        (3.9, 3.9, "vectorized", False),
+        (3.9, 5.0, "sequential", False),
+        (4.0, 4.0, "sequential", False),
+        (None, 4.0, "sequential", False),
+    ],
+)
+def test_the_fastest_of_three_is_chosen(tmp_path, capsys, monkeypatch, last, together, name, channels_last):
+    timed_as(monkeypatch, last, together)
+    _, loop, _ = run(tmp_path, "auto", **PICTURES, trainer={"max_epochs": 0})
+    assert (loop.rounds.execution.name, loop.rounds.execution.channels_last) == (name, channels_last)
+    printed = capsys.readouterr().out
+    assert ("their images last in memory" in printed, "step together" in printed) == (
+        channels_last,
+        name == "vectorized",
+    )
+    known = [f"{1000 * last:.3g} ms alone with channels last"] if last else []
+    assert ", ".join(["4e+03 ms alone", *known]) + f" and {1000 * together:.3g} ms together" in printed
+
+
+def test_channels_last_give_the_sequential_result_and_only_steps_see_them(tmp_path, monkeypatch):
+    timed_as(monkeypatch, 2.0)
+    ends = []
+    for execution in ("sequential", "auto"):
+        loop = FederatedLoop(FedAvg(), partition=PICTURES["partition"], execution=execution, summary=False)
+        module = Convolving().double()
+        fitted = trainer(tmp_path, loop, max_epochs=2)
+        fit(fitted, module, Pictures())
+        assert set(FORMATS) == {(False, False, False), (True, *[execution == "auto"] * 2)}
+        assert "training_step" not in vars(module)
+        ends.append((weights(module), fitted.callback_metrics["val_loss"]))
+    assert_close(ends[0][0], ends[1][0])
+    torch.testing.assert_close(ends[0][1], ends[1][1])
+
+
+def test_they_are_tried_where_clients_cannot_step_together(tmp_path, capsys, monkeypatch):
+    class Deciding(Convolving):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return loss * (1 if loss.item() > 0 else 2)
+
+    monkeypatch.setattr(choice, "_WORTH_CHANNELS_LAST", math.inf)
+    _, loop, _ = run(tmp_path, "auto", **{**PICTURES, "module": Deciding}, trainer={"max_epochs": 0})
+    assert loop.rounds.execution.channels_last
+    printed = capsys.readouterr().out
+    assert re.search(r"takes a number out of a tensor.*takes \S+ ms alone and \S+ ms alone with channels last", printed)
+
+
+def test_a_step_that_takes_views_keeps_its_format_without_a_trace(tmp_path, capsys, monkeypatch):
+    tried, time_alone = [], choice.time_alone
+
+    def timed(fitted, module, *arguments, **keywords):
+        before, log = everything(module), vars(module)["log"]
+        FORMATS.clear()
+        try:
+            return time_alone(fitted, module, *arguments, **keywords)
+        finally:
+            tried.append(list(FORMATS))
+            assert_close(before[1], everything(module)[1], tolerance=0)
+            assert all(value.grad is None for value in module.parameters())
+            assert "training_step" not in vars(module)
+            assert vars(module)["log"] is log
+            assert not fitted.callback_metrics
+
+    monkeypatch.setattr(choice, "time_both", lambda *arguments: (1.0, 2.0))
+    monkeypatch.setattr(choice, "time_alone", timed)
+    settings = {**PICTURES, "module": partial(Convolving, view=True), "trainer": {"max_epochs": 2}}
+    fallen, loop, _ = run(tmp_path, "auto", **settings)
+    assert tried == [[(True, True, True)] * 3]
+    assert (loop.rounds.execution.name, loop.rounds.execution.channels_last) == ("sequential", False)
+    assert "; with channels last, the trial ended with RuntimeError: view size is not" in capsys.readouterr().out
+    expected, _, _ = run(tmp_path, "sequential", **settings)
+    assert_close(weights(expected), weights(fallen), tolerance=0)
+
+
+def test_a_resumed_or_continued_run_keeps_the_format(tmp_path, monkeypatch):
+    timed_as(monkeypatch, 2.0)
+    every = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1)
+    whole, _, _ = run(tmp_path, "auto", **PICTURES, callbacks=[every], trainer={"max_epochs": 2})
+    _, continued, fitted = run(tmp_path, "auto", **PICTURES, trainer={"max_epochs": 1})
+    for name in ("time_both", "time_alone"):
+        monkeypatch.setattr(choice, name, lambda *a, **k: pytest.fail("tried again"))
+    # In the middle of a client.
+    checkpoint = tmp_path / "step=5.ckpt"
+    module, loop, _ = run(tmp_path, "auto", **PICTURES, ckpt_path=checkpoint, trainer={"max_epochs": 2})
+    fitted.fit_loop.max_epochs = 2
+    fit(fitted, fitted.lightning_module, Pictures())
+    for each in (loop, continued):
+        assert each.rounds.execution.channels_last
+    for each in (module, fitted.lightning_module):
+        assert_close(weights(whole), weights(each), tolerance=0)
+    _, plain, _ = run(tmp_path, "sequential", **PICTURES, ckpt_path=checkpoint, trainer={"max_epochs": 2})
+    assert not plain.rounds.execution.channels_last
+
+
+def test_a_later_step_that_takes_views_says_what_would_do(tmp_path, monkeypatch):
+    class Later(Convolving):
+        def on_train_epoch_start(self):
+            self.view = self.current_epoch > 0
+
+    timed_as(monkeypatch, 2.0)
+    with pytest.raises(MisconfigurationException, match=r"Later.training_step\(\) calls view.* Use reshape\(\)"):
+        run(tmp_path, "auto", **{**PICTURES, "module": Later}, trainer={"max_epochs": 2})
+
+    class Failing(Convolving):
+        def loss(self, batch):
+            return super().loss(batch) + batch[0][:, 0].view(7, 7).sum()
+
+    # Of a client whose step fails anyhow, only its own error is told.
+    with pytest.raises(RuntimeError, match=r"^shape '\[7, 7\]' is invalid"):
+        run(tmp_path, "auto", **{**PICTURES, "module": Failing}, on_client_error="raise", trainer={"max_epochs": 1})
+
+
+def test_all_processes_take_the_format_of_the_first(tmp_path, monkeypatch):
+    timed_as(monkeypatch, None)
+    found, choose = [], choice.choose_execution
+    processes = SimpleNamespace(broadcast=lambda mine: found.append(mine) or ("sequential", True, "the first's"))
+    monkeypatch.setattr(
+        rounds,
+        "choose_execution",
+        lambda trainer, coordinator, data, alone, *others: choose(trainer, coordinator, data, processes, *others),
+    )
+    _, loop, _ = run(tmp_path, "auto", **PICTURES, trainer={"max_epochs": 0})
+    assert loop.rounds.execution.channels_last
+    assert not found[0][1]
+
+
+def unnormed():
+    torch.manual_seed(4)
+    return Module(nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(64, 4)))
+
+
+def test_single_samples_keep_their_format(tmp_path, capsys, monkeypatch):
+    ends = []
+    for execution, last in (("sequential", False), ("auto", False), ("auto", True)):
+        if last:
+            monkeypatch.setattr(choice, "_fastest", lambda *arguments: ("sequential", True, ""))
+        settings = {**PICTURES, "module": unnormed, "callbacks": [DifferentialPrivacy(noise_multiplier=1.0)]}
+        module, loop, _ = run(tmp_path, execution, **settings, trainer={"max_epochs": 1})
+        ends.append(weights(module))
+        assert loop.rounds.execution.channels_last is last
+    assert "alone" not in capsys.readouterr().out
+    for end in ends[1:]:
+        assert_close(ends[0], end, tolerance=0)
+
+
+def test_images_anywhere_in_a_batch_have_their_channels_last():
+    batch = {
+        "pair": [draw(2, 1, 3, 3), (draw(2, 3, 4, 4).half(), "name")],
+        "mask": torch.ones(2, 3, 4, 4, dtype=torch.int64),
+        "clip": draw(2, 3, 2, 4, 4),
+        "row": draw(2, 3),
+    }
+    flat = ChannelsLast(nn.Sequential(nn.Conv2d(1, 1, 1)))
+    assert flat.changes(batch)
+    changed = flat.batch(batch)
+    assert [each.stride() for each in (changed["pair"][0], changed["pair"][1][0])] == [(9, 1, 3, 1), (48, 1, 12, 3)]
+    assert changed["pair"][1][1] == "name"
+    assert all(changed[name] is batch[name] for name in ("mask", "clip", "row"))
+    assert not flat.changes(changed)
+    assert ChannelsLast(nn.ConvTranspose3d(1, 1, 1)).batch(batch)["clip"].stride() == (96, 1, 48, 12, 3)
+    assert not ChannelsLast(nn.Conv1d(1, 1, 1)).applies
