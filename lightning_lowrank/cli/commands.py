@@ -10,11 +10,12 @@ second or two, and matplotlib half a second.
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from lightning.pytorch.cli import ArgsType
@@ -40,6 +41,8 @@ def main(args: ArgsType = None) -> None:
             from lightning_lowrank.cli.overview import print_overview
 
             print_overview(_epilog())
+        elif isinstance(words, list) and (command is None or not _is_known(command)):
+            _end_without_command(command)
         else:
             for seed in _run(args)[1:]:
                 _run(args, seed)
@@ -49,6 +52,25 @@ def main(args: ArgsType = None) -> None:
         if not isinstance(error, MisconfigurationException):
             raise
         sys.exit(f"lightning-lowrank: {' '.join(str(error).splitlines())}")
+
+
+def _is_known(command: str) -> bool:
+    """Return whether LightningCLI's parser knows what to do with the first word."""
+    from lightning_lowrank.cli.overview import SUBCOMMANDS
+
+    return command in SUBCOMMANDS or command.startswith("-")
+
+
+def _end_without_command(command: str | None) -> NoReturn:
+    """End with the names of all commands, of which LightningCLI's parser knows only its own."""
+    from lightning_lowrank.cli.overview import SUBCOMMANDS
+
+    names = [*SUBCOMMANDS, *_WITHOUT_MODEL]
+    similar = difflib.get_close_matches(command or "", names, 1)
+    meant = f" Did you mean {similar[0]!r}?" if similar else ""
+    said = "no command is given." if command is None else f"there is no command {command!r}.{meant}"
+    print(f"lightning-lowrank: {said} The commands are {', '.join(names)}; --help says more.", file=sys.stderr)
+    sys.exit(2)
 
 
 def _epilog() -> str:

@@ -11,7 +11,7 @@ from jsonargparse import ActionConfigFile, ArgumentParser
 
 _DESCRIPTION = "Lightning Trainer command line tool"
 _CONFIG = "Path to a configuration file in json or yaml format."
-_SUBCOMMANDS = {
+SUBCOMMANDS = {
     "fit": "Runs the full optimization routine.",
     "validate": "Perform one evaluation epoch over the validation set.",
     "test": "Perform one evaluation epoch over the test set. It's separated from fit to make sure you never run"
@@ -32,7 +32,7 @@ def print_overview(epilog: str) -> NoReturn:
     parser = ArgumentParser(prog="lightning-lowrank", description=_DESCRIPTION, epilog=epilog)
     parser.add_argument("-c", "--config", action=ActionConfigFile, help=_CONFIG)
     commands = parser.add_subcommands()
-    for name, summary in _SUBCOMMANDS.items():
+    for name, summary in SUBCOMMANDS.items():
         commands.add_subcommand(name, ArgumentParser(), help=summary)
     parser.print_help()
     parser.exit()

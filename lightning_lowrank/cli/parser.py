@@ -219,6 +219,8 @@ class LowRankCLI(SubcommandCLI):
             parser.add_argument("--quiet", action="store_true", help="show no bars, tables and notes")
             return []
         parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+        for name in ("ckpt_path", "weights_only"):
+            parser.add_argument(f"--{name}", type=Any, default=None, help="not used; the config.yaml of a run has it")
         return ["json"]
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:

@@ -28,7 +28,9 @@ def with_suggestions(message: str) -> str:
         word, known = look_up(match)
         names = {name.lower(): name for name in known if not name.startswith("_")}
         similar = difflib.get_close_matches(word.lower(), names, 1, _SIMILAR)
-        return match[0] + (f" (did you mean {names[similar[0]]!r}?)" if similar else "")
+        # What is known, but not where it stands, is not misspelt.
+        meant = similar and names[similar[0]] != word
+        return match[0] + (f" (did you mean {names[similar[0]]!r}?)" if meant else "")
 
     for pattern, look_up in _KINDS.items():
         message = re.sub(pattern, partial(told, look_up=look_up), message)

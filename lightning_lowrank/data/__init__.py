@@ -4,8 +4,10 @@ from lightning_lowrank.data.arrays import Arrays
 from lightning_lowrank.data.flower_partition import FlowerPartition
 from lightning_lowrank.data.folders import ImageFolder
 from lightning_lowrank.data.groups import EmbeddingGroups, LengthGroups
+from lightning_lowrank.data.hugging_face import HuggingFaceImages
 from lightning_lowrank.data.images import ImageBatch, TensorImages, collate_images
 from lightning_lowrank.data.instructions import Instructions
+from lightning_lowrank.data.own_images import OwnImages
 from lightning_lowrank.data.text import TextClassification
 from lightning_lowrank.data.tiny_imagenet import TinyImageNet
 from lightning_lowrank.data.tokenized import AnsweredTexts, PackTexts, PadTexts, TokenizedTexts
@@ -30,10 +32,12 @@ __all__ = [
     "EmbeddingGroups",
     "FashionMNIST",
     "FlowerPartition",
+    "HuggingFaceImages",
     "ImageBatch",
     "ImageFolder",
     "Instructions",
     "LengthGroups",
+    "OwnImages",
     "PackTexts",
     "PadTexts",
     "TensorImages",

@@ -7,13 +7,14 @@ differently shuffled pieces of one data set and pays the cost of fetching a batc
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
+from lightning_lowrank.data.tables import HasColumns
 from lightning_lowrank.internals.torch import written
 
 _MOST_KEPT = 2**28
@@ -75,12 +76,12 @@ collate_images.deterministic = True  # type: ignore[attr-defined]
 collate_images.sample_by_sample = True  # type: ignore[attr-defined]
 
 
-class TensorImages(Dataset[tuple[Tensor, int]]):
+class TensorImages(HasColumns, Dataset[tuple[Tensor, int]]):
     """Images and class indices in memory, normalised and optionally augmented when they are fetched.
 
     A sample is ``(image, target)``: ``(pixels / pixel_max - mean) / std`` as ``float32``, and an ``int``. It works with
     any ``DataLoader`` and inside any number of ``torch.utils.data.Subset``; with ``collate_fn=collate_images`` a batch
-    is never taken apart.
+    is never taken apart. Where `columns` are set, ``dataset["writer"]`` is the column of that name.
 
     Augmentation pads the raw pixels with zeros (black), crops each image at a random place back to its size, and
     mirrors each with probability one half. All draws of a batch (first the offsets, then the flips) come from PyTorch's
@@ -158,7 +159,15 @@ class TensorImages(Dataset[tuple[Tensor, int]]):
     def __len__(self) -> int:
         return len(self.images)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+    @overload
+    def __getitem__(self, index: int) -> tuple[Tensor, int]: ...
+
+    @overload
+    def __getitem__(self, index: str) -> Sequence[Any]: ...
+
+    def __getitem__(self, index: int | str) -> Any:
+        if isinstance(index, str):
+            return self.column(index)
         return self.__getitems__([range(len(self))[index]])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> ImageBatch:

@@ -73,6 +73,28 @@ class Table:
         return Table({name: [column[row] for row in rows] for name, column in self._columns.items()}, self.source)
 
 
+class HasColumns:
+    """A dataset that holds beside its samples the columns of a `Table` or of a `datasets.Dataset`."""
+
+    columns: Any = None
+    """What else is known of each sample, if anything; of as many rows as there are samples."""
+
+    @property
+    def column_names(self) -> list[str]:
+        """Names of the columns that are known of each sample."""
+        return [] if self.columns is None else self.columns.column_names
+
+    def column(self, name: str) -> Sequence[Any]:
+        """Return a column.
+
+        Raises:
+            KeyError: If there is none of this name.
+        """
+        if name not in self.column_names:
+            raise KeyError(f"there is no column {name!r}, only {self.column_names}")
+        return self.columns[name]
+
+
 def find_file(root: str, name: str) -> Path:
     """Return the path of a file in a folder.
 
@@ -170,13 +192,14 @@ def table_of(rows: Any, source: str, first_line: int | None = None) -> Table:
     return Table({name: [row.get(name) for row in rows] for name in rows[0]}, source, first_line)
 
 
-def load_splits(dataset: Any, root: str, user: str) -> Mapping[str, Any]:
+def load_splits(dataset: Any, root: str | None, user: str) -> Mapping[str, Any]:
     """Return the splits of a data set by name.
 
     Args:
         dataset: Name of a data set on the Hugging Face hub, or a local folder of files or of ``save_to_disk``; a list
             of the name and its configuration; or the splits themselves: a `datasets.DatasetDict` or another dictionary.
-        root: Folder in which downloads are kept.
+            A single `datasets.Dataset` is the split ``train``.
+        root: Folder in which downloads are kept; ``None``: that of `datasets`.
         user: What needs it, for messages.
 
     Raises:
@@ -184,6 +207,8 @@ def load_splits(dataset: Any, root: str, user: str) -> Mapping[str, Any]:
     """
     if isinstance(dataset, Mapping):
         return dataset
+    if isinstance(getattr(dataset, "column_names", None), list):
+        return {"train": dataset}
     names = [dataset] if isinstance(dataset, str) else dataset
     if not (isinstance(names, Iterable) and all(isinstance(name, str) for name in names)):
         raise MisconfigurationException(
@@ -192,9 +217,10 @@ def load_splits(dataset: Any, root: str, user: str) -> Mapping[str, Any]:
         )
     library, names = import_extra("datasets", user), list(names)
     try:
-        if len(names) == 1 and Path(names[0], "dataset_dict.json").is_file():
-            return library.load_from_disk(names[0])
-        return library.load_dataset(*names, cache_dir=root)
+        if len(names) > 1 or not any(Path(names[0], mark).is_file() for mark in ("dataset_dict.json", "state.json")):
+            return library.load_dataset(*names, cache_dir=root)
+        found = library.load_from_disk(names[0])
+        return found if isinstance(found, Mapping) else {"train": found}
     except (OSError, ValueError, RuntimeError, library.exceptions.DatasetsError) as error:
         raise MisconfigurationException(
             f"dataset={dataset!r} cannot be loaded: give a name on the Hugging Face hub, a local folder, or the splits"

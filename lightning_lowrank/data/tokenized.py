@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-from lightning_lowrank.data.tables import Table
+from lightning_lowrank.data.tables import HasColumns, Table
 from lightning_lowrank.interop.extras import import_extra
 
 IGNORED = -100
 """The label of a token that is not predicted, as in `torch.nn.functional.cross_entropy`."""
 
 
-class TokenizedTexts(Dataset[dict[str, Any]]):
+class TokenizedTexts(HasColumns, Dataset[dict[str, Any]]):
     """Tokenised texts of different lengths and their targets, in memory.
 
     A sample is ``{"input_ids": tokens, "labels": target}`` with an int64 tensor of the text's own length, and
@@ -73,13 +73,8 @@ class TokenizedTexts(Dataset[dict[str, Any]]):
         self._tokens = torch.from_numpy(np.fromiter(chain.from_iterable(input_ids), dtype=np.int32))
         self._ends = list(accumulate(map(len, input_ids), initial=0))
         self._types = None if token_types is None else _flat(token_types, np.int8)
-        self._columns = columns
+        self.columns = columns
         self.lengths = torch.tensor(self._ends).diff()
-
-    @property
-    def column_names(self) -> list[str]:
-        """Names of the columns that are known of each text."""
-        return [] if self._columns is None else self._columns.column_names
 
     def __len__(self) -> int:
         return len(self._ends) - 1
@@ -92,9 +87,7 @@ class TokenizedTexts(Dataset[dict[str, Any]]):
 
     def __getitem__(self, index: int | str) -> Any:
         if isinstance(index, str):
-            if self._columns is None or index not in self._columns.column_names:
-                raise KeyError(f"there is no column {index!r}, only {self.column_names}")
-            return self._columns[index]
+            return self.column(index)
         return self._sample(range(len(self))[index])
 
     def _sample(self, index: int) -> dict[str, Any]:

@@ -67,7 +67,7 @@ class VisionDataModule(SplitsInMemory):
         if validation != "test":
             check_number("validation", validation, above=0, below=1, hint="'test' to validate on the test set")
         self.augment = augment
-        self.validation = validation
+        self.validation: float | str = validation
         self.limit_samples = limit_samples
         self.seed = seed
         self.normalize = normalize
@@ -91,7 +91,7 @@ class VisionDataModule(SplitsInMemory):
         trains = stage in (None, "fit") or (stage == "validate" and not validates_on_test)
         if trains and self.train_set is None:
             images, targets = self.load_images(train=True)
-            if self.validation != "test":
+            if not isinstance(self.validation, str):
                 kept, held_out = hold_out(targets, self.validation, self.seed, "validation", "training images")
                 self.validation_set = self._dataset(images[held_out], targets[held_out], augment=False)
                 images, targets = images[kept], targets[kept]

@@ -416,6 +416,9 @@ def test_seeds_are_for_fit_and_inspect_takes_them_from_a_recipe(run, made, capsy
     run("fit", "--config", "seeds.yaml", "--trainer.max_epochs", "1")
     run("validate", "--config", "runs/version_0/config.yaml")
     assert loop_of(made[0]).seed == 4
+    capsys.readouterr()
+    run("inspect", "--config", "runs/version_0/config.yaml", "--json")
+    assert '"optimizer_state_bytes"' in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("folder", ["single", "list"])
@@ -576,6 +579,22 @@ def test_help_names_every_command(run, capsys):
     printed = capsys.readouterr().out
     for command in ("fit", "validate", "test", "predict", "inspect", "export:", "report:", "flower:"):
         assert command in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "no command is given. The commands are fit, "),
+        (("exprt", "a.ckpt", "b"), "there is no command 'exprt'. Did you mean 'export'? The commands are fit, "),
+    ],
+)
+def test_what_is_no_command_is_told_all_of_them(run, capsys, words, said):
+    with pytest.raises(SystemExit) as end:
+        main(list(words))
+    assert end.value.code == 2
+    printed = capsys.readouterr().err
+    assert said in printed
+    assert "inspect, export, " in printed
 
 
 FLOOR = ("--lowrank.rank", "null", "--lowrank.budget", "0.001")

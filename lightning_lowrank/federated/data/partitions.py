@@ -394,8 +394,8 @@ class ByKey(Partition):
 
     Args:
         key: Where the samples' keys are. A name: that attribute of the dataset if it holds one entry for each sample,
-            or else that column of a `datasets.Dataset` or of a dataset of texts of `lightning_lowrank.data` (both found
-            through `torch.utils.data.Subset` and `torch.utils.data.ConcatDataset` as well), or else that field of the
+            or else that column of a `datasets.Dataset` or of a dataset of `lightning_lowrank.data` (both found through
+            `torch.utils.data.Subset` and `torch.utils.data.ConcatDataset` as well), or else that field of the
             samples, which must be dictionaries (one pass over the dataset). Or a function that takes the dataset and
             returns one key for each sample. Keys are integers or strings.
 
