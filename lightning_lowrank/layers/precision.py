@@ -17,14 +17,17 @@ def widen(model: nn.Module, parameters: Collection[nn.Parameter]) -> None:
     """Give parameters of 16 bits the type float32, in place.
 
     A step that is smaller than the spacing of 16 bits would change nothing. The modules that hold them compute in
-    float32 and return what they returned before; under autocast they compute as it says.
+    float32 and return what they returned before; under autocast they compute as it says. A module that holds others
+    beside them, such as a frozen weight with a trained bias, stays as it is.
     """
     narrow = {parameter for parameter in parameters if parameter.is_floating_point() and parameter.itemsize < 4}
-    for module in model.modules():
-        own = [parameter for parameter in own_parameters(module).values() if parameter in narrow]
-        if own:
+    holders = [(module, set(own_parameters(module).values())) for module in model.modules()]
+    while mixed := {parameter for _, own in holders if own - narrow for parameter in own & narrow}:
+        narrow -= mixed
+    for module, own in holders:
+        if own and own <= narrow:
             # Follows `model.float()` and the like, as the type of what comes next does.
-            module.register_buffer(_BEFORE, own[0].new_empty(0), persistent=False)
+            module.register_buffer(_BEFORE, next(iter(own)).new_empty(0), persistent=False)
             module.register_forward_pre_hook(_as_parameters, with_kwargs=True)
             module.register_forward_hook(_as_before)
     for parameter in narrow:
@@ -35,7 +38,7 @@ def _as_parameters(
     module: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if not _autocasts(module):
-        dtype = next(value.dtype for value in own_parameters(module).values() if value.is_floating_point())
+        dtype = next(iter(own_parameters(module).values())).dtype
         arguments, keywords = _cast((arguments, keywords), dtype)
     return arguments, dict(keywords)
 

@@ -65,5 +65,15 @@ def test_where_the_weights_are_trained_too_they_keep_their_type(settings):
     assert {p.dtype for name, p in model.named_parameters() if "factors" not in name} == {torch.bfloat16}
 
 
+def test_a_bias_beside_a_frozen_weight_keeps_its_type():
+    model = converted(keep=["head.bias", "hidden.bias", "norm"])
+    types = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
+    wide = {name for name, dtype in types.items() if dtype == torch.float32}
+    assert wide == {"hidden.factors.U", "hidden.factors.V", "norm.weight", "norm.bias"}
+    assert types.keys() - wide == {"head.bias", "hidden.bias"}
+    model(TOKENS).float().sum().backward()
+    assert all(model.get_parameter(name).grad is not None for name in types)
+
+
 def test_weights_of_32_bits_get_no_hooks():
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in converted(torch.float32).modules())

@@ -1,5 +1,7 @@
 """Plans of rounds, and the loader that delivers their batches."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -109,7 +111,7 @@ def test_samples_of_like_length_share_a_batch_and_are_those_of_a_plain_order(loc
         assert torch.equal(plain.sort().values, grouped.sort().values)
         whole = [lengths[each] for each in read["grouped"][start:end] if len(each) == 4]
         spans = sorted((int(each.min()), int(each.max())) for each in whole)
-        assert all(first[1] <= second[0] for first, second in zip(spans, spans[1:], strict=False))
+        assert all(first[1] <= second[0] for first, second in itertools.pairwise(spans))
         orders.append([int(each.min()) for each in whole])
     # The batches themselves come in random order.
     assert any(order != sorted(order) for order in orders)
