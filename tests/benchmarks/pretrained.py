@@ -104,9 +104,7 @@ def main() -> int:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="the weights' type, if not the model's own")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument(
-        "--recipe", action="store_true", help="print what FlowerTune's recipe needs, no more"
-    )
+    parser.add_argument("--recipe", action="store_true", help="print what FlowerTune's recipe needs, no more")
     parser.add_argument("--child", nargs=2, metavar=("MODEL", "WAY"), help=argparse.SUPPRESS)
     add_json_option(parser)
     options = parser.parse_args()
