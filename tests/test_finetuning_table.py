@@ -86,5 +86,5 @@ def test_a_tiny_table_and_going_on_with_it(table, capsys):
 
     # Nor is a run of other arguments taken for one of these.
     further[-1] = "2"
-    with pytest.raises(SystemExit, match=r"rate_0\.003 holds a run that was made with other arguments(.|\n)*steps 1"):
+    with pytest.raises(SystemExit, match=r"bytes holds a run that was made with other arguments(.|\n)*steps 1"):
         make(*ten)

@@ -59,6 +59,7 @@ class Instructions(TextSplits):
             ``value``.
         text: Column of plain texts.
         packing: Whether training batches put several texts into a row of ``max_length``.
+        group_by_length: As for `TextClassification`.
 
     Raises:
         MisconfigurationException: If an argument is out of range, a file, split or column is missing, a row is
@@ -89,6 +90,7 @@ class Instructions(TextSplits):
         messages: str | None = None,
         text: str | None = None,
         packing: bool = False,
+        group_by_length: bool = False,
     ) -> None:
         given = {"prompt": prompt, "messages": messages, "text": text}
         chosen = [f"{name}={value!r}" for name, value in given.items() if value is not None]
@@ -103,7 +105,14 @@ class Instructions(TextSplits):
             names[1] = names[0]
         if test is None:
             names[2] = names[1]
-        super().__init__(root, tokenizer, names, max_length, batch_size, eval_batch_size, num_workers, dataset)
+        if packing and group_by_length:
+            raise MisconfigurationException(
+                "packing=True and group_by_length=True exclude each other: packed rows have hardly any padding. Leave"
+                " out one of them"
+            )
+        super().__init__(
+            root, tokenizer, names, max_length, batch_size, eval_batch_size, num_workers, dataset, group_by_length
+        )
         self.share = share
         self._held_back = {"validate", *(() if test is not None else ("test",))} if share is not None else set()
         self.packing = packing

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_lowrank.configuration import check_integer
 
@@ -57,7 +57,14 @@ class SplitsInMemory(LightningDataModule):
         """Batches of the test set."""
         return self._loader(self.test_set, "predict", self.eval_batch_size)
 
-    def _loader(self, dataset: Dataset | None, stage: str, batch_size: int, shuffle: bool = False) -> DataLoader:
+    def _loader(
+        self,
+        dataset: Dataset | None,
+        stage: str,
+        batch_size: int,
+        shuffle: bool = False,
+        sampler: Sampler[int] | None = None,
+    ) -> DataLoader:
         if dataset is None:
             raise MisconfigurationException(
                 f"{type(self).__name__} has no data for this loader yet: call setup({stage!r}) first"
@@ -66,6 +73,7 @@ class SplitsInMemory(LightningDataModule):
             dataset,
             batch_size=batch_size,
             shuffle=shuffle,
+            sampler=sampler,
             num_workers=self.num_workers,
             collate_fn=self.collate(),
             persistent_workers=self.num_workers > 0,

@@ -56,6 +56,8 @@ class TextClassification(TextSplits):
         text: Column of the texts, or the two columns of pairs.
         label: Column of the labels.
         regression: Whether labels are numbers to predict. Default: no, but for ``stsb``.
+        group_by_length: Whether texts of like length are in one batch, in training and validation, so that less of it
+            is padding. The samples of a round are the same; which of them share a batch is not. Default no.
 
     Attributes:
         classes: The labels in the order of their class indices, once a stage is set up; none for a regression.
@@ -93,11 +95,14 @@ class TextClassification(TextSplits):
         text: str | list[str] | None = None,
         label: str | None = None,
         regression: bool | None = None,
+        group_by_length: bool = False,
     ) -> None:
         found = None if task is None else glue_task(task)
         splits = ("train", "validation", "test") if found is None else ("train", found.validation, found.test)
         parts = names_of_parts((train, validation, test), dataset, ("train.tsv", "dev.tsv", "test.tsv"), splits)
-        super().__init__(root, tokenizer, parts, max_length, batch_size, eval_batch_size, num_workers, dataset)
+        super().__init__(
+            root, tokenizer, parts, max_length, batch_size, eval_batch_size, num_workers, dataset, group_by_length
+        )
         given = [text] if isinstance(text, str) else text
         if given is not None and len(given) not in (1, 2):
             raise MisconfigurationException(f"text must name one column, or the two of pairs, got {text!r}")

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_lowrank.configuration import check_integer
 from lightning_lowrank.data.splits import SplitsInMemory
 from lightning_lowrank.data.tables import Table, find_file, load_splits, read_table, split_of, table_of
-from lightning_lowrank.data.tokenized import load_tokenizer
+from lightning_lowrank.data.tokenized import TokenizedTexts, load_tokenizer
+from lightning_lowrank.federated.data.lengths import LengthGroupedSampler
 
 _ARGUMENTS = {"fit": "train", "validate": "validation", "test": "test"}
 
@@ -29,6 +30,7 @@ class TextSplits(SplitsInMemory):
         parts: Names of the files or splits to train on, to validate on and to test on.
         max_length: Tokens of a text at most.
         dataset: Name of a data set, a list of the name and its configuration, or the splits themselves.
+        group_by_length: Whether texts of like length are in one batch, in training and validation.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class TextSplits(SplitsInMemory):
         eval_batch_size: int,
         num_workers: int,
         dataset: Any,
+        group_by_length: bool = False,
     ) -> None:
         super().__init__(batch_size, eval_batch_size, num_workers)
         check_integer("max_length", max_length)
@@ -49,6 +52,7 @@ class TextSplits(SplitsInMemory):
         self.dataset = dataset
         self.parts = dict(zip(_ARGUMENTS, parts, strict=True))
         self.max_length = max_length
+        self.group_by_length = group_by_length
         self._loaded: Any = None
 
     def setup(self, stage: str | None = None) -> None:
@@ -64,6 +68,28 @@ class TextSplits(SplitsInMemory):
         self.train_set = sets.get("fit", self.train_set)
         self.validation_set = sets.get("validate", self.validation_set)
         self.test_set = sets.get("test", self.test_set)
+
+    def train_dataloader(self) -> DataLoader:
+        """Shuffled batches of the training set; the last, smaller batch is kept."""
+        loader = super().train_dataloader()
+        if not self.group_by_length:
+            return loader
+        assert isinstance(self.train_set, TokenizedTexts)
+        return self._loader(
+            self.train_set,
+            "fit",
+            self.batch_size,
+            sampler=LengthGroupedSampler(self.train_set, self.train_set.lengths, self.batch_size),
+        )
+
+    def val_dataloader(self) -> DataLoader:
+        """Batches of the validation set."""
+        loader = super().val_dataloader()
+        if not self.group_by_length:
+            return loader
+        assert isinstance(self.validation_set, TokenizedTexts)
+        ordered = self.validation_set.lengths.argsort(stable=True).tolist()
+        return self._loader(Subset(self.validation_set, ordered), "validate", self.eval_batch_size)
 
     def read(self, part: str) -> Table:
         """Return the rows of ``fit``, ``validate`` or ``test``."""

@@ -15,6 +15,7 @@ from lightning_lowrank.layers.budget import assign_ranks
 from lightning_lowrank.layers.factorization import Factorization
 from lightning_lowrank.layers.layer import LowRankLayer, low_rank_layers
 from lightning_lowrank.layers.linear import LowRankLinear
+from lightning_lowrank.layers.precision import widen
 from lightning_lowrank.layers.recovery import LayerSpec, replace_modules
 from lightning_lowrank.layers.report import Conversion, LayerReport
 from lightning_lowrank.layers.settings import LayerSettings, LowRankSettings, update_scale
@@ -93,6 +94,8 @@ def convert(model: nn.Module, factorization: Factorization, *, seed: int = 0, **
                 spared.add(low_rank.frozen_weight)
         for parameter in model.parameters():
             parameter.requires_grad_(parameter in spared)
+        if not how.train_base:
+            widen(model, spared)
     frozen = (name for name, p in dense.items() if not p.requires_grad and p not in replaced)
     model.frozen_for_factors = frozenset(frozen)  # type: ignore[assignment]
 

@@ -76,7 +76,7 @@ class LowRankLayer(nn.Module):
 
     - ``frozen_weight``: the weight before the update (role ``"update"`` only), not trained unless ``train_base``
       is set.
-    - ``factors``: the trained factors, by name.
+    - ``factors``: the trained factors, by name; of float32 beside a frozen weight of 16 bits.
     - ``fixed``: the factors that are never trained: the frozen one of a half-frozen layer, both of a decoupled one.
     - ``bias``: the dense layer's own.
 
@@ -154,7 +154,8 @@ class LowRankLayer(nn.Module):
 
         The new layer takes over the dense layer's settings, hooks, training mode, device, dtype and its
         bias, the same :class:`~torch.nn.Parameter`. In role ``"update"`` it also takes over the weight
-        Parameter and freezes it, so the dense layer should not be used further.
+        Parameter and freezes it, so the dense layer should not be used further. Beside a frozen weight of 16 bits
+        the factors are of float32: small steps would be lost in 16. The layer computes in its input's type.
 
         Args:
             module: A layer of the kind that the class is for; not a subclass of it.
@@ -234,10 +235,14 @@ class LowRankLayer(nn.Module):
         if "bias" in own_parameters(module):
             layer.register_parameter("bias", own_parameters(module)["bias"])
         layer.register_buffer("merged_weight", None, persistent=False)
-        layer.factors = nn.ParameterDict({name: nn.Parameter(weight.new_zeros(shapes[name])) for name in trained})
-        layer.fixed = nn.ParameterDict(
-            {name: nn.Parameter(weight.new_zeros(shapes[name]), requires_grad=False) for name in fixed}
-        )
+        beside = layer.role == "update" and not settings.train_base
+        dtype = torch.promote_types(weight.dtype, torch.float32) if beside else weight.dtype
+
+        def zeros(name: str, trained: bool) -> nn.Parameter:
+            return nn.Parameter(weight.new_zeros(shapes[name], dtype=dtype), requires_grad=trained)
+
+        layer.factors = nn.ParameterDict({name: zeros(name, True) for name in trained})
+        layer.fixed = nn.ParameterDict({name: zeros(name, False) for name in fixed})
         if settings.decomposes:
             layer._install(layer._decompose(weight))
         else:
@@ -281,7 +286,7 @@ class LowRankLayer(nn.Module):
         if self.merged_weight is not None:
             return self.merged_weight
         if self.role == "update":
-            return self.frozen_weight + self.update()
+            return (self.frozen_weight + self.update()).to(self.frozen_weight.dtype)
         return self.update()
 
     def scale_at(self, rank: int) -> float:
@@ -468,22 +473,44 @@ class LowRankLayer(nn.Module):
             return self._apply_dense(input, self.frozen_weight, bias, *geometry)
         contracts = self.contracts(input, *geometry)
         dropout = self.dropout if self.training and input.is_floating_point() else 0.0
-        if not contracts and not dropout:
+        apart = self._factors_are_wider
+        # Rounded to the frozen weight's type, their sum would lose most of a small update.
+        if not contracts and not dropout and not (apart and self._adds_to_base):
             weight = self.weight if self._adds_to_base else self.update()
-            return self._apply_dense(input, weight, bias, *geometry)
+            return self._apply_dense(input, self._as_input(weight, input) if apart else weight, bias, *geometry)
         dropped = F.dropout(input, dropout) if dropout else input
         own_bias = None if self._adds_to_base else bias
         if contracts:
-            first, *others = terms(self.factors, self.fixed, self.decouple)
+            sets = terms(self.factors, self.fixed, self.decouple)
+            if apart:
+                sets = [{name: self._as_input(factor, input) for name, factor in each.items()} for each in sets]
+            first, *others = sets
             change = self._apply_factors(dropped, first, own_bias, *geometry)
             for term in others:
                 change = change + self._apply_factors(dropped, term, None, *geometry)
         else:
-            change = self._apply_dense(dropped, self.update(), own_bias, *geometry)
+            update = self.update()
+            change = self._apply_dense(dropped, self._as_input(update, input) if apart else update, own_bias, *geometry)
         if not self._adds_to_base:
             return change
         base = self._apply_dense(input, self.frozen_weight, bias, *geometry)
         return torch.add(base, change, alpha=self.scale if contracts else 1)
+
+    @property
+    def _factors_are_wider(self) -> bool:
+        return self.role == "update" and self.frozen_weight.dtype != self._factor_dtype
+
+    @property
+    def _factor_dtype(self) -> torch.dtype:
+        return next(iter(self.factors.values())).dtype
+
+    @property
+    def _output_dtype(self) -> torch.dtype:
+        return self.frozen_weight.dtype if self.role == "update" else self._factor_dtype
+
+    def _as_input(self, value: Tensor, input: Tensor) -> Tensor:
+        """Cast to the type that the layer computes in, as autocast does."""
+        return value.to(input.dtype if input.is_floating_point() else self.frozen_weight.dtype)
 
     @property
     def _adds_to_base(self) -> bool:

@@ -105,7 +105,7 @@ class LowRankEmbedding(LowRankLayer, nn.Embedding):  # type: ignore[override]
 
     def _apply_dense(self, input: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
         # Autocast composes in half precision, and torch's embedding gives its table's own.
-        return F.embedding(input, weight, self.padding_idx).to(self._dtype)
+        return F.embedding(input, weight, self.padding_idx).to(self._output_dtype)
 
     def _apply_factors(
         self, input: Tensor, factors: Mapping[str, Tensor], bias: Tensor | None, *geometry: Any
@@ -116,8 +116,4 @@ class LowRankEmbedding(LowRankLayer, nn.Embedding):  # type: ignore[override]
             output = output @ kernel
         if self.padding_idx is not None:
             output = torch.where((input == self.padding_idx).unsqueeze(-1), output.detach(), output)
-        return output.to(self._dtype)
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return next(iter(self.factors.values())).dtype
+        return output.to(self._output_dtype)

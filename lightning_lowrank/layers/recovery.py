@@ -193,7 +193,9 @@ def _dense_weight(spec: LayerSpec, tensors: Mapping[str, Tensor]) -> Tensor:
     fixed = {key.removeprefix("fixed."): t for key, t in tensors.items() if key.startswith("fixed.")}
     factorization = factorization_from_dict(spec.factorization)
     change = combine(factorization, spec.shape, factors, fixed, spec.decouple, spec.scale)
-    return tensors["frozen_weight"] + change if spec.role == "update" else change
+    if spec.role != "update":
+        return change
+    return (tensors["frozen_weight"] + change).to(tensors["frozen_weight"].dtype)
 
 
 def replace_modules(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> None:

@@ -58,8 +58,8 @@ class TextClassifier(Classifier):
         no_weight_decay: Patterns of parameters without weight decay, such as ``["bias", "LayerNorm"]``.
         task: Name of a task of GLUE, as for `TextClassification`.
         dtype: Type of the weights: ``"auto"`` for the one that the model is stored in, or a name of torch's. Weights of
-            16 bits do not change by steps smaller than their rounding: train adapters beside them, or give
-            ``"float32"`` and ``Trainer(precision="bf16-mixed")``.
+            16 bits do not change by steps smaller than their rounding. Train adapters beside them, which are float32
+            (with ``"bf16-mixed"``; ``"bf16-true"`` makes them 16 bits too), or give ``"float32"``.
 
     Raises:
         MisconfigurationException: If the model cannot be loaded, transformers is not installed, or an argument is out

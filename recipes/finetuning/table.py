@@ -9,7 +9,8 @@ with the operators that take unequal ranks. An operator that is added to the pac
 words. For each one, in each division,
 
 1. each learning rate is tried for ``--search-rounds`` rounds, with a seed of its own. The best accuracy chooses the
-   rate, so that every operator has the same budget to find it;
+   rate, so that every operator has the same budget to find it. With one rate there is nothing to choose, and two
+   rounds of one step tell what a round sends;
 2. one run is made for each seed, of ``--rounds`` rounds, or of more where the operator has not yet spent the budget of
    bytes then. That budget is what the plain mean of factors (Product-Sum; at unequal ranks ZeroPadding) spends in
    ``--rounds`` rounds, or ``--budget``.
@@ -34,6 +35,8 @@ from abc import ABCMeta
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_lowrank import aggregation, cli
 from lightning_lowrank.aggregation import Operator
@@ -104,12 +107,25 @@ class Table:
     options: argparse.Namespace
     failed: list[str]
 
-    def run(self, row: Row, folder: Path, rate: float, seed: int, rounds: int) -> Run | None:
-        """Return a run, made unless it is there already; ``None`` if it failed."""
-        words = ["fit", *row.words, *self.options.words, "--quiet", "--seeds", str(seed)]
+    def run(
+        self,
+        row: Row,
+        folder: Path,
+        rate: float,
+        seed: int,
+        rounds: int,
+        further: Sequence[str] = (),
+        judged: bool = True,
+    ) -> Run | None:
+        """Return a run, made unless it is there already; ``None`` if it failed.
+
+        ``further`` are words of this run. It need not have been validated unless it is ``judged``.
+        """
+        words = ["fit", *row.words, *self.options.words, *further, "--quiet", "--seeds", str(seed)]
         words += ["--model.init_args.optimizer.init_args.lr", f"{rate:g}"]
         found, note = read_run(folder), folder / "made_by.txt"
-        if found.rounds and max(found.rounds) + 1 >= rounds and found.last(row.metric) is not None:
+        whole = found.last(row.metric) is not None or not judged
+        if found.rounds and max(found.rounds) + 1 >= rounds and whole:
             made_by = note.read_text().splitlines() if note.is_file() else []
             if made_by != words:
                 raise SystemExit(
@@ -126,6 +142,8 @@ class Table:
             return None
         try:
             cli.main(words)
+        except SIGTERMException:
+            raise
         except (Exception, SystemExit) as error:
             if not isinstance(error, SystemExit):
                 traceback.print_exc()
@@ -137,6 +155,12 @@ class Table:
     def search(self, row: Row) -> tuple[float, float] | None:
         """Return the rate that reached the best accuracy, and the bytes of a round."""
         into = self.options.into / "search" / row.division / row.name
+        if len(self.options.rates) == 1:
+            (rate,) = self.options.rates
+            one = ["--federated.local_steps", "1", "--trainer.limit_val_batches", "0"]
+            # Some operators send more from the second round on.
+            sent = self.run(row, into / "bytes", rate, self.options.search_seed, 2, one, judged=False)
+            return None if sent is None else (rate, _bytes_of_a_round(sent))
         tried: list[tuple[float, float, Run]] = []
         for rate in self.options.rates:
             run = self.run(row, into / f"rate_{rate:g}", rate, self.options.search_seed, self.options.search_rounds)
@@ -146,7 +170,7 @@ class Table:
             return None
         # Of equal accuracies the smaller rate.
         _, rate, run = max(tried, key=lambda each: (each[0], -each[1]))
-        return rate, run.rounds[max(run.rounds)]["comm/total_bytes"] / (max(run.rounds) + 1)
+        return rate, _bytes_of_a_round(run)
 
     def make(self, division: str) -> None:
         """Make the runs of a division, and its pages."""
@@ -176,6 +200,11 @@ class Table:
             report(folders, metric, into / "equal_rounds", rounds=self.options.rounds)
             report(folders, metric, into / "equal_bytes", budget=budget)
             (into / "rates.txt").write_text("\n".join(chosen) + "\n")
+
+
+def _bytes_of_a_round(run: Run) -> float:
+    last = max(run.rounds)
+    return run.rounds[last]["comm/total_bytes"] / (last + 1)
 
 
 def main(words: Sequence[str] | None = None) -> int:

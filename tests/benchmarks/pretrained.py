@@ -2,6 +2,7 @@
 
     python tests/benchmarks/pretrained.py [--models 110m 1b] [--repetitions N] [--threads N] [--json FILE]
     python tests/benchmarks/pretrained.py --models 1b --ways plain --json runs.json
+    python tests/benchmarks/pretrained.py --recipe
     python tests/benchmarks/pretrained.py --models 1b --ways sequential --more runs.json --json runs.json
 
 The models are Llamas with random weights in bfloat16 (``--dtype float32`` where the processor has no
@@ -36,6 +37,8 @@ beside what was measured at the sizes that were run. Nothing in it is fitted:
 
 What rounds add to the start does not grow with the numbers of the base, but with its layers.
 
+``--recipe`` prints by the same formula what `recipes/flowertune/general.yaml` needs.
+
 The exit status is 1 if a limit is not met. The machine must have nothing else to do.
 """
 
@@ -50,6 +53,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +76,14 @@ SEVEN = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32
 # Clients, batch, sequences in all, type of the weights, and rounds.
 SMALL = {"clients": 8, "batch": 4, "sequences": 256, "dtype": "float32", "rounds": 3}
 ROUNDS = {"clients": 4, "batch": 2, "sequences": 16, "dtype": "bfloat16", "rounds": 3}
+MISTRAL = {
+    "vocab_size": 32_768,
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+}
 SETTINGS: dict[str, dict[str, Any]] = {
     "tiny": ROUNDS,
     "small": SMALL,
@@ -92,6 +104,7 @@ def main() -> int:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="the weights' type, if not the model's own")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--recipe", action="store_true", help="print what FlowerTune's recipe needs, no more")
     parser.add_argument("--child", nargs=2, metavar=("MODEL", "WAY"), help=argparse.SUPPRESS)
     add_json_option(parser)
     options = parser.parse_args()
@@ -101,6 +114,8 @@ def main() -> int:
     if options.child:
         print(json.dumps(measure(*options.child)))
         return 0
+    if options.recipe:
+        return 0 if recipe_fits() else 1
     runs = json.loads(options.more.read_text()) if options.more else {}
     for model in options.models:
         own = runs.setdefault(model, {})
@@ -209,19 +224,9 @@ def parameters(sides: dict[str, int], settings: dict[str, Any]) -> dict[str, int
         tokens = torch.zeros(settings["batch"], LENGTH, dtype=torch.long)
         # Without a mask transformers would read the positions.
         mask = torch.zeros(settings["batch"], 1, LENGTH, LENGTH, dtype=dtype)
-    held = {value.untyped_storage()._cdata for value in network.parameters()}
-    kept: dict[int, int] = {}
-
-    def keep(value: Any) -> Any:
-        storage = value.untyped_storage()
-        if storage._cdata not in held:
-            kept[storage._cdata] = storage.nbytes()
-        return value
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
-        # The hooks see each tensor as it is kept, and all live until the loss is dropped.
-        loss = network(input_ids=tokens, labels=tokens, attention_mask=mask).loss
-    del loss
+    kept = kept_bytes(
+        lambda: network(input_ids=tokens, labels=tokens, attention_mask=mask).loss, list(network.parameters())
+    )
     logits = tokens.numel() * VOCABULARY * (4 + dtype.itemsize)
     named = list(network.named_parameters())
     frozen = [(name, value) for name, value in named if not value.requires_grad]
@@ -233,9 +238,83 @@ def parameters(sides: dict[str, int], settings: dict[str, Any]) -> dict[str, int
         "bytes": sum(value.numel() * value.element_size() for _, value in frozen),
         "frozen_tensors": len(frozen),
         "names": sum(len(name) + len("network.") for name, _ in frozen),
-        "step": sum(kept.values()) + logits,
+        "step": kept + logits,
         "operations": 2 * products * LENGTH,
     }
+
+
+def recipe_fits() -> bool:
+    """Print what a step of `recipes/flowertune/general.yaml` needs by the formula, and whether its limit holds.
+
+    Of layers that are computed again, one at a time holds what its backward pass needs.
+    """
+    import torch
+    import yaml
+
+    recipe = yaml.safe_load((REPOSITORY / "recipes" / "flowertune" / "general.yaml").read_text())
+    found = {layers: recipe_bytes(recipe, layers, again=False) for layers in (1, 2)}
+    whole = recipe_bytes(recipe, MISTRAL["num_hidden_layers"], again=True)
+    tokens = recipe["data"]["init_args"]["batch_size"] * recipe["data"]["init_args"]["max_length"]
+    dtype = getattr(torch, recipe["model"]["init_args"]["dtype"])
+    parts = {
+        "frozen weights": whole["frozen"],
+        "adapter, its gradient and AdamW's moments, the server's values and arrivals": (
+            4 * (5 + recipe["federated"]["clients_per_round"]) * whole["trained"]
+        ),
+        "kept for the backward pass": whole["kept"],
+        "one layer computed again": found[2]["kept"] - found[1]["kept"],
+        "gradients of the logits": tokens * MISTRAL["vocab_size"] * (4 + dtype.itemsize),
+    }
+    for name, size in parts.items():
+        print(f"  {name}: {size / 1e9:.2f} GB")
+    return limit("flowertune: memory", sum(parts.values()) / 1e9, 24.0, "GB")
+
+
+def recipe_bytes(recipe: dict[str, Any], layers: int, again: bool) -> dict[str, int]:
+    """Return what a step of so many layers of the recipe's model keeps, in bytes, and its numbers."""
+    import torch
+    from transformers import MistralConfig
+
+    from lightning_lowrank import LowRank, MatrixProduct
+    from lightning_lowrank.models import CausalLM
+
+    settings, data = dict(recipe["lowrank"]), recipe["data"]["init_args"]
+    settings.pop("factorization")
+    with torch.device("meta"):
+        config = MistralConfig(**{**MISTRAL, "num_hidden_layers": layers})
+        module = CausalLM(config, dtype=recipe["model"]["init_args"]["dtype"], gradient_checkpointing=again)
+        LowRank(MatrixProduct(), **settings, seed=0, summary=False).convert(module)
+        tokens = torch.zeros(data["batch_size"], data["max_length"], dtype=torch.long)
+        shape = (data["batch_size"], 1, data["max_length"], data["max_length"])
+        mask = torch.zeros(shape, dtype=module.network.dtype)
+    module.log = lambda *arguments, **keywords: None  # type: ignore[method-assign]
+    parameters = list(module.parameters())
+    batch = {"input_ids": tokens, "labels": tokens, "attention_mask": mask}
+    return {
+        "kept": kept_bytes(lambda: module.training_step(batch, 0), parameters),
+        "frozen": sum(value.numel() * value.element_size() for value in parameters if not value.requires_grad),
+        "trained": sum(value.numel() for value in parameters if value.requires_grad),
+    }
+
+
+def kept_bytes(step: Callable[[], Any], parameters: Iterable[Any]) -> int:
+    """Return the bytes that autograd keeps for the backward pass of a step, beside the parameters."""
+    import torch
+
+    held = {value.untyped_storage()._cdata for value in parameters}
+    kept: dict[int, int] = {}
+
+    def keep(value: Any) -> Any:
+        storage = value.untyped_storage()
+        if storage._cdata not in held:
+            kept[storage._cdata] = storage.nbytes()
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+        # The hooks see each tensor as it is kept, and all live until the loss is dropped.
+        loss = step()
+    del loss
+    return sum(kept.values())
 
 
 def model_of(sides: dict[str, int], dtype: Any) -> Any:

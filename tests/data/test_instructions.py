@@ -135,6 +135,11 @@ def test_a_tokenizer_without_what_is_needed_is_refused(tmp_path, tokenizer):
         data_of(other, [{"chat": chat}], messages="chat", prompt=None).setup("fit")
 
 
+def test_packed_rows_are_not_grouped_by_length(tokenizer):
+    with pytest.raises(MisconfigurationException, match="packing=True and group_by_length=True exclude each other"):
+        data_of(tokenizer, packing=True, group_by_length=True)
+
+
 def test_training_alone_is_packed(tokenizer):
     data = data_of(tokenizer, packing=True, max_length=17, batch_size=3)
     data.setup()

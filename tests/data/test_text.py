@@ -96,6 +96,22 @@ def test_training_is_shuffled_and_complete_and_the_rest_is_in_order(root, tokeni
         assert torch.equal(torch.cat([batch["labels"] for batch in loader]), dataset.targets)
 
 
+def test_texts_of_like_length_share_a_batch(root, tokenizer):
+    data = TextClassification(str(root), tokenizer, batch_size=8, eval_batch_size=6, group_by_length=True)
+    data.setup()
+    lengths = data.train_set.lengths
+    longest = sum(lengths.sort().values[:56].view(7, 8)[:, -1])
+    (batches, *_) = [list(data.train_dataloader())]
+    assert sum(len(batch["labels"]) for batch in batches) == 60
+    assert sum(batch["attention_mask"].sum() for batch in batches) == lengths.sum()
+    assert sum(batch["input_ids"].shape[1] for batch in batches[:7]) <= longest + 7
+    widths = [batch["input_ids"].shape[1] for batch in data.val_dataloader()]
+    assert widths == sorted(widths)
+    found = torch.cat([batch["labels"] for batch in data.val_dataloader()])
+    assert torch.equal(found, data.validation_set.targets[data.validation_set.lengths.argsort(stable=True)])
+    assert torch.equal(torch.cat([batch["labels"] for batch in data.predict_dataloader()]), data.test_set.targets)
+
+
 def test_worker_processes_give_the_same_batches(root, tokenizer):
     data = TextClassification(str(root), tokenizer, num_workers=2)
     data.setup("validate")

@@ -563,7 +563,7 @@ def test_drawn_factors_are_those_that_reset_installs_and_leave_the_layer_alone(d
     layer.reset_factors(seed=5)
     assert drawn.keys() == {name for name in before if name.split(".")[0] in ("factors", "fixed")}
     assert all(torch.equal(layer.state_dict()[name], value) for name, value in drawn.items())
-    assert {value.dtype for value in drawn.values()} == {layer.frozen_weight.dtype}
+    assert {value.dtype for value in drawn.values()} == {torch.float32}
 
 
 def test_dropout_leaves_the_indices_of_an_embedding_alone():
@@ -576,7 +576,8 @@ def test_dropout_leaves_the_indices_of_an_embedding_alone():
 def test_draws_follow_the_documented_streams_in_every_dtype():
     draws = {}
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
-        layer = low_rank(nn.Linear(10, 8, dtype=dtype), decouple=True, init_scale=0.5, seed=11)
+        dense = nn.Linear(10, 8, dtype=dtype)
+        layer = low_rank(dense, decouple=True, init_scale=0.5, seed=11, role="weight", init="uniform")
         draws[dtype] = layer.fixed["U"]
         assert layer.fixed["U"].dtype == dtype
     source = torch.Generator().manual_seed(derive_seed(11, "fixed", "U"))
@@ -678,13 +679,41 @@ def test_functional_call_under_vmap_equals_a_loop(modifier):
 def test_dtype_device_and_mode_are_taken_over():
     module = nn.Conv2d(6, 8, 3, dtype=torch.bfloat16).eval()
     module.note = "kept"
-    layer = low_rank(module)
+    layer = low_rank(module, role="weight")
     assert layer.training is False
     assert layer.note == "kept" == layer.to_dense().note
     assert {p.dtype for p in layer.parameters()} == {torch.bfloat16}
     assert layer(torch.zeros(1, 6, 4, 4, dtype=torch.bfloat16)).dtype == torch.bfloat16
     assert {p.dtype for p in layer.double().parameters()} == {torch.float64}
     assert layer.to_dense().training is False
+
+
+@daily("contracted-linear")
+@pytest.mark.parametrize("dense", ["linear", "conv", "transposed", "embedding with padding"])
+@pytest.mark.parametrize("way", ["contracted", "dense", "dropout"])
+def test_factors_beside_16_bits_are_of_32(way, dense):
+    module, batch = make(dense)
+    settings = {"compute": "dense", "dropout": 1e-9} if way == "dropout" else {"compute": way}
+    half = low_rank(module.bfloat16(), rank=2, **settings)
+    assert half.frozen_weight.dtype == half.weight.dtype == half.to_dense().weight.dtype == torch.bfloat16
+    assert {factor.dtype for factor in half.factors.values()} == {torch.float32}
+    scramble(half)
+    wide = copy.deepcopy(half).float()
+    numbers = batch.is_floating_point()
+    given = batch.bfloat16() if numbers else batch
+    output, expected = half(given), wide(given.float() if numbers else given)
+    assert output.dtype == torch.bfloat16
+    torch.testing.assert_close(output.float(), expected, rtol=0.05, atol=0.05)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert half(given).dtype == module(given).dtype
+    output.float().sum().backward()
+    expected.sum().backward()
+    for name, factor in half.factors.items():
+        assert factor.grad.dtype == torch.float32
+        near = wide.factors[name].grad
+        torch.testing.assert_close(factor.grad, near, rtol=0.05, atol=0.02 * float(near.abs().max()))
+    trained = low_rank(make(dense)[0].bfloat16(), rank=2, train_base=True)
+    assert {value.dtype for value in trained.parameters()} == {torch.bfloat16}
 
 
 def test_conversion_leaves_the_global_random_state_alone():

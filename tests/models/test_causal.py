@@ -1,15 +1,28 @@
 """CausalLM: its loss, perplexity and answers, packed texts, and LoRA at natural clients."""
 
+import copy
 from functools import partial
 
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_lowrank import ByKey, FedAvg, FederatedLoop, FedLoRA, FedSVD, LowRank, MatrixProduct
+from lightning_lowrank import (
+    ByKey,
+    FedAvg,
+    FederatedLoop,
+    FedLoRA,
+    FedSVD,
+    FromIndices,
+    LowRank,
+    MatrixProduct,
+    ProductSum,
+    export_adapter,
+)
 from lightning_lowrank.data import AnsweredTexts, Instructions, PackTexts
 from lightning_lowrank.models import CausalLM
 from tests import texts
+from tests.grids import daily
 from tests.helpers import assert_same, fit, trainer, weights
 
 transformers = pytest.importorskip("transformers")
@@ -185,3 +198,61 @@ def test_random_weights_come_from_the_seed_and_a_checkpoint_from_its_class(tmp_p
     assert loaded.max_new_tokens == 7
     with pytest.raises(MisconfigurationException, match="cannot be loaded as a language model"):
         CausalLM(str(tmp_path))
+
+
+class Recorded(FedLoRA):
+    """Keeps what clients send."""
+
+    def __init__(self):
+        super().__init__(ProductSum())
+        self.sent = []
+
+    def end(self, client):
+        message = super().end(client)
+        self.sent.append({name: value.clone() for name, value in message.tensors.items()})
+        return message
+
+
+@daily("sequential-bf16-mixed")
+@pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
+@pytest.mark.parametrize("execution", ["sequential", "vectorized"])
+def test_adapters_beside_a_base_of_16_bits_are_of_32(tmp_path, llama, execution, precision):
+    module = CausalLM(llama, optimizer=partial(torch.optim.AdamW, lr=1e-4), dtype="bfloat16")
+    base = copy.deepcopy(module.network)
+    lora = LowRank(
+        MatrixProduct(), rank=2, alpha=4, init="lora", include=["q_proj", "v_proj"], freeze_rest=True, summary=False
+    )
+    algorithm = Recorded()
+    partition = FromIndices([list(range(4)), list(range(4, 8))])
+    loop = FederatedLoop(algorithm, partition=partition, local_steps=2, execution=execution, summary=False)
+    fitted = trainer(tmp_path, lora, loop, max_epochs=1, precision=precision)
+    fit(fitted, module, data_of(llama))
+    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    assert {parameter.dtype for name, parameter in module.named_parameters() if name in trained} == {torch.float32}
+    frozen = {name: parameter for name, parameter in module.network.named_parameters() if not parameter.requires_grad}
+    assert {parameter.dtype for parameter in frozen.values()} == {torch.bfloat16}
+    for name, parameter in base.named_parameters():
+        low_rank = name.replace(".weight", ".frozen_weight")
+        assert torch.equal(frozen.get(low_rank, frozen.get(name)), parameter)
+
+    first, second = algorithm.sent
+    for name in trained:
+        mean = (first[name].double() + second[name].double()) / 2
+        found = module.get_parameter(name).detach().double()
+        torch.testing.assert_close(found, mean, rtol=1e-6, atol=0)
+        # Steps of 1e-4 are less than the spacing of 16 bits for most of the numbers that LoRA draws.
+        assert (first[name] != second[name]).any()
+        if not name.endswith("U"):
+            assert (found.to(torch.bfloat16).double() != mean).any()
+
+    export_adapter(module, tmp_path / "adapter")
+    peft = pytest.importorskip("peft")
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    assert {value.dtype for name, value in loaded.named_parameters() if "lora_" in name} == {torch.float32}
+    tokens = torch.arange(12).view(2, 6)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(tokens).logits, module.eval().network(tokens).logits, rtol=0.05, atol=0.05)
+    wide = {name: value for name, value in loaded.named_parameters() if "lora_" in name}
+    assert sorted(value.double().square().sum().item() for value in wide.values()) == pytest.approx(
+        sorted(module.get_parameter(name).detach().double().square().sum().item() for name in trained), rel=1e-6
+    )

@@ -28,6 +28,7 @@ from torch.utils.data import (
 from lightning_lowrank.federated.data.blocks import BlockReader, Request
 from lightning_lowrank.federated.data.device import DeviceData, gather, source_of
 from lightning_lowrank.federated.data.indices import ClientIndices
+from lightning_lowrank.federated.data.lengths import LengthGroupedSampler, group_by_length
 from lightning_lowrank.federated.data.planner import Chunk, RoundPlan
 from lightning_lowrank.federated.data.sampling import drawn_by_poisson, rate_of
 from lightning_lowrank.federated.randomness import StepRandomness, seed_process, step_seed
@@ -250,7 +251,8 @@ class RoundLoader:
         position: Returns the number of batches of the round that are done.
         skips: Returns whether the step at that position trains nobody, and has the batch ``None``.
         randomness: Opened before a batch is read, left open for the training step.
-        shuffle: Whether a client's samples are permuted, again for each of its local epochs.
+        shuffle: Whether a client's samples are permuted, again for each of its local epochs. With a
+            `LengthGroupedSampler` those that the round reads of a pass are put into batches of like length.
         stacked: Whether a batch is that of a whole chunk: for each batch size the clients' places in the chunk and
             their batches, stacked.
         poisson: Returns the seed by which each of a client's samples is in a batch on its own, so that batches have the
@@ -278,6 +280,7 @@ class RoundLoader:
         next_cohort: Callable[[], Sequence[int]] = tuple,
     ) -> None:
         self.shuffle = shuffle
+        self._lengths = lengths_of(loader) if shuffle else None
         self._poisson = poisson
         self.stacked = stacked
         self.batch_size = cast(int, loader.batch_size)
@@ -398,6 +401,10 @@ class RoundLoader:
         draws = generator(self._seed, "order", round_number, client)
         while True:
             order = indices[torch.randperm(len(indices), generator=draws)] if self.shuffle else indices
+            if self._lengths is not None:
+                read = min(len(order), count * self.batch_size)
+                grouped = group_by_length(order[:read], self._lengths, self.batch_size, draws)
+                order = torch.cat([grouped, order[read:]])
             samples = np.asarray(order)
             stop = len(samples) - self.batch_size + 1 if self.drop_last else len(samples)
             for start in range(0, stop, self.batch_size):
@@ -413,6 +420,11 @@ class _RequestsOf:
 
     def __iter__(self) -> Iterator[Request | Requests]:
         return self._loader.requests()
+
+
+def lengths_of(loader: DataLoader) -> Tensor | None:
+    """Return the samples' lengths, where the loader puts those of like length into one batch."""
+    return loader.sampler.lengths if isinstance(loader.sampler, LengthGroupedSampler) else None
 
 
 def check_loader(loader: Any, training: bool = True) -> DataLoader:

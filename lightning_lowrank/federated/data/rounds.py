@@ -24,6 +24,7 @@ from lightning_lowrank.federated.data.loader import (
     batch_reader,
     batches_of,
     check_loader,
+    lengths_of,
 )
 from lightning_lowrank.federated.data.planner import RoundPlan, RoundPlanner, divide
 from lightning_lowrank.federated.data.sampling import NeedsPoissonBatches
@@ -203,6 +204,7 @@ class RoundData:
             "batch_size": loader.batch_size,
             "drop_last": loader.drop_last,
             "shuffle": isinstance(loader.sampler, RandomSampler),
+            "group_by_length": lengths_of(loader) is not None,
             "collate_fn": describe(loader.collate_fn),
             "limit_train_batches": self._limit,
         }

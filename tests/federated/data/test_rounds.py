@@ -1,12 +1,15 @@
 """Plans of rounds, and the loader that delivers their batches."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lowrank.federated.data import Dirichlet
-from lightning_lowrank.federated.data.loader import RoundLoader, batches_of
+from lightning_lowrank.federated.data.lengths import LengthGroupedSampler
+from lightning_lowrank.federated.data.loader import RoundLoader, batches_of, check_loader
 from lightning_lowrank.federated.data.planner import RoundPlanner
 from lightning_lowrank.federated.randomness import StepRandomness
 
@@ -71,3 +74,60 @@ def test_a_loader_delivers_each_sample_once_and_goes_on_where_it_was(chunk_size,
     assert sorted(sample for step in steps for sample in step) == sorted(expected)
     position = 2
     assert read() == steps[2:]
+
+
+@pytest.mark.parametrize("local_steps", [2, None])
+def test_samples_of_like_length_share_a_batch_and_are_those_of_a_plain_order(local_steps):
+    lengths = torch.randint(1, 60, (203,), generator=torch.Generator().manual_seed(0))
+    loaders = {
+        "plain": DataLoader(DATA, batch_size=4, shuffle=True),
+        "grouped": DataLoader(DATA, batch_size=4, sampler=LengthGroupedSampler(DATA, lengths, 4)),
+    }
+    batches = batches_of(np.asarray(CLIENTS.sizes), loaders["plain"])
+    steps = batches if local_steps is None else np.minimum(batches, local_steps)
+    plan = RoundPlanner(0, steps, per_round=12, samples=np.asarray(CLIENTS.sizes)).plan(0)
+    read = {}
+    for name, user in loaders.items():
+        randomness = StepRandomness(torch.device("cpu"))
+        loader = RoundLoader(
+            check_loader(user),
+            CLIENTS,
+            seed=0,
+            plan=lambda: plan,
+            position=lambda: 0,
+            skips=lambda: False,
+            randomness=randomness,
+            shuffle=True,
+        )
+        read[name] = [inputs.long() for inputs, _ in loader]
+        randomness.release()
+    starts = [0, *plan.ends]
+    longest = {name: sum(len(each) * lengths[each].max() for each in steps) for name, steps in read.items()}
+    assert longest["grouped"] < (0.95 if local_steps else 0.8) * longest["plain"]
+    orders = []
+    for start, end in zip(starts, plan.ends, strict=False):
+        plain, grouped = (torch.cat(read[name][start:end]) for name in ("plain", "grouped"))
+        assert [len(each) for each in read["plain"][start:end]] == [len(each) for each in read["grouped"][start:end]]
+        assert torch.equal(plain.sort().values, grouped.sort().values)
+        whole = [lengths[each] for each in read["grouped"][start:end] if len(each) == 4]
+        spans = sorted((int(each.min()), int(each.max())) for each in whole)
+        assert all(first[1] <= second[0] for first, second in itertools.pairwise(spans))
+        orders.append([int(each.min()) for each in whole])
+    # The batches themselves come in random order.
+    assert any(order != sorted(order) for order in orders)
+    assert any(order != sorted(order, reverse=True) for order in orders)
+
+
+def test_a_plain_loader_groups_too_and_lengths_are_of_all_samples():
+    lengths = torch.arange(203).flip(0)
+    sampler = LengthGroupedSampler(DATA, lengths, 10)
+    torch.manual_seed(0)
+    first, second = list(sampler), list(sampler)
+    assert first != second
+    assert sorted(first) == list(range(203))
+    torch.manual_seed(0)
+    assert list(sampler) == first
+    batches = [lengths[batch].sort().values for batch in torch.tensor(first[:200]).split(10)]
+    assert max(int(each[-1] - each[0]) for each in batches) < 20
+    with pytest.raises(ValueError, match=r"one for each of 203 samples, got shape \(202,\)"):
+        LengthGroupedSampler(DATA, lengths[1:], 10)

@@ -1,0 +1,60 @@
+"""Trained parameters of single precision in a model of 16 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_lowrank.internals.torch import own_parameters
+
+_BEFORE = "narrow_type"
+
+
+def widen(model: nn.Module, parameters: Collection[nn.Parameter]) -> None:
+    """Give parameters of 16 bits the type float32, in place.
+
+    A step that is smaller than the spacing of 16 bits would change nothing. The modules that hold them compute in
+    float32 and return what they returned before; under autocast they compute as it says. A module that holds others
+    beside them, such as a frozen weight with a trained bias, stays as it is.
+    """
+    narrow = {parameter for parameter in parameters if parameter.is_floating_point() and parameter.itemsize < 4}
+    holders = [(module, set(own_parameters(module).values())) for module in model.modules()]
+    while mixed := {parameter for _, own in holders if own - narrow for parameter in own & narrow}:
+        narrow -= mixed
+    for module, own in holders:
+        if own and own <= narrow:
+            # Follows `model.float()` and the like, as the type of what comes next does.
+            module.register_buffer(_BEFORE, next(iter(own)).new_empty(0), persistent=False)
+            module.register_forward_pre_hook(_as_parameters, with_kwargs=True)
+            module.register_forward_hook(_as_before)
+    for parameter in narrow:
+        parameter.data = parameter.data.float()
+
+
+def _as_parameters(
+    module: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if not _autocasts(module):
+        dtype = next(iter(own_parameters(module).values())).dtype
+        arguments, keywords = _cast((arguments, keywords), dtype)
+    return arguments, dict(keywords)
+
+
+def _as_before(module: nn.Module, arguments: Any, output: Any) -> Any:
+    return output if _autocasts(module) else _cast(output, module.get_buffer(_BEFORE).dtype)
+
+
+def _autocasts(module: nn.Module) -> bool:
+    device = next(module.parameters()).device.type
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, Mapping):
+        return {name: _cast(each, dtype) for name, each in value.items()}
+    return tuple(_cast(each, dtype) for each in value) if isinstance(value, tuple) else value

@@ -1,0 +1,79 @@
+"""Trained parts of a model whose other weights have 16 bits."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_lowrank.layers import MatrixProduct, convert
+
+
+class Encoder(nn.Module):
+    """A table, a layer to convert, a norm and a head."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(7, 16)
+        self.hidden = nn.Linear(16, 16)
+        self.norm = nn.LayerNorm(16)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, tokens):
+        return self.head(input=self.norm(self.hidden(self.table(tokens))))
+
+
+TOKENS = torch.arange(6).view(2, 3)
+
+
+def converted(dtype=torch.bfloat16, keep=("table", "norm", "head"), **settings):
+    model = Encoder().to(dtype)
+    given = {"include": ["hidden"], "freeze_rest": True, "keep_trained": list(keep), **settings}
+    convert(model, MatrixProduct(), rank=2, **given)
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_is_trained_is_of_32_bits_and_what_is_frozen_of_16(dtype):
+    model = converted(dtype)
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == (torch.float32 if parameter.requires_grad else dtype), name
+    output = model(TOKENS)
+    assert output.dtype == dtype
+    wide = copy.deepcopy(model).float()
+    torch.testing.assert_close(output.float(), wide(TOKENS), rtol=0.02, atol=0.02)
+    output.float().square().sum().backward()
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters() if p.requires_grad and p.grad is not None)
+    assert model.head.weight.grad.any()
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(model(TOKENS).float(), wide(TOKENS).float(), rtol=0.02, atol=0.02)
+
+
+def test_a_small_step_is_kept():
+    model = converted()
+    before = model.head.weight.detach().clone()
+    model(TOKENS).float().sum().backward()
+    torch.optim.SGD([model.head.weight], lr=1e-6).step()
+    assert (model.head.weight != before).any()
+    assert torch.equal(model.head.weight.bfloat16(), before.bfloat16())
+
+
+@pytest.mark.parametrize("settings", [{"freeze_rest": False, "keep_trained": None}, {"train_base": True}], ids=str)
+def test_where_the_weights_are_trained_too_they_keep_their_type(settings):
+    model = converted(**settings)
+    assert {p.dtype for name, p in model.named_parameters() if "factors" not in name} == {torch.bfloat16}
+
+
+def test_a_bias_beside_a_frozen_weight_keeps_its_type():
+    model = converted(keep=["head.bias", "hidden.bias", "norm"])
+    types = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
+    wide = {name for name, dtype in types.items() if dtype == torch.float32}
+    assert wide == {"hidden.factors.U", "hidden.factors.V", "norm.weight", "norm.bias"}
+    assert types.keys() - wide == {"head.bias", "hidden.bias"}
+    model(TOKENS).float().sum().backward()
+    assert all(model.get_parameter(name).grad is not None for name in types)
+
+
+def test_weights_of_32_bits_get_no_hooks():
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in converted(torch.float32).modules())
