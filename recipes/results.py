@@ -387,13 +387,11 @@ def unplaced(published: dict[str, Any]) -> list[str]:
 
 def _note(notes: list[str], cell: Cell, where: str) -> str:
     """Return the number of the note that says why a figure is off."""
-    if not cell.why and cell.varied is None:
+    if not cell.why and not cell.varied:
         refuse(f"{where} is off: give `why`, or `varied` with the list of what was varied.")
     said = [cell.why.strip()] if cell.why else ["Not found out."]
     if cell.varied:
         said.append(f"Varied: {'; '.join(cell.varied)}.")
-    elif not cell.why:
-        said.append("Nothing was varied yet.")
     note = " ".join(said)
     if note not in notes:
         notes.append(note)

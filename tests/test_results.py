@@ -90,13 +90,18 @@ def test_a_run_of_no_published_figure_is_refused(data):
         results.page(data[0], {**data[1], "fedslop/mnist+carried_momentum": run_of(90.0)})
 
 
-def test_a_figure_that_is_off_without_a_cause_or_what_was_varied_is_refused(data, papers):
+@pytest.mark.parametrize("varied", [None, []])
+def test_a_figure_that_is_off_without_a_cause_or_what_was_varied_is_refused(data, papers, varied):
+    stored = {**data[1], "fedmud/fmnist+fedlmt": run_of(80.0)}
     row = next(row for row in table_of(papers, "fedmud", "Table 1")["rows"] if row["name"] == "FedLMT")
-    del row["varied"]
+    row.pop("why", None)
+    row["varied"] = varied
     with pytest.raises(SystemExit, match=r"FedLMT, FMNIST, Non-IID-1 is off: give `why`"):
-        results.page(papers, data[1])
+        results.page(papers, stored)
+    row["varied"] = ["the rate", "the seed"]
+    assert "\n1. Not found out. Varied: the rate; the seed.\n" in results.page(papers, stored)
     row["why"] = "Because."
-    assert "\n1. Because.\n" in results.page(papers, data[1])
+    assert "\n1. Because. Varied: the rate; the seed.\n" in results.page(papers, stored)
 
 
 def test_a_figure_without_run_or_reason_is_refused(data, papers):
