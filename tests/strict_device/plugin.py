@@ -41,6 +41,7 @@ CPU_ONLY = {
     "test_choice.py::test_channels_last_give": _FORMATS,
     "test_choice.py::test_a_step_that_takes_views": _FORMATS,
     "test_choice.py::test_a_later_step_that_takes_views": _FORMATS,
+    "test_compile.py::test_gradients_are_multiplied_into_values": "compiled steps end with SGD's on the CPU alone",
     "test_memory.py::test_activations_count_as_well_as_weights": "memory is measured there, and estimated on the CPU",
     "test_memory.py::test_weights_count_where_they_outweigh": "memory is measured there, and estimated on the CPU",
     "test_memory.py::test_of_a_large_model_shapes_tell": "memory is measured there, and estimated on the CPU",
