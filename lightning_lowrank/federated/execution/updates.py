@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_lowrank.federated.execution.captures import Captures
-from lightning_lowrank.internals.torch import fused_adam, fused_sgd, is_heard, sgd_update, steps_singly
+from lightning_lowrank.internals.torch import fused_adam, fused_sgd, is_heard, sgd_update, steps_singly, storage_key
 from lightning_lowrank.internals.tracing import Product
 
 
@@ -254,8 +254,8 @@ class AdamUpdate(OptimizerUpdate):
 class ProductUpdate:
     """A step of torch's SGD on a CPU, for compiled steps, which leave gradients as products.
 
-    A gradient is multiplied right into the value, or into its momentum. Results are those of SGD up to rounding. For a
-    weight of some thousand numbers, to write the product and to add it takes as long as the product itself.
+    A gradient is multiplied right into the value, or into its momentum, so that it is not written and read again.
+    Results are those of SGD up to rounding.
 
     Args:
         optimizer: Has the leaves as parameters.
@@ -272,6 +272,7 @@ class ProductUpdate:
         self.tensors: list[Tensor] = []
         self._optimizer, self._leaves = optimizer, leaves
         self._first = places[next(iter(leaves))]
+        self._storages = {storage_key(leaf) for leaf in leaves.values()}
         name_of = {leaf: name for name, leaf in leaves.items()}
         self._groups = [
             (group, [name_of[leaf] for leaf in group["params"] if leaf in name_of]) for group in optimizer.param_groups
@@ -304,10 +305,16 @@ class ProductUpdate:
             gradients: Its gradients by the names of the values.
             own: Nothing.
         """
+        ready = {name: self._before_values_change(gradient) for name, gradient in gradients.items()}
         for group, names in self._groups:
             for name in names:
-                if name in gradients:
-                    self._step(group, self._leaves[name], gradients[name])
+                if name in ready:
+                    self._step(group, self._leaves[name], ready[name])
+
+    def _before_values_change(self, gradient: Tensor | Product) -> Tensor | Product:
+        """Make a product with a value, which would be another one after that value's own step."""
+        reads_a_value = isinstance(gradient, Product) and any(storage_key(each) in self._storages for each in gradient)
+        return torch.bmm(*gradient) if reads_a_value else gradient
 
     def _step(self, group: Mapping[str, Any], leaf: Tensor, gradient: Tensor | Product) -> None:
         rate, momentum, decay = group["lr"], group["momentum"], group["weight_decay"]

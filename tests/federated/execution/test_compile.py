@@ -7,6 +7,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.nn import functional
 
 from lightning_lowrank import SCAFFOLD, FedAvg, FederatedLoop, LowRank, MatrixProduct
 from lightning_lowrank.federated.execution import choice, graphs, updates
@@ -107,6 +109,25 @@ def test_gradients_are_multiplied_into_values(uncompiled, stepped, tmp_path, opt
     together = [names for names in products if names]
     assert len(together) > 3
     assert all(names == {name for name, value in found.named_parameters() if value.ndim == 2} for names in together)
+
+
+class Composed(nn.Module):
+    """A linear layer whose weight is a product, so that the gradient of each factor is one with the other."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.left, self.right = nn.Parameter(torch.randn(4, 2)), nn.Parameter(torch.randn(6, 2))
+
+    def forward(self, inputs):
+        return functional.linear(inputs, functional.linear(self.left, self.right))
+
+
+def test_gradients_are_made_of_values_before_the_step(uncompiled, stepped, tmp_path):
+    expected, *_ = run(tmp_path / "a", "vectorized", module=lambda: Module(Composed()))
+    found, *_ = run(tmp_path / "b", "vectorized", module=lambda: Module(Composed()), compile=True)
+    assert any(kinds["net.right"] is tracing.Product for kinds in stepped)
+    assert_close(weights(expected), weights(found))
 
 
 class LooksAtGradients(Callback):
