@@ -15,6 +15,7 @@ from lightning_lowrank import (
     Dirichlet,
     FedAvg,
     FederatedLoop,
+    FromIndices,
     LowRank,
     MaskAbsentClasses,
     MatrixProduct,
@@ -22,6 +23,8 @@ from lightning_lowrank import (
     recover,
 )
 from lightning_lowrank.data import TextClassification
+from lightning_lowrank.federated.execution.graphs import StepGraphs
+from lightning_lowrank.federated.privacy.samples import SampleGradients
 from lightning_lowrank.layers import low_rank_layers
 from lightning_lowrank.models import TextClassifier
 from tests import texts
@@ -321,6 +324,61 @@ def test_clients_step_together(tmp_path, folder, data):
     for end in (run("auto"), run("vectorized")):
         for name, value in expected.items():
             torch.testing.assert_close(end[name], value)
+
+
+class Padded(pl.LightningDataModule):
+    """Sentences of at most six tokens, of which the first ones have no padding."""
+
+    def __init__(self, batch_size=2):
+        super().__init__()
+        self.batch_size = batch_size
+
+    def train_dataloader(self):
+        lengths = [6] * 6 + [3, 5, 4] * 6
+        words = torch.randint(1, 16, (len(lengths), 6), generator=torch.Generator().manual_seed(1))
+        samples = [
+            {"input_ids": row * mask, "attention_mask": mask, "labels": row[0] % 2}
+            for row, mask in zip(words, (torch.arange(6) < torch.tensor(lengths).unsqueeze(1)).long(), strict=True)
+        ]
+        return torch.utils.data.DataLoader(samples, batch_size=self.batch_size)
+
+
+@pytest.mark.parametrize("traced", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_clients_step_together_where_some_have_no_padding(tmp_path, folder, monkeypatch, traced):
+    made = []
+    trace = StepGraphs._trace
+    monkeypatch.setattr(StepGraphs, "_is_worth_it", lambda self, key, first: traced)
+    monkeypatch.setattr(StepGraphs, "_trace", lambda self, step: made.append(trace(self, step)) or made[-1])
+
+    def run(execution):
+        division = FromIndices([list(range(12)), list(range(12, 24))])
+        loop = FederatedLoop(FedAvg(), partition=division, execution=execution, summary=False)
+        module = TextClassifier(folder, optimizer=partial(torch.optim.SGD, lr=0.1)).double()
+        fit(trainer(tmp_path, lora(), loop, max_epochs=3), module, Padded())
+        return weights(module)
+
+    expected, found = run("sequential"), run("vectorized")
+    assert bool(made) is traced
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.filterwarnings("error:.*cannot be mapped over samples")
+def test_clipped_gradients_of_padded_sentences(folder):
+    module = TextClassifier(folder).double()
+    names = [name for name, _ in module.named_parameters() if ".query." in name]
+    batch = next(iter(Padded(24).train_dataloader()))
+    found = SampleGradients(module, module.training_step).clipped(names, batch, 24, 0.1, (0,))[1]
+    expected = {name: torch.zeros_like(value) for name, value in found.items()}
+    for row in range(24):
+        module.zero_grad()
+        module.training_step({name: value[row : row + 1] for name, value in batch.items()}, 0).backward()
+        gradients = {name: module.get_parameter(name).grad for name in names}
+        norm = torch.cat([value.flatten() for value in gradients.values()]).norm()
+        for name, value in gradients.items():
+            expected[name] += value * (0.1 / (norm + 1e-6)).clamp(max=1.0)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value)
 
 
 def test_absent_classes_are_masked_in_rounds(tmp_path, folder, data):

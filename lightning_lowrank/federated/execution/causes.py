@@ -42,8 +42,7 @@ _CAUSES: tuple[tuple[str, str], ...] = (
     ),
     (
         "data-dependent control flow",
-        "it decides by a tensor's value that differs between clients (an if or assert on a tensor; transformers ask so"
-        " whether an attention_mask masks anything)",
+        "it decides by a tensor's value that differs between clients (an if or assert on a tensor)",
     ),
     (
         r"a tensor and its view\(\)",

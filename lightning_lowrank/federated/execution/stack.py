@@ -41,6 +41,7 @@ from lightning_lowrank.federated.state import State
 from lightning_lowrank.internals.lightning import logged_mean
 from lightning_lowrank.internals.torch import is_mapped, own_buffers, own_parameters
 from lightning_lowrank.internals.tracing import Untraceable
+from lightning_lowrank.internals.transformers import masks_kept
 from lightning_lowrank.optim import ProjectedOptimizer
 from lightning_lowrank.optim.deferred import Deferred, DeferredSteps
 
@@ -363,7 +364,8 @@ class ClientStack(Untraced):
         rank_zero_warn(
             f"execution='vectorized': clients' batches of {places.samples} samples differ in form"
             f" ({(*shapes, 'in what is no tensor')[0]}), and only those of one form step together: have the collate"
-            " function pad them to one length, or leave out what is no tensor."
+            " function pad them to one length (pad_to_multiple_of of TextClassification and Instructions), or leave out"
+            " what is no tensor."
         )
 
     def run(
@@ -395,7 +397,8 @@ class ClientStack(Untraced):
         products: AbstractContextManager[Any] = DeferredSteps(changes) if changes else nullcontext()
         if any(map(is_mapped, values.values())):
             products = StackedProducts(changes)
-        with products, captured_logs(self._module, settings, _refuse_metric) as captured, self._in_place(values):
+        captures = captured_logs(self._module, settings, _refuse_metric)
+        with products, masks_kept(), captures as captured, self._in_place(values):
             output = own_step() if self._objective is None else self._objective(values, state, batch, own_step)
         loss = loss_of(output)
         if not isinstance(loss, Tensor):
