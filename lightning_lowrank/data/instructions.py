@@ -60,6 +60,7 @@ class Instructions(TextSplits):
         text: Column of plain texts.
         packing: Whether training batches put several texts into a row of ``max_length``.
         group_by_length: As for `TextClassification`.
+        pad_to_multiple_of: As for `TextClassification`; packed rows too.
 
     Raises:
         MisconfigurationException: If an argument is out of range, a file, split or column is missing, a row is
@@ -91,6 +92,7 @@ class Instructions(TextSplits):
         text: str | None = None,
         packing: bool = False,
         group_by_length: bool = False,
+        pad_to_multiple_of: int | None = None,
     ) -> None:
         given = {"prompt": prompt, "messages": messages, "text": text}
         chosen = [f"{name}={value!r}" for name, value in given.items() if value is not None]
@@ -111,7 +113,9 @@ class Instructions(TextSplits):
                 " out one of them"
             )
         super().__init__(
-            root, tokenizer, names, max_length, batch_size, eval_batch_size, num_workers, dataset, group_by_length
+            *(root, tokenizer, names, max_length, batch_size, eval_batch_size, num_workers, dataset),
+            group_by_length=group_by_length,
+            pad_to_multiple_of=pad_to_multiple_of,
         )
         self.share = share
         self._held_back = {"validate", *(() if test is not None else ("test",))} if share is not None else set()
@@ -130,13 +134,13 @@ class Instructions(TextSplits):
 
     def collate(self) -> Callable[[Sequence[Any]], Any]:
         """Return `PadTexts` with the tokenizer's own padding."""
-        return PadTexts(self._padding())
+        return PadTexts(self._padding(), self.pad_to_multiple_of)
 
     def train_dataloader(self) -> DataLoader:
         """Shuffled batches of the training set, packed where ``packing`` says so."""
         loader = super().train_dataloader()
         if self.packing:
-            loader.collate_fn = PackTexts(self._padding(), self.max_length)
+            loader.collate_fn = PackTexts(self._padding(), self.max_length, self.pad_to_multiple_of)
         return loader
 
     def decode(self, tokens: Tensor) -> list[str]:

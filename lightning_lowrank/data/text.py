@@ -58,6 +58,10 @@ class TextClassification(TextSplits):
         regression: Whether labels are numbers to predict. Default: no, but for ``stsb``.
         group_by_length: Whether texts of like length are in one batch, in training and validation, so that less of it
             is padding. The samples of a round are the same; which of them share a batch is not. Default no.
+        pad_to_multiple_of: Pads each batch to a multiple of so many tokens, of which ``max_length`` must be one. Only
+            clients whose batches are of one length step together (``execution="vectorized"``), and compiled steps are
+            made for each length: ``max_length`` itself gives one length, 16 gives a few. Default: each batch is padded
+            to its own longest text.
 
     Attributes:
         classes: The labels in the order of their class indices, once a stage is set up; none for a regression.
@@ -96,12 +100,15 @@ class TextClassification(TextSplits):
         label: str | None = None,
         regression: bool | None = None,
         group_by_length: bool = False,
+        pad_to_multiple_of: int | None = None,
     ) -> None:
         found = None if task is None else glue_task(task)
         splits = ("train", "validation", "test") if found is None else ("train", found.validation, found.test)
         parts = names_of_parts((train, validation, test), dataset, ("train.tsv", "dev.tsv", "test.tsv"), splits)
         super().__init__(
-            root, tokenizer, parts, max_length, batch_size, eval_batch_size, num_workers, dataset, group_by_length
+            *(root, tokenizer, parts, max_length, batch_size, eval_batch_size, num_workers, dataset),
+            group_by_length=group_by_length,
+            pad_to_multiple_of=pad_to_multiple_of,
         )
         given = [text] if isinstance(text, str) else text
         if given is not None and len(given) not in (1, 2):
@@ -128,7 +135,7 @@ class TextClassification(TextSplits):
 
     def collate(self) -> PadTexts:
         """Return `PadTexts` with the tokenizer's own padding."""
-        return PadTexts(self.load_tokenizer().pad_token_id)
+        return PadTexts(self.load_tokenizer().pad_token_id, self.pad_to_multiple_of)
 
     def read_file(self, path: Path, part: str) -> Table:
         """Return the rows of a file."""

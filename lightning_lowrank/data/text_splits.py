@@ -31,6 +31,7 @@ class TextSplits(SplitsInMemory):
         max_length: Tokens of a text at most.
         dataset: Name of a data set, a list of the name and its configuration, or the splits themselves.
         group_by_length: Whether texts of like length are in one batch, in training and validation.
+        pad_to_multiple_of: Batches are padded to a length of which this is a factor.
     """
 
     def __init__(
@@ -44,15 +45,24 @@ class TextSplits(SplitsInMemory):
         num_workers: int,
         dataset: Any,
         group_by_length: bool = False,
+        pad_to_multiple_of: int | None = None,
     ) -> None:
         super().__init__(batch_size, eval_batch_size, num_workers)
         check_integer("max_length", max_length)
+        if pad_to_multiple_of is not None:
+            check_integer("pad_to_multiple_of", pad_to_multiple_of)
+            if max_length % pad_to_multiple_of:
+                raise MisconfigurationException(
+                    f"max_length={max_length} must be a multiple of pad_to_multiple_of={pad_to_multiple_of}, as batches"
+                    " of the longest texts are"
+                )
         self.root = root
         self.tokenizer = tokenizer
         self.dataset = dataset
         self.parts = dict(zip(_ARGUMENTS, parts, strict=True))
         self.max_length = max_length
         self.group_by_length = group_by_length
+        self.pad_to_multiple_of = pad_to_multiple_of
         self._loaded: Any = None
 
     def setup(self, stage: str | None = None) -> None:

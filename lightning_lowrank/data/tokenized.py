@@ -12,6 +12,7 @@ from typing import Any, overload
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -134,13 +135,14 @@ class AnsweredTexts(TokenizedTexts):
 
 
 class PadTexts:
-    """Collate function that pads samples on the right, to the longest of them.
+    """Collate function that pads samples on the right, to the longest of them or somewhat more.
 
     Samples are dictionaries of ``input_ids`` and, where all have them, ``token_type_ids`` (padded with 0) and
     ``labels``: numbers, or a label for each token (padded with -100).
 
     Args:
         padding: The token to pad with, which the attention mask hides.
+        multiple_of: The length of a batch is a multiple of it. Default: the length of its longest text.
 
     Example:
         >>> dataset = TokenizedTexts([[101, 7, 102], [101, 8, 9, 102]], targets=[1, 0])
@@ -153,24 +155,25 @@ class PadTexts:
 
     deterministic = True
 
-    def __init__(self, padding: int) -> None:
+    def __init__(self, padding: int, multiple_of: int | None = None) -> None:
         self.padding = padding
+        self.multiple_of = multiple_of
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """Return ``input_ids`` and ``attention_mask``, ``(batch, longest)``, and the rest; int64 or float32."""
+        """Return ``input_ids`` and ``attention_mask``, ``(batch, length)``, and the rest; int64 or float32."""
         texts = [torch.as_tensor(sample["input_ids"]) for sample in samples]
         lengths = torch.tensor([len(text) for text in texts])
-        input_ids = pad_sequence(texts, batch_first=True, padding_value=self.padding)
+        input_ids = _padded(texts, self.padding, self.multiple_of)
         batch = {
             "input_ids": input_ids,
             "attention_mask": (torch.arange(input_ids.shape[1]) < lengths.unsqueeze(1)).long(),
         }
         if "token_type_ids" in samples[0]:
-            batch["token_type_ids"] = _padded([sample["token_type_ids"] for sample in samples], 0)
+            batch["token_type_ids"] = _padded([sample["token_type_ids"] for sample in samples], 0, self.multiple_of)
         if "labels" in samples[0]:
             labels = [sample["labels"] for sample in samples]
             by_token = isinstance(labels[0], (Sequence, Tensor)) and torch.as_tensor(labels[0]).ndim
-            batch["labels"] = _padded(labels, IGNORED) if by_token else torch.tensor(labels)
+            batch["labels"] = _padded(labels, IGNORED, self.multiple_of) if by_token else torch.tensor(labels)
         return batch
 
 
@@ -185,6 +188,7 @@ class PackTexts:
     Args:
         padding: The token to pad with.
         max_length: Tokens of a row at most. A longer text is refused.
+        multiple_of: As for `PadTexts`.
 
     Example:
         >>> pack = PackTexts(padding=0, max_length=6)
@@ -199,12 +203,13 @@ class PackTexts:
 
     deterministic = True
 
-    def __init__(self, padding: int, max_length: int) -> None:
+    def __init__(self, padding: int, max_length: int, multiple_of: int | None = None) -> None:
         self.padding = padding
         self.max_length = max_length
+        self.multiple_of = multiple_of
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """Return ``input_ids``, ``segments``, ``position_ids`` and ``labels``, ``(rows, longest)`` each; int64."""
+        """Return ``input_ids``, ``segments``, ``position_ids`` and ``labels``, ``(rows, length)`` each; int64."""
         rows: list[list[int]] = []
         filled: list[int] = []
         lengths = [len(sample["input_ids"]) for sample in samples]
@@ -219,9 +224,8 @@ class PackTexts:
             filled[row] += length
 
         def joined(part: Any, padding: int) -> Tensor:
-            return _padded(
-                [torch.cat([part(number, index) for number, index in enumerate(row)]) for row in rows], padding
-            )
+            joined = [torch.cat([part(number, index) for number, index in enumerate(row)]) for row in rows]
+            return _padded(joined, padding, self.multiple_of)
 
         def labels_of(number: int, index: int) -> Tensor:
             # The token before the first is another text's.
@@ -261,5 +265,7 @@ def _flat(parts: Sequence[Sequence[Any]], dtype: Any) -> Tensor:
     return torch.from_numpy(np.fromiter(chain.from_iterable(parts), dtype=dtype))
 
 
-def _padded(parts: Sequence[Any], padding: int) -> Tensor:
-    return pad_sequence([torch.as_tensor(part) for part in parts], batch_first=True, padding_value=padding)
+def _padded(parts: Sequence[Any], padding: int, multiple_of: int | None) -> Tensor:
+    rows = pad_sequence([torch.as_tensor(part) for part in parts], batch_first=True, padding_value=padding)
+    further = -rows.shape[1] % (multiple_of or 1)
+    return F.pad(rows, (0, further), value=padding) if further else rows

@@ -148,6 +148,10 @@ def test_training_alone_is_packed(tokenizer):
     assert sorted(batch["segments"].flatten().unique().tolist()) in ([0, 1, 2], [1, 2])
     assert "segments" not in next(iter(data.val_dataloader()))
     assert "segments" not in next(iter(data.predict_dataloader()))
+    of_one_length = data_of(tokenizer, packing=True, max_length=24, batch_size=3, pad_to_multiple_of=24)
+    of_one_length.setup()
+    for row in (tensor for batch in of_one_length.train_dataloader() for tensor in batch.values()):
+        assert row.shape[1] == 24
     with pytest.raises(ValueError, match="7 tokens does not fit into rows of max_length=6"):
         PackTexts(0, 6)([AnsweredTexts([[1] * 7], [[True] * 7])[0]])
     assert data.decode(torch.tensor([[*ids("a film"), END, END], ids("bad story [SEP] [PAD]")])) == [

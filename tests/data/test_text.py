@@ -112,6 +112,22 @@ def test_texts_of_like_length_share_a_batch(root, tokenizer):
     assert torch.equal(torch.cat([batch["labels"] for batch in data.predict_dataloader()]), data.test_set.targets)
 
 
+def test_batches_of_few_lengths(root, tokenizer):
+    data = TextClassification(str(root), tokenizer, max_length=40, batch_size=8, pad_to_multiple_of=8)
+    data.setup()
+    batches = list(data.train_dataloader())
+    for batch in batches:
+        tokens, width = batch["attention_mask"].sum(1), batch["input_ids"].shape[1]
+        assert batch["attention_mask"].shape[1] == width
+        assert width % 8 == 0
+        assert width - 8 < tokens.max() <= width
+        assert (batch["input_ids"] == texts.PADDING).sum() == batch["input_ids"].numel() - tokens.sum()
+    with pytest.raises(MisconfigurationException, match="max_length=40 must be a multiple of pad_to_multiple_of=16"):
+        TextClassification(str(root), tokenizer, max_length=40, pad_to_multiple_of=16)
+    with pytest.raises(MisconfigurationException, match="pad_to_multiple_of"):
+        TextClassification(str(root), tokenizer, pad_to_multiple_of=0)
+
+
 def test_worker_processes_give_the_same_batches(root, tokenizer):
     data = TextClassification(str(root), tokenizer, num_workers=2)
     data.setup("validate")
