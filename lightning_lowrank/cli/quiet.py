@@ -10,19 +10,19 @@ from contextlib import contextmanager
 _PACKAGES = ("lightning.pytorch", "lightning.fabric")
 _LOGGERS = [logging.getLogger(f"{package}{part}") for package in _PACKAGES for part in ("", ".utilities.rank_zero")]
 _TIP = "💡 Tip:"
-# Of Lightning's own code, so that no user can act on it.
-_DEPRECATIONS = (r"`isinstance\(treespec, LeafSpec\)` is deprecated",)
+# Of Lightning's own code and of how ours calls it, so that no user can act on it.
+_WARNINGS = (r"`isinstance\(treespec, LeafSpec\)` is deprecated", "LightningCLI's args parameter is intended")
 
 
 @contextmanager
 def without_tips() -> Iterator[None]:
-    """Hide Lightning's advertisements, and deprecations that its own code meets; levels are put back at the end."""
+    """Hide Lightning's advertisements, and warnings of its own code; levels are put back at the end."""
     levels = [logger.level for logger in _LOGGERS]
     for logger in _LOGGERS:
         logger.addFilter(_is_no_tip)
     try:
         with warnings.catch_warnings():
-            for message in _DEPRECATIONS:
+            for message in _WARNINGS:
                 warnings.filterwarnings("ignore", message=message)
             yield
     finally:

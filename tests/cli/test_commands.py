@@ -467,6 +467,12 @@ def test_quiet_says_nothing_and_changes_nothing(run, capsys, caplog):
     assert logging.getLogger("lightning.pytorch").level == before
 
 
+def test_commands_called_from_python_do_not_warn_of_it(run, monkeypatch, recwarn):
+    monkeypatch.setattr(sys, "argv", ["script.py", "--rounds", "1"])
+    run("fit", "--config", "base.yaml", "--trainer.max_epochs", "1")
+    assert not [each for each in recwarn if "args parameter" in str(each.message)]
+
+
 def test_one_bar_for_the_rounds(run, capsys):
     words = ("fit", "--config", "base.yaml", "--trainer.max_epochs", "1")
     shown = ("--trainer.enable_progress_bar", "true")
