@@ -1,38 +1,44 @@
 """What of transformers is changed while a training step is mapped over clients or samples.
 
-Where no token of a batch is padding, transformers leaves the attention mask out. For that it looks at the mask's
-values, which may differ between clients, and from one step to the next. `ClientStack` and `SampleGradients` keep it
-from that.
+transformers looks at the values of masks, to leave out those that hide nothing, and of tokens, to warn of padding.
+Values may differ between clients, and from one step to the next. `ClientStack` and `SampleGradients` keep it from that.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor
 
 from lightning_lowrank.internals.torch import is_transformed
 
+# Modules that ask this before they look at values.
+_ASKING = ("transformers.masking_utils", "transformers.modeling_utils")
+_QUESTION = "is_tracing"
+
 
 @contextmanager
-def masks_kept() -> Iterator[None]:
-    """Let transformers make the masks of mapped tensors without a look at their values, as while it is traced.
+def values_unseen() -> Iterator[None]:
+    """Keep transformers from a look at the values of mapped tensors, as while it is traced.
 
-    Where nothing is padding, results are the same up to rounding.
+    Where a mask hides nothing, results are the same up to rounding.
     """
-    masks = sys.modules.get("transformers.masking_utils")
-    is_tracing = getattr(masks, "is_tracing", None)
-    if masks is None or is_tracing is None:
-        yield
-        return
-
-    def is_traced(tensor: Tensor | None = None) -> bool:
-        return (isinstance(tensor, Tensor) and is_transformed(tensor)) or is_tracing(tensor)
-
-    masks.is_tracing = is_traced  # type: ignore[attr-defined]
+    modules = [module for module in map(sys.modules.get, _ASKING) if hasattr(module, _QUESTION)]
+    answers = [getattr(module, _QUESTION) for module in modules]
     try:
+        for module, is_tracing in zip(modules, answers, strict=True):
+            setattr(module, _QUESTION, _or_mapped(is_tracing))
         yield
     finally:
-        masks.is_tracing = is_tracing  # type: ignore[attr-defined]
+        for module, is_tracing in zip(modules, answers, strict=True):
+            setattr(module, _QUESTION, is_tracing)
+
+
+def _or_mapped(is_tracing: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    def is_mapped_or_traced(value: Any = None) -> bool:
+        return (isinstance(value, Tensor) and is_transformed(value)) or is_tracing(value)
+
+    return is_mapped_or_traced

@@ -329,9 +329,10 @@ def test_clients_step_together(tmp_path, folder, data):
 class Padded(pl.LightningDataModule):
     """Sentences of at most six tokens, of which the first ones have no padding."""
 
-    def __init__(self, batch_size=2):
+    def __init__(self, batch_size=2, masks=True):
         super().__init__()
         self.batch_size = batch_size
+        self.masks = masks
 
     def train_dataloader(self):
         lengths = [6] * 6 + [3, 5, 4] * 6
@@ -340,6 +341,8 @@ class Padded(pl.LightningDataModule):
             {"input_ids": row * mask, "attention_mask": mask, "labels": row[0] % 2}
             for row, mask in zip(words, (torch.arange(6) < torch.tensor(lengths).unsqueeze(1)).long(), strict=True)
         ]
+        for sample in () if self.masks else samples:
+            del sample["attention_mask"]
         return torch.utils.data.DataLoader(samples, batch_size=self.batch_size)
 
 
@@ -359,6 +362,23 @@ def test_clients_step_together_where_some_have_no_padding(tmp_path, folder, monk
 
     expected, found = run("sequential"), run("vectorized")
     assert bool(made) is traced
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-9)
+
+
+def test_clients_step_together_whose_padding_has_no_mask(tmp_path):
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    config = {"model_type": "deberta-v2", "vocab_size": 16, "pad_token_id": 0, **sizes}
+    config.update(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+
+    def run(execution):
+        division = FromIndices([list(range(12)), list(range(12, 24))])
+        loop = FederatedLoop(FedAvg(), partition=division, execution=execution, summary=False)
+        module = TextClassifier(config, optimizer=partial(torch.optim.SGD, lr=0.1), dtype="float64")
+        fit(trainer(tmp_path, loop, max_epochs=1), module, Padded(masks=False))
+        return weights(module)
+
+    expected, found = run("sequential"), run("vectorized")
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-9)
 

@@ -41,7 +41,7 @@ from lightning_lowrank.federated.state import State
 from lightning_lowrank.internals.lightning import logged_mean
 from lightning_lowrank.internals.torch import is_mapped, own_buffers, own_parameters
 from lightning_lowrank.internals.tracing import Untraceable
-from lightning_lowrank.internals.transformers import masks_kept
+from lightning_lowrank.internals.transformers import values_unseen
 from lightning_lowrank.optim import ProjectedOptimizer
 from lightning_lowrank.optim.deferred import Deferred, DeferredSteps
 
@@ -398,7 +398,7 @@ class ClientStack(Untraced):
         if any(map(is_mapped, values.values())):
             products = StackedProducts(changes)
         captures = captured_logs(self._module, settings, _refuse_metric)
-        with products, masks_kept(), captures as captured, self._in_place(values):
+        with products, values_unseen(), captures as captured, self._in_place(values):
             output = own_step() if self._objective is None else self._objective(values, state, batch, own_step)
         loss = loss_of(output)
         if not isinstance(loss, Tensor):

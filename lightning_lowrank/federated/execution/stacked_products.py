@@ -28,6 +28,8 @@ _ACTIVATIONS = {
     *(F.celu, F.elu, F.hardsigmoid, F.hardswish, F.hardtanh, F.leaky_relu, F.mish, F.relu, F.relu6, F.selu, F.silu),
     *(F.threshold, Tensor.relu_, torch.relu_),
 }
+_SELECT_SCATTER = {torch.select_scatter, Tensor.select_scatter}
+_LINEAR_CROSS_ENTROPY = getattr(F, "linear_cross_entropy", None)
 _NUMBERS = {Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__, Tensor.item, Tensor.tolist}
 
 
@@ -49,6 +51,8 @@ class StackedProducts(TorchFunctionMode):
     - ``F.scaled_dot_product_attention`` with a bias that is trained: torch would take a kernel that has no gradient of
       it. Here it takes the one that has. Under autocast, torch would leave queries, keys and values in different types,
       and refuse them.
+    - ``F.embedding`` with a ``padding_idx``, ``torch.select_scatter``, and ``F.linear_cross_entropy`` in chunks: as
+      torch maps them, their gradients are wrong. Here they are those of a client alone.
     - ``F.dropout`` on the CPU: the same operations as torch's, which asks for a size that symbolic tracing lacks.
     - ``bool()``, ``item()`` and the like of a tensor that is the same for all clients: torch refuses them all. Here
       they give the number.
@@ -92,6 +96,12 @@ class StackedProducts(TorchFunctionMode):
             return self._view(*arguments, **keywords)
         if function is F.dropout:
             return _dropout(*arguments, **keywords)
+        if function is F.embedding:
+            return _embedding(*arguments, **keywords)
+        if function in _SELECT_SCATTER:
+            return _select_scatter(*arguments, **keywords)
+        if function is _LINEAR_CROSS_ENTROPY:
+            keywords = {**keywords, "options": None}
         if function is F.scaled_dot_product_attention:
             return _attention(*arguments, **keywords)
         if function in _NUMBERS:
@@ -319,6 +329,21 @@ def _shared(tensor: Tensor) -> Tensor:
         return tensor
     stack = stack_of(tensor)
     return stack[0].detach() if torch.equal(stack, stack[:1].expand_as(stack)) else tensor
+
+
+def _embedding(
+    input: Tensor, weight: Tensor, padding_idx: int | None = None, *arguments: Any, **keywords: Any
+) -> Tensor:
+    rows = F.embedding(input, weight, padding_idx, *arguments, **keywords)
+    if padding_idx is None or not is_mapped(weight):
+        return rows
+    padding = input == (padding_idx % weight.shape[0])
+    return torch.where(padding.unsqueeze(-1), rows.detach(), rows)
+
+
+def _select_scatter(input: Tensor, src: Tensor, dim: int, index: int) -> Tensor:
+    places = torch.arange(input.shape[dim], device=input.device) == index % input.shape[dim]
+    return torch.where(places.view([-1, *[1] * (input.ndim - 1 - dim % input.ndim)]), src.unsqueeze(dim), input)
 
 
 def _stacked_on_cpu(tensor: Tensor) -> bool:

@@ -20,7 +20,7 @@ from lightning_lowrank.federated.execution.graphs import tensors_in
 from lightning_lowrank.federated.execution.stack import captured_logs
 from lightning_lowrank.federated.execution.traces import Unmapped
 from lightning_lowrank.federated.objective import loss_of
-from lightning_lowrank.internals.transformers import masks_kept
+from lightning_lowrank.internals.transformers import values_unseen
 
 Logged = dict[str, Tensor]
 
@@ -126,7 +126,7 @@ class SampleGradients:
             given = iter(sample)
             one = apply_to_collection(batch, Tensor, lambda _: next(given).unsqueeze(0))
             named = {f"module.{name}": value for name, value in values.items()}
-            with masks_kept(), captured_logs(self._module, settings, _refuse_metric) as logged:
+            with values_unseen(), captured_logs(self._module, settings, _refuse_metric) as logged:
                 loss = loss_of(functional_call(self._call, named, (one, *arguments)))
             if not isinstance(loss, Tensor):
                 raise MisconfigurationException(

@@ -158,6 +158,37 @@ def test_positional_arguments():
     )
 
 
+@pytest.mark.parametrize("padding", [None, 0, -1])
+@pytest.mark.parametrize("common", [False, True])
+def test_embeddings_of_padding_are_not_trained(padding, common):
+    words = torch.tensor([[0, 1, 4, 0], [2, 0, 0, 4]]).repeat(CLIENTS, 1)[:CLIENTS]
+    words = words[0] if common else words
+    weight = numbers(CLIENTS, 5, 3).requires_grad_()
+    with StackedProducts():
+        found = vmap(partial(F.embedding, padding_idx=padding), in_dims=(None if common else 0, 0))(words, weight)
+    expected = torch.stack(
+        [F.embedding(own, each, padding) for own, each in zip(words.expand(CLIENTS, 4), weight, strict=True)]
+    )
+    assert torch.equal(found, expected)
+    gradients = [torch.autograd.grad((rows * numbers(*rows.shape)).sum(), weight)[0] for rows in (found, expected)]
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize(("dim", "shared"), [(0, ()), (1, ("input",)), (-1, ("src",))])
+def test_select_scatter(dim, shared):
+    tensors = {"input": numbers(CLIENTS, 5, 4, 3), "src": numbers(CLIENTS, 5, 4, 3, seed=1).select(dim + (dim >= 0), 0)}
+    common = {name: tensors.pop(name)[0] for name in shared}
+    compare(partial(torch.select_scatter, dim=dim, index=-1), tensors, common, taken=False)
+
+
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="this torch has no linear_cross_entropy")
+def test_linear_cross_entropy_in_chunks():
+    options = nn.LinearCrossEntropyOptions(batch_chunk_size=2)
+    tensors = {"input": numbers(CLIENTS, 5, 4), "linear_weight": numbers(CLIENTS, 3, 4, seed=1)}
+    target = torch.tensor([0, 2, 1, 1, 0])
+    compare(partial(F.linear_cross_entropy, target=target, options=options), tensors, taken=False)
+
+
 def test_uneven_padding_by_pad():
     function, tensors = case()
     compare(lambda input, **others: function(F.pad(input, (1, 0, 2, 3)), **others), tensors)
