@@ -211,6 +211,7 @@ def _batch_norm(
     if (
         not _stacked_on_cpu(input)
         or input.ndim not in (4, 5)
+        or not input.numel()
         or (training and (values_per_channel < 2 or not all(map(is_mapped, running))))
         or (not training and len(running) < 2)
     ):

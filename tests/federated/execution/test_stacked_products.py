@@ -465,6 +465,10 @@ def test_batch_norm_of_other_inputs_is_left_to_torch(size):
     compare(partial(F.batch_norm, training=True), normalisation(size), in_place=STATISTICS, taken=False)
 
 
+def test_batch_norm_of_no_samples():
+    compare(F.batch_norm, normalisation((4, 4), batch=0), in_place=STATISTICS, taken=False)
+
+
 @pytest.mark.parametrize("shared", [("weight", "bias"), ("bias",), STATISTICS])
 def test_batch_norm_with_shared_values(shared):
     tensors = normalisation()
