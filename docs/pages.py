@@ -10,6 +10,7 @@ import argparse
 import inspect
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -530,8 +531,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     def link(found: re.Match[str]) -> str:
         target = (folder / found["path"]).resolve()
-        if not target.is_relative_to(ROOT) or target.is_relative_to(config.docs_dir):
+        if not target.is_relative_to(ROOT):
             return found[0]
+        if target.is_relative_to(config.docs_dir):
+            # Pages of what was measured stand elsewhere than in the site.
+            return found[0].replace(found["path"], Path(os.path.relpath(target, folder)).as_posix())
         path = target.relative_to(ROOT)
         if not target.exists():
             raise PluginError(f"{page.file.src_uri} links to {path}, which is not there.")
