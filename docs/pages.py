@@ -53,9 +53,14 @@ BESIDE = {
 
 
 @cache
+def _source() -> griffe.Object:
+    """Return the package as its source has it: the bridge to Flower could not be imported without Flower."""
+    # Loading one subpackage reads all of them: once is enough.
+    return griffe.load("lightning_lowrank", search_paths=[ROOT])
+
+
 def _package(name: str) -> griffe.Object:
-    """Return a package as its source has it: the bridge to Flower could not be imported without Flower."""
-    return griffe.load(f"lightning_lowrank.{name}", search_paths=[ROOT])
+    return _source()[name]
 
 
 @cache

@@ -22,22 +22,24 @@ body { margin: 0 auto; max-width: 76rem; padding: 1rem; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.2rem; margin-top: 2rem; }
 .answers { background: #eef4fb; border-left: .3rem solid #1f77b4; padding: .6rem 1rem .6rem 2rem; }
 .scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: .3rem .7rem; border-bottom: 1px solid #ddd; text-align: right; white-space: nowrap; }
+table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
+th, td { padding: .3rem .5rem; border-bottom: 1px solid #ddd; text-align: right; white-space: nowrap; }
 th { vertical-align: bottom; border-bottom: 2px solid #888; white-space: pre; }
 th:first-child, td:first-child { position: sticky; left: 0; background: #fff; }
 th:first-child, td:first-child, .words th, .words td { text-align: left; }
-.words td { vertical-align: top; white-space: normal; }
+.words td { vertical-align: top; }
+.figures td:not(:first-child), .words td { white-space: normal; }
 .paths td:last-child { overflow-wrap: anywhere; }
 @media (max-width: 40rem) { td:first-child { white-space: normal; } }
 figure { margin: 1rem 0; } img { display: block; width: 100%; max-width: 54rem; height: auto; }
 """
 _PICTURES = {
-    "rounds": "by round",
     "bytes": "by bytes sent up and down",
+    "rounds": "by round",
     "seconds": "by simulated seconds",
     "convergence": "Constants of the operators' convergence",
 }
+"""Captions, in the order of the page."""
 
 
 @dataclass
@@ -68,6 +70,7 @@ class Page:
         settings: The table of what runs were told; may be empty.
         folders: The folders of each row.
         pictures: Files of pictures.
+        narrow: PNG files of some of them for narrow screens, by the others' names without an ending.
     """
 
     title: str
@@ -77,6 +80,7 @@ class Page:
     settings: Sequence[Column]
     folders: Mapping[str, Sequence[str]]
     pictures: Sequence[Path]
+    narrow: Mapping[str, bytes] = field(default_factory=dict)
 
 
 def write_html(page: Page, path: Path) -> Path:
@@ -96,15 +100,16 @@ def write_html(page: Page, path: Path) -> Path:
     ]
     if page.answers:
         parts.append(_list(page.answers, "answers"))
-    parts.append(_table(page.results, ""))
-    for picture in page.pictures:
+    parts.append(_table(page.results, "figures"))
+    order = {stem: place for place, stem in enumerate(_PICTURES)}
+    for picture in sorted(page.pictures, key=lambda path: order.get(path.stem.removesuffix("_each"), len(order))):
         stem = picture.stem.removesuffix("_each")
         caption = _PICTURES.get(stem, stem) + ", each run by itself" * picture.stem.endswith("_each")
-        data = base64.b64encode(picture.read_bytes()).decode()
-        parts += [
-            f"<h2>{_text(caption[0].upper() + caption[1:])}</h2>",
-            f'<figure><img alt="{_text(f"{page.title}: {caption}")}" src="data:image/png;base64,{data}"></figure>',
-        ]
+        image = f'<img alt="{_text(f"{page.title}: {caption}")}" src="{_data(picture.read_bytes())}">'
+        if picture.stem in page.narrow:
+            narrow = f'<source media="(max-width: 40rem)" srcset="{_data(page.narrow[picture.stem])}">'
+            image = f"<picture>{narrow}{image}</picture>"
+        parts += [f"<h2>{_text(caption[0].upper() + caption[1:])}</h2>", f"<figure>{image}</figure>"]
     if page.settings:
         parts += ["<h2>Settings</h2>", _table(page.settings, "words")]
     folders = [Column("run", [*page.folders]), Column("folders", ["\n".join(each) for each in page.folders.values()])]
@@ -113,6 +118,10 @@ def write_html(page: Page, path: Path) -> Path:
         parts += ["<h2>Notes</h2>", _list(page.notes, "notes")]
     path.write_text("\n".join([*parts, "</body></html>", ""]), encoding="utf-8")
     return path
+
+
+def _data(png: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
 
 
 def _text(text: str) -> str:
@@ -126,11 +135,14 @@ def _list(sentences: Sequence[str], kind: str) -> str:
 def _table(columns: Sequence[Column], kind: str) -> str:
     head = "".join(f'<th scope="col">{_text(column.title)}</th>' for column in columns)
     rows = zip(*(column.texts for column in columns), strict=True)
-    body = "\n".join(
-        f"<tr>{''.join('<td>' + _text(cell).replace(chr(10), '<br>') + '</td>' for cell in row)}</tr>" for row in rows
-    )
+    body = "\n".join(f"<tr>{''.join(f'<td>{_cell_text(cell)}</td>' for cell in row)}</tr>" for row in rows)
     table = f'<table class="{kind}"><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table>'
     return f'<div class="scroll">{table}</div>'
+
+
+def _cell_text(cell: str) -> str:
+    # A narrow column breaks a figure before its brackets alone.
+    return _text(cell).replace("\n", "<br>").replace(" ± ", "&nbsp;±&nbsp;")
 
 
 def write_markdown(page: Page, path: Path) -> Path:

@@ -5,8 +5,9 @@ Each curve has its name at its end. Where curves hide each other, a second pictu
 
 from __future__ import annotations
 
+import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -27,6 +28,7 @@ _LARGEST_DRAWN = 1e300
 # A name's place is as high as a row of a table; more do not fit any page.
 _MOST_NAMES = 40
 _LONGEST_NAME = 32
+_LONGEST_NAME_NARROW = 14
 _MOST_PANELS = 24
 _PANELS_IN_ROW = 4
 _GREY = "0.45"
@@ -100,29 +102,48 @@ def plot_curves(
         The files written: one or two.
     """
     curves = _drawable(curves, across)
+    _curves_figure(curves, across, metric, better, level, limit).savefig(path, dpi=150)
+    if not 1 < len(curves) <= _MOST_PANELS or not hidden(curves, across):
+        return [path]
+    beside = path.with_stem(f"{path.stem}_each")
+    _plot_panels(curves, across, *_titles(curves, across, metric, better), beside)
+    return [path, beside]
+
+
+def _titles(curves: Mapping[str, Sequence[Point]], across: Across, metric: str, better: str) -> tuple[str, str]:
+    """Return the title of the vertical axis, and that of the picture."""
     title = f"{metric} by {across.label}"
     if any(point.spread for points in curves.values() for point in points):
         title += "\nmean of the seeds ± one standard deviation"
-    y_label = f"{metric} ({better} is better)" if better else metric
+    return f"{metric} ({better} is better)" if better else metric, title
 
-    figure = Figure(figsize=(8.5, max(5.0, 0.19 * min(len(curves), _MOST_NAMES) + 1.5)), layout="constrained")
+
+def _curves_figure(
+    curves: Mapping[str, Sequence[Point]],
+    across: Across,
+    metric: str,
+    better: str,
+    level: float | None,
+    limit: float | None,
+    narrow: bool = False,
+) -> Figure:
+    y_label, title = _titles(curves, across, metric, better)
+    width, height, smaller = (4.4, 4.4, 2) if narrow else (8.5, 5.0, 0)
+    figure = Figure(figsize=(width, max(height, 0.19 * min(len(curves), _MOST_NAMES) + 1.5)), layout="constrained")
     axes = figure.add_subplot()
     lines = _draw(axes, curves)
     for place, along in ((level, axes.axhline), (limit, axes.axvline)):
         if place is not None and 0 < abs(place) < _LARGEST_DRAWN:
             along(place, color=_GREY, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
     _set_scale(axes, curves, across)
-    axes.set_title(title, fontsize=13, loc="left", parse_math=False)
-    axes.set_xlabel(across.label, fontsize=12)
-    axes.set_ylabel(y_label, fontsize=12, parse_math=False)
-    axes.tick_params(labelsize=11)
-    _name_ends(figure, axes, curves, lines)
-    figure.savefig(path, dpi=150)
-    if not 1 < len(curves) <= _MOST_PANELS or not hidden(curves, across):
-        return [path]
-    beside = path.with_stem(f"{path.stem}_each")
-    _plot_panels(curves, across, y_label, title, beside)
-    return [path, beside]
+    axes.set_title(title, fontsize=13 - smaller, loc="left", parse_math=False)
+    axes.set_xlabel(across.label, fontsize=12 - smaller)
+    axes.set_ylabel(y_label, fontsize=12 - smaller, parse_math=False)
+    axes.tick_params(labelsize=11 - smaller)
+    if narrow and across.unit:
+        axes.tick_params(axis="x", labelrotation=30)
+    _name_ends(figure, axes, curves, lines, _LONGEST_NAME_NARROW if narrow else _LONGEST_NAME)
+    return figure
 
 
 def draw(
@@ -148,16 +169,47 @@ def draw(
         seconds, ``convergence.png`` only if one logged the constants of `ConvergenceMonitor`; ``rounds_each.png`` and
         so on only where curves hide each other.
     """
-    better = "" if higher is None else "higher" if higher else "lower"
     pictures: list[Path] = []
-    for across, name in SHOWN.items():
-        curves = {group: curve(members, across.figure, metric) for group, members in groups.items()}
-        if across is ROUNDS or any(curves.values()):
-            limit = budget if across is BYTES else None
-            pictures += plot_curves(curves, across, metric, folder / f"{name}.png", better, level, limit)
+    for across, name, curves in _shown(groups, metric):
+        limit = budget if across is BYTES else None
+        pictures += plot_curves(curves, across, metric, folder / f"{name}.png", _better(higher), level, limit)
     if any(run.series("convergence/R") for members in groups.values() for run in members):
         pictures.append(plot_convergence(groups, folder / "convergence.png"))
     return pictures
+
+
+def draw_narrow(
+    groups: Mapping[str, Sequence[Run]],
+    metric: str,
+    higher: bool | None,
+    level: float | None = None,
+    budget: float | None = None,
+) -> dict[str, bytes]:
+    """Draw what `draw` draws against rounds, bytes and seconds as it can be read on a phone.
+
+    Returns:
+        PNG files by the names of `draw`'s.
+    """
+    pictures = {}
+    for across, name, curves in _shown(groups, metric):
+        limit, file = budget if across is BYTES else None, io.BytesIO()
+        drawn = _curves_figure(_drawable(curves, across), across, metric, _better(higher), level, limit, narrow=True)
+        drawn.savefig(file, dpi=150)
+        pictures[name] = file.getvalue()
+    return pictures
+
+
+def _shown(
+    groups: Mapping[str, Sequence[Run]], metric: str
+) -> Iterator[tuple[Across, str, Mapping[str, Sequence[Point]]]]:
+    for across, name in SHOWN.items():
+        curves = {group: curve(members, across.figure, metric) for group, members in groups.items()}
+        if across is ROUNDS or any(curves.values()):
+            yield across, name, curves
+
+
+def _better(higher: bool | None) -> str:
+    return "" if higher is None else "higher" if higher else "lower"
 
 
 def plot_convergence(groups: Mapping[str, Sequence[Run]], path: Path) -> Path:
@@ -274,16 +326,23 @@ def _plot_panels(curves: Mapping[str, Sequence[Point]], across: Across, y_label:
     figure.savefig(path, dpi=150)
 
 
-def shortened(name: str) -> str:
+def shortened(name: str, longest: int = _LONGEST_NAME) -> str:
     """Return a name as it fits beside a curve: without its middle, if it is long."""
-    return name if len(name) <= _LONGEST_NAME else f"{name[:20]}…{name[21 - _LONGEST_NAME :]}"
+    begin = longest * 5 // 8
+    return name if len(name) <= longest else f"{name[:begin]}…{name[begin + 1 - longest :]}"
 
 
-def _name_ends(figure: Figure, axes: Axes, curves: Mapping[str, Sequence[Point]], lines: Mapping[str, Line2D]) -> None:
+def _name_ends(
+    figure: Figure,
+    axes: Axes,
+    curves: Mapping[str, Sequence[Point]],
+    lines: Mapping[str, Line2D],
+    longest: int = _LONGEST_NAME,
+) -> None:
     """Write each curve's name at its end, where no other name is."""
     named = [
         axes.annotate(
-            shortened(name),
+            shortened(name, longest),
             (curves[name][-1].x, curves[name][-1].y),
             (6, 0),
             textcoords="offset points",

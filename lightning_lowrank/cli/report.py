@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 
 from lightning_lowrank.cli.pages import Column, Page, write_csv, write_html, write_latex, write_markdown
-from lightning_lowrank.cli.plots import SHOWN, draw
+from lightning_lowrank.cli.plots import SHOWN, draw, draw_narrow
 from lightning_lowrank.cli.runs import (
     Run,
     argument,
@@ -154,8 +154,9 @@ def report(
         for part in ("", "_each"):
             (output / f"{name}{part}.png").unlink(missing_ok=True)
     pictures = draw(groups, metric, higher, output, target, budget)
+    narrow = draw_narrow(groups, metric, higher, target, budget)
     folders = {name: [str(run.folder) for run in group] for name, group in groups.items()}
-    page = Page(title, sentences, notes, results, settings, folders, pictures)
+    page = Page(title, sentences, notes, results, settings, folders, pictures, narrow)
     written = [
         write(page, output / f"report.{kind}")
         for kind, write in (("md", write_markdown), ("html", write_html), ("csv", write_csv), ("tex", write_latex))

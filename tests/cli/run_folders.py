@@ -2,6 +2,7 @@
 
 import csv
 import io
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,7 @@ def draw_nothing(monkeypatch: Any) -> None:
         return [file]
 
     monkeypatch.setattr(plots, "plot_curves", write)
+    monkeypatch.setattr(sys.modules[report.__module__], "draw_narrow", lambda *arguments: {})
 
 
 def make_report(paths: list[Path], output: Path, **arguments: Any) -> tuple[list[dict[str, str]], str]:

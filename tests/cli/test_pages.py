@@ -19,7 +19,7 @@ HOSTILE = "</title><script>alert(1)</script>\"'><img src=x onerror=alert(1)>|\\i
 class Parsed(HTMLParser):
     """A page's elements, the attributes of each, and its text by element."""
 
-    VOID = ("meta", "img", "br")
+    VOID = ("meta", "img", "br", "source")
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -77,6 +77,32 @@ def test_a_page_holds_everything_and_lets_nothing_act(tmp_path):
     assert policy.split("; ")[:3] == ["default-src 'none'", "img-src data:", f"style-src 'sha256-{digest}'"]
     shown = [data for _, data in parsed.text]
     assert shown.count(HOSTILE.replace("\x1b", "\ufffd").replace("\u202e", "\ufffd").replace("\udcff", "\ufffd")) >= 7
+
+
+def test_pictures_by_bytes_come_first_and_have_narrow_forms(tmp_path):
+    page = hostile_page(tmp_path)
+    page.pictures = [tmp_path / f"{name}.png" for name in ("rounds", "rounds_each", "bytes", "convergence")]
+    for picture in page.pictures:
+        picture.write_bytes(picture.stem.encode())
+    page.narrow = {"rounds": b"narrow rounds", "bytes": b"narrow bytes"}
+    parsed = Parsed(write_html(page, tmp_path / "report.html").read_text(encoding="utf-8"))
+
+    def held(attribute: str | None) -> str:
+        return base64.b64decode(attribute.removeprefix("data:image/png;base64,")).decode()
+
+    assert [held(image["src"]) for image in parsed.all("img")] == ["bytes", "rounds", "rounds_each", "convergence"]
+    assert [held(each["srcset"]) for each in parsed.all("source")] == ["narrow bytes", "narrow rounds"]
+    assert {each["media"] for each in parsed.all("source")} == {"(max-width: 40rem)"}
+    assert [tag for tag, _ in parsed.elements if tag in ("figure", "picture")] == [
+        *("figure", "picture", "figure", "picture", "figure", "figure")
+    ]
+
+
+def test_a_figure_is_not_torn_from_its_deviation(tmp_path):
+    page = hostile_page(tmp_path)
+    page.results = [Column("run", ["a"]), Column("best (round)", ["0.5000 ± 0.1000 (2.5 ± 0.7)"])]
+    text = write_html(page, tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "<td>0.5000&nbsp;±&nbsp;0.1000 (2.5&nbsp;±&nbsp;0.7)</td>" in text
 
 
 def test_tables_of_other_formats_hold_no_markup_of_a_folders(tmp_path):

@@ -12,7 +12,17 @@ from matplotlib.image import imread
 from matplotlib.transforms import Bbox
 from rich.console import Console
 
-from lightning_lowrank.cli.plots import BYTES, ROUNDS, Point, curve, hidden, plot_curves, spread_out
+from lightning_lowrank.cli.plots import (
+    BYTES,
+    ROUNDS,
+    Point,
+    curve,
+    draw_narrow,
+    hidden,
+    plot_curves,
+    shortened,
+    spread_out,
+)
 from lightning_lowrank.cli.report import report
 from lightning_lowrank.cli.runs import find_runs
 from tests.cli.run_folders import configured, make_report, rows_of, write_run
@@ -81,6 +91,24 @@ def test_the_plots_are_pictures_with_a_curve_for_each_run(tmp_path):
     for name in ("rounds.png", "bytes.png"):
         assert len(colours(tmp_path / "one" / name)) == 1
         assert len(colours(tmp_path / "two" / name)) == 2
+
+
+@pytest.mark.slow
+def test_narrow_pictures_have_room_for_a_curve_beside_long_names(tmp_path):
+    for number in range(3):
+        name = f"a_name_of_many_letters_{number}"
+        write_run(tmp_path / "runs" / name, rows_of([0.2 + number / 5, 0.5], 10_000, 10_000))
+    groups = {run.folder.name: [run] for run in find_runs([tmp_path / "runs"])}
+    pictures = draw_narrow(groups, "val_acc", True, budget=15_000)
+    assert list(pictures) == ["rounds", "bytes"]
+    for name, data in pictures.items():
+        (tmp_path / name).write_bytes(data)
+        pixels = picture(tmp_path / name)
+        assert pixels.shape[:2] == (660, 660)
+        # The axis below is a line of dark pixels.
+        dark = (pixels[..., :3] < 0.2).all(axis=-1)
+        assert dark.sum(axis=1).max() > 330
+    assert shortened("a_name_of_many_letters_2", 14) == "a_name_o…ers_2"
 
 
 @pytest.mark.slow

@@ -150,9 +150,7 @@ class Reader:
             for name in words[2:]:
                 _check_installable(name)
         elif words[0] == "python" and words[1].startswith(("tests/benchmarks/", "tests/versions.py")):
-            source = Path(words[1]).read_text()
-            for option in words[2:]:
-                assert not option.startswith("--") or f'"{option}"' in source, f"{words[1]} has no {option}"
+            _check_script(Path(words[1]), words[2:])
         elif words[0] == "python":
             with self._listening(), _arguments(words[1:]):
                 runpy.run_path(words[1], run_name="__main__")
@@ -225,6 +223,70 @@ def _check_installable(name: str) -> None:
         assert not unknown, f"{name}: there is no extra {unknown}"
     else:
         assert wanted["name"] in OTHERS, f"{name} is none of {OTHERS}"
+
+
+_STUBS = """
+record() { printf '%s\\t' "$@" >> "$CALLS"; echo >> "$CALLS"; }
+for name in lightning-lowrank pip pre-commit pytest ruff mypy mkdocs; do
+    eval "$name() { record $name \\"\\$@\\"; }"
+done
+python() { if [ "$1" = -c ]; then echo folder; else record python "$@"; fi; }
+"""
+
+
+def called(path: Path, folder: Path) -> list[list[str]]:
+    """Return which commands a page's shell blocks call, with variables and loops resolved, without calling them."""
+    log = folder / "calls"
+    log.write_text("")
+    text = "\n".join(block.text for block in blocks(path) if block.language == "bash")
+    # Brackets stand around what may be left out.
+    script = _STUBS + re.sub(r"\[(--[^\]]*)\]", r"\1", text)
+    environment = {**os.environ, "CALLS": str(log)}
+    done = subprocess.run(["bash", "-e"], input=script, env=environment, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [line.rstrip("\t").split("\t") for line in log.read_text().splitlines()]
+
+
+def check_call(words: list[str]) -> None:
+    """Check that a command could be run: its files, its options and the recipe that they make are there."""
+    if words[0] == "lightning-lowrank":
+        if words[1] == "fit":
+            _parse(words[1:])
+    elif words[0] == "pip" and words[1] == "install":
+        for name in words[2:]:
+            _check_installable(name)
+    elif words[0] == "python":
+        is_module = words[1] == "-m"
+        name, *others = words[1 + is_module :]
+        if is_module and name in ("pytest", "pip"):
+            missing = [word for word in others if word.startswith("tests/") and not (ROOT / word).exists()]
+            assert not missing, f"there is no {missing}"
+            return
+        # What stands after "--" goes to each fit.
+        end = others.index("--") if "--" in others else len(others)
+        _check_script(Path(name.replace(".", "/") + ".py" if is_module else name), others[:end])
+        if others[end + 1 :]:
+            _parse(["fit", "--config", "recipes/finetuning/sst2.yaml", *others[end + 1 :]])
+
+
+def _check_script(path: Path, words: list[str]) -> None:
+    source = (ROOT / path).read_text(encoding="utf-8")
+    if "import add_json_option" in source:
+        source += (ROOT / path).with_name("json_option.py").read_text(encoding="utf-8")
+    for option in words:
+        assert not option.startswith("--") or f'"{option}"' in source, f"{path} has no {option}"
+
+
+def _parse(words: list[str]) -> None:
+    from lightning_lowrank.cli import main
+
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), _arguments(["lightning-lowrank"]):
+            main([*words, "--print_config"])
+    except SystemExit as end:
+        if end.code not in (0, None):
+            raise AssertionError(f"{' '.join(words)}: {end.code}") from end
 
 
 OTHERS = ("wandb", "mlflow", "tensorboard", "optuna", "pre-commit")

@@ -14,14 +14,15 @@ import torch
 import yaml
 from torch import nn
 
-from tests.docs.page import LANGUAGES, ROOT, Reader, blocks
+from tests.docs.page import LANGUAGES, ROOT, Reader, blocks, called, check_call
 
 DOCS = ROOT / "docs"
 PAGES = sorted(path for path in DOCS.rglob("*.md"))
 README = ROOT / "README.md"
-# Commands for who works on the package itself, and a table that its own command writes.
+# Commands for who works on the package itself, and those that make what was measured. They take from minutes to days.
 NOT_FOLLOWED = {"CONTRIBUTING.md", "modules.md"}
 FOLLOWED = [page for page in [*PAGES, README] if page.name not in NOT_FOLLOWED and blocks(page)]
+CHECKED = [*(DOCS / name for name in sorted(NOT_FOLLOWED)), *sorted((ROOT / "recipes").rglob("RESULTS.md"))]
 MADE = ("methods/", "reference/", "measured/")
 """Folders of pages that are made when the site is built, which checks links to them."""
 
@@ -122,6 +123,17 @@ def test_follow(page, folder, monkeypatch):
     AFTERWARDS.get(str(page.relative_to(ROOT)), lambda names: None)(vars(reader.module))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("page", CHECKED, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_that_take_long_could_be_run(page, folder):
+    """Their recipes are read, and their files and options looked up."""
+    Reader(folder)
+    found = called(page, folder)
+    assert found
+    for call in found:
+        check_call(call)
+
+
 TUTORIALS = [page for page in PAGES if page.parent.name == "tutorials"]
 
 
@@ -161,7 +173,7 @@ def test_links(page):
 def test_every_block_has_a_language():
     unknown = {
         f"{page.name}:{block.line}": block.language
-        for page in FOLLOWED
+        for page in [*FOLLOWED, *CHECKED]
         for block in blocks(page)
         if block.language not in LANGUAGES
     }

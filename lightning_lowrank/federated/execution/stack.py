@@ -282,7 +282,9 @@ class ClientStack(Untraced):
     def _made(self, parts: Parts, batch_idx: int) -> Tensor:
         self._tell_of_unequal(parts)
         mapped = any(len(places.numbers) > 1 for places, _ in parts)
-        if mapped:
+        # Numbers of the module count clients' steps together also where no two batches have one form.
+        together = mapped or len(parts) > 1
+        if together:
             self._watch.before_step()
         total: Tensor | None = None
         logged, deferred = _Logged(), self.deferred()
@@ -295,8 +297,8 @@ class ClientStack(Untraced):
                 self._watch.after_part()
             total = losses.sum() if total is None else total + losses.sum()
             logged.add(values, places.samples)
-        if mapped:
-            self._watch.after_step()
+        if together:
+            self._watch.after_step(mapped)
         logged.log(self._module, self.late_logs)
         assert total is not None
         return total

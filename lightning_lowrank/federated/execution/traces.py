@@ -337,7 +337,7 @@ class Watch:
     def __init__(self, module: nn.Module) -> None:
         self.mapped, self.told_of_batches = True, False
         self._module = module
-        self._steps = 0
+        self._steps, self._compared = 0, 0
         self._left: list[tuple[dict[str, Any], str, str]] = []
         self._updates = {id(item): item.update_count for _, item in self._metrics()}
         self._numbers = self._present_numbers()
@@ -357,7 +357,7 @@ class Watch:
 
     def before_step(self) -> None:
         """Look at the numbers anew, some of which the method may have set for this step."""
-        self._numbers = self._present_numbers() if self._steps < 2 else {}
+        self._numbers = self._present_numbers() if self._compared < 2 else {}
 
     def after_part(self) -> None:
         """Refuse what the steps of clients whose batches have one form have left, or would leave unseen.
@@ -371,15 +371,19 @@ class Watch:
             if isinstance(table.get(key), Tensor) and is_mapped(table[key]):
                 table[key] = _left(name)
 
-    def after_step(self) -> None:
+    def after_step(self, mapped: bool = True) -> None:
         """Refuse numbers that each step changes.
+
+        Args:
+            mapped: Whether batches of several clients had one form, so that they were mapped.
 
         Raises:
             MisconfigurationException: If there is one.
         """
-        if self._steps < 2:
+        if self._compared < 2:
             self._compare_numbers()
-        self._steps += 1
+            self._compared += 1
+        self._steps += mapped
 
     def _look(self) -> None:
         metric = self.updated_metric()
@@ -404,7 +408,7 @@ class Watch:
         numbers = self._present_numbers()
         # What a step stores once, such as a size, changes in the first one at most.
         changed = [name for name, value in numbers.items() if value != self._numbers.get(name, value)]
-        if changed and self._steps:
+        if changed and self._compared:
             raise refusal(
                 f"it changes the number {_plain(changed[0])}, which is one for all clients and would count their steps"
                 " together"

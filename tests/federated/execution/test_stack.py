@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torchmetrics import MeanMetric
 
-from lightning_lowrank import FederatedLoop
+from lightning_lowrank import FederatedLoop, FromIndices
 from tests.federated.execution.runs import Double, Item, Kept, Manual, Reader, both, run
 from tests.helpers import Module
 
@@ -384,3 +384,12 @@ def test_what_a_step_does_beside_its_loss_is_refused_by_its_cause(tmp_path, modu
         run(tmp_path, "vectorized", module=module, callbacks=[count], trainer={"max_epochs": 1})
     # What a step counts shows in the second.
     assert len(steps) == (module is Numbering)
+
+
+@pytest.mark.parametrize(("sizes", "rounds"), [((10, 11, 12), 1), ((2, 3, 4), 2)])
+def test_a_number_that_counts_steps_is_refused_where_no_two_batches_have_one_form(tmp_path, sizes, rounds):
+    """In the second step of clients of two batches each, or in the first round's and the second round's steps."""
+    ends = [sum(sizes[: client + 1]) for client in range(3)]
+    partition = FromIndices([range(end - size, end) for end, size in zip(ends, sizes, strict=True)])
+    with pytest.raises(MisconfigurationException, match=r"changes the number self\.stats\.steps"):
+        run(tmp_path, "vectorized", module=Numbering, partition=partition, trainer={"max_epochs": rounds})
