@@ -9,8 +9,8 @@ with the operators that take unequal ranks. An operator that is added to the pac
 words. For each one, in each division,
 
 1. each learning rate is tried for ``--search-rounds`` rounds, with a seed of its own. The best accuracy chooses the
-   rate, so that every operator has the same budget to find it. With one rate there is nothing to choose, and two
-   rounds of one step tell what a round sends;
+   rate, and of equal ones the last loss, so that every operator has the same budget to find it. With one rate there is
+   nothing to choose, and two rounds of one step tell what a round sends;
 2. one run is made for each seed, of ``--rounds`` rounds, or of more where the operator has not yet spent the budget of
    bytes then. That budget is what the plain mean of factors (Product-Sum; at unequal ranks ZeroPadding) spends in
    ``--rounds`` rounds, or ``--budget``.
@@ -161,15 +161,15 @@ class Table:
             # Some operators send more from the second round on.
             sent = self.run(row, into / "bytes", rate, self.options.search_seed, 2, one, judged=False)
             return None if sent is None else (rate, _bytes_of_a_round(sent))
-        tried: list[tuple[float, float, Run]] = []
+        tried: list[tuple[float, float, float, Run]] = []
         for rate in self.options.rates:
             run = self.run(row, into / f"rate_{rate:g}", rate, self.options.search_seed, self.options.search_rounds)
             if run is not None and run.series(row.metric):
-                tried.append((max(value for _, value in run.series(row.metric)), rate, run))
+                (*_, (_, loss)) = run.series("val_loss")
+                tried.append((max(value for _, value in run.series(row.metric)), -loss, rate, run))
         if not tried:
             return None
-        # Of equal accuracies the smaller rate.
-        _, rate, run = max(tried, key=lambda each: (each[0], -each[1]))
+        *_, rate, run = max(tried, key=lambda each: each[:2])
         return rate, _bytes_of_a_round(run)
 
     def make(self, division: str) -> None:
