@@ -22,7 +22,6 @@ from torchvision.datasets import MNIST
 
 ROOT = Path(__file__).parents[2]
 SHAPES = ((200, 784), (200, 200), (10, 200))
-RANKS = (160, 100, 10)
 CLIENTS = 10
 MEAN, STD = 0.1307, 0.3081
 
@@ -37,6 +36,19 @@ def uniform(shape: Sequence[int], fan_in: int, generator: torch.Generator) -> Te
     return (torch.rand(*shape, generator=generator) * 2 - 1) / math.sqrt(fan_in)
 
 
+def xavier(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    return (torch.rand(*shape, generator=generator) * 2 - 1) * math.sqrt(6 / sum(shape))
+
+
+def factors(init: str, ranks: Sequence[int], generator: torch.Generator) -> tuple[list[Tensor], list[Tensor]]:
+    """Return B and A of each layer: `lora` has B zero, `output` has A zero, `both` and `xavier` neither."""
+    scaled = init in ("output", "xavier")
+    shapes = [((rank, shape[1]), (shape[0], rank)) for rank, shape in zip(ranks, SHAPES, strict=True)]
+    a = [xavier(down, generator) if scaled else uniform(down, down[1], generator) for down, _ in shapes]
+    b = [xavier(up, generator) if scaled else uniform(up, up[1], generator) for _, up in shapes]
+    return [factor * (init != "lora") for factor in b], [factor * (init != "output") for factor in a]
+
+
 def truncated(matrix: Tensor, rank: int, split: str) -> tuple[Tensor, Tensor]:
     """Return B and A whose product is the best of that rank; singular values go to B or to both alike."""
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
@@ -48,11 +60,18 @@ def truncated(matrix: Tensor, rank: int, split: str) -> tuple[Tensor, Tensor]:
 
 
 def forward(
-    x: Tensor, base: Sequence[Tensor], b: Sequence[Tensor], a: Sequence[Tensor], bias: Sequence[Tensor]
+    x: Tensor,
+    frozen: Tensor,
+    base: Sequence[Tensor],
+    b: Sequence[Tensor],
+    a: Sequence[Tensor],
+    bias: Sequence[Tensor],
+    rectified: int,
 ) -> Tensor:
+    """Return the logits. What the first layer's frozen weights make of ``x`` is always the same, and given."""
     for layer, weight in enumerate(base):
-        x = x @ weight.T + (x @ a[layer].mT) @ b[layer].mT + bias[layer].unsqueeze(-2)
-        x = x.relu() if layer < len(base) - 1 else x
+        x = (frozen if layer == 0 else x @ weight.T) + (x @ a[layer].mT) @ b[layer].mT + bias[layer].unsqueeze(-2)
+        x = x.relu() if layer < rectified else x
     return x
 
 
@@ -69,32 +88,45 @@ def best_accuracy(operator: str, delta: float, every: int, arguments: argparse.N
     x, y = images(arguments.data, True, arguments.inputs)
     test_x, test_y = images(arguments.data, False, arguments.inputs)
     parts = [(y == digit).nonzero()[:, 0] for digit in range(CLIENTS)]
-    ranks = [max(int(rank * delta), 1) for rank in RANKS]
-    base = [uniform(shape, shape[1], generator) * (arguments.base == "default") for shape in SHAPES]
-    a = [uniform((rank, shape[1]), shape[1], generator) for rank, shape in zip(ranks, SHAPES, strict=True)]
-    b = [uniform((shape[0], rank), rank, generator) for rank, shape in zip(ranks, SHAPES, strict=True)]
-    b = [factor * (arguments.init == "both") for factor in b]
+    ranks = [max(int(rank * delta), 1) for rank in arguments.ranks]
+    base = [uniform(shape, shape[1], generator) * arguments.base_scale for shape in SHAPES]
+    b, a = factors(arguments.init, ranks, generator)
+    rectified = 1 if arguments.linear_second else 2
+    frozen, test_frozen = x @ base[0].T, test_x @ base[0].T
     bias = [torch.zeros(shape[0]) for shape in SHAPES]
     longest = math.ceil(max(map(len, parts)) / arguments.batch)
     best = 0.0
     rounds = arguments.total // every
     for number in range(rounds):
         stacks = [value.repeat(CLIENTS, *(1 for _ in value.shape)).requires_grad_() for value in (*b, *a, *bias)]
+        moments = [torch.zeros_like(value) for value in stacks]
         for _ in range(every):
             orders = [part[torch.randperm(len(part), generator=generator)] for part in parts]
-            for step in range(1 if arguments.local == "steps" else longest):
-                chosen = [order[step * arguments.batch : (step + 1) * arguments.batch] for order in orders]
-                rows = torch.stack([pad(each, (0, arguments.batch - len(each))) for each in chosen])
-                weights = torch.stack([pad(torch.ones(len(each)), (0, arguments.batch - len(each))) for each in chosen])
-                logits = forward(x[rows], base, stacks[:3], stacks[3:6], stacks[6:])
+            steps = 1 if arguments.local == "steps" else longest
+            taken = steps * arguments.batch
+            all_rows = torch.stack([pad(order[:taken], (0, max(taken - len(order), 0))) for order in orders])
+            valid = torch.arange(taken) < torch.tensor([len(order) for order in orders])[:, None]
+            for step in range(steps):
+                now = slice(step * arguments.batch, (step + 1) * arguments.batch)
+                rows, weights = all_rows[:, now], valid[:, now].float()
+                logits = forward(x[rows], frozen[rows], base, stacks[:3], stacks[3:6], stacks[6:], rectified)
                 if arguments.softmax:
                     logits = logits.softmax(-1)
                 losses = cross_entropy(logits.flatten(0, 1), y[rows].flatten(), reduction="none").view_as(weights)
                 loss = ((losses * weights).sum(1) / weights.sum(1).clamp(min=1)).sum()
                 with torch.no_grad():
-                    for value, gradient in zip(stacks, torch.autograd.grad(loss, stacks), strict=True):
-                        value -= arguments.learning_rate * gradient
+                    gradients = torch.autograd.grad(loss, stacks)
+                    # A client that is through with its epoch has weights of zero, and waits for the others.
+                    moving = (weights[:, 0] * arguments.learning_rate).view(-1, 1, 1)
+                    for value, moment, gradient in zip(stacks, moments, gradients, strict=True):
+                        if arguments.weight_decay:
+                            gradient = gradient.add(value, alpha=arguments.weight_decay)
+                        moved = moment.mul_(arguments.momentum).add_(gradient) if arguments.momentum else gradient
+                        value -= moved * moving.view(-1, *(1 for _ in value.shape[1:]))
         with torch.no_grad():
+            if not all(value.isfinite().all() for value in stacks):
+                print(f"  round {number + 1}: not finite", flush=True)
+                return best
             bias = [value.mean(0) for value in stacks[6:]]
             if operator == "PS":
                 b, a = ([value.mean(0) for value in stacks[first : first + 3]] for first in (0, 3))
@@ -103,8 +135,11 @@ def best_accuracy(operator: str, delta: float, every: int, arguments: argparse.N
                 pairs = [truncated(mean, rank, arguments.split) for mean, rank in zip(means, ranks, strict=True)]
                 b, a = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
             if (number + 1) % arguments.evaluate_every == 0 or number + 1 == rounds:
-                found = forward(test_x, base, b, a, bias).argmax(1)
-                best = max(best, (found == test_y).float().mean().item())
+                found = forward(test_x, test_frozen, base, b, a, bias, rectified).argmax(1)
+                accuracy = (found == test_y).float().mean().item()
+                best = max(best, accuracy)
+                if arguments.verbose:
+                    print(f"  round {number + 1} {accuracy:.4f} best {best:.4f}", flush=True)
     return best
 
 
@@ -114,14 +149,24 @@ def main() -> None:
     parser.add_argument("--local", choices=["epochs", "steps"], default="epochs", help="what E counts")
     parser.add_argument("--every", type=int, nargs="+", default=[1], help="E: epochs or steps of a round")
     parser.add_argument("--total", type=int, default=300, help="epochs or steps in all")
+    parser.add_argument("--ranks", type=int, nargs=3, default=[160, 100, 10], help="at a share of one")
     parser.add_argument("--delta", type=float, nargs="+", default=[1.0, 0.1])
     parser.add_argument("--operator", choices=["PS", "SP"], nargs="+", default=["SP", "PS"])
     parser.add_argument("--inputs", choices=["pixels", "standardised"], default="pixels")
-    parser.add_argument("--base", choices=["default", "zero"], default="default", help="the frozen weights")
-    parser.add_argument("--init", choices=["lora", "both"], default="lora", help="B zero, or both factors at random")
+    parser.add_argument("--base-scale", type=float, default=1.0, help="of the frozen weights; 0 leaves none")
+    parser.add_argument(
+        "--init",
+        choices=["lora", "both", "output", "xavier"],
+        default="lora",
+        help="B zero; neither zero; A zero and B drawn by Glorot's rule; both drawn by it",
+    )
     parser.add_argument("--split", choices=["left", "root"], default="left", help="where SP puts singular values")
     parser.add_argument("--softmax", action="store_true", help="softmax before the loss, which takes another")
+    parser.add_argument("--linear-second", action="store_true", help="no ReLU after the second layer")
+    parser.add_argument("--momentum", type=float, default=0.0, help="from zero in each round")
+    parser.add_argument("--weight-decay", type=float, default=0.0)
     parser.add_argument("--evaluate-every", type=int, default=1, help="rounds between two looks at the test set")
+    parser.add_argument("--verbose", action="store_true", help="print every look at the test set")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--learning-rate", type=float, default=0.05)
     parser.add_argument("--seed", type=int, default=0)
