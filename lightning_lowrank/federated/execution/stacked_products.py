@@ -28,8 +28,6 @@ _ACTIVATIONS = {
     *(F.celu, F.elu, F.hardsigmoid, F.hardswish, F.hardtanh, F.leaky_relu, F.mish, F.relu, F.relu6, F.selu, F.silu),
     *(F.threshold, Tensor.relu_, torch.relu_),
 }
-_SELECT_SCATTER = {torch.select_scatter, Tensor.select_scatter}
-_LINEAR_CROSS_ENTROPY = getattr(F, "linear_cross_entropy", None)
 _NUMBERS = {Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__, Tensor.item, Tensor.tolist}
 
 
@@ -51,8 +49,9 @@ class StackedProducts(TorchFunctionMode):
     - ``F.scaled_dot_product_attention`` with a bias that is trained: torch would take a kernel that has no gradient of
       it. Here it takes the one that has. Under autocast, torch would leave queries, keys and values in different types,
       and refuse them.
-    - ``F.embedding`` with a ``padding_idx``, ``torch.select_scatter``, and ``F.linear_cross_entropy`` in chunks: as
-      torch maps them, their gradients are wrong. Here they are those of a client alone.
+    - ``F.embedding`` and ``torch.embedding`` with a ``padding_idx``, ``torch.select_scatter``, and
+      ``F.linear_cross_entropy`` in chunks: as torch maps them, their gradients are wrong. Here they are those of a
+      client alone.
     - ``F.dropout`` on the CPU: the same operations as torch's, which asks for a size that symbolic tracing lacks.
     - ``bool()``, ``item()`` and the like of a tensor that is the same for all clients: torch refuses them all. Here
       they give the number.
@@ -84,29 +83,13 @@ class StackedProducts(TorchFunctionMode):
             return self._linear(*arguments, **keywords)
         if function in _CONVOLUTIONS:
             return _convolution(function, *arguments, **keywords)
-        if function is F.batch_norm:
-            return _batch_norm(*arguments, **keywords)
-        if function is F.max_pool2d:
-            return _max_pool(*arguments, **keywords)
         if function in _ACTIVATIONS:
             return _activation(function, *arguments, **keywords)
-        if function is F.cross_entropy:
-            return _cross_entropy(*arguments, **keywords)
         if function is Tensor.view:
             return self._view(*arguments, **keywords)
-        if function is F.dropout:
-            return _dropout(*arguments, **keywords)
-        if function is F.embedding:
-            return _embedding(*arguments, **keywords)
-        if function in _SELECT_SCATTER:
-            return _select_scatter(*arguments, **keywords)
-        if function is _LINEAR_CROSS_ENTROPY:
-            keywords = {**keywords, "options": None}
-        if function is F.scaled_dot_product_attention:
-            return _attention(*arguments, **keywords)
         if function in _NUMBERS:
             return function(_shared(*arguments))
-        return function(*arguments, **keywords)
+        return _OTHERWISE.get(function, function)(*arguments, **keywords)
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         found = self._weights.apart(input, weight)
@@ -336,10 +319,23 @@ def _embedding(
     input: Tensor, weight: Tensor, padding_idx: int | None = None, *arguments: Any, **keywords: Any
 ) -> Tensor:
     rows = F.embedding(input, weight, padding_idx, *arguments, **keywords)
-    if padding_idx is None or not is_mapped(weight):
-        return rows
-    padding = input == (padding_idx % weight.shape[0])
-    return torch.where(padding.unsqueeze(-1), rows.detach(), rows)
+    return rows if padding_idx is None else _without_padding(rows, input, weight, padding_idx % weight.shape[0])
+
+
+def _native_embedding(
+    weight: Tensor, indices: Tensor, padding_idx: int = -1, *arguments: Any, **keywords: Any
+) -> Tensor:
+    rows = torch.embedding(weight, indices, padding_idx, *arguments, **keywords)
+    return rows if padding_idx < 0 else _without_padding(rows, indices, weight, padding_idx)
+
+
+def _without_padding(rows: Tensor, indices: Tensor, weight: Tensor, padding: int) -> Tensor:
+    """Return rows of an embedding of which those of padding have no gradient."""
+    return torch.where((indices == padding).unsqueeze(-1), rows.detach(), rows) if is_mapped(weight) else rows
+
+
+def _linear_cross_entropy(*arguments: Any, options: Any = None, **keywords: Any) -> Tensor:
+    return F.linear_cross_entropy(*arguments, **keywords)
 
 
 def _select_scatter(input: Tensor, src: Tensor, dim: int, index: int) -> Tensor:
@@ -502,3 +498,19 @@ class _StackedBatchNorm(Function):
                 if result is not None:
                     result[client] = part
         return (*results, None, None, None, None, None)
+
+
+_OTHERWISE: dict[Any, Callable[..., Tensor]] = {
+    F.batch_norm: _batch_norm,
+    F.cross_entropy: _cross_entropy,
+    F.dropout: _dropout,
+    F.embedding: _embedding,
+    F.max_pool2d: _max_pool,
+    F.scaled_dot_product_attention: _attention,
+    torch.embedding: _native_embedding,
+    torch.select_scatter: _select_scatter,
+    Tensor.select_scatter: _select_scatter,
+}
+"""What is computed in another way, by functions of the same arguments."""
+if hasattr(F, "linear_cross_entropy"):
+    _OTHERWISE[F.linear_cross_entropy] = _linear_cross_entropy

@@ -158,14 +158,20 @@ def test_positional_arguments():
     )
 
 
+def native(input, weight, padding_idx):
+    # Where nothing is padding, it takes -1.
+    return torch.embedding(weight, input, -1 if padding_idx is None else padding_idx % len(weight))
+
+
+@pytest.mark.parametrize("look_up", [F.embedding, native])
 @pytest.mark.parametrize("padding", [None, 0, -1])
 @pytest.mark.parametrize("common", [False, True])
-def test_embeddings_of_padding_are_not_trained(padding, common):
+def test_embeddings_of_padding_are_not_trained(padding, common, look_up):
     words = torch.tensor([[0, 1, 4, 0], [2, 0, 0, 4]]).repeat(CLIENTS, 1)[:CLIENTS]
     words = words[0] if common else words
     weight = numbers(CLIENTS, 5, 3).requires_grad_()
     with StackedProducts():
-        found = vmap(partial(F.embedding, padding_idx=padding), in_dims=(None if common else 0, 0))(words, weight)
+        found = vmap(partial(look_up, padding_idx=padding), in_dims=(None if common else 0, 0))(words, weight)
     expected = torch.stack(
         [F.embedding(own, each, padding) for own, each in zip(words.expand(CLIENTS, 4), weight, strict=True)]
     )
