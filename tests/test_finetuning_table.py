@@ -3,6 +3,7 @@
 import csv
 import importlib.util
 from abc import ABCMeta
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from lightning_lowrank import aggregation
 from lightning_lowrank.aggregation import Operator
 from lightning_lowrank.cli.runs import read_run
 from tests import texts
+from tests.cli.run_folders import rows_of, write_run
 
 SCRIPT = Path(__file__).parents[1] / "recipes" / "finetuning" / "table.py"
 
@@ -41,6 +43,26 @@ def test_every_operator_has_a_row(table):
 def figures(folder):
     with open(folder / "report.csv", newline="") as file:
         return {row["run"]: row for row in csv.DictReader(file)}
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "losses", "chosen"),
+    [
+        ((0.5, 0.6), (0.6, 0.7), 0.01),
+        ((0.6, 0.5), (0.7, 0.6), 0.001),
+        ((0.5, 0.5), (0.7, 0.6), 0.01),
+        ((0.5, 0.5), (0.6, 0.7), 0.001),
+    ],
+)
+def test_a_rate_is_chosen_by_accuracy_and_then_by_loss(table, monkeypatch, accuracies, losses, chosen):
+    runs = {}
+    for rate, accuracy, loss in zip((0.001, 0.01), accuracies, losses, strict=True):
+        rows = rows_of([accuracy], 10, 20)
+        rows[0]["val_loss"] = loss
+        runs[rate] = read_run(write_run(Path(str(rate)), rows))
+    monkeypatch.setattr(table.Table, "run", lambda self, row, folder, rate, *others: runs[rate])
+    options = Namespace(into=Path(), rates=list(runs), search_seed=0, search_rounds=1)
+    assert table.Table(options, []).search(table.Row("FFA", "ten")) == (chosen, 30)
 
 
 @pytest.mark.slow

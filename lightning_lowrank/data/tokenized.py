@@ -224,8 +224,8 @@ class PackTexts:
             filled[row] += length
 
         def joined(part: Any, padding: int) -> Tensor:
-            joined = [torch.cat([part(number, index) for number, index in enumerate(row)]) for row in rows]
-            return _padded(joined, padding, self.multiple_of)
+            texts = [torch.cat([part(number, index) for number, index in enumerate(row)]) for row in rows]
+            return _padded(texts, padding, self.multiple_of)
 
         def labels_of(number: int, index: int) -> Tensor:
             # The token before the first is another text's.

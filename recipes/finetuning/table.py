@@ -165,7 +165,8 @@ class Table:
         for rate in self.options.rates:
             run = self.run(row, into / f"rate_{rate:g}", rate, self.options.search_seed, self.options.search_rounds)
             if run is not None and run.series(row.metric):
-                (*_, (_, loss)) = run.series("val_loss")
+                loss = run.last("val_loss")
+                assert loss is not None
                 tried.append((max(value for _, value in run.series(row.metric)), -loss, rate, run))
         if not tried:
             return None

@@ -346,6 +346,18 @@ class Padded(pl.LightningDataModule):
         return torch.utils.data.DataLoader(samples, batch_size=self.batch_size)
 
 
+def assert_together_as_alone(tmp_path, model, data, *low_rank):
+    ends = []
+    for execution in ("sequential", "vectorized"):
+        division = FromIndices([list(range(12)), list(range(12, 24))])
+        loop = FederatedLoop(FedAvg(), partition=division, execution=execution, summary=False)
+        module = TextClassifier(model, optimizer=partial(torch.optim.SGD, lr=0.1), dtype="float64")
+        fit(trainer(tmp_path, *(make() for make in low_rank), loop, max_epochs=3), module, data)
+        ends.append(weights(module))
+    for name, value in ends[0].items():
+        torch.testing.assert_close(ends[1][name], value, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("traced", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_clients_step_together_where_some_have_no_padding(tmp_path, folder, monkeypatch, traced):
     made = []
@@ -353,17 +365,8 @@ def test_clients_step_together_where_some_have_no_padding(tmp_path, folder, monk
     monkeypatch.setattr(StepGraphs, "_is_worth_it", lambda self, key, first: traced)
     monkeypatch.setattr(StepGraphs, "_trace", lambda self, step: made.append(trace(self, step)) or made[-1])
 
-    def run(execution):
-        division = FromIndices([list(range(12)), list(range(12, 24))])
-        loop = FederatedLoop(FedAvg(), partition=division, execution=execution, summary=False)
-        module = TextClassifier(folder, optimizer=partial(torch.optim.SGD, lr=0.1)).double()
-        fit(trainer(tmp_path, lora(), loop, max_epochs=3), module, Padded())
-        return weights(module)
-
-    expected, found = run("sequential"), run("vectorized")
+    assert_together_as_alone(tmp_path, folder, Padded(), lora)
     assert bool(made) is traced
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-9)
 
 
 def test_clients_step_together_whose_padding_has_no_mask(tmp_path):
@@ -371,16 +374,7 @@ def test_clients_step_together_whose_padding_has_no_mask(tmp_path):
     config = {"model_type": "deberta-v2", "vocab_size": 16, "pad_token_id": 0, **sizes}
     config.update(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 
-    def run(execution):
-        division = FromIndices([list(range(12)), list(range(12, 24))])
-        loop = FederatedLoop(FedAvg(), partition=division, execution=execution, summary=False)
-        module = TextClassifier(config, optimizer=partial(torch.optim.SGD, lr=0.1), dtype="float64")
-        fit(trainer(tmp_path, loop, max_epochs=1), module, Padded(masks=False))
-        return weights(module)
-
-    expected, found = run("sequential"), run("vectorized")
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-9)
+    assert_together_as_alone(tmp_path, config, Padded(masks=False))
 
 
 @pytest.mark.filterwarnings("error:.*cannot be mapped over samples")
