@@ -69,6 +69,8 @@ class FedHM(Algorithm):
         ... ]
     """
 
+    static_batch_norm = True
+
     def __init__(
         self,
         levels: Sequence[float] = (1.0, 0.5, 0.25, 0.125),
@@ -205,7 +207,7 @@ class FedHM(Algorithm):
     def variants(self, server: Server) -> dict[str, Mapping[str, Tensor]]:
         """Return the global model of each level below 1, by the level, its weights truncated to the level's ranks.
 
-        It has no statistics; those of the global model are used.
+        It has no statistics; `StaticBatchNorm` gives it some, and without that those of the global model are used.
         """
         return {f"{level:g}": self._variant(server, level) for level in self.levels if level < 1}
 

@@ -82,6 +82,8 @@ class HeteroFL(PartAveraging):
         ... )
     """
 
+    static_batch_norm = True
+
     def __init__(
         self,
         rates: Sequence[float] = (1.0, 0.5, 0.25, 0.125, 0.0625),
@@ -171,7 +173,7 @@ class HeteroFL(PartAveraging):
     def variants(self, server: Server) -> dict[str, Mapping[str, Tensor]]:
         """Return the network of each rate but the largest, by the rate, cut from the global one.
 
-        It has no statistics; those of the global network are used.
+        It has no statistics; `StaticBatchNorm` gives it some, and without that those of the global network are used.
         """
         return {f"{rate:g}": self.variant(server, rate) for rate in self.rates if rate < max(self.rates)}
 

@@ -98,6 +98,8 @@ class SplitMix(PartAveraging):
         >>> loop = FederatedLoop(SplitMix([3, 2, 1]), clients=20, clients_per_round=10, partition=Dirichlet(0.5))
     """
 
+    static_batch_norm = True
+
     def __init__(
         self,
         budgets: Sequence[int] = (9, 3, 2, 1),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any, cast
 
@@ -11,20 +11,24 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
 from torch.optim.swa_utils import update_bn
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, Subset
 
 from lightning_lowrank.arguments import Configured
 from lightning_lowrank.configuration import check_integer
 from lightning_lowrank.federated import FederatedLoop
-from lightning_lowrank.federated.data.loader import check_loader
+from lightning_lowrank.federated.evaluation import CompletesModels
 from lightning_lowrank.federated.randomness import StepRandomness
 from lightning_lowrank.internals.lightning import check_namespace
 from lightning_lowrank.internals.torch import BATCH_NORMS
 from lightning_lowrank.seeding import derive_seed, generator
 
+_LEAST_SAMPLES = 2
+"""One sample has no variance."""
 
-class StaticBatchNorm(Configured, Callback):
+
+class StaticBatchNorm(Configured, Callback, CompletesModels):
     """Static BatchNorm (Diao et al., HeteroFL, ICLR 2021, Section 3): statistics are recomputed, not tracked.
 
     In training, BatchNorm layers normalise by their batch and track nothing. Before each validation of a fit, and at
@@ -33,19 +37,25 @@ class StaticBatchNorm(Configured, Callback):
     the statistics of its last weights, for a later test or export.
 
     With `FederatedLoop`, which must come before it in ``callbacks``, the pass is over all clients' training samples
-    (not those held out to test them) with the global model. Clients then need no statistics: set ``buffers="local"``
-    and none are sent. (With ``"average"``, which the rounds before ``from_round`` need, they are sent to clients, which
-    neither use nor change them.)
+    (not those held out to test them) with the global model. It takes at most as many batches as the round has trained
+    on, so that it is shorter than the round. Clients then need no statistics: set ``buffers="local"``, and none are
+    sent. (With ``"average"``, which the rounds before ``from_round`` need, they are sent to clients, which neither use
+    nor change them.)
+
+    Each further model that the loop evaluates has statistics of its own. Those of a size or rank (`HeteroFL`, `FedHM`,
+    `SplitMix`, `FedLoRA`) are recomputed over all clients' samples, and share the round's number of batches with the
+    global model. Those of a client's own model (``personal_test``) are recomputed over its own training samples, where
+    its weights are not the global ones.
 
     Args:
-        batches: Number of batches of the pass. ``None``: all of them. Their order is random, the same each time.
+        batches: Number of batches of a pass, for each model. ``None`` (default): all of them, but with `FederatedLoop`
+            no more than the round has trained on. Their order is random, the same each time.
         from_round: First epoch, from 0, with static statistics; BatchNorm is as usual before. FedHM (arXiv:2111.14655,
             Appendix C.2) has its first learning rate milestone here.
 
     Raises:
         MisconfigurationException: If an argument is out of range, the module has no BatchNorm with running statistics
-            or no ``forward``, there are several training loaders, or there is a `FederatedLoop` and the training loader
-            was passed to ``fit``.
+            or no ``forward``, or there are several training loaders.
 
     Example:
         >>> from lightning_lowrank import FedAvg, FederatedLoop, StaticBatchNorm
@@ -62,6 +72,7 @@ class StaticBatchNorm(Configured, Callback):
         self._static = False
         self._loader: Any = None
         self._fresh_at: int | None = None
+        self._models: int | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Find the layers."""
@@ -80,12 +91,7 @@ class StaticBatchNorm(Configured, Callback):
                 f"StaticBatchNorm recomputes statistics with the module's forward(inputs), and"
                 f" {type(pl_module).__name__} has none."
             )
-        self._loader = self._fresh_at = None
-        if _loop_of(trainer) is not None and _owner_of_the_loader(trainer, pl_module) is None:
-            raise MisconfigurationException(
-                "StaticBatchNorm reads the whole training set, and FederatedLoop replaces the loader that was passed to"
-                " trainer.fit: return it from train_dataloader() of a datamodule or the module."
-            )
+        self._loader = self._fresh_at = self._models = None
         self._begin(0)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -123,28 +129,85 @@ class StaticBatchNorm(Configured, Callback):
         for layer in self._layers:
             layer.track_running_stats = tracked
 
+    def complete(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        shown: Mapping[str, Tensor],
+        samples: Tensor | None,
+    ) -> None:
+        """Give the model that is in the module statistics of its own: see `CompletesModels`."""
+        if not self._static:
+            return
+        loop = _loop_of(trainer)
+        assert loop is not None
+        few = samples is not None and len(samples) < _LEAST_SAMPLES
+        if few or all(torch.equal(value, shown[name]) for name, value in module.named_parameters() if name in shown):
+            own = {id(layer) for layer in self._layers}
+            for name, layer in module.named_modules():
+                if id(layer) in own:
+                    for buffer, value in layer.named_buffers(prefix=name, recurse=False):
+                        value.copy_(shown.get(buffer, value))
+        elif samples is None:
+            self._pass(trainer, module, self._training_loader(trainer), self._count(trainer))
+        else:
+            plan = loop.plan
+            each = None if plan is None else -(-sum(plan.batches) // max(1, len(plan.clients)))
+            loader = _of_samples(loop, samples)
+            self._pass(trainer, module, loader, int(trainer.fast_dev_run) or self.batches or each)  # type: ignore[attr-defined]
+
     def _recompute(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if not self._static or self._fresh_at == trainer.global_step:
             return
-        if self._loader is None:
-            self._loader = _training_loader(trainer, module)
+        self._pass(trainer, module, self._training_loader(trainer), self._count(trainer))
+        self._fresh_at = trainer.global_step
+
+    def _pass(self, trainer: pl.Trainer, module: pl.LightningModule, loader: Any, count: int | None) -> None:
+        """Recompute the statistics with the module's present weights."""
         modes = [(part, part.training) for part in module.modules()]
+        tracked = [layer.track_running_stats for layer in self._layers]
         randomness = StepRandomness(module.device)
         randomness.open()
         randomness.seed(derive_seed(0, "static batch norm"))
         self._track(True)
         try:
             with trainer.precision_plugin.forward_context():
-                update_bn(self._inputs(trainer), module)
+                update_bn(self._inputs(trainer, loader, count), module)
         finally:
-            self._track(False)
+            for layer, was in zip(self._layers, tracked, strict=True):
+                layer.track_running_stats = was
             randomness.release()
             for part, training in modes:
                 part.training = training
-        self._fresh_at = trainer.global_step
 
-    def _inputs(self, trainer: pl.Trainer) -> Iterator[Any]:
-        for batch in islice(_in_one_order(self._loader), int(trainer.fast_dev_run) or self.batches):  # type: ignore[attr-defined]
+    def _count(self, trainer: pl.Trainer) -> int | None:
+        """Return the most batches of a pass over all clients' samples."""
+        given = int(trainer.fast_dev_run) or self.batches  # type: ignore[attr-defined]
+        loop = _loop_of(trainer)
+        if given or loop is None or loop.plan is None:
+            return given
+        if self._models is None:
+            self._models = 1 + len(loop.algorithm.variants(loop.server))
+        return max(1, sum(loop.plan.batches) // self._models)
+
+    def _training_loader(self, trainer: Any) -> Any:
+        """Return the trainer's loader, or with a `FederatedLoop` one of all clients' training samples."""
+        if self._loader is None:
+            loop = _loop_of(trainer)
+            if loop is not None:
+                self._loader = _of_samples(loop, torch.cat(list(loop.data.divided())).sort().values)
+            elif isinstance(trainer.train_dataloader, (list, tuple, dict)):
+                raise MisconfigurationException(
+                    "StaticBatchNorm recomputes statistics over one training loader, and there are"
+                    f" {len(trainer.train_dataloader)}."
+                )
+            else:
+                self._loader = trainer.train_dataloader
+        return self._loader
+
+    @staticmethod
+    def _inputs(trainer: pl.Trainer, loader: Any, count: int | None) -> Iterator[Any]:
+        for batch in islice(_in_one_order(loader), count):
             yield trainer.strategy.batch_to_device(trainer.precision_plugin.convert_input(batch), dataloader_idx=0)
 
 
@@ -152,25 +215,10 @@ def _loop_of(trainer: Any) -> FederatedLoop | None:
     return next((callback for callback in trainer.callbacks if isinstance(callback, FederatedLoop)), None)
 
 
-def _owner_of_the_loader(trainer: Any, module: pl.LightningModule) -> Any:
-    """Return the datamodule or module that makes the training loader, or None."""
-    owners = (owner for owner in (trainer.datamodule, module) if owner is not None)
-    return next((owner for owner in owners if is_overridden("train_dataloader", owner)), None)
-
-
-def _training_loader(trainer: Any, module: pl.LightningModule) -> Any:
-    """Return the trainer's loader, or with a `FederatedLoop` one of all clients' training samples."""
-    loop = _loop_of(trainer)
-    if loop is None:
-        loader = trainer.train_dataloader
-        if isinstance(loader, (list, tuple, dict)):
-            raise MisconfigurationException(
-                f"StaticBatchNorm recomputes statistics over one training loader, and there are {len(loader)}."
-            )
-        return loader
-    loader = check_loader(_owner_of_the_loader(trainer, module).train_dataloader())
-    assert loop.indices is not None, "FederatedLoop comes first and divides the training set when the fit begins"
-    samples = torch.cat(list(loop.indices)).sort().values
+def _of_samples(loop: FederatedLoop, samples: Tensor) -> DataLoader:
+    """Return a loader of some of the training samples that `FederatedLoop` has divided."""
+    loader = loop.data.training_loader
+    assert loader is not None
     return _shuffled_alike(loader, Subset(loader.dataset, samples.tolist()))
 
 
@@ -183,6 +231,7 @@ def _in_one_order(loader: Any) -> Any:
 
 
 def _shuffled_alike(loader: DataLoader, dataset: Any) -> DataLoader:
+    """Return a loader of a dataset that always has the same random order, in all else like another."""
     size = cast(int, loader.batch_size)
     # A batch of one sample has no variance, and torch refuses it after a linear layer.
     one_left = len(dataset) > 1 and len(dataset) % size == 1

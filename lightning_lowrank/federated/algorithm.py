@@ -84,6 +84,9 @@ class Algorithm(Configured):
     needs_labels: bool = False
     """Whether the client's half reads the labels of its training samples."""
 
+    static_batch_norm: bool = False
+    """Whether the paper trains BatchNorm with static statistics, `StaticBatchNorm`; a fit without it warns."""
+
     unprotected: str = ""
     """What of a client's message does not pass the aggregator as values; robust rules are refused then."""
 

@@ -215,8 +215,11 @@ def check_factors_move(module: nn.Module, trained: Iterable[str], asking: str) -
         )
 
 
-def notes(module: pl.LightningModule, buffers: BufferPolicy) -> list[str]:
-    """Return what a user should know of how this module will behave in rounds, one sentence each."""
+def notes(module: pl.LightningModule, buffers: BufferPolicy, algorithm: Algorithm, completed: bool) -> list[str]:
+    """Return what a user should know of how this module will behave in rounds, one sentence each.
+
+    ``completed`` says whether `CompletesModels` gives each model statistics of its own, or cannot be used.
+    """
     found = []
     statistics = [
         name for name, layer in module.named_modules() if isinstance(layer, BATCH_NORMS) and layer.track_running_stats
@@ -225,6 +228,12 @@ def notes(module: pl.LightningModule, buffers: BufferPolicy) -> list[str]:
         found.append(
             f"buffers='local' keeps the statistics of {len(statistics)} BatchNorm layers with their clients: the global"
             " model is validated with those it began with."
+        )
+    if statistics and algorithm.static_batch_norm and not completed:
+        found.append(
+            f"the paper of {type(algorithm).__name__} trains with static BatchNorm, and the module has"
+            f" {len(statistics)} BatchNorm layers whose statistics are averaged over clients: they may fit no model, so"
+            " that validation is at chance. Put StaticBatchNorm() after FederatedLoop."
         )
     readers = _readers_of(module, "global_step")
     if readers:

@@ -56,6 +56,27 @@ def figures(values: Mapping[int, float], name: str, higher_is_better: bool | Non
         return {**found, f"personal/{name}_std": float(numbers.std())}
 
 
+class CompletesModels:
+    """Base of callbacks that complete a model, such as by its BatchNorm statistics, before it is evaluated."""
+
+    def complete(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        shown: Mapping[str, Tensor],
+        samples: Tensor | None,
+    ) -> None:
+        """Complete the model whose weights are in the module.
+
+        Args:
+            trainer: The trainer, in validation or test.
+            module: Its module, with a client's own model, or with one of `Algorithm.variants`.
+            shown: Parameters and buffers of the global model, by name.
+            samples: Indices of the client's training samples; ``None`` for a variant, which is all clients'.
+        """
+        raise NotImplementedError
+
+
 class ClientEvaluation:
     """Runs a module's own validation or test on each client's samples, with each client's own state.
 
@@ -126,6 +147,7 @@ class ClientEvaluation:
         stage: Literal["validate", "test"],
         states: Callable[[int], Mapping[str, Tensor]],
         clients: Collection[int] | None = None,
+        complete: Callable[[int, Mapping[str, Tensor]], None] | None = None,
     ) -> dict[str, dict[int, float]]:
         """Evaluate every client that has test samples, and leave the module and all generators as they were.
 
@@ -141,6 +163,7 @@ class ClientEvaluation:
             states: Gives a client's own values by name, asked in ascending order of the clients. A missing name keeps
                 the module's value. The same mapping object as for the previous client is not copied again.
             clients: Those of `clients` to evaluate; all by default.
+            complete: Called with a client, and the module's own values, once the client's are in the module.
 
         Returns:
             For each name that was logged, the value of each client by its number: the mean over the client's batches,
@@ -174,6 +197,8 @@ class ClientEvaluation:
                     if state is not installed:
                         copy_into(live, {name: state.get(name, value) for name, value in kept.items()})
                         installed = state
+                        if complete is not None:
+                            complete(client, kept)
                     log.begin()
                     seed = derive_seed(self.seed, "evaluation step", client)
                     step.hook("epoch_start")

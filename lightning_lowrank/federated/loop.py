@@ -34,6 +34,7 @@ from lightning_lowrank.federated.data.indices import ClientIndices
 from lightning_lowrank.federated.data.planner import RoundPlan
 from lightning_lowrank.federated.data.rounds import RoundData
 from lightning_lowrank.federated.data.whole_batches import WholeBatches
+from lightning_lowrank.federated.evaluation import CompletesModels
 from lightning_lowrank.federated.execution.distributed import ClientParallelStrategy, SharedCoordinator, shared_by
 from lightning_lowrank.federated.fingerprint import (
     check_before_loading,
@@ -287,7 +288,8 @@ class FederatedLoop(FederatedSettings, Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Check the optimizers, divide the training set, and let the algorithm look at the module."""
         check_optimizers(trainer, pl_module)
-        for note in notes(pl_module, self.buffers):
+        completed = any(isinstance(each, CompletesModels) for each in trainer.callbacks)  # type: ignore[attr-defined]
+        for note in notes(pl_module, self.buffers, self.algorithm, completed):
             rank_zero_warn(note)
         check_local_update(self.algorithm, trainer, pl_module)
         assert self._data is not None

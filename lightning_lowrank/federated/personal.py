@@ -16,7 +16,7 @@ from lightning_lowrank.federated.data.evaluation_samples import matched_labels
 from lightning_lowrank.federated.data.labels import find_labels
 from lightning_lowrank.federated.data.loader import check_loader
 from lightning_lowrank.federated.data.rounds import RoundData
-from lightning_lowrank.federated.evaluation import ClientEvaluation, figures
+from lightning_lowrank.federated.evaluation import ClientEvaluation, CompletesModels, figures
 from lightning_lowrank.federated.execution.distributed import ClientParallelStrategy
 from lightning_lowrank.federated.state import trained_tensors
 from lightning_lowrank.internals.lightning import log_figures
@@ -51,7 +51,8 @@ class FurtherModels:
                 model = algorithm.model_for(coordinator.server, coordinator.info(client))
                 return algorithm.personal_model(context, model)
 
-            found, of_metrics = self._run(evaluation, trainer, module, stage, personal)
+            divided = self._data.divided()
+            found, of_metrics = self._run(evaluation, trainer, module, stage, personal, divided.__getitem__)
             monitors = monitors_of(trainer)
             for name, values in found.items():
                 higher, why = direction(name, of_metrics.get(name), monitors)
@@ -78,17 +79,25 @@ class FurtherModels:
         module: pl.LightningModule,
         stage: Literal["validate", "test"],
         models: Callable[[int], Mapping[str, Tensor]],
+        samples: Callable[[int], Tensor] | None = None,
     ) -> tuple[dict[str, dict[int, float]], dict[str, bool | None]]:
         """Run an evaluation, of which each process that takes part in rounds does a share.
 
         Returns:
             For each name that was logged, the value of each client; and for metric objects whether higher is better.
         """
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        completing = next((each for each in callbacks if isinstance(each, CompletesModels)), None)
+
+        def complete(client: int, shown: Mapping[str, Tensor]) -> None:
+            if completing is not None:
+                completing.complete(trainer, module, shown, None if samples is None else samples(client))
+
         processes = trainer.strategy
         if not isinstance(processes, ClientParallelStrategy):
-            return evaluation.run(trainer, module, stage, models), evaluation.higher_is_better
+            return evaluation.run(trainer, module, stage, models, complete=complete), evaluation.higher_is_better
         share = set(evaluation.clients[processes.global_rank :: processes.world_size])
-        found = evaluation.run(trainer, module, stage, models, share)
+        found = evaluation.run(trainer, module, stage, models, share, complete)
         gathered = processes.gather((found, evaluation.higher_is_better))
         parts = [part for part, _ in gathered]
         names = {name: None for part in parts for name in part}

@@ -1,3 +1,4 @@
+import types
 import warnings
 
 import lightning.pytorch as pl
@@ -9,7 +10,7 @@ from torch import nn
 from torch.optim.swa_utils import update_bn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_lowrank import FedAvg, FederatedLoop, FromIndices, StaticBatchNorm
+from lightning_lowrank import FedAvg, FederatedLoop, FromIndices, HeteroFL, LocalTraining, StaticBatchNorm
 from lightning_lowrank.callbacks import static_batch_norm
 from tests.helpers import Data, Module, blobs, fit, network, trainer, weights
 
@@ -179,6 +180,93 @@ def test_loaders_of_any_source(tmp_path):
         check([(weights(module.net), module.net[1].running_mean, module.net[1].running_var)], [inputs])
 
 
+def test_rounds_read_a_loader_that_was_passed_to_fit(tmp_path):
+    inputs, targets = blobs(102).tensors
+    loader = DataLoader(TensorDataset(inputs, targets), batch_size=102, shuffle=True)
+    module = Callable()
+    loop = FederatedLoop(FedAvg(), partition=FromIndices(CLIENTS), buffers="local", summary=False)
+    fit(trainer(tmp_path, loop, StaticBatchNorm(), max_epochs=2, limit_val_batches=0), module, loader)
+    check([(weights(module.net), module.net[1].running_mean, module.net[1].running_var)], [inputs])
+
+
+class Judged(Callable):
+    """Keeps what its weights and statistics are each time that it is evaluated."""
+
+    def __init__(self, **arguments):
+        super().__init__(**arguments)
+        # Evaluations of clients put lists of the module back as they were.
+        self.kept = types.SimpleNamespace(seen=[])
+
+    @property
+    def seen(self):
+        return [each for each in self.kept.seen if each[1].any()]
+
+    def on_validation_epoch_start(self):
+        self.kept.seen.append((weights(self.net), self.net[1].running_mean.clone(), self.net[1].running_var.clone()))
+
+    on_test_epoch_start = on_validation_epoch_start
+
+
+@pytest.mark.parametrize("batches", [None, 1])
+def test_every_size_has_statistics_of_its_own(tmp_path, batches):
+    inputs, targets = blobs(102).tensors
+    module = Judged()
+    algorithm = HeteroFL([1.0, 0.5, 0.25])
+    loop = FederatedLoop(algorithm, partition=FromIndices(CLIENTS), buffers="local", summary=False)
+    data = Data(TensorDataset(inputs, targets), batch_size=102)
+    run = trainer(tmp_path, loop, StaticBatchNorm(batches), max_epochs=2)
+    run.fit(module, data)
+    run.test(module, data, verbose=False)
+    # The whole network, then the two smaller ones: in two rounds, and the test.
+    seen = module.seen
+    assert len(seen) == 3 * 3
+    check(seen, [inputs])
+    for whole, half, quarter in zip(seen[::3], seen[1::3], seen[2::3], strict=True):
+        assert not torch.allclose(whole[1], half[1])
+        assert not torch.allclose(half[1], quarter[1])
+    assert torch.equal(module.net[1].running_mean, seen[-3][1])
+
+
+def test_clients_models_have_statistics_of_their_own_samples(tmp_path):
+    inputs, targets = blobs(102).tensors
+    data = Data(TensorDataset(inputs, targets), batch_size=102)
+    shared = {
+        "partition": FromIndices(CLIENTS),
+        "buffers": "local",
+        "summary": False,
+        "personal_test": "matched_labels",
+    }
+    module = Judged()
+    fit(trainer(tmp_path, FederatedLoop(LocalTraining(), **shared), StaticBatchNorm(), max_epochs=1), module, data)
+    *_, first, second, third = module.seen
+    for each, samples in zip((first, second, third), CLIENTS, strict=True):
+        check([each], [inputs[samples]])
+    # Clients that use the global model itself have its statistics.
+    module = Judged()
+    fit(trainer(tmp_path, FederatedLoop(FedAvg(), **shared), StaticBatchNorm(), max_epochs=1), module, data)
+    check(module.seen[-3:], [inputs])
+
+
+@pytest.mark.parametrize(("algorithm", "models"), [(FedAvg(), 1), (HeteroFL([1.0, 0.5, 0.25]), 3)])
+def test_passes_are_shorter_than_the_round(tmp_path, algorithm, models):
+    module = Callable()
+    loop = FederatedLoop(algorithm, clients=4, clients_per_round=3, local_steps=2, buffers="local", summary=False)
+    fit(trainer(tmp_path, loop, StaticBatchNorm(), max_epochs=2), module, Data(blobs(104), batch_size=8))
+    assert module.net[1].num_batches_tracked == 3 * 2 // models
+
+
+@pytest.mark.parametrize("algorithm", [HeteroFL([1.0, 0.5]), FedAvg()])
+def test_methods_whose_paper_has_it_ask_for_it(tmp_path, algorithm):
+    said = []
+    for further in ([], [StaticBatchNorm()]):
+        loop = FederatedLoop(algorithm, clients=2, summary=False)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer(tmp_path, loop, *further, max_epochs=1).fit(Callable(), Data())
+        said.append(any("static BatchNorm" in str(warning.message) for warning in caught))
+    assert said == [isinstance(algorithm, HeteroFL), False]
+
+
 def test_samples_that_are_held_out_or_given_to_no_client_have_no_part(tmp_path):
     inputs, targets = blobs(110).tensors
     data = Data(TensorDataset(inputs, targets), batch_size=110)
@@ -269,7 +357,5 @@ def test_refuses(tmp_path):
     with pytest.raises(MisconfigurationException, match="StaticBatchNorm comes before FederatedLoop"):
         fit(trainer(tmp_path, StaticBatchNorm(), loop), Callable(), Data())
     loader = DataLoader(blobs(96), batch_size=8)
-    with pytest.raises(MisconfigurationException, match=r"passed to trainer\.fit: return it from train_dataloader"):
-        fit(trainer(tmp_path, loop, StaticBatchNorm(), limit_val_batches=0, max_steps=0), Callable(), loader)
     with pytest.raises(MisconfigurationException, match="over one training loader, and there are 2"):
         fit(trainer(tmp_path, StaticBatchNorm(), limit_val_batches=0), Several(), [loader, loader])
