@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, Literal
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -243,7 +244,7 @@ class FederatedSettings(Configured):
         )
 
     def _check_rounds(self) -> None:
-        _check(self.clients is None or self.clients >= 1, f"clients must be 1 or more, got {self.clients}")
+        _check(self.clients is None or _is_count(self.clients), f"clients must be 1 or more, got {self.clients}")
         share = self.clients_per_round
         if isinstance(share, float):
             _check(
@@ -251,15 +252,15 @@ class FederatedSettings(Configured):
                 f"clients_per_round as a share must be in (0, 1], got {share}; give a count as an int",
             )
         elif share is not None:
-            _check(share >= 1, f"clients_per_round must be 1 or more, got {share}")
+            _check(_is_count(share), f"clients_per_round must be 1 or more, got {share}")
             _check(
                 self.clients is None or share <= self.clients,
                 f"clients_per_round={share} is more than clients={self.clients}",
             )
-        _check(self.min_clients >= 1, f"min_clients must be 1 or more, got {self.min_clients}")
-        _check(self.local_epochs >= 1, f"local_epochs must be 1 or more, got {self.local_epochs}")
+        _check(_is_count(self.min_clients), f"min_clients must be 1 or more, got {self.min_clients}")
+        _check(_is_count(self.local_epochs), f"local_epochs must be 1 or more, got {self.local_epochs}")
         _check(
-            self.local_steps is None or self.local_steps >= 1,
+            self.local_steps is None or _is_count(self.local_steps),
             f"local_steps must be 1 or more, or None for local_epochs, got {self.local_steps}",
         )
         _check(
@@ -267,7 +268,7 @@ class FederatedSettings(Configured):
             f"give local_epochs={self.local_epochs} or local_steps={self.local_steps}, not both",
         )
         _check(
-            self.chunk_size is None or (self.chunk_size >= 1 and self.execution != "sequential"),
+            self.chunk_size is None or (_is_count(self.chunk_size) and self.execution != "sequential"),
             "chunk_size must be 1 or more and goes with execution='vectorized' or 'auto', got"
             f" {self.chunk_size} with execution={self.execution!r}",
         )
@@ -440,6 +441,10 @@ class FederatedSettings(Configured):
             f"weighting gave {weight} for client {client.id}: a weight must be finite and more than 0.",
         )
         return float(weight)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
 
 
 def _check(holds: bool, message: str) -> None:

@@ -613,6 +613,7 @@ FLOOR = ("--lowrank.rank", "null", "--lowrank.budget", "0.001")
         (("--lowrank", "null"), ["FedMUD", "put LowRank(..., role='update') before FederatedLoop"]),
         (("--lowrank.include", "[nothing]"), ["include has 'nothing'"]),
         (("--federated.clients", "0"), ["clients must be 1 or more, got 0"]),
+        (("--federated.local_epochs", "null"), ["local_epochs must be 1 or more, got None"]),
         (("--federated.clients", "1000"), ["more clients than samples"]),
         (("--federated.partition.alpha", "-1"), ["alpha must be a finite number above 0, got -1.0"]),
         (("--model.network.hidden", "[0]"), ["hidden[0] must be at least 1"]),
