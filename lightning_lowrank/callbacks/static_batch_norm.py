@@ -43,9 +43,10 @@ class StaticBatchNorm(Configured, Callback, CompletesModels):
     nor change them.)
 
     Each further model that the loop evaluates has statistics of its own. Those of a size or rank (`HeteroFL`, `FedHM`,
-    `SplitMix`, `FedLoRA`) are recomputed over all clients' samples, and share the round's number of batches with the
-    global model. Those of a client's own model (``personal_test``) are recomputed over its own training samples, where
-    its weights are not the global ones.
+    `FedLoRA`) are recomputed over all clients' samples, and share the round's number of batches with the global model.
+    Those of a client's own model (``personal_test``) are recomputed over its own training samples, with at most as many
+    batches as a client trains on in a round. A model whose weights are the global ones has the global
+    statistics; so do `SplitMix`'s sizes, whose bases each have statistics of their own.
 
     Args:
         batches: Number of batches of a pass, for each model. ``None`` (default): all of them, but with `FederatedLoop`
@@ -139,8 +140,6 @@ class StaticBatchNorm(Configured, Callback, CompletesModels):
         """Give the model that is in the module statistics of its own: see `CompletesModels`."""
         if not self._static:
             return
-        loop = _loop_of(trainer)
-        assert loop is not None
         few = samples is not None and len(samples) < _LEAST_SAMPLES
         if few or all(torch.equal(value, shown[name]) for name, value in module.named_parameters() if name in shown):
             own = {id(layer) for layer in self._layers}
@@ -149,18 +148,28 @@ class StaticBatchNorm(Configured, Callback, CompletesModels):
                     for buffer, value in layer.named_buffers(prefix=name, recurse=False):
                         value.copy_(shown.get(buffer, value))
         elif samples is None:
-            self._pass(trainer, module, self._training_loader(trainer), self._count(trainer))
+            self._pass_over_all(trainer, module)
         else:
+            loop = _loop_of(trainer)
+            assert loop is not None
             plan = loop.plan
             each = None if plan is None else -(-sum(plan.batches) // max(1, len(plan.clients)))
-            loader = _of_samples(loop, samples)
-            self._pass(trainer, module, loader, int(trainer.fast_dev_run) or self.batches or each)  # type: ignore[attr-defined]
+            self._pass(trainer, module, _of_samples(loop, samples), self._given(trainer) or each)
 
     def _recompute(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if not self._static or self._fresh_at == trainer.global_step:
             return
-        self._pass(trainer, module, self._training_loader(trainer), self._count(trainer))
+        self._pass_over_all(trainer, module)
         self._fresh_at = trainer.global_step
+
+    def _pass_over_all(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        loop = _loop_of(trainer)
+        count = self._given(trainer)
+        if not count and loop is not None and loop.plan is not None:
+            if self._models is None:
+                self._models = 1 + len(loop.algorithm.variants(loop.server))
+            count = max(1, sum(loop.plan.batches) // self._models)
+        self._pass(trainer, module, self._training_loader(trainer), count)
 
     def _pass(self, trainer: pl.Trainer, module: pl.LightningModule, loader: Any, count: int | None) -> None:
         """Recompute the statistics with the module's present weights."""
@@ -180,15 +189,9 @@ class StaticBatchNorm(Configured, Callback, CompletesModels):
             for part, training in modes:
                 part.training = training
 
-    def _count(self, trainer: pl.Trainer) -> int | None:
-        """Return the most batches of a pass over all clients' samples."""
-        given = int(trainer.fast_dev_run) or self.batches  # type: ignore[attr-defined]
-        loop = _loop_of(trainer)
-        if given or loop is None or loop.plan is None:
-            return given
-        if self._models is None:
-            self._models = 1 + len(loop.algorithm.variants(loop.server))
-        return max(1, sum(loop.plan.batches) // self._models)
+    def _given(self, trainer: pl.Trainer) -> int | None:
+        """Return how many batches the user wants a pass to have at most."""
+        return int(trainer.fast_dev_run) or self.batches  # type: ignore[attr-defined]
 
     def _training_loader(self, trainer: Any) -> Any:
         """Return the trainer's loader, or with a `FederatedLoop` one of all clients' training samples."""

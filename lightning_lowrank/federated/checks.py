@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 from lightning_lowrank.aggregation.adapters import find_adapters
 from lightning_lowrank.arguments import listed
 from lightning_lowrank.federated.algorithm import Algorithm, inherits
+from lightning_lowrank.federated.evaluation import CompletesModels
 from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.federated.state import Base, BufferPolicy
 from lightning_lowrank.internals.lightning import overrides
@@ -215,25 +216,26 @@ def check_factors_move(module: nn.Module, trained: Iterable[str], asking: str) -
         )
 
 
-def notes(module: pl.LightningModule, buffers: BufferPolicy, algorithm: Algorithm, completed: bool) -> list[str]:
-    """Return what a user should know of how this module will behave in rounds, one sentence each.
-
-    ``completed`` says whether `CompletesModels` gives each model statistics of its own, or cannot be used.
-    """
-    found = []
-    statistics = [
-        name for name, layer in module.named_modules() if isinstance(layer, BATCH_NORMS) and layer.track_running_stats
-    ]
-    if statistics and buffers == "local":
-        found.append(
-            f"buffers='local' keeps the statistics of {len(statistics)} BatchNorm layers with their clients: the global"
-            " model is validated with those it began with."
-        )
-    if statistics and algorithm.static_batch_norm and not completed:
-        found.append(
+def advise_static_batch_norm(algorithm: Algorithm, trainer: Any, module: pl.LightningModule) -> None:
+    """Warn where statistics are averaged over clients by a method whose paper has static BatchNorm."""
+    layers = _layers_that_track(module)
+    completed = any(isinstance(callback, CompletesModels) for callback in trainer.callbacks)
+    if algorithm.static_batch_norm and layers and not completed:
+        rank_zero_warn(
             f"the paper of {type(algorithm).__name__} trains with static BatchNorm, and the module has"
-            f" {len(statistics)} BatchNorm layers whose statistics are averaged over clients: they may fit no model, so"
+            f" {layers} BatchNorm layers whose statistics are averaged over clients: they may fit no model, so"
             " that validation is at chance. Put StaticBatchNorm() after FederatedLoop."
+        )
+
+
+def notes(module: pl.LightningModule, buffers: BufferPolicy) -> list[str]:
+    """Return what a user should know of how this module will behave in rounds, one sentence each."""
+    found = []
+    layers = _layers_that_track(module)
+    if layers and buffers == "local":
+        found.append(
+            f"buffers='local' keeps the statistics of {layers} BatchNorm layers with their clients: the global"
+            " model is validated with those it began with."
         )
     readers = _readers_of(module, "global_step")
     if readers:
@@ -258,6 +260,11 @@ def warn_of_changed_base(algorithm: Algorithm, base: Base) -> None:
             " base=pretrained_network) writes an adapter that is whole. For weights that are not quantised,"
             " merge_and_unload() returns the whole model, and `lightning-lowrank export` writes base and adapter."
         )
+
+
+def _layers_that_track(module: nn.Module) -> int:
+    """Return the number of BatchNorm layers that track statistics."""
+    return sum(isinstance(layer, BATCH_NORMS) and bool(layer.track_running_stats) for layer in module.modules())
 
 
 def _reads_weights(callback: Callback) -> bool:

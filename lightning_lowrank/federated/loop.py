@@ -21,6 +21,7 @@ from rich import get_console
 from torch import nn
 
 from lightning_lowrank.federated.checks import (
+    advise_static_batch_norm,
     check_callbacks,
     check_local_update,
     check_optimizers,
@@ -34,7 +35,6 @@ from lightning_lowrank.federated.data.indices import ClientIndices
 from lightning_lowrank.federated.data.planner import RoundPlan
 from lightning_lowrank.federated.data.rounds import RoundData
 from lightning_lowrank.federated.data.whole_batches import WholeBatches
-from lightning_lowrank.federated.evaluation import CompletesModels
 from lightning_lowrank.federated.execution.distributed import ClientParallelStrategy, SharedCoordinator, shared_by
 from lightning_lowrank.federated.fingerprint import (
     check_before_loading,
@@ -288,9 +288,9 @@ class FederatedLoop(FederatedSettings, Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Check the optimizers, divide the training set, and let the algorithm look at the module."""
         check_optimizers(trainer, pl_module)
-        completed = any(isinstance(each, CompletesModels) for each in trainer.callbacks)  # type: ignore[attr-defined]
-        for note in notes(pl_module, self.buffers, self.algorithm, completed):
+        for note in notes(pl_module, self.buffers):
             rank_zero_warn(note)
+        advise_static_batch_norm(self.algorithm, trainer, pl_module)
         check_local_update(self.algorithm, trainer, pl_module)
         assert self._data is not None
         self._fingerprint = fingerprint(self, trainer, len(self._data.divided()))

@@ -404,7 +404,7 @@ class FederatedSettings(Configured):
             if name in settings:
                 value = settings[name]
                 _check(
-                    isinstance(value, int) and value >= 1,
+                    _is_count(value),
                     f"client_settings: {name} of client {client} must be 1 or more, got {value!r}",
                 )
         return settings

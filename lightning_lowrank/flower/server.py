@@ -271,8 +271,7 @@ class RemoteRounds(Callback):
         """Wait for the sites, and let the algorithm look at the module."""
         check_all_are_trained(trainer, pl_module)
         check_optimizers(trainer, pl_module)
-        # StaticBatchNorm cannot be used between sites, so that it is not advised.
-        for note in notes(pl_module, self.loop.buffers, self.algorithm, completed=True):
+        for note in notes(pl_module, self.loop.buffers):
             rank_zero_warn(note)
         server = self.loop.make_server(pl_module, trainer.optimizers)
         # In a secure sum all clients have one form.

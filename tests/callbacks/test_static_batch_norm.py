@@ -244,7 +244,38 @@ def test_clients_models_have_statistics_of_their_own_samples(tmp_path):
     # Clients that use the global model itself have its statistics.
     module = Judged()
     fit(trainer(tmp_path, FederatedLoop(FedAvg(), **shared), StaticBatchNorm(), max_epochs=1), module, data)
-    check(module.seen[-3:], [inputs])
+    assert len(module.seen) == 4
+    check(module.seen, [inputs])
+
+
+def test_a_client_of_one_sample_has_the_global_statistics(tmp_path):
+    inputs, targets = blobs(102).tensors
+    data = Data(TensorDataset(inputs, targets), batch_size=102)
+    loop = FederatedLoop(
+        HeteroFL([1.0, 0.5]),
+        partition=FromIndices([list(range(101)), [101]]),
+        participants=[[0]],
+        personal_test="matched_labels",
+    )
+    module = Judged()
+    fit(trainer(tmp_path, loop, StaticBatchNorm(), max_epochs=1), module, data)
+    whole, _, one, half = module.seen
+    assert torch.equal(one[0]["0.weight"], half[0]["0.weight"])
+    assert torch.equal(one[1], whole[1])
+    assert not torch.equal(half[1], whole[1])
+
+
+def test_a_pass_over_a_clients_samples_is_shorter_than_its_training(tmp_path):
+    class Counted(Callable):
+        passes = types.SimpleNamespace(batches=[])
+
+        def on_validation_epoch_start(self):
+            self.passes.batches.append(int(self.net[1].num_batches_tracked))
+
+    loop = FederatedLoop(LocalTraining(), clients=2, local_steps=2, buffers="local", personal_test="matched_labels")
+    module = Counted()
+    fit(trainer(tmp_path, loop, StaticBatchNorm(), max_epochs=1), module, Data(blobs(104), batch_size=8))
+    assert module.passes.batches[-3:] == [4, 2, 2]
 
 
 @pytest.mark.parametrize(("algorithm", "models"), [(FedAvg(), 1), (HeteroFL([1.0, 0.5, 0.25]), 3)])
@@ -258,13 +289,13 @@ def test_passes_are_shorter_than_the_round(tmp_path, algorithm, models):
 @pytest.mark.parametrize("algorithm", [HeteroFL([1.0, 0.5]), FedAvg()])
 def test_methods_whose_paper_has_it_ask_for_it(tmp_path, algorithm):
     said = []
-    for further in ([], [StaticBatchNorm()]):
+    for further in ([], [StaticBatchNorm()], [StaticBatchNorm(from_round=1)]):
         loop = FederatedLoop(algorithm, clients=2, summary=False)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             trainer(tmp_path, loop, *further, max_epochs=1).fit(Callable(), Data())
         said.append(any("static BatchNorm" in str(warning.message) for warning in caught))
-    assert said == [isinstance(algorithm, HeteroFL), False]
+    assert said == [isinstance(algorithm, HeteroFL), False, False]
 
 
 def test_samples_that_are_held_out_or_given_to_no_client_have_no_part(tmp_path):
