@@ -52,7 +52,8 @@ class Watch(pl.Callback):
 
 def statistics(state, batches):
     """Mean over batches of the batch's mean and unbiased variance of what the first layer puts out."""
-    outputs = [nn.functional.linear(batch, state["0.weight"], state["0.bias"]) for batch in batches]
+    weight, bias = state["0.weight"].cpu(), state["0.bias"].cpu()
+    outputs = [nn.functional.linear(batch, weight, bias) for batch in batches]
     return sum(o.mean(0) for o in outputs) / len(outputs), sum(o.var(0) for o in outputs) / len(outputs)
 
 
@@ -224,7 +225,7 @@ def test_every_size_has_statistics_of_its_own(tmp_path, batches):
     for whole, half, quarter in zip(seen[::3], seen[1::3], seen[2::3], strict=True):
         assert not torch.allclose(whole[1], half[1])
         assert not torch.allclose(half[1], quarter[1])
-    assert torch.equal(module.net[1].running_mean, seen[-3][1])
+    assert torch.equal(module.net[1].running_mean.cpu(), seen[-3][1].cpu())
 
 
 def test_clients_models_have_statistics_of_their_own_samples(tmp_path):

@@ -227,7 +227,7 @@ def _check_installable(name: str) -> None:
 
 _STUBS = """
 record() { printf '%s\\t' "$@" >> "$CALLS"; echo >> "$CALLS"; }
-for name in lightning-lowrank pip pre-commit pytest ruff mypy mkdocs; do
+for name in lightning-lowrank pip pre-commit pytest ruff mypy mkdocs unzip; do
     eval "$name() { record $name \\"\\$@\\"; }"
 done
 python() { if [ "$1" = -c ]; then echo folder; else record python "$@"; fi; }
