@@ -1,5 +1,7 @@
 """Every operation of torch that has gradients, mapped over clients as a training step is, by torch's own examples."""
 
+import traceback
+
 import pytest
 import torch
 from torch.func import vmap
@@ -8,6 +10,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from lightning_lowrank.federated.execution.stacked_products import StackedProducts
 
 pytest.importorskip("expecttest", reason="torch's examples of its operations need expecttest")
+from torch.testing._internal import common_utils
 from torch.testing._internal.common_methods_invocations import op_db
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -81,7 +84,10 @@ def differs(operation, example):
     return not all(torch.allclose(*pair, rtol=1e-6, atol=1e-6, equal_nan=True) for pair in pairs)
 
 
-def test_clients_together_have_the_gradients_of_clients_alone():
+def test_clients_together_have_the_gradients_of_clients_alone(monkeypatch):
+    # torch's examples look for their test in the stack, and format it each time that they seed a device not in use.
+    monkeypatch.setattr(traceback, "format_stack", list)
+    monkeypatch.setattr(common_utils, "extract_test_fn", lambda: None)
     compared, wrong = set(), []
     for operation in op_db:
         if not operation.supports_autograd or torch.float64 not in operation.supported_dtypes("cpu"):
