@@ -57,20 +57,19 @@ REASONS = (
 # torchvision's classifiers
 
 
-def vgg11():
-    """Shrink the head, which holds nearly all of VGG's parameters."""
-    model = models.vgg11(num_classes=10, init_weights=False)
+def with_a_small_head(model, channels):
+    """Shrink the head, which holds nearly all of the parameters of AlexNet and VGG."""
     model.avgpool = nn.AdaptiveAvgPool2d(1)
-    model.classifier = nn.Sequential(nn.Linear(512, 256), nn.ReLU(), nn.Dropout(), nn.Linear(256, 10))
+    model.classifier = nn.Sequential(nn.Linear(channels, 256), nn.ReLU(), nn.Dropout(), nn.Linear(256, 10))
     return model
 
 
 def alexnet():
-    """Shrink the head, as that of VGG."""
-    model = models.alexnet(num_classes=10)
-    model.avgpool = nn.AdaptiveAvgPool2d(1)
-    model.classifier = nn.Sequential(nn.Dropout(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
-    return model
+    return with_a_small_head(models.alexnet(num_classes=10), 256)
+
+
+def vgg11():
+    return with_a_small_head(models.vgg11(num_classes=10, init_weights=False), 512)
 
 
 def wide_resnet():

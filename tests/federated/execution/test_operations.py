@@ -86,7 +86,7 @@ def differs(operation, example):
 
 def test_clients_together_have_the_gradients_of_clients_alone(monkeypatch):
     # torch's examples look for their test in the stack, and format it each time that they seed a device not in use.
-    monkeypatch.setattr(traceback, "format_stack", list)
+    monkeypatch.setattr(traceback, "format_stack", lambda *_, **__: [])
     monkeypatch.setattr(common_utils, "extract_test_fn", lambda: None)
     compared, wrong = set(), []
     for operation in op_db:
