@@ -1,4 +1,4 @@
-"""What neither the metrics nor the configuration of a run say: wall time, clients' samples, ranks.
+"""What neither the metrics nor the configuration of a run say: wall time, clients' samples, ranks, versions.
 
 `FederatedLoop` writes them into a file beside a `CSVLogger`'s metrics, and ``lightning-lowrank report`` reads it. They
 are no logged metrics, because a run's metrics are the same each time it is repeated, and its wall time is not.
@@ -8,14 +8,24 @@ from __future__ import annotations
 
 import json
 import os
+import platform
+import re
+import subprocess
+from collections.abc import Mapping
+from functools import cache
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 NAME = "facts.json"
 _LARGEST = 2**16
+_PACKAGE = "lightning_lowrank"
+_VERSION = re.compile(r"[\w.+-]{1,64}( with changes)?")
+_SECONDS_OF_GIT = 10
 
 
-def write_facts(folder: Path, facts: dict[str, float | list[float]]) -> None:
-    """Write numbers, or lists of them, by name; a file that is there is replaced as a whole."""
+def write_facts(folder: Path, facts: Mapping[str, float | list[float] | Mapping[str, str]]) -> None:
+    """Write numbers, lists of them and, as ``software``, versions; a file that is there is replaced as a whole."""
     folder.mkdir(parents=True, exist_ok=True)
     part = folder / f".{NAME}.{os.getpid()}.part"
     part.write_text(json.dumps(facts, indent=1) + "\n")
@@ -34,6 +44,25 @@ def read_facts(folder: Path) -> dict[str, list[float]]:
         >>> read_facts(folder)
         {'seconds': [1.5], 'ranks': [2, 4]}
     """
+    facts = {}
+    for name, value in _read(folder).items():
+        numbers = value if isinstance(value, list) else [value]
+        if numbers and all(type(each) in (int, float) and abs(each) < 1e300 for each in numbers):
+            facts[name] = numbers
+    return facts
+
+
+def read_software(folder: Path) -> dict[str, str]:
+    """Return the versions that `write_facts` wrote as ``software``; nothing of what is no version."""
+    found = _read(folder).get("software")
+    return {
+        name: value
+        for name, value in (found.items() if isinstance(found, dict) else ())
+        if isinstance(value, str) and _VERSION.fullmatch(name) and _VERSION.fullmatch(value)
+    }
+
+
+def _read(folder: Path) -> dict[str, Any]:
     file = folder / NAME
     try:
         if not file.is_file() or file.stat().st_size > _LARGEST:
@@ -41,9 +70,55 @@ def read_facts(folder: Path) -> dict[str, list[float]]:
         found = json.loads(file.read_text())
     except (OSError, ValueError, RecursionError):
         return {}
-    facts = {}
-    for name, value in found.items() if isinstance(found, dict) else ():
-        numbers = value if isinstance(value, list) else [value]
-        if numbers and all(type(each) in (int, float) and abs(each) < 1e300 for each in numbers):
-            facts[name] = numbers
-    return facts
+    return found if isinstance(found, dict) else {}
+
+
+@cache
+def software() -> dict[str, str]:
+    """Return the versions of this process by name: of Python, torch, Lightning and this package.
+
+    ``commit`` is the commit of this package's code, if it runs from a git checkout or was installed from one by its
+    address. ``with changes`` stands behind it if files of the package have been changed or added since.
+    """
+    found = {"python": platform.python_version()}
+    for name in ("torch", "lightning", _PACKAGE):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    commit = _commit_of_checkout(Path(__file__).parent) or _commit_of_installation()
+    if commit:
+        found["commit"] = commit
+    return found
+
+
+def _commit_of_checkout(folder: Path) -> str | None:
+    """Return the commit of a folder's code; ``None`` if git doesn't keep it, as in an environment inside a checkout."""
+    if _git(folder, "ls-files", "--error-unmatch", "__init__.py") is None:
+        return None
+    told = _git(folder, "status", "--porcelain=v2", "--branch", "--", ".")
+    if told is None:
+        return None
+    commit = re.search(r"^# branch\.oid (\w+)$", told, re.MULTILINE)
+    if commit is None:
+        return None
+    changed = any(not line.startswith("#") for line in told.splitlines())
+    return f"{commit[1]} with changes" if changed else commit[1]
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *words], capture_output=True, text=True, check=False, timeout=_SECONDS_OF_GIT
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def _commit_of_installation() -> str | None:
+    try:
+        told = json.loads(metadata.distribution(_PACKAGE).read_text("direct_url.json") or "{}")
+        return str(told["vcs_info"]["commit_id"])
+    except (metadata.PackageNotFoundError, ValueError, LookupError, TypeError):
+        return None

@@ -439,8 +439,9 @@ All figures are accuracies in percent: mean ± sample standard deviation over se
 
 `best` is over the rounds that were looked at, on the test images, as the papers do it; `last ten` is the mean of the
 last ten looks. `s a run` is the wall time of a fit beside whatever else the machine did, and no more than an order of
-size. `measured` has the date, and the last commit of this checkout before it; `earlier` stands for runs whose folders
-are gone: the paper's own `RESULTS.md` has their commands.
+size. `measured` has the date and the commit of the code that ran. The folders of runs up to 76b03c7 do not say
+it; theirs is the last commit of the checkout before they ended. `earlier` stands for runs whose folders are gone: the
+paper's own `RESULTS.md` has their commands.
 
 One row again, all its seeds, and the page:
 
@@ -520,10 +521,14 @@ def take(folders: Sequence[Path], published: dict[str, Any], stored: dict[str, A
             "rounds": rounds,
             "seconds": seconds[0] if seconds and run.facts.get("first_round") == [1] else None,
             "date": datetime.fromtimestamp(ended, timezone.utc).date().isoformat(),
-            "commit": _commit_before(ended),
+            "commit": _short_commit(run.software.get("commit", "unknown")),
         }
         said.append(f"took {run.folder}: {key}, seed {seed}")
     return said
+
+
+def _short_commit(commit: str) -> str:
+    return re.sub(r"^([0-9a-f]{7})[0-9a-f]+", r"\1", commit)
 
 
 def _nearest(run: Run, keys: Sequence[Key]) -> tuple[Key, list[str]]:
@@ -568,12 +573,6 @@ def _short(value: object) -> str:
     """Return a value as a text, a class by its name alone."""
     text = str(value)
     return text.rpartition(".")[2] if re.fullmatch(r"[a-z_]\w*(\.\w+)*\.[A-Z]\w*", text) else text
-
-
-def _commit_before(when: float) -> str:
-    words = ["git", "-C", str(HERE), "rev-list", "-1", "--abbrev-commit", f"--before=@{int(when)}", "HEAD"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
 
 
 def rerun(patterns: Sequence[str], published: dict[str, Any], arguments: argparse.Namespace) -> list[Path]:

@@ -160,7 +160,9 @@ def test_a_run_is_taken_if_its_configuration_is_the_recipes(data, tmp_path, prin
     (tmp_path / "config.yaml").write_text(printed.replace(replaced, by) if replaced else printed)
     lines = ["epoch,val_acc", *(f"{number},{number / 200}" for number in range(rounds))]
     (tmp_path / "metrics.csv").write_text("\n".join(lines) + "\n")
-    (tmp_path / "facts.json").write_text(json.dumps({"seconds": 12.5, "first_round": 1}))
+    (tmp_path / "facts.json").write_text(
+        json.dumps({"seconds": 12.5, "first_round": 1, "software": {"commit": f"{20 * 'ab'} with changes"}})
+    )
     stored: dict[str, Any] = {}
     (told,) = results.take([tmp_path], data[0], stored)
     assert said in told
@@ -170,7 +172,7 @@ def test_a_run_is_taken_if_its_configuration_is_the_recipes(data, tmp_path, prin
     (seed, found), *others = stored[KEY].items()
     assert others == []
     assert seed == ("7" if "7" in by else "0")
-    figures = {name: found[name] for name in ("best", "best_round", "last", "last_ten", "rounds", "seconds")}
+    figures = {name: found[name] for name in ("best", "best_round", "last", "last_ten", "rounds", "seconds", "commit")}
     assert figures == {
         "best": 49.5,
         "best_round": 100,
@@ -178,4 +180,5 @@ def test_a_run_is_taken_if_its_configuration_is_the_recipes(data, tmp_path, prin
         "last_ten": 47.25,
         "rounds": 100,
         "seconds": 12.5,
+        "commit": "abababa with changes",
     }

@@ -359,6 +359,12 @@ def _settings(groups: Groups) -> list[Column]:
         values = [group[0].settings.get(path) for group in groups.values()]
         texts = ["" if value is None else told(path, value).removeprefix(f"{argument(path)}=") for value in values]
         columns.append(Column(argument(path), texts))
+    runs = _all(groups)
+    for name in dict.fromkeys(name for run in runs for name in run.software):
+        if len({run.software.get(name) for run in runs}) > 1:
+            # Runs made before a run's folder had its versions, too: they may have had another one.
+            made = [dict.fromkeys(run.software.get(name, "unknown") for run in group) for group in groups.values()]
+            columns.append(Column(f"{name}\nof the run", [", ".join(each) for each in made]))
     return columns if len(columns) > 1 else []
 
 

@@ -19,7 +19,7 @@ import yaml
 
 from lightning_lowrank.configuration import misconfigured
 from lightning_lowrank.direction import Monitor
-from lightning_lowrank.facts import read_facts
+from lightning_lowrank.facts import read_facts, read_software
 
 _TOLD = 4
 _LONGEST_WORD = 40
@@ -64,6 +64,11 @@ class Run:
     def facts(self) -> dict[str, list[float]]:
         """What `FederatedLoop` wrote beside the metrics, such as ``seconds``."""
         return read_facts(self.folder)
+
+    @cached_property
+    def software(self) -> dict[str, str]:
+        """The versions that the run was made with, such as ``torch``'s, and this package's ``commit``."""
+        return read_software(self.folder)
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -128,6 +133,8 @@ def run_figures(run: Run) -> dict[str, str | float]:
     ):
         if name in run.facts:
             found[fact] = ", ".join(f"{each:g}" for each in run.facts[name])
+    if run.software:
+        found["made with"] = ", ".join(f"{name} {version}" for name, version in run.software.items())
     names = dict.fromkeys(name for figures in run.rounds.values() for name in figures)
     for name in names:
         value = run.last(name)

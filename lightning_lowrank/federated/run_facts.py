@@ -8,7 +8,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_lowrank.facts import write_facts
+from lightning_lowrank.facts import software, write_facts
 from lightning_lowrank.federated.data.indices import ClientIndices
 from lightning_lowrank.layers.layer import low_rank_layers
 
@@ -26,7 +26,8 @@ class RunFacts:
         self._folders = [Path(logger.log_dir) for logger in loggers] if trainer.is_global_zero else []
         self._began = time.perf_counter()
         parameters = list(trainer.lightning_module.parameters())
-        self._facts: dict[str, float | list[float]] = {
+        self._facts: dict[str, float | list[float] | dict[str, str]] = {
+            "software": software(),
             "first_round": trainer.current_epoch + 1,
             "parameters": sum(each.numel() for each in parameters),
             "trained": sum(each.numel() for each in parameters if each.requires_grad),

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_lowrank.cli import main
 from lightning_lowrank.cli.plots import BYTES, ROUNDS, Point, plot_convergence, plot_curves
 from lightning_lowrank.cli.runs import Run, find_runs, group_by_seed, monitors, short_names
-from lightning_lowrank.facts import read_facts
+from lightning_lowrank.facts import read_facts, read_software
 from tests.cli.run_folders import configured, draw_nothing, make_report, rows_of, write_run
 
 ROWS = rows_of([0.1, 0.9], up=4, down=1)
@@ -118,11 +118,14 @@ def test_files_that_no_logger_wrote_have_no_round(tmp_path, kind):
         f'{{"seconds": 1{"0" * 2000}}}',
         f'{{"seconds": 1, "a": "{"x" * 2**17}"}}',
         b"\xff\xfe",
+        '{"software": ["torch"]}',
+        '{"software": {"torch": 2, "python": "<b>3</b>", "a\\u001b": "1", "long": "%s", "list": ["1"]}}' % ("1" * 99),
     ],
 )
 def test_facts_that_are_none_are_left_out(tmp_path, text):
     (tmp_path / "facts.json").write_bytes(text if isinstance(text, bytes) else text.encode())
     assert read_facts(tmp_path) == {}
+    assert read_software(tmp_path) == {}
 
 
 def test_pipes_and_devices_are_not_read(tmp_path):

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_lowrank import FedAvg, FederatedLoop, FedMUD, LowRank, MatrixProduct
 from lightning_lowrank.cli.report import parse_bytes, report
 from lightning_lowrank.cli.runs import find_runs
-from lightning_lowrank.facts import write_facts
+from lightning_lowrank.facts import software, write_facts
 from tests.cli.run_folders import configured, draw_nothing, make_report, rows_of, write_run
 from tests.helpers import Data, Module, fit, trainer
 
@@ -135,6 +135,26 @@ def test_wall_time_is_that_of_whole_fits(tmp_path):
             write_facts(folder, dict(zip(("first_round", "seconds"), facts, strict=False)))
     rows, _ = make_report([tmp_path / "runs"], tmp_path / "out")
     assert {row["run"]: row["wall s"] for row in rows} == {"whole": "12.3", "resumed": "", "killed": "", "python": ""}
+
+
+def test_versions_are_told_where_runs_differ_in_them(tmp_path):
+    made = {"a": [("2.9", "ab12")], "b": [("2.9", "ab12"), ("2.9", "cd34")], "c": [None]}
+    for name, runs in made.items():
+        for seed, versions in enumerate(runs):
+            folder = tmp_path / "runs" / name / f"version_{seed}"
+            configured(folder, seed, rows_of([0.5], 1, 1), federated__algorithm=name)
+            if versions:
+                write_facts(folder, {"software": dict(zip(("torch", "commit"), versions, strict=True))})
+    for names, expected in (
+        ("ab", {"commit": ["ab12", "ab12, cd34"]}),
+        ("abc", {"torch": ["2.9", "2.9", "unknown"], "commit": ["ab12", "ab12, cd34", "unknown"]}),
+        ("a", {}),
+    ):
+        make_report([tmp_path / "runs" / name for name in names], tmp_path / names)
+        settings = (tmp_path / names / "report.md").read_text().partition("## Settings")[2]
+        rows = [[cell.strip() for cell in line.split("|")] for line in settings.splitlines() if line.startswith("|")]
+        told = {cell.removesuffix(" of the run"): index for index, cell in enumerate(rows[0]) if "of the run" in cell}
+        assert {name: [row[index] for row in rows[2:]] for name, index in told.items()} == expected
 
 
 def test_rounds_and_bytes_to_a_target(tmp_path):
@@ -357,4 +377,5 @@ def test_real_runs(tmp_path):
     whole = sum(each.numel() for each in low.parameters())
     assert f"| low | {', '.join(map(str, spread))} | 1 | {trained} of {whole} |" in settings
     run = {run.folder.parent.name: run for run in find_runs([tmp_path / "runs"])}["low"]
+    assert run.software == software()
     assert math.isclose(run.last("comm/total_bytes") or 0, loops["low"].ledger.metrics()["comm/total_bytes"])

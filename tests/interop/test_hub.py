@@ -150,7 +150,9 @@ def test_the_command_writes_the_runs_figures(tmp_path, hub, capsys):
     config["base_model_name_or_path"] = "meta/some|model"
     (folder / "adapter_config.json").write_text(json.dumps(config))
     run = configured(tmp_path / "runs" / "version_0", 0, rows_of([0.5, 0.75], up=100, down=200))
-    (run / "facts.json").write_text(json.dumps({"samples": [3, 5, 9], "seconds": 12.5}))
+    (run / "facts.json").write_text(
+        json.dumps({"samples": [3, 5, 9], "software": {"torch": "2.9.0", "commit": "ab12"}})
+    )
     cli.main(["push", str(folder), "me/mood", "--run", str(run), "--endpoint", hub])
     assert "/me/mood/commit/" in capsys.readouterr().out
     card = Hub.repositories["me/mood"]["README.md"].decode()
@@ -161,6 +163,7 @@ def test_the_command_writes_the_runs_figures(tmp_path, hub, capsys):
         "| comm/total_bytes | 600 |",
         "| comm/ratio | 0.0625 |",
         "| samples of a client (least, median, most) | 3, 5, 9 |",
+        "| made with | torch 2.9.0, commit ab12 |",
     ):
         assert row in card
     assert yaml.safe_load(card.split("---")[1])["base_model"] == "meta/some|model"

@@ -1,0 +1,94 @@
+"""What a run's folder says besides its metrics and its configuration."""
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_lowrank import facts
+
+
+def git(folder: Path, *words: str) -> str:
+    """Run git as a user without settings."""
+    who = ("-c", "user.name=n", "-c", "user.email=e@example.org", "-c", "commit.gpgsign=false")
+    return subprocess.run(
+        ["git", "-C", str(folder), *who, *words], check=True, capture_output=True, text=True
+    ).stdout.strip()
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """Return a folder that could be a package, in a repository that doesn't keep it yet."""
+    if shutil.which("git") is None:
+        pytest.skip("git is not installed")
+    git(tmp_path, "init", "--quiet")
+    folder = tmp_path / "package"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("")
+    return folder
+
+
+def test_the_commit_is_that_of_the_packages_files(package):
+    git(package, "add", ".")
+    git(package, "commit", "--quiet", "-m", "first")
+    commit = git(package, "rev-parse", "HEAD")
+    (package.parent / "notes.txt").write_text("not of the package")
+    assert facts._commit_of_checkout(package) == commit
+    (package / "__init__.py").write_text("changed = True")
+    assert facts._commit_of_checkout(package) == f"{commit} with changes"
+    git(package, "checkout", "--", ".")
+    (package / "added.py").write_text("")
+    assert facts._commit_of_checkout(package) == f"{commit} with changes"
+
+
+def test_a_repository_around_the_package_is_not_its_checkout(package):
+    (package.parent / "other.txt").write_text("")
+    git(package, "add", "../other.txt")
+    git(package, "commit", "--quiet", "-m", "not the package")
+    assert facts._commit_of_checkout(package) is None
+    (package.parent / ".gitignore").write_text("package\n")
+    assert facts._commit_of_checkout(package) is None
+
+
+def test_a_repository_without_a_commit_has_none(package, tmp_path):
+    git(package, "add", ".")
+    assert facts._commit_of_checkout(package) is None
+    assert facts._commit_of_checkout(tmp_path / "absent") is None
+
+
+def test_without_git_there_is_no_commit(package, monkeypatch):
+    git(package, "add", ".")
+    git(package, "commit", "--quiet", "-m", "first")
+    monkeypatch.setenv("PATH", str(package))
+    assert facts._commit_of_checkout(package) is None
+
+
+@pytest.mark.parametrize(
+    ("told", "commit"),
+    [
+        ({"url": "https://example.org/it", "vcs_info": {"vcs": "git", "commit_id": "ab12"}}, "ab12"),
+        ({"url": "file:///somewhere", "dir_info": {"editable": True}}, None),
+        ([], None),
+        (None, None),
+    ],
+)
+def test_an_installation_by_address_has_its_commit(monkeypatch, told, commit):
+    class Distribution:
+        def read_text(self, name: str) -> str | None:
+            assert name == "direct_url.json"
+            return None if told is None else json.dumps(told)
+
+    monkeypatch.setattr(facts.metadata, "distribution", lambda name: Distribution())
+    assert facts._commit_of_installation() == commit
+
+
+def test_versions_come_back_as_they_were_written(tmp_path):
+    software = facts.software()
+    assert software["torch"] == torch.__version__.partition("+")[0] or software["torch"] == torch.__version__
+    assert {"python", "lightning", "lightning_lowrank"} <= software.keys()
+    facts.write_facts(tmp_path, {"seconds": 1.5, "software": {**software, "commit": "ab12 with changes"}})
+    assert facts.read_software(tmp_path) == {**software, "commit": "ab12 with changes"}
+    assert facts.read_facts(tmp_path) == {"seconds": [1.5]}
