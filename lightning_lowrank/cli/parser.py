@@ -48,7 +48,7 @@ from lightning_lowrank.cli.inspection import inspect_run, render
 from lightning_lowrank.cli.pictures import RoundPictures, shows_pictures
 from lightning_lowrank.cli.quiet import only_warnings
 from lightning_lowrank.cli.suggestions import with_suggestions
-from lightning_lowrank.federated.checks import check_callbacks, goes_on_from
+from lightning_lowrank.federated.checks import check_callbacks, goes_on_from, static_batch_norm_advice
 from lightning_lowrank.federated.loop import FederatedLoop
 from lightning_lowrank.federated.whole_checkpoints import check_whole, install
 from lightning_lowrank.internals.cli import SubcommandCLI
@@ -91,6 +91,7 @@ class _Trainer(pl.Trainer):
                 check_callbacks(loop, self, model, goes_on_from(loop))
             except MisconfigurationException as error:
                 figures["problems"].append(str(error))
+            figures["notes"] += static_batch_norm_advice(loop.algorithm, self, model)
         if json:
             print(json_module.dumps(figures, indent=2))
         else:

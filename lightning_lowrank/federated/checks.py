@@ -216,16 +216,17 @@ def check_factors_move(module: nn.Module, trained: Iterable[str], asking: str) -
         )
 
 
-def advise_static_batch_norm(algorithm: Algorithm, trainer: Any, module: pl.LightningModule) -> None:
-    """Warn where statistics are averaged over clients by a method whose paper has static BatchNorm."""
+def static_batch_norm_advice(algorithm: Algorithm, trainer: Any, module: pl.LightningModule) -> list[str]:
+    """Return a sentence where statistics are averaged over clients by a method whose paper has static BatchNorm."""
     layers = _layers_that_track(module)
     completed = any(isinstance(callback, CompletesModels) for callback in trainer.callbacks)
-    if algorithm.static_batch_norm and layers and not completed:
-        rank_zero_warn(
-            f"the paper of {type(algorithm).__name__} trains with static BatchNorm, and the module has"
-            f" {layers} BatchNorm layers whose statistics are averaged over clients: they may fit no model, so"
-            " that validation is at chance. Put StaticBatchNorm() after FederatedLoop."
-        )
+    if not algorithm.static_batch_norm or not layers or completed:
+        return []
+    return [
+        f"the paper of {type(algorithm).__name__} trains with static BatchNorm, and the module has"
+        f" {layers} BatchNorm layers whose statistics are averaged over clients: they may fit no model, so"
+        " that validation is at chance. Put StaticBatchNorm() after FederatedLoop."
+    ]
 
 
 def notes(module: pl.LightningModule, buffers: BufferPolicy) -> list[str]:

@@ -21,12 +21,12 @@ from rich import get_console
 from torch import nn
 
 from lightning_lowrank.federated.checks import (
-    advise_static_batch_norm,
     check_callbacks,
     check_local_update,
     check_optimizers,
     goes_on_from,
     notes,
+    static_batch_norm_advice,
     warn_of_changed_base,
 )
 from lightning_lowrank.federated.coordinator import Coordinator
@@ -288,9 +288,9 @@ class FederatedLoop(FederatedSettings, Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Check the optimizers, divide the training set, and let the algorithm look at the module."""
         check_optimizers(trainer, pl_module)
-        for note in notes(pl_module, self.buffers):
+        advice = static_batch_norm_advice(self.algorithm, trainer, pl_module)
+        for note in notes(pl_module, self.buffers) + advice:
             rank_zero_warn(note)
-        advise_static_batch_norm(self.algorithm, trainer, pl_module)
         check_local_update(self.algorithm, trainer, pl_module)
         assert self._data is not None
         self._fingerprint = fingerprint(self, trainer, len(self._data.divided()))

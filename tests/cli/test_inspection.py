@@ -373,6 +373,14 @@ def test_callbacks_that_rule_out_rounds_are_problems(inspect):
     assert "StochasticWeightAveraging ends with a pass over the training set" in problem
 
 
+@pytest.mark.slow
+def test_a_method_that_needs_static_batch_norm_says_so_before_the_run(inspect):
+    recipes = recipe("fedhm/cifar10", "fedhm/heterofl")
+    assert inspect(*recipes)["notes"] == []
+    (note,) = inspect(*recipes, "--trainer.callbacks", "ModelCheckpoint")["notes"]
+    assert "Put StaticBatchNorm() after FederatedLoop" in note
+
+
 def test_what_to_know_of_the_module_is_noted():
     loop = FederatedLoop(FedAvg(), clients=3, buffers="local")
     figures = inspect_run(Module(network(norm=nn.BatchNorm1d)), loop=loop)
