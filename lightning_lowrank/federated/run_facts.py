@@ -27,11 +27,12 @@ class RunFacts:
         self._began = time.perf_counter()
         parameters = list(trainer.lightning_module.parameters())
         self._facts: dict[str, float | list[float] | dict[str, str]] = {
-            "software": software(),
             "first_round": trainer.current_epoch + 1,
             "parameters": sum(each.numel() for each in parameters),
             "trained": sum(each.numel() for each in parameters if each.requires_grad),
         }
+        if self._folders:
+            self._facts["software"] = software()
         ranks = [layer.rank for _, layer in low_rank_layers(trainer.lightning_module)]
         if ranks:
             self._facts["ranks"] = [min(ranks), max(ranks)]
