@@ -22,6 +22,7 @@ from lightning_lowrank import (
 from lightning_lowrank.cli import plots
 from lightning_lowrank.cli.parser import CLI_SETTINGS, LowRankCLI
 from lightning_lowrank.cli.pictures import RoundPictures
+from lightning_lowrank.cli.quiet import without_tips
 from lightning_lowrank.data import Digits
 from lightning_lowrank.models import MLP, Classifier
 
@@ -187,7 +188,8 @@ def test_the_command_line_adds_it_where_a_logger_shows_images(tmp_path, logger, 
     words = ["fit", "--config", "recipes/quickstart.yaml", "--trainer.max_epochs=1", "--quiet"]
     words += [f"--trainer.logger={logger}", f"--trainer.logger.save_dir={tmp_path}"]
     words += ["--trainer.callbacks+=RoundPictures", "--trainer.callbacks.every_n_rounds=7"] if own else []
-    cli = LowRankCLI(args=words, **CLI_SETTINGS)
+    with without_tips():  # --quiet sets levels, which main() puts back.
+        cli = LowRankCLI(args=words, **CLI_SETTINGS)
     found = [each for each in cli.trainer.callbacks if isinstance(each, RoundPictures)]
     assert len(found) == (added or own)
     assert all(each.every_n_rounds == (7 if own else None) for each in found)
