@@ -20,6 +20,7 @@ from typing import Any
 NAME = "facts.json"
 _LARGEST = 2**16
 _PACKAGE = "lightning_lowrank"
+_SOFTWARE = ("python", "torch", "lightning", _PACKAGE, "commit")
 _VERSION = re.compile(r"[\w.+-]{1,64}( with changes)?")
 _SECONDS_OF_GIT = 10
 
@@ -54,12 +55,9 @@ def read_facts(folder: Path) -> dict[str, list[float]]:
 
 def read_software(folder: Path) -> dict[str, str]:
     """Return the versions that `write_facts` wrote as ``software``; nothing of what is no version."""
-    found = _read(folder).get("software")
-    return {
-        name: value
-        for name, value in (found.items() if isinstance(found, dict) else ())
-        if isinstance(value, str) and _VERSION.fullmatch(name) and _VERSION.fullmatch(value)
-    }
+    told = _read(folder).get("software")
+    found = {name: told.get(name) for name in _SOFTWARE} if isinstance(told, dict) else {}
+    return {name: value for name, value in found.items() if isinstance(value, str) and _VERSION.fullmatch(value)}
 
 
 def _read(folder: Path) -> dict[str, Any]:
@@ -107,9 +105,13 @@ def _commit_of_checkout(folder: Path) -> str | None:
 
 
 def _git(folder: Path, *words: str) -> str | None:
+    # In a hook of git these name the hook's repository, whatever the folder is.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    # git status writes the index otherwise, and a commit made at that moment would fail.
+    command = ["git", "--no-optional-locks", "-C", str(folder), *words]
     try:
         done = subprocess.run(
-            ["git", "-C", str(folder), *words], capture_output=True, text=True, check=False, timeout=_SECONDS_OF_GIT
+            command, capture_output=True, text=True, check=False, timeout=_SECONDS_OF_GIT, env=environment
         )
     except (OSError, subprocess.SubprocessError):
         return None

@@ -1,6 +1,7 @@
 """What a run's folder says besides its metrics and its configuration."""
 
 import json
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -51,6 +52,27 @@ def test_a_repository_around_the_package_is_not_its_checkout(package):
     assert facts._commit_of_checkout(package) is None
     (package.parent / ".gitignore").write_text("package\n")
     assert facts._commit_of_checkout(package) is None
+
+
+def test_the_repository_of_a_hook_is_not_asked(package, tmp_path_factory, monkeypatch):
+    git(package, "add", ".")
+    git(package, "commit", "--quiet", "-m", "first")
+    commit = git(package, "rev-parse", "HEAD")
+    other = tmp_path_factory.mktemp("other")
+    git(other, "init", "--quiet")
+    monkeypatch.setenv("GIT_DIR", str(other / ".git"))
+    assert facts._commit_of_checkout(package) == commit
+
+
+def test_the_index_is_left_as_it_is(package):
+    git(package, "add", ".")
+    git(package, "commit", "--quiet", "-m", "first")
+    index = package.parent / ".git" / "index"
+    # The file's times differ from the index's now, so that a status that may write would.
+    os.utime(package / "__init__.py", (1, 1))
+    before = index.read_bytes()
+    assert facts._commit_of_checkout(package) == git(package, "rev-parse", "HEAD")
+    assert index.read_bytes() == before
 
 
 def test_a_repository_without_a_commit_has_none(package, tmp_path):

@@ -1,5 +1,6 @@
 """Run folders that come from anyone: they are read without an error of Python's own, and without much memory."""
 
+import json
 import os
 import random
 import tracemalloc
@@ -119,7 +120,9 @@ def test_files_that_no_logger_wrote_have_no_round(tmp_path, kind):
         f'{{"seconds": 1, "a": "{"x" * 2**17}"}}',
         b"\xff\xfe",
         '{"software": ["torch"]}',
-        '{"software": {"torch": 2, "python": "<b>3</b>", "a\\u001b": "1", "long": "%s", "list": ["1"]}}' % ("1" * 99),
+        '{"software": {"torch": 2, "python": "<b>3</b>", "a\\u001b": "1", "commit": "%s", "lightning": ["1"]}}'
+        % ("1" * 99),
+        json.dumps({"software": {f"package_{number}": "1.0" for number in range(2_000)}}),
     ],
 )
 def test_facts_that_are_none_are_left_out(tmp_path, text):
