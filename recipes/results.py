@@ -439,9 +439,9 @@ All figures are accuracies in percent: mean ± sample standard deviation over se
 
 `best` is over the rounds that were looked at, on the test images, as the papers do it; `last ten` is the mean of the
 last ten looks. `s a run` is the wall time of a fit beside whatever else the machine did, and no more than an order of
-size. `measured` has the date and the commit of the code that ran. The folders of runs up to 76b03c7 do not say
-it; theirs is the last commit of the checkout before they ended, or noted by hand. `earlier` stands for runs whose folders are gone: the
-paper's own `RESULTS.md` has their commands.
+size. `measured` has the date and the commit of the code that ran. The folders of runs up to 76b03c7 do not say it;
+theirs is the last commit of the checkout before they ended, or noted by hand. `earlier` stands for runs whose folders
+are gone: the paper's own `RESULTS.md` has their commands.
 
 One row again, all its seeds, and the page:
 
