@@ -216,7 +216,12 @@ def check_factors_move(module: nn.Module, trained: Iterable[str], asking: str) -
         )
 
 
-def static_batch_norm_advice(algorithm: Algorithm, trainer: Any, module: pl.LightningModule) -> list[str]:
+def static_batch_norm_advice(
+    algorithm: Algorithm,
+    trainer: Any,
+    module: pl.LightningModule,
+    remedy: str = "Put StaticBatchNorm() after FederatedLoop.",
+) -> list[str]:
     """Return a sentence where statistics are averaged over clients by a method whose paper has static BatchNorm."""
     layers = _layers_that_track(module)
     completed = any(isinstance(callback, CompletesModels) for callback in trainer.callbacks)
@@ -225,7 +230,7 @@ def static_batch_norm_advice(algorithm: Algorithm, trainer: Any, module: pl.Ligh
     return [
         f"the paper of {type(algorithm).__name__} trains with static BatchNorm, and the module has"
         f" {layers} BatchNorm layers whose statistics are averaged over clients: they may fit no model, so"
-        " that validation is at chance. Put StaticBatchNorm() after FederatedLoop."
+        f" that validation is at chance. {remedy}"
     ]
 
 

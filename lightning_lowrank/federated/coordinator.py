@@ -21,7 +21,13 @@ from lightning_lowrank.arguments import listed
 from lightning_lowrank.compression import Packet
 from lightning_lowrank.federated.algorithm import detached, inherits
 from lightning_lowrank.federated.attacks import Arrival, attack_seed
-from lightning_lowrank.federated.checks import check_factors_move, check_trained, goes_on_from, refuse_batch_norm
+from lightning_lowrank.federated.checks import (
+    check_factors_move,
+    check_trained,
+    goes_on_from,
+    refuse_batch_norm,
+    static_batch_norm_advice,
+)
 from lightning_lowrank.federated.data.planner import RoundPlan
 from lightning_lowrank.federated.failures import NotFiniteError, described, not_finite, rows_not_finite
 from lightning_lowrank.federated.messages import Ledger, Message, dense_bytes
@@ -132,6 +138,10 @@ class Coordinator:
             self.attackers = frozenset(self.settings.attackers.members(len(self.samples), self.server.seed))
         buffers = self.server.base.initial_buffers
         self.infinite = frozenset(name for name, value in buffers.items() if not_finite({name: value}))
+
+    def notes(self, trainer: Any) -> list[str]:
+        """Return what a user should know of how the global model will behave with this method, one sentence each."""
+        return static_batch_norm_advice(self.algorithm, trainer, self.server.base.module)
 
     def check_cohort(self, clients: int) -> None:
         """Refuse cohorts of so many clients if they are too small for the aggregator.

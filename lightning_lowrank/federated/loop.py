@@ -26,7 +26,6 @@ from lightning_lowrank.federated.checks import (
     check_optimizers,
     goes_on_from,
     notes,
-    static_batch_norm_advice,
     warn_of_changed_base,
 )
 from lightning_lowrank.federated.coordinator import Coordinator
@@ -288,8 +287,7 @@ class FederatedLoop(FederatedSettings, Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Check the optimizers, divide the training set, and let the algorithm look at the module."""
         check_optimizers(trainer, pl_module)
-        advice = static_batch_norm_advice(self.algorithm, trainer, pl_module)
-        for note in notes(pl_module, self.buffers) + advice:
+        for note in notes(pl_module, self.buffers):
             rank_zero_warn(note)
         check_local_update(self.algorithm, trainer, pl_module)
         assert self._data is not None
@@ -309,7 +307,7 @@ class FederatedLoop(FederatedSettings, Callback):
             trainer.strategy.setup_optimizers(trainer)
             self._rounds.take_optimizers(trainer)
         self._end_counting.close()
-        for note in self._horizon.notes():
+        for note in self._horizon.notes() + self._rounds.coordinator.notes(trainer):
             rank_zero_warn(note)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -63,6 +63,10 @@ class SiteCoordinator(Coordinator, ABC):
             if self.received:
                 self.algorithm.update_base(base, self.received)
 
+    def notes(self, trainer: Any) -> list[str]:
+        """Leave it to the server, which has the global model."""
+        return []
+
     def check_cohort(self, clients: int) -> None:
         """Leave it to the server, which knows the cohorts."""
 

@@ -93,7 +93,8 @@ def _check(cli: LowRankCLI, loop: FederatedLoop) -> None:
         "ckpt_path": (bool(cli.config["fit"].get("ckpt_path")), "a run across sites starts from the recipe's model"),
         "StaticBatchNorm": (
             any(isinstance(callback, StaticBatchNorm) for callback in trainer.callbacks),
-            "it goes over all clients' samples, which no party has; federated.buffers='average' sends statistics",
+            "it goes over all clients' samples, which no party has; federated.buffers='average' sends statistics, and a"
+            " norm such as GroupNorm has none",
         ),
         "seeds": (len(cli.seeds) > 1, "give seed_everything, and start a run for each"),
     }

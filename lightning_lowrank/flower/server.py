@@ -30,7 +30,7 @@ from torch import Tensor
 
 from lightning_lowrank.compression import DecodingError, Packet
 from lightning_lowrank.configuration import check_choice
-from lightning_lowrank.federated.checks import check_callbacks, notes
+from lightning_lowrank.federated.checks import check_callbacks, notes, static_batch_norm_advice
 from lightning_lowrank.federated.checks import check_optimizers as check_all_are_trained
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.planner import RoundPlan, RoundPlanner
@@ -63,6 +63,9 @@ from lightning_lowrank.interop.files import replacing
 
 OnBadPayload = Literal["skip", "stop"]
 
+_WITHOUT_STATISTICS = (
+    "Across sites no party has the samples to recompute them with: use a norm without statistics, such as GroupNorm."
+)
 # Seconds: how long a round waits for nodes that have just come, and when a node that was refused is asked again.
 _WAIT_FOR_NEW = 60.0
 _ASK_AGAIN = 60.0
@@ -271,7 +274,8 @@ class RemoteRounds(Callback):
         """Wait for the sites, and let the algorithm look at the module."""
         check_all_are_trained(trainer, pl_module)
         check_optimizers(trainer, pl_module)
-        for note in notes(pl_module, self.loop.buffers):
+        advice = static_batch_norm_advice(self.algorithm, trainer, pl_module, _WITHOUT_STATISTICS)
+        for note in notes(pl_module, self.loop.buffers) + advice:
             rank_zero_warn(note)
         server = self.loop.make_server(pl_module, trainer.optimizers)
         # In a secure sum all clients have one form.

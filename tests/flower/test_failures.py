@@ -13,11 +13,22 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_lowrank import FederatedLoop, algorithms
 from lightning_lowrank.cli import main
 from lightning_lowrank.compression import Dense
+from lightning_lowrank.federated import loop
+from lightning_lowrank.flower import server
 from lightning_lowrank.flower.client import client_app
 from lightning_lowrank.flower.recipe import build, check_optimizers
 from lightning_lowrank.flower.server import RemoteRounds, serve
 from lightning_lowrank.models import Classifier
-from tests.flower.helpers import MUD, assert_equal_runs, merged, method, run_on_sites, simulate, write_recipe
+from tests.flower.helpers import (
+    MUD,
+    NORMALISED,
+    assert_equal_runs,
+    merged,
+    method,
+    run_on_sites,
+    simulate,
+    write_recipe,
+)
 from tests.flower.local_grid import LocalGrid
 from tests.grids import daily
 
@@ -231,6 +242,20 @@ def test_settings_are_checked():
 def test_recipes_that_cannot_run_across_sites(tmp_path, changes, said):
     with pytest.raises(MisconfigurationException, match=said):
         build([fast(tmp_path, changes)])
+
+
+@daily("HeteroFL")
+@pytest.mark.parametrize("algorithm", ["HeteroFL", "FedAvg"])
+def test_a_method_that_needs_static_batch_norm_says_what_sites_can_have(tmp_path, monkeypatch, algorithm):
+    monkeypatch.chdir(tmp_path)
+    said: list[str] = []
+    for part in (server, loop):
+        monkeypatch.setattr(part, "rank_zero_warn", said.append)
+    changes = {"federated": {"algorithm": algorithm}, "model": NORMALISED, "trainer": {"max_epochs": 1}}
+    run_on_sites(fast(tmp_path, changes), tmp_path)
+    advice = [each for each in said if "static BatchNorm" in each]
+    assert len(advice) == (algorithm == "HeteroFL")
+    assert all("GroupNorm" in each and "StaticBatchNorm()" not in each for each in advice)
 
 
 @pytest.mark.slow
