@@ -6,6 +6,7 @@ states are stacked as their parameters are.
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from lightning_lowrank.optim import ProjectedAdamW, ProjectedSGD
 from lightning_lowrank.optim.deferred import CHANGE
 
 _SHARED = ("step", "mu_product")
+_SCHEDULED = ("lr", "initial_lr", "momentum", "betas", "weight_decay")
 _ELEMENTWISE: list[type[Optimizer]] = [
     torch.optim.SGD,
     torch.optim.Adam,
@@ -74,6 +76,18 @@ def acts_elementwise(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, tuple(_ELEMENTWISE))
 
 
+def counters(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return what an optimizer's steps may change in its groups, as those of schedule-free ones and of Prodigy do.
+
+    It is all but the options that schedules set. Steps of torch's own optimizers change none.
+    """
+    groups: list[dict[str, Any]] = [{} for _ in optimizer.param_groups]
+    if not acts_elementwise(optimizer):
+        for counted, group in zip(groups, optimizer.param_groups, strict=True):
+            counted.update({name: group[name] for name in group if name != "params" and name not in _SCHEDULED})
+    return groups
+
+
 def is_shared(name: str, value: Any) -> bool:
     """Return whether an entry of a parameter's state is one for all clients that step together."""
     return name in _SHARED or not isinstance(value, Tensor)
@@ -117,6 +131,8 @@ def begin(optimizers: Sequence[Optimizer], states: Sequence[State], stacked: boo
             each = [of_client[index] for of_client in kept]
             # Copies, because a client that fails keeps what it had.
             optimizer.state[parameters[index]] = _stack(each) if stacked else _part(each[0])
+        for group, counted in zip(optimizer.param_groups, states[0].get("counters", {}).get(number, ()), strict=False):
+            group.update(copy.deepcopy(counted))
         # A projected optimizer's groups say in which subspaces the kept moments are.
         subspaces = states[0].get("subspaces", {}).get(number)
         for position, group in enumerate(optimizer.param_groups):
@@ -135,6 +151,9 @@ def keep(optimizers: Sequence[Optimizer], state: State, place: int | None = None
         }
         for number, optimizer in enumerate(optimizers)
     }
+    counted = {number: counters(optimizer) for number, optimizer in enumerate(optimizers)}
+    if any(any(groups) for groups in counted.values()):
+        state["counters"] = copy.deepcopy(counted)
     projected = {
         number: [group["subspaces"] for group in optimizer.param_groups]
         for number, optimizer in enumerate(optimizers)

@@ -12,6 +12,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from lightning_lowrank.federated.optimizers import counters
+
 _OF_ONE_CLIENT = ("params", "stacked", "subspaces")
 _COUNTS_OF_REFRESHES = ("refresh_number", "steps_since_refresh")
 
@@ -49,9 +51,19 @@ class SchedulersPerClient:
 
     def put_options_back(self) -> None:
         """Give optimizers the options back that they had when the round began: steps may set them by hand."""
+        self._put_counters_back()
         for optimizer, groups in zip(self._all_optimizers, self._begun, strict=False):
             for group, values in zip(optimizer.param_groups, groups, strict=False):
                 group.update(values)
+
+    def _put_counters_back(self) -> None:
+        for optimizer, groups in zip(self._all_optimizers, self._begun, strict=False):
+            for group, values, counted in zip(optimizer.param_groups, groups, counters(optimizer), strict=False):
+                for name in counted:
+                    if name in values:
+                        group[name] = copy.deepcopy(values[name])
+                    else:
+                        del group[name]
 
     def begin_client(self) -> None:
         """Wind back to where the round began."""
@@ -72,7 +84,8 @@ class SchedulersPerClient:
         self._most_steps, self._furthest = max(ends, key=lambda end: end[0])
 
     def end_round(self) -> None:
-        """Go on from where the client with the most steps ended."""
+        """Go on from where the client with the most steps ended, but for what optimizers count."""
+        self._put_counters_back()
         self._install(self._furthest)
 
     def _capture(self) -> dict[str, Any]:
@@ -84,9 +97,10 @@ class SchedulersPerClient:
                         {
                             key: value
                             for key, value in group.items()
-                            if key in _COUNTS_OF_REFRESHES or (self._options_change and key not in _OF_ONE_CLIENT)
+                            if key in _COUNTS_OF_REFRESHES
+                            or (self._options_change and key not in _OF_ONE_CLIENT and key not in counted)
                         }
-                        for group in optimizer.param_groups
+                        for group, counted in zip(optimizer.param_groups, counters(optimizer), strict=True)
                     ]
                     for optimizer in self._optimizers
                 ],
