@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
@@ -31,10 +31,11 @@ _LEAST_SAMPLES = 2
 class StaticBatchNorm(Configured, Callback, CompletesModels):
     """Static BatchNorm (Diao et al., HeteroFL, ICLR 2021, Section 3): statistics are recomputed, not tracked.
 
-    In training, BatchNorm layers normalise by their batch and track nothing. Before each validation of a fit, and at
-    its end, their running statistics become the mean over the batches of the training set, with the current weights: a
-    pass over the training data with the module's ``forward``, in training mode, without gradients. The module ends with
-    the statistics of its last weights, for a later test or export.
+    In training, BatchNorm layers normalise by their batch and track nothing. Before each validation of a fit, before a
+    checkpoint of weights that were not validated, and at the fit's end, their running statistics become the mean over
+    the batches of the training set, with the current weights: a pass over the training data with the module's
+    ``forward``, in training mode, without gradients. Module and checkpoints have the statistics of their weights, for a
+    later test or export; a checkpoint that is saved inside a round has those of the last pass.
 
     With `FederatedLoop`, which must come before it in ``callbacks``, the pass is over all clients' training samples
     (not those held out to test them) with the global model. It takes at most as many batches as the round has trained
@@ -56,7 +57,8 @@ class StaticBatchNorm(Configured, Callback, CompletesModels):
 
     Raises:
         MisconfigurationException: If an argument is out of range, the module has no BatchNorm with running statistics
-            or no ``forward``, or there are several training loaders.
+            or no ``forward``, or there are several training loaders. If a callback averages weights over time, which
+            would be validated with the statistics of others.
 
     Example:
         >>> from lightning_lowrank import FedAvg, FederatedLoop, StaticBatchNorm
@@ -72,7 +74,7 @@ class StaticBatchNorm(Configured, Callback, CompletesModels):
         self._layers: list[Any] = []
         self._static = False
         self._loader: Any = None
-        self._fresh_at: int | None = None
+        self._fresh_at: tuple[int, bool] | None = None
         self._models: int | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -92,6 +94,12 @@ class StaticBatchNorm(Configured, Callback, CompletesModels):
                 f"StaticBatchNorm recomputes statistics with the module's forward(inputs), and"
                 f" {type(pl_module).__name__} has none."
             )
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
+                raise MisconfigurationException(
+                    f"StaticBatchNorm recomputes the statistics of the weights that are trained, and"
+                    f" {type(callback).__name__} validates and ends with averaged ones: leave out one of them."
+                )
         self._loader = self._fresh_at = self._models = None
         self._begin(0)
 
@@ -108,12 +116,31 @@ class StaticBatchNorm(Configured, Callback, CompletesModels):
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._recompute(trainer, pl_module)
 
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Recompute the statistics for callbacks that save weights alone, of which no other hook is told."""
+        if any(getattr(callback, "save_weights_only", False) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+            self._recompute(trainer, pl_module)
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Give the checkpoint the statistics of its weights."""
+        loop = _loop_of(trainer)
+        if trainer.state.fn != "fit" or (loop is not None and loop.in_round):
+            return
+        self._recompute(trainer, pl_module)
+        saved = checkpoint["state_dict"]
+        for name, value in self._statistics(pl_module):
+            if name in saved:
+                saved[name] = value.detach()
+
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Recompute the statistics of the last weights."""
         self._recompute(trainer, pl_module)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Let the layers track again."""
+        self._static = False
         self._track(True)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -142,11 +169,8 @@ class StaticBatchNorm(Configured, Callback, CompletesModels):
             return
         few = samples is not None and len(samples) < _LEAST_SAMPLES
         if few or all(torch.equal(value, shown[name]) for name, value in module.named_parameters() if name in shown):
-            own = {id(layer) for layer in self._layers}
-            for name, layer in module.named_modules():
-                if id(layer) in own:
-                    for buffer, value in layer.named_buffers(prefix=name, recurse=False):
-                        value.copy_(shown.get(buffer, value))
+            for name, value in self._statistics(module):
+                value.copy_(shown.get(name, value))
         elif samples is None:
             self._pass_over_all(trainer, module)
         else:
@@ -156,11 +180,20 @@ class StaticBatchNorm(Configured, Callback, CompletesModels):
             each = None if plan is None else -(-sum(plan.batches) // max(1, len(plan.clients)))
             self._pass(trainer, module, _of_samples(loop, samples), self._given(trainer) or each)
 
+    def _statistics(self, module: pl.LightningModule) -> Iterator[tuple[str, Tensor]]:
+        own = {id(layer) for layer in self._layers}
+        for name, layer in module.named_modules():
+            if id(layer) in own:
+                yield from layer.named_buffers(prefix=name, recurse=False)
+
     def _recompute(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        if not self._static or self._fresh_at == trainer.global_step:
+        loop = _loop_of(trainer)
+        # A round that is cut short ends without a step more.
+        now = (trainer.global_step, loop is not None and loop.in_round)
+        if not self._static or self._fresh_at == now:
             return
         self._pass_over_all(trainer, module)
-        self._fresh_at = trainer.global_step
+        self._fresh_at = now
 
     def _pass_over_all(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         loop = _loop_of(trainer)

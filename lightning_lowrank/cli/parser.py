@@ -91,7 +91,7 @@ class _Trainer(pl.Trainer):
                 check_callbacks(loop, self, model, goes_on_from(loop))
             except MisconfigurationException as error:
                 figures["problems"].append(str(error))
-            figures["notes"] += static_batch_norm_advice(loop.algorithm, self, model)
+            figures["notes"] += static_batch_norm_advice(loop.algorithm, self, model, loop.buffers)
         if json:
             print(json_module.dumps(figures, indent=2))
         else:

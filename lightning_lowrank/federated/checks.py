@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import (
     BaseFinetuning,
     BatchSizeFinder,
     Callback,
+    GradientAccumulationScheduler,
     LambdaCallback,
     LearningRateFinder,
     ModelPruning,
@@ -159,6 +160,10 @@ def check_local_update(algorithm: Algorithm, trainer: pl.Trainer, module: pl.Lig
             f"{method} steps the optimizer in its own way on each batch:"
             f" set accumulate_grad_batches=1, not {trainer.accumulate_grad_batches}."
         )
+    if any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+        raise MisconfigurationException(
+            f"{method} steps the optimizer in its own way on each batch: leave out GradientAccumulationScheduler."
+        )
 
 
 def refuse_batch_norm(module: nn.Module, asking: str, way_out: str = "") -> None:
@@ -216,21 +221,29 @@ def check_factors_move(module: nn.Module, trained: Iterable[str], asking: str) -
         )
 
 
+_OF_STATISTICS: dict[BufferPolicy, str] = {
+    "average": "are averaged over clients and may fit no model",
+    "reset": "each client begins anew and are averaged, and may fit no model",
+    "local": "stay with their clients, and the global model keeps those it began with",
+}
+
+
 def static_batch_norm_advice(
     algorithm: Algorithm,
     trainer: Any,
     module: pl.LightningModule,
+    buffers: BufferPolicy,
     remedy: str = "Put StaticBatchNorm() after FederatedLoop.",
 ) -> list[str]:
-    """Return a sentence where statistics are averaged over clients by a method whose paper has static BatchNorm."""
+    """Return a sentence where statistics are tracked in training by a method whose paper has static BatchNorm."""
     layers = _layers_that_track(module)
     completed = any(isinstance(callback, CompletesModels) for callback in trainer.callbacks)
     if not algorithm.static_batch_norm or not layers or completed:
         return []
     return [
         f"the paper of {type(algorithm).__name__} trains with static BatchNorm, and the module has"
-        f" {layers} BatchNorm layers whose statistics are averaged over clients: they may fit no model, so"
-        f" that validation is at chance. {remedy}"
+        f" {layers} BatchNorm layers whose statistics {_OF_STATISTICS[buffers]}, so that validation may be at chance."
+        f" {remedy}"
     ]
 
 

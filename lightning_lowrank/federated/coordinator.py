@@ -141,7 +141,7 @@ class Coordinator:
 
     def notes(self, trainer: Any) -> list[str]:
         """Return what a user should know of how the global model will behave with this method, one sentence each."""
-        return static_batch_norm_advice(self.algorithm, trainer, self.server.base.module)
+        return static_batch_norm_advice(self.algorithm, trainer, trainer.lightning_module, self.settings.buffers)
 
     def check_cohort(self, clients: int) -> None:
         """Refuse cohorts of so many clients if they are too small for the aggregator.

@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich import get_console
 from torch import nn
 
+from lightning_lowrank.federated.algorithm import inherits
 from lightning_lowrank.federated.checks import (
     check_callbacks,
     check_local_update,
@@ -42,6 +43,7 @@ from lightning_lowrank.federated.fingerprint import (
 )
 from lightning_lowrank.federated.horizon import Horizon
 from lightning_lowrank.federated.messages import Ledger
+from lightning_lowrank.federated.personal import NOT_JUDGED
 from lightning_lowrank.federated.progress import Progress
 from lightning_lowrank.federated.rounds import Rounds
 from lightning_lowrank.federated.run_facts import RunFacts
@@ -201,6 +203,11 @@ class FederatedLoop(FederatedSettings, Callback):
         """The present round's plan; ``None`` before the first."""
         return None if self._data is None else self._data.plan
 
+    @property
+    def in_round(self) -> bool:
+        """Whether a round has begun and has not been aggregated."""
+        return self._progress.round_open
+
     # Beginning and end of a fit
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -208,6 +215,9 @@ class FederatedLoop(FederatedSettings, Callback):
         check_namespace(trainer, pl_module)
         install_whole_checkpoints(trainer)
         if stage != "fit":
+            further = self.personal_test is not None or not inherits(self.algorithm, "variants")
+            if further and self._rounds is None and stage != "predict":
+                rank_zero_warn(f"no round was made with this FederatedLoop: {NOT_JUDGED}")
             self._keep_samples(trainer)
             self._evaluate_fast(trainer, stage)
             return
@@ -412,7 +422,7 @@ class FederatedLoop(FederatedSettings, Callback):
 
     def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Test each client's own model, after a fit with the same callback."""
-        if self._rounds is not None and self.server.base.module is pl_module:
+        if self._rounds is not None:
             self._rounds.further.evaluate(trainer, pl_module, "test")
 
     # Checkpoints

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_lowrank.direction import direction, monitors_of
+from lightning_lowrank.federated.algorithm import inherits
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.evaluation_samples import matched_labels
 from lightning_lowrank.federated.data.labels import find_labels
@@ -20,6 +21,11 @@ from lightning_lowrank.federated.evaluation import ClientEvaluation, CompletesMo
 from lightning_lowrank.federated.execution.distributed import ClientParallelStrategy
 from lightning_lowrank.federated.state import trained_tensors
 from lightning_lowrank.internals.lightning import log_figures
+
+NOT_JUDGED = (
+    "the models of single clients and of further sizes are not judged, only the module's own weights. The fit logs"
+    " their figures."
+)
 
 
 class FurtherModels:
@@ -36,7 +42,16 @@ class FurtherModels:
         self._of_no_direction: set[str] = set()
 
     def evaluate(self, trainer: Any, module: pl.LightningModule, stage: Literal["validate", "test"]) -> None:
-        """Log how clients' own models do on their own test data, and further global models on all of it."""
+        """Log how clients' own models do on their own test data, and further global models on all of it.
+
+        Where a module was given other weights after the fit, there are no such models of these, and nothing is logged.
+        """
+        evaluated = self._settings.personal_test is not None or not inherits(self._coordinator.algorithm, "variants")
+        if evaluated and trainer.state.fn != "fit" and not self._has_last_round(module):
+            rank_zero_warn(
+                f"{type(module).__name__} holds other weights than the last round left, as with ckpt_path: {NOT_JUDGED}"
+            )
+            return
         loader = trainer.val_dataloaders if stage == "validate" else trainer.test_dataloaders
         coordinator, algorithm = self._coordinator, self._coordinator.algorithm
         logged: dict[str, float] = {}
@@ -71,6 +86,15 @@ class FurtherModels:
         if logged:
             log_figures(trainer, logged)
         coordinator.states.offload()
+
+    def _has_last_round(self, module: pl.LightningModule) -> bool:
+        """Return whether a module holds the parameters of the last round's global model."""
+        server = self._coordinator.server
+        if server.base.module is not module:
+            return False
+        shown = server.base.parameters(self._coordinator.algorithm.global_model(server))
+        live = trained_tensors(module)
+        return all(torch.equal(live[name], value.to(live[name].device)) for name, value in shown.items())
 
     def _run(
         self,

@@ -134,8 +134,9 @@ class FederatedSettings(Configured):
             deviation of each figure that ``validation_step`` logs: ``personal/val_acc``, ``personal/val_acc_worst10``,
             ``personal/val_acc_std``. Which values are worst, ``higher_is_better`` of a logged metric object says, else
             the ``mode`` of a callback that monitors the figure and its name; where none does, a warning says so, and no
-            worst tenth is logged. ``trainer.test`` after the fit does the same with the test loader. ``None``: not at
-            all.
+            worst tenth is logged. ``trainer.test`` after the fit does the same with the test loader, unless the module
+            was given other weights, as by ``ckpt_path``, of which there are no clients' models: a warning says so.
+            ``None``: not at all.
         client_settings: What is otherwise for single clients, by their ids or as a function of the id:
             ``local_epochs`` or ``local_steps``, and options of the optimizers such as ``lr`` or ``weight_decay``.
             Clients that step together have the same options.

@@ -4,7 +4,7 @@ import warnings
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.optim.swa_utils import update_bn
@@ -287,6 +287,15 @@ def test_passes_are_shorter_than_the_round(tmp_path, algorithm, models):
     assert module.net[1].num_batches_tracked == 3 * 2 // models
 
 
+@pytest.mark.parametrize(
+    ("buffers", "said"), [("average", "averaged over clients"), ("local", "stay with their clients"), ("reset", "anew")]
+)
+def test_the_advice_says_what_becomes_of_the_statistics(tmp_path, buffers, said):
+    loop = FederatedLoop(HeteroFL([1.0, 0.5]), clients=2, buffers=buffers, summary=False)
+    with pytest.warns(UserWarning, match=f"static BatchNorm, and the module has 1 BatchNorm.*{said}"):
+        trainer(tmp_path, loop, max_epochs=1).fit(Callable(), Data())
+
+
 @pytest.mark.parametrize("algorithm", [HeteroFL([1.0, 0.5]), FedAvg()])
 def test_methods_whose_paper_has_it_ask_for_it(tmp_path, algorithm):
     said = []
@@ -345,6 +354,52 @@ def test_a_resumed_run_is_the_same(tmp_path):
     for file in files:
         again = run(file)
         assert all(torch.equal(value, again[name]) for name, value in whole.items())
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+@pytest.mark.parametrize("federated", [False, True])
+def test_checkpoints_of_rounds_without_validation_have_the_statistics_of_their_weights(
+    tmp_path, federated, weights_only
+):
+    saved = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, save_weights_only=weights_only)
+    loop = FederatedLoop(FedAvg(), clients=2, buffers="local", summary=False)
+    module = Callable()
+    callbacks = [*([loop] if federated else []), StaticBatchNorm(), saved]
+    fit(trainer(tmp_path, *callbacks, max_epochs=2, limit_val_batches=0), module, Data(drop_last=True))
+    files = sorted(tmp_path.glob("*.ckpt"))
+    states = [torch.load(file, weights_only=True)["state_dict"] for file in files]
+    assert len(states) == 2
+    assert not torch.equal(states[0]["net.1.running_mean"], states[1]["net.1.running_mean"])
+    for name, value in module.state_dict().items():
+        torch.testing.assert_close(states[1][name], value, rtol=0, atol=0)
+    assert states[0]["net.1.running_mean"].any()
+
+
+def test_a_round_that_is_cut_short_at_a_validation_ends_with_its_own_statistics(tmp_path, monkeypatch):
+    class Stops(pl.Callback):
+        def on_validation_end(self, trainer, pl_module):
+            trainer.should_stop = not trainer.sanity_checking
+
+    passed = []
+
+    def recorded(loader, module):
+        passed.append(weights(module))
+        update_bn(loader, module)
+
+    monkeypatch.setattr(static_batch_norm, "update_bn", recorded)
+    module = Callable()
+    loop = FederatedLoop(FedAvg(), partition=FromIndices(CLIENTS), buffers="local", summary=False)
+    settings = {"max_epochs": 1, "val_check_interval": 1}
+    fit(trainer(tmp_path, loop, StaticBatchNorm(), Stops(), **settings), module, Data(drop_last=True))
+    assert len(passed) == 2
+    assert torch.equal(passed[-1]["net.0.weight"], module.net[0].weight)
+    assert not torch.equal(passed[0]["net.0.weight"], module.net[0].weight)
+
+
+@pytest.mark.parametrize("averaging", [WeightAveraging(), StochasticWeightAveraging(0.1)])
+def test_averaged_weights_have_other_statistics(tmp_path, averaging):
+    with pytest.raises(MisconfigurationException, match=f"{type(averaging).__name__} validates and ends with averaged"):
+        fit(trainer(tmp_path, StaticBatchNorm(), averaging), Callable(), Data(drop_last=True))
 
 
 def test_precision_and_modes(tmp_path):

@@ -1,12 +1,15 @@
 """Clients' own models are judged on their own test data each time validation runs between rounds."""
 
+import warnings
+from functools import partial
+
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torchmetrics import MeanSquaredError
 
-from lightning_lowrank import FedAvg, FederatedLoop, FromIndices, LabelCount, LocalTraining
+from lightning_lowrank import FedAvg, FederatedLoop, FromIndices, HeteroFL, LabelCount, LocalTraining
 from lightning_lowrank.federated.state import copy_into, trained_tensors
 from tests.grids import daily
 from tests.helpers import Data, Module, blobs, fit, trainer
@@ -137,3 +140,26 @@ def test_the_worst_tenth_goes_by_what_is_better(tmp_path):
     said = [str(warning.message) for warning in told if "worst" in str(warning.message)]
     assert len(said) == 2
     assert "lower is better by ModelCheckpoint(mode='min') and higher is better by its name" in said[1]
+
+
+@pytest.mark.parametrize(("algorithm", "share"), [(FedAvg, 0.2), (partial(HeteroFL, [1.0, 0.5]), None)])
+def test_there_are_no_figures_of_weights_that_the_last_round_did_not_leave(tmp_path, algorithm, share):
+    saved = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+    module, _, fitted = run(tmp_path, algorithm(), share, callbacks=[saved])
+    figure = "personal/test_loss" if share else "test_loss/0.5"
+    last, early = (str(tmp_path / f"epoch={epoch}.ckpt") for epoch in (2, 0))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*are not judged")
+        fitted.test(module, Data(), verbose=False)
+        assert figure in fitted.callback_metrics
+        fitted.test(module, Data(), verbose=False, ckpt_path=last)
+        assert figure in fitted.callback_metrics
+    for other, path in ((module, early), (Module(), None)):
+        with pytest.warns(UserWarning, match="Module holds other weights than the last round left.* are not judged"):
+            fitted.test(other, Data(), verbose=False, ckpt_path=path)
+        assert figure not in fitted.callback_metrics
+        with pytest.warns(UserWarning, match="are not judged"):
+            fitted.validate(other, Data(), verbose=False)
+    loop = FederatedLoop(algorithm(), personal_test=share, clients=2, summary=False)
+    with pytest.warns(UserWarning, match="no round was made with this FederatedLoop.* are not judged"):
+        trainer(tmp_path, loop).test(Module(), Data(), verbose=False)

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -259,6 +259,8 @@ def test_clients_of_different_rank_step_together(tmp_path, monkeypatch, optimize
 def test_an_own_way_of_stepping_needs_lightnings(tmp_path):
     with pytest.raises(MisconfigurationException, match=r"Anchored steps .*accumulate_grad_batches=1, not 2"):
         run(tmp_path, "sequential", algorithm=Anchored, trainer={"accumulate_grad_batches": 2})
+    with pytest.raises(MisconfigurationException, match=r"Anchored steps .*GradientAccumulationScheduler"):
+        run(tmp_path, "sequential", callbacks=[GradientAccumulationScheduler({0: 1, 1: 4})], algorithm=Anchored)
     with pytest.raises(MisconfigurationException, match=r"Anchored steps .*automatic optimization"):
         run(tmp_path, "sequential", algorithm=Anchored, module=Manual)
 
