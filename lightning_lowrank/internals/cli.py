@@ -42,6 +42,27 @@ def read_counts_as_counts() -> None:
     setattr(hints, "sort_subtypes_for_union", counts_first)  # noqa: B010
 
 
+def replace_lists_whole() -> None:
+    """Have a list of a configuration take the place of an earlier one, in this process.
+
+    Where both have the same length, jsonargparse gives each element the arguments of the earlier one at its place, even
+    if that is of another class: an overlay's EarlyStopping would have the ``mode`` of the recipe's ModelCheckpoint. A
+    jsonargparse with other private parts is left as it is.
+    """
+    hints = getattr(jsonargparse, "_typehints", None)
+    as_jsonargparse = getattr(hints, "adapt_typehints", None)
+    if as_jsonargparse is None or hasattr(as_jsonargparse, "__wrapped__"):
+        return
+
+    @functools.wraps(as_jsonargparse)
+    def without_the_list_before(val: Any, *arguments: Any, **keywords: Any) -> Any:
+        if isinstance(val, list) and isinstance(keywords.get("prev_val"), list) and not keywords.get("append"):
+            keywords["prev_val"] = None
+        return as_jsonargparse(val, *arguments, **keywords)
+
+    setattr(hints, "adapt_typehints", without_the_list_before)  # noqa: B010
+
+
 class SubcommandCLI(LightningCLI):
     """LightningCLI with three more methods to override: what a subcommand's arguments, optimizers and run are.
 
@@ -59,6 +80,7 @@ class SubcommandCLI(LightningCLI):
                 " command line builds: use lightning 2.6, or build the trainer in Python."
             )
         read_counts_as_counts()
+        replace_lists_whole()
         super().__init__(*arguments, **keywords)
 
     def add_arguments_of_subcommand(self, parser: LightningArgumentParser, subcommand: str) -> list[str]:

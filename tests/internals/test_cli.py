@@ -1,5 +1,6 @@
 """Lightning's command line has the private methods that `SubcommandCLI` overrides, and jsonargparse its own."""
 
+import json
 import typing
 
 import jsonargparse
@@ -8,7 +9,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_lowrank.internals.cli import SubcommandCLI, read_counts_as_counts
+from lightning_lowrank.internals.cli import SubcommandCLI, read_counts_as_counts, replace_lists_whole
 
 
 class Telling(SubcommandCLI):
@@ -73,3 +74,45 @@ def test_a_count_is_read_as_a_count_whatever_union_was_made_first(monkeypatch, w
         built = parser.instantiate(each)
         for values in (built.one.values, built.other.values):
             assert [(type(value), value) for value in values] == [(type(value), value) for value in expected]
+
+
+class Part:
+    def __init__(self, size: int = 0, mode: str = "min") -> None:
+        self.size, self.mode = size, mode
+
+
+class OtherPart:
+    def __init__(self, mode: str = "max") -> None:
+        self.mode = mode
+
+
+class Whole:
+    def __init__(self, parts: typing.Sequence[Part | OtherPart] = ()) -> None:
+        self.parts = parts
+
+
+def spec(kind, **arguments):
+    return {"class_path": f"{__name__}.{kind.__name__}", "init_args": arguments}
+
+
+@pytest.mark.parametrize("in_file", [True, False])
+def test_a_list_takes_the_place_of_the_one_before(tmp_path, in_file):
+    replace_lists_whole()
+    assert jsonargparse._typehints.adapt_typehints.__wrapped__, "jsonargparse adapts types elsewhere"
+    parser = jsonargparse.ArgumentParser()
+    parser.add_argument("--config", action=jsonargparse.ActionConfigFile)
+    parser.add_class_arguments(Whole, "whole")
+    files = []
+    for number, parts in enumerate(
+        ([spec(Part, size=3, mode="last"), spec(Part, size=4)], [spec(OtherPart), spec(Part, mode="any")])
+    ):
+        files.append(tmp_path / f"{number}.json")
+        files[-1].write_text(json.dumps({"whole": {"parts": parts}}))
+    second = [f"--config={files[1]}"] if in_file else [f"--whole.parts={json.dumps(parts)}"]
+    made = parser.instantiate_classes(parser.parse_args([f"--config={files[0]}", *second])).whole.parts
+    assert [vars(part) for part in made] == [{"mode": "max"}, {"size": 0, "mode": "any"}]
+    added = parser.parse_args([f"--config={files[0]}", f"--whole.parts+={json.dumps(spec(OtherPart))}"])
+    assert len(added.whole.parts) == 3
+    assert added.whole.parts[0].init_args.size == 3
+    changed = parser.parse_args([f"--config={files[0]}", "--whole.parts.size=9"])
+    assert [part.init_args.size for part in changed.whole.parts] == [3, 9]
