@@ -23,14 +23,16 @@ from lightning_lowrank.internals.torch import add_each, divide_each
 __all__ = ["WeightedMean"]
 
 _NUMBERS_AT_ONCE = 2**20
+_WHOLE_IN_FLOAT64 = 2**53
 
 
 class WeightedMean(Aggregator):
     """Streaming weighted mean of named tensors, in float64 and cast once at the end.
 
-    Memory does not grow with the number of arrivals. One arrival is returned exactly. Integer and boolean tensors
-    are averaged too and rounded to the nearest value (halves to the even one). Sums are kept on the device of the
-    tensors, or on the CPU where that device has no float64 (Apple's MPS).
+    Memory does not grow with the number of arrivals. One arrival is returned exactly, and so are integers that all
+    arrivals have alike. Other integer and boolean tensors are averaged too and rounded to the nearest value (halves to
+    the even one). Sums are kept on the device of the tensors, or on the CPU where that device has no float64 (Apple's
+    MPS).
 
     Example:
         >>> import torch
@@ -48,6 +50,8 @@ class WeightedMean(Aggregator):
         self._dtypes: dict[str, torch.dtype] = {}
         self._devices: dict[str, torch.device] = {}
         self._only: dict[str, Tensor] = {}
+        # Those beyond float64 that all arrivals have alike.
+        self._alike: dict[str, Tensor] = {}
 
     @override
     def add(self, tensors: Mapping[str, Tensor], weight: float) -> None:
@@ -56,11 +60,13 @@ class WeightedMean(Aggregator):
             self._sums = {name: to_float64(value) * weight for name, value in zip(tensors, values, strict=True)}
             self._remember(tensors)
             self._only = {name: value.clone() for name, value in zip(tensors, values, strict=True)}
+            self._alike = {name: value for name, value in self._only.items() if _exceeds_float64(value)}
         else:
             check_names(tensors, self._sums)
             sums = [self._sums[name] for name in tensors]
             add_each(sums, [to_float64(value) for value in values], alpha=weight)
             self._only = {}
+            self._alike = {name: value for name, value in self._alike.items() if torch.equal(value, tensors[name])}
         self.weight += weight
         self.arrivals += 1
 
@@ -82,10 +88,12 @@ class WeightedMean(Aggregator):
         if self.arrivals == 0:
             self._sums = sums
             self._remember(stacks)
+            self._alike = {name: stack[0].clone() for name, stack in stacks.items() if _exceeds_float64(stack)}
         else:
             check_names(sums, self._sums)
             add_each([self._sums[name] for name in sums], list(sums.values()))
             self._only = {}
+        self._alike = {name: value for name, value in self._alike.items() if bool((stacks[name] == value).all())}
         self.weight += sum(weights)
         self.arrivals += len(weights)
 
@@ -105,23 +113,26 @@ class WeightedMean(Aggregator):
         if self._only:
             return {name: value.to(_at_least(value.dtype, least)) for name, value in self._only.items()}
         means = divide_each(list(self._sums.values()), self.weight)
-        return {
+        averaged = {
             # The dtype first, because the device may have no float64.
             name: (mean if dtype.is_floating_point else mean.round())
             .to(_at_least(dtype, least))
             .to(self._devices[name])
             for (name, dtype), mean in zip(self._dtypes.items(), means, strict=True)
         }
+        return averaged | {name: value.clone() for name, value in self._alike.items()}
 
     @override
     def pool(self, peers: Peers) -> None:
         layout = {name: value.shape for name, value in self._sums.items()}
-        parts = peers.gather((self.arrivals, self.weight, layout, self._dtypes))
-        (_, _, layout, dtypes), *others = [part for part in parts if part[0]]
-        for _, _, other, _ in others:
+        alike = {name: value.cpu() for name, value in self._alike.items()}
+        parts = peers.gather((self.arrivals, self.weight, layout, self._dtypes, alike))
+        (_, _, layout, dtypes, alike), *others = [part for part in parts if part[0]]
+        for _, _, other, _, its in others:
             check_names(other, layout)
-        self.arrivals = sum(arrivals for arrivals, _, _, _ in parts)
-        self.weight = sum(weight for _, weight, _, _ in parts)
+            alike = {name: value for name, value in alike.items() if name in its and torch.equal(value, its[name])}
+        self.arrivals = sum(arrivals for arrivals, *_ in parts)
+        self.weight = sum(weight for _, weight, *_ in parts)
         # A single arrival is returned exactly.
         mine = self._only if self.arrivals == 1 else self._sums
         sizes = [shape.numel() for shape in layout.values()]
@@ -131,8 +142,10 @@ class WeightedMean(Aggregator):
         values = [part.view(shape) for part, shape in zip(peers.sum(flat).split(sizes), layout.values(), strict=True)]
         self._sums, self._dtypes, self._only = dict(zip(layout, values, strict=True)), dtypes, {}
         self._devices = {name: home_of(dtype, peers.root_device) for name, dtype in dtypes.items()}
+        self._alike = {name: value.to(self._devices[name]) for name, value in alike.items()}
         if self.arrivals == 1:
             self._only = {name: value.to(dtypes[name]).to(self._devices[name]) for name, value in self._sums.items()}
+            self._only |= self._alike
             self._sums = {name: value * self.weight for name, value in self._sums.items()}
 
     @override
@@ -141,6 +154,7 @@ class WeightedMean(Aggregator):
             "sums": dict(self._sums),
             "dtypes": {name: str(dtype).removeprefix("torch.") for name, dtype in self._dtypes.items()},
             "only": dict(self._only),
+            "alike": dict(self._alike),
             "weight": self.weight,
             "arrivals": self.arrivals,
         }
@@ -151,9 +165,16 @@ class WeightedMean(Aggregator):
         self._dtypes = {name: getattr(torch, dtype) for name, dtype in state["dtypes"].items()}
         self._devices = {name: home_of(dtype, device) for name, dtype in self._dtypes.items()}
         self._only = {name: tensor.to(self._devices[name]) for name, tensor in state["only"].items()}
+        self._alike = {name: tensor.to(self._devices[name]) for name, tensor in state["alike"].items()}
         self.weight = state["weight"]
         self.arrivals = state["arrivals"]
 
 
 def _at_least(dtype: torch.dtype, least: torch.dtype | None) -> torch.dtype:
     return dtype if least is None or not dtype.is_floating_point else torch.promote_types(dtype, least)
+
+
+def _exceeds_float64(tensor: Tensor) -> bool:
+    """Return whether a tensor holds whole numbers so large that float64 may not."""
+    whole = tensor.dtype.itemsize == 8 and not (tensor.is_floating_point() or tensor.is_complex())
+    return whole and bool((to_float64(tensor).abs() >= _WHOLE_IN_FLOAT64).any())

@@ -66,6 +66,74 @@ def test_integers_and_booleans_round(counts, flags, expected):
     assert (result["count"], result["flag"]) == tuple(torch.tensor(value) for value in expected)
 
 
+LARGE = torch.tensor([2**53 + 1, -(2**62) + 3, 7])
+SHARES = [0.1, 0.7, 3.0, 0.0, 1.3]
+
+
+@pytest.mark.parametrize("stacked", [(), (2,), (3,), (2, 3), (1, 2, 2), (5,)])
+def test_large_integers_that_all_have_alike_are_kept(tmp_path, stacked):
+    parties = [{"alike": LARGE.clone(), "count": torch.tensor([party])} for party in range(5)]
+    mean, done = WeightedMean(), 0
+    for size in stacked:
+        part = slice(done, done + size)
+        stacks = {name: torch.stack([party[name] for party in parties[part]]) for name in parties[0]}
+        mean.add_stacks(stacks, SHARES[part])
+        done += size
+    torch.save(mean.state_dict(), tmp_path / "state")
+    resumed = WeightedMean()
+    resumed.load_state_dict(torch.load(tmp_path / "state", weights_only=True), torch.device("cpu"))
+    for party, weight in zip(parties[done:], SHARES[done:], strict=True):
+        resumed.add(party, weight)
+    result = resumed.result()
+    assert torch.equal(result["alike"], LARGE)
+    # The mean is 11.9 / 5.1.
+    assert torch.equal(result["count"], torch.tensor([2]))
+
+
+def test_large_integers_that_differ_late_are_averaged():
+    each, stacked = WeightedMean(), WeightedMean()
+    last = LARGE + torch.tensor([0, 0, 9])
+    for value in (LARGE, LARGE, last):
+        each.add({"w": value}, 1)
+    stacked.add({"w": LARGE}, 1)
+    stacked.add_stacks({"w": torch.stack([LARGE, last])}, [1, 1])
+    for mean in (each, stacked):
+        assert mean.result()["w"][2] == 10
+
+
+class Peers:
+    """This process and one that holds what another mean holds."""
+
+    root_device = torch.device("cpu")
+
+    def __init__(self, other):
+        self.state, self.dtypes = other.state_dict(), other._dtypes
+
+    def gather(self, value):
+        shapes = {name: total.shape for name, total in self.state["sums"].items()}
+        return [value, (self.state["arrivals"], self.state["weight"], shapes, self.dtypes, self.state["alike"])]
+
+    def sum(self, tensor):
+        theirs = self.state["only"] or self.state["sums"]
+        return tensor + torch.cat([value.double().flatten() for value in theirs.values()]) if theirs else tensor
+
+
+@pytest.mark.parametrize(("here", "there"), [(2, 2), (3, 2), (0, 2), (2, 0), (1, 0), (0, 1)])
+@pytest.mark.parametrize("difference", [0, 10])
+def test_processes_pool_large_integers(here, there, difference):
+    mine, others = WeightedMean(), WeightedMean()
+    for mean, count, value in ((mine, here, LARGE), (others, there, LARGE + difference)):
+        for _ in range(count):
+            mean.add({"w": value, "float": torch.ones(2)}, 0.7)
+    mine.pool(Peers(others))
+    found = mine.result()["w"]
+    assert mine.arrivals == here + there
+    if difference and here and there:
+        assert found[2] == 7 + round(10 * there / (here + there))
+    else:
+        assert torch.equal(found, LARGE + difference * bool(there))
+
+
 def test_mean_goes_on_from_its_state(tmp_path):
     values, shares = arrivals(torch.float32)
     whole = WeightedMean()
