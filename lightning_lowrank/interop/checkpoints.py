@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lowrank.aggregation.adapters import find_adapters
+from lightning_lowrank.algorithms._capacity import Capacities
 from lightning_lowrank.arguments import listed
 from lightning_lowrank.configuration import misconfigured
 from lightning_lowrank.interop.peft_export import (
@@ -196,8 +197,81 @@ def _read(path: str | Path, client: int | None) -> dict[str, Any]:
                 f"client {client} keeps no model of its own in {path}: "
                 + (f"clients {with_own[:10]} do." if with_own else "its method keeps none on clients.")
             )
+        _refuse_unlike_judged(path, client, checkpoint, own)
         checkpoint["state_dict"].update(own[client])
     return checkpoint
+
+
+def _refuse_unlike_judged(
+    path: str | Path, client: int, checkpoint: Mapping[str, Any], own: Mapping[int, Mapping[str, Tensor]]
+) -> None:
+    """Refuse a client whose own model, as ``personal_test`` judges it, is more than the checkpoint holds.
+
+    Args:
+        path: The checkpoint's file, for messages.
+        client: Id of the client.
+        checkpoint: The checkpoint.
+        own: The tensors that each client has of its own.
+
+    Raises:
+        MisconfigurationException: If the model has other BatchNorm statistics, or is a part of the global one.
+    """
+    loop = checkpoint["callbacks"]["FederatedLoop"]
+    # The server of real sites writes none. It has no client's state, and no client's model is judged there.
+    fingerprint = loop.get("fingerprint")
+    if fingerprint is None:
+        return
+    static = fingerprint["callbacks"].get("StaticBatchNorm")
+    if static is not None and loop["server"]["round"] >= static["from_round"]:
+        raise misconfigured(
+            f"client {client}'s own model cannot be taken from {path}: StaticBatchNorm computes its BatchNorm"
+            " statistics from the client's training samples when it is evaluated, and the checkpoint does not hold"
+            " them. Take the global model, without a client; or train without StaticBatchNorm and with"
+            " buffers='local', where clients keep the statistics that they track."
+        )
+    method = fingerprint["algorithm"]
+    layers = checkpoint["callbacks"].get("LowRank", {}).get("layers", [])
+    largest = max((layer["rank"] for layer in layers), default=None)
+    whole = [
+        number for number in sorted(own) if own[number] and _holds_whole_model(method, number, own[number], largest)
+    ]
+    if client in whole:
+        return
+    raise misconfigured(
+        f"client {client}'s own model cannot be taken from {path}: with these settings of {method['class']} it is a"
+        " part of the global model, of less width or rank, and the checkpoint does not hold that part. Take the global"
+        " model, without a client"
+        + (f"; or a client that has all of it: {listed([str(number) for number in whole])}." if whole else ".")
+    )
+
+
+def _holds_whole_model(method: Mapping[str, Any], client: int, own: Mapping[str, Tensor], largest: int | None) -> bool:
+    """Return whether a client's own model is the global one with the client's own tensors in their places.
+
+    Args:
+        method: The algorithm's class and arguments, as the run's fingerprint has them.
+        client: Id of the client.
+        own: The client's own tensors.
+        largest: The largest rank of the layers, if it is known.
+    """
+    names = [name for name in ("rates", "levels", "budgets") if name in method]
+    levels = method[names[0]] if names else [1.0]
+    ranks = method.get("ranks")
+    if ranks is None and (levels == [1.0] or (names[0] != "levels" and len(levels) == 1)):
+        return True
+    if method.get("capacity") != "fixed":
+        return False
+    # Factors of its own are zero beyond the client's rank, and cut the others with them.
+    if any(".factors." in name or ".lora_" in name for name in own):
+        return True
+    if isinstance(ranks, Mapping):
+        return ranks.get(str(client), largest) == largest
+    if ranks is not None:
+        return isinstance(ranks, list) and ranks[client % len(ranks)] == largest
+    if not isinstance(levels, list):
+        return False
+    whole = 1.0 if names[0] == "levels" else max(levels)
+    return Capacities(names[0], levels, "fixed", method["shares"]).fixed_level(client) == whole
 
 
 def load_dense(path: str | Path, module: nn.Module, client: int | None = None) -> nn.Module:
@@ -207,11 +281,14 @@ def load_dense(path: str | Path, module: nn.Module, client: int | None = None) -
         path: A checkpoint that a trainer with `LowRank` wrote.
         module: A new, unconverted module of the same class. For a checkpoint of `TrainedCheckpoints`, with the frozen
             weights that the run began with.
-        client: Id of a client whose own model is used instead of the global one.
+        client: Id of a client whose own model, as ``personal_test`` judges it, is used instead of the global one. The
+            checkpoint must hold all of it: no statistics of `StaticBatchNorm`, nor a part of the global model for a
+            client of smaller width or rank.
 
     Raises:
         MisconfigurationException: If the file cannot be read, the checkpoint does not describe its layers, it leaves
-            out frozen weights that ``module`` does not have, or ``client`` keeps no model of its own in it.
+            out frozen weights that ``module`` does not have, or ``client`` has no model of its own in it or only a part
+            of one.
         RuntimeError: If the checkpoint is of another architecture; torch names the tensors that do not fit.
     """
     module.load_state_dict(dense_checkpoint(path, client, module))

@@ -1,0 +1,118 @@
+"""Which clients' own models can be taken from a checkpoint."""
+
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from lightning_lowrank import (
+    RBLA,
+    Ensemble,
+    FederatedLoop,
+    FedHM,
+    FedLoRA,
+    FedPer,
+    FedSA,
+    FromIndices,
+    HeteroFL,
+    LowRank,
+    MatrixProduct,
+    SplitMix,
+    StaticBatchNorm,
+    load_dense,
+)
+from lightning_lowrank.cli import main
+from lightning_lowrank.federated.state import copy_into, trained_tensors
+from tests.helpers import Data, Module, blobs, fit, network, trainer, weights
+from tests.interop.helpers import LORA
+
+CLIENTS = [list(range(40)), list(range(40, 60)), list(range(60, 103))]
+ADAPTERS = {**LORA, "summary": False, "exclude": ["net.5"]}
+BIAS = ["net.5.bias"]
+
+
+class WithForward(Module):
+    def forward(self, inputs):
+        return self.net(inputs)
+
+
+def normalized():
+    return network(norm=nn.BatchNorm1d)
+
+
+def ensemble():
+    return Ensemble(normalized, bases=2)
+
+
+def run(tmp_path, method, *callbacks, make=normalized, rank=None, buffers="local"):
+    module = WithForward(make())
+    loop = FederatedLoop(method, partition=FromIndices(CLIENTS), buffers=buffers, summary=False)
+    lowrank = [] if rank is None else [LowRank(MatrixProduct(), rank=rank, **ADAPTERS)]
+    if isinstance(method, FedHM):
+        lowrank = [LowRank(MatrixProduct(), rank_ratio=0.5, train_base=True, summary=False)]
+    run = trainer(tmp_path, *lowrank, loop, *callbacks, max_epochs=2)
+    fit(run, module, Data())
+    run.save_checkpoint(tmp_path / "run.ckpt")
+    return loop, module
+
+
+def own_outputs(loop, module, client):
+    """Return what the client's own model gives, as ``personal_test`` evaluates it."""
+    coordinator, live = loop.coordinator, trained_tensors(module)
+    model = loop.algorithm.model_for(loop.server, coordinator.info(client))
+    copy_into(live, loop.algorithm.personal_model(coordinator.context(client, live), model))
+    return outputs(module)
+
+
+def outputs(module):
+    with torch.no_grad():
+        return module.eval().net(blobs(40, seed=8).tensors[0])
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "whole"),
+    [
+        (HeteroFL([1.0, 0.5, 0.25]), {}, [0]),
+        (HeteroFL([0.5]), {}, [0, 1, 2]),
+        (HeteroFL([1.0, 0.5], capacity="dynamic"), {}, []),
+        (FedHM([1.0, 0.5]), {}, [0, 2]),
+        (FedHM([0.5]), {}, []),
+        (SplitMix([2, 1]), {"make": ensemble}, [0, 2]),
+        (FedLoRA(RBLA(), levels=[1.0, 0.5], keep=BIAS), {"rank": 4}, [0, 2]),
+        (FedLoRA(RBLA(), ranks=[2, 4], keep=BIAS), {"rank": 4}, [1]),
+        (FedLoRA(RBLA(), ranks={1: 2}, keep=BIAS), {"rank": 4}, [0, 2]),
+        (FedLoRA(RBLA(), ranks=lambda client: 4, keep=BIAS), {"rank": 4}, []),
+        (FedLoRA(RBLA(), keep=BIAS), {"rank": 4}, [0, 1, 2]),
+        # Factors of a client's own have its rank.
+        (FedLoRA(FedSA(), levels=[1.0, 0.5]), {"rank": 4}, [0, 1, 2]),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_clients_own_model_is_the_judged_one_or_refused(tmp_path, method, settings, whole):
+    loop, module = run(tmp_path, method, **settings)
+    make = settings.get("make", normalized)
+    for client in range(len(CLIENTS)):
+        if client in whole:
+            plain = load_dense(tmp_path / "run.ckpt", Module(make()), client=client)
+            torch.testing.assert_close(outputs(plain), own_outputs(loop, module, client))
+            continue
+        ways_out = f"or a client that has all of it: {', '.join(map(str, whole))}" if whole else "without a client"
+        said = rf"client {client}'s own model .*{type(method).__name__} it is a part.*{ways_out}\.$"
+        with pytest.raises(MisconfigurationException, match=said):
+            load_dense(tmp_path / "run.ckpt", Module(make()), client=client)
+
+
+@pytest.mark.parametrize("buffers", ["local", "average"])
+def test_a_model_whose_statistics_are_computed_when_it_is_judged_is_refused(tmp_path, buffers):
+    run(tmp_path, FedPer(BIAS), StaticBatchNorm(), buffers=buffers)
+    with pytest.raises(SystemExit, match=r"client 1's own model cannot be taken from .*: StaticBatchNorm computes"):
+        main(["export", str(tmp_path / "run.ckpt"), str(tmp_path / "own.safetensors"), "--client", "1"])
+    assert not (tmp_path / "own.safetensors").exists()
+    load_dense(tmp_path / "run.ckpt", Module(normalized()))
+
+
+def test_a_model_that_was_judged_before_statistics_are_static_is_given(tmp_path):
+    loop, module = run(tmp_path, FedPer(BIAS), StaticBatchNorm(from_round=2))
+    plain = load_dense(tmp_path / "run.ckpt", Module(normalized()), client=1)
+    torch.testing.assert_close(outputs(plain), own_outputs(loop, module, 1))
+    assert not torch.equal(weights(plain)["net.1.running_mean"], torch.zeros(16))
