@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich import filesize, get_console
 from rich.progress import BarColumn, Progress, TextColumn
+from torch import Tensor
 
 from lightning_lowrank.arguments import listed
 from lightning_lowrank.configuration import check_choice
@@ -65,6 +66,8 @@ class RoundProgress(Callback):
         self._display: _Display | None = None
         self._disabled: RichProgressBar | TQDMProgressBar | None = None
         self._best: dict[str, Any] = {}
+        self._logged: Tensor | None = None
+        self._observed = False
         self._warned = False
 
     # A fit
@@ -184,6 +187,8 @@ class RoundProgress(Callback):
         """Take the round's value of the monitored metric."""
         logged, monitors = trainer.callback_metrics, monitors_of(trainer)
         name = judged_by(logged, self.monitor, monitors)
+        # Lightning keeps the tensor of a figure that the round has not logged, such as one of validation.
+        self._observed = name is not None and logged[name] is not self._logged
         if name is None:
             if self.monitor and not self._warned:
                 self._warned = True
@@ -192,6 +197,9 @@ class RoundProgress(Callback):
                     f" {listed(sorted(logged))}."
                 )
             return
+        if not self._observed:
+            return
+        self._logged = logged[name]
         value, higher = float(logged[name]), direction(name, monitors=monitors)[0]
         if self._best.get("name") != name:
             self._best = {"name": name}
@@ -225,8 +233,12 @@ class RoundProgress(Callback):
 
     def _figure(self, in_full: bool) -> list[str]:
         if "value" not in self._best:
+            if in_full and not self._observed:
+                return []
             return [f"{self._best['name']} {self._best['last']:.4f}"] if self._best else []
         name, best, last = (self._best[key] for key in ("name", "value", "last"))
+        if in_full and not self._observed:
+            return [f"best {name} {best:.4f} in round {self._best['round']}"]
         if in_full:
             return [f"{name} {last:.4f} (best {best:.4f} in round {self._best['round']})"]
         return [f"best {name} {best:.4f}"]

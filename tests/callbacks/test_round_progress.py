@@ -2,10 +2,12 @@
 
 import io
 import re
+import warnings
 
 import lightning.pytorch as pl
 import pytest
 import rich
+import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -90,6 +92,41 @@ def test_nan_is_never_the_best(tmp_path, capsys):
         "val_loss 2.0000 (best 2.0000 in round 2)",
         "val_loss 3.0000 (best 2.0000 in round 2)",
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("val_loss", ["val_loss 2.0000 (best 2.0000 in round 2)", "best val_loss 2.0000 in round 2"]),
+        ("score", ["score 2.0000", ""]),
+    ],
+)
+@pytest.mark.parametrize("fast_steps", [True, False])
+def test_a_round_without_validation_has_no_figure_of_its_own(tmp_path, capsys, fast_steps, name, said):
+    loop, module = federated(fast_steps=fast_steps), Scored(name, [0.0, 2.0, 0.0, 3.0])
+    run = trainer(tmp_path, loop, RoundProgress(monitor=name), max_epochs=4, check_val_every_n_epoch=2)
+    with warnings.catch_warnings():
+        # The first round has logged none.
+        warnings.simplefilter("ignore")
+        run.fit(module, Data())
+    _, second, third, fourth = lines(capsys)
+    assert [*figures([second]), third.split(", ")[2] if said[1] else ""] == said
+    assert third.count(", ") == (3 if said[1] else 2)
+    assert f"{name} 3.0000" in fourth
+
+
+@pytest.mark.parametrize("fast_steps", [True, False])
+def test_a_figure_of_training_is_of_each_round(tmp_path, capsys, fast_steps):
+    constant = torch.tensor(1.0)
+
+    class Constant(Module):
+        def training_step(self, batch, batch_idx):
+            self.log("train_acc", constant, on_step=False, on_epoch=True)
+            return super().training_step(batch, batch_idx)
+
+    loop, progress = federated(fast_steps=fast_steps), RoundProgress(monitor="train_acc")
+    fit(trainer(tmp_path, loop, progress, check_val_every_n_epoch=2), Constant(), Data())
+    assert figures(lines(capsys)) == ["train_acc 1.0000 (best 1.0000 in round 1)"] * 3
 
 
 def test_a_metric_that_nobody_logs_is_named_once(tmp_path, capsys):

@@ -23,13 +23,16 @@ from lightning_lowrank.cli import plots
 from lightning_lowrank.cli.parser import CLI_SETTINGS, LowRankCLI
 from lightning_lowrank.cli.pictures import RoundPictures
 from lightning_lowrank.cli.quiet import without_tips
+from lightning_lowrank.cli.runs import find_runs
 from lightning_lowrank.data import Digits
 from lightning_lowrank.models import MLP, Classifier
 
 IMAGES = {"pictures/rounds", "pictures/bytes"}
 
 
-def trainer_of(folder: Path, logger: Any, rounds: int = 2, before: Any = (), **pictures: Any) -> pl.Trainer:
+def trainer_of(
+    folder: Path, logger: Any, rounds: int = 2, before: Any = (), every: int = 1, **pictures: Any
+) -> pl.Trainer:
     loop = FederatedLoop(FedAvg(), clients=5, clients_per_round=2, summary=False)
     return pl.Trainer(
         max_epochs=rounds,
@@ -37,6 +40,7 @@ def trainer_of(folder: Path, logger: Any, rounds: int = 2, before: Any = (), **p
         default_root_dir=folder,
         accelerator="cpu",
         limit_val_batches=1,
+        check_val_every_n_epoch=every,
         callbacks=[*before, loop, RoundPictures(**pictures)],
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -105,6 +109,21 @@ def test_tensorboard_has_the_pictures_when_the_fit_has_ended(tmp_path, monkeypat
     assert by_rounds[-1][1] == pytest.approx(accuracy)
     assert by_bytes[-1] == (pytest.approx(spent), pytest.approx(accuracy))
     assert by_bytes[0][0] == pytest.approx(spent / 2)
+
+
+def test_a_round_without_validation_has_no_point(tmp_path, monkeypatch):
+    drawn: list[Any] = []
+    monkeypatch.setattr(plots, "plot_curves", lambda curves, *rest: drawn.append(curves) or [])
+    monkeypatch.setattr(RoundPictures, "_draw", lambda self, trainer: self._pictures(trainer, tmp_path))
+    trainer = trainer_of(tmp_path, CSVLogger(tmp_path), rounds=5, every=2)
+    trainer.fit(Classifier(MLP(in_features=64, hidden=[8])), Digits())
+    by_rounds, by_bytes = (curves["FedAvg"] for curves in drawn)
+    assert [point.x for point in by_rounds] == [2, 4]
+    (run,) = find_runs([tmp_path])
+    spent, judged = dict(run.series("comm/total_bytes")), run.series("val_acc")
+    assert [(point.x, point.y) for point in by_bytes] == [
+        (pytest.approx(spent[number]), pytest.approx(value)) for number, value in judged
+    ]
 
 
 @pytest.mark.parametrize("kind", [WandbLogger, pytest.param(MLFlowLogger, marks=pytest.mark.slow)])
