@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 
 from rich.console import Console
@@ -143,7 +144,8 @@ def report(
     )
     for run in found:
         if run not in runs:
-            lacks = f"it logged no {metric}" if run.rounds else "its metrics.csv has no round that can be read"
+            first = "" if rounds is None else f" of the first {rounds}"
+            lacks = f"it logged no {metric}" if run.rounds else f"its metrics.csv has no round{first} that can be read"
             notes.append(f"{run.folder} is left out: {lacks}")
     for line in [title, "", *_text_table(results), *([""] if sentences else []), *sentences, *notes]:
         _print_line(console, line)
@@ -347,14 +349,7 @@ def _settings(groups: Groups) -> list[Column]:
         texts = [between.join(f"{number:,.10g}" for number in each) for each in told_of]
         columns.append(Column(title, texts))
     columns = [column for column in columns if any(column.texts)]
-    told_already = ("lowrank", *(f"federated.init_args.{name}" for name in ("algorithm", "partition", "clients")))
-    told_already += ("federated.init_args.uplink", "federated.init_args.downlink")
-    told_already += ("trainer.callbacks", "trainer.enable_")
-    others = [
-        path
-        for path in differing(list(groups.values()))
-        if not path.startswith(told_already) and not path.endswith("summary")
-    ]
+    others = _not_told(groups, [column.texts for column in columns if column.title != "run"])
     for path in others[:_MOST_SETTINGS]:
         values = [group[0].settings.get(path) for group in groups.values()]
         texts = ["" if value is None else told(path, value).removeprefix(f"{argument(path)}=") for value in values]
@@ -365,7 +360,31 @@ def _settings(groups: Groups) -> list[Column]:
             # Runs made before a run's folder had its versions, too: they may have had another one.
             made = [dict.fromkeys(run.software.get(name, "unknown") for run in group) for group in groups.values()]
             columns.append(Column(f"{name}\nof the run", [", ".join(each) for each in made]))
+    if others[_MOST_SETTINGS:]:
+        further = ", ".join(argument(path) for path in others[_MOST_SETTINGS:])
+        columns.append(Column("further settings\nthat differ", [further] * len(groups)))
     return columns if len(columns) > 1 else []
+
+
+def _not_told(groups: Groups, columns: Sequence[Sequence[str]]) -> list[str]:
+    """Return the settings that differ between runs, but for those that these columns, which sum some up, tell apart."""
+    summed_up = ("lowrank", *(f"federated.init_args.{name}" for name in ("algorithm", "partition", "clients")))
+    summed_up += ("federated.init_args.uplink", "federated.init_args.downlink", "trainer.callbacks")
+    rows = [tuple(column[place] for column in columns) for place in range(len(groups))]
+
+    def told_apart(path: str) -> bool:
+        values = [repr(group[0].settings.get(path)) for group in groups.values()]
+        return all(
+            rows[one] != rows[other] or values[one] == values[other] for one, other in combinations(range(len(rows)), 2)
+        )
+
+    return [
+        path
+        for path in differing(list(groups.values()))
+        if not path.endswith("summary")
+        and not path.startswith("trainer.enable_")
+        and not (path.startswith(summed_up) and told_apart(path))
+    ]
 
 
 def answers(groups: Groups, goal: Goal) -> list[str]:

@@ -244,6 +244,26 @@ def test_unlike_configurations_are_rows_of_their_own_and_unchanged(tmp_path):
     assert rows[0]["last val_acc"] == "0.1000"
 
 
+def test_every_setting_that_differs_is_told(tmp_path):
+    def factors(**given):
+        return {"class_path": "LowRank", "init_args": {"factorization": "CP", "rank": 2, **given}}
+
+    for name, layers, limit in (("a", factors(alpha=4), 1.0), ("b", factors(alpha=32), 1.0), ("c", factors(), 0.5)):
+        more = {"data__init_args__seed": 0, "trainer__gradient_clip_val": limit, "lowrank": layers}
+        configured(tmp_path / "runs" / name, 0, rows_of([0.1], 1, 1), **more)
+    make_report([tmp_path / "runs"], tmp_path / "out")
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert all(told in text for told in ("alpha", "32", "gradient_clip_val"))
+    # The rank and the class have a column that says them.
+    assert "init_args.rank" not in text
+    for name, value in (("a", 1), ("b", 2)):
+        more = {f"trainer__option_{number}": value for number in range(11)}
+        configured(tmp_path / "many" / name, 0, rows_of([0.1], 1, 1), **more)
+    make_report([tmp_path / "many"], tmp_path / "out")
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert all(f"option_{number}" in text for number in range(11))
+
+
 def test_what_not_all_seeds_logged_is_left_empty_and_what_diverged_is_not_a_number(tmp_path):
     configured(tmp_path / "version_0", 0, rows_of([0.5, 0.6], 10**6, 10**6))
     configured(tmp_path / "version_1", 1, [{"epoch": 0, "step": 1, "val_acc": 0.5, "comm/total_up_bytes": "nan"}])
