@@ -274,9 +274,7 @@ class RemoteRounds(Callback):
         """Wait for the sites, and let the algorithm look at the module."""
         check_all_are_trained(trainer, pl_module)
         check_optimizers(trainer, pl_module)
-        advice = static_batch_norm_advice(
-            self.algorithm, trainer, pl_module, self.loop.buffers, _WITHOUT_STATISTICS
-        )
+        advice = static_batch_norm_advice(self.algorithm, trainer, pl_module, self.loop.buffers, _WITHOUT_STATISTICS)
         for note in notes(pl_module, self.loop.buffers) + advice:
             rank_zero_warn(note)
         server = self.loop.make_server(pl_module, trainer.optimizers)

@@ -152,14 +152,15 @@ def model_card(name: str, config: Mapping[str, Any], figures: Mapping[str, str |
         "tags": ["lightning_lowrank", "federated-learning", str(config.get("peft_type", "lora")).lower()],
     }
     # Only names on the hub are models of it.
-    if isinstance(base, str) and base and not Path(base).is_absolute() and base.count("/") <= 1 and base[0] != ".":
+    local = isinstance(base, str) and (Path(base).is_absolute() or Path(base).exists() or base[:1] == ".")
+    if isinstance(base, str) and base and not local and base.count("/") <= 1:
         about["base_model"] = base
     targets = config.get("target_modules")
     rows: dict[str, Any] = {
         "base model": base,
         "method": config.get("peft_type"),
-        "rank": config.get("r"),
-        "alpha": config.get("lora_alpha"),
+        "rank": _over_layers(config, "r", "rank_pattern"),
+        "alpha": _over_layers(config, "lora_alpha", "alpha_pattern"),
         "target modules": ", ".join(sorted(map(str, targets))) if isinstance(targets, list) else targets,
         **figures,
     }
@@ -182,6 +183,16 @@ def model_card(name: str, config: Mapping[str, Any], figures: Mapping[str, str |
             "",
         ]
     )
+
+
+def _over_layers(config: Mapping[str, Any], default: str, pattern: str) -> Any:
+    """Return an adapter's number, or the least and the largest where its layers have others."""
+    own = config.get(pattern)
+    if not (isinstance(own, Mapping) and own and all(isinstance(each, (int, float)) for each in own.values())):
+        return config.get(default)
+    values = [*own.values(), config[default]] if default in config else [*own.values()]
+    least, largest = min(values), max(values)
+    return least if least == largest else f"{least:g} to {largest:g}"
 
 
 def _cell(value: object) -> str:

@@ -430,6 +430,8 @@ def _put_changes(
         if base is None:
             return ()
         raise misconfigured(f"changes of the base weights cannot be told: {error}") from error
+    ranks: dict[str, int] = {}
+    alphas: dict[str, float] = {}
     for layer, found in adapters.items():
         change, weight = _change_of(network, found, base, sums.get(f"{inside}{layer}"))
         if change is None:
@@ -445,13 +447,12 @@ def _put_changes(
             key = re.sub(rf"\.{re.escape(adapter)}(?=\.weight$|$)", "", found.parameters[which])  # type: ignore[index]
             assert PREFIX + key in tensors, key
             tensors[PREFIX + key] = found.value(which, value)  # type: ignore[arg-type]
-        rank = len(A)
-        stabilized = config.use_rslora
-        config.rank_pattern = {**config.rank_pattern, f"^{re.escape(layer)}": rank}
-        config.alpha_pattern = {
-            **config.alpha_pattern,
-            f"^{re.escape(layer)}": math.sqrt(rank) if stabilized else rank,
-        }
+        rank, place = len(A), f"^{re.escape(layer)}"
+        ranks[place], alphas[place] = rank, math.sqrt(rank) if config.use_rslora else rank
+    config.rank_pattern, config.alpha_pattern = config.rank_pattern | ranks, config.alpha_pattern | alphas
+    if len(ranks) == len(adapters) > 0:
+        # No layer has the one of before.
+        config.r, config.lora_alpha = max(ranks.values()), max(alphas.values())
     return adapters
 
 

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_lowrank import MatrixProduct, cli, convert, export_adapter, import_adapter, pull_adapter, push_adapter
+from lightning_lowrank.interop.hub import model_card
 from tests.cli.run_folders import configured, rows_of
 from tests.helpers import assert_same
 
@@ -185,3 +186,16 @@ def test_what_is_no_adapter_is_refused(tmp_path, hub):
 
     with pytest.raises(RepositoryNotFoundError):
         pull_adapter("me/none", tmp_path / "none", endpoint=hub)
+
+
+def test_the_card_has_the_ranks_of_all_layers_and_no_local_folder_as_a_model_of_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "tiny").mkdir(parents=True)
+    config = {"r": 8, "lora_alpha": 16, "rank_pattern": {"a": 2, "b": 4}, "alpha_pattern": {"a": 16}}
+    card = model_card("me/mood", {**config, "base_model_name_or_path": "models/tiny"}, {})
+    assert "| rank | 2 to 8 |" in card
+    assert "| alpha | 16 |" in card
+    assert "base_model" not in yaml.safe_load(card.split("---")[1])
+    assert "| base model | models/tiny |" in card
+    elsewhere = model_card("me/mood", {"base_model_name_or_path": "models/other"}, {})
+    assert yaml.safe_load(elsewhere.split("---")[1])["base_model"] == "models/other"
