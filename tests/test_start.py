@@ -118,7 +118,7 @@ def test_export_imports_no_lightning(tmp_path, form):
 def test_inspect_imports_no_other_command():
     recipe = ROOT / "recipes" / "quickstart.yaml"
     printed, modules = fresh(COMMAND, "inspect", "--config", recipe)
-    assert "bytes per client and round" in printed
+    assert "bytes for client 0 in the first round" in printed
     assert not modules & OF_OTHERS
 
 

@@ -50,9 +50,10 @@ def inspect_run(
           forward pass through the layer, as a low-rank layer computes it without gradients. Composing its weight, once
           a batch, is not included. They are counted on the module's ``example_input_array``. Without one, a linear
           layer counts a single position, and other layers have None. A layer that the example does not reach has None.
-        - ``traffic``: ``up`` and ``down`` for one client in the first round. Each has ``numbers``, the sum of
-          ``parameters`` and ``buffers``, and ``bytes`` of the encoding. Later rounds may add a seed or the like. Empty
-          without ``loop``.
+        - ``traffic``: ``up`` and ``down`` for client 0 in the first round. Each has ``numbers``, the sum of
+          ``parameters`` and ``buffers``, and ``bytes`` of the encoding. A client of smaller size or rank has less.
+          Later rounds may have more or less: a seed, changes of frozen weights that the server announces, other
+          factors in turn. Empty without ``loop``.
         - ``optimizer_state_bytes``: what the optimizers keep for the trained parameters; None where
           ``configure_optimizers`` cannot run without a trainer.
         - ``problems``: what would stop the run or leave something untrained.
@@ -148,7 +149,7 @@ def render(figures: dict[str, Any], console: Console) -> None:
     )
     for direction, way in figures["traffic"].items():
         line(
-            f"{direction:>4}: {way['bytes']:,} bytes per client and round ({way['parameters']:,} parameters,"
+            f"{direction:>4}: {way['bytes']:,} bytes for client 0 in the first round ({way['parameters']:,} parameters,"
             f" {way['buffers']:,} buffer entries)"
         )
     if figures["optimizer_state_bytes"] is not None:

@@ -20,7 +20,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich import get_console
 from torch import nn
 
-from lightning_lowrank.federated.algorithm import inherits
 from lightning_lowrank.federated.checks import (
     check_callbacks,
     check_local_update,
@@ -215,8 +214,7 @@ class FederatedLoop(FederatedSettings, Callback):
         check_namespace(trainer, pl_module)
         install_whole_checkpoints(trainer)
         if stage != "fit":
-            further = self.personal_test is not None or not inherits(self.algorithm, "variants")
-            if further and self._rounds is None and stage != "predict":
+            if self.personal_test is not None and self._rounds is None and stage != "predict":
                 rank_zero_warn(f"no round was made with this FederatedLoop: {NOT_JUDGED}")
             self._keep_samples(trainer)
             self._evaluate_fast(trainer, stage)

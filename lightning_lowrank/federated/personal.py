@@ -11,7 +11,6 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_lowrank.direction import direction, monitors_of
-from lightning_lowrank.federated.algorithm import inherits
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.evaluation_samples import matched_labels
 from lightning_lowrank.federated.data.labels import find_labels
@@ -46,14 +45,15 @@ class FurtherModels:
 
         Where a module was given other weights after the fit, there are no such models of these, and nothing is logged.
         """
-        evaluated = self._settings.personal_test is not None or not inherits(self._coordinator.algorithm, "variants")
-        if evaluated and trainer.state.fn != "fit" and not self._has_last_round(module):
+        coordinator, algorithm = self._coordinator, self._coordinator.algorithm
+        variants = algorithm.variants(coordinator.server)
+        judged = variants or self._settings.personal_test is not None
+        if judged and trainer.state.fn != "fit" and not self._has_last_round(module):
             rank_zero_warn(
                 f"{type(module).__name__} holds other weights than the last round left, as with ckpt_path: {NOT_JUDGED}"
             )
             return
         loader = trainer.val_dataloaders if stage == "validate" else trainer.test_dataloaders
-        coordinator, algorithm = self._coordinator, self._coordinator.algorithm
         logged: dict[str, float] = {}
         if self._settings.personal_test is not None:
             assert self._data is not None
@@ -75,7 +75,6 @@ class FurtherModels:
                     self._of_no_direction.add(name)
                     rank_zero_warn(f"personal/{name}_worst10 is not logged, for its worst values are not known: {why}.")
                 logged.update(figures(values, name, higher))
-        variants = algorithm.variants(coordinator.server)
         if variants:
             names, models = list(variants), list(variants.values())
             dataset: Any = check_loader(loader, training=False).dataset

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lowrank.aggregation.adapters import find_adapters
-from lightning_lowrank.algorithms._capacity import Capacities
 from lightning_lowrank.arguments import listed
 from lightning_lowrank.configuration import misconfigured
 from lightning_lowrank.interop.peft_export import (
@@ -270,6 +269,9 @@ def _holds_whole_model(method: Mapping[str, Any], client: int, own: Mapping[str,
         return isinstance(ranks, list) and ranks[client % len(ranks)] == largest
     if not isinstance(levels, list):
         return False
+    # It imports Lightning, which takes longer than most exports.
+    from lightning_lowrank.algorithms._capacity import Capacities
+
     whole = 1.0 if names[0] == "levels" else max(levels)
     return Capacities(names[0], levels, "fixed", method["shares"]).fixed_level(client) == whole
 

@@ -460,7 +460,7 @@ def test_the_printed_tables_hold_every_figure_in_eighty_columns(inspect, capsys)
     assert "network.classifier is left alone: last layer" in printed
     assert "4,719,328 dense" in printed
     assert "152,026 trained (3.22% of dense)" in printed
-    assert f"  up: {figures['traffic']['up']['bytes']:,} bytes per client and round" in printed
+    assert f"  up: {figures['traffic']['up']['bytes']:,} bytes for client 0 in the first round" in printed
 
 
 def test_problems_are_printed_as_they_are():
