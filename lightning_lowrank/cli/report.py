@@ -254,7 +254,7 @@ def _results(groups: Groups, goal: Goal) -> list[Column]:
     columns = [Column("run", list(groups))]
     if len(runs) > len(groups):
         columns.append(Column("seeds", [str(len(group)) for group in groups.values()]))
-    columns.append(column("rounds", lambda run: max(run.rounds) + 1, "d"))
+    columns.append(column("rounds", lambda run: run.count, "d"))
     metric = goal.metric
     if goal.higher is not None:
         columns.append(_with_round(groups, f"best (round)\n{metric}", lambda run: goal.best(run.series(metric))))

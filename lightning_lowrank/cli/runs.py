@@ -55,6 +55,12 @@ class Run:
         values = self.series(name)
         return values[-1][1] if values else None
 
+    @property
+    def count(self) -> int:
+        """Number of the last round that was made: an evaluation after the fit is logged under a number more."""
+        made = [number for number, figures in self.rounds.items() if any(map(_is_of_a_round, figures))]
+        return max(made or self.rounds) + 1
+
     @cached_property
     def config(self) -> dict[str, Any]:
         """The run's ``config.yaml``; empty where there is none that can be read."""
@@ -118,6 +124,10 @@ def read_run(folder: Path) -> Run:
     return Run(folder, dict(sorted(rounds.items())))
 
 
+def _is_of_a_round(name: str) -> bool:
+    return name.startswith(("comm/", "federated/"))
+
+
 def run_figures(run: Run) -> dict[str, str | float]:
     """Return what a model card says of a run, by name: its method, rounds, clients, bytes and last values."""
     found: dict[str, str | float] = {}
@@ -125,13 +135,14 @@ def run_figures(run: Run) -> dict[str, str | float]:
     if algorithm is not None:
         found["algorithm"] = printable(describe(algorithm))
     if run.rounds:
-        found["rounds"] = max(run.rounds) + 1
+        found["rounds"] = run.count
     for name, fact in (
         ("samples", "samples of a client (least, median, most)"),
         ("ranks", "ranks"),
         ("seconds", "seconds"),
     ):
-        if name in run.facts:
+        # Of a run that went on from another one, they are not those of all rounds.
+        if name in run.facts and (name != "seconds" or run.facts.get("first_round") == [1]):
             found[fact] = ", ".join(f"{each:g}" for each in run.facts[name])
     if run.software:
         found["made with"] = ", ".join(f"{name} {version}" for name, version in run.software.items())

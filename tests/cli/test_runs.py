@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lightning_lowrank.cli.runs import find_runs, group_by_seed, monitors, short_names
+from lightning_lowrank.cli.runs import find_runs, group_by_seed, monitors, run_figures, short_names
+from lightning_lowrank.facts import write_facts
 from tests.cli.run_folders import configured, rows_of, write_run
 
 
@@ -212,3 +213,16 @@ def test_what_configurations_monitor(tmp_path):
     saves = {"class_path": "ModelCheckpoint", "init_args": {"monitor": "val_x", "mode": "max"}}
     configured(tmp_path / "run", 0, rows_of([0.5], 1, 1), trainer__callbacks=[saves, {"class_path": "Timer"}])
     assert monitors(find_runs([tmp_path])) == [("ModelCheckpoint", "val_x", "max")]
+
+
+def test_an_evaluation_after_the_fit_is_no_round_and_the_seconds_are_of_all_rounds(tmp_path):
+    rows = [*rows_of([0.1, 0.2, 0.3], 1, 1), {"epoch": 3, "step": 30, "val_acc": 0.3, "test_acc": 0.4}]
+    folder = write_run(tmp_path / "run", rows)
+    for first, told in ((1, "2.5"), (3, None)):
+        write_facts(folder, {"first_round": first, "seconds": 2.5})
+        (run,) = find_runs([tmp_path])
+        figures = run_figures(run)
+        assert (figures["rounds"], figures["test_acc"], figures.get("seconds")) == (3, 0.4, told)
+    plain = [{"epoch": number, "step": number, "val_acc": 0.5} for number in range(4)]
+    write_run(tmp_path / "plain", plain)
+    assert [run.count for run in find_runs([tmp_path])] == [4, 3]
