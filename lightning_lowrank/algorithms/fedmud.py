@@ -54,6 +54,10 @@ class FedMUD(Algorithm):
         self.reset_interval = reset_interval
         self._layers: dict[str, LowRankLayer] = {}
 
+    @property
+    def averages_over_rounds(self) -> bool:
+        return self.reset_interval == 1
+
     def setup(self, base: Base) -> None:
         self._layers = {
             name: layer for name, layer in low_rank_layers(base.module, tied=False) if layer.role == "update"

@@ -91,6 +91,14 @@ class Algorithm(Configured):
     """What of a client's message does not pass the aggregator as values; robust rules are refused then."""
 
     @property
+    def averages_over_rounds(self) -> bool:
+        """Whether the module's tensors may be averaged over rounds, as Lightning's ``WeightAveraging`` does it.
+
+        They may not where factors that hold a change are drawn anew from round to round.
+        """
+        return True
+
+    @property
     def needs_only_mean(self) -> bool:
         """Whether the server's half does the same if it gets the clients' mean in place of each of their messages.
 

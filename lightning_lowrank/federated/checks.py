@@ -97,7 +97,7 @@ def goes_on_from(settings: FederatedSettings) -> str:
     return "optimizer_state='keep' has moments of the earlier ones" if settings.optimizer_state == "keep" else ""
 
 
-def check_callbacks(loop: Callback, trainer: Any, module: nn.Module, keeping: str) -> None:
+def check_callbacks(loop: Any, trainer: Any, module: nn.Module, keeping: str) -> None:
     """Refuse callbacks, or an order of callbacks, that would take a client's weights for the global model's.
 
     ``keeping`` says why the same parameters must be trained in all rounds; it is empty where they need not be.
@@ -128,6 +128,12 @@ def check_callbacks(loop: Callback, trainer: Any, module: nn.Module, keeping: st
             raise MisconfigurationException(
                 f"{type(callback).__name__} replaces parameters by masked ones, which clients would not be sent: prune"
                 " before the fit and make it permanent, or after the fit."
+            )
+        averages = isinstance(callback, (WeightAveraging, StochasticWeightAveraging))
+        if averages and not loop.algorithm.averages_over_rounds:
+            raise MisconfigurationException(
+                f"{type(callback).__name__} averages factors over rounds, and {type(loop.algorithm).__name__} draws"
+                " them anew while they hold a change: leave it out, or set reset_interval=1."
             )
         if isinstance(callback, WeightAveraging) and any(
             callback.should_update(step_idx=step) for step in range(_SAMPLED_STEPS)

@@ -23,7 +23,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_lowrank import FedAvg, FederatedLoop, FromIndices, LowRank, MatrixProduct
+from lightning_lowrank import FedAvg, FederatedLoop, FedMUD, FromIndices, LowRank, MatrixProduct
 from lightning_lowrank.seeding import generator
 from tests.helpers import Data, Module, assert_same, blobs, fit, network, plain_fedavg, trainer, weights
 
@@ -288,6 +288,18 @@ def test_weight_averaging_of_global_models(tmp_path):
 def test_refuses_weight_averaging_of_clients(tmp_path):
     with pytest.raises(MisconfigurationException, match="should_update"):
         fit(trainer(tmp_path, loop(), WeightAveraging()), Module(), Data())
+
+
+@pytest.mark.parametrize("averaging", [RoundAveraging(), StochasticWeightAveraging(0.1)])
+def test_factors_that_are_drawn_anew_while_they_hold_a_change_are_not_averaged(tmp_path, averaging):
+    def run(interval):
+        layers = LowRank(MatrixProduct(), rank=2, role="update", summary=False)
+        rounds = FederatedLoop(FedMUD(interval), clients=2, summary=False)
+        fit(trainer(tmp_path, layers, rounds, averaging, max_epochs=1), Module(), Data())
+
+    run(1)
+    with pytest.raises(MisconfigurationException, match=f"{type(averaging).__name__} averages factors .*FedMUD draws"):
+        run(2)
 
 
 def test_stochastic_weight_averaging(tmp_path):
