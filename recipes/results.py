@@ -511,7 +511,6 @@ def take(folders: Sequence[Path], published: dict[str, Any], stored: dict[str, A
             continue
         best_round, best = max(points, key=lambda point: point[1])
         ended = (run.folder / "metrics.csv").stat().st_mtime
-        seconds = run.facts.get("seconds")
         seed = run.config["seed_everything"]
         stored.setdefault(str(key), {})[str(seed)] = {
             "best": round(100 * best, 4),
@@ -519,7 +518,7 @@ def take(folders: Sequence[Path], published: dict[str, Any], stored: dict[str, A
             "last": round(100 * points[-1][1], 4),
             "last_ten": round(100 * sum(value for _, value in points[-10:]) / len(points[-10:]), 4),
             "rounds": rounds,
-            "seconds": seconds[0] if seconds and run.facts.get("first_round") == [1] else None,
+            "seconds": run.seconds,
             "date": datetime.fromtimestamp(ended, timezone.utc).date().isoformat(),
             "commit": _short_commit(run.software.get("commit", "unknown")),
         }

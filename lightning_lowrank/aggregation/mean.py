@@ -23,7 +23,8 @@ from lightning_lowrank.internals.torch import add_each, divide_each
 __all__ = ["WeightedMean"]
 
 _NUMBERS_AT_ONCE = 2**20
-_WHOLE_IN_FLOAT64 = 2**53
+# Sums of many arrivals, each rounded to 53 bits, still give the mean of equal integers below.
+_MOST_BY_SUMS = 2**32
 
 
 class WeightedMean(Aggregator):
@@ -50,7 +51,7 @@ class WeightedMean(Aggregator):
         self._dtypes: dict[str, torch.dtype] = {}
         self._devices: dict[str, torch.device] = {}
         self._only: dict[str, Tensor] = {}
-        # Those beyond float64 that all arrivals have alike.
+        # Those too large for the sums that all arrivals have alike.
         self._alike: dict[str, Tensor] = {}
 
     @override
@@ -60,7 +61,7 @@ class WeightedMean(Aggregator):
             self._sums = {name: to_float64(value) * weight for name, value in zip(tensors, values, strict=True)}
             self._remember(tensors)
             self._only = {name: value.clone() for name, value in zip(tensors, values, strict=True)}
-            self._alike = {name: value for name, value in self._only.items() if _exceeds_float64(value)}
+            self._alike = {name: value for name, value in self._only.items() if _exceeds_sums(value)}
         else:
             check_names(tensors, self._sums)
             sums = [self._sums[name] for name in tensors]
@@ -88,7 +89,7 @@ class WeightedMean(Aggregator):
         if self.arrivals == 0:
             self._sums = sums
             self._remember(stacks)
-            self._alike = {name: stack[0].clone() for name, stack in stacks.items() if _exceeds_float64(stack)}
+            self._alike = {name: stack[0].clone() for name, stack in stacks.items() if _exceeds_sums(stack)}
         else:
             check_names(sums, self._sums)
             add_each([self._sums[name] for name in sums], list(sums.values()))
@@ -174,7 +175,7 @@ def _at_least(dtype: torch.dtype, least: torch.dtype | None) -> torch.dtype:
     return dtype if least is None or not dtype.is_floating_point else torch.promote_types(dtype, least)
 
 
-def _exceeds_float64(tensor: Tensor) -> bool:
-    """Return whether a tensor holds whole numbers so large that float64 may not."""
-    whole = tensor.dtype.itemsize == 8 and not (tensor.is_floating_point() or tensor.is_complex())
-    return whole and bool((to_float64(tensor).abs() >= _WHOLE_IN_FLOAT64).any())
+def _exceeds_sums(tensor: Tensor) -> bool:
+    """Return whether a tensor holds integers so large that rounded sums may not give them back."""
+    integers = tensor.dtype.itemsize == 8 and not (tensor.is_floating_point() or tensor.is_complex())
+    return integers and bool((to_float64(tensor).abs() >= _MOST_BY_SUMS).any())

@@ -15,12 +15,11 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich import filesize, get_console
 from rich.progress import BarColumn, Progress, TextColumn
-from torch import Tensor
 
 from lightning_lowrank.arguments import listed
 from lightning_lowrank.configuration import check_choice
 from lightning_lowrank.direction import direction, judged_by, monitors_of
-from lightning_lowrank.internals.lightning import check_namespace
+from lightning_lowrank.internals.lightning import NewFigures, check_namespace
 
 _Form = Literal["auto", "bar", "lines", "none"]
 _SECONDS = 0.25
@@ -66,7 +65,7 @@ class RoundProgress(Callback):
         self._display: _Display | None = None
         self._disabled: RichProgressBar | TQDMProgressBar | None = None
         self._best: dict[str, Any] = {}
-        self._logged: Tensor | None = None
+        self._figures = NewFigures()
         self._observed = False
         self._warned = False
 
@@ -187,8 +186,7 @@ class RoundProgress(Callback):
         """Take the round's value of the monitored metric."""
         logged, monitors = trainer.callback_metrics, monitors_of(trainer)
         name = judged_by(logged, self.monitor, monitors)
-        # Lightning keeps the tensor of a figure that the round has not logged, such as one of validation.
-        self._observed = name is not None and logged[name] is not self._logged
+        self._observed = name in self._figures.take(logged)
         if name is None:
             if self.monitor and not self._warned:
                 self._warned = True
@@ -199,7 +197,6 @@ class RoundProgress(Callback):
             return
         if not self._observed:
             return
-        self._logged = logged[name]
         value, higher = float(logged[name]), direction(name, monitors=monitors)[0]
         if self._best.get("name") != name:
             self._best = {"name": name}

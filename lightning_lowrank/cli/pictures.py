@@ -15,11 +15,10 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor
 
 from lightning_lowrank.configuration import check_integer
 from lightning_lowrank.direction import direction, judged_by, monitors_of
-from lightning_lowrank.internals.lightning import check_namespace
+from lightning_lowrank.internals.lightning import NewFigures, check_namespace
 
 _DRAWN = ("comm/total_bytes", "system/seconds", "convergence/R", "convergence/P", "convergence/Q")
 
@@ -57,7 +56,7 @@ class RoundPictures(Callback):
         self.every_n_rounds = every_n_rounds
         self.monitor = monitor
         self._rounds: dict[int, dict[str, float]] = {}
-        self._logged: dict[str, Tensor] = {}
+        self._figures = NewFigures()
         self._metric: str | None = None
         self._drawn = -1
         self._failed = False
@@ -66,17 +65,15 @@ class RoundPictures(Callback):
         """Forget an earlier fit."""
         check_namespace(trainer, pl_module)
         if stage == "fit" and trainer.current_epoch == 0:
-            self._rounds, self._logged, self._metric, self._drawn, self._failed = {}, {}, None, -1, False
+            self._rounds, self._metric, self._drawn, self._failed = {}, None, -1, False
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take the round's figures, and draw where that is due."""
         logged, number = trainer.callback_metrics, trainer.current_epoch
         self._metric = judged_by(logged, self.monitor, monitors_of(trainer)) or self._metric
         names = [*_DRAWN, *([self._metric] if self._metric else [])]
-        before, self._logged = self._logged, {name: logged[name] for name in names if name in logged}
-        # Lightning keeps the tensor of a figure that the round has not logged, such as one of validation.
-        own = {name: value for name, value in self._logged.items() if value is not before.get(name)}
-        self._rounds[number] = {name: float(value) for name, value in own.items()}
+        new = self._figures.take(logged)
+        self._rounds[number] = {name: float(new[name]) for name in names if name in new}
         if self.every_n_rounds is not None and (number + 1) % self.every_n_rounds == 0:
             self._draw(trainer)
 

@@ -293,15 +293,9 @@ def _results(groups: Groups, goal: Goal) -> list[Column]:
     ):
         if not optional or any(run.last(name) for run in runs):
             columns.append(column(title, logged(name, unit), form))
-    if any(_wall_seconds(run) is not None for run in runs):
-        columns.append(column("wall\ns", _wall_seconds, ".1f"))
+    if any(run.seconds is not None for run in runs):
+        columns.append(column("wall\ns", lambda run: run.seconds, ".1f"))
     return columns
-
-
-def _wall_seconds(run: Run) -> float | None:
-    """Return the seconds that a whole run took; ``None`` for a killed one, and for one that went on from another."""
-    facts = run.facts
-    return facts["seconds"][0] if "seconds" in facts and facts.get("first_round") == [1] else None
 
 
 def _bytes(number: float) -> str:

@@ -71,6 +71,11 @@ class Run:
         """What `FederatedLoop` wrote beside the metrics, such as ``seconds``."""
         return read_facts(self.folder)
 
+    @property
+    def seconds(self) -> float | None:
+        """The seconds that all rounds took; ``None`` for a killed run, and for one that went on from another."""
+        return self.facts["seconds"][0] if "seconds" in self.facts and self.facts.get("first_round") == [1] else None
+
     @cached_property
     def software(self) -> dict[str, str]:
         """The versions that the run was made with, such as ``torch``'s, and this package's ``commit``."""
@@ -139,11 +144,11 @@ def run_figures(run: Run) -> dict[str, str | float]:
     for name, fact in (
         ("samples", "samples of a client (least, median, most)"),
         ("ranks", "ranks"),
-        ("seconds", "seconds"),
     ):
-        # Of a run that went on from another one, they are not those of all rounds.
-        if name in run.facts and (name != "seconds" or run.facts.get("first_round") == [1]):
+        if name in run.facts:
             found[fact] = ", ".join(f"{each:g}" for each in run.facts[name])
+    if run.seconds is not None:
+        found["seconds"] = f"{run.seconds:g}"
     if run.software:
         found["made with"] = ", ".join(f"{name} {version}" for name, version in run.software.items())
     names = dict.fromkeys(name for figures in run.rounds.values() for name in figures)

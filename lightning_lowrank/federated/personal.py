@@ -18,7 +18,7 @@ from lightning_lowrank.federated.data.loader import check_loader
 from lightning_lowrank.federated.data.rounds import RoundData
 from lightning_lowrank.federated.evaluation import ClientEvaluation, CompletesModels, figures
 from lightning_lowrank.federated.execution.distributed import ClientParallelStrategy
-from lightning_lowrank.federated.state import trained_tensors
+from lightning_lowrank.federated.state import changed, trained_tensors
 from lightning_lowrank.internals.lightning import log_figures
 
 NOT_JUDGED = (
@@ -91,9 +91,9 @@ class FurtherModels:
         server = self._coordinator.server
         if server.base.module is not module:
             return False
-        shown = server.base.parameters(self._coordinator.algorithm.global_model(server))
-        live = trained_tensors(module)
-        return all(torch.equal(live[name], value.to(live[name].device)) for name, value in shown.items())
+        live = server.base.parameters(trained_tensors(module))
+        shown = self._coordinator.algorithm.global_model(server)
+        return not changed(live, {name: shown[name].to(value.device) for name, value in live.items()})
 
     def _run(
         self,

@@ -51,10 +51,11 @@ class SchedulersPerClient:
 
     def put_options_back(self) -> None:
         """Give optimizers the options back that they had when the round began: steps may set them by hand."""
-        self._put_counters_back()
         for optimizer, groups in zip(self._all_optimizers, self._begun, strict=False):
             for group, values in zip(optimizer.param_groups, groups, strict=False):
                 group.update(values)
+        # Copies, for steps may count in place.
+        self._put_counters_back()
 
     def _put_counters_back(self) -> None:
         for optimizer, groups in zip(self._all_optimizers, self._begun, strict=False):

@@ -189,8 +189,8 @@ class Server:
             shown: What the method last put into the module. Where the module holds just that, ``model`` stays.
         """
         self.base.remember_buffers()
-        changed = _changed(live, shown)
-        self.model.update({name: value.detach().clone() for name, value in live.items() if name in changed})
+        found = changed(live, shown)
+        self.model.update({name: value.detach().clone() for name, value in live.items() if name in found})
 
     def parameters(self) -> dict[str, Tensor]:
         """Return the global values of the trained parameters."""
@@ -223,7 +223,7 @@ class Server:
 
 
 @torch.no_grad()
-def _changed(live: Mapping[str, Tensor], shown: Mapping[str, Tensor]) -> set[str]:
+def changed(live: Mapping[str, Tensor], shown: Mapping[str, Tensor]) -> set[str]:
     """Return the names under which two models differ. A device is waited for once, not once for each tensor."""
     found, comparisons = set(), {}
     for name, value in live.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jsonargparse
@@ -26,20 +27,15 @@ def read_counts_as_counts() -> None:
     types says nothing, and a number without a point is read as an ``int`` wherever that is allowed. A jsonargparse with
     other private parts is left as it is.
     """
-    hints = getattr(jsonargparse, "_typehints", None)
-    as_jsonargparse = getattr(hints, "sort_subtypes_for_union", None)
-    if as_jsonargparse is None or hasattr(as_jsonargparse, "__wrapped__"):
-        return
 
-    @functools.wraps(as_jsonargparse)
-    def counts_first(*arguments: Any, **keywords: Any) -> list[Any]:
+    def counts_first(as_jsonargparse: Callable[..., Any], *arguments: Any, **keywords: Any) -> list[Any]:
         kinds = list(as_jsonargparse(*arguments, **keywords))
         if int in kinds and float in kinds[: kinds.index(int)]:
             kinds.remove(int)
             kinds.insert(kinds.index(float), int)
         return kinds
 
-    setattr(hints, "sort_subtypes_for_union", counts_first)  # noqa: B010
+    _replace_in_typehints("sort_subtypes_for_union", counts_first)
 
 
 def replace_lists_whole() -> None:
@@ -49,18 +45,27 @@ def replace_lists_whole() -> None:
     if that is of another class: an overlay's EarlyStopping would have the ``mode`` of the recipe's ModelCheckpoint. A
     jsonargparse with other private parts is left as it is.
     """
-    hints = getattr(jsonargparse, "_typehints", None)
-    as_jsonargparse = getattr(hints, "adapt_typehints", None)
-    if as_jsonargparse is None or hasattr(as_jsonargparse, "__wrapped__"):
-        return
 
-    @functools.wraps(as_jsonargparse)
-    def without_the_list_before(val: Any, *arguments: Any, **keywords: Any) -> Any:
+    def without_the_list_before(as_jsonargparse: Callable[..., Any], val: Any, *arguments: Any, **keywords: Any) -> Any:
         if isinstance(val, list) and isinstance(keywords.get("prev_val"), list) and not keywords.get("append"):
             keywords["prev_val"] = None
         return as_jsonargparse(val, *arguments, **keywords)
 
-    setattr(hints, "adapt_typehints", without_the_list_before)  # noqa: B010
+    _replace_in_typehints("adapt_typehints", without_the_list_before)
+
+
+def _replace_in_typehints(name: str, replacement: Callable[..., Any]) -> None:
+    """Put a function in the place of a private one of jsonargparse, once; it gets that one as its first argument."""
+    hints = getattr(jsonargparse, "_typehints", None)
+    as_jsonargparse = getattr(hints, name, None)
+    if as_jsonargparse is None or hasattr(as_jsonargparse, "__wrapped__"):
+        return
+
+    @functools.wraps(as_jsonargparse)
+    def replaced(*arguments: Any, **keywords: Any) -> Any:
+        return replacement(as_jsonargparse, *arguments, **keywords)
+
+    setattr(hints, name, replaced)
 
 
 class SubcommandCLI(LightningCLI):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import operator
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler,
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
@@ -484,6 +484,22 @@ def _pool_metric(metric: Metric) -> None:
     # What is synchronised stays until the metric is reset, and is not gathered again when it computes.
     metric._is_synced, metric._cache, metric._computed, metric._to_sync = False, None, None, False
     metric._update_count = max(1, metric._update_count)
+
+
+class NewFigures:
+    """Tells the figures that have been logged since it was last asked.
+
+    Lightning keeps the tensors of all others in ``callback_metrics``, such as those of a validation some rounds ago.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[str, Tensor] = {}
+
+    def take(self, logged: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return those of ``callback_metrics`` that are new."""
+        new = {name: value for name, value in logged.items() if value is not self._seen.get(name)}
+        self._seen = dict(logged)
+        return new
 
 
 def log_figures(trainer: pl.Trainer, figures: dict[str, float]) -> None:

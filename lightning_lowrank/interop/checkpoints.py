@@ -231,11 +231,11 @@ def _refuse_unlike_judged(
     method = fingerprint["algorithm"]
     layers = checkpoint["callbacks"].get("LowRank", {}).get("layers", [])
     largest = max((layer["rank"] for layer in layers), default=None)
+    if _holds_whole_model(method, client, own[client], largest):
+        return
     whole = [
         number for number in sorted(own) if own[number] and _holds_whole_model(method, number, own[number], largest)
     ]
-    if client in whole:
-        return
     raise misconfigured(
         f"client {client}'s own model cannot be taken from {path}: with these settings of {method['class']} it is a"
         " part of the global model, of less width or rank, and the checkpoint does not hold that part. Take the global"

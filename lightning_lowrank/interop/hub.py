@@ -188,11 +188,11 @@ def model_card(name: str, config: Mapping[str, Any], figures: Mapping[str, str |
 def _over_layers(config: Mapping[str, Any], default: str, pattern: str) -> Any:
     """Return an adapter's number, or the least and the largest where its layers have others."""
     own = config.get(pattern)
-    if not (isinstance(own, Mapping) and own and all(isinstance(each, (int, float)) for each in own.values())):
-        return config.get(default)
-    values = [*own.values(), config[default]] if default in config else [*own.values()]
-    least, largest = min(values), max(values)
-    return least if least == largest else f"{least:g} to {largest:g}"
+    values = [config.get(default), *(own.values() if isinstance(own, Mapping) else ())]
+    numbers = [each for each in values if isinstance(each, (int, float))]
+    if not numbers or min(numbers) == max(numbers):
+        return numbers[0] if numbers else values[0]
+    return f"{min(numbers):g} to {max(numbers):g}"
 
 
 def _cell(value: object) -> str:

@@ -90,6 +90,16 @@ def test_large_integers_that_all_have_alike_are_kept(tmp_path, stacked):
     assert torch.equal(result["count"], torch.tensor([2]))
 
 
+@pytest.mark.parametrize("bits", [31, 40, 50, 52])
+def test_integers_that_sums_would_round_are_kept(bits):
+    draws = torch.Generator().manual_seed(0)
+    for more in range(20):
+        value, mean = torch.tensor([2**bits + 1 + more]), WeightedMean()
+        for weight in torch.rand(50, generator=draws).tolist():
+            mean.add({"w": value}, weight)
+        assert torch.equal(mean.result()["w"], value)
+
+
 def test_large_integers_that_differ_late_are_averaged():
     each, stacked = WeightedMean(), WeightedMean()
     last = LARGE + torch.tensor([0, 0, 9])

@@ -27,13 +27,15 @@ class Counted(torch.optim.SGD):
         super().__init__(params, lr)
         self.seen = []
         for group in self.param_groups:
-            group["k"] = 0
+            group["k"], group["in_place"] = 0, torch.zeros(())
 
     def step(self, closure=None):
         loss = super().step(closure)
-        self.seen.append([self.param_groups[0]["k"], "late" in self.param_groups[0]])
+        group = self.param_groups[0]
+        self.seen.append([group["k"], int(group["in_place"]), "late" in group])
         for group in self.param_groups:
             group["k"] += 1
+            group["in_place"] += 1
             group["late"] = True
         return loss
 
@@ -49,8 +51,8 @@ def test_what_an_optimizer_counts_in_its_groups_is_the_clients_own(tmp_path, mon
     )
     run = trainer(tmp_path, loop)
     fit(run, module, Data())
-    first = [[0, False], [1, True]]
-    later = first if policy == "reset" else [[2, True], [3, True]]
+    first = [[0, 0, False], [1, 1, True]]
+    later = first if policy == "reset" else [[2, 2, True], [3, 3, True]]
     assert run.optimizers[0].seen[:8] == [*first, *first, *later, *later]
     rate = 0.1 * 0.5 ** (2 * run.current_epoch) if scheduled else 0.1
     assert run.optimizers[0].param_groups[0]["lr"] == pytest.approx(rate)

@@ -197,5 +197,6 @@ def test_the_card_has_the_ranks_of_all_layers_and_no_local_folder_as_a_model_of_
     assert "| alpha | 16 |" in card
     assert "base_model" not in yaml.safe_load(card.split("---")[1])
     assert "| base model | models/tiny |" in card
+    assert "| rank | 8 |" in model_card("me/mood", {"r": 8, "rank_pattern": {"a": "many", "b": 8}}, {})
     elsewhere = model_card("me/mood", {"base_model_name_or_path": "models/other"}, {})
     assert yaml.safe_load(elsewhere.split("---")[1])["base_model"] == "models/other"
