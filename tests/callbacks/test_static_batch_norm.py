@@ -375,6 +375,20 @@ def test_checkpoints_of_rounds_without_validation_have_the_statistics_of_their_w
     assert states[0]["net.1.running_mean"].any()
 
 
+def test_a_checkpoint_of_copies_has_the_statistics_of_its_weights(tmp_path):
+    """Such as FSDP's, which gathers the parts of tensors; others hold the module's own tensors."""
+
+    class Copies(Callable):
+        def state_dict(self, *arguments, **keywords):
+            return {name: value.clone() for name, value in super().state_dict(*arguments, **keywords).items()}
+
+    module, saved = Copies(), ModelCheckpoint(tmp_path)
+    fit(trainer(tmp_path, StaticBatchNorm(), saved, limit_val_batches=0), module, Data(drop_last=True))
+    state = torch.load(saved.best_model_path, weights_only=True)["state_dict"]
+    for name, value in module.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=0, atol=0)
+
+
 def test_a_round_that_is_cut_short_at_a_validation_ends_with_its_own_statistics(tmp_path, monkeypatch):
     class Stops(pl.Callback):
         def on_validation_end(self, trainer, pl_module):

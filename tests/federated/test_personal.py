@@ -12,7 +12,7 @@ from torchmetrics import MeanSquaredError
 from lightning_lowrank import FedAvg, FederatedLoop, FromIndices, HeteroFL, LabelCount, LocalTraining
 from lightning_lowrank.federated.state import copy_into, trained_tensors
 from tests.grids import daily
-from tests.helpers import Data, Module, blobs, fit, trainer
+from tests.helpers import Data, Module, blobs, fit, network, trainer
 
 
 def accuracies(module, loop, dataset, parts):
@@ -154,7 +154,8 @@ def test_there_are_no_figures_of_weights_that_the_last_round_did_not_leave(tmp_p
         assert figure in fitted.callback_metrics
         fitted.test(module, Data(), verbose=False, ckpt_path=last)
         assert figure in fitted.callback_metrics
-    for other, path in ((module, early), (Module(), None)):
+    of_another_kind = Module(torch.nn.Sequential(torch.nn.Flatten(), network()))
+    for other, path in ((module, early), (Module(), None), (of_another_kind, None)):
         with pytest.warns(UserWarning, match=r"Module holds other weights than the last round left.* are not judged"):
             fitted.test(other, Data(), verbose=False, ckpt_path=path)
         assert figure not in fitted.callback_metrics
@@ -164,3 +165,11 @@ def test_there_are_no_figures_of_weights_that_the_last_round_did_not_leave(tmp_p
         loop = FederatedLoop(algorithm(), personal_test=share, clients=2, summary=False)
         with pytest.warns(UserWarning, match=r"no round was made with this FederatedLoop.* are not judged"):
             trainer(tmp_path, loop).test(Module(), Data(), verbose=False)
+
+
+def test_nothing_is_said_of_other_weights_where_only_the_global_model_is_judged(tmp_path):
+    saved = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+    module, _, fitted = run(tmp_path, FedAvg(), None, callbacks=[saved])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*are not judged")
+        fitted.test(module, Data(), verbose=False, ckpt_path=str(tmp_path / "epoch=0.ckpt"))

@@ -111,8 +111,9 @@ def test_a_list_takes_the_place_of_the_one_before(tmp_path, in_file):
     second = [f"--config={files[1]}"] if in_file else [f"--whole.parts={json.dumps(parts)}"]
     made = parser.instantiate_classes(parser.parse_args([f"--config={files[0]}", *second])).whole.parts
     assert [vars(part) for part in made] == [{"mode": "max"}, {"size": 0, "mode": "any"}]
-    added = parser.parse_args([f"--config={files[0]}", f"--whole.parts+={json.dumps(spec(OtherPart))}"])
-    assert len(added.whole.parts) == 3
-    assert added.whole.parts[0].init_args.size == 3
+    for more in (spec(OtherPart), [spec(OtherPart)]):
+        added = parser.parse_args([f"--config={files[0]}", f"--whole.parts+={json.dumps(more)}"])
+        assert len(added.whole.parts) == 3
+        assert added.whole.parts[0].init_args.size == 3
     changed = parser.parse_args([f"--config={files[0]}", "--whole.parts.size=9"])
     assert [part.init_args.size for part in changed.whole.parts] == [3, 9]
