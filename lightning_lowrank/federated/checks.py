@@ -274,6 +274,17 @@ def notes(module: pl.LightningModule, buffers: BufferPolicy) -> list[str]:
     return found
 
 
+def resume_notes(trainer: Any) -> list[str]:
+    """Return what a user should know of a fit that goes on from a checkpoint, one sentence each."""
+    plateaus = [config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
+    if not any(config.interval == "epoch" for config in plateaus):
+        return []
+    return [
+        "Lightning leaves out a step of ReduceLROnPlateau in the epoch in which a fit is resumed, so that the learning"
+        " rate may fall later than in a fit that was not stopped."
+    ]
+
+
 def warn_of_changed_base(algorithm: Algorithm, base: Base) -> None:
     """Say that PEFT's own way of saving a module leaves out what the method has changed of its frozen weights."""
     # A PEFT layer is told by its structure, as in `find_adapters`.

@@ -26,6 +26,7 @@ from lightning_lowrank.federated.checks import (
     check_optimizers,
     goes_on_from,
     notes,
+    resume_notes,
     warn_of_changed_base,
 )
 from lightning_lowrank.federated.coordinator import Coordinator
@@ -325,6 +326,8 @@ class FederatedLoop(FederatedSettings, Callback):
         if self._restored is not None:
             state, self._restored = self._restored, None
             self.rounds.resume(state)
+            for note in resume_notes(trainer):
+                rank_zero_warn(note)
             if self._progress.position and not self._progress.round_open:
                 forget_batches(trainer)
             if not self._progress.round_open:

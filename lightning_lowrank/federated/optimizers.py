@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -201,23 +201,32 @@ class ClientOptions:
         """Return what must be equal for clients that step together."""
         return tuple(sorted(self._options_of(client).items()))
 
+    def check(self, clients: Iterable[int]) -> None:
+        """Refuse an option of some clients that is unknown, or a learning rate that a scheduler changes in steps."""
+        groups = [group for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
+        stepwise = any(config.interval == "step" for config in self._trainer.lr_scheduler_configs)
+        for client in clients:
+            options = self._options_of(client)
+            for name in options:
+                if any(name not in group for group in groups):
+                    raise MisconfigurationException(
+                        f"client_settings of client {client}: the optimizer has no option {name!r}, but"
+                        f" {sorted(set(groups[0]) - {'params'})}"
+                    )
+            if "lr" in options and stepwise:
+                raise _changed_in_steps(client, "lr", options["lr"])
+
+    def check_unchanged(self, client: int) -> None:
+        """Refuse an option of a client's own that its steps have changed."""
+        for name, value in self._options_of(client).items():
+            if any(group[name] != value for optimizer in self._trainer.optimizers for group in optimizer.param_groups):
+                raise _changed_in_steps(client, name, value)
+
     def take(self, client: int) -> None:
-        """Give the optimizers a client's own options; one that is unknown or that a scheduler changes is refused."""
-        options = self._options_of(client)
+        """Give the optimizers a client's own options."""
+        options, optimizers = self._options_of(client), self._trainer.optimizers
         if not options:
             return
-        optimizers = self._trainer.optimizers
-        for name in options:
-            if any(name not in group for optimizer in optimizers for group in optimizer.param_groups):
-                known = sorted(set(optimizers[0].param_groups[0]) - {"params"})
-                raise MisconfigurationException(
-                    f"client_settings of client {client}: the optimizer has no option {name!r}, but {known}"
-                )
-        if "lr" in options and any(config.interval == "step" for config in self._trainer.lr_scheduler_configs):
-            raise MisconfigurationException(
-                f"client_settings of client {client} sets lr={options['lr']}, which a scheduler that steps on each"
-                " batch would change: leave out the one or the other."
-            )
         self.common = [
             [{name: group[name] for name in options} for group in optimizer.param_groups] for optimizer in optimizers
         ]
@@ -231,3 +240,10 @@ class ClientOptions:
             for group, values in zip(optimizer.param_groups, groups, strict=True):
                 group.update(values)
         self.common = []
+
+
+def _changed_in_steps(client: int, name: str, value: Any) -> MisconfigurationException:
+    return MisconfigurationException(
+        f"client_settings of client {client} sets {name}={value}, which a scheduler or the module changes in steps:"
+        " leave out the one or the other."
+    )

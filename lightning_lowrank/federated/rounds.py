@@ -43,6 +43,7 @@ from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.federated.state import State
 from lightning_lowrank.federated.system import Clock, LateError, Operations
 from lightning_lowrank.internals.direct_steps import AroundUpdates
+from lightning_lowrank.internals.lightning import HeldSchedules
 
 
 class Rounds(Untraced):
@@ -82,6 +83,7 @@ class Rounds(Untraced):
         self._to_device = functools.partial(_to_device, device=self._module.device)
         self._in_client = True
         samples = data.divided().sizes.tolist()
+        self._options.check(settings.clients_with_settings(len(samples)))
         if before is None:
             server, ledger = settings.make_server(self._module), Ledger(dense_bytes(self._module))
             kept = {} if restored is None else restored["server"]["clients"]
@@ -139,6 +141,7 @@ class Rounds(Untraced):
         """Let the algorithm train in its own way, where it has one, and return what ends that."""
         module, attributes = self._module, vars(self._module)
         self._isolation = Isolation(module, self.execution.stacked)
+        self._held_schedules = HeldSchedules(self._trainer)
         self.execution.start()
         # After the execution, whose guard of the module's hooks it calls.
         self._steps = ClientSteps(self._trainer, self.execution)
@@ -146,6 +149,7 @@ class Rounds(Untraced):
         def stop_execution() -> None:
             self._steps.restore()
             self.execution.stop()
+            self._held_schedules.restore()
 
         if inherits(self._algorithm, "local_update"):
             return stop_execution
@@ -240,6 +244,7 @@ class Rounds(Untraced):
     def _end_chunk(self) -> None:
         self._isolation.end_client()
         failed = self.execution.close()
+        self._options.check_unchanged(self._data.current_plan().chunks[self._progress.chunk].clients[0])
         self._options.give_back()
         self._schedulers.end_client(self._step_in_chunk())
         self._progress.chunk_open = False
@@ -290,9 +295,12 @@ class Rounds(Untraced):
         Args:
             between_steps: As for `SharedCoordinator.exchange`.
         """
+        if self._progress.round_open:
+            self._aggregate(between_steps)
+        self._held_schedules.step()
+
+    def _aggregate(self, between_steps: bool) -> None:
         progress = self._progress
-        if not progress.round_open:
-            return
         if progress.chunk_open:
             self._end_chunk()
         if isinstance(self.coordinator, SharedCoordinator):

@@ -408,11 +408,20 @@ class FederatedSettings(Configured):
                     _is_count(value),
                     f"client_settings: {name} of client {client} must be 1 or more, got {value!r}",
                 )
+        _check(
+            not all(name in settings for name in _SETTINGS_OF_LENGTH),
+            f"client_settings of client {client} has {' and '.join(_SETTINGS_OF_LENGTH)}: give one of them",
+        )
         return settings
 
     def options_of(self, client: int) -> dict[str, Any]:
         """Return the optimizers' options that are one client's own."""
-        return {name: value for name, value in self.settings_of(client).items() if name not in _SETTINGS_OF_LENGTH}
+        return {
+            # YAML has no tuples, such as betas.
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in self.settings_of(client).items()
+            if name not in _SETTINGS_OF_LENGTH
+        }
 
     def batches_of(self, client: int, per_epoch: int) -> int:
         """Return how many batches a client trains on in a round, given those of one pass over its samples."""

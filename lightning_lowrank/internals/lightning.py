@@ -486,6 +486,39 @@ def _pool_metric(metric: Metric) -> None:
     metric._update_count = max(1, metric._update_count)
 
 
+class HeldSchedules:
+    """Holds back the step that epoch-wise schedulers make at an epoch's last batch, until a round has ended.
+
+    Lightning makes it before ``on_train_batch_end``, where optimizers still have what is the last client's own.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._loop = trainer.fit_loop.epoch_loop
+        _need("FederatedLoop", "use lightning 2.6", self._loop, "update_lr_schedulers")
+        self._due = False
+        self._update, self._replaced = self._loop.update_lr_schedulers, vars(self._loop).get("update_lr_schedulers")
+        self._loop.update_lr_schedulers = self._hold
+
+    def _hold(self, interval: str, update_plateau_schedulers: bool) -> None:
+        if interval == "epoch" and not update_plateau_schedulers:
+            self._due = True
+        else:
+            self._update(interval, update_plateau_schedulers=update_plateau_schedulers)
+
+    def step(self) -> None:
+        """Make the step, if one was held back."""
+        if self._due:
+            self._due = False
+            self._update("epoch", update_plateau_schedulers=False)
+
+    def restore(self) -> None:
+        """Give Lightning its own method back."""
+        if self._replaced is None:
+            del self._loop.update_lr_schedulers
+        else:
+            self._loop.update_lr_schedulers = self._replaced
+
+
 class NewFigures:
     """Tells the figures that have been logged since it was last asked.
 

@@ -11,7 +11,7 @@ from lightning_lowrank import FedAvg, FederatedLoop
 from lightning_lowrank.federated import optimizers, register_elementwise
 from lightning_lowrank.federated.optimizers import acts_elementwise, fresh_state
 from tests.federated.execution.runs import OPTIMIZERS, assert_close, both, run
-from tests.helpers import Module
+from tests.helpers import Module, weights
 
 
 class Lion(torch.optim.Optimizer):
@@ -107,5 +107,21 @@ def test_a_fresh_state_is_that_of_a_new_optimizer(optimizer):
 
 def test_an_option_that_no_optimizer_has_is_named(tmp_path):
     with pytest.raises(MisconfigurationException, match=r"client 1: the optimizer has no option 'rate', but \['betas'"):
-        run(tmp_path, "sequential", module=partial(Module, optimizer=Lion), client_settings={1: {"rate": 0.1}})
+        run(
+            tmp_path,
+            "sequential",
+            module=partial(Module, optimizer=Lion),
+            client_settings={1: {"rate": 0.1}},
+            participants=[[0]],
+        )
     assert FederatedLoop(FedAvg(), clients=2, client_settings={1: {"rate": 0.1}}).options_of(1) == {"rate": 0.1}
+
+
+@pytest.mark.parametrize("execution", ["sequential", "vectorized"])
+def test_yaml_lists_are_the_tuples_that_optimizers_have(tmp_path, execution):
+    adam = partial(Module, optimizer=partial(torch.optim.AdamW, lr=0.01))
+    as_list, as_tuple = (
+        run(tmp_path, execution, module=adam, client_settings={1: {"betas": betas}})[0]
+        for betas in ([0.5, 0.9], (0.5, 0.9))
+    )
+    assert_close(weights(as_list), weights(as_tuple), tolerance=0)

@@ -1,9 +1,12 @@
 """Schedulers that step once an epoch step per round, whatever else counts steps within a client."""
 
+import warnings
 from functools import partial
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank import FedAvg, FederatedLoop, FromIndices, ProjectedSGD
 from lightning_lowrank.federated import optimizers
@@ -56,3 +59,92 @@ def test_what_an_optimizer_counts_in_its_groups_is_the_clients_own(tmp_path, mon
     assert run.optimizers[0].seen[:8] == [*first, *first, *later, *later]
     rate = 0.1 * 0.5 ** (2 * run.current_epoch) if scheduled else 0.1
     assert run.optimizers[0].param_groups[0]["lr"] == pytest.approx(rate)
+
+
+def exponential(optimizer, factor, **config):
+    return {"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, factor), **config}
+
+
+class Scheduled(Module):
+    """Has several schedulers, and keeps the learning rate of each step."""
+
+    def __init__(self, *schedules):
+        super().__init__()
+        self.schedules, self.rates = schedules, []
+
+    def training_step(self, batch, batch_idx):
+        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [schedule(optimizer) for schedule in self.schedules]
+
+
+# The client with the most batches is the first of a round, or the last.
+ORDERS = {"first": [list(range(20)), list(range(20, 28))], "last": [list(range(20, 28)), list(range(20))]}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("own", [0, 1])
+def test_a_clients_learning_rate_does_not_undo_a_decay_by_rounds(tmp_path, order, own):
+    loop = FederatedLoop(
+        FedAvg(), partition=FromIndices(ORDERS[order]), client_settings={own: {"lr": 0.01}}, summary=False
+    )
+    module = Scheduled(partial(exponential, factor=0.5))
+    fit(trainer(tmp_path, loop), module, Data())
+    batches = [-(-len(samples) // 8) for samples in ORDERS[order]]
+    expected = [
+        [0.01 if client == own else 0.1 * 0.5**round_number] * batches[client]
+        for round_number in range(3)
+        for client in range(2)
+    ]
+    assert module.rates == pytest.approx([rate for rates in expected for rate in rates])
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_decays_by_steps_and_by_rounds_are_both_made(tmp_path, order):
+    loop = FederatedLoop(FedAvg(), partition=FromIndices(ORDERS[order]), summary=False)
+    module = Scheduled(partial(exponential, factor=0.9, interval="step"), partial(exponential, factor=0.5))
+    run = trainer(tmp_path, loop)
+    fit(run, module, Data())
+    assert [module.rates[place] for place in (0, 4, 8)] == pytest.approx([0.1 * (0.9**3 * 0.5) ** n for n in range(3)])
+    assert run.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1 * (0.9**3 * 0.5) ** 3)
+    assert "update_lr_schedulers" not in vars(run.fit_loop.epoch_loop)
+
+
+def test_an_own_option_that_steps_change_is_refused(tmp_path):
+    loop = FederatedLoop(
+        FedAvg(), partition=FromIndices(ORDERS["first"]), client_settings={1: {"momentum": 0.5}}, summary=False
+    )
+
+    class OneCycle(Module):
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+            cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)
+            return [optimizer], [{"scheduler": cycle, "interval": "step"}]
+
+    with pytest.raises(
+        MisconfigurationException, match=r"client 1 sets momentum=0\.5, which a scheduler or the module"
+    ):
+        fit(trainer(tmp_path, loop), OneCycle(), Data())
+
+
+@pytest.mark.parametrize("scheduler", ["ReduceLROnPlateau", "ExponentialLR"])
+def test_a_resumed_fit_says_that_lightning_leaves_a_plateau_out(tmp_path, scheduler):
+    def made(optimizer):
+        if scheduler == "ExponentialLR":
+            return exponential(optimizer, 0.5)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"scheduler": plateau, "monitor": "val_loss"}
+
+    def run(**resumed):
+        loop, saved = FederatedLoop(FedAvg(), clients=2, summary=False), ModelCheckpoint(tmp_path)
+        trainer(tmp_path, loop, saved, max_epochs=1 + len(resumed)).fit(Scheduled(made), Data(), **resumed)
+        return saved.best_model_path
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        run(ckpt_path=run())
+    said = [each for each in told if "leaves out a step of ReduceLROnPlateau" in str(each.message)]
+    assert len(said) == (scheduler == "ReduceLROnPlateau")

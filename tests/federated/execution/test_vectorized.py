@@ -133,8 +133,8 @@ def test_settings_of_single_clients_are_resumed(tmp_path, execution):
     ("settings", "message"),
     [
         ({9: {"lr": 0.1}}, r"names \[9\], and clients go from 0 to 4"),
-        ({1: {"rate": 0.1}}, "no option 'rate'"),
         ({1: {"local_epochs": 0}}, "local_epochs of client 1"),
+        ({1: {"local_epochs": 2, "local_steps": 2}}, "client 1 has local_epochs and local_steps: give one of them"),
     ],
 )
 def test_wrong_settings_of_single_clients(tmp_path, settings, message):
@@ -144,7 +144,7 @@ def test_wrong_settings_of_single_clients(tmp_path, settings, message):
 
 def test_a_clients_learning_rate_and_a_schedule_of_steps(tmp_path):
     decay = partial(torch.optim.lr_scheduler.StepLR, step_size=2)
-    with pytest.raises(MisconfigurationException, match="scheduler that steps on each batch"):
+    with pytest.raises(MisconfigurationException, match=r"sets lr=0\.02, which a scheduler or the module changes"):
         run(
             tmp_path,
             "sequential",
