@@ -30,6 +30,7 @@ TORCH_ONLY = (
 LAYOUT = (
     "internals",
     *TORCH_ONLY,
+    "aliases",
     "configuration",
     "buffers",
     "operations",

@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich import get_console
 from torch import nn
 
+from lightning_lowrank.aliases import aliases, under_all_names
 from lightning_lowrank.federated.checks import (
     check_callbacks,
     check_local_update,
@@ -431,7 +432,8 @@ class FederatedLoop(FederatedSettings, Callback):
     def _show_global_state(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
         """Put the global model into a state dict that is taken inside a round (a hook of `torch.nn.Module`)."""
         if self._progress.round_open and self._rounds is not None and module is self.server.base.module:
-            for name, value in self.algorithm.global_model(self.server).items():
+            shown = under_all_names(self.algorithm.global_model(self.server), aliases(module))
+            for name, value in shown.items():
                 if prefix + name in state_dict:
                     state_dict[prefix + name] = value
 

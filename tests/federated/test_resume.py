@@ -133,7 +133,13 @@ def test_gradients_that_are_being_accumulated_are_kept(tmp_path, kind, group):
         assert_same(expected, run(ckpt_path=tmp_path / f"0-{batch}.ckpt"))
 
 
-def test_checkpoints_hold_the_global_model(tmp_path):
+def shared_layer():
+    first, norm, activation, second, _, last = network(norm=nn.BatchNorm1d)
+    return nn.Sequential(first, norm, activation, second, norm, activation, second, last)
+
+
+@pytest.mark.parametrize("make", [lambda: network(norm=nn.BatchNorm1d), shared_layer], ids=["plain", "shared_layer"])
+def test_checkpoints_hold_the_global_model(tmp_path, make):
     class Rounds(pl.Callback):
         def __init__(self):
             self.begun = {}
@@ -143,7 +149,7 @@ def test_checkpoints_hold_the_global_model(tmp_path):
 
     rounds = Rounds()
     kept = ModelCheckpoint(tmp_path, "{step}-{epoch}", save_top_k=-1, every_n_train_steps=1, save_weights_only=True)
-    module = Module(network(norm=nn.BatchNorm1d))
+    module = Module(make())
     loop = FederatedLoop(FedAvg(), clients=3, summary=False)
     fit(trainer(tmp_path, loop, rounds, kept, max_epochs=2), module, Data(drop_last=True))
     for file in tmp_path.glob("*epoch=1.ckpt"):
