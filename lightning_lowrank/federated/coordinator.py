@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_lowrank.aggregation import RobustRule
+from lightning_lowrank.aliases import aliases
 from lightning_lowrank.arguments import listed
 from lightning_lowrank.compression import Packet
 from lightning_lowrank.federated.algorithm import detached, inherits
@@ -537,6 +538,8 @@ class Coordinator:
             "model": {name: value for name, value in server.model.items() if shown.get(name) is not value},
             "state": server.state,
             "trained": list(self._trained or ()),
+            # Not every way to write a checkpoint keeps which tensors are one.
+            "aliases": aliases(server.base.module),
             "announcement": server.announcement,
             "aggregator": server.aggregator.state_dict(),
             "initial_buffers": server.base.initial_buffers,

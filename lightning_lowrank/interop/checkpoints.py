@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lowrank.aggregation.adapters import find_adapters
+from lightning_lowrank.aliases import under_all_names
 from lightning_lowrank.arguments import listed
 from lightning_lowrank.configuration import misconfigured
 from lightning_lowrank.interop.peft_export import (
@@ -197,7 +198,8 @@ def _read(path: str | Path, client: int | None) -> dict[str, Any]:
                 + (f"clients {with_own[:10]} do." if with_own else "its method keeps none on clients.")
             )
         _refuse_unlike_judged(path, client, checkpoint, own)
-        checkpoint["state_dict"].update(own[client])
+        saved, everywhere = checkpoint["state_dict"], under_all_names(own[client], server["aliases"])
+        saved.update({name: value for name, value in everywhere.items() if name in saved})
     return checkpoint
 
 

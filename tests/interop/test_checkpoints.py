@@ -7,6 +7,7 @@ from torch import nn
 
 from lightning_lowrank import (
     RBLA,
+    Ditto,
     Ensemble,
     FederatedLoop,
     FedHM,
@@ -38,6 +39,11 @@ class WithForward(Module):
 
 def normalized():
     return network(norm=nn.BatchNorm1d)
+
+
+def shared_layer():
+    first, activation, second, _, last = network()
+    return nn.Sequential(first, activation, second, activation, second, last)
 
 
 def ensemble():
@@ -100,6 +106,19 @@ def test_a_clients_own_model_is_the_judged_one_or_refused(tmp_path, method, sett
         said = rf"client {client}'s own model .*{type(method).__name__} it is a part.*{ways_out}\.$"
         with pytest.raises(MisconfigurationException, match=said):
             load_dense(tmp_path / "run.ckpt", Module(make()), client=client)
+
+
+@pytest.mark.parametrize(("method", "rank"), [(Ditto(), None), (FedLoRA(FedSA()), 4)], ids=["Ditto", "FedSA"])
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_clients_own_layer_has_its_values_under_every_name(tmp_path, method, rank, apart):
+    loop, module = run(tmp_path, method, make=shared_layer, rank=rank)
+    if apart:
+        # As Lightning's AsyncCheckpointIO saves them.
+        saved = torch.load(tmp_path / "run.ckpt", weights_only=True)
+        saved["state_dict"] = {name: value.clone() for name, value in saved["state_dict"].items()}
+        torch.save(saved, tmp_path / "run.ckpt")
+    plain = load_dense(tmp_path / "run.ckpt", Module(shared_layer()), client=1)
+    torch.testing.assert_close(outputs(plain), own_outputs(loop, module, 1))
 
 
 @pytest.mark.parametrize("buffers", ["local", "average"])
