@@ -78,7 +78,8 @@ class Operator(Configured, ABC):
         """Aggregate one layer. The arguments are not changed.
 
         Clients of different rank have different scalings where these are ``alpha / rank`` (or ``alpha / √rank``). The
-        effective updates ``scaling · B @ A`` are aggregated, and ``B`` absorbs a difference.
+        effective updates ``scaling · B @ A`` are aggregated, and ``B`` absorbs a difference; with `CoLR` the trained
+        factor does.
 
         Args:
             pairs: The clients' pairs after their training, of one weight, in one dtype and on one device. A factor

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -78,7 +79,7 @@ class LowRankPair:
         working = working_dtype(self.B.dtype)
         return (self.scaling * (self.B.to(working) @ self.A.to(working))).to(self.B.dtype)
 
-    def resized(self, rank: int, scaling: float | None = None) -> LowRankPair:
+    def resized(self, rank: int, scaling: float | None = None, folded: Literal["B", "A"] = "B") -> LowRankPair:
         """Return the first ``rank`` columns of ``B`` and rows of ``A``, for a given scaling.
 
         The server sends its pair to clients of another rank in this form. A larger rank is filled with zeros; such
@@ -86,7 +87,8 @@ class LowRankPair:
 
         Args:
             rank: The rank of the result, at least 1.
-            scaling: The scaling of the result; ``B`` absorbs the difference. By default the pair's own.
+            scaling: The scaling of the result. By default the pair's own.
+            folded: The factor that absorbs the difference of the scalings. Default: ``"B"``.
 
         Raises:
             TypeError: If the rank is not an integer or the scaling not a number.
@@ -102,9 +104,11 @@ class LowRankPair:
         wanted = self.scaling if scaling is None else scaling
         check_number("scaling", wanted, above=0)
         left, right = padded(self.B[:, :rank], rank, 1), padded(self.A[:rank], rank, 0)
+        factors = {"B": left, "A": right}
         if wanted != self.scaling:
-            left = to_float64(left) * (self.scaling / wanted)
-        return LowRankPair(left.to(self.B.dtype).to(self.B.device).clone(), right.clone(), wanted)
+            factors[folded] = to_float64(factors[folded]) * (self.scaling / wanted)
+        left, right = (factor.to(self.B.dtype).to(self.B.device).clone() for factor in factors.values())
+        return LowRankPair(left, right, wanted)
 
     def in_working_dtype(self) -> LowRankPair:
         """Return the pair in single precision at least, where its product is not rounded to 16 bits."""

@@ -427,7 +427,10 @@ class FedLoRA(Algorithm):
             return {client: arrival["weight"] for client, arrival in arrivals.items()}
         # In the order in which the rule has been given the rest of their messages.
         pairs = [self._pairs_of(server, client, arrival) for client, arrival in arrivals.items()]
-        starts = {arrival["level"]: self._started_from(server.model, arrival["level"]) for arrival in arrivals.values()}
+        starts = {
+            arrival["level"]: self._started_from(server.round, server.model, arrival["level"])
+            for arrival in arrivals.values()
+        }
         levels = [list(starts).index(arrival["level"]) for arrival in arrivals.values()]
         total = torch.zeros(len(pairs), len(pairs), dtype=torch.float64)
         for layer in self._adapters:
@@ -439,11 +442,11 @@ class FedLoRA(Algorithm):
         rule.extend(total)
         return dict(zip(arrivals, rule.client_weights().tolist(), strict=True))
 
-    def _started_from(self, known: Mapping[str, Tensor], level: float) -> dict[str, LowRankPair]:
-        """Return the pairs with which a client of a level starts from these values."""
+    def _started_from(self, round_number: int, known: Mapping[str, Tensor], level: float) -> dict[str, LowRankPair]:
+        """Return the pairs with which a client of a level starts a round from these values."""
         return {
             layer: adapter.pair(known, adapter.rank, self._scalings[layer]).resized(
-                self._rank(adapter, level), self._scaling(adapter, level)
+                self._rank(adapter, level), self._scaling(adapter, level), self._absorbing(round_number)
             )
             for layer, adapter in self._adapters.items()
         }
@@ -454,7 +457,7 @@ class FedLoRA(Algorithm):
             adapter, scaling = self._adapters[layer], self._scalings[layer]
             server.model.update(adapter.tensors(result.server, scaling))
             if result.change is not None:
-                of_layer = result.change.resized(result.change.rank, scaling)
+                of_layer = result.change.resized(result.change.rank, scaling, self._absorbing(server.round))
                 names = self.operator.sent_down_of_change(server.round)
                 # The factors of many clients side by side can take more bytes than the matrix, which is in single
                 # precision as the product of factors of 16 bits is.
@@ -516,11 +519,13 @@ class FedLoRA(Algorithm):
         came = {parameter: values[parameter] for parameter in self._factors if parameter in values}
         level = self._level(client)
         known = self._known_by(client)
+        absorbing = self._absorbing(client.round)
         for parameter, (adapter, name) in self._factors.items():
             rank = self._rank(adapter, level)
             value = came[parameter] if parameter in came else adapter.slots(name, known[parameter], rank)
             # Values from the server and from the client's state are for the scaling of the full rank.
-            values[parameter] = self._padded(adapter, name, value, self._scalings[adapter.name] / adapter.scaling)
+            ratio = self._scalings[adapter.name] / adapter.scaling if name == absorbing else 1.0
+            values[parameter] = self._padded(adapter, name, value, ratio)
         values.update({name: known[name] for name in self._kept})
         copy_into(client.model, values)
         if self._alternates:
@@ -549,7 +554,7 @@ class FedLoRA(Algorithm):
                     sent[f"{adapter.name}.slots"] = slots.to(torch.int32)
                 sent[parameter] = value
             elif name in self.operator.trained(client.round):
-                ratio = adapter.scaling / self._scalings[adapter.name]
+                ratio = adapter.scaling / self._scalings[adapter.name] if name == "B" else 1.0
                 personal[parameter] = self._padded(adapter, name, model[parameter], ratio).clone()
         if personal:
             client.state["personal"] = personal
@@ -586,6 +591,10 @@ class FedLoRA(Algorithm):
             )
             drawn |= adapter.tensors(pair, scaling)
         base.state.update({"factors": drawn, "draw": number})
+
+    def _absorbing(self, round_number: int) -> Name:
+        """Return the factor that absorbs a difference of scalings: ``B``, unless it is drawn and stays as drawn."""
+        return "A" if self.operator.redraws and "B" not in self.operator.trained(round_number) else "B"
 
     @property
     def _alternates(self) -> bool:
@@ -632,16 +641,16 @@ class FedLoRA(Algorithm):
         return {**state, **cut}
 
     def _padded(self, adapter: Adapter, name: Name, value: Tensor, ratio: float = 1.0) -> Tensor:
-        """Return a factor filled with zeros to the full rank; ``B`` times the ratio."""
+        """Return a factor times the ratio, filled with zeros to the full rank."""
         matrix = adapter.matrix(name, value)
-        if ratio != 1 and name == "B":
+        if ratio != 1:
             matrix = matrix * ratio
         return adapter.value(name, padded(matrix, adapter.rank, 1 if name == "B" else 0))
 
     def _pairs_of(self, server: Server, client: int, arrival: State) -> dict[str, LowRankPair]:
         """Return one client's pairs."""
         pairs = {}
-        started = self._started_from(self._known_of(server, client), arrival["level"])
+        started = self._started_from(server.round, self._known_of(server, client), arrival["level"])
         for layer, adapter in self._adapters.items():
             before = started[layer]
             factors = {"B": before.B, "A": before.A}

@@ -2,6 +2,7 @@
 
 import copy
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -122,6 +123,25 @@ def mean_update(aggregated, layer):
     pairs = [pairs[layer] for pairs in aggregated.pairs]
     products = [pair.scaling * pair.B.double() @ pair.A.double() for pair in pairs]
     return sum(size * product for size, product in zip(SIZES / SIZES.sum(), products, strict=True))
+
+
+@pytest.mark.parametrize("operator", [CoLR(), CoLR("A"), FLoRA()], ids=repr)
+def test_the_base_moves_by_the_mean_of_what_clients_of_different_rank_trained(tmp_path, operator):
+    # In the second round no client has the layers' rank.
+    cohorts, ranks = [[0, 1, 2], [1, 2], [0, 2]], [4, 2, 1]
+    _, _, wire, _ = federate(tmp_path, FedLoRA(operator, ranks=ranks), rank=4, participants=cohorts)
+    for number, (before, after) in enumerate(pairwise(wire.effective)):
+        cohort = cohorts[number]
+        for layer, value in before.items():
+            for client in cohort:
+                trained, rank = wire.trained[number, client], ranks[client]
+                left, right = (trained[f"{layer}.factors.{name}"] for name in "UV")
+                value = value + SIZES[client] / SIZES[cohort].sum() * LORA["alpha"] / rank * left @ right.T
+                assert not left[:, rank:].any()
+                if operator.trained(number) == {"A"}:
+                    torch.testing.assert_close(left.T @ left, torch.diag((torch.arange(4) < rank).double()))
+            torch.testing.assert_close(after[layer], value, rtol=1e-9, atol=1e-9)
+            assert (after[layer] - before[layer]).abs().max() > 1e-6
 
 
 def test_fed_ex_is_exact_though_its_base_moves(tmp_path):

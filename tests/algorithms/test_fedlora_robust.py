@@ -54,7 +54,7 @@ class Recorded(FedLoRA):
     def _chosen(self, server):
         arrivals = server.state["arrivals"]
         pairs = [self._pairs_of(server, client, arrival) for client, arrival in arrivals.items()]
-        starts = [self._started_from(server.model, arrival["level"]) for arrival in arrivals.values()]
+        starts = [self._started_from(server.round, server.model, arrival["level"]) for arrival in arrivals.values()]
         rest = [tensors for tensors, _ in server.aggregator.kept]
         rows = []
         for own, start, others in zip(pairs, starts, rest, strict=True):
