@@ -28,6 +28,7 @@ from lightning_lowrank.layers import (
     keep_frozen,
     low_rank_class,
     low_rank_layers,
+    unmerge,
 )
 from lightning_lowrank.seeding import default_seed
 
@@ -152,7 +153,8 @@ class LowRank(Configured, Callback):
         Console().print(str(conversion), markup=False, highlight=False, soft_wrap=True)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Refuse factors that no optimizer would train, and record the module's other trained parameters."""
+        """Undo `merge`, refuse factors that no optimizer would train, and record what else the module trains."""
+        unmerge(pl_module)
         check_optimizers(trainer, pl_module)
         self._outline = outline(pl_module)
 

@@ -65,6 +65,7 @@ from lightning_lowrank.internals.lightning import (
     pool_training_results,
     stops_now,
 )
+from lightning_lowrank.layers import unmerge
 
 
 class FederatedLoop(FederatedSettings, Callback):
@@ -296,6 +297,7 @@ class FederatedLoop(FederatedSettings, Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Check the optimizers, divide the training set, and let the algorithm look at the module."""
+        unmerge(pl_module)
         check_optimizers(trainer, pl_module)
         for note in notes(pl_module, self.buffers):
             rank_zero_warn(note)

@@ -358,7 +358,7 @@ class LowRankLayer(nn.Module):
 
         The factors and the frozen weight stay as they are, so :meth:`unmerge` restores the layer bit for bit
         and state dicts are the same as before. A merged layer does not train: ``train()``, loading a state dict,
-        :meth:`fold` and :meth:`reset_factors` unmerge it.
+        :meth:`fold`, :meth:`reset_factors`, and a fit with `LowRank` or `FederatedLoop` unmerge it.
         """
         self.unmerge()
         self.merged_weight = self.weight.detach().clone()

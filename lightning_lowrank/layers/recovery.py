@@ -58,8 +58,8 @@ class LayerSpec:
 def merge(model: nn.Module) -> nn.Module:
     """Compose every low-rank layer's weight once and keep it, so that inference costs what the dense model does.
 
-    Factors, frozen weights and the state dict stay as they are; :func:`unmerge`, ``model.train()`` and loading
-    a state dict undo it, bit for bit.
+    Factors, frozen weights and the state dict stay as they are; :func:`unmerge`, ``model.train()``, loading
+    a state dict, and a fit with `LowRank` or `FederatedLoop` undo it, bit for bit.
 
     Args:
         model: A converted model.

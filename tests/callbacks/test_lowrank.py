@@ -16,7 +16,9 @@ from lightning_lowrank import (
     LowRank,
     MatrixProduct,
     load_dense,
+    merge,
     recover,
+    unmerge,
 )
 from lightning_lowrank.federated.messages import dense_bytes
 from lightning_lowrank.layers import LowRankLinear, low_rank_layers
@@ -52,6 +54,21 @@ def test_weights_that_are_not_converted_stay_trained_or_freeze(tmp_path):
             assert torch.equal(before[name], after[name]) is freeze
         assert torch.equal(before["net.0.weight"], after["net.0.frozen_weight"])
         assert after["net.0.factors.V"].abs().sum() > 0
+
+
+@pytest.mark.parametrize("with_callback", [True, False], ids=["LowRank", "FederatedLoop"])
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_a_merged_module_is_trained_as_one_that_is_not(tmp_path, with_callback, training):
+    def fitted(prepare):
+        module, low_rank = Module(), LowRank(MatrixProduct(), rank=2, summary=False)
+        low_rank.convert(module)
+        prepare(module.train(training))
+        callbacks = [low_rank] if with_callback else [FederatedLoop(FedAvg(), clients=3, summary=False)]
+        return fit(trainer(tmp_path, *callbacks, max_epochs=1), module, Data(shuffle=False))
+
+    merged = fitted(merge)
+    assert_same(weights(merged), weights(fitted(unmerge)))
+    assert merged.net[0].factors["V"].any()
 
 
 def test_a_new_head_is_trained_beside_the_factors_of_a_frozen_rest(tmp_path):
