@@ -27,6 +27,7 @@ from lightning_lowrank.federated.data.device import DeviceData
 from lightning_lowrank.federated.data.loader import Request, SeededBatches, batch_reader, check_loader
 from lightning_lowrank.federated.randomness import StepRandomness, step_seed
 from lightning_lowrank.federated.state import copy_into, trained_tensors
+from lightning_lowrank.layers import low_rank_layers, unmerge
 from lightning_lowrank.seeding import derive_seed
 
 _LOG_PARAMETERS = list(inspect.signature(pl.LightningModule.log).parameters)[1:]
@@ -177,6 +178,7 @@ class ClientEvaluation:
         step = _Step(trainer, module, stage)
         live = trained_tensors(module)
         kept = detached(live)
+        merged = [layer for _, layer in low_rank_layers(module) if layer.merged_weight is not None]
         limit = trainer.limit_val_batches if stage == "validate" else trainer.limit_test_batches
         counts = self._count_batches(limit)
         if clients is not None:
@@ -186,6 +188,7 @@ class ClientEvaluation:
         installed: Mapping[str, Tensor] | None = None
         randomness = StepRandomness(module.device)
         randomness.open()
+        unmerge(module)
         try:
             with _worked_on_copies(module) as metrics:
                 step.hook("model_eval")
@@ -214,6 +217,8 @@ class ClientEvaluation:
                     self.higher_is_better |= log.higher_is_better()
         finally:
             copy_into(live, kept)
+            for layer in merged:
+                layer.merge()
             randomness.release()
         return results
 

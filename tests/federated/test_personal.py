@@ -9,7 +9,17 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torchmetrics import MeanSquaredError
 
-from lightning_lowrank import FedAvg, FederatedLoop, FromIndices, HeteroFL, LabelCount, LocalTraining
+from lightning_lowrank import (
+    FedAvg,
+    FederatedLoop,
+    FromIndices,
+    HeteroFL,
+    LabelCount,
+    LocalTraining,
+    LowRank,
+    MatrixProduct,
+    merge,
+)
 from lightning_lowrank.federated.state import copy_into, trained_tensors
 from tests.grids import daily
 from tests.helpers import Data, Module, blobs, fit, network, trainer
@@ -59,6 +69,20 @@ def test_on_the_validation_samples_of_its_labels(tmp_path, execution, algorithm)
     tested = fitted.test(module, Data(), verbose=False)
     assert "personal/test_loss" in fitted.callback_metrics
     assert tested
+
+
+def test_a_merged_module_shows_clients_own_models(tmp_path):
+    low_rank = LowRank(MatrixProduct(), rank=2, freeze_rest=True, summary=False)
+    loop = FederatedLoop(LocalTraining(), clients=2, personal_test="matched_labels", summary=False)
+    fitted, module = trainer(tmp_path, low_rank, loop, max_epochs=1), Module()
+    fit(fitted, module, Data())
+    fitted.test(module, Data(), verbose=False)
+    expected = dict(fitted.callback_metrics)
+    weight = merge(module).net[0].merged_weight
+    fitted.test(module, Data(), verbose=False)
+    torch.testing.assert_close(dict(fitted.callback_metrics), expected)
+    assert expected["personal/test_loss_std"] > 1e-3
+    assert torch.equal(module.net[0].merged_weight, weight)
 
 
 def test_on_what_it_holds_out(tmp_path):
