@@ -6,6 +6,7 @@ the module; here they become `LowRankPair`s of one orientation, ``[outputs, inpu
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -249,8 +250,9 @@ class _PeftAdapter(Adapter):
         return value.flatten(1)
 
     def value(self, name: Name, matrix: Tensor) -> Tensor:
-        rows = matrix.shape[0]
-        return matrix.reshape(rows, -1, *self._shapes[name][2:]) if len(self._shapes[name]) > 2 else matrix
+        kernel = self._shapes[name][2:]
+        # A size of -1 is ambiguous where there are no rows.
+        return matrix.reshape(len(matrix), matrix.shape[1] // math.prod(kernel), *kernel)
 
     @property
     def beside(self) -> Parts:
