@@ -207,11 +207,24 @@ class _LayerAdapter(Adapter):
         matrix = layer.factorization.as_matrix(weight)
         return matrix.T if layer.first_is_input else matrix
 
+    def tensors(self, pair: LowRankPair, scaling: float) -> dict[str, Tensor]:
+        """Return a pair's factors as `Adapter.tensors` does, with zeros for the padding of an embedding."""
+        found = super().tensors(pair, scaling)
+        return {
+            self.parameters[which]: self._without_padding(factor, found[self.parameters[which]])
+            for which, factor in self._factors.items()
+        }
+
     def _fold(self, matrix: Tensor, add: Add) -> None:
         layer = self._layers[0]
         assert isinstance(layer.factorization, MatrixProduct)
         weight = layer.factorization.as_weight(matrix.T if layer.first_is_input else matrix, layer.weight_shape)
-        layer.add_to_frozen(weight, add)
+        layer.add_to_frozen(self._without_padding("U", weight), add)
+
+    def _without_padding(self, factor: str, value: Tensor) -> Tensor:
+        # Another layer of the same factors, such as a tied output, trains the row as any other.
+        alike = len({getattr(layer, "padding_idx", None) for layer in self._layers}) == 1
+        return self._layers[0].without_padding(factor, value) if alike else value
 
 
 class _PeftAdapter(Adapter):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
@@ -92,11 +91,3 @@ class CoreMethod(Algorithm):
         still = self.unstepped(client.round)
         sent = client.base.sent_up(client.model)
         return Message({name: value for name, value in sent.items() if name not in still})
-
-
-def without_padding(layer: LowRankLayer, factor: str, value: Tensor) -> Tensor:
-    """Return a drawn or found factor with zeros for the padding of an embedding, whose row must stay as it is."""
-    padding = getattr(layer, "padding_idx", None)
-    if factor == "U" and padding is not None:
-        value = value.index_fill(0, torch.tensor(padding, device=value.device), 0)
-    return value

@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_lowrank.aggregation.aggregator import to_float64
-from lightning_lowrank.algorithms._cores import CoreMethod, without_padding
+from lightning_lowrank.algorithms._cores import CoreMethod
 from lightning_lowrank.configuration import check_integer
 from lightning_lowrank.federated.state import Base, Server
 from lightning_lowrank.haar import haar_basis
@@ -123,14 +123,14 @@ class FedSB(CoreMethod):
             mean = to_float64(server.model[key])
             if left:
                 basis = torch.linalg.qr(mean).Q
-                announced[key] = without_padding(layer, trained, basis).to(server.model[key])
+                announced[key] = layer.without_padding(trained, basis).to(server.model[key])
                 continue
             # mean = X Σ Yᵀ, and the update is mean · otherᵀ (or its transpose): X Σ (other · Y)ᵀ.
             basis, values, rotation = torch.linalg.svd(mean, full_matrices=False)
             turned = to_float64(server.model[self.name(name, other)]) @ rotation.mT
             found = {trained: basis, other: turned, "H": values.diag()}
             for part, value in found.items():
-                server.model[self.name(name, part)] = without_padding(layer, part, value).to(server.model[key])
+                server.model[self.name(name, part)] = layer.without_padding(part, value).to(server.model[key])
             announced |= {self.name(name, part): server.model[self.name(name, part)] for part in ("U", "V")}
         self.announce(server, announced)
         server.model.update(server.base.state["bases"])

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_lowrank.algorithms._cores import CoreMethod, without_padding
+from lightning_lowrank.algorithms._cores import CoreMethod
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.state import Base, ClientContext
 from lightning_lowrank.haar import haar_basis
@@ -66,7 +66,7 @@ class Ravan(CoreMethod):
                 together = draws.shape[0] >= draws.shape[1]
                 parts = [draws] if together else draws.split(layer.rank, dim=1)
                 basis = torch.cat([haar_basis(part) for part in parts], dim=1)
-                values[self.name(name, factor)] = without_padding(layer, factor, basis).to(like)
+                values[self.name(name, factor)] = layer.without_padding(factor, basis).to(like)
             values[self.name(name, "S")] = torch.ones_like(layer.factors["S"])
         return values
 

@@ -429,6 +429,13 @@ class LowRankLayer(nn.Module):
                     values[f"{table}.{name}"] = draw.to(factor)
         return values
 
+    def without_padding(self, factor: str, value: Tensor) -> Tensor:
+        """Return a value of a factor, with zeros where it stands for the padding of an embedding.
+
+        A tensor of the weight's shape has the rows of ``U``.
+        """
+        return value
+
     def reset_parameters(self) -> None:
         """Refuse torch's hook for global re-initialisation, which would change nothing here.
 

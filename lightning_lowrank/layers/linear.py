@@ -54,7 +54,8 @@ class LowRankEmbedding(LowRankLayer, nn.Embedding):  # type: ignore[override]
     """An ``nn.Embedding`` whose table is composed from factors; see :class:`LowRankLayer`.
 
     The contracted way looks up rows of ``U`` and multiplies only these. ``U`` stands with the rows. Its row for
-    ``padding_idx`` is zero and stays so: an update leaves the padding as it is, and a weight has zeros there.
+    ``padding_idx`` is zero and stays so: an update leaves the padding as it is, and a weight has zeros there. Only a
+    layer of the same factors without a padding, such as a tied output, trains it.
 
     Example:
         >>> from lightning_lowrank.layers import LowRankEmbedding, MatrixProduct
@@ -83,21 +84,21 @@ class LowRankEmbedding(LowRankLayer, nn.Embedding):  # type: ignore[override]
 
     @override
     def _decompose(self, weight: Tensor) -> dict[str, Tensor]:
-        return self._without_padding(super()._decompose(weight))
+        return self._all_without_padding(super()._decompose(weight))
 
     @override
     def draw_factors(self, seed: int) -> dict[str, Tensor]:
-        return self._without_padding(super().draw_factors(seed))
+        return self._all_without_padding(super().draw_factors(seed))
 
-    def _without_padding(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Zero the rows of ``U`` (or ``U1`` and ``U2``) that stand for the padding, which gradients never reach."""
-        if self.padding_idx is None:
-            return values
-        row = torch.tensor(self.padding_idx)
-        return {
-            name: value.index_fill(0, row.to(value.device), 0) if name.split(".")[1].startswith("U") else value
-            for name, value in values.items()
-        }
+    def _all_without_padding(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: self.without_padding(name.split(".")[1], value) for name, value in values.items()}
+
+    @override
+    def without_padding(self, factor: str, value: Tensor) -> Tensor:
+        """Zero the row of ``U`` (or ``U1`` and ``U2``) that stands for the padding, which gradients never reach."""
+        if self.padding_idx is None or not factor.startswith("U"):
+            return value
+        return value.index_fill(0, torch.tensor(self.padding_idx, device=value.device), 0)
 
     def _multiply_adds(self, input: Tensor, *geometry: Any) -> tuple[int, int, int]:
         stages = self.factorization.stage_shapes(self.weight_shape, self.rank) or ()

@@ -31,12 +31,13 @@ from lightning_lowrank import (
     ZeroPadding,
     load_dense,
 )
-from lightning_lowrank.aggregation import find_adapters
+from lightning_lowrank.aggregation import Operator, find_adapters
 from lightning_lowrank.algorithms import fedlora
 from lightning_lowrank.federated import Base, ClientContext, ClientInfo, Message, Server
 from lightning_lowrank.federated.algorithm import detached
 from lightning_lowrank.federated.state import copy_into, trained_tensors
 from lightning_lowrank.layers import low_rank_layers
+from lightning_lowrank.registry import registered
 from tests.grids import daily, in_turn
 from tests.helpers import Data, Module, assert_same, blobs, fit, network, trainer, weights
 
@@ -569,3 +570,46 @@ def test_refuses_arguments(arguments, message):
 def test_refuses_modules(tmp_path, algorithm, lowrank, message):
     with pytest.raises(MisconfigurationException, match=message):
         federate(tmp_path, algorithm, lowrank)
+
+
+class Tokens(nn.Module):
+    def __init__(self, tied):
+        super().__init__()
+        torch.manual_seed(3)
+        self.table, self.out = nn.Embedding(9, 6, padding_idx=0), nn.Linear(6, 9)
+        if tied:
+            self.out.weight = self.table.weight
+
+    def forward(self, tokens):
+        return self.out(self.table(tokens).mean(dim=1))
+
+
+def trained_on_tokens(tmp_path, operator, tied=False):
+    draws = torch.Generator().manual_seed(1)
+    tokens, labels = torch.randint(9, (60, 5), generator=draws), torch.randint(9, (60,), generator=draws)
+    # Client 0's pair has a smaller rank than the server's, so that decompositions find directions of their own.
+    ranks = [1, 4] if operator.mixed_ranks else None
+    loop = FederatedLoop(
+        FedLoRA(operator, ranks=ranks), clients=2, local_steps=2, participants=[[0], [1], [0, 1]], summary=False
+    )
+    wire, module = Wire(loop), Module(Tokens(tied), optimizer=lambda p: torch.optim.SGD(p, lr=1.0))
+    low_rank = LowRank(MatrixProduct(), rank=4, include=["net.table", *(["net.out"] if tied else [])], **LORA)
+    data = Data(torch.utils.data.TensorDataset(tokens, labels))
+    fit(trainer(tmp_path, low_rank, loop, wire, max_epochs=3, limit_val_batches=0), module, data)
+    return module, loop, wire
+
+
+@pytest.mark.parametrize("operator", registered(Operator).values(), ids=lambda kind: kind.__name__)
+def test_the_padding_of_an_embedding_stays(tmp_path, operator):
+    module, loop, wire = trained_on_tokens(tmp_path, operator())
+    assert not module.net.table.weight[0].any()
+    models = [loop.server.model, *wire.trained.values(), *loop.server.state.get("pairs", {}).values()]
+    assert not any(values["net.table.factors.U"][0].any() for values in models)
+    assert all(values["net.table.factors.V"].any() for values in wire.trained.values())
+
+
+@pytest.mark.parametrize("operator", [SumProduct(), FLoRA()], ids=repr)
+def test_a_tied_output_trains_the_row_of_the_padding(tmp_path, operator):
+    _, _, wire = trained_on_tokens(tmp_path, operator, tied=True)
+    rows = [weights["net.table"][0] for weights in wire.effective]
+    assert all((after - before).abs().max() > 1e-3 for before, after in pairwise(rows))
