@@ -41,11 +41,14 @@ class Codec(Configured, ABC):
         error_feedback: Whether a `Channel` that starts with this codec keeps what the codec loses and adds it to the
             next message. The codec by itself ignores it. Default False.
         sparse: Whether numbers that are not sent arrive as zeros. Default False.
+        expands: Why the loss may be larger than what is sent, so that error feedback would diverge, and what to use
+            instead. Default: empty, for it is not.
     """
 
     unbiased: bool = False
     error_feedback: bool = False
     sparse: bool = False
+    expands: str = ""
 
     @abstractmethod
     def encode(self, tensors: Mapping[str, Tensor]) -> bytes:
@@ -90,6 +93,12 @@ class Codec(Configured, ABC):
             ValueError: If the codec draws and ``seed`` is out of range.
         """
         return self
+
+
+def check_feedback(codec: Codec) -> None:
+    """Refuse error feedback around a codec whose loss may be larger than what is sent, with a ``ValueError``."""
+    if codec.error_feedback and codec.expands:
+        raise ValueError(f"error_feedback=True diverges where the loss may exceed what is sent: {codec.expands}.")
 
 
 class FloatingCodec(Codec, Generic[Codes]):

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import Self
 
-from lightning_lowrank.compression.base import Codec, FloatingCodec
+from lightning_lowrank.compression.base import Codec, FloatingCodec, check_feedback
 from lightning_lowrank.compression.dense import Dense
 from lightning_lowrank.compression.split import Split
 from lightning_lowrank.compression.wire import Entry, Layout
@@ -28,7 +28,8 @@ class Chain(FloatingCodec[list[tuple[Layout, Any]]]):
 
     Raises:
         TypeError: If a codec is not a `FloatingCodec` and so leaves no values to the next one.
-        ValueError: If there are no codecs, or one that is not the first has error feedback.
+        ValueError: If there are no codecs, or one that is not the first has error feedback, or the first has it and
+            one of them `expands`.
 
     Example:
         >>> import torch
@@ -59,6 +60,8 @@ class Chain(FloatingCodec[list[tuple[Layout, Any]]]):
                 )
         self.error_feedback = self.codecs[0].error_feedback
         self.unbiased = all(codec.unbiased for codec in self.codecs)
+        self.expands = next((codec.expands for codec in self.codecs if codec.expands), "")
+        check_feedback(self)
         self.values_part = _part(len(self.codecs) - 1, self.codecs[-1].values_part)
 
     def seeded(self, seed: int) -> Self:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_lowrank.compression.base import Codec
+from lightning_lowrank.compression.base import Codec, check_feedback
 from lightning_lowrank.compression.chain import Chain, chained
 from lightning_lowrank.compression.dense import Dense
 from lightning_lowrank.compression.split import Split
@@ -66,7 +66,7 @@ class Channel:
 
     Raises:
         TypeError: If ``codecs`` are not codecs, or several that cannot form a `Chain`.
-        ValueError: If a codec that is not the first has error feedback.
+        ValueError: If a codec that is not the first has error feedback, or the first has it and one of them `expands`.
 
     Example:
         >>> import torch
@@ -90,6 +90,8 @@ class Channel:
         self._codec: Codec | None = (
             None if not self.codecs else self.codecs[0] if len(self.codecs) == 1 else Chain(self.codecs)
         )
+        if self._codec is not None:
+            check_feedback(self._codec)
 
     @property
     def error_feedback(self) -> bool:

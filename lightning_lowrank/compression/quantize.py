@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_lowrank import seeding
 from lightning_lowrank.arguments import check_choice, check_integer
-from lightning_lowrank.compression.base import RandomCodec
+from lightning_lowrank.compression.base import RandomCodec, check_feedback
 from lightning_lowrank.compression.wire import DecodingError, Entry, Layout, concatenate
 
 Bits = Literal[8, 4]
@@ -76,11 +76,12 @@ class Quantize(RandomCodec[Tensor]):
         check_choice("norm", norm, Norm)
         self.bits, self.bucket_size, self.norm, self.error_feedback = bits, bucket_size, norm, error_feedback
         self.levels = 2 ** (bits - 1) - 1
-        if error_feedback and norm == "l2" and (bucket_size is None or bucket_size >= self.levels**2):
-            raise ValueError(
-                f"error_feedback=True with norm='l2' and bits={bits} needs a bucket_size below {self.levels**2}, but "
-                f"it is {bucket_size!r}; with larger ones it diverges. Choose a smaller one, or norm='max'."
+        if norm == "l2" and (bucket_size is None or bucket_size >= self.levels**2):
+            self.expands = (
+                f"Quantize with norm='l2' and bits={bits} needs a bucket_size below {self.levels**2}, but it is "
+                f"{bucket_size!r}; choose a smaller one, or norm='max'"
             )
+        check_feedback(self)
 
     def entries(self, layout: Layout, parts: Mapping[str, Tensor] | None = None) -> dict[str, Entry]:
         """Return a row of scales for each tensor, one for each of its buckets."""

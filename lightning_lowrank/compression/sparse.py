@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_lowrank import seeding
 from lightning_lowrank.arguments import check_choice, check_integer, check_number
-from lightning_lowrank.compression.base import FloatingCodec, RandomCodec
+from lightning_lowrank.compression.base import FloatingCodec, RandomCodec, check_feedback
 from lightning_lowrank.compression.wire import DecodingError, Entry, Layout, join, pack_bits, packed_length, unpack_bits
 
 MOST_NUMBERS_FOR_COUNT = 2**26
@@ -172,7 +172,7 @@ class RandomK(_Sparse, RandomCodec[Tensor]):
         unbiased: Whether the numbers sent are scaled by d/k, for k of d numbers, so that the expectation of what
             arrives, over seeds, is what was sent (the uplink of EF21-P). In float16, this may overflow to infinity.
         error_feedback: Whether a `Channel` adds what is lost to the next message. Default False. With numbers that
-            are scaled up, this would diverge.
+            are scaled up, this would diverge (`Codec.expands`).
 
     Raises:
         TypeError: If ``share`` is not a number.
@@ -191,11 +191,9 @@ class RandomK(_Sparse, RandomCodec[Tensor]):
     def __init__(self, share: float, seed: int = 0, unbiased: bool = False, *, error_feedback: bool = False) -> None:
         check_number("share", share, above=0, most=1)
         super().__init__(seed)
-        if unbiased and error_feedback:
-            raise ValueError(
-                "unbiased=True scales the numbers up, with which error_feedback=True diverges; give only one of them."
-            )
         self.share, self.unbiased, self.error_feedback = share, unbiased, error_feedback
+        self.expands = "RandomK scales the numbers up with unbiased=True; leave it out" if unbiased else ""
+        check_feedback(self)
 
     def _count(self, layout: Layout) -> int:
         return _share_of(self.share, sum(layout.numbers))

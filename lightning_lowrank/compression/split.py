@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from torch import Tensor
 from typing_extensions import Self, override
 
-from lightning_lowrank.compression.base import Codec
+from lightning_lowrank.compression.base import Codec, check_feedback
 from lightning_lowrank.compression.wire import DecodingError, Schema
 from lightning_lowrank.seeding import derive_seed
 
@@ -26,6 +26,7 @@ class Split(Codec):
 
     Raises:
         TypeError: If ``names`` is a single string.
+        ValueError: If one of the two codecs has error feedback and one of them `expands`.
 
     Example:
         >>> import torch
@@ -46,6 +47,8 @@ class Split(Codec):
         self.others = others
         self.unbiased = chosen.unbiased and others.unbiased
         self.error_feedback = chosen.error_feedback or others.error_feedback
+        self.expands = chosen.expands or others.expands
+        check_feedback(self)
 
     def seeded(self, seed: int) -> Self:
         """Return a copy whose codecs have their own seeds; that of all other tensors has ``seed`` itself."""

@@ -246,6 +246,36 @@ def test_a_plain_codec_may_stand_alone():
         Channel([Half()]).send(MESSAGE, seed=0, own=Plain())
 
 
+class Doubles(Plain):
+    """A codec of a user's own with which error feedback would diverge."""
+
+    error_feedback = True
+    expands = "Doubles doubles; use Plain"
+
+
+EXPANDING = {
+    "alone": lambda: RandomK(0.3, unbiased=True, error_feedback=True),
+    "in a chain": lambda: Chain([TopK(0.1, error_feedback=True), Half(), RandomK(0.3, unbiased=True)]),
+    "in a channel": lambda: Channel([TopK(0.1, error_feedback=True), Quantize(4, norm="l2")]),
+    "beside it": lambda: Split(["weight"], TopK(0.1, error_feedback=True), Quantize(4, None, "l2")),
+    "in a split": lambda: Channel(
+        [Split(["weight"], Chain([TopK(0.1, error_feedback=True)]), Chain([Half(), RandomK(0.3, unbiased=True)]))]
+    ),
+    "of one's own": lambda: Channel([Doubles()]),
+}
+
+
+@pytest.mark.parametrize("build", EXPANDING.values(), ids=EXPANDING)
+def test_error_feedback_around_a_codec_that_expands_is_refused(build):
+    with pytest.raises(ValueError, match=r"error_feedback=True diverges .*(leave it out|choose a smaller one|use)"):
+        build()
+
+
+@pytest.mark.parametrize("codec", [RandomK(0.3), Quantize(4), Quantize(4, 48, "l2")])
+def test_other_codecs_may_follow_one_with_error_feedback(codec):
+    assert Channel([TopK(0.1, error_feedback=True), codec]).error_feedback
+
+
 def test_what_cannot_be_a_channel_is_refused():
     with pytest.raises(TypeError, match="must be instances of Codec"):
         Channel(["half"])
@@ -253,8 +283,6 @@ def test_what_cannot_be_a_channel_is_refused():
         Channel([Half(), Plain()])
     with pytest.raises(ValueError, match="Give error_feedback=True to the first codec"):
         Channel([TopK(0.1), Half(error_feedback=True)])
-    with pytest.raises(ValueError, match="diverges; give only one"):
-        RandomK(0.1, unbiased=True, error_feedback=True)
     channel = Channel([TopK(0.1, error_feedback=True)])
     with pytest.raises(ValueError, match=r"its own codec, RandomK, .* TopK without error_feedback=True"):
         channel.send(MESSAGE, seed=0, own=RandomK(0.1))
