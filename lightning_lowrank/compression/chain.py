@@ -21,7 +21,7 @@ class Chain(FloatingCodec[list[tuple[Layout, Any]]]):
 
     The values are a sparse codec's numbers, the scales of `Sign` and `Quantize`, and the rounded tensors of `Half`. The
     last codec's values are sent, and the codes of all: positions, masks, signs and levels. A chain of one codec
-    writes that codec's bytes. The chain is unbiased if all its codecs are.
+    writes that codec's bytes. The chain is unbiased if all its codecs are, and sparse if one is.
 
     Args:
         codecs: The codecs, the first one first. Only the first may have error feedback.
@@ -60,6 +60,7 @@ class Chain(FloatingCodec[list[tuple[Layout, Any]]]):
                 )
         self.error_feedback = self.codecs[0].error_feedback
         self.unbiased = all(codec.unbiased for codec in self.codecs)
+        self.sparse = any(codec.sparse for codec in self.codecs)
         self.expands = next((codec.expands for codec in self.codecs if codec.expands), "")
         check_feedback(self)
         self.values_part = _part(len(self.codecs) - 1, self.codecs[-1].values_part)

@@ -52,10 +52,11 @@ class Wire:
             raise MisconfigurationException(
                 f"{name} broadcasts a change of what every side holds, which has to arrive exactly: leave out downlink."
             )
-        if downlink[0].sparse and not downlink[0].error_feedback:
+        sparse = [type(codec).__name__ for codec in downlink if codec.sparse]
+        if sparse and not self.downlink.error_feedback:
             raise MisconfigurationException(
-                f"{type(downlink[0]).__name__} as the downlink would set to zero what it leaves out of the model: give"
-                " it error_feedback=True, with which it sends differences, or use Half() or Quantize()."
+                f"downlink={downlink!r}: {sparse[0]} would set to zero what it leaves out of the model. Give the first"
+                " codec error_feedback=True, with which differences are sent, or use Half() or Quantize() alone."
             )
 
     @property

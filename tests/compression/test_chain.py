@@ -94,6 +94,13 @@ def test_a_chain_of_unbiased_codecs_is_unbiased():
     assert (total / draws - tensors["a"]).abs().max() < 4.5 * tensors["a"].abs().max() * math.sqrt(1.1 / draws)
 
 
+def test_a_chain_or_a_split_is_sparse_if_one_codec_is():
+    for sparse in (TopK(0.1), RandomK(0.1), Mask(MASK)):
+        assert Chain([sparse, Half()]).sparse and Chain([Half(), sparse]).sparse
+        assert Split(["bias"], Dense(), sparse).sparse and Split(["bias"], sparse, Dense()).sparse
+    assert not Chain([Half(), Quantize()]).sparse and not Split(["bias"], Dense(), Sign()).sparse
+
+
 def test_a_decoder_reserves_no_memory_for_lengths_that_it_does_not_believe():
     layout = b'{"float32":{"a":[%d]}}' % 2**50
     parts = {"layout": layout, "seed": bytes(8), "1.levels": bytes(4), "1.scales": bytes(4)}

@@ -25,7 +25,7 @@ from lightning_lowrank import (
     Sign,
     TopK,
 )
-from lightning_lowrank.compression import Channel, Dense
+from lightning_lowrank.compression import Chain, Channel, Dense, Split
 from lightning_lowrank.seeding import derive_seed
 from tests.algorithms import plain
 from tests.algorithms.plain import CLIENTS, PARTICIPANTS, double
@@ -206,6 +206,9 @@ class Unequal(FedAvg):
         (FedAvg, {"uplink": [Half(), TopK(0.1, error_feedback=True)]}, "error_feedback=True to the first"),
         (FedAvg, {"uplink": [Dense(), Half()]}, "leaves no floating-point values"),
         (FedAvg, {"downlink": [TopK(0.1)]}, "set to zero .* error_feedback=True"),
+        (FedAvg, {"downlink": [Half(), TopK(0.1)]}, "TopK would set to zero"),
+        (FedAvg, {"downlink": [Chain([Half(), TopK(0.1)])]}, "Chain would set to zero"),
+        (FedAvg, {"downlink": [Split(["net.0.bias"], Dense(), TopK(0.1))]}, "Split would set to zero"),
         (FedMUD, {"downlink": [Half()]}, "FedMUD .* leave out downlink"),
         (Unequal, {"downlink": [Half(error_feedback=True)]}, "Unequal sends clients different values"),
         (
