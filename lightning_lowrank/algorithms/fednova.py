@@ -35,7 +35,7 @@ class FedNova(Algorithm):
     has its own. Buffers are averaged as in `FedAvg`.
 
     The server sends the global model; a client sends :math:`d_i`, the buffers and :math:`\|a_i\|_1`, 8 bytes for each
-    group.
+    group, which no codec changes. Noise and robust rules would, or would not protect it: they are refused.
 
     Raises:
         MisconfigurationException: If clients do not step with one ``torch.optim.SGD``, or keep their momentum from
@@ -45,6 +45,9 @@ class FedNova(Algorithm):
         >>> from lightning_lowrank import Dirichlet, FederatedLoop, FedNova
         >>> loop = FederatedLoop(FedNova(), clients=100, clients_per_round=10, partition=Dirichlet(0.3), local_epochs=3)
     """
+
+    exact = frozenset({_NORMS})
+    unprotected = "a client's amount of work, which it states itself, scales the change of the whole model"
 
     def __init__(self) -> None:
         self._groups: dict[str, int] = {}

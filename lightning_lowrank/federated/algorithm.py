@@ -73,7 +73,11 @@ class Algorithm(Configured):
     """
 
     exact: frozenset[str] = frozenset()
-    """Names of tensors in messages that no channel may change, beside buffers and whatever is not floating-point."""
+    """Names of tensors in messages that no channel may change, beside buffers and whatever is not floating-point.
+
+    They are numbers such as counts and norms, with which the server computes. `ClientPrivacy` is refused for clients
+    that send any, since its noise would change them.
+    """
 
     follows_trained: bool = False
     """Whether other parameters may be trained from some round on, as Lightning's ``BaseFinetuning`` makes it.

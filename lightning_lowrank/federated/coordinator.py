@@ -106,7 +106,7 @@ class Coordinator:
             rounds: Number of rounds of the run; ``None`` where it has no end.
 
         Raises:
-            MisconfigurationException: If the method needs more than the mean, or the module has BatchNorm.
+            MisconfigurationException: If the method needs more than the mean or exact numbers, or the module has BatchNorm.
         """
         privacy = self.settings.privacy
         if privacy is None:
@@ -118,6 +118,12 @@ class Coordinator:
                 f"ClientPrivacy gives the server the mean of what clients send, and {name}"
                 f"{'' if operator is None else f'({operator!r})'} needs each client's own message: use a method that"
                 " averages, such as FedAvg(), or FedLoRA() with ProductSum(), FFA() or RoLoRA()."
+            )
+        if self.algorithm.exact:
+            raise MisconfigurationException(
+                f"ClientPrivacy adds noise to all numbers that clients send, and {name} sends"
+                f" {', '.join(sorted(self.algorithm.exact))}, which must be exact: use another method, such as FedAvg()"
+                " or SCAFFOLD()."
             )
         if self.settings.buffers != "local":
             refuse_batch_norm(self.server.base.module, "ClientPrivacy", "keep them with clients (buffers='local'), or ")

@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_lowrank import FedAvg, FedNova
+from lightning_lowrank import CenteredClipping, FedAvg, FedNova, Quantize, RandomK, TopK
 from tests.algorithms.written_out import (
     EXECUTIONS,
     ROUNDS,
@@ -153,7 +153,23 @@ def test_without_a_learning_rate_nothing_changes(tmp_path):
     assert_close(ended, initial(), 0.0)
 
 
+@pytest.mark.parametrize("uplink", [[Quantize(4)], [RandomK(0.3, unbiased=True)], [TopK(0.1, error_feedback=True)]])
+def test_codecs_leave_the_amount_of_work_alone(tmp_path, uplink):
+    algorithm, seen = FedNova(), []
+    receive = algorithm.receive
+
+    def received(server, client, message, weight):
+        seen.append((client.id, message.tensors["fednova.norms"].item()))
+        receive(server, client, message, weight)
+
+    algorithm.receive = received
+    federated(tmp_path, algorithm, rounds=ROUNDS[:2], uplink=uplink)
+    assert seen == [(client, pytest.approx(0.1 * len(batches(client)))) for ids in ROUNDS[:2] for client in ids]
+
+
 def test_refusals(tmp_path):
+    with pytest.raises(MisconfigurationException, match=r"FedNova and aggregator=CenteredClipping.* amount of work"):
+        federated(tmp_path, FedNova(), aggregator=CenteredClipping())
     with pytest.raises(MisconfigurationException, match=r"FedNova needs .* the module steps with Adam: return one"):
         federated(tmp_path, FedNova(), optimizer=torch.optim.Adam)
     with pytest.raises(MisconfigurationException, match=r"client 1 kept momentum.*optimizer_state='reset'"):

@@ -81,6 +81,7 @@ def test_most_methods_are_protected():
     assert refused == {
         "FedLoRA-FedInc",
         "FedLoRA-FedSA",
+        "FedNova",
         "GradientMask",
         "HeteroFL",
         "HeteroFL-holders",

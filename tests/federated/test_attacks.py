@@ -10,11 +10,11 @@ from torch.utils.data import TensorDataset
 
 from lightning_lowrank import (
     ALIE,
+    EF21P,
     SCAFFOLD,
     CoordinateMedian,
     FedAvg,
     FederatedLoop,
-    FedNova,
     FromIndices,
     GaussianNoise,
     GradientMask,
@@ -147,9 +147,9 @@ def test_rules_see_changes_of_what_clients_started_from(tmp_path):
     values, _ = federated(tmp_path, FedAvg(), aggregator=bound, rounds=[[0, 1]])
     moved = torch.cat([(value - initial()[name]).flatten() for name, value in values.items()]).norm()
     assert 0.001 < moved <= 0.01
-    # FedNova sends changes, which have no origin.
-    unbound, _ = federated(tmp_path, FedNova(), aggregator=NormBound(1e6), rounds=[[0, 1]])
-    plain, _ = federated(tmp_path, FedNova(), rounds=[[0, 1]])
+    # EF21P sends changes, which have no origin.
+    unbound, _ = federated(tmp_path, EF21P(0.5, 0.5), aggregator=NormBound(1e6), rounds=[[0, 1]])
+    plain, _ = federated(tmp_path, EF21P(0.5, 0.5), rounds=[[0, 1]])
     assert_close(unbound, plain)
 
 
