@@ -106,7 +106,7 @@ class Coordinator:
             rounds: Number of rounds of the run; ``None`` where it has no end.
 
         Raises:
-            MisconfigurationException: If the method needs more than the mean or exact numbers, or the module has BatchNorm.
+            MisconfigurationException: If the method needs more than the mean, or exact numbers; for BatchNorm.
         """
         privacy = self.settings.privacy
         if privacy is None:

@@ -75,6 +75,15 @@ class Attending(nn.Module):
         return self.head(self.attention(values, values, values)[0].mean(1))
 
 
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale, self.layer, self.unused = nn.Parameter(torch.tensor(1.5)), nn.Linear(6, 4), nn.Linear(0, 4)
+
+    def forward(self, inputs):
+        return self.scale * self.layer(inputs) + self.unused(inputs[:, :0])
+
+
 def lowered(factorization, net, **settings):
     convert(net, factorization, **{"rank": 2, "allow_larger": True, "init": "uniform", **settings})
     return net
@@ -89,6 +98,7 @@ def convolutional():
 IMAGES = partial(draw, 5, 2, 5, 5)
 NETWORKS = {
     "linear": (network, partial(draw, 5, 6)),
+    "scalar and empty parameters": (Scaled, partial(draw, 5, 6)),
     "convolution": (convolutional, IMAGES),
     "attention": (Attending, lambda: torch.arange(15).view(5, 3) % 7),
     "recurrent": (Recurrent, partial(draw, 5, 4, 3)),

@@ -495,7 +495,9 @@ class ClientStack(Untraced):
             nn.utils.clip_grad_value_(self.leaves.values(), gradient_clip_val)
             return
         gradients = [leaf.grad for leaf in self.leaves.values() if leaf.grad is not None]
-        norms = torch.stack([torch.linalg.vector_norm(gradient.flatten(1), dim=1) for gradient in gradients])
+        # The gradients of a parameter without dimensions have one dimension.
+        rows = [gradient.unsqueeze(-1).flatten(1) for gradient in gradients]
+        norms = torch.stack([torch.linalg.vector_norm(each, dim=1) for each in rows])
         scale = (gradient_clip_val / (torch.linalg.vector_norm(norms, dim=0) + 1e-6)).clamp(max=1.0)
         for gradient in gradients:
             gradient.mul_(scale.view(-1, *(1 for _ in gradient.shape[1:])).to(gradient.dtype))

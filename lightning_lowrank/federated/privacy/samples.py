@@ -98,12 +98,13 @@ class SampleGradients:
         for start in range(0, size, self._at_once or size):
             part = [tensor[start : start + (self._at_once or size)] for tensor in tensors]
             gradients, of_each, values = self._gradients(parameters, batch, part, arguments, settings)
-            norms = torch.stack([value.flatten(1).float().norm(dim=1) for value in gradients.values()]).norm(dim=0)
+            # The gradients of a parameter without dimensions have one dimension.
+            rows_of = {name: value.unsqueeze(-1).flatten(1) for name, value in gradients.items()}
+            norms = torch.stack([rows.float().norm(dim=1) for rows in rows_of.values()]).norm(dim=0)
             # What is not finite has no place in a bounded sum.
             finite = norms.isfinite()
             scale = torch.where(finite, (clip / (norms + 1e-6)).clamp(max=1.0), 0.0)
-            for name, value in gradients.items():
-                rows = value.flatten(1)
+            for name, rows in rows_of.items():
                 if not bool(finite.all()):
                     rows = torch.where(finite.unsqueeze(1), rows, 0.0)
                 sums[name] += (scale.to(rows.dtype) @ rows).view_as(sums[name])

@@ -63,6 +63,21 @@ def test_clips_each_client_on_its_own(tmp_path, clip):
     assert not torch.allclose(weights(ends[1][0])["net.0.weight"], weights(free)["net.0.weight"])
 
 
+class Scaled(Module):
+    """A module with a parameter that has no dimensions."""
+
+    def __init__(self, *arguments, **keywords):
+        super().__init__(*arguments, **keywords)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def loss(self, batch):
+        return self.scale * super().loss(batch)
+
+
+def test_clips_with_a_parameter_without_dimensions(tmp_path):
+    both(tmp_path, module=Scaled, trainer={"max_epochs": 1, "gradient_clip_val": 0.3})
+
+
 @pytest.mark.parametrize(
     "optimizer",
     [pytest.param(name, marks=() if name == "ProjectedAdamW" else pytest.mark.slow) for name in OPTIMIZERS],
