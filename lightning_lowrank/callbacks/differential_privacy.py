@@ -66,7 +66,9 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
     counts its own ε in its file, and refuses a round that would pass ``target_epsilon``.
 
     Each epoch or round logs ``privacy/epsilon``, and of up to 32 clients ``privacy/epsilon/<client>``. The fit ends
-    before ``target_epsilon`` is passed, with a message. Checkpoints hold what has been spent.
+    before ``target_epsilon`` is passed, with a message. Checkpoints hold what has been spent. Without a federation, a
+    later fit with the same callback goes on with the ε and has noise and batches of its own. `FederatedLoop` refuses a
+    second private run from the beginning.
 
     Args:
         clip: Largest norm :math:`C` of a sample's gradient, over all trained parameters, above 0.
@@ -205,6 +207,7 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
                 check_loader(source.user_loader()),
                 self.seed,
                 poisson=lambda: self.batch_seed(self.seed),
+                steps=self.steps_of,
                 epoch=lambda: trainer.current_epoch,
                 position=lambda: trainer.fit_loop.epoch_loop.batch_progress.current.ready,
                 device=trainer.strategy.root_device,
@@ -341,16 +344,17 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
         if target is not None and self.epsilon(place.client, 1) > target:
             raise MisconfigurationException(f"{self._spent(place.client, 1)}: raise it, or end the run here.")
         loader = self._loader if self._loop is None else None
+        parts: tuple[int | str, ...]
         if loader is not None:
-            drawn, seed, batch_size = loader.drawn(place.round, place.step), self.seed, loader.batch_size
+            # A later fit, with another trainer, counts its epochs from 0: these draws must be others.
+            number = self.steps_of()
+            drawn, batch_size, parts = loader.drawn(number), loader.batch_size, (self.seed, "privacy noise", number)
         else:
             assert self._loop is not None
             of_round = self._loop.data.loader
             drawn = of_round.drawn(place.round, place.client, place.step)
-            seed, batch_size = (
-                self._loop.experiment_seed,
-                min(of_round.batch_size, len(self._loop.data.divided()[place.client])),
-            )
+            batch_size = min(of_round.batch_size, len(self._loop.data.divided()[place.client]))
+            parts = (self._loop.experiment_seed, "privacy noise", place.round, place.client, place.step)
         if loader is not None:
             batch_size = min(batch_size, len(loader.samples))
         names = self._names(module, place.round)
@@ -360,7 +364,6 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
                 # The batch is one sample that stands for none.
                 sums = {name: torch.zeros_like(value) for name, value in sums.items()}
             assert self._noise is not None
-            parts = (seed, "privacy noise", place.round, place.client, place.step)
             noise = gaussian(sums, self._noise * self.clip, *parts, secure=self.secure)
             # Of higher precision until it is divided, for 16 bits would lose much of it.
             private = {name: ((value + noise[name]) / batch_size).to(value.dtype) for name, value in sums.items()}

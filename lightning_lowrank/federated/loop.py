@@ -35,6 +35,7 @@ from lightning_lowrank.federated.data.device import DeviceData
 from lightning_lowrank.federated.data.indices import ClientIndices
 from lightning_lowrank.federated.data.planner import RoundPlan
 from lightning_lowrank.federated.data.rounds import RoundData
+from lightning_lowrank.federated.data.sampling import NeedsPoissonBatches
 from lightning_lowrank.federated.data.whole_batches import WholeBatches
 from lightning_lowrank.federated.execution.distributed import ClientParallelStrategy, SharedCoordinator, shared_by
 from lightning_lowrank.federated.fingerprint import (
@@ -123,6 +124,7 @@ class FederatedLoop(FederatedSettings, Callback):
         """Makes the server's half of a fit, from the arguments of `Coordinator`; real sites have one of their own."""
         self._restore = ExitStack()
         self._end_counting = ExitStack()
+        self._for_samples = self._released = False
         self._forget()
 
     def _forget(self) -> None:
@@ -138,7 +140,7 @@ class FederatedLoop(FederatedSettings, Callback):
         self._facts: RunFacts | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy has, or a pickle: the settings and the ledger, and nothing else of a fit."""
+        """Return what a copy has, or a pickle: settings, ledger, what forbids a private fit, and no more of a fit."""
         own = (
             "_restore",
             "_progress",
@@ -233,6 +235,7 @@ class FederatedLoop(FederatedSettings, Callback):
             )
         going_on = trainer.current_epoch > 0 and self._rounds is not None and self.server.base.module is pl_module
         if not going_on:
+            self._released |= self._has_released()
             self._forget()
         self._processes = processes
         settings: Any = trainer
@@ -266,6 +269,11 @@ class FederatedLoop(FederatedSettings, Callback):
                 lambda error: self.rounds.fail(error),
             )
         )
+
+    def _has_released(self) -> bool:
+        """Return whether the last fit has spent of a privacy budget, which a new one would not know of."""
+        private = None if self._rounds is None else self.coordinator.private
+        return (private is not None and private.released > 0) or (self._for_samples and self._progress.client_steps > 0)
 
     def _keep_samples(self, trainer: pl.Trainer) -> None:
         if self._device_data is None or self._device_data.trainer is not trainer:
@@ -304,8 +312,17 @@ class FederatedLoop(FederatedSettings, Callback):
         check_local_update(self.algorithm, trainer, pl_module)
         assert self._data is not None
         self._fingerprint = fingerprint(self, trainer, len(self._data.divided()))
+        self._for_samples = any(isinstance(each, NeedsPoissonBatches) for each in trainer.callbacks)
+        private = self._for_samples or self.privacy is not None
         if self._restored is not None:
             self._go_on_from(self._restored)
+        # A real site goes on with what it keeps in its file.
+        elif private and self._released and self._rounds is None and self.make_coordinator is Coordinator:
+            raise MisconfigurationException(
+                "an earlier fit with this FederatedLoop was private, and a new one would repeat its noise and count ε"
+                " from 0: go on with the same trainer or from a checkpoint, or make a FederatedLoop with another seed"
+                " and add up both ε."
+            )
         make = self.make_coordinator
         if self._processes is not None:
             make = functools.partial(SharedCoordinator, self._processes, trainer)

@@ -193,7 +193,7 @@ def test_a_step_is_dp_sgd(tmp_path):
     fit(trainer(tmp_path, callback, max_epochs=2), module, Data(data))
     sizes = []
     for number, found in enumerate(module.gradients):
-        chances = torch.rand(40, generator=generator(4, "poisson", number // 5, number % 5), dtype=torch.float64)
+        chances = torch.rand(40, generator=generator(4, "poisson", number), dtype=torch.float64)
         drawn = (chances < 8 / 40).nonzero().flatten()
         sizes.append(len(drawn))
         expected = torch.zeros(28)
@@ -206,13 +206,25 @@ def test_a_step_is_dp_sgd(tmp_path):
     assert len(set(sizes)) > 2
 
 
+@pytest.mark.parametrize("secure", [False, True])
+def test_a_second_fit_goes_on_with_noise_and_batches_of_its_own(tmp_path, secure):
+    module, callback = Recorder(linear(), partial(torch.optim.SGD, lr=0.0)), private(secure=secure)
+    for _ in range(2):
+        fit(trainer(tmp_path, callback, max_epochs=1), module, Data(blobs(40)))
+    assert callback.steps_of() == 10
+    assert callback.epsilon() == Mechanism(1.0, 8, 40).epsilon(10, 1e-5)
+    assert len(torch.stack(module.gradients).unique()) == 10 * 28
+    drawn = [callback._loader.drawn(number).tolist() for number in range(10)]
+    assert drawn[:5] != drawn[5:]
+
+
 @pytest.mark.slow
 def test_an_empty_batch_is_a_step_of_noise(tmp_path):
     module = Recorder(linear(), partial(torch.optim.SGD, lr=0.0))
     callback = private(clip=100.0, noise_multiplier=1e-7)
     run = trainer(tmp_path, callback, max_epochs=3)
     fit(run, module, Data(blobs(12), batch_size=1))
-    empty = [number for number in range(36) if not len(callback._loader.drawn(number // 12, number % 12))]
+    empty = [number for number in range(36) if not len(callback._loader.drawn(number))]
     assert 5 < len(empty) < 30
     for number, gradient in enumerate(module.gradients):
         assert (gradient.abs().max() < 1e-3) == (number in empty)
@@ -300,6 +312,17 @@ def federated(tmp_path, algorithm=None, callback=None, net=None, low_rank=None, 
     run = trainer(tmp_path, *([] if low_rank is None else [low_rank]), loop, callback, max_epochs=3)
     fit(run, module, Data(blobs(64)))
     return run, module, loop, callback
+
+
+def test_a_second_run_of_a_federation_is_refused(tmp_path):
+    _, module, loop, callback = federated(tmp_path)
+    spent = callback.epsilons()
+    for _ in range(2):
+        with pytest.raises(MisconfigurationException, match=r"earlier fit .* was private.* with another seed"):
+            fit(trainer(tmp_path, loop, callback, max_epochs=1), module, Data(blobs(64)))
+        # Without the callback nothing is private, and another loop has an account of its own.
+        fit(trainer(tmp_path, loop, max_epochs=1), module, Data(blobs(64)))
+    assert federated(tmp_path)[3].epsilons() == spent
 
 
 @pytest.mark.slow

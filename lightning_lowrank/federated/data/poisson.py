@@ -26,6 +26,7 @@ class PoissonLoader:
         loader: The user's loader, checked by `check_loader`.
         seed: Seed of what is drawn while samples are read.
         poisson: Returns the seed by which samples are drawn.
+        steps: Returns how many batches were drawn before, in all fits. Each has draws of its own.
         epoch: Returns the number of the epoch.
         position: Returns the number of the epoch's batches that are done.
         device: The device that trains, whose generator is seeded as well.
@@ -36,6 +37,7 @@ class PoissonLoader:
         loader: DataLoader,
         seed: int,
         poisson: Callable[[], int],
+        steps: Callable[[], int],
         epoch: Callable[[], int],
         position: Callable[[], int],
         device: torch.device,
@@ -43,24 +45,26 @@ class PoissonLoader:
         self.samples = np.arange(len(loader.dataset))  # type: ignore[arg-type]
         self.batch_size = cast(int, loader.batch_size)
         self._length = int(batches_of(np.array([len(self.samples)]), loader)[0])
-        self._seed, self._poisson, self._epoch, self._position = seed, poisson, epoch, position
+        self._seed, self._poisson, self._steps = seed, poisson, steps
+        self._epoch, self._position = epoch, position
         self._randomness = StepRandomness(device)
         self._read = batch_reader(loader, SeededBatches(loader.dataset, loader.collate_fn), _RequestsOf(self))
 
     def __len__(self) -> int:
         return self._length
 
-    def drawn(self, epoch: int, step: int) -> np.ndarray:
-        """Return the samples that a batch is made of; there may be none."""
+    def drawn(self, number: int) -> np.ndarray:
+        """Return the samples that the batch of this number, over all fits, is made of; there may be none."""
         rate = rate_of(len(self.samples), self.batch_size)
-        return drawn_by_poisson(self.samples, rate, self._poisson(), "poisson", epoch, step)
+        return drawn_by_poisson(self.samples, rate, self._poisson(), "poisson", number)
 
     def requests(self) -> Iterator[Request]:
         """Yield what the epoch's remaining batches read."""
         epoch = self._epoch()
-        seed = derive_seed(self._seed, "data", epoch)
-        for step in range(self._position(), self._length):
-            drawn = self.drawn(epoch, step)
+        seed, position = derive_seed(self._seed, "data", epoch), self._position()
+        before = self._steps() - position
+        for step in range(position, self._length):
+            drawn = self.drawn(before + step)
             yield Request(drawn if len(drawn) else self.samples[:1], step_seed(seed, step))
 
     def __iter__(self) -> Iterator[Any]:

@@ -36,7 +36,8 @@ class ClientPrivacy(Configured):
     The server, who sees updates, is trusted, and so are the figures that the training logs. See ``docs/privacy.md``.
 
     Each round logs ``privacy/epsilon`` and ``privacy/clip``. The fit ends before ``target_epsilon`` is passed, with a
-    message and its last checkpoint. A checkpoint holds what has been spent.
+    message and its last checkpoint. A checkpoint holds what has been spent. A `FederatedLoop` makes one private run: a
+    second fit from the beginning is refused, and that of another loop has an ε of its own, which adds up.
 
     Args:
         clip: Clipping norm :math:`C` of an update, above 0; with ``quantile`` that of the first round.

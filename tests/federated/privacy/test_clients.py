@@ -265,6 +265,16 @@ def test_a_fit_that_goes_on_spends_on(tmp_path):
     assert loop.coordinator.private.released == 5
 
 
+def test_a_second_run_is_refused_and_a_checkpoint_goes_on(tmp_path):
+    loop, module, data = loop_of(), Module(small(), SGD), Data(blobs(40))
+    fit(trainer(tmp_path, loop, ModelCheckpoint(tmp_path, "first"), max_epochs=1), module, data)
+    for _ in range(2):
+        with pytest.raises(MisconfigurationException, match=r"earlier fit .* was private.* from a checkpoint"):
+            fit(trainer(tmp_path, loop, max_epochs=1), module, data)
+    fit(trainer(tmp_path, loop, max_epochs=2), module, data, ckpt_path=tmp_path / "first.ckpt")
+    assert loop.coordinator.private.released == 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("secure", [False, True])
 def test_resume_goes_on_with_budget_clip_and_cohorts(tmp_path, secure):
