@@ -324,6 +324,10 @@ class FedLoRA(Algorithm):
         """Return what training starts from: what was received, and the drawn factors."""
         return {**received, **base.state.get("factors", {})}
 
+    def drawn_in(self, name: str, round_number: int) -> int:
+        """Return the round itself, for factors that the operator draws anew after each round."""
+        return round_number if self.operator.redraws and name in self._factors else 0
+
     # The server's half
 
     def check_aggregator(self, rule: Aggregator) -> None:

@@ -68,6 +68,10 @@ class FedMUD(Algorithm):
                 " 'update': put LowRank(..., role='update') before FederatedLoop in `callbacks`."
             )
 
+    @property
+    def _factors(self) -> list[str]:
+        return [f"{name}.factors.{factor}" for name, layer in self._layers.items() for factor in layer.factors]
+
     @torch.no_grad()
     def update_base(self, base: Base, message: Mapping[str, Tensor]) -> None:
         """At a reset, fold the averaged change into the frozen weights, and draw the factors again."""
@@ -89,14 +93,17 @@ class FedMUD(Algorithm):
         """Return what training starts from: the redrawn factors after a reset."""
         return {**received, **base.state["factors"]} if "seed" in received else received
 
+    def drawn_in(self, name: str, round_number: int) -> int:
+        """Return the round after the last reset, for factors."""
+        return round_number - round_number % self.reset_interval if name in self._factors else 0
+
     @torch.no_grad()
     def aggregate(self, server: Server) -> None:
         """Average the clients' models; at a reset, announce the averaged factors and the seed of the new ones."""
         super().aggregate(server)
         if (server.round + 1) % self.reset_interval:
             return
-        names = [f"{name}.factors.{factor}" for name, layer in self._layers.items() for factor in layer.factors]
-        names = [name for name in names if name in server.model]
+        names = [name for name in self._factors if name in server.model]
         seed = torch.tensor(derive_seed(server.seed, "factors", server.round + 1))
         self.announce(server, {"seed": seed, **{name: server.model[name] for name in names}})
         server.model.update(server.base.state["factors"])

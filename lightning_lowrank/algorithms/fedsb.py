@@ -75,6 +75,12 @@ class FedSB(CoreMethod):
         return frozenset(self.name(layer, factor) for layer in self.layers for factor in still)
 
     @override
+    def drawn_in(self, name: str, round_number: int) -> int:
+        """Return the round itself, for factors that stand beside a basis that the round before has found."""
+        found = {self.name(layer, factor) for layer in self.layers for factor in "UV"}
+        return min(round_number, self.subspace_rounds) if name in found else 0
+
+    @override
     def start(self, base: Base) -> dict[str, Tensor]:
         values: dict[str, Tensor] = {}
         for name, layer in self.layers.items():

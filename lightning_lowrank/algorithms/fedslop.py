@@ -116,6 +116,10 @@ class FedSLoP(Algorithm):
                 sent[_COEFFICIENTS + name] = change @ projection
         return Message(sent)
 
+    def drawn_in(self, name: str, round_number: int) -> int:
+        """Return the round itself, for coefficients: each round has its own subspaces."""
+        return round_number if name.startswith(_COEFFICIENTS) else 0
+
     @staticmethod
     def _seed(server: Server) -> int:
         return derive_seed(server.seed, "subspace", server.round)

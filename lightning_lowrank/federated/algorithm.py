@@ -179,6 +179,18 @@ class Algorithm(Configured):
         """
         return received
 
+    def drawn_in(self, name: str, round_number: int) -> int:
+        """Return the round before which what a message's tensor multiplies was drawn or found anew; 0: never.
+
+        Error feedback forgets what of this tensor was lost in earlier rounds: in the new factors or subspace those
+        numbers would mean something else.
+
+        Args:
+            name: The tensor's name.
+            round_number: The round of the message.
+        """
+        return 0
+
     # The server's half
 
     def check_aggregator(self, rule: Aggregator) -> None:

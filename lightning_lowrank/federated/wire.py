@@ -20,15 +20,17 @@ from lightning_lowrank.seeding import derive_seed
 
 _HELD = "wire.held"
 _RESIDUAL = "wire.residual"
+_LAST = "wire.last"
 
 
 class Wire:
     """The two channels of an experiment, as messages of its method pass them.
 
     An uplink with codecs sends differences from `Algorithm.reference`. With error feedback each client keeps its own
-    residual. A downlink with error feedback sends the difference between the broadcast and a copy of it that all
-    clients hold, which clients that sit the round out must hear as well; the server puts clients' changes onto its own
-    values, so that what the copy lacks is sent later (EF21-P). Without error feedback, the downlink sends the values.
+    residual, and forgets that of factors or subspaces that have been drawn anew (`Algorithm.drawn_in`). A downlink with
+    error feedback sends the difference between the broadcast and a copy of it that all clients hold, which clients that
+    sit the round out must hear as well; the server puts clients' changes onto its own values, so that what the copy
+    lacks is sent later (EF21-P). Without error feedback, the downlink sends the values.
 
     Args:
         algorithm: The method.
@@ -125,16 +127,22 @@ class Wire:
         """
         if not self.uplink.codecs:
             return self._send(self.uplink, message, seed=0)
+        last = client.state.get(_LAST, -1)
+        residual = {
+            name: value
+            for name, value in client.state.get(_RESIDUAL, {}).items()
+            if self._algorithm.drawn_in(name, client.round) <= last
+        }
         packet = self._send(
             self.uplink,
             message,
             reference=self._algorithm.reference(client.base, received),
             exact=self._exact(client.base),
             seed=derive_seed(client.seed, "uplink", client.round, client.id),
-            residual=client.state.get(_RESIDUAL),
+            residual=residual,
         )
         if self.uplink.error_feedback:
-            client.state[_RESIDUAL] = packet.residual
+            client.state.update({_RESIDUAL: packet.residual, _LAST: client.round})
         return packet
 
     def up_bytes(self, base: Base, schema: Schema, codec: Codec | None) -> int:

@@ -18,6 +18,7 @@ from lightning_lowrank import (
     FedAvgM,
     FederatedLoop,
     FedMUD,
+    FedSB,
     FromIndices,
     Half,
     Quantize,
@@ -26,8 +27,10 @@ from lightning_lowrank import (
     TopK,
 )
 from lightning_lowrank.compression import Chain, Channel, Dense, Split
+from lightning_lowrank.federated.wire import Wire
 from lightning_lowrank.seeding import derive_seed
 from tests.algorithms import plain
+from tests.algorithms.methods import LOW_RANK, METHODS
 from tests.algorithms.plain import CLIENTS, PARTICIPANTS, double
 from tests.grids import daily, in_turn
 from tests.helpers import Data, Module, assert_same, fit, network, trainer, weights
@@ -90,6 +93,71 @@ def test_an_uplink_carries_changes_with_each_clients_own_residual(tmp_path, kind
     assert loop.ledger.total_down == len(Dense().encode(sent)) * sum(map(len, PARTICIPANTS))
     kept = [loop.coordinator.states[client].get("wire.residual") for client in range(4)]
     assert all((residual is not None) is channel.error_feedback for residual in kept)
+
+
+# Of which tensors the numbers lost are forgotten, and in which rounds, given that of the client's last message.
+DRAWN: dict[str, tuple[Any, str, Any]] = {
+    "FedMUD": (FedMUD, ".factors.", lambda last, now: True),
+    "FedMUD of two rounds": (partial(FedMUD, 2), ".factors.", lambda last, now: now // 2 > last // 2),
+    "FedSLoP": (METHODS["FedSLoP"].make, "coefficients.", lambda last, now: True),
+    "FedLoRA-FLoRA": (METHODS["FedLoRA-FLoRA"].make, ".factors.", lambda last, now: True),
+    "FedLoRA-SumProduct": (METHODS["FedLoRA-SumProduct"].make, ".factors.", lambda last, now: False),
+    "FedSB": (partial(FedSB, 3), ".factors.", lambda last, now: last < min(now, 3)),
+}
+
+
+def drawn_run(tmp_path, name, ckpt_path=None, callbacks=(), **settings):
+    method = METHODS[name.split()[0]]
+    low_rank = LOW_RANK[method.forms[0]]
+    loop = FederatedLoop(
+        DRAWN[name][0](),
+        **{"partition": FromIndices(CLIENTS), "participants": PARTICIPANTS, "summary": False, **settings},
+        uplink=[TopK(0.3, error_feedback=True)],
+    )
+    module = Module(method.network(), optimizer=method.optimizer).double()
+    callbacks = [*([] if low_rank is None else [low_rank()]), loop, *callbacks]
+    run = trainer(tmp_path, *callbacks, max_epochs=len(PARTICIPANTS), limit_val_batches=0)
+    fit(run, module, Data(double(), shuffle=False), ckpt_path=ckpt_path)
+    return module, loop
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_what_belongs_to_old_factors_is_forgotten(tmp_path, monkeypatch, name):
+    """Not the residual of what stays, nor a later one; also where a client sat rounds out."""
+    last, added, forgotten = {}, [], 0
+    up, send = Wire.up, Channel.send
+
+    def sent(channel, tensors, **arguments):
+        added.append(arguments.get("residual") or {})
+        return send(channel, tensors, **arguments)
+
+    def upload(wire, client, message, received):
+        nonlocal forgotten
+        kept = dict(client.state.get("wire.residual", {}))
+        packet = up(wire, client, message, received)
+        _, prefix, forgets = DRAWN[name]
+        old = {each for each in kept if prefix in each and forgets(last[client.id], client.round)}
+        assert added[-1].keys() == kept.keys() - old
+        forgotten += len(old)
+        last[client.id] = client.round
+        return packet
+
+    monkeypatch.setattr(Channel, "send", sent)
+    monkeypatch.setattr(Wire, "up", upload)
+    drawn_run(tmp_path, name)
+    assert sorted(last) == [0, 1, 2, 3]
+    assert (forgotten > 0) == (name != "FedLoRA-SumProduct")
+
+
+def test_old_factors_are_forgotten_in_every_execution_and_after_resuming(tmp_path):
+    name = "FedMUD of two rounds"
+    keep = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+    whole, _ = drawn_run(tmp_path, name, callbacks=[keep])
+    together, _ = drawn_run(tmp_path, name, execution="vectorized")
+    plain.close(whole, together, tolerance=1e-9)
+    # In the round after the checkpoint clients 0 and 2 forget, and in the next one 3 does not.
+    again, _ = drawn_run(tmp_path, name, ckpt_path=tmp_path / "epoch=1.ckpt")
+    assert_same(weights(whole), weights(again))
 
 
 @daily()
