@@ -16,8 +16,9 @@ import numpy as np
 
 
 def check_choice(name: str, value: object, choices: Any) -> None:
-    """Refuse a value that is not one of a Literal's, with a ``ValueError``."""
-    if value not in get_args(choices):
+    """Refuse a value that is not one of a Literal's, with a ``ValueError``; 8.0 is not the choice 8."""
+    value = plain(value)
+    if not any(isinstance(value, type(choice)) and value == choice for choice in get_args(choices)):
         raise ValueError(f"{name} must be one of {', '.join(map(repr, get_args(choices)))}, but is {value!r}.")
 
 

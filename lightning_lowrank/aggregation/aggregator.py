@@ -189,5 +189,7 @@ def home_of(dtype: torch.dtype, device: torch.device) -> torch.device:
 
 
 def to_float64(tensor: Tensor) -> Tensor:
-    """Return a tensor in float64, on its device or on the CPU; see `float64_device`."""
+    """Return a tensor in float64, on its device or on the CPU; see `float64_device`. Complex ones are refused."""
+    if tensor.is_complex():
+        raise TypeError(f"tensors must be of real numbers, but one is of {tensor.dtype}; use torch.view_as_real of it.")
     return tensor.to(float64_device(tensor.device)).double()

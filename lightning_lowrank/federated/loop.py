@@ -303,7 +303,7 @@ class FederatedLoop(FederatedSettings, Callback):
         if self.summary and (self._processes is None or self._processes.is_global_zero):
             get_console().print(indices.summary(labels))
 
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
         """Check the optimizers, divide the training set, and let the algorithm look at the module."""
         unmerge(pl_module)
         check_optimizers(trainer, pl_module)

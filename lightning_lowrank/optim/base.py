@@ -86,12 +86,18 @@ class ProjectedOptimizer(Optimizer, ABC):
         """Load what :meth:`state_dict` returned; training then continues bit for bit.
 
         Raises:
-            ValueError: If the state is of an optimizer without projections, or of other groups.
+            ValueError: If the state is of another kind of optimizer, or of other groups.
         """
         if any("subspaces" not in group for group in state_dict["param_groups"]):
             raise ValueError(
                 f"state_dict is of an optimizer without projections, but this is a {type(self).__name__}, "
                 "whose moments have another shape; start it without a state."
+            )
+        lacking = sorted({name for group in state_dict["param_groups"] for name in self.defaults.keys() - group.keys()})
+        if lacking:
+            raise ValueError(
+                f"state_dict lacks {', '.join(lacking)}, which each group of a {type(self).__name__} has; load the "
+                "state of such an optimizer, or start without one."
             )
         super().load_state_dict(state_dict)
 

@@ -156,6 +156,14 @@ def test_mean_goes_on_from_its_state(tmp_path):
         assert torch.equal(whole.result()["w"], resumed.result()["w"]), number
 
 
+def test_complex_numbers_are_refused():
+    values = torch.tensor([1 + 2j, 3 + 4j])
+    with pytest.raises(TypeError, match=r"real numbers, but one is of torch.complex64; use torch\.view_as_real"):
+        WeightedMean().add({"w": values}, 1.0)
+    with pytest.raises(TypeError, match=r"real numbers"):
+        WeightedMean().add_stacks({"w": values}, [1.0, 1.0])
+
+
 def test_arrivals_must_name_the_same_tensors():
     mean = WeightedMean()
     mean.add({"w": torch.ones(1)}, 1)

@@ -115,6 +115,7 @@ def test_a_level_beyond_the_scale_is_refused(bits, level):
     ("arguments", "message"),
     [
         ({"bits": 2}, "bits must be one of 8, 4, but is 2"),
+        ({"bits": 8.0}, r"bits must be one of 8, 4, but is 8\.0"),
         ({"bucket_size": 0}, "bucket_size must be .* but is 0"),
         ({"bucket_size": 2.0}, r"bucket_size must be .* but is 2\.0"),
         ({"norm": "l1"}, "norm must be one of 'max', 'l2', but is 'l1'"),

@@ -606,6 +606,15 @@ def test_state_of_a_dense_optimizer_is_refused():
         optimizer_of(ProjectedAdamW, params).load_state_dict(reference.state_dict())
 
 
+@pytest.mark.parametrize(("own", "other"), [(ProjectedSGD, ProjectedAdamW), (ProjectedAdamW, ProjectedSGD)])
+def test_state_of_the_other_optimizer_is_refused(own, other):
+    params = parameters((6, 9))
+    optimizer, before = optimizer_of(own, params), optimizer_of(own, params).state_dict()
+    with pytest.raises(ValueError, match=rf"state_dict lacks .*, which each group of a {own.__name__} has"):
+        optimizer.load_state_dict(optimizer_of(other, params).state_dict())
+    assert optimizer.state_dict() == before
+
+
 # In the company of the rest of torch and Lightning
 
 
