@@ -303,7 +303,8 @@ class Algorithm(Configured):
         """Return the objective of a batch: a loss, or what the module's ``training_step`` may return.
 
         Called in each step in place of ``training_step``, which it calls. Where clients step together, it is mapped
-        over them: it sees the tensors of one client, and may not decide by their values.
+        over them: it sees the tensors of one client, and may not decide by their values. A module that optimizes
+        manually ignores what is returned, so that a method with a ``loss`` of its own is refused there.
 
         Args:
             step: The step. Inside, ``parameters``, ``buffers`` and ``round_state`` are those of one client.

@@ -151,16 +151,29 @@ def check_callbacks(loop: Any, trainer: Any, module: nn.Module, keeping: str) ->
             )
 
 
-def check_local_update(algorithm: Algorithm, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+def check_manual_optimization(settings: FederatedSettings, module: pl.LightningModule) -> None:
+    """Refuse a method or an objective whose part in each step a module that optimizes manually leaves out."""
+    if module.automatic_optimization:
+        return
+    algorithm, objective = settings.algorithm, settings.objective
+    if not inherits(algorithm, "local_update"):
+        acting = f"{type(algorithm).__name__} steps the optimizer in its own way"
+    elif not inherits(algorithm, "loss"):
+        acting = f"{type(algorithm).__name__} changes the loss that training_step returns"
+    elif objective is not None and objective.changes_result:
+        acting = f"objective={objective!r} changes the loss that training_step returns"
+    else:
+        return
+    raise MisconfigurationException(
+        f"{acting}, which a module that optimizes manually does not let it: use automatic optimization."
+    )
+
+
+def check_local_update(algorithm: Algorithm, trainer: pl.Trainer) -> None:
     """Refuse settings under which a method cannot step the optimizer in its own way."""
     if inherits(algorithm, "local_update"):
         return
     method = type(algorithm).__name__
-    if not module.automatic_optimization:
-        raise MisconfigurationException(
-            f"{method} steps the optimizer in its own way, which a module that optimizes manually does not let it:"
-            " use automatic optimization."
-        )
     if trainer.accumulate_grad_batches != 1:
         raise MisconfigurationException(
             f"{method} steps the optimizer in its own way on each batch:"

@@ -24,6 +24,7 @@ from lightning_lowrank.aliases import aliases, under_all_names
 from lightning_lowrank.federated.checks import (
     check_callbacks,
     check_local_update,
+    check_manual_optimization,
     check_optimizers,
     goes_on_from,
     notes,
@@ -309,7 +310,8 @@ class FederatedLoop(FederatedSettings, Callback):
         check_optimizers(trainer, pl_module)
         for note in notes(pl_module, self.buffers):
             rank_zero_warn(note)
-        check_local_update(self.algorithm, trainer, pl_module)
+        check_manual_optimization(self, pl_module)
+        check_local_update(self.algorithm, trainer)
         assert self._data is not None
         self._fingerprint = fingerprint(self, trainer, len(self._data.divided()))
         self._for_samples = any(isinstance(each, NeedsPoissonBatches) for each in trainer.callbacks)

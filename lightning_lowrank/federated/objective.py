@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -25,6 +25,10 @@ from lightning_lowrank.federated.state import ClientContext
 
 class Objective(Configured, ABC):
     """Changes what a client's batch is trained for, beside any method."""
+
+    changes_result: ClassVar[bool] = True
+    """Whether `loss` returns something else than ``training_step`` does. A module that optimizes manually ignores that,
+    so that the fit is refused. It is false where `loss` acts only while ``training_step`` runs, as by a hook."""
 
     def begin(self, client: ClientContext) -> None:
         """Put what `loss` needs in this round into ``client.round_state``. Called after the method's own `begin`."""
@@ -57,6 +61,7 @@ class MaskAbsentClasses(Objective):
         >>> loop = FederatedLoop(FedAvg(), clients=20, partition=LabelCount(2), objective=MaskAbsentClasses())
     """
 
+    changes_result = False
     _KEY = "objective.present"
 
     def __init__(

@@ -183,6 +183,34 @@ def test_an_objective_and_a_methods_own_loss_go_together(tmp_path):
     assert_close(bare(weights(ends[0])), weights(net))
 
 
+class ByHand(Module):
+    automatic_optimization = property(lambda self: False, lambda self, value: None)  # type: ignore[assignment]
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({"algorithm": Pulled}, "Pulled"),
+        ({"algorithm": lambda: FedDyn(0.1)}, "FedDyn"),
+        ({"objective": Scaled()}, r"objective=Scaled\(\)"),
+    ],
+)
+def test_a_loss_that_manual_optimization_does_not_see_is_refused(tmp_path, settings, names):
+    with pytest.raises(MisconfigurationException, match=f"{names} changes the loss that training_step returns"):
+        run(tmp_path, "sequential", module=ByHand, double=False, **settings)
+
+
+def test_masked_logits_are_those_of_manual_optimization_too(tmp_path):
+    module, _ = run(tmp_path, "sequential", module=ByHand, objective=MASK(), double=False)
+    assert_same(bare(weights(module)), masked_rounds(double=False))
+
+
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.slow
 def test_an_objective_is_resumed_inside_a_round(tmp_path, execution):
