@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_lowrank.arguments import Configured, arguments_of, check_number
 from lightning_lowrank.federated.checks import check_optimizers
-from lightning_lowrank.internals.lightning import check_namespace
+from lightning_lowrank.internals.lightning import check_namespace, refuse_unseen_steps
 from lightning_lowrank.interop.peft_layout import Outline, outline
 from lightning_lowrank.layers import (
     Conversion,
@@ -157,6 +157,11 @@ class LowRank(Configured, Callback):
         unmerge(pl_module)
         check_optimizers(trainer, pl_module)
         self._outline = outline(pl_module)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Refuse steps to which no decay would be added."""
+        if self.frobenius_decay:
+            refuse_unseen_steps(trainer, f"frobenius_decay={self.frobenius_decay}")
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int

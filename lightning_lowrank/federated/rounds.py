@@ -43,7 +43,7 @@ from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.federated.state import State
 from lightning_lowrank.federated.system import Clock, LateError, Operations
 from lightning_lowrank.internals.direct_steps import AroundUpdates
-from lightning_lowrank.internals.lightning import HeldSchedules
+from lightning_lowrank.internals.lightning import HeldSchedules, refuse_unseen_steps
 
 
 class Rounds(Untraced):
@@ -145,6 +145,8 @@ class Rounds(Untraced):
         self.execution.start()
         # After the execution, whose guard of the module's hooks it calls.
         self._steps = ClientSteps(self._trainer, self.execution)
+        if not inherits(self._algorithm, "before_step"):
+            refuse_unseen_steps(self._trainer, type(self._algorithm).__name__)
 
         def stop_execution() -> None:
             self._steps.restore()

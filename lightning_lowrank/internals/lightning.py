@@ -404,6 +404,35 @@ def _counted_steps(trainer: Any) -> Any:
     return loop.manual_optimization.optim_step_progress.total
 
 
+def refuse_unseen_steps(trainer: Any, acting: str) -> None:
+    """Refuse steps in manual optimization that pass by ``on_before_optimizer_step``.
+
+    Lightning calls that hook from the ``step()`` of what ``self.optimizers()`` returns, not from the optimizer's own.
+    There is no public sign of being inside the former, but steps are counted around it.
+
+    Args:
+        trainer: The trainer, with its optimizers set up.
+        acting: What acts in the hook, for the message.
+    """
+    if trainer.lightning_module.automatic_optimization:
+        return
+
+    def refuse(optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
+        counted = _counted_steps(trainer)
+        # An optimizer may outlive the fit.
+        if is_training(trainer) and counted.ready == counted.completed:
+            raise MisconfigurationException(
+                f"training_step calls step() of {type(optimizer).__name__} itself, as by"
+                f" self.optimizers(use_pl_optimizer=False), and {acting} would have no part in that step: call step()"
+                " of what self.optimizers() returns."
+            )
+
+    for optimizer in trainer.optimizers:
+        # A wrapper need not have called its base's __init__, and calls no hooks then.
+        if hasattr(optimizer, "_optimizer_step_pre_hooks"):
+            optimizer.register_step_pre_hook(refuse)
+
+
 def evaluate_everything(trainer: Any) -> None:
     """Leave all samples of validation, test and prediction loaders to every process.
 

@@ -10,7 +10,16 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
-from lightning_lowrank import Dirichlet, FedAvg, FederatedLoop, FromIndices, ProjectedSGD
+from lightning_lowrank import (
+    Dirichlet,
+    FedAvg,
+    FederatedLoop,
+    FedProx,
+    FromIndices,
+    LowRank,
+    MatrixProduct,
+    ProjectedSGD,
+)
 from lightning_lowrank.seeding import generator
 from tests.helpers import Data, Module, assert_same, blobs, fit, network, plain_fedavg, trainer, weights
 
@@ -118,6 +127,37 @@ class ManualModule(Module):
             optimizer.zero_grad()
             self.manual_backward(self.loss(batch))
             optimizer.step()
+
+
+class OddSteps(Module):
+    """Makes every second of its manual steps, with what Lightning gives for ``use_pl_optimizer``."""
+
+    def __init__(self, use_pl_optimizer: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.use_pl_optimizer = use_pl_optimizer
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx % 2:
+            optimizer = self.optimizers(use_pl_optimizer=self.use_pl_optimizer)
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "acting"),
+    [
+        (lambda: [FederatedLoop(FedProx(0.1), clients=2, summary=False)], "FedProx"),
+        (lambda: [LowRank(MatrixProduct(), rank=2, frobenius_decay=0.01, summary=False), loop()], "frobenius_decay"),
+    ],
+)
+def test_manual_steps_that_nothing_sees_are_refused(tmp_path, callbacks, acting):
+    fit(trainer(tmp_path, *callbacks(), max_epochs=1), OddSteps(use_pl_optimizer=True), Data())
+    with pytest.raises(MisconfigurationException, match=rf"step\(\) of SGD itself.* {acting}.* what self\.optimizers"):
+        fit(trainer(tmp_path, *callbacks(), max_epochs=1), OddSteps(use_pl_optimizer=False), Data())
+    # Averaging has no part in steps.
+    fit(trainer(tmp_path, loop(), max_epochs=1), OddSteps(use_pl_optimizer=False), Data())
 
 
 def alternating_optimizers(net: nn.Module) -> list[torch.optim.Optimizer]:
