@@ -48,6 +48,14 @@ _READING_HOOKS = (
     "on_train_end",
 )
 _SAMPLED_STEPS = 1000
+_COUNT_ALL_CLIENTS = {
+    "global_step": "which counts the optimizer steps of all clients one after another: use batch_idx, which counts a"
+    " client's own batches, or current_epoch, which counts rounds",
+    "trainer.num_training_batches": "which counts the batches of all clients of a round: use trainer.is_last_batch,"
+    " which is true at a client's own last batch",
+    "trainer.train_dataloader": "which has the batches of all clients of a round: for the end of a client's own use"
+    " trainer.is_last_batch",
+}
 _EVALUATION = ("validation_", "test_", "predict_", "on_validation_", "on_test_", "on_predict_")
 
 
@@ -275,13 +283,10 @@ def notes(module: pl.LightningModule, buffers: BufferPolicy) -> list[str]:
             f"buffers='local' keeps the statistics of {layers} BatchNorm layers with their clients: the global"
             " model is validated with those it began with."
         )
-    readers = _readers_of(module, "global_step")
-    if readers:
-        found.append(
-            f"{', '.join(readers)} of {type(module).__name__} reads global_step, which counts the optimizer steps of"
-            " all clients one after another: use batch_idx, which counts a client's own batches, or current_epoch,"
-            " which counts rounds."
-        )
+    for attribute, meaning in _COUNT_ALL_CLIENTS.items():
+        readers = _readers_of(module, attribute)
+        if readers:
+            found.append(f"{', '.join(readers)} of {type(module).__name__} reads {attribute}, {meaning}.")
     if not module.automatic_optimization:
         found.append("manual optimization: every learning rate scheduler is wound back at each client's start.")
     return found
@@ -325,7 +330,7 @@ def _reads_weights(callback: Callback) -> bool:
 
 def _readers_of(module: pl.LightningModule, attribute: str) -> list[str]:
     """Return the names of a module's own methods, but for those of evaluation, whose code mentions an attribute."""
-    found = []
+    found, names = [], set(attribute.split("."))
     for kind in type(module).__mro__:
         if issubclass(pl.LightningModule, kind):
             continue
@@ -333,7 +338,10 @@ def _readers_of(module: pl.LightningModule, attribute: str) -> list[str]:
             function = inspect.unwrap(getattr(member, "__func__", None) or getattr(member, "fget", None) or member)
             if not isinstance(function, types.FunctionType) or name.startswith(_EVALUATION):
                 continue
-            if attribute in _mentioned(function.__code__):
+            # What the trainer has is a client's own in configure_optimizers; see `Horizon`.
+            if name == "configure_optimizers" and attribute != "global_step":
+                continue
+            if names <= _mentioned(function.__code__):
                 found.append(name)
     return found
 

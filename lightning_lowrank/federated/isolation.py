@@ -149,7 +149,7 @@ class ClientSteps:
 
     def __init__(self, trainer: Any, execution: Execution) -> None:
         module = trainer.lightning_module
-        self._module, self._execution = module, execution
+        self._trainer, self._module, self._execution = trainer, module, execution
         self._end = module.on_train_batch_end if overrides(module, "on_train_batch_end") else None
         step, start = module.training_step, module.on_train_batch_start
 
@@ -157,23 +157,32 @@ class ClientSteps:
             # Lightning gives the batch and, where the step takes it by whatever name, its number.
             own = (*arguments[:1], execution.number, *arguments[2:]) if len(arguments) > 1 else arguments
             keywords |= {"batch_idx": execution.number} if "batch_idx" in keywords else {}
-            with LastBatch(trainer, unobserved(execution.number) + 1 == execution.chunk.steps):
+            with self._own_last_batch():
                 return step(*own, **keywords)
+
+        def on_train_batch_start(batch: Any, batch_idx: int) -> Any:
+            with self._own_last_batch():
+                return start(batch, execution.number)
 
         self._replaced: dict[str, Any] = {}
         if "dataloader_iter" not in inspect.signature(step).parameters:
             self._replaced["training_step"] = while_training(trainer, step, training_step)
         if overrides(module, "on_train_batch_start"):
-            self._replaced["on_train_batch_start"] = lambda batch, batch_idx: start(batch, execution.number)
+            self._replaced["on_train_batch_start"] = on_train_batch_start
         if self._end is not None:
             self._replaced["on_train_batch_end"] = lambda *arguments: None
         self._before = {name: vars(module)[name] for name in self._replaced if name in vars(module)}
         vars(module).update(self._replaced)
 
+    def _own_last_batch(self) -> LastBatch:
+        execution = self._execution
+        return LastBatch(self._trainer, unobserved(execution.number) + 1 == execution.chunk.steps)
+
     def end_batch(self, outputs: Any, batch: Any) -> None:
         """Call the module's own ``on_train_batch_end``."""
         if self._end is not None:
-            self._end(outputs, batch, self._execution.number)
+            with self._own_last_batch():
+                self._end(outputs, batch, self._execution.number)
 
     def restore(self) -> None:
         """Give the module its own methods back."""

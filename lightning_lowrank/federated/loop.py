@@ -94,8 +94,9 @@ class FederatedLoop(FederatedSettings, Callback):
       ``fast_dev_run=n`` gives ``n`` clients a batch each.
     - ``accumulate_grad_batches`` groups batches within a client; a client's last, incomplete group is stepped as
       Lightning steps an epoch's last (its loss divided by the full group's size).
-    - ``batch_idx`` in the module's steps and hooks and ``trainer.is_last_batch`` are the client's own; ``global_step``
-      counts the steps of all clients.
+    - ``batch_idx`` and ``trainer.is_last_batch`` in the module's steps and hooks are the client's own; ``global_step``,
+      ``trainer.num_training_batches`` and ``len(trainer.train_dataloader)`` count those of all clients. A module that
+      reads one of these is warned of.
     - Epoch-wise learning rate schedulers step per round. Step-wise ones step within each client, from where the round
       began; the next round goes on from the client with the most steps. So ``trainer.estimated_stepping_batches`` is
       the number of steps of that client in all rounds until ``configure_optimizers`` is done, and

@@ -143,6 +143,20 @@ class LastBatch(Base):
         return 3.0 if self.trainer.is_last_batch else 1.0
 
 
+class LastBatchInHooks(Base):
+    def on_train_batch_start(self, batch, batch_idx):
+        self.factor = 3.0 if self.trainer.is_last_batch else 1.0
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if self.trainer.is_last_batch:
+            with torch.no_grad():
+                for parameter in self.parameters():
+                    parameter.mul_(0.5)
+
+    def scale(self, batch_idx):
+        return self.factor
+
+
 class RateByHand(Base):
     def scale(self, batch_idx):
         (optimizer,) = self.trainer.optimizers
@@ -163,6 +177,16 @@ class Counting(Base):
 class ByGlobalStep(Base):
     def scale(self, batch_idx):
         return 1 / (1 + self.global_step)
+
+
+class ByNumberOfBatches(Base):
+    def scale(self, batch_idx):
+        return 2.0 if batch_idx + 1 == self.trainer.num_training_batches else 1.0
+
+
+class ByLengthOfLoader(Base):
+    def scale(self, batch_idx):
+        return 2.0 if batch_idx + 1 == len(self.trainer.train_dataloader) else 1.0
 
 
 def made(kind):
@@ -205,7 +229,7 @@ def expected(kind):
     "kind",
     [
         *(Unsaved, UnsavedAndAssigned, Assigned, EverySecond, ByAnotherName, Starred),
-        *(Clamped, ByHand, LastBatch, RateByHand),
+        *(Clamped, ByHand, LastBatch, LastBatchInHooks, RateByHand),
     ],
 )
 def test_is_the_mean_of_clients_trained_alone(kind, fast_steps):
@@ -262,7 +286,15 @@ def test_patterns_of_other_parameters_are_refused(patterns, said):
         federated(Teacher, ema_parameters=patterns)
 
 
-@pytest.mark.parametrize(("kind", "named"), [(Counting, "steps"), (ByGlobalStep, "global_step")])
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        (Counting, "steps"),
+        (ByGlobalStep, "scale of ByGlobalStep reads global_step"),
+        (ByNumberOfBatches, r"reads trainer\.num_training_batches, .*trainer\.is_last_batch"),
+        (ByLengthOfLoader, r"reads trainer\.train_dataloader, .*trainer\.is_last_batch"),
+    ],
+)
 def test_what_cannot_be_put_right_is_named(kind, named):
     with pytest.warns(UserWarning, match=named):
         federated(kind)
