@@ -46,7 +46,7 @@ from lightning_lowrank.federated.fingerprint import (
 )
 from lightning_lowrank.federated.horizon import Horizon
 from lightning_lowrank.federated.messages import Ledger
-from lightning_lowrank.federated.personal import NOT_JUDGED
+from lightning_lowrank.federated.personal import NO_VALIDATION, NOT_JUDGED, validates_rounds
 from lightning_lowrank.federated.progress import Progress
 from lightning_lowrank.federated.rounds import Rounds
 from lightning_lowrank.federated.run_facts import RunFacts
@@ -311,6 +311,8 @@ class FederatedLoop(FederatedSettings, Callback):
         check_optimizers(trainer, pl_module)
         for note in notes(pl_module, self.buffers):
             rank_zero_warn(note)
+        if self.personal_test is not None and not validates_rounds(trainer):
+            rank_zero_warn(f"personal_test={self.personal_test!r} {NO_VALIDATION}")
         check_manual_optimization(self, pl_module)
         check_local_update(self.algorithm, trainer)
         assert self._data is not None
@@ -358,9 +360,11 @@ class FederatedLoop(FederatedSettings, Callback):
         self._facts = RunFacts(trainer, self.indices)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Plan no further round."""
+        """Plan no further round, and say so where a validation was due and no client's own model was judged."""
         assert self._data is not None
         self._data.running = False
+        if self.personal_test is not None and validates_rounds(trainer) and not self.rounds.further.judged:
+            rank_zero_warn(f"personal_test={self.personal_test!r} {NO_VALIDATION}")
         warn_of_changed_base(self.algorithm, self.server.base)
         if self._facts is not None:
             self._facts.end()

@@ -25,6 +25,17 @@ NOT_JUDGED = (
     "the models of single clients and of further sizes are not judged, only the module's own weights. The fit logs"
     " their figures."
 )
+NO_VALIDATION = (
+    "judges clients' own models where a validation comes at a round's end, and this fit has no such validation. Have a"
+    " validation loader and a validation_step, limit_val_batches above 0, check_val_every_n_epoch up to max_epochs, and"
+    " a val_check_interval that divides a round's batches. trainer.test() after the fit judges them as well."
+)
+
+
+def validates_rounds(trainer: pl.Trainer) -> bool:
+    """Return whether a fit is set up to validate at the end of some round, as far as is known when it begins."""
+    every, last = trainer.check_val_every_n_epoch or 1, trainer.max_epochs
+    return trainer.enable_validation and (last in (None, -1) or last >= every)
 
 
 class FurtherModels:
@@ -39,6 +50,8 @@ class FurtherModels:
         self._settings = coordinator.settings
         self._evaluations: dict[str, tuple[Any, ClientEvaluation]] = {}
         self._of_no_direction: set[str] = set()
+        self.judged = False
+        """Whether clients' own models have been evaluated."""
 
     def evaluate(self, trainer: Any, module: pl.LightningModule, stage: Literal["validate", "test"]) -> None:
         """Log how clients' own models do on their own test data, and further global models on all of it.
@@ -57,6 +70,7 @@ class FurtherModels:
         logged: dict[str, float] = {}
         if self._settings.personal_test is not None:
             assert self._data is not None
+            self.judged = True
             source = loader if self._settings.personal_test == "matched_labels" else self._data.training_loader
             evaluation = self._evaluation(f"clients {stage}", source, lambda: self._test_indices(loader))
             live = trained_tensors(module)

@@ -191,6 +191,24 @@ def test_there_are_no_figures_of_weights_that_the_last_round_did_not_leave(tmp_p
             trainer(tmp_path, loop).test(Module(), Data(), verbose=False)
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, 0),
+        ({"limit_val_batches": 0}, 1),
+        ({"check_val_every_n_epoch": 3}, 1),
+        # A validation in the midst of each round.
+        ({"val_check_interval": 5}, 1),
+    ],
+)
+def test_a_fit_that_judges_no_client_says_so_once(tmp_path, settings, said):
+    loop = FederatedLoop(FedAvg(), personal_test=0.2, clients=2, summary=False)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer(tmp_path, loop, max_epochs=2, **settings).fit(Module(), Data())
+    assert sum("personal_test=0.2 judges clients' own models where" in str(each.message) for each in told) == said
+
+
 def test_nothing_is_said_of_other_weights_where_only_the_global_model_is_judged(tmp_path):
     saved = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
     module, _, fitted = run(tmp_path, FedAvg(), None, callbacks=[saved])
