@@ -84,7 +84,8 @@ class Coordinator:
         self._received: dict[int, dict[str, Tensor]] = {}
         self.failed: dict[int, str] = {}
         """Clients of the round that failed while they trained, and why."""
-        self._answers = 0
+        self.answered: list[int] = []
+        """Clients of the round whose answers count, as far as they have arrived."""
         self._first_error: Exception | None = None
         self.attackers: frozenset[int] = frozenset()
         """Ids of the clients that attack."""
@@ -184,7 +185,7 @@ class Coordinator:
         self._follow(server.base.parameters(live))
         server.adopt(live, shown=self.algorithm.global_model(server))
         self.ledger.begin_round()
-        self.failed, self._answers, self._first_error = {}, 0, None
+        self.failed, self.answered, self._first_error = {}, [], None
         if self.clock is not None:
             self.clock.begin_round()
         self.algorithm.begin_round(server)
@@ -388,13 +389,13 @@ class Coordinator:
 
         That holds for what is replaced: tensors that were changed in place, and announcements, stay.
         """
-        server, answers = self.server, self._answers
+        server, answered = self.server, list(self.answered)
         model, state, base, aggregator = dict(server.model), server.state, server.base.state, server.aggregator
         kept, kept_base, held = copied_state(state), copied_state(base), list(self._held)
         undo_private = None if self.private is None else self.private.checkpoint()
 
         def undo() -> None:
-            server.model, server.aggregator, self._answers = model, aggregator, answers
+            server.model, server.aggregator, self.answered = model, aggregator, answered
             server.state, server.base.state, self._held = kept, kept_base, held
             if undo_private is not None:
                 undo_private()
@@ -403,7 +404,7 @@ class Coordinator:
 
     def take(self, client: ClientInfo, tensors: Mapping[str, Tensor]) -> None:
         """Let the method take in what arrived from a client."""
-        self._answers += 1
+        self.answered.append(client.id)
         if self.wire.holds_copy:
             tensors = self.wire.onto_own(self.server.base, tensors, self.message(client).tensors)
         self._take(client, Message(tensors), self.settings.weight_of(client))
@@ -482,7 +483,7 @@ class Coordinator:
             rows = torch.tensor(kept, device=self.server.base.device)
             stacks = {name: stack.index_select(0, rows) for name, stack in stacks.items()}
         if kept:
-            self._answers += len(kept)
+            self.answered += [clients[place].id for place in kept]
             self.ledger.up(nbytes, len(kept))
             weights = [self.settings.weight_of(self.info(clients[place].id)) for place in kept]
             self.server.aggregator.add_stacks(stacks, weights)
@@ -494,8 +495,8 @@ class Coordinator:
         Raises:
             MisconfigurationException: If there are too few, or the result is not finite.
         """
-        self.check_answers(self._answers)
-        self.check_cohort(self._answers)
+        self.check_answers(len(self.answered))
+        self.check_cohort(len(self.answered))
         if self.clock is not None:
             self.clock.end_round()
         self._release()
@@ -513,8 +514,8 @@ class Coordinator:
             server.model = before
             raise MisconfigurationException(
                 f"the global model of round {server.round} has numbers in {name!r} that are not finite, although those"
-                f" of all {self._answers} answers are: they come from {type(self.algorithm).__name__}. If they overflow"
-                " there, lower the learning rates or clip gradients."
+                f" of all {len(self.answered)} answers are: they come from {type(self.algorithm).__name__}. If they"
+                " overflow there, lower the learning rates or clip gradients."
             )
         server.aggregator = server.aggregator.fresh()
         self._broadcast_to_all = None
@@ -554,7 +555,7 @@ class Coordinator:
             "clients": dict(self.states.items()),
             "ledger": self.ledger.state_dict(),
             "failed": self.failed,
-            "answers": self._answers,
+            "answered": self.answered,
             "private": None if self.private is None else self.private.state_dict(),
             "clock": None if self.clock is None else self.clock.state_dict(),
             "held": [
@@ -583,7 +584,7 @@ class Coordinator:
             self.clock.load_state_dict(state["clock"])
         if self.private is not None and state["private"] is not None:
             self.private.load_state_dict(to_device(state["private"]))
-        self.failed, self._answers = dict(state["failed"]), state["answers"]
+        self.failed, self.answered = dict(state["failed"]), list(state["answered"])
         self._held = [
             Arrival(self.info(each["client"]), Message(to_device(each["tensors"])), each["weight"])
             for each in state["held"]

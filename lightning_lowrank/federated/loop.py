@@ -82,9 +82,10 @@ class FederatedLoop(FederatedSettings, Callback):
     `ClientParallelStrategy`.
 
     Put it before every callback that reads weights, and after `LowRank`. Each round logs ``comm/up_bytes``,
-    ``comm/down_bytes``, their totals and ``comm/ratio`` (see `Ledger`), ``federated/clients``, ``federated/failed``
-    (drawn clients that sent nothing that counts), ``federated/samples`` and ``federated/client_steps`` (batches trained
-    by clients, in all).
+    ``comm/down_bytes``, their totals and ``comm/ratio`` (see `Ledger`), ``federated/clients`` (those whose answers
+    count), ``federated/failed`` (drawn clients that sent nothing that counts), ``federated/samples`` (those that the
+    clients hold whose answers count) and ``federated/client_steps`` (batches trained by clients, in all). Clients that
+    a round cut short has not reached are in none of these.
 
     What Lightning's own settings mean here:
 

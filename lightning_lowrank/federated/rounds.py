@@ -358,15 +358,15 @@ class Rounds(Untraced):
 
     def figures(self) -> dict[str, float]:
         """Return what is logged of the round."""
-        plan, failed = self._data.current_plan(), self.coordinator.failed
+        plan, answered, failed = self._data.current_plan(), self.coordinator.answered, self.coordinator.failed
         private, clock = self.coordinator.private, self.coordinator.clock
         return {
             **self.coordinator.ledger.metrics(),
             **({} if private is None else private.figures()),
             **({} if clock is None else clock.figures()),
-            "federated/clients": len(plan.clients) - len(failed),
+            "federated/clients": len(answered),
             "federated/failed": len(plan.failed) + len(failed),
-            "federated/samples": sum(self.coordinator.samples[each] for each in plan.clients if each not in failed),
+            "federated/samples": sum(self.coordinator.samples[each] for each in answered),
             "federated/client_steps": self._progress.client_steps,
         }
 

@@ -95,10 +95,14 @@ def test_fast_dev_run(tmp_path, runs, counts):
 
 def test_max_steps_cuts_a_round_that_is_still_aggregated(tmp_path):
     module, seen = Module(), Seen()
-    fit(trainer(tmp_path, loop(), seen, max_epochs=-1, max_steps=9), module, Data())
+    run = trainer(tmp_path, loop(), seen, max_epochs=-1, max_steps=9)
+    fit(run, module, Data())
     expected = reference(first_batches({0: 1, 1: 6, 2: 2}))
     assert_same(weights(module.net), expected)
     assert_same(seen.ended[-1], expected)
+    # The fourth client has not begun.
+    figures = {name: run.callback_metrics[f"federated/{name}"] for name in ("clients", "failed", "samples")}
+    assert figures == {"clients": 3, "failed": 0, "samples": sum(SIZES[:3])}
 
 
 def test_max_time(tmp_path):

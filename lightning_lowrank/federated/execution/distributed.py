@@ -386,8 +386,8 @@ class SharedCoordinator(Coordinator):
         waited = (0.0, 0) if self.clock is None else (self.clock.round_seconds, self.clock.late)
         gathered = self._strategy.gather((counted, arrivals, schedulers.end, self.failed, waited))
         self.failed = dict(sorted(entry for *_, failed, _ in gathered for entry in failed.items()))
-        self._answers = sum(len(arrivals) for _, arrivals, *_ in gathered)
-        super().check_answers(self._answers)
+        self.answered = [arrival.client.id for _, arrivals, *_ in gathered for arrival in arrivals]
+        super().check_answers(len(self.answered))
         schedulers.pool(end for *_, end, _, _ in gathered)
         if self.clock is not None:
             self.clock.pool([times for *_, times in gathered])
