@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from lightning_lowrank.arguments import listed
 from lightning_lowrank.federated.execution.base import Execution, while_training
 from lightning_lowrank.federated.execution.reads import unobserved
 from lightning_lowrank.federated.execution.traces import Unwritten
+from lightning_lowrank.federated.kept import Kept
 from lightning_lowrank.federated.state import trained_tensors
 from lightning_lowrank.internals.lightning import LastBatch, overrides
 from lightning_lowrank.internals.torch import own_buffers, written
@@ -32,16 +33,19 @@ class Isolation:
     - Buffers that are not part of the state dict are put back to their values at the start of the fit.
     - A buffer that is replaced by assignment is filled in place instead, so that what is sent and loaded reaches it.
     - Frozen parameters that change are refused, unless ``FederatedLoop(ema_parameters=...)`` has them averaged.
-    - Attributes that change cannot be told from running totals of an epoch. A warning names them.
+    - Attributes that change, also of what the module holds, cannot be told from running totals of an epoch. A warning
+      names those that the first two clients change, and what they change of the optimizers beside their state.
     - Gradients that a module left in manual optimization are dropped.
 
     Args:
-        module: The user's module.
-        stacked: Whether clients step together. Their steps reach neither buffers nor attributes.
+        trainer: The trainer, with its optimizers set up.
+        stacked: Whether clients step together. Their steps reach neither buffers nor attributes of the module.
     """
 
-    def __init__(self, module: pl.LightningModule, stacked: bool) -> None:
-        self._module = module
+    def __init__(self, trainer: Any, stacked: bool) -> None:
+        self._trainer = trainer
+        self._module: pl.LightningModule = trainer.lightning_module
+        module = self._module
         self._stacked = stacked
         live = trained_tensors(module)
         sent = {id(value) for value in live.values()}
@@ -51,7 +55,10 @@ class Isolation:
         self._marks_of_unsaved = {home.name: written(home.buffer) for home, _ in self._unsaved}
         self._frozen: dict[str, Tensor] = {}
         self._unwritten = Unwritten({})
-        self._attributes: dict[str, Any] | None = None
+        self._kept: Kept | None = None
+        self._named: set[str] = set()
+        # What a step stores once, such as a size, is new in the first client alone.
+        self._watched = 2
         self._first = True
 
     def begin_round(self, live: Mapping[str, Tensor]) -> None:
@@ -73,8 +80,9 @@ class Isolation:
     def watch(self) -> None:
         """Remember what the open client must not change."""
         self._unwritten = Unwritten(self._frozen, sums=self._first)
-        if self._first:
-            self._attributes = None if self._stacked else _attributes(self._module)
+        self._kept = Kept(self._trainer, with_module=not self._stacked) if self._watched else None
+        if self._kept is not None:
+            self._kept.watch()
 
     def end_step(self) -> None:
         """Take assigned buffers over, and look whether the first step has changed frozen parameters."""
@@ -98,16 +106,28 @@ class Isolation:
     def end_client(self) -> None:
         """Refuse or name what the client has changed."""
         self._unwritten.check()
-        if self._attributes is not None:
-            now = _attributes(self._module)
-            changed = [name for name, before in self._attributes.items() if name in now and _differs(before, now[name])]
-            if changed:
-                rank_zero_warn(
-                    f"training changes attributes of the module: {listed(changed)}. They go on from one client"
-                    " to the next and are not averaged. Register what belongs to the model as a buffer, so that each"
-                    " client starts from the global value; totals of an epoch count the steps of all clients."
-                )
-        self._first, self._attributes = False, None
+        if self._kept is not None:
+            self._tell(*self._kept.changed())
+            self._watched -= 1
+        self._first, self._kept = False, None
+
+    def _tell(self, of_module: Sequence[str], of_optimizers: Sequence[str]) -> None:
+        """Name what a client has changed, where it has not been named."""
+        of_module, of_optimizers = (
+            [each for each in of if each not in self._named] for of in (of_module, of_optimizers)
+        )
+        self._named.update(of_module, of_optimizers)
+        if of_module:
+            rank_zero_warn(
+                f"training changes attributes of the module: {listed(of_module)}. They go on from one client"
+                " to the next and are not averaged. Register what belongs to the model as a buffer, so that each"
+                " client starts from the global value; totals of an epoch count the steps of all clients."
+            )
+        if of_optimizers:
+            rank_zero_warn(
+                f"steps change what an optimizer holds beside its state: {listed(of_optimizers)}. It goes on from one"
+                " client to the next, whatever optimizer_state says: keep it in the optimizer's state or param_groups."
+            )
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -214,20 +234,3 @@ def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the parts of a module by name, but for metrics and their parts."""
     metrics = tuple(name + "." for name, part in module.named_modules() if isinstance(part, Metric))
     return ((name, part) for name, part in module.named_modules() if not f"{name}.".startswith(metrics))
-
-
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Return numbers, texts and tensors that parts of a module have as plain attributes."""
-    known = vars(pl.LightningModule()).keys()
-    return {
-        f"{prefix}.{name}" if prefix else name: value.detach().clone() if isinstance(value, Tensor) else value
-        for prefix, part in _parts(module)
-        for name, value in vars(part).items()
-        if name not in known and isinstance(value, (int, float, str, Tensor))
-    }
-
-
-def _differs(before: Any, now: Any) -> bool:
-    if isinstance(before, Tensor) and isinstance(now, Tensor):
-        return before.shape != now.shape or not torch.equal(before, now.detach())
-    return type(before) is not type(now) or before != now

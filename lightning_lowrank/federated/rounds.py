@@ -140,7 +140,7 @@ class Rounds(Untraced):
     def start(self) -> Callable[[], None]:
         """Let the algorithm train in its own way, where it has one, and return what ends that."""
         module, attributes = self._module, vars(self._module)
-        self._isolation = Isolation(module, self.execution.stacked)
+        self._isolation = Isolation(self._trainer, self.execution.stacked)
         self._held_schedules = HeldSchedules(self._trainer)
         self.execution.start()
         # After the execution, whose guard of the module's hooks it calls.

@@ -1,5 +1,7 @@
 """What a client's steps leave on the module never reaches the next client without a word."""
 
+import warnings
+from collections import deque
 from copy import deepcopy
 from functools import partial
 
@@ -10,6 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric, MetricCollection
 
 from lightning_lowrank import FedAvg, FederatedLoop, FromIndices, MaskAbsentClasses
 from lightning_lowrank.federated.execution import traces
@@ -174,6 +177,107 @@ class Counting(Base):
         return 1 / self.steps
 
 
+class Bank(Base):
+    def __init__(self):
+        super().__init__()
+        self.bank = deque(maxlen=4)
+
+    def scale(self, batch_idx):
+        self.bank.append(torch.ones(()))
+        return 1 / len(self.bank)
+
+
+class Weighted(Base):
+    def __init__(self):
+        super().__init__()
+        self.table = {"weight": 1.0}
+
+    def scale(self, batch_idx):
+        self.table["weight"] *= 0.9
+        return self.table["weight"]
+
+
+class Normalizer:
+    mean = None
+
+    def __call__(self, batch_idx):
+        now = torch.tensor(1.0 + batch_idx)
+        self.mean = now if self.mean is None else 0.9 * self.mean + 0.1 * now
+        return 1 / self.mean
+
+
+class Normalized(Base):
+    def __init__(self):
+        super().__init__()
+        self.scale = Normalizer()
+
+
+class Shadow:
+    def __init__(self, parameters):
+        self.values = [value.detach().clone() for value in parameters]
+
+
+class Shadowed(Base):
+    def __init__(self):
+        super().__init__()
+        self.shadow = Shadow(self.parameters())
+
+    def scale(self, batch_idx):
+        for value, own in zip(self.shadow.values, self.parameters(), strict=True):
+            value.data.lerp_(own.detach().float(), 0.5)
+        return 1.0
+
+
+class Remembering(Base):
+    """Keeps what is no client's: what it makes once, what is of one step, metrics, and the trainer's optimizer."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = {}
+        self.metric = MeanMetric()
+        self.collection = MetricCollection({"mean": MeanMetric()})
+
+    def scale(self, batch_idx):
+        self.optimizer = self.optimizers()
+        self.features = [self.net.weight * 2]
+        self.ones = self.seen.setdefault(batch_idx, torch.ones(()))
+        self.metric.update(1.0)
+        self.collection.update(1.0)
+        return self.ones
+
+
+class Counted(torch.optim.SGD):
+    def __init__(self, *arguments, **keywords):
+        super().__init__(*arguments, **keywords)
+        self.steps = 0
+
+    def step(self, closure=None):
+        self.steps += 1
+        return super().step(closure)
+
+
+class Around(torch.optim.SGD):
+    """Steps by another optimizer."""
+
+    def __init__(self, parameters):
+        parameters = list(parameters)
+        super().__init__(parameters, lr=0.1)
+        self.inner = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+class WithCounted(Base):
+    def configure_optimizers(self):
+        return Counted(self.parameters(), lr=0.1)
+
+
+class WithAround(Base):
+    def configure_optimizers(self):
+        return Around(self.parameters())
+
+
 class ByGlobalStep(Base):
     def scale(self, batch_idx):
         return 1 / (1 + self.global_step)
@@ -289,7 +393,13 @@ def test_patterns_of_other_parameters_are_refused(patterns, said):
 @pytest.mark.parametrize(
     ("kind", "named"),
     [
-        (Counting, "steps"),
+        (Counting, "attributes of the module: steps"),
+        (Bank, r"attributes of the module: bank\."),
+        (Weighted, r"attributes of the module: table\.weight"),
+        (Normalized, r"attributes of the module: scale\.mean"),
+        (Shadowed, r"attributes of the module: shadow\.values\.0"),
+        (WithCounted, r"beside its state: Counted\.steps"),
+        (WithAround, r"beside its state: Around\.inner\.state"),
         (ByGlobalStep, "scale of ByGlobalStep reads global_step"),
         (ByNumberOfBatches, r"reads trainer\.num_training_batches, .*trainer\.is_last_batch"),
         (ByLengthOfLoader, r"reads trainer\.train_dataloader, .*trainer\.is_last_batch"),
@@ -298,6 +408,18 @@ def test_patterns_of_other_parameters_are_refused(patterns, said):
 def test_what_cannot_be_put_right_is_named(kind, named):
     with pytest.warns(UserWarning, match=named):
         federated(kind)
+
+
+def test_nothing_is_said_of_what_no_client_leaves():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="training changes|steps change")
+        federated(Remembering)
+        federated(Base, execution="vectorized")
+
+
+def test_what_optimizers_keep_is_named_where_clients_step_together():
+    with pytest.warns(UserWarning, match=r"beside its state: Counted\.steps"):
+        federated(WithCounted, execution="vectorized")
 
 
 def test_a_buffer_that_changes_its_shape_is_refused():

@@ -58,16 +58,17 @@ class Untraced:
     """A class whose objects are no part of what the user's module holds."""
 
 
-def reachable(name: str, root: Any) -> Iterator[tuple[str, Any]]:
+def reachable(name: str, root: Any, is_left: Callable[[Any], bool] = lambda item: False) -> Iterator[tuple[str, Any]]:
     """Yield by name what an object holds: containers, tensors, and the tables of other objects' attributes.
 
-    Trainers, callbacks and data sets are left alone, and so are the entries of containers with very many.
+    Trainers, callbacks and data sets are left alone, and so are the entries of containers with very many, and what
+    ``is_left`` says.
     """
     seen: dict[int, Any] = {}
     queue: list[tuple[str, Any]] = [(name, root)]
     while queue:
         name, item = queue.pop()
-        if id(item) in seen or isinstance(item, _LEFT_ALONE) or is_of_the_program(item):
+        if id(item) in seen or isinstance(item, _LEFT_ALONE) or is_of_the_program(item) or is_left(item):
             continue
         seen[id(item)] = item
         yield name, item
@@ -96,7 +97,10 @@ def held(name: str, item: Any) -> list[tuple[str, Any]]:
     inside: list[tuple[str, Any]] = []
     if isinstance(item, (dict, list, tuple, set, frozenset, deque)) and len(item) <= MANY:
         pairs = item.items() if isinstance(item, dict) else enumerate(item)
-        inside += [(f"{name}.{key}", value) for key, value in pairs]
+        # The text of a tensor has its numbers.
+        inside += [
+            (f"{name}.{place if isinstance(key, Tensor) else key}", value) for place, (key, value) in enumerate(pairs)
+        ]
     if hasattr(item, "__dict__"):
         inside.append((name, vars(item)))
     return inside
@@ -110,7 +114,8 @@ def _content(cell: Any) -> Any:
         return None
 
 
-def _plain(name: str) -> str:
+def as_code(name: str) -> str:
+    """Return a name as code has it, without the tables of modules."""
     return functools.reduce(lambda text, table: text.replace(table, ""), _TABLES, name)
 
 
@@ -159,7 +164,7 @@ class Memory:
             return functools.partial(setattr, item.bit_generator, "state", item.bit_generator.state)
         if hasattr(type(item), "__next__"):
             raise MisconfigurationException(
-                f"{_plain(name)} is of {type(item).__name__}, which a trial of the training step could not put back"
+                f"{as_code(name)} is of {type(item).__name__}, which a trial of the training step could not put back"
             )
         return None
 
@@ -174,7 +179,7 @@ class Unwritten:
 
     Args:
         tensors: Tensors by name.
-        sums: Whether the first `check` also looks for what is written through ``tensor.data``. Of more than 16.8
+        sums: Whether the first look also sees what is written through ``tensor.data``. Of more than 16.8
             million numbers it reads about so many, evenly spaced parts of each tensor: what writes there, such as a
             moving average, writes whole tensors, and a large base would take seconds.
     """
@@ -190,19 +195,23 @@ class Unwritten:
         """Whether the next `check` looks at sums."""
         return bool(self._sums)
 
+    def changed(self) -> list[str]:
+        """Return the names of the tensors that have been written."""
+        sums, self._sums = self._sums, {}
+        return [
+            name
+            for name, value in self._tensors.items()
+            if written(value) != self._marks[name]
+            or (name in sums and not torch.equal(_sums(value, self._every), sums[name]))
+        ]
+
     def check(self) -> None:
         """Refuse what has been written.
 
         Raises:
             MisconfigurationException: If a tensor has changed.
         """
-        sums, self._sums = self._sums, {}
-        changed = [
-            name
-            for name, value in self._tensors.items()
-            if written(value) != self._marks[name]
-            or (name in sums and not torch.equal(_sums(value, self._every), sums[name]))
-        ]
+        changed = self.changed()
         if changed:
             raise MisconfigurationException(
                 f"training changes {len(changed)} frozen parameters, as an exponential moving average does:"
@@ -350,7 +359,7 @@ class Watch:
     def updated_metric(self) -> str:
         """Name a metric that steps have updated, if there is one."""
         updated = [pair for pair in self._metrics() if pair[1].update_count != self._updates.get(id(pair[1]), 0)]
-        return "".join(f"{_plain(name)} ({type(metric).__name__})" for name, metric in updated[:1])
+        return "".join(f"{as_code(name)} ({type(metric).__name__})" for name, metric in updated[:1])
 
     def _metrics(self) -> list[tuple[str, Metric]]:
         return [(name, item) for name, item in reachable("self", self._module) if isinstance(item, Metric)]
@@ -392,17 +401,17 @@ class Watch:
         for name, item in reachable("self", self._module):
             if isinstance(item, (list, set, deque)) and any(_is_of_clients(value) for value in item):
                 raise refusal(
-                    f"it leaves values of its clients in {_plain(name)}, where they mean nothing after the step; log"
+                    f"it leaves values of its clients in {as_code(name)}, where they mean nothing after the step; log"
                     " them, or clear it at the end of the step"
                 )
             if isinstance(item, dict):
                 found = [key for key, value in item.items() if _is_of_clients(value)]
                 if found and name.endswith("._buffers"):
                     raise refusal(
-                        f"it replaces the buffer {_plain(f'{name}.{found[0]}')}, which is not persistent and therefore"
+                        f"it replaces the buffer {as_code(f'{name}.{found[0]}')}, which is not persistent and therefore"
                         " one for all clients; register it with persistent=True"
                     )
-                self._left += [(item, key, _plain(f"{name}.{key}")) for key in found]
+                self._left += [(item, key, as_code(f"{name}.{key}")) for key in found]
 
     def _compare_numbers(self) -> None:
         numbers = self._present_numbers()
@@ -410,7 +419,7 @@ class Watch:
         changed = [name for name, value in numbers.items() if value != self._numbers.get(name, value)]
         if changed and self._compared:
             raise refusal(
-                f"it changes the number {_plain(changed[0])}, which is one for all clients and would count their steps"
+                f"it changes the number {as_code(changed[0])}, which is one for all clients and would count their steps"
                 " together"
             )
         self._numbers = numbers
