@@ -555,7 +555,8 @@ class Coordinator:
             "clients": dict(self.states.items()),
             "ledger": self.ledger.state_dict(),
             "failed": self.failed,
-            "answered": self.answered,
+            # Those who share a round have them in another order.
+            "answered": sorted(self.answered),
             "private": None if self.private is None else self.private.state_dict(),
             "clock": None if self.clock is None else self.clock.state_dict(),
             "held": [
