@@ -254,6 +254,11 @@ def test_every_source_of_the_loader_gives_the_same_run(tmp_path):
     assert_same(results[0], results[2])
 
 
+def test_clients_that_all_hold_less_than_a_batch_are_refused(tmp_path):
+    with pytest.raises(MisconfigurationException, match=r"drop_last=True each needs batch_size=43 .* largest holds 42"):
+        fit(trainer(tmp_path, loop()), Module(), Data(batch_size=43, drop_last=True))
+
+
 def test_batch_size_collate_workers_and_drop_last_are_the_users(tmp_path):
     seen = []
 

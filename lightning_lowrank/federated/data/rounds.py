@@ -296,7 +296,13 @@ class RoundData:
             batches = np.minimum(batches, limit)
         elif truncate is None:
             batches = np.where(batches > 0, np.maximum(1, (batches * limit).astype(np.int64)), 0)
-        idle = np.flatnonzero((samples > 0) & (batches == 0)).tolist()
+        idle = np.flatnonzero((samples > 0) & (once == 0)).tolist()
+        if idle and not once.any():
+            raise MisconfigurationException(
+                f"no client has a batch to train on: with drop_last=True each needs batch_size={loader.batch_size}"
+                f" samples, and the largest holds {samples.max()}. Lower batch_size, set drop_last=False, or divide the"
+                " training set among fewer clients."
+            )
         if idle:
             rank_zero_warn(
                 f"{len(idle)} clients hold fewer samples than batch_size={loader.batch_size} and drop_last=True leaves"
