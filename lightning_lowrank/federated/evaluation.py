@@ -27,6 +27,7 @@ from lightning_lowrank.federated.data.device import DeviceData
 from lightning_lowrank.federated.data.loader import Request, SeededBatches, batch_reader, check_loader
 from lightning_lowrank.federated.randomness import StepRandomness, step_seed
 from lightning_lowrank.federated.state import copy_into, trained_tensors
+from lightning_lowrank.internals.lightning import overrides
 from lightning_lowrank.layers import low_rank_layers, unmerge
 from lightning_lowrank.seeding import derive_seed
 
@@ -82,7 +83,9 @@ class ClientEvaluation:
     """Runs a module's own validation or test on each client's samples, with each client's own state.
 
     A client's values are those that Lightning would log in an epoch over its samples. The module's hooks from
-    ``on_validation_epoch_start`` to ``on_validation_epoch_end`` run for each client; those of callbacks do not. What
+    ``on_validation_epoch_start`` to ``on_validation_epoch_end`` run for each client; those of callbacks do not. So does
+    ``on_validation_start``, which may empty a list, where the module has no ``on_validation_end``. With both they may
+    be a pair, as for weights that are exchanged, and the one that Lightning has called is not to be called again. What
     the module logs is reduced as Lightning reduces it, and returned instead of logged. All that the loader's dataset
     and the step draw is a function of (seed, client, batch), the same in every run.
 
@@ -204,6 +207,8 @@ class ClientEvaluation:
                             complete(client, kept)
                     log.begin()
                     seed = derive_seed(self.seed, "evaluation step", client)
+                    if step.starts_clients:
+                        step.hook("start")
                     step.hook("epoch_start")
                     for number in range(count):
                         batch = next(batches)
@@ -266,6 +271,7 @@ class _Step:
         self._trainer = trainer
         self._module = module
         self._kind = kind
+        self.starts_clients = overrides(module, f"on_{kind}_start") and not overrides(module, f"on_{kind}_end")
         self._run = getattr(trainer.strategy, name)
         datamodule = getattr(trainer, "datamodule", None)
         hook = "on_before_batch_transfer"

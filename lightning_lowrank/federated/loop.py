@@ -21,6 +21,7 @@ from rich import get_console
 from torch import nn
 
 from lightning_lowrank.aliases import aliases, under_all_names
+from lightning_lowrank.federated.algorithm import inherits
 from lightning_lowrank.federated.checks import (
     check_callbacks,
     check_local_update,
@@ -46,7 +47,7 @@ from lightning_lowrank.federated.fingerprint import (
 )
 from lightning_lowrank.federated.horizon import Horizon
 from lightning_lowrank.federated.messages import Ledger
-from lightning_lowrank.federated.personal import NO_VALIDATION, NOT_JUDGED, validates_rounds
+from lightning_lowrank.federated.personal import NO_VALIDATION, NOT_JUDGED, left_out, validates_rounds
 from lightning_lowrank.federated.progress import Progress
 from lightning_lowrank.federated.rounds import Rounds
 from lightning_lowrank.federated.run_facts import RunFacts
@@ -312,6 +313,9 @@ class FederatedLoop(FederatedSettings, Callback):
         check_optimizers(trainer, pl_module)
         for note in notes(pl_module, self.buffers):
             rank_zero_warn(note)
+        if self.personal_test is not None or not inherits(self.algorithm, "variants"):
+            for note in left_out(pl_module):
+                rank_zero_warn(note)
         if self.personal_test is not None and not validates_rounds(trainer):
             rank_zero_warn(f"personal_test={self.personal_test!r} {NO_VALIDATION}")
         check_manual_optimization(self, pl_module)

@@ -19,7 +19,7 @@ from lightning_lowrank.federated.data.rounds import RoundData
 from lightning_lowrank.federated.evaluation import ClientEvaluation, CompletesModels, figures
 from lightning_lowrank.federated.execution.distributed import ClientParallelStrategy
 from lightning_lowrank.federated.state import changed, trained_tensors
-from lightning_lowrank.internals.lightning import log_figures
+from lightning_lowrank.internals.lightning import log_figures, overrides
 
 NOT_JUDGED = (
     "the models of single clients and of further sizes are not judged, only the module's own weights. The fit logs"
@@ -36,6 +36,18 @@ def validates_rounds(trainer: pl.Trainer) -> bool:
     """Return whether a fit is set up to validate at the end of some round, as far as is known when it begins."""
     every, last = trainer.check_val_every_n_epoch or 1, trainer.max_epochs
     return trainer.enable_validation and (last in (None, -1) or last >= every)
+
+
+def left_out(module: pl.LightningModule) -> list[str]:
+    """Say which hooks of a module do not run for each client's own model, one sentence each."""
+    kind = type(module).__name__
+    return [
+        f"{kind}.on_{stage}_end() runs once a {stage}, not for each of the models of single clients and of further"
+        f" sizes, and neither does on_{stage}_start(). What they reset goes on from one model to the next: reset it in"
+        f" on_{stage}_epoch_start(), which runs for each."
+        for stage in ("validation", "test")
+        if overrides(module, f"on_{stage}_end")
+    ]
 
 
 class FurtherModels:

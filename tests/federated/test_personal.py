@@ -215,3 +215,34 @@ def test_nothing_is_said_of_other_weights_where_only_the_global_model_is_judged(
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*are not judged")
         fitted.test(module, Data(), verbose=False, ckpt_path=str(tmp_path / "epoch=0.ckpt"))
+
+
+class Listing(Module):
+    """Logs a figure of all that a validation has seen."""
+
+    def on_validation_start(self):
+        self.seen = []
+
+    def validation_step(self, batch, batch_idx):
+        self.seen.append(len(batch[0]))
+
+    def on_validation_epoch_end(self):
+        self.log("count", float(sum(self.seen)))
+
+
+def test_what_a_validations_start_resets_is_each_clients_own(tmp_path):
+    class Paired(Listing):
+        def on_validation_end(self):
+            """Stand for one that undoes what the start does."""
+
+    def count(module):
+        loop = FederatedLoop(FedAvg(), partition=FromIndices([list(range(20)), list(range(20, 60))]), personal_test=0.5)
+        run = trainer(tmp_path, loop, max_epochs=1)
+        run.fit(module, Data())
+        return run.callback_metrics["personal/count"]
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*runs once a validation")
+        assert count(Listing()) == (10 + 20) / 2
+    with pytest.warns(UserWarning, match=r"Paired\.on_validation_end\(\) runs once .* on_validation_epoch_start"):
+        count(Paired())
