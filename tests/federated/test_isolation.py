@@ -224,7 +224,7 @@ class Shadowed(Base):
 
     def scale(self, batch_idx):
         for value, own in zip(self.shadow.values, self.parameters(), strict=True):
-            value.data.lerp_(own.detach().float(), 0.5)
+            value.data.lerp_(own.detach().to(value), 0.5)
         return 1.0
 
 
