@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
@@ -21,6 +22,8 @@ from lightning_lowrank.seeding import derive_seed
 _HELD = "wire.held"
 _RESIDUAL = "wire.residual"
 _LAST = "wire.last"
+_LATE = 10**6
+"""A round that comes after all beginnings of a method."""
 
 
 class Wire:
@@ -43,6 +46,7 @@ class Wire:
 
     def __init__(self, algorithm: Algorithm, uplink: Sequence[Codec] = (), downlink: Sequence[Codec] = ()) -> None:
         self._algorithm = algorithm
+        self._warned = False
         try:
             self.uplink, self.downlink = Channel(uplink), Channel(downlink)
         except (TypeError, ValueError) as error:
@@ -143,7 +147,19 @@ class Wire:
         )
         if self.uplink.error_feedback:
             client.state.update({_RESIDUAL: packet.residual, _LAST: client.round})
+            self._warn_of_no_effect(packet.residual or {})
         return packet
+
+    def _warn_of_no_effect(self, residual: Mapping[str, Tensor]) -> None:
+        """Say once that nothing of some tensors is ever added, for what they multiply is drawn anew each round."""
+        new = [name for name in residual if all(self._algorithm.drawn_in(name, _LATE + n) == _LATE + n for n in (0, 1))]
+        if new and not self._warned:
+            rank_zero_warn(
+                f"error_feedback=True of the uplink has no effect on {len(new)} of {len(residual)} tensors, such as"
+                f" {new[0]}: {type(self._algorithm).__name__} draws what they multiply anew in each round, and what was"
+                " lost in the old ones is forgotten."
+            )
+        self._warned = True
 
     def up_bytes(self, base: Base, schema: Schema, codec: Codec | None) -> int:
         """Return how many bytes `up`'s encoding of such a message has; the arguments are those of `decode_up`."""

@@ -27,6 +27,7 @@ from lightning_lowrank import (
     TopK,
 )
 from lightning_lowrank.compression import Chain, Channel, Dense, Split
+from lightning_lowrank.federated import wire
 from lightning_lowrank.federated.wire import Wire
 from lightning_lowrank.seeding import derive_seed
 from tests.algorithms import plain
@@ -147,6 +148,15 @@ def test_what_belongs_to_old_factors_is_forgotten(tmp_path, monkeypatch, name):
     drawn_run(tmp_path, name)
     assert sorted(last) == [0, 1, 2, 3]
     assert (forgotten > 0) == (name != "FedLoRA-SumProduct")
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_error_feedback_without_effect_is_told_once(tmp_path, monkeypatch, name):
+    said = []
+    monkeypatch.setattr(wire, "rank_zero_warn", said.append)
+    drawn_run(tmp_path, name)
+    assert len(said) == (name in ("FedMUD", "FedSLoP", "FedLoRA-FLoRA"))
+    assert all("has no effect on" in each and DRAWN[name][1] in each for each in said)
 
 
 def test_old_factors_are_forgotten_in_every_execution_and_after_resuming(tmp_path):
