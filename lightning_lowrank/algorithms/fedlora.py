@@ -547,7 +547,7 @@ class FedLoRA(Algorithm):
         level = self._level(client)
         sent = {name: value for name, value in client.base.sent_up(model).items() if name not in self._factors}
         personal = {name: sent.pop(name).detach().clone() for name in sorted(self._kept)}
-        up = self.operator.sent_up(client.round)
+        up, absorbing = self.operator.sent_up(client.round), self._absorbing(client.round)
         selected = self._selected(client)
         for parameter, (adapter, name) in self._factors.items():
             if name in up:
@@ -558,7 +558,7 @@ class FedLoRA(Algorithm):
                     sent[f"{adapter.name}.slots"] = slots.to(torch.int32)
                 sent[parameter] = value
             elif name in self.operator.trained(client.round):
-                ratio = adapter.scaling / self._scalings[adapter.name] if name == "B" else 1.0
+                ratio = adapter.scaling / self._scalings[adapter.name] if name == absorbing else 1.0
                 personal[parameter] = self._padded(adapter, name, model[parameter], ratio).clone()
         if personal:
             client.state["personal"] = personal

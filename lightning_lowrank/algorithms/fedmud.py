@@ -53,6 +53,7 @@ class FedMUD(Algorithm):
         check_integer("reset_interval", reset_interval)
         self.reset_interval = reset_interval
         self._layers: dict[str, LowRankLayer] = {}
+        self._factors: dict[str, None] = {}
 
     @property
     def averages_over_rounds(self) -> bool:
@@ -67,10 +68,9 @@ class FedMUD(Algorithm):
                 "FedMUD trains low-rank changes to frozen weights, and the module has no low-rank layer of role"
                 " 'update': put LowRank(..., role='update') before FederatedLoop in `callbacks`."
             )
-
-    @property
-    def _factors(self) -> list[str]:
-        return [f"{name}.factors.{factor}" for name, layer in self._layers.items() for factor in layer.factors]
+        self._factors = dict.fromkeys(
+            f"{name}.factors.{factor}" for name, layer in self._layers.items() for factor in layer.factors
+        )
 
     @torch.no_grad()
     def update_base(self, base: Base, message: Mapping[str, Tensor]) -> None:

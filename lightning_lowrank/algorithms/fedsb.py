@@ -60,6 +60,12 @@ class FedSB(CoreMethod):
         super().__init__()
         check_integer("subspace_rounds", subspace_rounds, least=2)
         self.subspace_rounds = subspace_rounds
+        self._bases: frozenset[str] = frozenset()
+
+    @override
+    def setup(self, base: Base) -> None:
+        super().setup(base)
+        self._bases = frozenset(self.name(layer, factor) for layer in self.layers for factor in "UV")
 
     @override
     def suits(self, factorization: CoreProduct) -> bool:
@@ -77,8 +83,7 @@ class FedSB(CoreMethod):
     @override
     def drawn_in(self, name: str, round_number: int) -> int:
         """Return the round itself, for factors that stand beside a basis that the round before has found."""
-        found = {self.name(layer, factor) for layer in self.layers for factor in "UV"}
-        return min(round_number, self.subspace_rounds) if name in found else 0
+        return min(round_number, self.subspace_rounds) if name in self._bases else 0
 
     @override
     def start(self, base: Base) -> dict[str, Tensor]:

@@ -348,15 +348,14 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
         if loader is not None:
             # A later fit, with another trainer, counts its epochs from 0: these draws must be others.
             number = self.steps_of()
-            drawn, batch_size, parts = loader.drawn(number), loader.batch_size, (self.seed, "privacy noise", number)
+            drawn, parts = loader.drawn(number), (self.seed, "privacy noise", number)
+            batch_size = min(loader.batch_size, len(loader.samples))
         else:
             assert self._loop is not None
             of_round = self._loop.data.loader
             drawn = of_round.drawn(place.round, place.client, place.step)
             batch_size = min(of_round.batch_size, len(self._loop.data.divided()[place.client]))
             parts = (self._loop.experiment_seed, "privacy noise", place.round, place.client, place.step)
-        if loader is not None:
-            batch_size = min(batch_size, len(loader.samples))
         names = self._names(module, place.round)
         with torch.no_grad():
             loss, sums, logged, settings = gradients.clipped(names, batch, max(len(drawn), 1), self.clip, arguments)

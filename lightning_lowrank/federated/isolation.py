@@ -26,6 +26,9 @@ from lightning_lowrank.federated.state import trained_tensors
 from lightning_lowrank.internals.lightning import LastBatch, overrides
 from lightning_lowrank.internals.torch import own_buffers, written
 
+_WATCHED_CLIENTS = 2
+"""What a step stores once, such as a size, is new in the first client alone."""
+
 
 class Isolation:
     """Keeps what one client's steps leave on the module from the next client.
@@ -57,9 +60,7 @@ class Isolation:
         self._unwritten = Unwritten({})
         self._kept: Kept | None = None
         self._named: set[str] = set()
-        # What a step stores once, such as a size, is new in the first client alone.
-        self._watched = 2
-        self._first = True
+        self._to_watch = _WATCHED_CLIENTS
 
     def begin_round(self, live: Mapping[str, Tensor]) -> None:
         """Look which parameters are frozen in this round, given what clients send."""
@@ -79,8 +80,8 @@ class Isolation:
 
     def watch(self) -> None:
         """Remember what the open client must not change."""
-        self._unwritten = Unwritten(self._frozen, sums=self._first)
-        self._kept = Kept(self._trainer, with_module=not self._stacked) if self._watched else None
+        self._unwritten = Unwritten(self._frozen, sums=self._to_watch == _WATCHED_CLIENTS)
+        self._kept = Kept(self._trainer, with_module=not self._stacked) if self._to_watch else None
         if self._kept is not None:
             self._kept.watch()
 
@@ -108,8 +109,8 @@ class Isolation:
         self._unwritten.check()
         if self._kept is not None:
             self._tell(*self._kept.changed())
-            self._watched -= 1
-        self._first, self._kept = False, None
+            self._to_watch -= 1
+        self._kept = None
 
     def _tell(self, of_module: Sequence[str], of_optimizers: Sequence[str]) -> None:
         """Name what a client has changed, where it has not been named."""

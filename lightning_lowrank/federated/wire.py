@@ -152,14 +152,16 @@ class Wire:
 
     def _warn_of_no_effect(self, residual: Mapping[str, Tensor]) -> None:
         """Say once that nothing of some tensors is ever added, for what they multiply is drawn anew each round."""
+        if self._warned:
+            return
+        self._warned = True
         new = [name for name in residual if all(self._algorithm.drawn_in(name, _LATE + n) == _LATE + n for n in (0, 1))]
-        if new and not self._warned:
+        if new:
             rank_zero_warn(
                 f"error_feedback=True of the uplink has no effect on {len(new)} of {len(residual)} tensors, such as"
                 f" {new[0]}: {type(self._algorithm).__name__} draws what they multiply anew in each round, and what was"
                 " lost in the old ones is forgotten."
             )
-        self._warned = True
 
     def up_bytes(self, base: Base, schema: Schema, codec: Codec | None) -> int:
         """Return how many bytes `up`'s encoding of such a message has; the arguments are those of `decode_up`."""

@@ -135,6 +135,16 @@ def schedule_length(scheduler: Any) -> int | None:
 # Functions of many tensors at once
 
 
+def as_rows(stack: Tensor) -> Tensor:
+    """Return stacked tensors as rows. Those without dimensions are rows of one number.
+
+    Example:
+        >>> as_rows(torch.zeros(5, 2, 3)).shape, as_rows(torch.zeros(5)).shape
+        (torch.Size([5, 6]), torch.Size([5, 1]))
+    """
+    return stack.unsqueeze(-1).flatten(1)
+
+
 def add_each(tensors: Sequence[Tensor], others: Sequence[Tensor], alpha: float = 1) -> None:
     """Add ``alpha`` times its counterpart to each tensor, in place. Without torch's own function, one by one."""
     if hasattr(torch, "_foreach_add_") and len({tensor.device for tensor in tensors}) < 2:

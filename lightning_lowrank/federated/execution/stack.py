@@ -39,7 +39,7 @@ from lightning_lowrank.federated.objective import loss_of
 from lightning_lowrank.federated.optimizers import fresh_state, is_shared
 from lightning_lowrank.federated.state import State
 from lightning_lowrank.internals.lightning import logged_mean
-from lightning_lowrank.internals.torch import is_mapped, own_buffers, own_parameters
+from lightning_lowrank.internals.torch import as_rows, is_mapped, own_buffers, own_parameters
 from lightning_lowrank.internals.tracing import Untraceable
 from lightning_lowrank.internals.transformers import values_unseen
 from lightning_lowrank.optim import ProjectedOptimizer
@@ -495,9 +495,7 @@ class ClientStack(Untraced):
             nn.utils.clip_grad_value_(self.leaves.values(), gradient_clip_val)
             return
         gradients = [leaf.grad for leaf in self.leaves.values() if leaf.grad is not None]
-        # The gradients of a parameter without dimensions have one dimension.
-        rows = [gradient.unsqueeze(-1).flatten(1) for gradient in gradients]
-        norms = torch.stack([torch.linalg.vector_norm(each, dim=1) for each in rows])
+        norms = torch.stack([torch.linalg.vector_norm(as_rows(gradient), dim=1) for gradient in gradients])
         scale = (gradient_clip_val / (torch.linalg.vector_norm(norms, dim=0) + 1e-6)).clamp(max=1.0)
         for gradient in gradients:
             gradient.mul_(scale.view(-1, *(1 for _ in gradient.shape[1:])).to(gradient.dtype))

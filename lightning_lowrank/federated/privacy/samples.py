@@ -20,6 +20,7 @@ from lightning_lowrank.federated.execution.graphs import tensors_in
 from lightning_lowrank.federated.execution.stack import captured_logs
 from lightning_lowrank.federated.execution.traces import Unmapped
 from lightning_lowrank.federated.objective import loss_of
+from lightning_lowrank.internals.torch import as_rows
 from lightning_lowrank.internals.transformers import values_unseen
 
 Logged = dict[str, Tensor]
@@ -98,8 +99,7 @@ class SampleGradients:
         for start in range(0, size, self._at_once or size):
             part = [tensor[start : start + (self._at_once or size)] for tensor in tensors]
             gradients, of_each, values = self._gradients(parameters, batch, part, arguments, settings)
-            # The gradients of a parameter without dimensions have one dimension.
-            rows_of = {name: value.unsqueeze(-1).flatten(1) for name, value in gradients.items()}
+            rows_of = {name: as_rows(value) for name, value in gradients.items()}
             norms = torch.stack([rows.float().norm(dim=1) for rows in rows_of.values()]).norm(dim=0)
             # What is not finite has no place in a bounded sum.
             finite = norms.isfinite()
