@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +17,8 @@ from torchmetrics import Metric, MetricCollection
 from lightning_lowrank.federated.execution.traces import Unwritten, as_code, reachable
 
 _PLAIN = (int, float, str)
-_OF_EPOCHS = (Metric, MetricCollection)
+# Metrics are totals of an epoch.
+_LEFT = (Metric, MetricCollection, Optimizer)
 _OF_OPTIMIZERS = ("state", "param_groups", "defaults")
 
 
@@ -44,11 +46,10 @@ class Kept:
         apart = [*module.parameters(), *module.buffers(), *trainer.optimizers, *schedulers]
         self._left = {id(each) for each in apart}
         if with_module:
-            known = vars(pl.LightningModule()).keys() - {"_modules"}
             own = {
                 name: value
                 for name, value in vars(module).items()
-                if name not in known and not hasattr(pl.LightningModule, name)
+                if name not in _of_every_module() and not hasattr(pl.LightningModule, name)
             }
             self._look("module", own)
         for optimizer in optimizers:
@@ -56,7 +57,7 @@ class Kept:
             self._look("optimizer", {type(optimizer).__name__: own})
 
     def _is_left(self, item: Any) -> bool:
-        return id(item) in self._left or isinstance(item, (*_OF_EPOCHS, Optimizer))
+        return id(item) in self._left or isinstance(item, _LEFT)
 
     def _look(self, kind: str, root: dict[str, Any]) -> None:
         for name, item in reachable(kind, root, self._is_left):
@@ -64,15 +65,17 @@ class Kept:
                 if type(item) in (Tensor, nn.Parameter) and item.layout is torch.strided and item.grad_fn is None:
                     self._tensors[name] = item
             elif isinstance(item, dict):
-                self._plain |= {f"{name}.{key}": value for key, value in item.items() if isinstance(value, _PLAIN)}
-                self._plain |= {f"{name}.{key}.state": len(each.state) for key, each in self._further(item)}
+                for key, value in item.items():
+                    if isinstance(value, _PLAIN):
+                        self._plain[f"{name}.{key}"] = value
+                    elif isinstance(value, Optimizer) and self._keeps_its_state(value):
+                        self._plain[f"{name}.{key}.state"] = len(value.state)
             elif isinstance(item, (list, tuple, set, deque)):
                 self._containers[name] = [each for each in item if getattr(each, "grad_fn", None) is None]
 
-    def _further(self, table: dict[str, Any]) -> list[tuple[str, Optimizer]]:
-        """Return the optimizers in a table of attributes whose state is not begun for each client."""
-        found = [(key, each) for key, each in table.items() if isinstance(each, Optimizer)]
-        return [pair for pair in found if id(pair[1]) not in self._left and not isinstance(pair[1], LightningOptimizer)]
+    def _keeps_its_state(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer is none of the trainer's, whose state is begun for each client."""
+        return id(optimizer) not in self._left and not isinstance(optimizer, LightningOptimizer)
 
     def watch(self) -> None:
         """Notice from now on what is written into tensors."""
@@ -92,6 +95,12 @@ class Kept:
         found = {name for name in found if not any(name.startswith(f"{other}.") for other in found)}
         told = [as_code(name).split(".", 1) for name in sorted(found)]
         return [name for root, name in told if root == "module"], [name for root, name in told if root == "optimizer"]
+
+
+@functools.cache
+def _of_every_module() -> frozenset[str]:
+    """Return the attributes in which Lightning keeps something on a module."""
+    return frozenset(vars(pl.LightningModule()).keys() - {"_modules"})
 
 
 def _moved(before: Sequence[Any], now: Sequence[Any]) -> bool:

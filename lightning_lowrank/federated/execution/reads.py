@@ -214,7 +214,7 @@ class Reads(Untraced):
             name, item = queue.pop()
             if id(item) in self._seen or isinstance(item, (*_PLAIN, type, types.ModuleType, nn.Module, Tensor)):
                 continue
-            if is_of_the_program(item):
+            if is_of_the_program(type(item)):
                 continue
             self._seen[id(item)] = item
             if isinstance(item, (np.ndarray, *_GENERATORS)):

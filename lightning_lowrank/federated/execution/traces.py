@@ -68,20 +68,27 @@ def reachable(name: str, root: Any, is_left: Callable[[Any], bool] = lambda item
     queue: list[tuple[str, Any]] = [(name, root)]
     while queue:
         name, item = queue.pop()
-        if id(item) in seen or isinstance(item, _LEFT_ALONE) or is_of_the_program(item) or is_left(item):
+        # Any, for mypy takes type[Any] for a type that has no hash.
+        kind: Any = type(item)
+        if _is_left_alone(kind) or id(item) in seen or is_left(item):
             continue
         seen[id(item)] = item
         yield name, item
         queue += held(name, item)
 
 
-def is_of_the_program(item: Any) -> bool:
-    """Return whether an object is of this package's runs, or of the command line that has made the module."""
-    if type(item).__name__ == "Namespace":
+@functools.lru_cache(maxsize=2**12)
+def _is_left_alone(kind: type) -> bool:
+    return issubclass(kind, _LEFT_ALONE) or is_of_the_program(kind)
+
+
+def is_of_the_program(kind: type) -> bool:
+    """Return whether objects of a class are of this package's runs, or of the command line that has made the module."""
+    if kind.__name__ == "Namespace":
         # A model's settings, as argparse and jsonargparse hand them over.
         return False
-    modules = {f"{kind.__module__}." for kind in type(item).__mro__}
-    return isinstance(item, Untraced) or any(each.startswith(_OF_PROGRAMS) for each in modules)
+    modules = {f"{base.__module__}." for base in kind.__mro__}
+    return issubclass(kind, Untraced) or any(each.startswith(_OF_PROGRAMS) for each in modules)
 
 
 def held(name: str, item: Any) -> list[tuple[str, Any]]:
