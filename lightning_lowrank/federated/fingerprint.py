@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.plugins.precision import DoublePrecision
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
@@ -238,9 +239,11 @@ def check_same_experiment(
 
 
 def check_before_loading(settings: FederatedSettings, trainer: Any) -> Callable[[], None]:
-    """Compare the arguments that decide about layers before Lightning loads a module's values; return what ends that.
+    """Prepare for the moment before Lightning loads a module's values; return what ends that.
 
-    The values of other layers do not fit, or mean something else. Everything else is compared when the fit begins.
+    The arguments that decide about layers are compared then, for the values of other layers do not fit, or mean
+    something else. Everything else is compared when the fit begins. With ``precision="64-true"`` the module becomes
+    double, which Lightning does after loading: values would be rounded to 32 bits.
     """
     module = trainer.lightning_module
     attributes, on_load_checkpoint = vars(module), module.on_load_checkpoint
@@ -254,6 +257,8 @@ def check_before_loading(settings: FederatedSettings, trainer: Any) -> Callable[
             fits = _shapes(checkpoint["state_dict"]) == _shapes(module.state_dict())
             if not fits or saved["callbacks"] != present["callbacks"]:
                 check_same_experiment(saved, present, settings.allow_changes, state["progress"]["round_open"])
+        if isinstance(trainer.precision_plugin, DoublePrecision):
+            trainer.precision_plugin.convert_module(module)
         on_load_checkpoint(checkpoint)
 
     attributes["on_load_checkpoint"] = check

@@ -69,6 +69,28 @@ def experiment(folder, low_rank, **arguments):
     return run, module, loop, figures
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("low_rank", [False, True])
+def test_a_module_that_the_trainer_makes_double_is_not_rounded(tmp_path, low_rank):
+    def run(**arguments):
+        callbacks = [LowRank(MatrixProduct(), rank=2, summary=False)] if low_rank else []
+        loop = FederatedLoop(FedAvg(), clients=3, local_steps=2, optimizer_state="keep", summary=False)
+        optimizer = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+        made = trainer(tmp_path, *callbacks, loop, max_epochs=2, precision="64-true", **arguments)
+        return made, Module(optimizer=optimizer)
+
+    save = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1)
+    first, module = run()
+    first.callbacks.append(save)
+    fit(first, module, Data())
+    files = sorted(tmp_path.glob("*.ckpt"))
+    assert len(files) == 12
+    for file in files[::3]:
+        again, resumed = run()
+        fit(again, resumed, Data(), ckpt_path=file)
+        assert_same(weights(module), weights(resumed))
+
+
 @pytest.mark.parametrize(
     ("low_rank", "arguments"), [(False, {"val_check_interval": 0.5}), (True, {"accumulate_grad_batches": 2})]
 )
@@ -119,6 +141,7 @@ class Manual(Module):
             optimizer.zero_grad()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "group"), [(Module, 3), (Manual, 1)])
 def test_gradients_that_are_being_accumulated_are_kept(tmp_path, kind, group):
     def run(*callbacks, **arguments):
@@ -138,6 +161,7 @@ def shared_layer():
     return nn.Sequential(first, norm, activation, second, norm, activation, second, last)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [lambda: network(norm=nn.BatchNorm1d), shared_layer], ids=["plain", "shared_layer"])
 def test_checkpoints_hold_the_global_model(tmp_path, make):
     class Rounds(pl.Callback):
