@@ -127,6 +127,7 @@ def test_numbers_of_numpy_work_wherever_a_number_does(make):
     assert "np." not in str(vars(numpy))
 
 
+@pytest.mark.medium
 def test_a_run_with_numbers_of_numpy_is_the_same(tmp_path):
     ends = []
     for number, share in ((2, 0.5), (np.int64(2), np.float64(0.5))):

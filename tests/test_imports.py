@@ -135,6 +135,7 @@ def test_every_module_has_a_place_in_the_layout():
     assert {area(module) for module in FILES} <= set(LAYOUT)
 
 
+@pytest.mark.medium
 def test_no_import_cycle():
     assert not first_cycle(graph())
 

@@ -90,6 +90,7 @@ def test_help_imports_no_library_that_computes(words):
     assert not modules & (HEAVY | DRAWING)
 
 
+@pytest.mark.medium
 def test_report_imports_no_torch(tmp_path):
     write_run(tmp_path / "run", rows_of([0.5, 0.75], up=10, down=10))
     printed, modules = fresh(COMMAND, "report", tmp_path / "run", "--output", tmp_path / "out")
@@ -98,6 +99,7 @@ def test_report_imports_no_torch(tmp_path):
     assert not modules & HEAVY
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("form", ["safetensors", pytest.param("peft", marks=pytest.mark.slow)])
 def test_export_imports_no_lightning(tmp_path, form):
     from lightning_lowrank import LowRank, MatrixProduct

@@ -26,7 +26,8 @@ PIECES = {
 @pytest.mark.skipif(bool(unsupported_reason()), reason=unsupported_reason())
 @pytest.mark.parametrize("piece", PIECES)
 def test_it_runs_on_the_strict_device(piece):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.strict_device.plugin", "-p", "no:cacheprovider"]
+    plugins = ["-p", "tests.strict_device.plugin", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-q", *plugins, "-m", "not slow"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     # It would take this process for a worker of the outer run.
     environment = {name: value for name, value in environment.items() if not name.startswith("PYTEST_")}

@@ -76,6 +76,7 @@ def drifting():
     )
 
 
+@pytest.mark.medium
 def test_a_difference_is_found():
     row = examine(Exhibit("Drifts", "Tests", "drifts", drifting))
     assert row.outcomes["sequential"].verdict == "differs"

@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_lowrank import FederatedLoop, FromIndices, algorithms
 from lightning_lowrank.federated import Algorithm
-from lightning_lowrank.testing import check_algorithm
+from lightning_lowrank.testing import PARTS, check_algorithm
 from tests.algorithms.methods import FORMS, LOW_RANK, METHODS
 from tests.helpers import Data, Module, fit, trainer
 
@@ -76,24 +76,31 @@ VARIANTS = (
 )
 
 
-def marks(name, form):
+# The others take as long as all of these.
+DAILY_PARTS = [part for part in PARTS if part not in ("learns", "seed", "resume")]
+
+
+def is_daily(name, form):
+    """Return whether a method is tried every day with a form: the first one of most methods."""
     method, _, operator = name.partition("-")
     daily = form == METHODS[name].forms[0] and (method != "FedLoRA" or operator in DAILY_OPERATORS)
-    daily = daily and name not in VARIANTS
-    return () if daily else pytest.mark.slow
+    return daily and name not in VARIANTS
 
 
-# Every day the first form of most methods; CI runs the others as well.
-@pytest.mark.parametrize(
-    ("name", "form"),
-    [
-        pytest.param(name, form, id=f"{name}-{form}", marks=marks(name, form))
-        for name, form in itertools.product(METHODS, LOW_RANK)
-        if form in METHODS[name].forms
-    ],
-)
-def test_keeps_the_contract(name, form):
-    check(name, form)
+def cases():
+    for name, form in itertools.product(METHODS, LOW_RANK):
+        if form in METHODS[name].forms:
+            daily = DAILY_PARTS if is_daily(name, form) else []
+            others = [part for part in PARTS if part not in daily]
+            if daily:
+                yield pytest.param(name, form, daily, id=f"{name}-{form}-daily")
+            mark = pytest.mark.medium if daily else pytest.mark.slow
+            yield pytest.param(name, form, others, id=f"{name}-{form}", marks=mark)
+
+
+@pytest.mark.parametrize(("name", "form", "parts"), cases())
+def test_keeps_the_contract(name, form, parts):
+    check(name, form, parts)
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,7 @@ def test_subspaces_of_the_two_models(tmp_path, optimizer, execution):
         check(tmp_path, execution, PROJECTED[optimizer], rounds=[[client]])
 
 
+@pytest.mark.medium
 @daily()
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_statistics_of_the_two_models(tmp_path, execution):
@@ -99,6 +100,7 @@ def test_statistics_of_the_two_models(tmp_path, execution):
     assert not torch.allclose(own_state(loop, 0)["1.running_mean"], ended["1.running_mean"])
 
 
+@pytest.mark.medium
 @daily("vectorized")
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_the_global_model_is_that_of_federated_averaging(tmp_path, execution):

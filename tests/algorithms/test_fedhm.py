@@ -197,6 +197,7 @@ def test_levels_are_drawn_in_each_round_and_the_servers_model_stands_in(tmp_path
     assert not torch.allclose(weights(recover(again).net)["3.weight"], expected["3.weight"])
 
 
+@pytest.mark.medium
 def test_full_rank_clients_are_federated_averaging_with_uniform_weights(tmp_path):
     module, _ = run(tmp_path, FedHM(LEVELS, shares=(1, 0, 0)))
     plain, _ = run(tmp_path, FedAvg(), rank=False, weighting="uniform")
@@ -270,6 +271,7 @@ def test_the_base_has_no_gradient_where_factors_train(tmp_path):
     assert {(True, False), (False, True)} <= set(seen) <= {(True, False), (False, True), (True, True)}
 
 
+@pytest.mark.medium
 @daily("momentum")
 @pytest.mark.parametrize("optimizer", ["AdamW", "momentum"])
 def test_what_a_client_lacks_stays_zero_when_clients_step_together(tmp_path, optimizer):
@@ -350,6 +352,7 @@ def test_what_the_factors_held_before_becomes_part_of_the_weights(tmp_path):
     assert_same(ready, weights(module))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("tied", [True, False])
 def test_layers_of_other_kinds(tmp_path, tied):
     """An embedding, and an attention, whose layers' weights are read and not called; layers that share a weight."""

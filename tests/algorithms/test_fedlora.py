@@ -97,6 +97,7 @@ def federate(tmp_path, algorithm, lowrank=None, rank=3, data=None, rounds=3, opt
     return module, loop, wire, seen
 
 
+@pytest.mark.medium
 def test_product_sum_is_federated_averaging_of_factors(tmp_path):
     ours, loop, _, _ = federate(tmp_path, FedLoRA(ProductSum()))
     plain, twin, _, _ = federate(tmp_path, FedAvg())
@@ -183,6 +184,7 @@ def test_only_what_moves_is_sent(tmp_path, operator):
     assert not loop.ledger.metrics().get("comm/total_idle_down_bytes")
 
 
+@pytest.mark.medium
 def test_clients_that_sat_out_get_what_they_missed(tmp_path):
     rounds = [[0, 1], [0, 1], [0, 2], [1, 2], [0, 1]]
     module, _, wire, _ = federate(tmp_path, FedLoRA(RoLoRA()), participants=rounds, rounds=5)
@@ -246,6 +248,7 @@ class Sites:
         )
 
 
+@pytest.mark.medium
 @daily("FLoRA(), {}", "CoLR(trained_factor='A'), {}")
 @pytest.mark.parametrize(
     "make",
@@ -271,6 +274,7 @@ def test_a_client_needs_nothing_but_its_messages(tmp_path, make):
     assert sites.heard == set(range(len(rounds)))
 
 
+@pytest.mark.medium
 def test_idle_clients_hear_of_a_changed_base(tmp_path):
     _, loop, wire, _ = federate(tmp_path, FedLoRA(FLoRA()), participants=[[0, 1]] * 3)
     _, alike, _, _ = federate(tmp_path, FedLoRA(SumProduct()), participants=[[0, 1]] * 3)
@@ -306,6 +310,7 @@ def test_ranks_of_clients(tmp_path, operator, execution):
     assert set(loop.algorithm.variants(loop.server)) == {"0.5", "0.25"}
 
 
+@pytest.mark.medium
 def test_ranks_by_a_list_a_dictionary_or_a_function_are_those_of_levels(tmp_path):
     def run(**given):
         algorithm = FedLoRA(SumProduct(), **given)
@@ -390,6 +395,7 @@ def test_kept_parameters_stay_with_their_clients(tmp_path):
     assert not torch.equal(own[0], own[1])
 
 
+@pytest.mark.medium
 def test_most_important_ranks_are_uploaded(tmp_path):
     _, _, wire, seen = federate(tmp_path, FedLoRA(LoRAA2(), upload_ranks=[2, 5, 9]), rounds=2)
     for number in range(2):
@@ -481,6 +487,7 @@ def test_what_was_learned_before_survives_a_first_draw(tmp_path):
         torch.testing.assert_close(value, learned.before[name], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.medium
 def test_transposed_and_channel_layers(tmp_path):
     """Convolutions and embeddings give pairs of outputs by inputs, whichever way they store them."""
 

@@ -168,6 +168,7 @@ CASES = [
 ]
 
 
+@pytest.mark.medium
 @daily("bert-case0-case0", "convolutions-case6-case6")
 @pytest.mark.parametrize(("network", "operator", "settings"), CASES)
 def test_a_wrapped_module_trains_as_our_own_layers_do(peft, tmp_path, network, operator, settings):

@@ -114,6 +114,7 @@ def test_what_a_bound_cuts_off_stays_with_the_start():
     assert all(not pair.product().any() for pair in round.pairs[-1].values())
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("operator", [ProductSum(), SumProduct()])
 def test_executions_agree(operator):
     ends = [

@@ -125,6 +125,7 @@ def test_reset_interval(tmp_path):
     assert rounds.started[3]["2.factors.V"].abs().sum() == 0
 
 
+@pytest.mark.medium
 def test_never_resetting_is_fedavg_of_the_factors(tmp_path):
     ends = []
     for algorithm in (FedMUD(reset_interval=99), FedAvg()):
@@ -202,6 +203,7 @@ def test_refuses_what_it_cannot_train(tmp_path):
             fit(trainer(tmp_path, *callbacks, FederatedLoop(FedMUD(), clients=2, summary=False)), Module(), Data())
 
 
+@pytest.mark.medium
 def test_a_zero_weight_that_is_never_reset_is_fedlmt(tmp_path):
     def run(module, algorithm, low_rank):
         loop = FederatedLoop(algorithm, clients=4, local_epochs=2, summary=False)

@@ -82,6 +82,7 @@ def test_the_amount_of_work_is_the_papers(momentum, steps):
     assert work(partial(SGD, lr=0.1, momentum=momentum), steps) == pytest.approx(formula)
 
 
+@pytest.mark.medium
 @daily("plain")
 @pytest.mark.parametrize("optimizer", ["plain", "momentum"])
 def test_equal_steps_are_federated_averaging(tmp_path, optimizer):

@@ -65,6 +65,7 @@ def test_a_round_is_resumed_from_each_of_its_steps(tmp_path, execution):
     resumed_ends(tmp_path, partial(FedNTD, logits="net"), execution)
 
 
+@pytest.mark.medium
 @daily("vectorized")
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_without_the_term_it_is_federated_averaging(tmp_path, execution):

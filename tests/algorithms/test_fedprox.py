@@ -38,6 +38,7 @@ def test_rounds_follow_the_paper(tmp_path, execution):
     assert_close(ended, values)
 
 
+@pytest.mark.medium
 @daily("vectorized")
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_without_the_term_it_is_federated_averaging(tmp_path, execution):

@@ -95,6 +95,7 @@ def test_rounds_follow_algorithm_1(tmp_path, kept, execution):
         torch.testing.assert_close(weights(module)[name], value, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.medium
 def test_at_full_rank_is_fedavg_with_client_momentum_bit_for_bit(tmp_path):
     full, _, _ = run(tmp_path, optimizer=partial(SGD, rank=16))
     plain, _, _ = run(tmp_path, FedAvg(), partial(torch.optim.SGD, lr=0.05, momentum=0.8))
@@ -124,6 +125,7 @@ def convolutions():
     )
 
 
+@pytest.mark.medium
 @daily()
 @pytest.mark.parametrize(
     ("execution", "options", "factorized"),

@@ -132,6 +132,7 @@ def assert_close(first, second, tolerance=1e-9):
 RATES = (1.0, 0.6, 0.25)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("scaled", "execution"), [(True, "sequential"), (True, "vectorized"), (False, "sequential")])
 def test_clients_train_narrower_networks(tmp_path, scaled, execution):
     algorithm = HeteroFL(RATES, scaler=scaled)
@@ -141,6 +142,7 @@ def test_clients_train_narrower_networks(tmp_path, scaled, execution):
     assert not any(layer._forward_hooks for layer in module.modules())
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("execution", ["sequential", "vectorized"])
 def test_rows_of_the_last_layer_may_be_their_holders_mean(tmp_path, execution, monkeypatch):
     labels = images().tensors[1]
@@ -177,6 +179,7 @@ def test_holders_need_labels_of_the_last_layers_rows(tmp_path):
     fails(torch.utils.data.TensorDataset(inputs, torch.arange(8)), "labels from 0 to 3")
 
 
+@pytest.mark.medium
 def test_rates_are_drawn_in_each_round_and_data_sizes_may_count(tmp_path):
     drawn = []
 
@@ -194,6 +197,7 @@ def test_rates_are_drawn_in_each_round_and_data_sizes_may_count(tmp_path):
     assert_close(weights(module.net), reference(rounds, counts=lambda client: len(CLIENTS[client])))
 
 
+@pytest.mark.medium
 def test_the_whole_width_alone_is_federated_averaging(tmp_path):
     module, loop = run(tmp_path, HeteroFL([1.0]))
     plain, twin = run(tmp_path, FedAvg())
@@ -203,6 +207,7 @@ def test_the_whole_width_alone_is_federated_averaging(tmp_path):
     assert loop.ledger.state_dict() == twin.ledger.state_dict()
 
 
+@pytest.mark.medium
 def test_one_rate_alone_is_federated_averaging_of_a_narrower_network(tmp_path):
     wide, narrow = convolutions(), convolutions(0.6)
     narrow.load_state_dict(sliced(wide.state_dict(), narrow.state_dict()))
@@ -311,6 +316,7 @@ def test_scalers_are_for_training(tmp_path):
     assert not torch.allclose(scaled, module.net(inputs))
 
 
+@pytest.mark.medium
 def test_gradients_outside_of_the_slice_are_dropped_even_where_they_are_no_numbers(tmp_path):
     class Spoiled(HeteroFL):
         def before_step(self, step):
@@ -407,6 +413,7 @@ def test_refuses_rates(rates):
         HeteroFL(rates)
 
 
+@pytest.mark.medium
 def test_refuses_kept_moments_of_other_channels(tmp_path):
     with pytest.raises(MisconfigurationException, match="optimizer_state='keep' is not possible"):
         run(tmp_path, HeteroFL(RATES, "dynamic"), optimizer_state="keep")

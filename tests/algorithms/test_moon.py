@@ -74,6 +74,7 @@ def test_a_round_is_resumed_from_each_of_its_steps(tmp_path, execution):
     resumed_ends(tmp_path, partial(MOON, "net.2", mu=2.0), execution)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_without_the_term_it_is_federated_averaging(tmp_path, execution):
     """What its two models see of a batch changes no statistics of the client's."""

@@ -98,6 +98,7 @@ def test_learning_rates_of_groups_and_steps(tmp_path, execution):
     assert_close(kept(loop)[0], control)
 
 
+@pytest.mark.medium
 def test_steps_without_a_learning_rate_tell_nothing(tmp_path):
     schedule = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda number: float(number > 0))
     ended, loop = federated(tmp_path, SCAFFOLD(), rounds=ROUNDS[:1], module={"scheduler": schedule})

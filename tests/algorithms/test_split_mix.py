@@ -98,6 +98,7 @@ def assert_close(first, second):
         torch.testing.assert_close(value, second[name], rtol=1e-9, atol=1e-9, msg=lambda t, n=name: n + t)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("capacity", "execution"), [("fixed", "sequential"), ("dynamic", "vectorized")])
 def test_each_base_learns_on_its_own(tmp_path, capacity, execution):
     algorithm = Watching(BUDGETS, capacity)
@@ -178,6 +179,7 @@ def test_what_is_outside_of_the_ensemble_is_trained_by_all(tmp_path):
     assert len({name for name in changed if "heads" in name}) == 1
 
 
+@pytest.mark.medium
 def test_all_bases_in_one_is_federated_averaging(tmp_path):
     single = Module(bases(1), optimizer=SGD)
     first, _ = run(tmp_path, SplitMix([1]), single)
@@ -185,6 +187,7 @@ def test_all_bases_in_one_is_federated_averaging(tmp_path):
     assert all(torch.equal(value, weights(second)[name]) for name, value in weights(first).items())
 
 
+@pytest.mark.medium
 def test_low_rank_bases(tmp_path):
     module = Module(bases(), optimizer=SGD)
     rank = LowRank(MatrixProduct(), rank=1, role="weight", summary=False)

@@ -165,6 +165,7 @@ def test_what_crosses_the_wire(tmp_path):
     }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("joint", [False, True])
 def test_the_fit_is_that_of_autograd_and_torchs_adam(joint):
     """Over two batches, in double, where rounding is too small for Adam to make steps of it."""
@@ -241,6 +242,7 @@ def train_client(theirs, start, client, joint):
     return {name: [value.detach() for value in each] for name, each in factors.items()}, personal
 
 
+@pytest.mark.medium
 @daily("sequential-True-1.8")
 @pytest.mark.parametrize(
     ("execution", "joint", "mixing"), [("sequential", False, 1.0), ("vectorized", True, 1.8), ("sequential", True, 1.8)]

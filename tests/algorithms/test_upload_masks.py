@@ -144,6 +144,7 @@ def test_without_the_choosing_client_the_last_choice_stays():
     assert int(unpack_bits(server.state["mask.bits"], 452).sum()) == count
 
 
+@pytest.mark.medium
 def test_bytes(tmp_path):
     numbers, rounds = plain.flat(network()).numel(), plain.PARTICIPANTS
     transfers = sum(map(len, rounds))

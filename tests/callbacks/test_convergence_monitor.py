@@ -86,6 +86,7 @@ def test_constants_are_the_smallest_that_satisfy_the_conditions(tmp_path, operat
         assert math.sqrt(sum(parts)) == pytest.approx(figures["convergence/R"], rel=1e-6)
 
 
+@pytest.mark.medium
 def test_each_operator_is_best_by_its_own_condition(tmp_path):
     _, sums, _ = monitored(tmp_path, ProductSum())
     _, products, _ = monitored(tmp_path, SumProduct())

@@ -314,6 +314,7 @@ def federated(tmp_path, algorithm=None, callback=None, net=None, low_rank=None, 
     return run, module, loop, callback
 
 
+@pytest.mark.medium
 def test_a_second_run_of_a_federation_is_refused(tmp_path):
     _, module, loop, callback = federated(tmp_path)
     spent = callback.epsilons()

@@ -174,6 +174,7 @@ def test_refusals_are_configuration_errors(tmp_path, arguments, message):
         fit(trainer(tmp_path, LowRank(MatrixProduct(), **arguments, summary=False)), Module(), Data())
 
 
+@pytest.mark.medium
 def test_resume_refuses_other_layers(tmp_path):
     checkpoint = pl.callbacks.ModelCheckpoint(tmp_path, "last")
     fit(trainer(tmp_path, LowRank(MatrixProduct(), rank=2, summary=False), checkpoint), Module(), Data())
@@ -257,6 +258,7 @@ def test_every_setting_reaches_the_layers_and_learns_in_rounds(tmp_path, factori
     torch.testing.assert_close(dense.net(batch), module.eval().net(batch))
 
 
+@pytest.mark.medium
 def test_frobenius_decay_is_that_of_the_loss(tmp_path):
     class Decayed(Module):
         def loss(self, batch):

@@ -78,6 +78,7 @@ def test_statistics_are_those_of_the_weights_at_each_validation(tmp_path):
     assert module.net[1].num_batches_tracked == 1
 
 
+@pytest.mark.medium
 def test_training_does_not_see_it(tmp_path):
     ends = []
     for callbacks in ([], [StaticBatchNorm()]):
@@ -339,6 +340,7 @@ def test_a_trial_run_takes_a_batch(tmp_path):
     assert module.net[1].num_batches_tracked == 2
 
 
+@pytest.mark.medium
 def test_a_resumed_run_is_the_same(tmp_path):
     def run(ckpt_path=None):
         module = Callable()

@@ -92,6 +92,7 @@ def run(folder: Path, name: str, *more, **arguments):
     return fit(trainer(folder, *callbacks, *more, saved), make(), Data(shuffle=False), **arguments)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "name", [name if name == "Product-Sum" else pytest.param(name, marks=pytest.mark.slow) for name in RUNS]
 )
@@ -173,6 +174,7 @@ def test_a_changed_base_stays_saved_after_a_resume(tmp_path):
     assert_same(weights(again), weights(module))
 
 
+@pytest.mark.medium
 def test_dense_weights_and_adapters(tmp_path):
     module = run(tmp_path, "Product-Sum", TrainedCheckpoints(), ModelCheckpoint(tmp_path, filename="end"))
     file = tmp_path / "end.ckpt"

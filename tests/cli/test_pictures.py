@@ -92,6 +92,7 @@ def recording(kind: type) -> tuple[Any, Recording]:
     return Logger(), Logger.client
 
 
+@pytest.mark.medium
 def test_tensorboard_has_the_pictures_when_the_fit_has_ended(tmp_path, monkeypatch):
     drawn = []
     one = plots.plot_curves
@@ -126,6 +127,7 @@ def test_a_round_without_validation_has_no_point(tmp_path, monkeypatch):
     ]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("kind", [WandbLogger, pytest.param(MLFlowLogger, marks=pytest.mark.slow)])
 def test_wandb_and_mlflow_have_the_pictures(tmp_path, kind):
     logger, client = recording(kind)
@@ -170,6 +172,7 @@ def test_a_resumed_run_draws_the_rounds_before(tmp_path, monkeypatch):
     assert list(state["rounds"]) == [0, 1]
 
 
+@pytest.mark.medium
 def test_a_logger_that_fails_costs_the_pictures_alone(tmp_path, monkeypatch):
     logger, client = recording(MLFlowLogger)
 
@@ -195,6 +198,7 @@ def test_rounds_between_pictures_are_at_least_one():
         RoundPictures(every_n_rounds=0)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("logger", "own", "added"),
     [

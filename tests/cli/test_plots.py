@@ -145,6 +145,7 @@ def test_many_runs_fit_the_picture(tmp_path):
     assert picture(tmp_path / "out" / "bytes.png").shape == picture(tmp_path / "out" / "rounds.png").shape
 
 
+@pytest.mark.medium
 def test_a_run_that_is_not_federated_has_no_plot_by_bytes(tmp_path):
     run = write_run(tmp_path / "run", [{"epoch": 0, "step": 5, "val_acc": 0.5}])
     written = report([run], output=tmp_path / "out", console=Console(quiet=True))

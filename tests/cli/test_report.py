@@ -365,6 +365,7 @@ def test_refusals_name_what_is_missing(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.medium
 def test_real_runs(tmp_path):
     loops = {}
     last = {}

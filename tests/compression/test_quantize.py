@@ -15,6 +15,7 @@ def norm_of(bucket, norm):
     return bucket.abs().max() if norm == "max" else bucket.double().norm().float()
 
 
+@pytest.mark.medium
 @daily()
 @pytest.mark.parametrize(
     ("bits", "levels", "bucket_size", "norm"),

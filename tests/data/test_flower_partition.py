@@ -48,6 +48,7 @@ class Wards(TensorDataset):
         self.ward = ["north" if row < 30 else "south" for row in range(40)]
 
 
+@pytest.mark.medium
 def test_it_keeps_the_contract_of_partitions():
     for clients in (None, 10):
         check_partition(FlowerPartition(ByParity("label")), dataset=Wards(), clients=clients, draws=False)

@@ -67,6 +67,7 @@ def test_its_arguments_come_with_it(tmp_path, execution):
     assert_close(ended, expected)
 
 
+@pytest.mark.medium
 @daily("case1-vectorized")
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("method", [FedAvg, partial(FedAvgM, momentum=0.5), partial(FedProx, 0.1)])
@@ -74,6 +75,7 @@ def test_a_round_is_resumed_with_what_has_arrived(tmp_path, execution, method):
     resumed_ends(tmp_path, method, execution, aggregator=Median())
 
 
+@pytest.mark.medium
 def test_a_channel_and_a_rule_go_together(tmp_path):
     channels = {"uplink": [TopK(0.3, error_feedback=True)], "downlink": [TopK(0.5, error_feedback=True)]}
     ends = [federated(tmp_path, FedAvg(), name, aggregator=Median(), **channels)[0] for name in EXECUTIONS]

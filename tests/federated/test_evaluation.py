@@ -221,6 +221,7 @@ def test_one_client_with_everything_has_lightnings_own_result(tmp_path, stage, p
     assert results.keys() >= {"acc", "sum", "max", "several_f1", "half", "best"}
 
 
+@pytest.mark.medium
 def test_within_a_fit_lightnings_figures_are_the_same_with_it(tmp_path):
     def figures_of(*callbacks):
         module = Everything()
@@ -494,6 +495,7 @@ class Drawing(Module):
         self.log("read", batch[0][0, 0])
 
 
+@pytest.mark.medium
 def test_draws_depend_on_the_seed_the_client_and_the_batch_alone(tmp_path):
     def results(indices, noise, **arguments):
         torch.manual_seed(noise), random.seed(noise), np.random.seed(noise)
@@ -535,6 +537,7 @@ def test_no_two_draws_are_the_same(tmp_path):
     assert results["least drawn"][1] < results["most drawn"][1]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("workers", [0, 1])
 def test_the_loaders_workers_read(tmp_path, workers):
     class Worked(Module):

@@ -123,6 +123,7 @@ def fail_at_the_end(algorithm: Algorithm):
     return algorithm
 
 
+@pytest.mark.medium
 @daily("SCAFFOLD-sequential", "Ditto-vectorized", "FedMUD-sequential", "FedLoRA-FLoRA-vectorized")
 @pytest.mark.parametrize("execution", ["sequential", "vectorized"])
 @pytest.mark.parametrize("name", METHODS)
@@ -361,6 +362,7 @@ def test_weights_that_are_all_zero_are_refused():
         mean.result()
 
 
+@pytest.mark.medium
 @daily("steps0-step")
 @pytest.mark.parametrize("failing", ["step", "end"])
 @pytest.mark.parametrize("steps", [(13, 14, 15, 17), (12, 16, 18)], ids=["steps0", "steps1"])

@@ -286,6 +286,7 @@ def test_an_argument_that_no_attribute_has(tmp_path):
         run(tmp_path, {"algorithm": Renamed(0.5)}, checkpoint=tmp_path / "epoch=0.ckpt")
 
 
+@pytest.mark.medium
 @daily("SCAFFOLD", "TDPFed")
 @pytest.mark.parametrize("name", METHODS)
 def test_changed_arguments_of_a_method(tmp_path, name):

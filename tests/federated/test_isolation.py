@@ -432,6 +432,7 @@ def test_a_buffer_that_changes_its_shape_is_refused():
         federated(Growing)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("kind", [Unsaved, RateByHand, Teacher])
 def test_is_resumed_inside_a_client(tmp_path, kind):
     settings = {"ema_parameters": ["teacher"]} if kind is Teacher else {}

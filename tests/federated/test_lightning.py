@@ -190,6 +190,7 @@ def test_barebones(tmp_path):
     assert_same(weights(module), weights(plain))
 
 
+@pytest.mark.medium
 def test_bf16_mixed_and_true(tmp_path):
     for precision, dtype in (("bf16-mixed", torch.float32), ("bf16-true", torch.bfloat16)):
         module = Module()

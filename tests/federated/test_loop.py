@@ -167,6 +167,7 @@ def alternating_optimizers(net: nn.Module) -> list[torch.optim.Optimizer]:
     return [first, torch.optim.Adam(net[4].parameters(), lr=0.01)]
 
 
+@pytest.mark.medium
 def test_manual_optimization_with_several_optimizers(tmp_path):
     module = ManualModule()
     fit(trainer(tmp_path, loop()), module, Data())
@@ -259,6 +260,7 @@ def test_clients_that_all_hold_less_than_a_batch_are_refused(tmp_path):
         fit(trainer(tmp_path, loop()), Module(), Data(batch_size=43, drop_last=True))
 
 
+@pytest.mark.medium
 def test_batch_size_collate_workers_and_drop_last_are_the_users(tmp_path):
     seen = []
 
@@ -289,6 +291,7 @@ class Noisy(TensorDataset):
         return inputs + torch.randn(inputs.shape), targets
 
 
+@pytest.mark.medium
 def test_randomness_depends_on_round_client_and_step_alone(tmp_path):
     data = Noisy(*blobs().tensors)
     ends = []
@@ -341,6 +344,7 @@ def test_what_others_change_between_rounds_is_what_the_next_round_starts_from(tm
     assert len(sent) == 4
 
 
+@pytest.mark.medium
 def test_client_sampling(tmp_path):
     drawn: dict[int, list[tuple[int, ...]]] = {}
 
@@ -421,6 +425,7 @@ def test_empty_and_single_sample_clients(tmp_path):
     assert not torch.equal(before["net.0.weight"], module.net[0].weight)
 
 
+@pytest.mark.medium
 def test_dirichlet_clients_learn(tmp_path):
     learning = FederatedLoop(
         FedAvg(), clients=6, clients_per_round=3, partition=Dirichlet(0.3), local_epochs=2, summary=False

@@ -58,6 +58,7 @@ def masked_rounds(double: bool, absent: float = -torch.inf) -> dict[str, torch.T
     return weights(net)
 
 
+@pytest.mark.medium
 def test_masked_clients_are_those_of_a_plain_loop(tmp_path):
     module, _ = run(tmp_path, "sequential", objective=MASK(), double=False)
     assert_same(bare(weights(module)), masked_rounds(double=False))
@@ -70,6 +71,7 @@ def test_masked_clients_are_those_of_a_plain_loop(tmp_path):
         MASK(masking="none")
 
 
+@pytest.mark.medium
 def test_a_class_that_no_client_has_is_never_trained(tmp_path):
     def classifier():
         torch.manual_seed(1)
@@ -158,6 +160,7 @@ class Scaled(Objective):
         return training_step() * step.round_state["factor"]
 
 
+@pytest.mark.medium
 def test_an_objective_and_a_methods_own_loss_go_together(tmp_path):
     ends = [run(tmp_path, execution, Pulled, objective=Scaled(), local_epochs=2)[0] for execution in EXECUTIONS]
     assert_close(weights(ends[0]), weights(ends[1]))

@@ -59,6 +59,7 @@ def registry(monkeypatch):
     monkeypatch.setattr(optimizers, "_ELEMENTWISE", list(optimizers._ELEMENTWISE))
 
 
+@pytest.mark.medium
 def test_a_registered_optimizer_steps_clients_together(tmp_path, registry):
     with pytest.raises(MisconfigurationException, match=r"Lion is not known .*register_elementwise"):
         run(tmp_path, "vectorized", module=partial(Module, optimizer=Lion))
@@ -67,6 +68,7 @@ def test_a_registered_optimizer_steps_clients_together(tmp_path, registry):
     assert ends[1][1].execution == "vectorized"
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("kept", ["reset", "keep"])
 def test_subclasses_of_known_optimizers_step_clients_together(tmp_path, kept):
     both(tmp_path, module=partial(Module, optimizer=partial(Doubled, lr=0.05, momentum=0.9)), optimizer_state=kept)
@@ -117,6 +119,7 @@ def test_an_option_that_no_optimizer_has_is_named(tmp_path):
     assert FederatedLoop(FedAvg(), clients=2, client_settings={1: {"rate": 0.1}}).options_of(1) == {"rate": 0.1}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("execution", ["sequential", "vectorized"])
 def test_yaml_lists_are_the_tuples_that_optimizers_have(tmp_path, execution):
     adam = partial(Module, optimizer=partial(torch.optim.AdamW, lr=0.01))

@@ -103,6 +103,7 @@ def test_a_checkpoint_may_be_chosen_by_it(tmp_path):
     assert best.best_model_score > 0.3
 
 
+@pytest.mark.medium
 def test_training_is_the_same_with_and_without(tmp_path):
     first, _, _ = run(tmp_path, FedAvg(), None)
     second, _, _ = run(tmp_path, FedAvg(), "matched_labels")
@@ -166,6 +167,7 @@ def test_the_worst_tenth_goes_by_what_is_better(tmp_path):
     assert "lower is better by ModelCheckpoint(mode='min') and higher is better by its name" in said[1]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("algorithm", "share"), [(FedAvg, 0.2), (partial(HeteroFL, [1.0, 0.5]), None)])
 def test_there_are_no_figures_of_weights_that_the_last_round_did_not_leave(tmp_path, algorithm, share):
     saved = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
@@ -209,6 +211,7 @@ def test_a_fit_that_judges_no_client_says_so_once(tmp_path, settings, said):
     assert sum("personal_test=0.2 judges clients' own models where" in str(each.message) for each in told) == said
 
 
+@pytest.mark.medium
 def test_nothing_is_said_of_other_weights_where_only_the_global_model_is_judged(tmp_path):
     saved = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
     module, _, fitted = run(tmp_path, FedAvg(), None, callbacks=[saved])

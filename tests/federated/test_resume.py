@@ -69,7 +69,7 @@ def experiment(folder, low_rank, **arguments):
     return run, module, loop, figures
 
 
-@pytest.mark.slow
+@pytest.mark.medium
 @pytest.mark.parametrize("low_rank", [False, True])
 def test_a_module_that_the_trainer_makes_double_is_not_rounded(tmp_path, low_rank):
     def run(**arguments):
@@ -141,7 +141,7 @@ class Manual(Module):
             optimizer.zero_grad()
 
 
-@pytest.mark.slow
+@pytest.mark.medium
 @pytest.mark.parametrize(("kind", "group"), [(Module, 3), (Manual, 1)])
 def test_gradients_that_are_being_accumulated_are_kept(tmp_path, kind, group):
     def run(*callbacks, **arguments):
@@ -161,7 +161,7 @@ def shared_layer():
     return nn.Sequential(first, norm, activation, second, norm, activation, second, last)
 
 
-@pytest.mark.slow
+@pytest.mark.medium
 @pytest.mark.parametrize("make", [lambda: network(norm=nn.BatchNorm1d), shared_layer], ids=["plain", "shared_layer"])
 def test_checkpoints_hold_the_global_model(tmp_path, make):
     class Rounds(pl.Callback):

@@ -136,6 +136,7 @@ def test_bases_have_a_step_each(tmp_path):
     assert three == 3 * one == 3 * (FORWARD + BACKWARD)
 
 
+@pytest.mark.medium
 def test_factors_of_smaller_ranks_take_less(tmp_path):
     lowrank = LowRank(MatrixProduct(), rank_ratio=0.5, train_base=True, summary=False, skip=["first"])
     dense, half, eighth = (count(tmp_path, FedHM([1.0, 0.5, 0.125]), None, [lowrank], client=each) for each in range(3))
@@ -232,6 +233,7 @@ def test_every_method_can_be_timed(tmp_path, name):
     assert logged["system/seconds"] > 24 * passes * FORWARD / 1e3 / 20
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("execution", ["sequential", "vectorized"])
 def test_a_resumed_run_has_the_same_times(tmp_path, execution):
     system = SystemModel([4e3, 1e3, 2e2], latency=LogNormal(0.1), speed=LogNormal(1e6), deadline=4.0)

@@ -98,6 +98,7 @@ def test_a_base_that_may_be_trained_is_thawed(tmp_path):
     assert module.net[0].frozen_weight.requires_grad
 
 
+@pytest.mark.medium
 def test_a_run_resumed_after_the_thaw_is_the_same(tmp_path):
     whole = Heads()
     keep = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)

@@ -170,6 +170,7 @@ def test_old_factors_are_forgotten_in_every_execution_and_after_resuming(tmp_pat
     assert_same(weights(whole), weights(again))
 
 
+@pytest.mark.medium
 @daily()
 @pytest.mark.parametrize("share", [0.05, 0.5])
 def test_a_downlink_with_error_feedback_is_that_of_ef21p(tmp_path, share):
@@ -206,6 +207,7 @@ def test_a_downlink_without_error_feedback_rounds_the_values(tmp_path, kind):
     assert loop.ledger.total_idle == 0
 
 
+@pytest.mark.medium
 @daily("eight bits up-SCAFFOLD", "both ways-case6")
 @pytest.mark.parametrize(
     ("channels", "algorithm"), in_turn(CHANNELS, [FedAvg, SCAFFOLD, partial(FedAvgM, momentum=0.5)])

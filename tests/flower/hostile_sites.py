@@ -470,9 +470,14 @@ def peak(run: Callable[[], Any]) -> tuple[float, int, int]:
         before = status("VmRSS")
         run()
         grown = status("VmHWM") - before
+    return seconds, allocated(run), grown
+
+
+def allocated(run: Callable[[], Any]) -> int:
+    """Return the most bytes that Python holds for a call at one time."""
     tracemalloc.start()
     try:
         run()
-        return seconds, tracemalloc.get_traced_memory()[1], grown
+        return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

@@ -219,6 +219,7 @@ def test_settings_are_checked():
             RemoteRounds(None, "", LocalGrid(), **settings)  # type: ignore[arg-type]
 
 
+@pytest.mark.medium
 @daily("case2-no `federated` section")
 @pytest.mark.parametrize(
     ("changes", "said"),
@@ -244,6 +245,7 @@ def test_recipes_that_cannot_run_across_sites(tmp_path, changes, said):
         build([fast(tmp_path, changes)])
 
 
+@pytest.mark.medium
 @daily("HeteroFL")
 @pytest.mark.parametrize("algorithm", ["HeteroFL", "FedAvg"])
 def test_a_method_that_needs_static_batch_norm_says_what_sites_can_have(tmp_path, monkeypatch, algorithm):
@@ -312,6 +314,7 @@ def test_the_command_writes_a_project(tmp_path, monkeypatch, capsys):
     assert built.text == (folder / "recipe.yaml").read_text()
 
 
+@pytest.mark.medium
 def test_the_command_refuses_before_it_writes(tmp_path):
     with pytest.raises(SystemExit, match="no such file"):
         main(["flower", "--config", str(tmp_path / "none.yaml"), str(tmp_path / "out")])

@@ -132,6 +132,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.medium
 @daily("random codecs")
 @pytest.mark.parametrize("name", SETTINGS)
 def test_channels_send_the_simulations_bytes(tmp_path, monkeypatch, name):
@@ -158,12 +159,14 @@ MORE = {
 }
 
 
+@pytest.mark.medium
 @daily("FedAvg, kept momentum")
 @pytest.mark.parametrize("name", MORE)
 def test_other_forms_of_a_method(tmp_path, monkeypatch, name):
     both(tmp_path, monkeypatch, *MORE[name], fresh=True)
 
 
+@pytest.mark.medium
 @daily("FedMUD", "SCAFFOLD")
 @pytest.mark.parametrize("name", KEEPS)
 def test_a_site_keeps_what_it_needs(tmp_path, monkeypatch, name):
@@ -177,6 +180,7 @@ def test_a_site_keeps_what_it_needs(tmp_path, monkeypatch, name):
     assert bool(kept["frozen"]) == keeps.get("frozen", False)
 
 
+@pytest.mark.medium
 def test_slots_that_a_client_cannot_have_chosen_are_refused(tmp_path, monkeypatch):
     def tamper(node, reply):
         if node == 103 and reply.metadata.message_type == "train.round":
@@ -222,6 +226,7 @@ def test_the_server_measures_convergence_as_the_simulation_does(tmp_path, monkey
     both(tmp_path, monkeypatch, METHODS["FedLoRA-RBLA"], "lora", callbacks=lambda: [ConvergenceMonitor()])
 
 
+@pytest.mark.medium
 def test_a_checkpoint_says_that_frozen_weights_were_changed(tmp_path, monkeypatch):
     method = METHODS["FedLoRA-FedEx"]
     saver = partial(ModelCheckpoint, tmp_path / "saved", "last")

@@ -79,6 +79,7 @@ def test_names_and_shapes():
             policy.check_tensors({name: torch.zeros(shape)}, "it")
 
 
+@pytest.mark.medium
 def test_what_a_recipe_names(tmp_path):
     policy = Policy(classes=["lightning_lowrank.*", "torch.optim.SGD", "Digits"])
     policy.check_recipe(

@@ -31,6 +31,7 @@ class Telling(SubcommandCLI):
         self.told.append(f"{subcommand} with more={self.config[subcommand].more}")
 
 
+@pytest.mark.medium
 def test_every_method_is_called():
     done = Telling(BoringModel, args=["fit", "--more=3"])
     assert done.told[-2:] == ["optimizers", "fit with more=3"]

@@ -230,6 +230,7 @@ def test_nobody_sees_a_difference(tmp_path, case, capsys):
     assert names == sorted(path.name for path in (tmp_path / "direct").glob("*.ckpt"))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("stage", ["validate", "test"])
 def test_evaluations_after_the_fit(tmp_path, stage):
     results, logs = [], []
@@ -250,6 +251,7 @@ def count_steps(monkeypatch) -> list[int]:
     return steps
 
 
+@pytest.mark.medium
 def test_usual_evaluations_are_direct_and_lightnings_own_after_the_fit(tmp_path, monkeypatch):
     steps = count_steps(monkeypatch)
     module, fitted, data, _ = run(tmp_path)
@@ -344,6 +346,7 @@ def test_ways_of_their_own_are_left_to_lightning(tmp_path, monkeypatch, own):
     assert not steps
 
 
+@pytest.mark.medium
 def test_a_datamodules_own_transfer_is_left_to_lightning(tmp_path, monkeypatch):
     class Doubling(Data):
         def on_before_batch_transfer(self, batch, dataloader_idx):

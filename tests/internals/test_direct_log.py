@@ -350,12 +350,14 @@ def test_lightning_treats_each_call_once(tmp_path, monkeypatch, execution):
     assert calls.count("loss") == 1
 
 
+@pytest.mark.medium
 def test_what_is_not_known_is_left_to_lightning(tmp_path, monkeypatch):
     calls = count_lightnings(monkeypatch)
     _, fitted, _, _ = run(tmp_path, module=WithMetrics)
     assert calls.count("metric") == calls.count("graph") == fitted.global_step == 45
 
 
+@pytest.mark.medium
 def test_one_process_means_no_synchronization(tmp_path, monkeypatch):
     class Synchronized(OnEpoch):
         def keywords(self, batch_idx):
@@ -371,6 +373,7 @@ class Overriding(OnEpoch):
         super().log(f"own {name}", value, **keywords)
 
 
+@pytest.mark.medium
 def test_a_modules_own_log_is_left_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(_Log, "__call__", lambda *arguments, **keywords: pytest.fail("a direct call"))
     monkeypatch.setattr(direct_log, "_calls_fit", lambda: True)
@@ -445,12 +448,14 @@ def test_who_looks_what_a_module_holds_finds_no_metric_of_the_trainer(tmp_path):
     assert added is vars(module)["log"]
 
 
+@pytest.mark.medium
 def test_lightnings_own_is_given_back(tmp_path):
     module, fitted, _, _ = run(tmp_path, module=OnEpoch)
     assert "log" not in vars(module)
     assert not vars(fitted._logger_connector).keys() & {"on_batch_start", "on_batch_end", "update_train_step_metrics"}
 
 
+@pytest.mark.medium
 def test_without_fast_steps_nothing_is_replaced(tmp_path, monkeypatch):
     monkeypatch.setattr(DirectLog, "__init__", lambda *arguments: pytest.fail("a direct log"))
     run(tmp_path, fast=False)
@@ -509,6 +514,7 @@ def test_what_logs_otherwise_is_not_known(tmp_path):
     assert not known(tmp_path, barebones=True, enable_checkpointing=False)
 
 
+@pytest.mark.medium
 def test_another_lightning_logs_itself(tmp_path, monkeypatch):
     expected = run(tmp_path / "known", module=OnEpoch)
     monkeypatch.setattr(_Log, "__call__", lambda *arguments, **keywords: pytest.fail("a direct call"))

@@ -352,6 +352,7 @@ def test_a_methods_updates_of_a_modules_own_kind_are_left_to_lightning(tmp_path,
     run(tmp_path, module=OwnUpdate, algorithm=lambda: PFedMe(personal_steps=2), trainer={"max_epochs": 1})
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("algorithm", [FedAvg, PFedMe])
 def test_usual_steps_are_direct_and_lightnings_own_after_the_fit(tmp_path, monkeypatch, algorithm):
     steps = []
@@ -481,6 +482,7 @@ def test_another_lightning_is_not_known(tmp_path, monkeypatch, change):
     assert not known(tmp_path)
 
 
+@pytest.mark.medium
 @daily("another_part")
 @pytest.mark.parametrize("change", [another_release, another_fetcher, another_part, another_call])
 def test_steps_of_another_lightning_are_left_to_it(tmp_path, monkeypatch, change):
@@ -491,6 +493,7 @@ def test_steps_of_another_lightning_are_left_to_it(tmp_path, monkeypatch, change
     assert_same(weights(module), weights(expected))
 
 
+@pytest.mark.medium
 def test_without_fast_steps_every_step_is_left_to_lightning(tmp_path, monkeypatch):
     found = []
     for fast_steps in (True, False):

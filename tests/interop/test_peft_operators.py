@@ -101,6 +101,7 @@ CASES = [
 ]
 
 
+@pytest.mark.medium
 @daily("bert-wrapped-FLoRA", "bert-ours-FedEx")
 @pytest.mark.parametrize("operator", OPERATORS, ids=lambda each: each.__name__)
 @pytest.mark.parametrize(("network", "form"), CASES, ids=lambda each: getattr(each, "__name__", each))

@@ -83,6 +83,7 @@ def test_a_clients_own_adapter(tmp_path, capsys):
         cli.main(["export", str(tmp_path / "run.ckpt"), str(tmp_path / "own"), "--format", "peft", "--client", "7"])
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("operator", [FedEx(), FedMUD()], ids=["FedEx", "FedMUD"])
 def test_runs_that_changed_the_frozen_weights_are_refused(tmp_path, operator):
     base, module = federated(tmp_path, operator)

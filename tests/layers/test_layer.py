@@ -496,6 +496,7 @@ def test_default_scale_of_a_weight_keeps_the_standard_deviation(modifier, factor
     assert layer.weight.std().item() == pytest.approx(std, rel=0.15)
 
 
+@pytest.mark.medium
 @daily("MatrixProduct(layout='permuted')-decoupled", "BlockKronecker(grid=False)-half-frozen")
 @every_modifier
 @pytest.mark.parametrize("factorization", [MatrixProduct(), BlockKronecker()], ids=str)

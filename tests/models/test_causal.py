@@ -213,6 +213,7 @@ class Recorded(FedLoRA):
         return message
 
 
+@pytest.mark.medium
 @daily("sequential-bf16-mixed")
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
 @pytest.mark.parametrize("execution", ["sequential", "vectorized"])

@@ -96,6 +96,7 @@ def test_padding_does_not_change_a_texts_logits(folder, data):
         torch.testing.assert_close(module(alone)[0], module(together)[index], atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.medium
 def test_figures_are_logged_as_the_image_classifier_logs_them(tmp_path, folder, data):
     module = TextClassifier(folder, optimizer=ADAMW)
     before = weights(module)
@@ -369,6 +370,7 @@ def test_clients_step_together_where_some_have_no_padding(tmp_path, folder, monk
     assert bool(made) is traced
 
 
+@pytest.mark.medium
 def test_clients_step_together_whose_padding_has_no_mask(tmp_path):
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
     config = {"model_type": "deberta-v2", "vocab_size": 16, "pad_token_id": 0, **sizes}
@@ -395,6 +397,7 @@ def test_clipped_gradients_of_padded_sentences(folder):
         torch.testing.assert_close(found[name], value)
 
 
+@pytest.mark.medium
 def test_absent_classes_are_masked_in_rounds(tmp_path, folder, data):
     module = TextClassifier(folder, num_labels=3, optimizer=ADAMW)
     head = module.network.classifier.bias[2].item()

@@ -803,6 +803,7 @@ def test_lightning_resumes_from_its_checkpoint_bit_for_bit(tmp_path):
     assert_same(whole.state_dict(), resumed.state_dict())
 
 
+@pytest.mark.medium
 @daily("random-ProjectedSGD-SGD-case0")
 @pytest.mark.parametrize(
     ("kind", "dense", "options"),

@@ -37,6 +37,7 @@ def test_a_method_of_ones_own_keeps_the_contract():
     check_algorithm(Momentum)
 
 
+@pytest.mark.medium
 @daily("held copy")
 @pytest.mark.parametrize(
     "settings",
@@ -262,6 +263,7 @@ def test_broken_methods_do_not(make, part, message):
         check_algorithm(make, parts=[part])
 
 
+@pytest.mark.medium
 def test_frozen_weights_are_the_same_on_every_side():
     with pytest.raises(AssertionError, match="client 0, run on its own"):
         check_algorithm(ChangesFrozenWeights, lowrank=UPDATE, parts=["sites"])

@@ -130,6 +130,7 @@ def test_iid_is_uniform():
 # Dirichlet
 
 
+@pytest.mark.medium
 @daily()
 @pytest.mark.parametrize(("alpha", "clients"), [(0.1, 2), (0.1, 10), (1.0, 10), (10.0, 2)])
 def test_dirichlet_shares_have_the_moments_of_the_distribution(alpha, clients):
@@ -164,6 +165,7 @@ def test_huge_alpha_divides_each_label_equally():
     assert int((counts - torch.bincount(LABELS) / 20).abs().max()) <= 1
 
 
+@pytest.mark.medium
 def test_dirichlet_of_tiny_alpha_draws_its_one_holder_uniformly():
     labels = torch.zeros(10, dtype=torch.int64)
     holders = [int(Dirichlet(1e-5).split(10, 4, seed, labels).sizes.argmax()) for seed in range(400)]
@@ -234,6 +236,7 @@ def test_min_samples_redraws_until_it_holds():
             assert indices.digest() == Dirichlet(0.2).split(1003, 20, seed, LABELS).digest()
 
 
+@pytest.mark.medium
 def test_min_samples_that_no_draw_reaches_is_an_error_that_names_everything():
     with pytest.raises(
         MisconfigurationException,
@@ -279,6 +282,7 @@ def test_label_count_gives_each_client_its_labels_and_each_label_a_holder(client
             assert int(shares.max() - shares.min()) <= 1
 
 
+@pytest.mark.medium
 def test_label_count_draws_labels_uniformly():
     held = torch.zeros(6, 10)
     for seed in range(200):

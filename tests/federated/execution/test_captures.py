@@ -249,6 +249,7 @@ def updated(monkeypatch):
     return found
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("options", "kept"),
     [

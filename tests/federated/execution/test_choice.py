@@ -53,6 +53,7 @@ def normed():
 time_both = choice.time_both
 
 
+@pytest.mark.medium
 @daily()
 @pytest.mark.parametrize(
     ("faster", "times", "said"),
@@ -78,6 +79,7 @@ def test_auto_says_what_it_chose_and_leaves_no_trace(tmp_path, capsys, monkeypat
     assert_close(weights(expected), weights(module), tolerance=0)
 
 
+@pytest.mark.medium
 @daily()
 @pytest.mark.parametrize(("module", "cause"), [(Item, "takes a number out of a tensor"), (Kept, "Take it from the")])
 def test_auto_falls_back_and_says_why(tmp_path, capsys, module, cause):
@@ -458,6 +460,7 @@ def test_a_step_that_takes_views_keeps_its_format_without_a_trace(tmp_path, caps
     assert_close(weights(expected), weights(fallen), tolerance=0)
 
 
+@pytest.mark.medium
 def test_a_resumed_or_continued_run_keeps_the_format(tmp_path, monkeypatch):
     timed_as(monkeypatch, 2.0)
     every = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1)
@@ -515,6 +518,7 @@ def unnormed():
     return Module(nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(64, 4)))
 
 
+@pytest.mark.medium
 def test_single_samples_keep_their_format(tmp_path, capsys, monkeypatch):
     ends = []
     for execution, last in (("sequential", False), ("auto", False), ("auto", True)):

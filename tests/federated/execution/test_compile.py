@@ -79,6 +79,7 @@ def test_objects_of_a_command_line_do_not_keep_a_step_from_being_tried():
     Memory([module]).restore()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "options",
     [
@@ -123,6 +124,7 @@ class Composed(nn.Module):
         return functional.linear(inputs, functional.linear(self.left, self.right))
 
 
+@pytest.mark.medium
 def test_gradients_are_made_of_values_before_the_step(uncompiled, stepped, tmp_path):
     expected, *_ = run(tmp_path / "a", "vectorized", module=lambda: Module(Composed()))
     found, *_ = run(tmp_path / "b", "vectorized", module=lambda: Module(Composed()), compile=True)
@@ -139,6 +141,7 @@ class LooksAtGradients(Callback):
     def on_before_optimizer_step(self, trainer, module, optimizer): ...
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "settings",
     [

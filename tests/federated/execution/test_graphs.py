@@ -119,6 +119,7 @@ CASES = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "case",
     [pytest.param(name, marks=() if name in ("plain", "dropout") else pytest.mark.slow) for name in CASES],
@@ -179,6 +180,7 @@ class Counting(Module):
         return super().training_step(batch, batch_idx) * self.steps.clone()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("module", "reason"),
     [
@@ -212,6 +214,7 @@ def test_a_step_that_changes_to_and_fro_is_traced_for_each(tmp_path, counted):
     assert counted["reasons"] == []
 
 
+@pytest.mark.medium
 def test_a_graph_that_gives_other_values_is_dropped(tmp_path, counted, monkeypatch, caplog):
     expected = without(tmp_path)
     original = graphs.tracing.Traced.replay
@@ -224,6 +227,7 @@ def test_a_graph_that_gives_other_values_is_dropped(tmp_path, counted, monkeypat
     assert counted["reasons"] == ["its graph gives other values than the step"]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("leaves_out", [False, True], ids=["every replay", "all but a round's first"])
 def test_a_graph_that_gives_other_values_later_on_is_dropped(tmp_path, counted, monkeypatch, leaves_out):
     longer = {"trainer": {"max_epochs": 4}}

@@ -27,6 +27,7 @@ def large(request, monkeypatch):
     monkeypatch.setattr(memory, "_LARGE", request.param)
 
 
+@pytest.mark.medium
 @pytest.mark.usefixtures("large")
 def test_activations_count_as_well_as_weights(tmp_path, monkeypatch):
     module = Module(convolutions())
@@ -66,6 +67,7 @@ def test_a_frozen_base_is_one_for_all(tmp_path, monkeypatch):
     assert sizes[1] > 1.5 * sizes[0]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("reads", [False, True])
 def test_of_a_large_model_shapes_tell(tmp_path, monkeypatch, reads):
     """No product is computed, unless the step reads a number; the result is the same."""
@@ -93,6 +95,7 @@ def test_of_a_large_model_shapes_tell(tmp_path, monkeypatch, reads):
     assert sizes[0] == sizes[1]
 
 
+@pytest.mark.medium
 @pytest.mark.usefixtures("large")
 def test_measuring_leaves_no_trace(tmp_path):
     class Counting(Module):
@@ -128,6 +131,7 @@ def test_measuring_leaves_no_trace(tmp_path):
     assert_same(weights(one), weights(other))
 
 
+@pytest.mark.medium
 def test_it_is_measured_once(tmp_path, monkeypatch):
     tried, measure = [], memory._bytes_of_a_step
     monkeypatch.setattr(memory, "_bytes_of_a_step", lambda *given: tried.append(1) or measure(*given))

@@ -123,6 +123,7 @@ def test_tied_weights(tmp_path, form):
     both(tmp_path, form=form, module=tied)
 
 
+@pytest.mark.medium
 def test_a_graph_that_the_user_holds_on_to_does_no_harm(tmp_path):
     class Holding(Module):
         def training_step(self, batch, batch_idx):
@@ -135,6 +136,7 @@ def test_a_graph_that_the_user_holds_on_to_does_no_harm(tmp_path):
     both(tmp_path, module=Holding)
 
 
+@pytest.mark.medium
 def test_a_training_step_without_an_index(tmp_path):
     class Plain(Module):
         def training_step(self, batch):

@@ -26,6 +26,7 @@ from tests.grids import daily, in_turn
 from tests.helpers import Data, Module, fit, network, trainer, weights
 
 
+@pytest.mark.medium
 @daily("decoupled blocks-FedAvg")
 @pytest.mark.parametrize(
     ("form", "algorithm"), [*((form, FedAvg) for form in FORMS), ("update", FedMUD), ("decoupled blocks", FedMUD)]
@@ -53,6 +54,7 @@ def test_every_elementwise_optimizer_is_tested():
     assert tested == set(_ELEMENTWISE)
 
 
+@pytest.mark.medium
 @daily()
 @pytest.mark.parametrize(
     "clip", [{"gradient_clip_val": 0.3}, {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}]
@@ -280,6 +282,7 @@ def test_an_own_way_of_stepping_needs_lightnings(tmp_path):
         run(tmp_path, "sequential", algorithm=Anchored, module=Manual)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("interval", ["epoch", "step"])
 def test_schedulers(tmp_path, interval):
     decay = partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
@@ -312,6 +315,7 @@ def test_the_number_that_steps_together_does_not_matter(tmp_path, together):
     assert fitted.global_step == 4 * sum(max(chunk) for chunk in chunks)
 
 
+@pytest.mark.medium
 @daily("LayerNorm-average")
 @pytest.mark.parametrize(
     ("norm", "buffers"),
@@ -331,6 +335,7 @@ def test_sampling_weights_failures_and_local_steps(tmp_path):
     both(tmp_path, clients_per_round=3, client_dropout=0.3, local_steps=3, weighting="uniform")
 
 
+@pytest.mark.medium
 def test_statistics_of_a_client_alone_before_others_that_are_no_neighbours(tmp_path):
     # In the fourth step they have batches of 7, 8, 6 and 8 samples.
     ends = [0, 31, 53, 67, 75]
@@ -373,6 +378,7 @@ def test_what_is_no_number_is_not_logged(tmp_path, execution):
         run(tmp_path, execution, module=Several)
 
 
+@pytest.mark.medium
 def test_dropout_differs_between_clients_and_repeats(tmp_path):
     ends = [weights(run(tmp_path, "vectorized", module=lambda: Module(network(dropout=0.5)))[0]) for _ in range(2)]
     assert_close(*ends, tolerance=0)

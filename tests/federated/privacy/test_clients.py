@@ -106,6 +106,7 @@ def test_an_update_is_clipped_as_a_whole():
     assert torch.allclose(found["b"] - noise["b"], torch.tensor(5.0 - 0.6 / 4), atol=1e-6)
 
 
+@pytest.mark.medium
 def test_the_clip_follows_a_quantile():
     mean = mean_of({"clip": 8.0, "quantile": 0.75, "count_noise": 1.01, "clip_lr": 0.3}, sampled=100, population=200)
     norms = torch.linspace(0.0, 4.0, 100)
