@@ -102,6 +102,7 @@ def report(
         each: Show runs that differ only in the seed one by one.
         target: A value of the metric. Columns show the round that reached it first, and the bytes and simulated
             seconds until then. Where some seeds did not reach it, the figures are of those that did, with their number.
+            A run that went on from another one, and has such a value from the start, is not one of them.
         budget: A number of bytes, up and down. A column shows the best value that was reached within it. By default a
             sentence compares runs within what the cheapest of them spent.
         rounds: How many rounds of each run are looked at, from its first; by default all.
@@ -147,6 +148,9 @@ def report(
             first = "" if rounds is None else f" of the first {rounds}"
             lacks = f"it logged no {metric}" if run.rounds else f"its metrics.csv has no round{first} that can be read"
             notes.append(f"{run.folder} is left out: {lacks}")
+        elif (run.began or 1) > 1:
+            began = f"went on from another run in round {run.began}"
+            notes.append(f"{run.folder} {began}: its figures are of the rounds from there on")
     for line in [title, "", *_text_table(results), *([""] if sentences else []), *sentences, *notes]:
         _print_line(console, line)
 
@@ -184,11 +188,13 @@ class Goal:
         return (max if self.higher else min)(numbers, key=lambda point: point[1])
 
     def reached(self, run: Run) -> int | None:
-        """Return the first round whose value is as good as the target."""
+        """Return the first round whose value is as good as the target; ``None`` as well where it is not known."""
         assert self.target is not None
-        for number, value in run.series(self.metric):
+        series = run.series(self.metric)
+        for number, value in series:
             if value >= self.target if self.higher else value <= self.target:
-                return number
+                # A run that went on from another one may have reached it there.
+                return None if (run.began or 1) > 1 and number == series[0][0] else number
         return None
 
     def within(self, run: Run, budget: float) -> tuple[int, float] | None:

@@ -72,9 +72,14 @@ class Run:
         return read_facts(self.folder)
 
     @property
+    def began(self) -> int | None:
+        """The number of the first round that was made; more than 1 for a run that went on from another."""
+        return int(self.facts["first_round"][0]) if "first_round" in self.facts else None
+
+    @property
     def seconds(self) -> float | None:
         """The seconds that all rounds took; ``None`` for a killed run, and for one that went on from another."""
-        return self.facts["seconds"][0] if "seconds" in self.facts and self.facts.get("first_round") == [1] else None
+        return self.facts["seconds"][0] if "seconds" in self.facts and self.began == 1 else None
 
     @cached_property
     def software(self) -> dict[str, str]:

@@ -137,6 +137,15 @@ def test_wall_time_is_that_of_whole_fits(tmp_path):
     assert {row["run"]: row["wall s"] for row in rows} == {"whole": "12.3", "resumed": "", "killed": "", "python": ""}
 
 
+def test_a_run_that_went_on_from_another(tmp_path):
+    for name, values in (("known", [0.5, 0.8]), ("unknown", [0.8, 0.9])):
+        rows = [{**row, "epoch": 4 + row["epoch"]} for row in rows_of(values, 1, 1)]
+        write_facts(write_run(tmp_path / "runs" / name, rows), {"first_round": 5})
+    rows, text = make_report([tmp_path / "runs"], tmp_path / "out", target=0.7)
+    assert {row["run"]: row["rounds to 0.7"] for row in rows} == {"known": "6", "unknown": "–"}
+    assert "unknown went on from another run in round 5: its figures are of the rounds from there on" in text
+
+
 def test_versions_are_told_where_runs_differ_in_them(tmp_path):
     made = {"a": [("2.9", "ab12")], "b": [("2.9", "ab12"), ("2.9", "cd34")], "c": [None]}
     for name, runs in made.items():
