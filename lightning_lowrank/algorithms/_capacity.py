@@ -19,7 +19,7 @@ from lightning_lowrank.aggregation.aggregator import to_float64
 from lightning_lowrank.configuration import check_choice
 from lightning_lowrank.federated.algorithm import Algorithm
 from lightning_lowrank.federated.messages import Message
-from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, Server, copy_into, trained_tensors
+from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, Server, State, copy_into, trained_tensors
 from lightning_lowrank.seeding import generator
 
 Capacity = Literal["fixed", "dynamic"]
@@ -65,6 +65,10 @@ class Capacities:
             return self.fixed_level(client.id)
         draws = generator(client.seed, "capacity", client.round, client.id)
         return self.levels[int(torch.multinomial(torch.tensor(self.shares), 1, generator=draws))]
+
+    def always(self, client: ClientInfo, level: float) -> bool:
+        """Return whether a client has this level in every round."""
+        return (self.capacity == "fixed" or len(self.levels) == 1) and self.level(client) == level
 
     def fixed_level(self, client: int) -> float:
         """Return the level of a client by its id where levels are fixed."""
@@ -182,6 +186,11 @@ class PartAveraging(Algorithm, ABC):
     def variant(self, server: Server, level: float) -> Mapping[str, Tensor]:
         """Return the global model of a level."""
 
+    @property
+    @abstractmethod
+    def whole(self) -> float:
+        """The level of which the whole global model is."""
+
     def computed(self, base: Base, client: ClientInfo) -> Mapping[str, float]:
         model = trained_tensors(base.module)
         return {name: value.numel() / model[name].numel() for name, value in self.part(model, client).items()}
@@ -223,6 +232,9 @@ class PartAveraging(Algorithm, ABC):
 
     def model_for(self, server: Server, client: ClientInfo) -> Mapping[str, Tensor]:
         return self.variant(server, self._capacities.level(client))
+
+    def has_whole_model(self, server: Server, client: ClientInfo, state: State) -> bool:
+        return self._capacities.always(client, self.whole)
 
 
 def refuse_kept_moments(client: ClientContext, reason: str) -> None:

@@ -14,7 +14,7 @@ from lightning_lowrank.algorithms._capacity import Capacities, Capacity, copy_bl
 from lightning_lowrank.configuration import check_choice, check_number
 from lightning_lowrank.federated.algorithm import Algorithm, LocalStep
 from lightning_lowrank.federated.messages import Message
-from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, Server
+from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, Server, State
 from lightning_lowrank.layers import LowRankLayer, MatrixProduct, low_rank_layers
 
 Score = Literal["level", "inverse"]
@@ -213,6 +213,9 @@ class FedHM(Algorithm):
 
     def model_for(self, server: Server, client: ClientInfo) -> Mapping[str, Tensor]:
         return self._variant(server, self._capacities.level(client))
+
+    def has_whole_model(self, server: Server, client: ClientInfo, state: State) -> bool:
+        return self._capacities.always(client, 1)
 
     def _variant(self, server: Server, level: float) -> Mapping[str, Tensor]:
         if level == 1:

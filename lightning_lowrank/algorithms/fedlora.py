@@ -487,6 +487,13 @@ class FedLoRA(Algorithm):
         """Return the global model at the client's ranks, with the factors that the server holds for it alone."""
         return self._at_level(self._known_of(server, client.id), self._level(client))
 
+    def has_whole_model(self, server: Server, client: ClientInfo, state: State) -> bool:
+        level = self._level(client)
+        # A client's own factors are zero beyond its rank, and cut the others with them.
+        own = {**server.state.get("pairs", {}).get(client.id, {}), **state.get("personal", {})}
+        cut = level == 1 or not own.keys().isdisjoint(self._factors)
+        return cut and (bool(self._ranks) or self._capacities.always(client, level))
+
     def variants(self, server: Server) -> dict[str, Mapping[str, Tensor]]:
         shared = server.parameters()
         if self._ranks:

@@ -128,6 +128,11 @@ class HeteroFL(PartAveraging):
             scale = partial(_scale_output, self._rate)
             self._hooks = [layer.register_forward_hook(scale) for layer in self._scaled]
 
+    @property
+    def whole(self) -> float:
+        """The largest rate: the channels beyond are zero."""
+        return max(self.rates)
+
     def part(self, model: Mapping[str, Tensor], client: ClientInfo) -> dict[str, Tensor]:
         return self._slice(model, self._capacities.level(client))
 

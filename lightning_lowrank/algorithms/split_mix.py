@@ -162,6 +162,11 @@ class SplitMix(PartAveraging):
         members[: int(level)] = 1
         return {**server.parameters(), name: members}
 
+    @property
+    def whole(self) -> float:
+        """The number of bases."""
+        return self._count
+
     def part(self, model: Mapping[str, Tensor], client: ClientInfo) -> dict[str, Tensor]:
         """Return a client's bases, and the tensors outside of the ensemble."""
         own = tuple(f"{self._prefix}bases.{base}." for base in self._bases_of(client))

@@ -250,6 +250,14 @@ class Algorithm(Configured):
         """Return the global model as ``client`` would be given it, by default `global_model`."""
         return self.global_model(server)
 
+    def has_whole_model(self, server: Server, client: ClientInfo, state: State) -> bool:
+        """Return whether a client's own model is the global one with the client's own tensors in their places.
+
+        Checkpoints hold these and no other model of a client: `load_dense` refuses other clients. By default it is so
+        where neither `model_for` nor `personal_model` is overridden. ``state`` is what the client keeps.
+        """
+        return inherits(self, "model_for", "personal_model")
+
     def variants(self, server: Server) -> Mapping[str, Mapping[str, Tensor]]:
         """Return further global models by name, such as one for each size of client, to be evaluated beside it."""
         return {}

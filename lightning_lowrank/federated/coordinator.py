@@ -536,7 +536,7 @@ class Coordinator:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs, as tensors and plain Python."""
-        server = self.server
+        server, states = self.server, dict(self.states.items())
         shown = self.algorithm.global_model(server)
         return {
             "round": server.round,
@@ -552,7 +552,13 @@ class Coordinator:
             "initial_buffers": server.base.initial_buffers,
             "base": server.base.state,
             "received": self._received,
-            "clients": dict(self.states.items()),
+            "clients": states,
+            # Of others, a client's own tensors make its model.
+            "unlike": [
+                client
+                for client, state in states.items()
+                if not self.algorithm.has_whole_model(server, self.info(client), state)
+            ],
             "ledger": self.ledger.state_dict(),
             "failed": self.failed,
             # Those who share a round have them in another order.

@@ -230,52 +230,16 @@ def _refuse_unlike_judged(
             " them. Take the global model, without a client; or train without StaticBatchNorm and with"
             " buffers='local', where clients keep the statistics that they track."
         )
-    method = fingerprint["algorithm"]
-    layers = checkpoint["callbacks"].get("LowRank", {}).get("layers", [])
-    largest = max((layer["rank"] for layer in layers), default=None)
-    if _holds_whole_model(method, client, own[client], largest):
+    unlike = loop["server"]["unlike"]
+    if client not in unlike:
         return
-    whole = [
-        number for number in sorted(own) if own[number] and _holds_whole_model(method, number, own[number], largest)
-    ]
+    whole = [number for number in sorted(own) if own[number] and number not in unlike]
     raise misconfigured(
-        f"client {client}'s own model cannot be taken from {path}: with these settings of {method['class']} it is a"
-        " part of the global model, of less width or rank, and the checkpoint does not hold that part. Take the global"
-        " model, without a client"
+        f"client {client}'s own model cannot be taken from {path}: with these settings of"
+        f" {fingerprint['algorithm']['class']} it is a part of the global model, of less width or rank, and the"
+        " checkpoint does not hold that part. Take the global model, without a client"
         + (f"; or a client that has all of it: {listed([str(number) for number in whole])}." if whole else ".")
     )
-
-
-def _holds_whole_model(method: Mapping[str, Any], client: int, own: Mapping[str, Tensor], largest: int | None) -> bool:
-    """Return whether a client's own model is the global one with the client's own tensors in their places.
-
-    Args:
-        method: The algorithm's class and arguments, as the run's fingerprint has them.
-        client: Id of the client.
-        own: The client's own tensors.
-        largest: The largest rank of the layers, if it is known.
-    """
-    names = [name for name in ("rates", "levels", "budgets") if name in method]
-    levels = method[names[0]] if names else [1.0]
-    ranks = method.get("ranks")
-    if ranks is None and (levels == [1.0] or (names[0] != "levels" and len(levels) == 1)):
-        return True
-    if method.get("capacity") != "fixed":
-        return False
-    # Factors of its own are zero beyond the client's rank, and cut the others with them.
-    if any(".factors." in name or ".lora_" in name for name in own):
-        return True
-    if isinstance(ranks, Mapping):
-        return ranks.get(str(client), largest) == largest
-    if ranks is not None:
-        return isinstance(ranks, list) and ranks[client % len(ranks)] == largest
-    if not isinstance(levels, list):
-        return False
-    # It imports Lightning, which takes longer than most exports.
-    from lightning_lowrank.algorithms._capacity import Capacities
-
-    whole = 1.0 if names[0] == "levels" else max(levels)
-    return Capacities(names[0], levels, "fixed", method["shares"]).fixed_level(client) == whole
 
 
 def load_dense(path: str | Path, module: nn.Module, client: int | None = None) -> nn.Module:

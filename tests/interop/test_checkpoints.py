@@ -1,5 +1,7 @@
 """Which clients' own models can be taken from a checkpoint."""
 
+from functools import partial
+
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -11,6 +13,7 @@ from lightning_lowrank import (
     Ensemble,
     FederatedLoop,
     FedHM,
+    FedInc,
     FedLoRA,
     FedPer,
     FedSA,
@@ -46,8 +49,8 @@ def shared_layer():
     return nn.Sequential(first, activation, second, activation, second, last)
 
 
-def ensemble():
-    return Ensemble(normalized, bases=2)
+def ensemble(bases=2):
+    return Ensemble(normalized, bases=bases)
 
 
 def run(tmp_path, method, *callbacks, make=normalized, rank=None, buffers="local"):
@@ -84,13 +87,17 @@ def outputs(module):
         (FedHM([1.0, 0.5]), {}, [0, 2]),
         (FedHM([0.5]), {}, []),
         (SplitMix([2, 1]), {"make": ensemble}, [0, 2]),
+        (SplitMix([2, 1]), {"make": partial(ensemble, bases=3)}, []),
         (FedLoRA(RBLA(), levels=[1.0, 0.5], keep=BIAS), {"rank": 4}, [0, 2]),
         (FedLoRA(RBLA(), ranks=[2, 4], keep=BIAS), {"rank": 4}, [1]),
         (FedLoRA(RBLA(), ranks={1: 2}, keep=BIAS), {"rank": 4}, [0, 2]),
-        (FedLoRA(RBLA(), ranks=lambda client: 4, keep=BIAS), {"rank": 4}, []),
+        (FedLoRA(RBLA(), ranks=lambda client: 4, keep=BIAS), {"rank": 4}, [0, 1, 2]),
+        (FedLoRA(RBLA(), levels=[1.0, 0.5], capacity="dynamic", keep=BIAS), {"rank": 4}, []),
         (FedLoRA(RBLA(), keep=BIAS), {"rank": 4}, [0, 1, 2]),
         # Factors of a client's own have its rank.
         (FedLoRA(FedSA(), levels=[1.0, 0.5]), {"rank": 4}, [0, 1, 2]),
+        (FedLoRA(FedInc(), levels=[1.0, 0.5]), {"rank": 4}, [0, 1, 2]),
+        (FedLoRA(FedInc(clusters=1), ranks=[2, 4, 1]), {"rank": 4}, [0, 1, 2]),
     ],
     ids=lambda value: type(value).__name__,
 )
