@@ -63,6 +63,10 @@ class RandomCoordinates(Algorithm):
         """Return nothing: a client sends other coordinates than it receives."""
         return {}
 
+    def upload_origin(self, base: Base, known: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the whole model: a client sends values."""
+        return known
+
     def broadcast(self, server: Server, client: ClientInfo) -> Message:
         return Message(server.sent_down(), self._codec(server.base, client, "down"))
 

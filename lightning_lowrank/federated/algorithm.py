@@ -179,6 +179,18 @@ class Algorithm(Configured):
         """
         return received
 
+    def upload_origin(self, base: Base, known: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the values from which a client's message differs by what the client has changed.
+
+        A server of sites measures changes by them. Tensors that are changes themselves have none. By default they are
+        `reference`.
+
+        Args:
+            base: What every side holds.
+            known: The global model, and what the client received.
+        """
+        return self.reference(base, known)
+
     def drawn_in(self, name: str, round_number: int) -> int:
         """Return the round before which what a message's tensor multiplies was drawn or found anew; 0: never.
 

@@ -265,7 +265,8 @@ class Intake:
             DecodingError: If a norm is beyond what can be computed with.
         """
         base, model = self.coordinator.server.base, self.coordinator.server.model
-        known = {**model, **self.coordinator.algorithm.reference(base, expected.received)}
+        known = {**model, **expected.received}
+        origin = self.coordinator.algorithm.upload_origin(base, known)
         sparse = expected.codec is not None and expected.codec.sparse
         squares: dict[str, tuple[list[float], list[float]]] = {}
         names: dict[str, list[str]] = {}
@@ -273,14 +274,16 @@ class Intake:
             kind = _kind(name, value, base.initial_buffers, model)
             if kind is None or name in self.coordinator.infinite:
                 continue
-            reference = known.get(name)
+            # What is a change itself has no origin, and is one of the model.
+            reference = origin.get(name, known.get(name))
             before, after = squares.setdefault(kind, ([], []))
             names.setdefault(kind, []).append(name)
             if reference is not None and reference.shape == value.shape:
                 before.append(_norm(reference.cpu()))
-                difference = value.to(_wide(value)) - reference.to("cpu", _wide(value))
-                # Zero stands for what the method's own codec leaves out.
-                value = difference.masked_fill(value == 0, 0) if sparse else difference
+                if name in origin:
+                    difference = value.to(_wide(value)) - reference.to("cpu", _wide(value))
+                    # Zero stands for what the method's own codec leaves out.
+                    value = difference.masked_fill(value == 0, 0) if sparse else difference
             after.append(_norm(value))
         found = {}
         for kind, (before, after) in squares.items():

@@ -88,6 +88,19 @@ def test_finite_poison_decides_nothing(target, change):
         assert torch.equal(found[name], value)
 
 
+@pytest.mark.parametrize(
+    ("name", "share"), [("FedNova", 0.33), ("EF21P", 0.33), ("FedBAT", 0.33), ("RandomCoordinates", 0.65)]
+)
+def test_changes_are_measured_as_changes(name, share):
+    """Whether clients send them or values: in both cases they are smaller than the weights."""
+    target = Target(name, METHODS[name].forms[0])
+    weights = torch.cat([value.flatten() for value in target.coordinator.server.model.values()]).norm()
+    intake, replies = target.intake(), {client: target.reply(client, data) for client, data in target.uploads.items()}
+    assert intake.take(replies, target.expected, target.steps) == {}
+    norms = [each["parameters"].norm for each in intake._changed.values()]
+    assert max(norms) < share * weights
+
+
 def test_no_honest_site_is_left_out_for_what_others_send(target):
     assert take(target, target.uploads)[0] == {}
     first, second, *_ = target.clients
