@@ -14,6 +14,8 @@ from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, S
 
 
 class Parts(PartAveraging):
+    whole = 1.0
+
     def part(self, model, client):
         return dict(model)
 
