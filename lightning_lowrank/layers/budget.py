@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lowrank.layers.factorization import MatrixProduct
+from lightning_lowrank.layers.precision import widened
 from lightning_lowrank.layers.settings import LowRankSettings
 from lightning_lowrank.layers.survey import Candidate
 
@@ -76,7 +77,10 @@ def _naming(layer: Candidate) -> Iterator[None]:
 
 
 class _Budget:
-    """The arithmetic of a budget over the weights to factorize. A number costs 1 or, in bytes, its size."""
+    """The arithmetic of a budget over the weights to factorize. A number costs 1 or, in bytes, its size.
+
+    Factors beside a frozen weight of 16 bits are of 32 bits, and so is what stays trained in such a model.
+    """
 
     def __init__(
         self, model: nn.Module, weights: Sequence[Tensor], settings: LowRankSettings, spared: Set[nn.Parameter]
@@ -87,14 +91,24 @@ class _Budget:
         def cost(tensor: Tensor) -> int:
             return tensor.element_size() if in_bytes else 1
 
+        def trained_cost(tensor: Tensor, wide: bool) -> int:
+            return torch.promote_types(tensor.dtype, torch.float32).itemsize if in_bytes and wide else cost(tensor)
+
+        # Beside a frozen weight they begin so; with freeze_rest, `widen` makes them so.
+        wide_factors = settings.role == "update" or settings.freeze_rest
         factorized = set(weights)
         outside = [p for p in model.parameters() if p not in factorized]
         trained = [p for p in outside if (p in spared if settings.freeze_rest else p.requires_grad)]
         self.settings, self.budget, self.weights = settings, settings.budget, weights
-        self.costs = [cost(weight) for weight in weights]
-        self.counts = Counter((tuple(weight.shape), cost(weight)) for weight in weights)
+        self.costs = [trained_cost(weight, wide_factors) for weight in weights]
+        # Shapes, with what a number costs in the weight and in its factors.
+        self.counts = Counter(
+            (tuple(weight.shape), cost(weight), of_factors)
+            for weight, of_factors in zip(weights, self.costs, strict=True)
+        )
         # What is trained outside the weights, and the dense model.
-        self.rest = sum(p.numel() * cost(p) for p in trained)
+        wide = widened(model, spared - factorized) if settings.freeze_rest else set()
+        self.rest = sum(p.numel() * trained_cost(p, p in wide) for p in trained)
         self.dense = sum(p.numel() * cost(p) for p in model.parameters() if p.requires_grad or settings.convert_frozen)
 
     def allowed(self, tolerated: float = 0.0) -> float:
@@ -107,18 +121,20 @@ class _Budget:
         return self.settings.factorization.trained_numbers(shape, rank, self.settings.half_frozen)
 
     def total(self, ranks: Mapping[tuple[int, ...], int]) -> int:
-        """Add up all that is trained; a weight stays dense where its factors would be larger."""
-        return self.rest + sum(
-            count * cost * min(math.prod(shape), self.numbers(shape, ranks[shape]))
-            for (shape, cost), count in self.counts.items()
-        )
+        """Add up all that is trained; a weight stays dense where its factors would be larger, unless they may be."""
+        total = self.rest
+        for (shape, of_weight, of_factors), count in self.counts.items():
+            numbers = self.numbers(shape, ranks[shape])
+            dense = numbers >= math.prod(shape) and not self.settings.allow_larger
+            total += count * (math.prod(shape) * of_weight if dense else numbers * of_factors)
+        return total
 
     def at_ratio(self, ratio: float) -> dict[tuple[int, ...], int]:
         """Return each shape's rank for a ratio, where a ratio of 0 or less means the smallest."""
         factorization, half_frozen = self.settings.factorization, self.settings.half_frozen
         return {
             shape: factorization.rank_for_ratio(shape, ratio, half_frozen) if ratio > 0 else 1
-            for shape, _ in self.counts
+            for shape, *_ in self.counts
         }
 
     def ranks(self) -> list[int]:
@@ -179,8 +195,9 @@ class _Budget:
         The total need not fall with the ratio (block sizes are rounded up), so the first that fits from above
         is the largest. No ratio above the bound fits: one rank more than a ratio gives holds at least its share.
         """
-        numbers = sum(count * cost * math.prod(shape) for (shape, cost), count in self.counts.items())
-        one_more = sum(count * cost * self.numbers(shape, 1) for (shape, cost), count in self.counts.items())
+        counts = self.counts.items()
+        numbers = sum(count * of_weight * math.prod(shape) for (shape, of_weight, _), count in counts)
+        one_more = sum(count * of_factors * self.numbers(shape, 1) for (shape, _, of_factors), count in counts)
         ratio = min(1.0, (allowed - self.rest + one_more) / numbers)
         ranks = self.at_ratio(ratio)
         factorization = self.settings.factorization

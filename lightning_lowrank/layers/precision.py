@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import copy
+from collections.abc import Collection, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -20,11 +21,9 @@ def widen(model: nn.Module, parameters: Collection[nn.Parameter]) -> None:
     float32 and return what they returned before; under autocast they compute as it says. A module that holds others
     beside them, such as a frozen weight with a trained bias, stays as it is.
     """
-    narrow = {parameter for parameter in parameters if parameter.is_floating_point() and parameter.itemsize < 4}
-    holders = [(module, set(own_parameters(module).values())) for module in model.modules()]
-    while mixed := {parameter for _, own in holders if own - narrow for parameter in own & narrow}:
-        narrow -= mixed
-    for module, own in holders:
+    narrow = widened(model, parameters)
+    for module in model.modules():
+        own = set(own_parameters(module).values())
         if own and own <= narrow:
             # Follows `model.float()` and the like, as the type of what comes next does.
             module.register_buffer(_BEFORE, next(iter(own)).new_empty(0), persistent=False)
@@ -32,6 +31,15 @@ def widen(model: nn.Module, parameters: Collection[nn.Parameter]) -> None:
             module.register_forward_hook(_as_before)
     for parameter in narrow:
         parameter.data = parameter.data.float()
+
+
+def widened(model: nn.Module, parameters: Collection[nn.Parameter]) -> set[nn.Parameter]:
+    """Return those of the parameters that `widen` gives another type."""
+    narrow = {parameter for parameter in parameters if parameter.is_floating_point() and parameter.itemsize < 4}
+    holders = [set(own_parameters(module).values()) for module in model.modules()]
+    while mixed := {parameter for own in holders if own - narrow for parameter in own & narrow}:
+        narrow -= mixed
+    return narrow
 
 
 def _as_parameters(
@@ -56,5 +64,16 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, Mapping):
-        return {name: _cast(each, dtype) for name, each in value.items()}
-    return tuple(_cast(each, dtype) for each in value) if isinstance(value, tuple) else value
+        cast = {name: _cast(each, dtype) for name, each in value.items()}
+        if type(value) is dict or not isinstance(value, MutableMapping):
+            return cast
+        # A mapping of a class of its own may hold its values as attributes too.
+        found = copy.copy(value)
+        for name, each in cast.items():
+            found[name] = each
+        return found
+    if isinstance(value, (list, tuple)):
+        each = [_cast(one, dtype) for one in value]
+        # A PackedSequence is a named tuple.
+        return type(value)(*each) if hasattr(value, "_fields") else type(value)(each)
+    return value

@@ -245,10 +245,16 @@ class LowRankSettings(LayerSettings):
         check_choice("budget_rule", self.budget_rule, BudgetRule)
         check_choice("allocation", self.allocation, Allocation)
         plain = (self.budget_unit, self.allocation) == ("share", "uniform")
-        if name != "budget" and not plain:
+        if name != "budget" and not (plain and self.budget_rule == "largest"):
             raise ValueError(
-                f"budget_unit={self.budget_unit!r} and allocation={self.allocation!r} divide a budget, but {name} is "
-                "given instead; give budget, or leave them out."
+                f"budget_unit={self.budget_unit!r}, budget_rule={self.budget_rule!r} and"
+                f" allocation={self.allocation!r} divide a budget, but {name} is given instead; give budget, or leave"
+                " them out."
+            )
+        if name == "budget" and self.train_base:
+            raise ValueError(
+                f"budget={self.budget} bounds all trained parameters, and train_base=True trains the weights beside"
+                " their factors: give rank, rank_ratio or ratio instead, or leave train_base out."
             )
         if self.allocation == "singular_values" and not isinstance(self.factorization, MatrixProduct):
             raise ValueError(

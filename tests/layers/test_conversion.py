@@ -420,6 +420,23 @@ def test_a_budget_in_parameters_or_bytes_is_met_and_used_up(unit, allocation):
     assert budget - largest_step < size() <= budget
 
 
+@pytest.mark.parametrize("role", ["update", "weight"])
+@pytest.mark.parametrize("allocation", ["uniform", "singular_values"])
+def test_bytes_are_those_of_the_factors_of_a_model_of_16_bits(role, allocation):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.LayerNorm(64)).bfloat16()
+    kept = {"freeze_rest": True, "keep_trained": ["2", "0.bias"]}
+    convert(model, MatrixProduct(), budget=7000, budget_unit="bytes", allocation=allocation, role=role, **kept)
+    size = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    assert 7000 - 2 * 128 * 4 < size <= 7000
+
+
+def test_a_budget_counts_factors_that_may_be_larger_than_the_weight():
+    model = nn.Sequential(nn.Linear(64, 1, bias=False), nn.Linear(64, 1, bias=False), nn.Linear(8, 8, bias=False))
+    with pytest.raises(ValueError, match=r"cannot be met.* with rank 1 in each of those it is 146"):
+        convert(model, MatrixProduct(), budget=0.7, allow_larger=True)
+
+
 @pytest.mark.parametrize("budget", [0.25, 0.5, 0.8])
 def test_singular_values_are_allocated_as_an_exhaustive_search_would(budget):
     """Equal layer sizes make the best choice a matter of the largest singular values alone."""
@@ -976,6 +993,8 @@ def test_printed_table_is_aligned(tower):
         ({"budget": 0.5, "allocation": "greedy"}, "allocation must be"),
         ({"budget": 0.5, "budget_rule": "authors", "allocation": "singular_values"}, "authors.* needs budget_unit"),
         ({"rank": 1, "allocation": "singular_values"}, "divide a budget, but rank is given"),
+        ({"rank": 1, "budget_rule": "authors"}, "budget_rule='authors'.* divide a budget, but rank is given"),
+        ({"budget": 0.5, "train_base": True}, "train_base=True trains the weights beside"),
         ({"rank_ratio": 0}, "rank_ratio must be above 0 and at most 1, but is 0"),
         ({"rank": 1, "alpha": 0}, "alpha must be"),
         ({"rank": 1, "alpha": 1, "role": "weight"}, 'role is "weight"'),

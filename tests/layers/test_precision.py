@@ -1,6 +1,7 @@
 """Trained parts of a model whose other weights have 16 bits."""
 
 import copy
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -77,3 +78,40 @@ def test_a_bias_beside_a_frozen_weight_keeps_its_type():
 
 def test_weights_of_32_bits_get_no_hooks():
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in converted(torch.float32).modules())
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.cells = nn.Linear(16, 16), nn.LSTM(16, 8, batch_first=True)
+
+    def forward(self, inputs, lengths):
+        packed = nn.utils.rnn.pack_padded_sequence(self.hidden(inputs), lengths, batch_first=True)
+        return self.cells(packed)[0]
+
+
+class Answer(OrderedDict):
+    """A mapping whose values are attributes as well, as those of transformers are."""
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        setattr(self, key, value)
+
+
+class Answering(nn.Linear):
+    def forward(self, inputs):
+        return Answer(logits=super().forward(inputs), states=[inputs])
+
+
+def test_what_is_given_and_returned_keeps_its_class():
+    model = Recurrent().bfloat16()
+    convert(model, MatrixProduct(), rank=2, freeze_rest=True, keep_trained=["cells"])
+    output = model(torch.randn(2, 5, 16, dtype=torch.bfloat16), torch.tensor([5, 3]))
+    assert isinstance(output, nn.utils.rnn.PackedSequence)
+    assert output.data.dtype == torch.bfloat16
+    answering = nn.Sequential(nn.Linear(16, 16), Answering(16, 3)).bfloat16()
+    convert(answering, MatrixProduct(), rank=2, include=["0"], freeze_rest=True, keep_trained=["1"])
+    answer = answering(torch.randn(2, 16, dtype=torch.bfloat16))
+    assert isinstance(answer, Answer)
+    assert answer.logits is answer["logits"]
+    assert {answer.logits.dtype, answer["states"][0].dtype} == {torch.bfloat16}
