@@ -888,6 +888,19 @@ def test_a_base_that_is_trained_beside_its_update(compute, kind):
     assert layer.factors["U"].grad.any()
 
 
+@pytest.mark.parametrize("decouple", [False, True])
+def test_factors_alone_are_scaled_in_both_ways_to_compute(decouple):
+    torch.manual_seed(0)
+    layer = LowRankLinear.from_dense(nn.Linear(8, 6), MatrixProduct(), rank=2, alpha=16, decouple=decouple)
+    with torch.no_grad():
+        for factor in layer.factors.values():
+            factor.normal_()
+    layer.active = "factors"
+    input = torch.randn(5, 8)
+    for layer.compute in ("dense", "contracted"):
+        torch.testing.assert_close(layer(input), nn.functional.linear(input, layer.update(), layer.bias))
+
+
 @pytest.mark.parametrize("settings", [{"role": "weight"}, {"alpha": 2.0}, {"dropout": 0.1}])
 def test_a_trained_base_is_refused_where_it_makes_no_sense(settings):
     with pytest.raises(ValueError, match="train_base=True"):
