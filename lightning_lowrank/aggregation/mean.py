@@ -58,14 +58,17 @@ class WeightedMean(Aggregator):
     def add(self, tensors: Mapping[str, Tensor], weight: float) -> None:
         values = [tensor.detach() for tensor in tensors.values()]
         if self.arrivals == 0:
-            self._sums = {name: to_float64(value) * weight for name, value in zip(tensors, values, strict=True)}
+            # An arrival without weight may hold numbers that are not finite.
+            scaled = [to_float64(value) * weight if weight else torch.zeros_like(to_float64(value)) for value in values]
+            self._sums = dict(zip(tensors, scaled, strict=True))
             self._remember(tensors)
             self._only = {name: value.clone() for name, value in zip(tensors, values, strict=True)}
             self._alike = {name: value for name, value in self._only.items() if _exceeds_sums(value)}
         else:
             check_names(tensors, self._sums)
-            sums = [self._sums[name] for name in tensors]
-            add_each(sums, [to_float64(value) for value in values], alpha=weight)
+            if weight:
+                sums = [self._sums[name] for name in tensors]
+                add_each(sums, [to_float64(value) for value in values], alpha=weight)
             self._only = {}
             self._alike = {name: value for name, value in self._alike.items() if torch.equal(value, tensors[name])}
         self.weight += weight
@@ -74,8 +77,15 @@ class WeightedMean(Aggregator):
     @override
     def add_stacks(self, stacks: Mapping[str, Tensor], weights: Sequence[float]) -> None:
         first = next(iter(stacks.values()), None)
-        if first is None or len(weights) == 1:
+        if first is None or len(weights) == 1 or not any(weights):
             super().add_stacks(stacks, weights)
+            return
+        if not all(weights):
+            weighing = [row for row, weight in enumerate(weights) if weight]
+            self.add_stacks(
+                {name: stack[weighing] for name, stack in stacks.items()}, [weights[row] for row in weighing]
+            )
+            self.arrivals += len(weights) - len(weighing)
             return
         shares = torch.tensor(weights, dtype=torch.float64, device=float64_device(first.device))
         sums = {}

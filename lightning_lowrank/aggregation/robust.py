@@ -572,8 +572,8 @@ class NormBound(DistanceRule):
     Args:
         bound: :math:`M`, above 0. ``None``: ``relative`` times the median of the round's norms.
         relative: How much longer than the median a change may be, above 0.
-        relative_weight: How much more than the median weight a client may weigh, above 0, such as 2. ``None``
-            (default): :math:`p_i` is the client's share of all weights, as in federated averaging.
+        relative_weight: How much more than the median of the weights above 0 a client may weigh, above 0, such as 2.
+            ``None`` (default): :math:`p_i` is the client's share of all weights, as in federated averaging.
         before: Pre-aggregations, see `RobustRule`. Mixed vectors have the mean weight of those in them.
 
     Raises:
@@ -605,10 +605,10 @@ class NormBound(DistanceRule):
     def weigh(self, gram: Tensor, byzantine: int, shares: Tensor) -> Tensor:
         norms = gram.diagonal().clamp(min=0).sqrt()
         bound = self.relative * float(norms.quantile(0.5)) if self.bound is None else self.bound
-        if self.relative_weight is not None:
-            shares = shares.clamp(max=self.relative_weight * float(shares.quantile(0.5)))
         if shares.sum() <= 0:
             raise ValueError(f"the weights of all {len(shares)} arrivals are 0, and a mean needs one above 0.")
+        if self.relative_weight is not None:
+            shares = shares.clamp(max=self.relative_weight * float(shares[shares > 0].quantile(0.5)))
         return shares / shares.sum() * clipping(norms, bound)
 
 

@@ -100,6 +100,23 @@ def test_integers_that_sums_would_round_are_kept(bits):
         assert torch.equal(mean.result()["w"], value)
 
 
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("weights", [[0, 2, 1], [2, 0, 1], [0, 3, 0]])
+def test_an_arrival_without_weight_changes_nothing(weights, stacked):
+    values = torch.tensor([[1.0, -torch.inf], [2.0, -torch.inf], [4.0, -torch.inf]])
+    values[weights.index(0)] = torch.nan
+    mean, others = WeightedMean(), WeightedMean()
+    if stacked:
+        mean.add_stacks({"w": values}, weights)
+    for value, weight in zip(values, weights, strict=True):
+        if not stacked:
+            mean.add({"w": value}, weight)
+        if weight:
+            others.add({"w": value}, weight)
+    assert mean.arrivals == 3
+    torch.testing.assert_close(mean.result(), others.result())
+
+
 def test_large_integers_that_differ_late_are_averaged():
     each, stacked = WeightedMean(), WeightedMean()
     last = LARGE + torch.tensor([0, 0, 9])

@@ -286,6 +286,13 @@ def test_arguments_are_checked(make, message):
         make()
 
 
+def test_the_median_weight_is_of_those_that_weigh():
+    rule = NormBound(10.0, relative_weight=1.0)
+    for value, weight in ((1.0, 10), (2.0, 0), (3.0, 0), (4.0, 0)):
+        rule.add({"w": torch.tensor([value])}, weight)
+    assert rule.result()["w"].item() == 1.0
+
+
 def test_arrivals_without_weight_are_refused_where_weights_count():
     rule = NormBound()
     rule.add({"w": torch.ones(1)}, 0.0)
