@@ -261,12 +261,12 @@ def _with_changes(
             change = new.double().cpu() - old.double().cpu()
             change = change.T if by_input else change.flatten(1)
             scaling = layer.alpha / (math.sqrt(layer.rank) if layer.rank_stabilized else layer.rank)
-            left, right = tensors[layer.B], tensors[layer.A]
-            total = change + scaling * left.double().cpu() @ right.double().cpu().T
-            B, A = _factors_of(total, old, left.dtype)
+            left, right = (tensors[name].double().cpu() for name in (layer.B, layer.A))
+            product = (left @ _core(layer, tensors).double().cpu() if layer.core else left) @ right.T
+            B, A = _factors_of(change + scaling * product, old, tensors[layer.B].dtype)
             tensors[layer.B], tensors[layer.A] = B, A.T
             alpha = math.sqrt(len(A)) if layer.rank_stabilized else float(len(A))
-            layer = replace(layer, rank=len(A), alpha=alpha)
+            layer = replace(layer, rank=len(A), alpha=alpha, core=())
         found.append(layer)
     return tuple(found), tensors
 

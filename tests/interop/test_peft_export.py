@@ -99,6 +99,24 @@ def test_cores_are_multiplied_into_the_adapter(tmp_path, network, heads, stabili
         import_adapter(tmp_path, converted)
 
 
+@pytest.mark.parametrize("again", [0.0, 0.5])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_cores_beside_a_changed_weight_are_part_of_the_change(tmp_path, heads, again):
+    torch.manual_seed(0)
+    base = nn.Sequential(nn.Linear(16, 12))
+    converted = copy.deepcopy(base)
+    convert(converted, CoreProduct(heads=heads), rank=3, freeze_rest=True)
+    with torch.no_grad():
+        converted[0].factors["H"].normal_()
+        converted[0].fold()
+        converted[0].factors["H"].normal_().mul_(again)
+    export_adapter(converted, tmp_path, base=base)
+    loaded = peft().PeftModel.from_pretrained(copy.deepcopy(base), tmp_path)
+    inputs = torch.randn(3, 16)
+    torch.testing.assert_close(loaded(inputs), converted(inputs))
+    assert not torch.allclose(loaded(inputs), base(inputs), atol=1e-3)
+
+
 def test_the_configuration_says_what_differs_between_layers(tmp_path):
     base = Gpt()
     convert(base, MatrixProduct(), rank={"square": 2, "wide": 2, "last": 1}, alpha=3, **LORA, freeze_rest=True)
