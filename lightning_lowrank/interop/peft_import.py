@@ -218,8 +218,9 @@ def _read(folder: Path) -> tuple[dict[str, _Adapter], dict[str, Tensor], dict[st
                 embeddings.add(match[1])
         elif ".lora_" in name:
             raise misconfigured(f"{folder} holds {name}, which is not a factor of plain LoRA.")
-        else:
-            rest[name.replace(".base_layer.", ".")] = value
+        elif ".original_module." not in name:
+            # With bias="all", PEFT writes the biases of modules_to_save by the names of both copies as well.
+            rest[name.replace(".base_layer.", ".").replace(".modules_to_save.", ".")] = value
     if not factors:
         raise misconfigured(f"{folder / WEIGHTS_FILE} holds no LoRA factors.")
     adapters = {name: _adapter(name, parts, name in embeddings, config) for name, parts in factors.items()}

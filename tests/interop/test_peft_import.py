@@ -34,6 +34,21 @@ from tests.interop.helpers import (
 )
 
 
+def test_all_biases_beside_modules_that_are_saved(tmp_path):
+    torch.manual_seed(0)
+    base, inputs = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3)), torch.randn(2, 8)
+    settings = peft().LoraConfig(r=2, target_modules=["0"], bias="all", modules_to_save=["1"])
+    wrapped = peft().get_peft_model(copy.deepcopy(base), settings)
+    with torch.no_grad():
+        for value in wrapped.parameters():
+            if value.requires_grad:
+                value.normal_()
+    wrapped.save_pretrained(tmp_path)
+    names = safetensors.torch.load_file(tmp_path / "adapter_model.safetensors").keys()
+    assert any(".original_module." in name for name in names)
+    torch.testing.assert_close(import_adapter(tmp_path, base)(inputs), wrapped(inputs))
+
+
 def test_an_adapter_of_peft_with_embeddings_saved(tmp_path):
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(vocab_size=13, n_positions=9, n_embd=8, n_layer=1, n_head=2)
