@@ -124,6 +124,11 @@ class LayerSettings:
             value = getattr(self, name)
             if value is not None:
                 check_number(name, value, above=0)
+        if self.init_scale is not None and self.decomposes:
+            raise ValueError(
+                f"init_scale={self.init_scale!r} is the bound of uniform draws, and the factors start as the weight's"
+                ' decomposition: set init="uniform", or leave it out.'
+            )
         if self.rank_stabilized and self.alpha is None:
             raise ValueError("rank_stabilized=True divides alpha by √rank, but alpha is None; give alpha.")
         check_number("dropout", self.dropout, least=0, below=1)

@@ -997,6 +997,7 @@ def test_printed_table_is_aligned(tower):
         ({"budget": 0.5, "train_base": True}, "train_base=True trains the weights beside"),
         ({"rank_ratio": 0}, "rank_ratio must be above 0 and at most 1, but is 0"),
         ({"rank": 1, "alpha": 0}, "alpha must be"),
+        ({"rank": 1, "role": "weight", "init_scale": 2}, "init_scale=2 is the bound of uniform draws"),
         ({"rank": 1, "alpha": 1, "role": "weight"}, 'role is "weight"'),
         ({"rank": 1, "dropout": 1.0}, "dropout must be"),
         ({"rank": 1, "dropout": 0.1, "role": "weight"}, 'role is "weight"'),
