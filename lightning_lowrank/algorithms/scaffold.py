@@ -131,16 +131,16 @@ class SCAFFOLD(Algorithm):
         model, changes = _split(message.tensors)
         server.aggregator.add(model, weight)
         sums = server.state.get("changes", {})
-        if client.id in server.state.get("lost", ()):
+        if client.id in server.state.get("forgotten", ()):
             # Its change is one from 0, and the sum of all holds the variate that it had.
-            server.state["lost"] = [each for each in server.state["lost"] if each != client.id]
+            server.state["forgotten"] = [each for each in server.state["forgotten"] if each != client.id]
             changes = _zeros(changes)
         wide = {name: to_float64(change) for name, change in changes.items()}
         server.state["changes"] = {name: change + sums[name] if sums else change for name, change in wide.items()}
 
     def forget(self, server: Server, client: ClientInfo) -> None:
         """Leave the client's part of the control variate as it is until its next but one answer."""
-        server.state["lost"] = [*server.state.get("lost", []), client.id]
+        server.state["forgotten"] = [*server.state.get("forgotten", []), client.id]
 
     @torch.no_grad()
     def aggregate(self, server: Server) -> None:

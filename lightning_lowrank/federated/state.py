@@ -161,7 +161,7 @@ class Server:
         round: Number of the round, from 0.
         cohort: Ids of the clients drawn for the round, ascending.
         model: Global values of the trained parameters and persistent buffers, by name.
-        state: What the method keeps on the server between rounds.
+        state: What the method keeps on the server between rounds. ``state["lost"]`` is what `take` keeps there.
         aggregator: The round's arrivals so far.
         announcement: What every side hears with the round's broadcast, clients that sit the round out included. Set by
             `announce`.

@@ -197,3 +197,19 @@ def test_a_client_that_lost_its_variate_changes_no_sum():
     algorithm.forget(server, ClientInfo(1, 1, 0, 0))
     assert make_round(0, {0: 2.0, 1: 50.0}) == 4.0
     assert make_round(1, {0: 0.0, 1: 2.0}) == 5.0
+
+
+def test_a_lost_variate_goes_with_sixteen_bits():
+    """What rounding took from the weights is kept in the server's state too, and stays as it is."""
+    algorithm = SCAFFOLD()
+    server = Server(Base(nn.Linear(1, 1), seed=0), clients=1, model={"w": torch.ones(1, dtype=torch.bfloat16)})
+    spacing = torch.finfo(torch.bfloat16).eps
+    for number in range(8):
+        algorithm.begin_round(server)
+        # A quarter of the spacing in each round, as it is in the mean's single precision.
+        server.aggregator.add({"w": server.model["w"].float() + spacing / 4}, 1.0)
+        server.state["changes"] = {"w": torch.zeros(1)}
+        algorithm.aggregate(server)
+        server.aggregator = server.aggregator.fresh()
+        algorithm.forget(server, ClientInfo(0, 1, number, 0))
+    assert server.model["w"].item() == 1 + 2 * spacing
