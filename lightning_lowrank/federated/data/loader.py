@@ -437,7 +437,7 @@ def check_loader(loader: Any, training: bool = True) -> DataLoader:
 
     Raises:
         MisconfigurationException: If it is anything but a plain `torch.utils.data.DataLoader` over a map-style
-            dataset, in order or shuffled.
+            dataset, all of it in order or shuffled.
     """
     hook = "train_dataloader()" if training else "val_dataloader() and test_dataloader()"
     if not training and isinstance(loader, (list, tuple)) and len(loader) == 1:
@@ -456,15 +456,19 @@ def check_loader(loader: Any, training: bool = True) -> DataLoader:
             f"{needed} got one with a batch_sampler or batch_size=None, whose batches cannot be cut client by client:"
             " give it batch_size and shuffle instead."
         )
-    sampler = loader.sampler
-    plain = isinstance(sampler, SequentialSampler) or (
-        isinstance(sampler, RandomSampler)
-        and not (training and (sampler.replacement or sampler.num_samples != len(sampler.data_source)))
-    )
-    if not plain:
+    sampler: Any = loader.sampler
+    # Not a subclass, which may draw in its own way.
+    plain = type(sampler) in (SequentialSampler, RandomSampler, LengthGroupedSampler)
+    part = ""
+    if plain and sampler.data_source is not loader.dataset:
+        drawn, size = len(sampler.data_source), len(loader.dataset)  # type: ignore[arg-type]
+        part = f" over {drawn} of {size} samples" if drawn != size else ""
+    if plain and training and isinstance(sampler, RandomSampler):
+        plain = not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+    if not plain or part:
         raise MisconfigurationException(
-            f"{needed} got one that draws with {type(sampler).__name__}, which cannot be done client by client: use"
-            " shuffle=True or shuffle=False without a sampler, and choose samples with torch.utils.data.Subset."
+            f"{needed} got one that draws with {type(sampler).__name__}{part}, which cannot be done client by client:"
+            " use shuffle=True or shuffle=False without a sampler, and choose samples with torch.utils.data.Subset."
         )
     if type(loader).__iter__ is not DataLoader.__iter__:
         raise MisconfigurationException(

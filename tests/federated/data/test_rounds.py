@@ -5,7 +5,8 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, TensorDataset
 
 from lightning_lowrank.federated.data import Dirichlet
 from lightning_lowrank.federated.data.lengths import LengthGroupedSampler
@@ -40,6 +41,44 @@ def test_processes_share_the_clients_and_end_together():
     assert sorted(chunk.clients[0] for plan in plans for chunk in plan.chunks) == list(whole.clients)
     assert {plan.clients for plan in plans} == {whole.clients}
     assert {plan.total for plan in plans} == {max(plan.trained for plan in plans)}
+
+
+class Reversed(SequentialSampler):
+    def __iter__(self):
+        return reversed(range(len(self.data_source)))
+
+
+class Twice(RandomSampler):
+    def __iter__(self):
+        return iter([0] * len(self.data_source))
+
+
+@pytest.mark.parametrize(
+    ("sampler", "training", "message"),
+    [
+        (SequentialSampler(range(20)), True, r"SequentialSampler over 20 of 203 samples"),
+        (SequentialSampler(range(20)), False, r"SequentialSampler over 20 of 203 samples"),
+        (RandomSampler(range(20)), True, r"RandomSampler over 20 of 203 samples"),
+        (RandomSampler(DATA, num_samples=20), True, r"RandomSampler"),
+        (RandomSampler(DATA, replacement=True), True, r"RandomSampler"),
+        (Reversed(DATA), True, r"Reversed"),
+        (Reversed(DATA), False, r"Reversed"),
+        (Twice(DATA), True, r"Twice"),
+        (LengthGroupedSampler(range(20), torch.ones(20), 8), True, r"LengthGroupedSampler over 20 of 203 samples"),
+    ],
+)
+def test_loaders_that_leave_samples_out_or_draw_in_their_own_way_are_refused(sampler, training, message):
+    with pytest.raises(MisconfigurationException, match=rf"draws with {message}.*torch\.utils\.data\.Subset"):
+        check_loader(DataLoader(DATA, batch_size=8, sampler=sampler), training)
+
+
+def test_loaders_that_draw_all_samples_pass():
+    for sampler in (None, RandomSampler(range(203)), SequentialSampler(DATA), RandomSampler(DATA, num_samples=203)):
+        user = DataLoader(DATA, batch_size=8, sampler=sampler)
+        assert check_loader(user) is user
+    # Only the dataset of such a loader is read.
+    user = DataLoader(DATA, batch_size=8, sampler=RandomSampler(DATA, num_samples=20))
+    assert check_loader(user, training=False) is user
 
 
 @pytest.mark.parametrize(("chunk_size", "workers"), [(1, 0), (4, 0), (4, 1)])
