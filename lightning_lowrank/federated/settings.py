@@ -80,7 +80,8 @@ class FederatedSettings(Configured):
         min_clients: Least number of clients that must answer in a round; fewer are an error. Default 1.
         sampling_weights: Relative chance of each client to be drawn; uniform by default.
         participants: Ids of the clients of each round, given instead of drawn.
-        availability: For each client the chance that it is there in a round, or a function of client id and round.
+        availability: For each client the chance, from 0 to 1, that it is there in a round, or a function of client id
+            and round that returns it, or True or False.
         system: How long clients' messages and steps would take, such as ``SystemModel(bandwidth=1.25e6, speed=1e10)``,
             and after what time the server goes on without those that are late. ``None`` (default): rounds have no time.
         labels: Function from the training dataset to its labels, for partitions by label. By default they are found
@@ -173,7 +174,7 @@ class FederatedSettings(Configured):
     min_clients: int = 1
     sampling_weights: list[float] | None = None
     participants: list[list[int]] | None = None
-    availability: list[float] | Callable[[int, int], bool] | None = None
+    availability: list[float] | Callable[[int, int], float] | None = None
     system: SystemModel | None = None
     labels: Callable[[Dataset], Sequence[Any]] | None = None
     seed: int | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -127,7 +128,7 @@ class RoundPlanner:
     per_round: int
     sampling_weights: Sequence[float] | None = None
     participants: Sequence[Sequence[int]] | None = None
-    availability: Sequence[float] | Callable[[int, int], bool] | None = None
+    availability: Sequence[float] | Callable[[int, int], float] | None = None
     failure_probability: float = 0.0
     poisson: bool = False
     sampling_seed: Callable[[int], int] | None = None
@@ -227,10 +228,9 @@ class RoundPlanner:
         eligible = self.batches > 0
         if self.sampling_weights is not None:
             eligible &= np.asarray(self.sampling_weights) > 0
-        if callable(self.availability):
-            eligible &= [bool(self.availability(client, round_number)) for client in range(len(self.batches))]
-        elif self.availability is not None:
-            eligible &= _chances(len(self.batches), self.seed, "availability", round_number) < self.availability
+        if self.availability is not None:
+            luck = _chances(len(self.batches), self.seed, "availability", round_number)
+            eligible &= luck < self._availability_in(round_number)
         ids = np.flatnonzero(eligible)
         if not len(ids):
             raise MisconfigurationException(
@@ -245,6 +245,25 @@ class RoundPlanner:
         draws = generator(seed, "sampling", round_number)
         chosen = torch.multinomial(torch.from_numpy(weights.astype(np.float64)), count, generator=draws)
         return sorted(ids[chosen.numpy()].tolist())
+
+    def _availability_in(self, round_number: int) -> Sequence[float]:
+        """Return each client's chance to be there in a round."""
+        assert self.availability is not None
+        if not callable(self.availability):
+            return self.availability
+        chances = []
+        for client in range(len(self.batches)):
+            value = self.availability(client, round_number)
+            try:
+                chances.append(float(value))
+            except (TypeError, ValueError, RuntimeError):
+                chances.append(math.nan)
+            if not 0 <= chances[-1] <= 1:
+                raise MisconfigurationException(
+                    f"availability gave {value!r} for client {client} in round {round_number}: a function must return"
+                    " a chance from 0 to 1, or True or False."
+                )
+        return chances
 
     def _answering(self, round_number: int, drawn: list[int]) -> tuple[list[int], list[int]]:
         if not self.failure_probability:

@@ -43,6 +43,27 @@ def test_processes_share_the_clients_and_end_together():
     assert {plan.total for plan in plans} == {max(plan.trained for plan in plans)}
 
 
+def test_a_function_gives_chances_as_a_list_does():
+    chances = np.linspace(0, 1, 12).tolist()
+    drawn = {
+        name: [planner(per_round=12, availability=given).plan(number).clients for number in range(20)]
+        for name, given in {
+            "list": chances,
+            "function": lambda client, number: chances[client],
+            "of round": lambda client, number: np.bool_(client == number % 12 or client == 11),
+        }.items()
+    }
+    assert drawn["function"] == drawn["list"]
+    assert 0 < sum(4 in clients for clients in drawn["function"]) < 20
+    assert drawn["of round"] == [tuple(sorted({number % 12, 11})) for number in range(20)]
+
+
+@pytest.mark.parametrize("value", [1.5, -0.1, float("nan"), None])
+def test_a_function_that_gives_no_chance_is_refused(value):
+    with pytest.raises(MisconfigurationException, match=rf"availability gave {value} for client 3 in round 1"):
+        planner(availability=lambda client, number: value if client == 3 else True).plan(1)
+
+
 class Reversed(SequentialSampler):
     def __iter__(self):
         return reversed(range(len(self.data_source)))
