@@ -455,8 +455,8 @@ class FromIndices(Partition):
     Args:
         indices: The sample indices of each client: a list with a list for each client; or a dictionary from the
             clients' names to such lists, numbered in ascending order of the names (as numbers where all names are
-            integers, such as JSON's ``"0"`` to ``"10"``), which the result keeps; or the path of a ``.json`` or ``.pt``
-            file that holds either (``.pt`` as written by `torch.save`, tensors or plain lists).
+            integers without leading zeros, such as JSON's ``"0"`` to ``"10"``), which the result keeps; or the path of
+            a ``.json`` or ``.pt`` file that holds either (``.pt`` as written by `torch.save`, tensors or plain lists).
 
     Raises:
         MisconfigurationException: If the file cannot be read, an index is out of range or occurs twice, or ``clients``
@@ -508,8 +508,9 @@ def _read_indices(path: Path) -> Any:
 
 
 def _sorted_clients(content: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Sort by name, as numbers where all names are written integers."""
-    if all(isinstance(name, str) and re.fullmatch("[0-9]+", name) for name in content):
+    """Sort by name, as numbers where all names are integers as Python writes them."""
+    # Others, such as "007", are names that a number would change, or make equal to another's.
+    if all(isinstance(name, str) and re.fullmatch("0|[1-9][0-9]*", name) for name in content):
         content = {int(name): part for name, part in content.items()}
     try:
         return dict(sorted(content.items(), key=lambda item: item[0]))

@@ -413,6 +413,9 @@ def test_from_indices_takes_lists_and_files(form, clients, tmp_path):
         ({"10": [1], "9": [3, 0]}, (9, 10)),
         ({10: [1], 9: [3, 0]}, (9, 10)),
         ({"b": [1], "a": [3, 0]}, ("a", "b")),
+        ({"1": [1], "01": [3, 0]}, ("01", "1")),
+        ({"010": [1], "007": [3, 0]}, ("007", "010")),
+        ({"10": [1], "0": [3, 0]}, (0, 10)),
     ],
 )
 def test_from_indices_numbers_named_clients_in_order(given, names):
