@@ -175,6 +175,6 @@ def arguments_of(thing: object) -> dict[str, Any]:
     for name, value in recorded_arguments(thing).items():
         default = defaults.get(name, inspect.Parameter.empty)
         # Where an empty list is kept in the place of None or of an empty tuple, it is the default as well.
-        if repr(value) != repr(default) and not (value in ([], (), {}) and not default):
+        if repr(value) != repr(default) and not (isinstance(value, (list, tuple, dict)) and not value and not default):
             found[name] = value
     return found

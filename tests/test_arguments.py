@@ -166,6 +166,16 @@ def test_callbacks_show_their_arguments():
     assert repr(ConvergenceMonitor()) == "ConvergenceMonitor()"
 
 
+def test_arguments_that_are_arrays_are_shown():
+    class Own(arguments.Configured):
+        def __init__(self, given=None, others=()):
+            self.given, self.others = given, list(others)
+
+    assert arguments.arguments_of(Own(np.ones(3))).keys() == {"given"}
+    assert arguments.arguments_of(Own(torch.ones(3), [1])).keys() == {"given", "others"}
+    assert arguments.arguments_of(Own()) == {}
+
+
 def test_what_constructors_were_given():
     class Base(arguments.Configured):
         def __init__(self, kept, renamed=2, **rest):

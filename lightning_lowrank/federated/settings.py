@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, Literal
 
+import numpy as np
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -194,10 +195,25 @@ class FederatedSettings(Configured):
         self.seed = default_seed() if self.seed is None else self.seed
         self.partition = IID() if self.partition is None else self.partition
         self.aggregator = WeightedMean() if self.aggregator is None else self.aggregator
+        self._list_chances()
         self._check_parts()
         self._check_rounds()
         self._check_clients()
         self._check_privacy()
+
+    def _list_chances(self) -> None:
+        """Keep arrays and tensors as lists, and refuse what is neither a list nor a function that may be given."""
+        for name, other in (("sampling_weights", ""), ("availability", ", or a function of client id and round")):
+            values = getattr(self, name)
+            if isinstance(values, (np.ndarray, Tensor)) and values.ndim == 1:
+                values = values.tolist()
+                setattr(self, name, values)
+            _check(
+                values is None
+                or (isinstance(values, Sequence) and not isinstance(values, str))
+                or (bool(other) and callable(values)),
+                f"{name} must be a list with a number for each client{other}, got {values!r}",
+            )
 
     def _check_parts(self) -> None:
         parts = (

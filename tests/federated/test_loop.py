@@ -4,6 +4,7 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -560,11 +561,27 @@ def test_refuses_no_loader(tmp_path):
         ({"clients": 4, "participants": [[0]], "clients_per_round": 1}, "clients_per_round"),
         ({"clients": 4, "partition": "iid"}, "partition"),
         ({"clients": 4, "algorithm": "FedAvg"}, "algorithm must be an Algorithm"),
+        ({"clients": 4, "sampling_weights": torch.tensor([1.0, -1.0])}, r"not negative, got \[1\.0, -1\.0\]"),
+        ({"clients": 4, "sampling_weights": np.ones((2, 2))}, "sampling_weights must be a list with a number"),
+        ({"clients": 4, "sampling_weights": lambda client: 1}, "sampling_weights must be a list with a number"),
+        ({"clients": 4, "availability": np.full(4, 90.0)}, r"in \[0, 1\], got \[90\.0"),
+        ({"clients": 4, "availability": {0: 0.5}}, "availability must be a list with a number .* or a function"),
+        ({"clients": 4, "availability": 0.5}, "availability must be a list with a number"),
     ],
 )
 def test_refuses_arguments(arguments, message):
     with pytest.raises(MisconfigurationException, match=message):
         FederatedLoop(**{"algorithm": FedAvg(), **arguments})
+
+
+@pytest.mark.parametrize("name", ["sampling_weights", "availability"])
+def test_arrays_and_tensors_are_lists(name):
+    for values in (np.array([0.5, 1, 0]), torch.tensor([0.5, 1, 0])):
+        loop = FederatedLoop(FedAvg(), clients=4, **{name: values})
+        assert getattr(loop, name) == [0.5, 1, 0]
+        assert f"{name}=[0.5, 1.0, 0.0]" in repr(loop)
+        with pytest.raises(MisconfigurationException, match=f"{name} has 3 entries for 4 clients"):
+            loop.cohort_size(4)
 
 
 @pytest.mark.parametrize(
