@@ -54,7 +54,8 @@ class MaskAbsentClasses(Objective):
 
     Raises:
         MisconfigurationException: If ``masking`` is neither. When a fit begins, if there is no such submodule, the
-            number of classes is not known, the training data has no labels, or the module has a ``label_smoothing``.
+            number of classes is not known, the training data has no labels, or others than from 0 to ``classes`` - 1,
+            or the module has a ``label_smoothing``.
 
     Example:
         >>> from lightning_lowrank import FedAvg, FederatedLoop, LabelCount, MaskAbsentClasses
@@ -91,7 +92,15 @@ class MaskAbsentClasses(Objective):
                 f"label_smoothing={smoothing} spreads over all classes, and MaskAbsentClasses leaves some out: use one"
                 " of them."
             )
-        present = torch.zeros(classes, dtype=torch.bool).index_fill_(0, labels.unique(), True)
+        found = labels.unique()
+        others = found if found.is_floating_point() else found[(found < 0) | (found >= classes)]
+        if len(others):
+            raise MisconfigurationException(
+                f"MaskAbsentClasses needs integer labels from 0 to {classes - 1}, for classes={classes}, and client"
+                f" {client.id} has others: {others[:5].tolist()}. Give the number of classes that the labels have, or"
+                " count labels from 0."
+            )
+        present = torch.zeros(classes, dtype=torch.bool).index_fill_(0, found, True)
         client.round_state[self._KEY] = present.to(client.base.device)
 
     def loss(self, step: LocalStep, batch: Any, training_step: Callable[[], Any]) -> Any:

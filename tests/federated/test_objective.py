@@ -10,6 +10,7 @@ from torch.utils.data import TensorDataset
 
 from lightning_lowrank import FedAvg, FedDyn, FederatedLoop, FromIndices, MaskAbsentClasses, Objective
 from lightning_lowrank.federated.objective import Call, add_to_loss, loss_of, part_of, recorded, with_weights
+from lightning_lowrank.federated.state import Base, ClientContext
 from lightning_lowrank.models import Classifier
 from tests.algorithms.written_out import assert_close, bare, resumed_ends
 from tests.helpers import Data, Module, assert_same, blobs, fit, network, trainer, weights
@@ -124,6 +125,20 @@ def test_masking_needs_labels(tmp_path):
     loop = FederatedLoop(FedAvg(), clients=2, objective=MASK(), summary=False)
     with pytest.raises(MisconfigurationException, match="needs labels"):
         fit(trainer(tmp_path, loop, max_epochs=1, limit_val_batches=0), Regression(), Data(Unlabelled()))
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ([4, 0, 7, 4], r"labels from 0 to 3, for classes=4, and client 2 has others: \[4, 7\]"),
+        ([-1, 0], r"client 2 has others: \[-1\]"),
+        ([0.5, 1.0], r"client 2 has others: \[0\.5, 1\.0\]"),
+    ],
+)
+def test_labels_that_are_no_classes_are_refused(labels, message):
+    client = ClientContext(2, 3, 0, 0, Base(Module(), seed=0), {}, find_labels=lambda: torch.tensor(labels))
+    with pytest.raises(MisconfigurationException, match=message):
+        MASK().begin(client)
 
 
 def test_an_objective_must_be_one():
