@@ -20,7 +20,7 @@ from lightning_lowrank.configuration import check_integer
 from lightning_lowrank.federated import FederatedLoop
 from lightning_lowrank.federated.evaluation import CompletesModels
 from lightning_lowrank.federated.randomness import StepRandomness
-from lightning_lowrank.internals.lightning import check_namespace
+from lightning_lowrank.internals.lightning import batch_transfer, check_namespace
 from lightning_lowrank.internals.torch import BATCH_NORMS
 from lightning_lowrank.seeding import derive_seed, generator
 
@@ -243,8 +243,7 @@ class StaticBatchNorm(Configured, Callback, CompletesModels):
 
     @staticmethod
     def _inputs(trainer: pl.Trainer, loader: Any, count: int | None) -> Iterator[Any]:
-        for batch in islice(_in_one_order(loader), count):
-            yield trainer.strategy.batch_to_device(trainer.precision_plugin.convert_input(batch), dataloader_idx=0)
+        yield from map(batch_transfer(trainer), islice(_in_one_order(loader), count))
 
 
 def _loop_of(trainer: Any) -> FederatedLoop | None:

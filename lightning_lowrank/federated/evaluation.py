@@ -27,7 +27,7 @@ from lightning_lowrank.federated.data.device import DeviceData
 from lightning_lowrank.federated.data.loader import Request, SeededBatches, batch_reader, check_loader
 from lightning_lowrank.federated.randomness import StepRandomness, step_seed
 from lightning_lowrank.federated.state import copy_into, trained_tensors
-from lightning_lowrank.internals.lightning import overrides
+from lightning_lowrank.internals.lightning import batch_transfer, overrides
 from lightning_lowrank.layers import low_rank_layers, unmerge
 from lightning_lowrank.seeding import derive_seed
 
@@ -268,20 +268,14 @@ class _Step:
             )
         self._takes_index = is_param_in_hook_signature(own, "batch_idx", min_args=2)
         self._takes_loader = is_param_in_hook_signature(own, "dataloader_idx", explicit=True)
-        self._trainer = trainer
         self._module = module
         self._kind = kind
         self.starts_clients = overrides(module, f"on_{kind}_start") and not overrides(module, f"on_{kind}_end")
         self._run = getattr(trainer.strategy, name)
-        datamodule = getattr(trainer, "datamodule", None)
-        hook = "on_before_batch_transfer"
-        own_transfer = datamodule is not None and is_overridden(hook, datamodule)
-        self._before_transfer = getattr(datamodule if own_transfer else module, hook)
+        self._transfer = batch_transfer(trainer)
 
     def __call__(self, batch: Any, number: int) -> None:
-        batch = self._trainer.precision_plugin.convert_input(batch)
-        batch = self._before_transfer(batch, 0)
-        batch = self._trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+        batch = self._transfer(batch)
         indices = (number, 0) if self._takes_loader else (number,) if self._takes_index else ()
         self.hook("batch_start", batch, number)
         output = self._run(batch, *indices)

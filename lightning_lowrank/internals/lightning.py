@@ -21,6 +21,7 @@ from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler,
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -107,6 +108,19 @@ def overrides(listener: pl.Callback | pl.LightningModule | pl.LightningDataModul
 def is_training(trainer: Any) -> bool:
     """Return ``trainer.training``, which compares texts."""
     return trainer.state.stage is RunningStage.TRAINING
+
+
+def batch_transfer(trainer: Any) -> Callable[[Any], Any]:
+    """Return a function that brings a batch to the device as Lightning's loops do: in the precision, with all hooks."""
+    hook, datamodule = "on_before_batch_transfer", getattr(trainer, "datamodule", None)
+    from_data = datamodule is not None and is_overridden(hook, datamodule)
+    before = getattr(datamodule if from_data else trainer.lightning_module, hook)
+
+    def transfer(batch: Any) -> Any:
+        batch = before(trainer.precision_plugin.convert_input(batch), 0)
+        return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+
+    return transfer
 
 
 class LastBatch:

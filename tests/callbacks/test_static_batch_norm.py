@@ -320,6 +320,22 @@ def test_samples_that_are_held_out_or_given_to_no_client_have_no_part(tmp_path):
     check([(weights(module.net), module.net[1].running_mean, module.net[1].running_var)], [inputs[trained]])
 
 
+@pytest.mark.parametrize("owner", ["module", "datamodule"])
+@pytest.mark.parametrize("federated", [False, True])
+def test_inputs_are_those_that_the_hook_before_the_transfer_gives(tmp_path, federated, owner):
+    def scaled(self, batch, dataloader_idx):
+        return [3 * batch[0], batch[1]]
+
+    kinds = {"module": Callable, "datamodule": Data}
+    kinds[owner] = type("Scaled", (kinds[owner],), {"on_before_batch_transfer": scaled})
+    inputs, targets = blobs(102).tensors
+    module, data = kinds["module"](), kinds["datamodule"](TensorDataset(inputs, targets), batch_size=102)
+    loop = FederatedLoop(FedAvg(), partition=FromIndices(CLIENTS), buffers="local", summary=False)
+    settings = {"max_epochs": 1, "limit_val_batches": 0}
+    fit(trainer(tmp_path, *([loop] if federated else []), StaticBatchNorm(), **settings), module, data)
+    check([(weights(module.net), module.net[1].running_mean, module.net[1].running_var)], [3 * inputs])
+
+
 def test_validations_inside_an_epoch(tmp_path, monkeypatch):
     passes = []
     monkeypatch.setattr(static_batch_norm, "update_bn", lambda *arguments: passes.append(1) or update_bn(*arguments))

@@ -194,6 +194,20 @@ def test_steps_that_need_values_are_counted(tmp_path):
     assert count(tmp_path, FedAvg(), Branches()) == FORWARD + BACKWARD
 
 
+def test_steps_are_counted_on_what_reaches_them(tmp_path):
+    """In the trainer's precision, and as the module's hook before the transfer gives it."""
+
+    class Twice(Module):
+        def on_before_batch_transfer(self, batch, dataloader_idx):
+            return [torch.cat([batch[0], batch[0]], dim=1), batch[1]]
+
+    loop = FederatedLoop(FedAvg(), clients=2, system=SystemModel(speed=1e6), summary=False)
+    fit(trainer(tmp_path, loop, max_epochs=1, precision="64-true"), Twice(network(12)), Data())
+    counted = loop.coordinator.clock.operations.of_sample(loop.coordinator.info(0))
+    # The first layer's forward pass and its weight's gradient are of twice the size.
+    assert counted == FORWARD + BACKWARD + 4 * math.prod(LAYERS[0])
+
+
 def test_steps_that_need_the_trainer_are_refused(tmp_path):
     class Asks(Module):
         def training_step(self, batch, batch_idx):

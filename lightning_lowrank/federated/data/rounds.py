@@ -32,6 +32,7 @@ from lightning_lowrank.federated.fingerprint import describe, digest
 from lightning_lowrank.federated.progress import Progress
 from lightning_lowrank.federated.randomness import StepRandomness
 from lightning_lowrank.federated.settings import FederatedSettings
+from lightning_lowrank.internals.lightning import batch_transfer
 from lightning_lowrank.seeding import derive_seed, generator
 
 _COMPARED_SAMPLES = 16
@@ -237,7 +238,7 @@ class RoundData:
         loader = self.training_loader
         samples = min(cast(int, loader.batch_size), len(loader.dataset))  # type: ignore[arg-type]
         (batch,) = self._read(loader, [Request(np.arange(samples), derive_seed(self.planner.seed, "example"))])
-        return self._trainer.strategy.batch_to_device(batch, dataloader_idx=0), samples
+        return batch_transfer(self._trainer)(batch), samples
 
     def batch_samples(self) -> list[float]:
         """Return the mean number of samples of each client's batches."""
