@@ -73,7 +73,7 @@ class StaticBatchNorm(Configured, Callback, CompletesModels):
         self.from_round = from_round
         self._layers: list[Any] = []
         self._static = False
-        self._loader: Any = None
+        self._loader: tuple[Any, DataLoader] | None = None
         self._fresh_at: tuple[int, bool] | None = None
         self._models: int | None = None
 
@@ -228,18 +228,19 @@ class StaticBatchNorm(Configured, Callback, CompletesModels):
 
     def _training_loader(self, trainer: Any) -> Any:
         """Return the trainer's loader, or with a `FederatedLoop` one of all clients' training samples."""
-        if self._loader is None:
-            loop = _loop_of(trainer)
-            if loop is not None:
-                self._loader = _of_samples(loop, torch.cat(list(loop.data.divided())).sort().values)
-            elif isinstance(trainer.train_dataloader, (list, tuple, dict)):
+        loop = _loop_of(trainer)
+        if loop is None:
+            if isinstance(trainer.train_dataloader, (list, tuple, dict)):
                 raise MisconfigurationException(
                     "StaticBatchNorm recomputes statistics over one training loader, and there are"
                     f" {len(trainer.train_dataloader)}."
                 )
-            else:
-                self._loader = trainer.train_dataloader
-        return self._loader
+            return trainer.train_dataloader
+        divided, source = loop.data.divided(), loop.data.training_loader
+        # With reload_dataloaders_every_n_epochs it is another one after a while.
+        if self._loader is None or self._loader[0] is not source:
+            self._loader = source, _of_samples(loop, torch.cat(list(divided)).sort().values)
+        return self._loader[1]
 
     @staticmethod
     def _inputs(trainer: pl.Trainer, loader: Any, count: int | None) -> Iterator[Any]:

@@ -336,6 +336,22 @@ def test_inputs_are_those_that_the_hook_before_the_transfer_gives(tmp_path, fede
     check([(weights(module.net), module.net[1].running_mean, module.net[1].running_var)], [3 * inputs])
 
 
+@pytest.mark.parametrize("federated", [False, True])
+def test_statistics_are_those_of_a_reloaded_training_set(tmp_path, federated):
+    sets = [TensorDataset(scale * blobs(102).tensors[0], blobs(102).tensors[1]) for scale in (1.0, 3.0)]
+
+    class Reloaded(Data):
+        def train_dataloader(self):
+            return DataLoader(sets[min(self.trainer.current_epoch, 1)], batch_size=102, shuffle=True)
+
+    module, watch, data = Callable(), Watch(), Reloaded()
+    loop = FederatedLoop(FedAvg(), partition=FromIndices(CLIENTS), buffers="local", summary=False)
+    settings = {"max_epochs": 2, "reload_dataloaders_every_n_epochs": 1}
+    fit(trainer(tmp_path, *([loop] if federated else []), StaticBatchNorm(), watch, **settings), module, data)
+    for seen, dataset in zip(watch.validated, sets, strict=True):
+        check([seen], [dataset.tensors[0]])
+
+
 def test_validations_inside_an_epoch(tmp_path, monkeypatch):
     passes = []
     monkeypatch.setattr(static_batch_norm, "update_bn", lambda *arguments: passes.append(1) or update_bn(*arguments))
