@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_lowrank.direction import direction, monitors_of
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.evaluation_samples import matched_labels
-from lightning_lowrank.federated.data.labels import find_labels
+from lightning_lowrank.federated.data.labels import find_named_labels, numbered_alike
 from lightning_lowrank.federated.data.loader import check_loader
 from lightning_lowrank.federated.data.rounds import RoundData
 from lightning_lowrank.federated.evaluation import ClientEvaluation, CompletesModels, figures
@@ -167,5 +167,6 @@ class FurtherModels:
             return self._data.held_out
         assert self._data.indices is not None
         assert self._data.label_values is not None
-        labels = find_labels(check_loader(loader, training=False).dataset, self._settings.labels)
+        labels, names = find_named_labels(check_loader(loader, training=False).dataset, self._settings.labels)
+        labels = numbered_alike(labels, names, self._data.label_names)
         return matched_labels(self._data.indices, self._data.label_values, labels)

@@ -24,7 +24,7 @@ from lightning_lowrank.compression import Codec
 from lightning_lowrank.federated.algorithm import Algorithm
 from lightning_lowrank.federated.attacks import Attack
 from lightning_lowrank.federated.data.indices import ClientIndices
-from lightning_lowrank.federated.data.labels import find_labels
+from lightning_lowrank.federated.data.labels import find_named_labels
 from lightning_lowrank.federated.data.partitions import IID, Partition
 from lightning_lowrank.federated.objective import Objective
 from lightning_lowrank.federated.privacy import ClientPrivacy
@@ -380,12 +380,12 @@ class FederatedSettings(Configured):
         base.remember_buffers()
         return Server(base, clients=clients, aggregator=self.aggregator.fresh())
 
-    def divide(self, dataset: Dataset) -> tuple[ClientIndices, Tensor | None]:
-        """Return which samples of a dataset each client has, and the labels where the settings need them."""
+    def divide(self, dataset: Dataset) -> tuple[ClientIndices, Tensor | None, tuple[str, ...] | None]:
+        """Return which samples of a dataset each client has, and the labels and names where the settings need them."""
         assert self.partition is not None
         needed = self.partition.needs_labels or self.personal_test == "matched_labels"
-        labels = find_labels(dataset, self.labels) if needed else None
-        return self.partition.split(dataset, self.clients, self.experiment_seed, labels), labels
+        labels, names = find_named_labels(dataset, self.labels) if needed else (None, None)
+        return self.partition.split(dataset, self.clients, self.experiment_seed, labels), labels, names
 
     def cohort_size(self, count: int) -> int:
         """Return how many of ``count`` clients a round draws.

@@ -7,6 +7,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanSquaredError
 
 from lightning_lowrank import (
@@ -101,6 +102,32 @@ def test_a_checkpoint_may_be_chosen_by_it(tmp_path):
     best = ModelCheckpoint(tmp_path / "best", monitor="personal/val_acc", mode="max")
     run(tmp_path, FedAvg(), "matched_labels", callbacks=[best])
     assert best.best_model_score > 0.3
+
+
+class Named(TensorDataset):
+    """Has names for its labels."""
+
+    def __init__(self, *tensors):
+        super().__init__(*tensors)
+        self.labels = ["abcde"[label] for label in tensors[1].tolist()]
+
+
+def test_labels_are_matched_by_their_names(tmp_path):
+    """The validation samples lack the first class, have one that no client trains on, and so number names otherwise."""
+    judged = []
+
+    class Watched(Module):
+        def validation_step(self, batch, batch_idx):
+            judged.append(set(batch[1].tolist()))
+            self.log("val_loss", batch[0].mean())
+
+    train = Named(blobs(40).tensors[0], torch.arange(40) % 4)
+    validation = Named(blobs(20).tensors[0], 1 + torch.arange(20) % 4)
+    parts = [[client, client + 4] for client in range(4)]
+    loop = FederatedLoop(FedAvg(), partition=FromIndices(parts), personal_test="matched_labels", summary=False)
+    fitted = trainer(tmp_path, loop, max_epochs=1, num_sanity_val_steps=0)
+    fit(fitted, Watched(), DataLoader(train, batch_size=8), DataLoader(validation, batch_size=20))
+    assert judged == [{1, 2, 3, 4}, {1}, {2}, {3}]
 
 
 @pytest.mark.medium

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,13 +49,47 @@ def find_labels(dataset: Dataset, labels: Callable[[Any], Any] | None = None) ->
         >>> find_labels([0.1, 0.2, 0.3], labels=lambda dataset: [int(x > 0.15) for x in dataset])
         tensor([0, 1, 1])
     """
+    return find_named_labels(dataset, labels)[0]
+
+
+def find_named_labels(
+    dataset: Dataset, labels: Callable[[Any], Any] | None = None
+) -> tuple[Tensor, tuple[str, ...] | None]:
+    """Find labels as `find_labels` does, and for strings the name of each number, else ``None``."""
     if labels is not None:
         values = call_on(dataset, labels, "labels", _ADVICE)
     else:
         values = find_column(dataset, ("targets", "labels", "tensors"), _FIELDS, _label_of, "labels", _ADVICE)
-    if values.dtype.kind == "U":
-        values = np.unique(values, return_inverse=True)[1]
-    return torch.from_numpy(values.astype(np.int64))
+    if values.dtype.kind != "U":
+        return torch.from_numpy(values.astype(np.int64)), None
+    names, codes = np.unique(values, return_inverse=True)
+    return torch.from_numpy(codes.astype(np.int64)), tuple(names.tolist())
+
+
+def numbered_alike(labels: Tensor, names: Sequence[str] | None, wanted: Sequence[str] | None) -> Tensor:
+    """Number the labels of one data set as those of another, such as an evaluation set's as the training set's.
+
+    Args:
+        labels: Labels of the one, as `find_named_labels` finds them.
+        names: Their names.
+        wanted: Names of the other's labels.
+
+    Returns:
+        For strings, the position of each sample's name among ``wanted``, and -1 where it is not; integers as they are.
+
+    Raises:
+        MisconfigurationException: If the labels of only one of the two are strings.
+    """
+    if names is None and (wanted is None or not len(labels)):
+        return labels
+    if names is None or wanted is None:
+        raise MisconfigurationException(
+            f"the labels of one data set are strings, such as {(names or wanted or [''])[0]!r}, and those of another"
+            " are integers, so that they cannot be compared: give both the same, or labels=, a function dataset ->"
+            " labels."
+        )
+    numbers = {name: number for number, name in enumerate(wanted)}
+    return torch.tensor([numbers.get(name, -1) for name in names], dtype=torch.int64)[labels]
 
 
 def _label_of(sample: Any) -> Any:

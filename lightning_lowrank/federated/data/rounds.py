@@ -64,6 +64,7 @@ class RoundData:
         self.stacked = False
         self.indices: ClientIndices | None = None
         self.label_values: Tensor | None = None
+        self.label_names: tuple[str, ...] | None = None
         self.held_out: list[Tensor] = []
         self.training_loader: DataLoader | None = None
         self.planner: RoundPlanner
@@ -278,7 +279,7 @@ class RoundData:
 
     def _divide(self, dataset: Dataset) -> ClientIndices:
         settings = self.settings
-        indices, self.label_values = settings.divide(dataset)
+        indices, self.label_values, self.label_names = settings.divide(dataset)
         self._labels_of_division = None if self.label_values is None else digest(describe(self.label_values))
         if isinstance(settings.personal_test, float):
             indices, self.held_out = hold_out(indices, settings.personal_test, settings.experiment_seed)

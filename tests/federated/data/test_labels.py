@@ -9,6 +9,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from lightning_lowrank.federated.data import find_labels
+from lightning_lowrank.federated.data.labels import find_named_labels, numbered_alike
 from tests.federated.data.datasets import WithAttribute
 
 
@@ -46,6 +47,19 @@ def test_find_labels_maps_strings_over_all_parts_of_a_concatenation():
     assert find_labels(ConcatDataset(parts)).tolist() == [2, 1, 0]
     with pytest.raises(MisconfigurationException, match="mix strings and integers"):
         find_labels(ConcatDataset([*parts, WithAttribute(1, targets=[0])]))
+
+
+def test_names_of_labels_are_numbered_as_another_datasets():
+    _, names = find_named_labels(["left", "right", "up"], labels=list)
+    labels, others = find_named_labels(["up", "down", "right", "up"], labels=list)
+    assert labels.tolist() == [2, 0, 1, 2]
+    assert numbered_alike(labels, others, names).tolist() == [2, -1, 1, 2]
+    integers, none = find_named_labels([5, 3], labels=list)
+    assert none is None
+    assert numbered_alike(integers, None, None).tolist() == [5, 3]
+    for given in ((labels, others, None), (integers, None, names)):
+        with pytest.raises(MisconfigurationException, match=r"are strings, such as '\w+', and .* integers"):
+            numbered_alike(*given)
 
 
 def test_find_labels_maps_booleans():
