@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_lowrank.configuration import check_number
@@ -33,7 +34,8 @@ class FedNTD(Algorithm):
         targets: Where a batch has its classes: the index or key. Default 1.
 
     Raises:
-        MisconfigurationException: If an argument is out of range, or the module has no such submodule.
+        MisconfigurationException: If an argument is out of range, or the module has no such submodule. In a step: if
+            it does not call it once.
 
     Example:
         >>> from lightning_lowrank import FederatedLoop, FedNTD, LabelCount
@@ -63,6 +65,11 @@ class FedNTD(Algorithm):
     def loss(self, step: LocalStep, batch: Any, training_step: Callable[[], Any]) -> Any:
         with recorded(step.base.module, self.logits) as calls:
             output = training_step()
+        if len(calls) != 1:
+            raise MisconfigurationException(
+                f"FedNTD(logits={self.logits!r}) needs training_step to call {self.logits!r} once, and it called it"
+                f" {len(calls)} times; name another submodule."
+            )
         (call,) = calls
         teacher = with_weights(step.base.module, self.logits, step.round_state["received"], call)
         own, known = (self._not_true(logits, batch[self.targets]) for logits in (call.output, teacher))

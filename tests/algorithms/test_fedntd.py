@@ -22,7 +22,7 @@ from tests.algorithms.written_out import (
     stepped,
 )
 from tests.grids import daily
-from tests.helpers import network
+from tests.helpers import Module, network
 
 
 def not_true(logits, targets, temperature):
@@ -86,3 +86,21 @@ def test_without_the_term_it_is_federated_averaging(tmp_path, execution):
 def test_refusals(tmp_path, arguments, message):
     with pytest.raises(MisconfigurationException, match=message):
         federated(tmp_path, FedNTD(**{"logits": "net", **arguments}))
+
+
+class Calls(Module):
+    """Calls its network a number of times in a step."""
+
+    def __init__(self, *arguments, times, **keywords):
+        super().__init__(*arguments, **keywords)
+        self.times = times
+
+    def loss(self, batch):
+        losses = [super(Calls, self).loss(batch) for _ in range(self.times)]
+        return sum(losses, self.net[0].weight.sum())
+
+
+@pytest.mark.parametrize("times", [0, 2])
+def test_logits_are_those_of_one_call(tmp_path, times):
+    with pytest.raises(MisconfigurationException, match=rf"call 'net' once, and it called it {times} times"):
+        federated(tmp_path, FedNTD("net"), make_module=partial(Calls, times=times))
