@@ -141,7 +141,7 @@ class FederatedSettings(Configured):
             ``None``: not at all.
         client_settings: What is otherwise for single clients, by their ids or as a function of the id:
             ``local_epochs`` or ``local_steps``, and options of the optimizers such as ``lr`` or ``weight_decay``.
-            Clients that step together have the same options.
+            A function may return ``None`` for nothing. Clients that step together have the same options.
         client_memory_limit: Bytes of tensors that all clients together keep in memory from round to round (their own
             models, moments, error feedback). What is beyond is put into a temporary folder as safetensors, that of the
             clients first which have not been drawn for longest. ``None``: no limit. Checkpoints hold all of it.
@@ -186,7 +186,7 @@ class FederatedSettings(Configured):
     cuda_graphs: bool = field(default=True, metadata=SAME_RESULT)
     fast_steps: bool = field(default=True, metadata=SAME_RESULT)
     data_on_device: bool | Literal["auto", "round"] = field(default="auto", metadata=SAME_RESULT)
-    client_settings: dict[int, dict[str, Any]] | Callable[[int], Mapping[str, Any]] | None = None
+    client_settings: dict[int, dict[str, Any]] | Callable[[int], Mapping[str, Any] | None] | None = None
     client_memory_limit: int | None = field(default=None, metadata=SAME_RESULT)
     personal_test: Literal["matched_labels"] | float | None = None
     allow_changes: list[str] = field(default_factory=list, metadata=SAME_RESULT)
@@ -410,14 +410,21 @@ class FederatedSettings(Configured):
         """Return the ids of those of ``count`` clients that may have settings of their own."""
         if callable(self.client_settings):
             return range(count)
-        unknown = [client for client in self.client_settings or () if not 0 <= client < count]
+        named = list(self.client_settings or ())
+        wrong = [client for client in named if not isinstance(client, Integral) or isinstance(client, bool)]
+        _check(
+            not wrong,
+            f"client_settings names {wrong}, and clients' ids are integers, such as 0: keys of JSON, and of YAML in"
+            " quotes, are strings.",
+        )
+        unknown = [client for client in named if not 0 <= client < count]
         _check(not unknown, f"client_settings names {unknown}, and clients go from 0 to {count - 1}")
-        return sorted(self.client_settings or ())
+        return sorted(named)
 
     def settings_of(self, client: int) -> dict[str, Any]:
         """Return what is otherwise for one client."""
         given = self.client_settings
-        settings = plain(dict(given(client) if callable(given) else (given or {}).get(client, {})))
+        settings = plain(dict((given(client) if callable(given) else (given or {}).get(client)) or {}))
         for name in _SETTINGS_OF_LENGTH:
             if name in settings:
                 value = settings[name]

@@ -150,6 +150,7 @@ def test_settings_of_single_clients_are_resumed(tmp_path, execution):
     ("settings", "message"),
     [
         ({9: {"lr": 0.1}}, r"names \[9\], and clients go from 0 to 4"),
+        ({"1": {"lr": 0.1}, 2: {}}, r"names \['1'\], and clients' ids are integers"),
         ({1: {"local_epochs": 0}}, "local_epochs of client 1"),
         ({1: {"local_epochs": 2, "local_steps": 2}}, "client 1 has local_epochs and local_steps: give one of them"),
     ],
@@ -157,6 +158,14 @@ def test_settings_of_single_clients_are_resumed(tmp_path, execution):
 def test_wrong_settings_of_single_clients(tmp_path, settings, message):
     with pytest.raises(MisconfigurationException, match=message):
         run(tmp_path, "sequential", client_settings=settings)
+
+
+def test_clients_without_settings_of_their_own_may_be_given_none():
+    of_one = {1: {"lr": 0.1}, 2: None}
+    for given in (of_one, of_one.get):
+        loop = FederatedLoop(FedAvg(), clients=4, client_settings=given)
+        assert [loop.settings_of(client) for client in range(4)] == [{}, {"lr": 0.1}, {}, {}]
+        assert loop.batches_of(2, per_epoch=3) == 3
 
 
 def test_a_clients_learning_rate_and_a_schedule_of_steps(tmp_path):
