@@ -27,6 +27,7 @@ from lightning.pytorch.cli import (
     SaveConfigCallback,
     instantiate_class,
 )
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -99,11 +100,28 @@ class _Trainer(pl.Trainer):
 
 
 class _SaveRunConfig(SaveConfigCallback):
-    """Saves ``config.yaml`` into the run's folder. A run without a logger has no folder, and saves nothing."""
+    """Saves ``config.yaml`` into the run's folder, which is the first logger's, and those of further `CSVLogger`s.
+
+    ``report`` reads it there. A run without a logger has no folder, and saves nothing.
+    """
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if trainer.loggers:
             super().setup(trainer, pl_module, stage)
+
+    def save_config(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        first, *others = trainer.loggers
+        folders = {logger.log_dir for logger in others if isinstance(logger, CSVLogger)}
+        # Loggers may share a folder.
+        for folder in folders - {getattr(first, "log_dir", None)}:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            self.parser.save(
+                self.config,
+                str(Path(folder, self.config_filename)),
+                skip_none=False,
+                overwrite=self.overwrite,
+                multifile=self.multifile,
+            )
 
 
 def _section(config: Namespace) -> Namespace:

@@ -1,9 +1,12 @@
-"""What is done to a configuration before anything is built."""
+"""What is done to a configuration before anything is built, and where it is saved."""
 
 import pytest
+import yaml
 from jsonargparse import Namespace
+from lightning.pytorch.loggers import CSVLogger
 
-from lightning_lowrank.cli.parser import _write_below_root
+from lightning_lowrank.cli.parser import RecipeParser, _SaveRunConfig, _write_below_root
+from tests.helpers import Module, trainer
 
 
 @pytest.mark.parametrize(
@@ -34,3 +37,32 @@ def test_a_root_folder_holds_the_relative_folders(root, folder, written):
         assert trainer.callbacks[1].init_args.dirpath == written
     for without in (True, None):
         _write_below_root(Namespace(default_root_dir="there", logger=without, callbacks=without and None))
+
+
+@pytest.mark.parametrize("names", [("a", "b", "c"), ("a", "b", "b"), ("a", "a", "b")])
+def test_the_folder_of_each_csv_logger_gets_the_configuration(tmp_path, names):
+    parser = RecipeParser()
+    parser.add_argument("--seed_everything", type=int)
+    config = parser.parse_args(["--seed_everything", "3"])
+    loggers = [CSVLogger(tmp_path / "runs", name=name, version=0) for name in names]
+    run = trainer(tmp_path, logger=loggers)
+    _SaveRunConfig(parser, config).setup(run, Module(), "fit")
+    for name in names:
+        saved = tmp_path / "runs" / name / "version_0" / "config.yaml"
+        assert yaml.safe_load(saved.read_text())["seed_everything"] == 3
+    with pytest.raises(RuntimeError, match="NOT exist"):
+        _SaveRunConfig(parser, config).setup(run, Module(), "fit")
+    (tmp_path / "runs" / "a" / "version_0" / "config.yaml").unlink()
+    with pytest.raises(ValueError, match="overwrit"):
+        _SaveRunConfig(parser, config).setup(run, Module(), "fit")
+    changed = parser.parse_args(["--seed_everything", "4"])
+    _SaveRunConfig(parser, changed, overwrite=True).setup(run, Module(), "fit")
+    assert all("seed_everything: 4" in file.read_text() for file in tmp_path.rglob("config.yaml"))
+
+
+def test_other_processes_save_no_configuration(tmp_path, monkeypatch):
+    parser = RecipeParser()
+    run = trainer(tmp_path, logger=[CSVLogger(tmp_path / "runs", name=name) for name in "ab"])
+    monkeypatch.setattr(type(run), "is_global_zero", False)
+    _SaveRunConfig(parser, parser.parse_args([])).setup(run, Module(), "fit")
+    assert not list(tmp_path.rglob("config.yaml"))
