@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
+from weakref import WeakSet
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_lowrank.facts import software, write_facts
+from lightning_lowrank.facts import read_facts, software, write_facts
 from lightning_lowrank.federated.data.indices import ClientIndices
 from lightning_lowrank.layers.layer import low_rank_layers
+
+# Whose folders hold facts of this process. A folder's facts may also be of an earlier run in the same place.
+_WRITTEN: WeakSet[CSVLogger] = WeakSet()
 
 
 class RunFacts:
     """The facts of a fit from now on, in the folder of each of its `CSVLogger`s.
+
+    A fit that goes on with the same logger, whose metrics then hold the rounds before, counts from their first one.
 
     Args:
         trainer: The trainer, about to make its first round, or the first one since it was resumed.
@@ -24,6 +31,13 @@ class RunFacts:
     def __init__(self, trainer: pl.Trainer, indices: ClientIndices | None) -> None:
         loggers = [logger for logger in trainer.loggers if isinstance(logger, CSVLogger)]
         self._folders = [Path(logger.log_dir) for logger in loggers] if trainer.is_global_zero else []
+        self._earlier = {
+            folder: earlier
+            for logger, folder in zip(loggers, self._folders, strict=False)
+            if logger in _WRITTEN
+            and (earlier := read_facts(folder)).get("first_round", [math.inf])[0] <= trainer.current_epoch
+        }
+        _WRITTEN.update(loggers)
         self._began = time.perf_counter()
         parameters = list(trainer.lightning_module.parameters())
         self._facts: dict[str, float | list[float] | dict[str, str]] = {
@@ -41,11 +55,18 @@ class RunFacts:
             self._facts["samples"] = [int(each) for each in (sizes.min(), sizes.median(), sizes.max())]
         self._write()
 
-    def _write(self) -> None:
+    def _write(self, seconds: float | None = None) -> None:
         for folder in self._folders:
-            write_facts(folder, self._facts)
+            facts, passed = dict(self._facts), seconds
+            if folder in self._earlier:
+                earlier = self._earlier[folder]
+                facts["first_round"] = earlier["first_round"][0]
+                # How long a fit took that did not end is not known.
+                passed = seconds + earlier["seconds"][0] if seconds is not None and "seconds" in earlier else None
+            if passed is not None:
+                facts["seconds"] = round(passed, 3)
+            write_facts(folder, facts)
 
     def end(self) -> None:
         """Add the seconds that have passed."""
-        self._facts["seconds"] = round(time.perf_counter() - self._began, 3)
-        self._write()
+        self._write(time.perf_counter() - self._began)

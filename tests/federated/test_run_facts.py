@@ -1,0 +1,89 @@
+"""The file of facts beside a fit's metrics."""
+
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch.loggers import CSVLogger
+
+from lightning_lowrank import FedAvg, FederatedLoop
+from lightning_lowrank.facts import read_facts, write_facts
+from lightning_lowrank.federated import run_facts
+from tests.helpers import Data, Module, fit, trainer
+
+
+class Stops(pl.Callback):
+    """Ends a fit with an error."""
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.current_epoch == 1:
+            raise RuntimeError("it stops")
+
+
+@pytest.fixture
+def begin(tmp_path, monkeypatch) -> Callable[..., pl.Trainer]:
+    """Return what makes a trainer of two rounds. Each reading of the clock is a second later."""
+    seconds = count()
+    monkeypatch.setattr(run_facts, "time", SimpleNamespace(perf_counter=lambda: float(next(seconds))))
+
+    def make(logger: CSVLogger, *callbacks: pl.Callback) -> pl.Trainer:
+        loop = FederatedLoop(FedAvg(), clients=4, summary=False)
+        return trainer(tmp_path, loop, *callbacks, logger=logger, max_epochs=2)
+
+    return make
+
+
+def of_rounds(logger: CSVLogger) -> tuple[list[float], list[float] | None]:
+    found = read_facts(Path(logger.log_dir))
+    return found["first_round"], found.get("seconds")
+
+
+@pytest.mark.medium
+def test_a_fit_that_goes_on_counts_from_its_first_round(tmp_path, begin):
+    logger = CSVLogger(tmp_path / "runs")
+    run = begin(logger)
+    fit(run, module := Module(), data := Data())
+    first = of_rounds(logger)[1]
+    assert first is not None
+    assert of_rounds(logger)[0] == [1]
+    run.fit_loop.max_epochs = 3
+    fit(run, module, data)
+    assert of_rounds(logger) == ([1], [2 * first[0]])
+    # From the start again, with the same logger.
+    fit(begin(logger), Module(), data)
+    assert of_rounds(logger) == ([1], first)
+
+
+@pytest.mark.medium
+def test_the_seconds_of_a_fit_that_did_not_end_are_not_known(tmp_path, begin):
+    logger = CSVLogger(tmp_path / "runs")
+    run = begin(logger, stops := Stops())
+    with pytest.raises(RuntimeError, match="it stops"):
+        fit(run, module := Module(), data := Data())
+    assert of_rounds(logger) == ([1], None)
+    run.callbacks.remove(stops)
+    run.fit_loop.max_epochs = 3
+    fit(run, module, data)
+    assert of_rounds(logger) == ([1], None)
+
+
+@pytest.mark.medium
+def test_a_run_that_goes_on_elsewhere_begins_where_it_does(tmp_path, begin):
+    logger = CSVLogger(tmp_path / "runs", version=0)
+    run = begin(logger)
+    fit(run, Module(), data := Data())
+    run.save_checkpoint(tmp_path / "run.ckpt")
+    # Of another process the folder may hold facts as well.
+    for version in (0, 1):
+        later = CSVLogger(tmp_path / "runs", version=version)
+        write_facts(Path(later.log_dir), {"first_round": 1, "seconds": 9})
+        run = begin(later)
+        run.fit_loop.max_epochs = 3
+        fit(run, Module(), data, ckpt_path=tmp_path / "run.ckpt")
+        first, seconds = of_rounds(later)
+        assert first == [3]
+        assert seconds is not None
+        assert seconds[0] > 0
