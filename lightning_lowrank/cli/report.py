@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
 from pathlib import Path
@@ -80,7 +80,7 @@ def report(
     (see `Algorithm.announce`) have a column of their own. So have the last values of the metric for
     personal models (``personal/val_acc``, ``personal/val_acc_worst10``, ``personal/val_acc_std``), simulated seconds
     (``system/seconds``) and the constants of `ConvergenceMonitor`, if they were logged, and the wall time of a fit that
-    was neither killed nor resumed.
+    was neither killed nor resumed, nor cut by ``rounds``.
 
     Runs that differ only in the seed (see `group_by_seed`) are one row, with their number under ``seeds``. A figure
     that differs between them is shown as mean ± sample standard deviation (n − 1); one that some of them did not log
@@ -120,7 +120,7 @@ def report(
     found = find_runs(paths)
     if rounds is not None:
         check_integer("rounds", rounds)
-        found = [replace(run, rounds={at: own for at, own in run.rounds.items() if at < rounds}) for run in found]
+        found = [run.first(rounds) for run in found]
     known = sorted({name for run in found for figures in run.rounds.values() for name in figures})
     metric = metric or next((name for name in USUAL if name in known), None)
     if metric is None or metric not in known:

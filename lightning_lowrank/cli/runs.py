@@ -41,10 +41,17 @@ _VERSION = re.compile(r"version_\d+")
 
 @dataclass
 class Run:
-    """A run's folder, and for each round (Lightning's epoch) the last value logged under each name."""
+    """A run's folder, and for each round (Lightning's epoch) the last value logged under each name.
+
+    Attributes:
+        folder: The folder.
+        rounds: The values by round and name.
+        cut: Whether the run made further rounds, which are left out.
+    """
 
     folder: Path
     rounds: dict[int, dict[str, float]]
+    cut: bool = False
 
     def series(self, metric: str) -> list[tuple[int, float]]:
         """Return ``metric`` by round number, counted from 1, where it was logged."""
@@ -60,6 +67,11 @@ class Run:
         """Number of the last round that was made: an evaluation after the fit is logged under a number more."""
         made = [number for number, figures in self.rounds.items() if any(map(_is_of_a_round, figures))]
         return max(made or self.rounds) + 1
+
+    def first(self, rounds: int) -> Run:
+        """Return the run without what came after its first rounds."""
+        kept = {number: figures for number, figures in self.rounds.items() if number < rounds}
+        return Run(self.folder, kept, cut=bool(self.rounds) and self.count > rounds)
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -78,8 +90,8 @@ class Run:
 
     @property
     def seconds(self) -> float | None:
-        """The seconds that all rounds took; ``None`` for a killed run, and for one that went on from another."""
-        return self.facts["seconds"][0] if "seconds" in self.facts and self.began == 1 else None
+        """The seconds that all rounds took; ``None`` for a run that was killed or cut, or went on from another."""
+        return self.facts["seconds"][0] if "seconds" in self.facts and self.began == 1 and not self.cut else None
 
     @cached_property
     def software(self) -> dict[str, str]:

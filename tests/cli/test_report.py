@@ -137,6 +137,17 @@ def test_wall_time_is_that_of_whole_fits(tmp_path):
     assert {row["run"]: row["wall s"] for row in rows} == {"whole": "12.3", "resumed": "", "killed": "", "python": ""}
 
 
+def test_a_cut_run_has_no_wall_time(tmp_path):
+    evaluated = [{"epoch": 2, "step": 20, "test_acc": 0.5}]
+    for name, rows in (("short", [*rows_of([0.5, 0.5], 1, 1), *evaluated]), ("long", rows_of([0.5, 0.5, 0.5], 1, 1))):
+        write_facts(write_run(tmp_path / "runs" / name, rows), {"first_round": 1, "seconds": 12.34})
+    for rounds, told in ((3, {"short": "12.3", "long": "12.3"}), (2, {"short": "12.3", "long": ""})):
+        rows_told, _ = make_report([tmp_path / "runs"], tmp_path / "out", rounds=rounds)
+        assert {row["run"]: row["wall s"] for row in rows_told} == told
+    (row, _), _ = make_report([tmp_path / "runs"], tmp_path / "out", rounds=1)
+    assert "wall s" not in row
+
+
 def test_a_run_that_went_on_from_another(tmp_path):
     for name, values in (("known", [0.5, 0.8]), ("unknown", [0.8, 0.9])):
         rows = [{**row, "epoch": 4 + row["epoch"]} for row in rows_of(values, 1, 1)]
