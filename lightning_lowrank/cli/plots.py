@@ -68,7 +68,11 @@ class Point:
 def curve(group: Sequence[Run], against: str | None, metric: str) -> list[Point]:
     """Return ``metric`` against rounds, or against another logged figure, where all runs of a group logged it."""
     points: list[Point] = []
+    evaluations = {run.evaluation for run in group}
     for number in group[0].rounds:
+        # A metric that only the evaluation logged is shown all the same.
+        if points and number in evaluations:
+            continue
         figures = [run.rounds.get(number, {}) for run in group]
         if not all(metric in each and (against is None or against in each) for each in figures):
             continue

@@ -66,7 +66,21 @@ class Run:
     def count(self) -> int:
         """Number of the last round that was made: an evaluation after the fit is logged under a number more."""
         made = [number for number, figures in self.rounds.items() if any(map(_is_of_a_round, figures))]
-        return max(made or self.rounds) + 1
+        return max(made or (number for number in self.rounds if number != self.evaluation)) + 1
+
+    @property
+    def evaluation(self) -> int | None:
+        """The last epoch of a run without a federation, if it was an evaluation after the fit.
+
+        It has only ``val_…`` and ``test_…`` while every epoch before it has some ``train…`` too.
+        """
+        *earlier, last = [*map(_names, self.rounds.values())] or [set()]
+        if not earlier or not last or any(_is_of_a_round(name) for names in (*earlier, last) for name in names):
+            return None
+        if not all(name.startswith(("val_", "test_")) for name in last):
+            return None
+        trained = all(any(name.startswith("train") for name in names) for names in earlier)
+        return max(self.rounds) if trained else None
 
     def first(self, rounds: int) -> Run:
         """Return the run without what came after its first rounds."""
@@ -144,6 +158,11 @@ def read_run(folder: Path) -> Run:
     except (OSError, csv.Error):
         rounds.clear()
     return Run(folder, dict(sorted(rounds.items())))
+
+
+def _names(figures: dict[str, float]) -> set[str]:
+    # CSVLogger writes the step beside all figures.
+    return set(figures) - {"step"}
 
 
 def _is_of_a_round(name: str) -> bool:

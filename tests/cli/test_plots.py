@@ -68,6 +68,14 @@ def test_curves_are_means_over_the_rounds_that_all_seeds_logged(tmp_path):
         assert (last.x, last.y, last.spread) == ((3, 0.7, 0) if against is None else (300, 0.7, 0))
 
 
+def test_an_evaluation_after_a_fit_without_a_federation_is_not_drawn(tmp_path):
+    rows = [{"epoch": number, "train_loss": 0.5, "val_acc": 0.5} for number in range(2)]
+    write_run(tmp_path / "run", [*rows, {"epoch": 2, "val_acc": 0.5, "test_acc": 0.4}])
+    runs = find_runs([tmp_path])
+    assert [point.x for point in curve(runs, None, "val_acc")] == [1, 2]
+    assert [point.x for point in curve(runs, None, "test_acc")] == [3]
+
+
 @pytest.mark.slow
 def test_the_plots_are_pictures_with_a_curve_for_each_run(tmp_path):
     few = write_run(tmp_path / "few" / "a", rows_of([0.2, 0.5, 0.6], 10_000, 10_000))

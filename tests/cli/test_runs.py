@@ -226,3 +226,25 @@ def test_an_evaluation_after_the_fit_is_no_round_and_the_seconds_are_of_all_roun
     plain = [{"epoch": number, "step": number, "val_acc": 0.5} for number in range(4)]
     write_run(tmp_path / "plain", plain)
     assert [run.count for run in find_runs([tmp_path])] == [4, 3]
+
+
+@pytest.mark.parametrize(
+    ("names", "count"),
+    [
+        (["val_acc train_loss", "val_acc train_loss_epoch", "val_acc test_acc"], 2),
+        (["train_loss", "train_loss", "test_acc"], 2),
+        (["val_acc train_loss", "val_acc train_loss", "val_acc train_loss"], 3),
+        (["val_acc train_loss", "val_acc train_loss", "val_acc lr-SGD"], 3),
+        (["val_acc train_loss", "val_acc train_loss", ""], 3),
+        # Steps between two loggings may be more than an epoch's.
+        (["val_acc train_loss", "val_acc", "val_acc"], 3),
+        (["val_acc", "val_acc", "val_acc"], 3),
+        (["val_acc train_loss federated/clients", "val_acc train_loss", "val_acc"], 1),
+        (["val_acc"], 1),
+    ],
+)
+def test_an_evaluation_after_a_fit_without_a_federation_is_no_round(tmp_path, names, count):
+    rows = [{"epoch": number, "step": number, **dict.fromkeys(each.split(), 0.5)} for number, each in enumerate(names)]
+    write_run(tmp_path / "run", rows)
+    (run,) = find_runs([tmp_path])
+    assert run.count == count
