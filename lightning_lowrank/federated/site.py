@@ -42,6 +42,9 @@ class SiteCoordinator(Coordinator, ABC):
     def upload(self, packet: Packet) -> None:
         """Take what the client sends to the server."""
 
+    def check_received(self, received: Mapping[str, Tensor]) -> None:
+        """Raise an error if a broadcast must not be applied; each one is held against this before it is."""
+
     def protect(self, sampled: int, population: int, rounds: int | None) -> None:
         """Clip and add noise where clients do it; elsewhere that is the server's work."""
         privacy = self.settings.privacy
@@ -59,6 +62,7 @@ class SiteCoordinator(Coordinator, ABC):
             decoded = move_data_to_device(self.wire.decode_down(base, data), base.device)
             # An encoding has its own order of names. Methods that draw for one tensor after another need the module's.
             self.received = {name: decoded[name] for name in [*live, *decoded] if name in decoded}
+            self.check_received(self.received)
             self.wire.hold(base, self.received)
             if self.received:
                 self.algorithm.update_base(base, self.received)

@@ -362,10 +362,13 @@ class _FlowerCoordinator(SiteCoordinator):
         take_options(self.server.base.optimizers, self._site.round.options)
         return self._site.round.broadcasts
 
+    def check_received(self, received: Mapping[str, Tensor]) -> None:
+        """Refuse a broadcast with tensors that the site's policy does not permit, also one of an earlier round."""
+        self._site.policy.check_tensors(received, "the server's message")
+
     def begin_round(self, plan: RoundPlan, live: Mapping[str, Tensor], idle: int) -> None:
-        """Apply what has been broadcast, if the site's policy permits it and what is trained in this round."""
+        """Apply what has been broadcast, and refuse what the site's policy does not permit to train in this round."""
         super().begin_round(plan, live, idle)
-        self._site.policy.check_tensors(self.received, "the server's message")
         self._site.policy.check_trained(live)
         self._site.check_cost(sum(plan.batches))
 

@@ -6,12 +6,15 @@ import yaml
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank.cli.audit import read_audit
-from lightning_lowrank.compression import Sign
+from lightning_lowrank.compression import Dense, Sign
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.privacy import ClientPrivacy
+from lightning_lowrank.federated.state import trained_tensors
+from lightning_lowrank.flower.messages import options_of
 from lightning_lowrank.flower.policy import Policy, PolicyViolation
 from lightning_lowrank.flower.recipe import build
-from tests.flower.helpers import merged, method, run_on_sites, write_recipe
+from lightning_lowrank.flower.site import Site
+from tests.flower.helpers import MUD, merged, method, run_on_sites, write_recipe
 
 SMALL = {
     "federated": {"clients_per_round": None, "local_epochs": 1},
@@ -183,6 +186,31 @@ def test_one_sites_policy_is_its_own(tmp_path, monkeypatch):
     assert served.callback_metrics["federated/clients"] == 2
     kinds = [entry["direction"] for entry in read_audit(tmp_path / "state" / "audit_client_1.jsonl").entries]
     assert kinds == ["received", "sent", "received", "refused", "received", "refused"]
+
+
+def joined(folder, changes):
+    """Return a site that has joined, what the server would send it in a round, and the optimizers' options."""
+    site = Site(write_recipe(folder, merged(SMALL, changes)), 0, folder / "site.safetensors")
+    site.join()
+    assert site._built is not None
+    sent = {name: value.detach().clone() for name, value in trained_tensors(site._built.module).items()}
+    return site, sent, options_of(site._built.trainer.optimizers)
+
+
+@pytest.mark.slow
+def test_every_broadcast_is_held_against_the_policy(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    site, sent, options = joined(tmp_path, {"federated": {"algorithm": "FedMUD"}, "lowrank": MUD})
+    sent["seed"] = torch.tensor(1)
+    site.policy = Policy(tensors={name: list(value.shape) for name, value in sent.items()})
+    fine, forbidden = Dense().encode(sent), Dense().encode({**sent, "forbidden": torch.zeros(4)})
+    told = "policy has tensors=.*the server's message has 'forbidden'"
+    with pytest.raises(PolicyViolation, match=told):
+        site.train(1, {0: forbidden, 1: fine}, options)
+    site.listen({0: forbidden})
+    with pytest.raises(PolicyViolation, match=told):
+        site.train(1, {1: fine}, options)
+    assert site.train(1, {0: fine, 1: fine}, options)
 
 
 @pytest.mark.slow
