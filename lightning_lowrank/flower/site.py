@@ -158,6 +158,8 @@ class Site:
         self._rank = rank
         self._file = Path(state)
         self._built: Recipe | None = None
+        # The policy that what is built was held against; the site's may have changed since.
+        self._held_against = self.policy
         self._base: Base | None = None
         self._signature: dict[str, Any] = {}
         self._load()
@@ -223,6 +225,7 @@ class Site:
             MisconfigurationException: If the client cannot train, or has made a later round.
             PolicyViolation: If the site's policy does not permit what the server or the recipe asks for.
         """
+        self._check_again()
         kept = self._kept
         if number < kept.followed:
             raise MisconfigurationException(
@@ -252,7 +255,7 @@ class Site:
         options = list(_QUIET)
         if self._data_root is not None:
             options.append(f"--data.init_args.root={self._data_root}")
-        self.policy.check_recipe(self._recipe.read_text(encoding="utf-8"), self._recipe.parent)
+        self._check_recipe()
         recipe = build([self._recipe], options)
         loop = recipe.loop
         self.policy.check_privacy(loop.privacy, _private(recipe))
@@ -275,10 +278,20 @@ class Site:
         recipe.trainer.callbacks = [_ConstantSchedules(), *kept]
         return recipe
 
+    def _check_recipe(self) -> None:
+        self.policy.check_recipe(self._recipe.read_text(encoding="utf-8"), self._recipe.parent)
+
+    def _check_again(self) -> None:
+        """Hold a recipe that is built against a policy that is another by now."""
+        if self._built is not None and self.policy != self._held_against:
+            self._check_recipe()
+            self.policy.check_privacy(self._built.loop.privacy, _private(self._built))
+            self._held_against = self.policy
+
     def _fit(self, number: int) -> FederatedLoop:
         """Make one round; none for -1."""
         if self._built is None:
-            self._built, self._base = self._build(), None
+            self._built, self._base, self._held_against = self._build(), None, self.policy
         recipe = self._built
         recipe.loop.participants = [[self.client]] * (number + 1) or None
         make_one_epoch(recipe.trainer, number)

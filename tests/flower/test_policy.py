@@ -214,6 +214,23 @@ def test_every_broadcast_is_held_against_the_policy(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("entry", [{"classes": ["torch.*"]}, {"max_epsilon": 8.0}], ids=["classes", "max_epsilon"])
+def test_a_policy_that_is_tightened_holds_from_the_next_message(tmp_path, monkeypatch, entry):
+    monkeypatch.chdir(tmp_path)
+    site, sent, options = joined(tmp_path, {})
+    data = Dense().encode(sent)
+    first = site.train(0, {0: data}, options)
+    (name,) = entry
+    site.policy = Policy(**entry)
+    for number in (0, 1):
+        with pytest.raises(PolicyViolation, match=f"policy has {name}="):
+            site.train(number, {number: data}, options)
+    site.policy = Policy(max_upload=10**9)
+    assert site.train(0, {0: data}, options) == first
+    assert site.train(1, {1: data}, options)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"algorithm": "SCAFFOLD", "uplink": [method("Half")]}], ids=["FedAvg", "Half"])
 def test_what_leaves_a_site_is_clipped(tmp_path, monkeypatch, changes):
     monkeypatch.chdir(tmp_path)
