@@ -344,8 +344,12 @@ class RemoteRounds(Callback):
         # Clients that sit the round out are counted as they hear of it.
         self.coordinator.begin_round(plan, live, idle=0)
         self._intake.begin_round()
-        outcome = self._hear(plan, options_of(trainer.optimizers), live)
         self._prune()
+        outcome = self._hear(plan, options_of(trainer.optimizers), live)
+        # They are deleted in the next round, when a state has been saved that says so.
+        self._pruned = max(
+            [self._pruned, *(each for each in self._broadcasts if each <= plan.round - self.keep_broadcasts)]
+        )
         self.coordinator.failed = outcome.failures
         if len(outcome.arrivals) < self.min_sites:
             self._intake.pass_over()
@@ -635,8 +639,7 @@ class RemoteRounds(Callback):
 
     def _prune(self) -> None:
         """Forget the broadcasts that are too old."""
-        for number in [each for each in self._broadcasts if each <= self.server.round - self.keep_broadcasts]:
-            self._pruned = max(self._pruned, number)
+        for number in [each for each in self._broadcasts if each <= self._pruned]:
             del self._broadcasts[number]
 
     def _pack(self, fields: Mapping[str, Any], payloads: Mapping[int, bytes] | None = None) -> RecordDict:

@@ -8,6 +8,7 @@ import torch
 from filelock import FileLock
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from lightning_lowrank.federated import offload
 from lightning_lowrank.flower import server
 from lightning_lowrank.flower.client import client_app
 from lightning_lowrank.flower.server import RemoteRounds, serve
@@ -156,7 +157,40 @@ def test_broadcasts_are_kept_for_absent_sites_until_they_are_too_old(tmp_path, m
     served, _ = run_on_sites(recipe, tmp_path, prepare=away(recipe, tmp_path), keep_broadcasts=keep)
     assert served.callback_metrics["federated/failed"] == failed
     assert any("kept no longer (keep-broadcasts=2)" in line for line in told) == bool(failed)
-    assert sorted(rounds_of(served)._broadcasts) == [number for number in range(1, 5) if number > 4 - keep]
+    # What has become too old in the last round would go in the next one.
+    assert sorted(rounds_of(served)._broadcasts) == [number for number in range(1, 5) if number > 3 - keep]
+
+
+def test_a_server_that_is_killed_before_it_saves_still_has_what_sites_missed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    participants = {"federated": {"participants": [[0, 1], [1, 2], [1, 2], [1, 2], [0, 1]]}}
+    recipe = write_recipe(tmp_path, merged(merged(SMALL, AWAY), participants))
+    state, save = tmp_path / "server.ckpt", server._KeepState.on_train_epoch_end
+
+    def killed(keeper, trainer, module):
+        if trainer.current_epoch == 3:
+            raise Killed
+        save(keeper, trainer, module)
+
+    def prepare(grid):
+        def before(node, message):
+            if [kind for _, kind in grid.sent].count("train.round") == 3:
+                grid.nodes.pop(101, None)
+
+        grid.before = before
+
+    with monkeypatch.context() as patched:
+        patched.setattr(server._KeepState, "on_train_epoch_end", killed)
+        with pytest.raises(Killed):
+            run_on_sites(recipe, tmp_path, prepare=prepare, keep_broadcasts=2, state=state)
+    # The site of client 0 is back, and has missed as many rounds as are kept.
+    served, _ = run_on_sites(recipe, tmp_path, keep_broadcasts=2, state=state)
+    assert served.callback_metrics["federated/failed"] == 0
+    kept = (tmp_path / "state").glob("study_*_client_[01].safetensors")
+    one, other = (offload.load(file)["frozen"] for file in kept)
+    assert one
+    for name, value in one.items():
+        assert torch.equal(other[name], value), name
 
 
 def test_a_round_waits_for_enough_sites(tmp_path, monkeypatch):
