@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -33,8 +33,6 @@ _NUMBERS = "numbers"
 _LEVELS = 2**22
 _MODULUS = 2**32
 _LONGEST_KEY = 4096
-
-Exchange = Callable[[Mapping[int, tuple[str, RecordDict]]], Mapping[int, Any]]
 
 
 def check_secure(settings: FederatedSettings, min_sites: int) -> None:
@@ -74,6 +72,18 @@ class SecureRequest:
     weight: int
 
 
+@dataclass(frozen=True)
+class Silence:
+    """Why there is no answer from a node, whether one may come if it is asked again, and whether it sent a bad one."""
+
+    reason: str
+    passing: bool
+    bad: bool = False
+
+
+Exchange = Callable[[Mapping[int, tuple[str, RecordDict]]], Mapping[int, Message | Silence]]
+
+
 @dataclass
 class SecureAnswer:
     """What came of it.
@@ -82,13 +92,13 @@ class SecureAnswer:
         mean: The weighted mean of the sites' changes, by name, in double precision; empty where there is none.
         nodes: The sites whose changes are in it.
         nbytes: Bytes that sites have sent, by node.
-        failures: For other sites, the reason, where one is known.
+        failures: Why others are not, as far as that is known. What may be another site's doing counts as passing.
     """
 
     mean: dict[str, Tensor] = field(default_factory=dict)
     nodes: list[int] = field(default_factory=list)
     nbytes: dict[int, int] = field(default_factory=dict)
-    failures: dict[int, str] = field(default_factory=dict)
+    failures: dict[int, Silence] = field(default_factory=dict)
 
 
 def secure_mean(
@@ -107,7 +117,7 @@ def secure_mean(
         threshold: Number of sites without which nothing can be unmasked.
         largest: Largest number in a change.
         number: The round.
-        exchange: Sends messages to nodes and returns their answers, or what stands for none.
+        exchange: Sends messages to nodes and returns their answers, or why there is none.
 
     Returns:
         The mean, or none where too few sites went through with it, or one of them has spoiled it: the protocol does not
@@ -132,11 +142,12 @@ def secure_mean(
         mean = _named(arrays, schema)
     except Exception as error:  # whatever a site sent, nobody can tell which
         for node in requests:
-            answer.failures.setdefault(node, f"secure aggregation failed, by this site or another: {error!r}"[:300])
+            reason = f"secure aggregation failed, by this site or another: {error!r}"[:300]
+            answer.failures.setdefault(node, Silence(reason, passing=True))
         return answer
     answer.mean, answer.nodes = mean, nodes if mean else []
     for node in requests.keys() - set(answer.nodes):
-        answer.failures.setdefault(node, "secure aggregation ended without it")
+        answer.failures.setdefault(node, Silence("secure aggregation ended without it", passing=True))
     return answer
 
 
@@ -227,16 +238,18 @@ class _Stages:
         asked = {message.metadata.dst_node_id: message for message in messages}
         stage = {node: internals.stage_of(message.content) for node, message in asked.items()}
         replies = self._exchange({node: (SECURE, message.content) for node, message in asked.items()})
+        # Where one has failed in an earlier stage, Flower's mod raises errors at the others, which miss its keys.
+        incomplete = bool(self._answer.failures)
         used = []
         for node, reply in sorted(replies.items()):
             if not isinstance(reply, Message):
-                self._answer.failures[node] = reply.reason
+                self._answer.failures[node] = replace(reply, passing=True) if incomplete and not reply.bad else reply
                 continue
             try:
                 self._answer.nbytes[node] = self._answer.nbytes.get(node, 0) + self._check(node, stage[node], reply)
                 used.append(reply)
             except (DecodingError, KeyError, TypeError, ValueError, AttributeError) as error:
-                self._answer.failures[node] = f"it sent a bad answer: {error}"[:300]
+                self._answer.failures[node] = Silence(f"it sent a bad answer: {error}"[:300], passing=False, bad=True)
         return used
 
     def _check(self, node: int, stage: str, reply: Message) -> int:

@@ -56,7 +56,14 @@ from lightning_lowrank.flower.messages import (
     unpack,
 )
 from lightning_lowrank.flower.recipe import build, check_optimizers
-from lightning_lowrank.flower.secure import SecureRequest, check_secure, equal_tensors, secure_mean, with_changes
+from lightning_lowrank.flower.secure import (
+    SecureRequest,
+    Silence,
+    check_secure,
+    equal_tensors,
+    secure_mean,
+    with_changes,
+)
 from lightning_lowrank.internals.flower import bounded_arrays, is_of_link, is_passing, state_folder
 from lightning_lowrank.internals.lightning import TrainLoaderSource, count_steps, log_figures
 from lightning_lowrank.interop.files import replacing
@@ -71,15 +78,6 @@ _WAIT_FOR_NEW = 60.0
 _ASK_AGAIN = 60.0
 # Seconds: how long a server waits for another of its study to end. One whose SuperLink was killed takes some to notice.
 _WAIT_FOR_END = 60.0
-
-
-@dataclass(frozen=True)
-class _Silence:
-    """Why there is no answer from a node, whether one may come if it is asked again, and whether it sent a bad one."""
-
-    reason: str
-    passing: bool
-    bad: bool = False
 
 
 @dataclass
@@ -119,6 +117,7 @@ class RemoteRounds(Callback):
         keep_broadcasts: Number of rounds whose broadcasts are kept, where the method needs sites to hear all. A site
             that has missed more is left out.
         on_bad_payload: What a malformed payload does: ``"skip"``: its site counts as failed; ``"stop"``: the run ends.
+            In a secure sum it does so where the answer itself shows it: nobody can tell which masked number is bad.
         poll: Seconds between two looks for answers.
         norm_bound: How many times as much as the median site's an answer may change what was sent; see `Intake`.
             ``math.inf``: any number of times.
@@ -438,11 +437,11 @@ class RemoteRounds(Callback):
                 return
             time.sleep(self.poll)
 
-    def _admit(self, node: int, reply: Message | _Silence) -> None:
+    def _admit(self, node: int, reply: Message | Silence) -> None:
         """Let a node take part that has answered, or note why it cannot."""
         self._refused.pop(node, None)
         try:
-            if isinstance(reply, _Silence):
+            if isinstance(reply, Silence):
                 if reply.passing:
                     self._known_nodes.discard(node)
                     return
@@ -545,14 +544,8 @@ class RemoteRounds(Callback):
         replies, answers = self._exchange(requests, most=2 * max(sizes, default=0)), dict[int, Message]()
         for client, node in sorted(self.members.connected.items()):
             reply = replies.get(node)
-            if isinstance(reply, _Silence) and client in expected:
-                outcome.failures[client] = reply.reason
-                outcome.passing |= reply.passing
-                stops = self.on_bad_payload == "stop" if reply.bad else self.loop.on_client_error == "raise"
-                if stops and not reply.passing:
-                    raise MisconfigurationException(
-                        f"round {plan.round}: the site of client {client} failed: {reply.reason}"
-                    )
+            if isinstance(reply, Silence) and client in expected:
+                self._note(client, reply, outcome)
             elif isinstance(reply, Message) and not self._has_lost(client, reply, outcome):
                 self.members.heard[client] = acknowledged[client]
                 if client in expected:
@@ -564,6 +557,16 @@ class RemoteRounds(Callback):
         refused = self._intake.take(answers, expected, self.members.batches)
         outcome.arrivals += [client for client in answers if client not in refused]
         self._refuse(outcome, refused)
+
+    def _note(self, client: int, silence: Silence, outcome: _Outcome) -> None:
+        """Count a site as failed, and end the run if that is what such a failure does."""
+        outcome.failures[client] = silence.reason
+        outcome.passing |= silence.passing
+        stops = self.on_bad_payload == "stop" if silence.bad else self.loop.on_client_error == "raise"
+        if stops and not silence.passing:
+            raise MisconfigurationException(
+                f"round {self.server.round}: the site of client {client} failed: {silence.reason}"
+            )
 
     def _has_lost(self, client: int, reply: Message, outcome: _Outcome) -> bool:
         """Return whether a site says that it has lost what it kept, and take note of it."""
@@ -606,7 +609,7 @@ class RemoteRounds(Callback):
         for node, client in clients.items():
             self.ledger.up(answer.nbytes.get(node, 0))
             if node in answer.failures:
-                outcome.failures[client] = answer.failures[node]
+                self._note(client, answer.failures[node], outcome)
         arrived = sorted(clients[node] for node in answer.nodes)
         for client in arrived:
             self.members.heard[client] = coordinator.server.round
@@ -648,11 +651,11 @@ class RemoteRounds(Callback):
     def _told(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         return {"study": self.study, "min_sites": self.min_sites, **fields}
 
-    def _exchange(self, requests: Mapping[int, tuple[str, RecordDict]], most: int) -> dict[int, Message | _Silence]:
+    def _exchange(self, requests: Mapping[int, tuple[str, RecordDict]], most: int) -> dict[int, Message | Silence]:
         """Send messages to nodes, and return each one's reply of at most so many bytes, or why there is none."""
         pending = self._push(requests)
-        replies: dict[int, Message | _Silence] = {
-            node: _Silence("Flower did not take its message", passing=True)
+        replies: dict[int, Message | Silence] = {
+            node: Silence("Flower did not take its message", passing=True)
             for node in requests.keys() - pending.values()
         }
         deadline = time.monotonic() + self.round_timeout
@@ -663,7 +666,7 @@ class RemoteRounds(Callback):
             for number, node in list(pending.items()):
                 if late or node not in online:
                     reason = f"it did not answer within {self.round_timeout:g} s" if late else "it has gone"
-                    replies[node] = _Silence(reason, passing=True)
+                    replies[node] = Silence(reason, passing=True)
                     del pending[number]
             if pending:
                 time.sleep(self.poll)
@@ -680,13 +683,13 @@ class RemoteRounds(Callback):
         sent = zip(self.grid.push_messages(messages), requests, strict=True)
         return {number: node for number, node in sent if number}
 
-    def _pull(self, pending: dict[str, int], most: int) -> dict[int, Message | _Silence]:
+    def _pull(self, pending: dict[str, int], most: int) -> dict[int, Message | Silence]:
         """Return what has come for messages, and remove these from ``pending``: a second answer is dropped.
 
         Each is fetched by itself: what Flower cannot read, or has arrays of more than ``most`` bytes, raises an error
         that takes along all that is fetched with it.
         """
-        replies: dict[int, Message | _Silence] = {}
+        replies: dict[int, Message | Silence] = {}
         for number, node in list(pending.items()):
             try:
                 with bounded_arrays(most):
@@ -696,7 +699,7 @@ class RemoteRounds(Callback):
                     raise
                 del pending[number]
                 reason = f"it sent a bad payload: {printable(described(error))}"
-                replies[node] = _Silence(reason, passing=False, bad=True)
+                replies[node] = Silence(reason, passing=False, bad=True)
                 continue
             for reply in found:
                 # Flower itself answers for a node that has gone, with an error of its own.
@@ -705,7 +708,7 @@ class RemoteRounds(Callback):
                     continue
                 del pending[number]
                 replies[node] = (
-                    _Silence(printable(reply.error.reason or "it failed"), passing=is_passing(reply.error))
+                    Silence(printable(reply.error.reason or "it failed"), passing=is_passing(reply.error))
                     if reply.has_error()
                     else reply
                 )

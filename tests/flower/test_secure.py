@@ -5,6 +5,8 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank.cli.audit import read_audit
+from lightning_lowrank.flower.secure import SECURE
+from lightning_lowrank.internals.flower import configuration_of
 from tests.flower.helpers import LORA, MUD, merged, method, run_on_sites, write_recipe
 
 pytestmark = pytest.mark.slow
@@ -63,6 +65,39 @@ def test_what_needs_single_answers_is_refused(tmp_path, monkeypatch, changes, se
     recipe = write_recipe(tmp_path, merged(SMALL, {"federated": changes, **lora}))
     with pytest.raises(MisconfigurationException, match=told):
         run_on_sites(recipe, tmp_path, **{"min_sites": 2, "secure_aggregation": True, **settings})
+
+
+def spoilt_keys(node, reply):
+    if node == 101 and reply.metadata.message_type == SECURE:
+        said = configuration_of(reply.content)
+        if "pk1" in said:
+            said["pk1"] = b""
+    return reply
+
+
+@pytest.mark.parametrize(
+    ("federated", "settings", "policy", "tamper", "told"),
+    [
+        ({"on_client_error": "raise"}, {}, "max_upload: 5000", None, "the site's policy has max_upload=5,000"),
+        ({}, {"on_bad_payload": "stop"}, "min_clients: 2", spoilt_keys, "it sent a bad answer: its keys are none"),
+    ],
+    ids=["error", "bad answer"],
+)
+def test_a_failure_of_one_site_may_end_the_run(tmp_path, monkeypatch, federated, settings, policy, tamper, told):
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "policy.yaml"
+    file.write_text(policy)
+    recipe = write_recipe(tmp_path, merged(SMALL, {"federated": federated}))
+    with pytest.raises(MisconfigurationException, match=f"round 0: the site of client 0 failed: .*{told}"):
+        run_on_sites(
+            recipe,
+            tmp_path,
+            prepare=lambda grid: None if tamper is None else setattr(grid, "tamper", tamper),
+            node_config=lambda client: {"policy": str(file)} if client == 0 else {},
+            min_sites=2,
+            secure_aggregation=True,
+            **settings,
+        )
 
 
 def test_a_site_refuses_to_answer_in_clear(tmp_path, monkeypatch):
