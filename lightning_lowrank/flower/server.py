@@ -243,6 +243,7 @@ class RemoteRounds(Callback):
                 "lost": sorted(self._lost | self._untold),
                 "intake": self._intake.state_dict(),
                 "pruned": self._pruned,
+                "secure_aggregation": self.secure_aggregation,
                 "client_steps": self._client_steps,
             },
         }
@@ -251,12 +252,20 @@ class RemoteRounds(Callback):
         """Take `state_dict`'s result, to be installed when the fit begins.
 
         Raises:
-            MisconfigurationException: If it is of another recipe, or of a run that was not across sites.
+            MisconfigurationException: If it is of another recipe, of a run that was not across sites, or of one with
+                another ``secure_aggregation``: sites answer a round that they have made as they did then.
         """
         sites = state_dict.get("sites")
         recipe = hashlib.sha256(self.recipe.encode()).hexdigest()
         if sites is None or sites["signature"]["recipe"] != recipe:
             raise MisconfigurationException("the checkpoint is not of a run of this recipe across sites.")
+        began = sites["secure_aggregation"]
+        if began != self.secure_aggregation:
+            raise MisconfigurationException(
+                f"the study began with secure-aggregation={str(began).lower()}, and cannot go on with"
+                f" secure-aggregation={str(self.secure_aggregation).lower()}: give it the setting that it had, or begin"
+                " another one (study)."
+            )
         self._restored = state_dict
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

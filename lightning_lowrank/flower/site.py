@@ -80,6 +80,7 @@ class _Kept:
             have been applied.
         pending: Encoded broadcasts of later rounds, by round.
         upload: The encoded answer of the round ``followed``.
+        secure: Whether that answer is a change, for a secure sum.
         client: `ClientContext.state`.
         base: `Base.state`, where broadcasts change it.
         frozen: The frozen parameters, where changes have been folded into them.
@@ -89,6 +90,7 @@ class _Kept:
     followed: int = -1
     pending: dict[int, Tensor] = field(default_factory=dict)
     upload: Tensor = field(default_factory=lambda: _tensor(b""))
+    secure: bool = False
     client: State = field(default_factory=dict)
     base: State = field(default_factory=dict)
     frozen: dict[str, Tensor] = field(default_factory=dict)
@@ -232,6 +234,13 @@ class Site:
                 f"round {number} was asked of client {self.client}, which has made round {kept.followed}."
             )
         if number == kept.followed:
+            if secure != kept.secure:
+                forms = {True: "as a change for a secure sum", False: "in clear"}
+                raise MisconfigurationException(
+                    f"round {number} was asked of client {self.client} {forms[secure]}, and it has answered that round"
+                    f" {forms[kept.secure]}: give the server the setting secure-aggregation={str(kept.secure).lower()}"
+                    " with which it began the round."
+                )
             return _bytes(kept.upload)
         heard = {number: b"", **{early: _bytes(data) for early, data in kept.pending.items()}, **broadcasts}
         self.round = _Round([heard[each] for each in sorted(heard) if kept.followed < each <= number], options, secure)
@@ -245,7 +254,7 @@ class Site:
         self.epsilon = self._epsilon()
         kept.followed = number
         kept.pending = {later: data for later, data in kept.pending.items() if later > number}
-        kept.upload = _tensor(self.round.upload)
+        kept.upload, kept.secure = _tensor(self.round.upload), secure
         kept.client = loop.coordinator.states[self.client]
         self._keep_base(loop.coordinator)
         self._save()

@@ -5,7 +5,12 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank.cli.audit import read_audit
+from lightning_lowrank.compression import Dense
+from lightning_lowrank.federated.state import trained_tensors
+from lightning_lowrank.flower import server
+from lightning_lowrank.flower.messages import options_of
 from lightning_lowrank.flower.secure import SECURE
+from lightning_lowrank.flower.site import Site
 from lightning_lowrank.internals.flower import configuration_of
 from tests.flower.helpers import LORA, MUD, merged, method, run_on_sites, write_recipe
 
@@ -98,6 +103,44 @@ def test_a_failure_of_one_site_may_end_the_run(tmp_path, monkeypatch, federated,
             secure_aggregation=True,
             **settings,
         )
+
+
+class Killed(BaseException):
+    """Ends the server."""
+
+
+@pytest.mark.parametrize("secure", [True, False])
+def test_a_study_goes_on_as_it_began(tmp_path, monkeypatch, secure):
+    monkeypatch.chdir(tmp_path)
+    recipe, state = write_recipe(tmp_path, SMALL), tmp_path / "server.ckpt"
+    save = server._KeepState.on_train_epoch_end
+
+    def killed(keeper, trainer, module):
+        save(keeper, trainer, module)
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(server._KeepState, "on_train_epoch_end", killed)
+        with pytest.raises(Killed):
+            run_on_sites(recipe, tmp_path, min_sites=2, secure_aggregation=secure, state=state)
+    began, other = (str(each).lower() for each in (secure, not secure))
+    told = f"began with secure-aggregation={began}, and cannot go on with secure-aggregation={other}"
+    with pytest.raises(MisconfigurationException, match=told):
+        run_on_sites(recipe, tmp_path, min_sites=2, secure_aggregation=not secure, state=state)
+
+
+def test_a_site_gives_its_last_answer_in_the_form_that_it_has(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    site = Site(write_recipe(tmp_path, SMALL), 0, tmp_path / "site.safetensors")
+    site.join()
+    assert site._built is not None
+    sent = {0: Dense().encode({name: value.detach() for name, value in trained_tensors(site._built.module).items()})}
+    options = options_of(site._built.trainer.optimizers)
+    first = site.train(0, sent, options, secure=True)
+    again = Site(tmp_path / "recipe.yaml", 0, tmp_path / "site.safetensors")
+    assert again.train(0, sent, options, secure=True) == first
+    with pytest.raises(MisconfigurationException, match=r"round 0 was asked of client 0 in clear, .*aggregation=true"):
+        again.train(0, sent, options)
 
 
 def test_a_site_refuses_to_answer_in_clear(tmp_path, monkeypatch):
