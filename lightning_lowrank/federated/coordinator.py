@@ -553,11 +553,11 @@ class Coordinator:
             "base": server.base.state,
             "received": self._received,
             "clients": states,
-            # Of others, a client's own tensors make its model.
+            # Of others, a client's own tensors make its model. Some clients' tensors the server alone keeps.
             "unlike": [
                 client
-                for client, state in states.items()
-                if not self.algorithm.has_whole_model(server, self.info(client), state)
+                for client in sorted({*states, *server.state.get("pairs", {})})
+                if not self.algorithm.has_whole_model(server, self.info(client), states.get(client, {}))
             ],
             "ledger": self.ledger.state_dict(),
             "failed": self.failed,

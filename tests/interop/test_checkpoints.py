@@ -98,6 +98,8 @@ def outputs(module):
         (FedLoRA(FedSA(), levels=[1.0, 0.5]), {"rank": 4}, [0, 1, 2]),
         (FedLoRA(FedInc(), levels=[1.0, 0.5]), {"rank": 4}, [0, 1, 2]),
         (FedLoRA(FedInc(clusters=1), ranks=[2, 4, 1]), {"rank": 4}, [0, 1, 2]),
+        # Clients that keep nothing; the server keeps pairs for them.
+        (FedLoRA(FedInc(), levels=[1.0, 0.5], capacity="dynamic"), {"rank": 4, "buffers": "average"}, []),
     ],
     ids=lambda value: type(value).__name__,
 )
