@@ -490,8 +490,8 @@ class FedLoRA(Algorithm):
     def has_whole_model(self, server: Server, client: ClientInfo, state: State) -> bool:
         level = self._level(client)
         # A client's own factors are zero beyond its rank, and cut the others with them.
-        own = {**server.state.get("pairs", {}).get(client.id, {}), **state.get("personal", {})}
-        cut = level == 1 or not own.keys().isdisjoint(self._factors)
+        own = server.state.get("pairs", {}).get(client.id, {}).keys() | state.get("personal", {}).keys()
+        cut = level == 1 or not own.isdisjoint(self._factors)
         return cut and (bool(self._ranks) or self._capacities.always(client, level))
 
     def variants(self, server: Server) -> dict[str, Mapping[str, Tensor]]:

@@ -26,6 +26,7 @@ from lightning_lowrank.algorithms._capacity import (
 from lightning_lowrank.configuration import check_choice, check_number
 from lightning_lowrank.federated.algorithm import LocalStep, detached
 from lightning_lowrank.federated.messages import Message
+from lightning_lowrank.federated.objective import present_classes
 from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, Server
 from lightning_lowrank.internals.torch import BATCH_NORMS, INSTANCE_NORMS, own_parameters
 from lightning_lowrank.layers.factorization.base import ceil
@@ -158,16 +159,12 @@ class HeteroFL(PartAveraging):
             return message
         rows = next(iter(self._last.values()))
         labels = client.labels
-        # A server that learns the form of the message knows none.
-        held = torch.ones(rows, dtype=torch.bool) if labels is None else torch.zeros(rows, dtype=torch.bool)
-        if labels is not None:
-            present = labels.unique()
-            if present.is_floating_point() or not 0 <= int(present.min()) <= int(present.max()) < rows:
-                raise MisconfigurationException(
-                    f"last_layer='holders' needs labels from 0 to {rows - 1}, the last layer's rows, and client"
-                    f" {client.id} has others: {present[:5].tolist()}. Use last_layer='mean'."
-                )
-            held[present] = True
+        if labels is None:
+            # A server that learns the form of the message knows none.
+            held = torch.ones(rows, dtype=torch.bool)
+        else:
+            needed = f"last_layer='holders' needs labels from 0 to {rows - 1}, the last layer's rows, and client"
+            held = present_classes(labels, rows, f"{needed} {client.id} has others", "Use last_layer='mean'.")
         return Message({**message.tensors, _HELD: held.to(client.base.device)})
 
     def receive(self, server: Server, client: ClientInfo, message: Message, weight: float) -> None:

@@ -148,7 +148,7 @@ def report(
             first = "" if rounds is None else f" of the first {rounds}"
             lacks = f"it logged no {metric}" if run.rounds else f"its metrics.csv has no round{first} that can be read"
             notes.append(f"{run.folder} is left out: {lacks}")
-        elif (run.began or 1) > 1:
+        elif run.went_on:
             began = f"went on from another run in round {run.began}"
             notes.append(f"{run.folder} {began}: its figures are of the rounds from there on")
     for line in [title, "", *_text_table(results), *([""] if sentences else []), *sentences, *notes]:
@@ -194,7 +194,7 @@ class Goal:
         for number, value in series:
             if value >= self.target if self.higher else value <= self.target:
                 # A run that went on from another one may have reached it there.
-                return None if (run.began or 1) > 1 and number == series[0][0] else number
+                return None if run.went_on and number == series[0][0] else number
         return None
 
     def within(self, run: Run, budget: float) -> tuple[int, float] | None:

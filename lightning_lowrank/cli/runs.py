@@ -66,7 +66,7 @@ class Run:
     def count(self) -> int:
         """Number of the last round that was made: an evaluation after the fit is logged under a number more."""
         made = [number for number, figures in self.rounds.items() if any(map(_is_of_a_round, figures))]
-        return max(made or (number for number in self.rounds if number != self.evaluation)) + 1
+        return max(made or self.rounds.keys() - {self.evaluation}) + 1
 
     @property
     def evaluation(self) -> int | None:
@@ -99,8 +99,13 @@ class Run:
 
     @property
     def began(self) -> int | None:
-        """The number of the first round that was made; more than 1 for a run that went on from another."""
+        """The number of the first round that was made, if it is known."""
         return int(self.facts["first_round"][0]) if "first_round" in self.facts else None
+
+    @property
+    def went_on(self) -> bool:
+        """Whether the run went on from another one, whose rounds are not in it."""
+        return self.began is not None and self.began > 1
 
     @property
     def seconds(self) -> float | None:

@@ -238,7 +238,7 @@ def check_same_experiment(
         )
 
 
-def check_before_loading(settings: FederatedSettings, trainer: Any) -> Callable[[], None]:
+def prepare_loading(settings: FederatedSettings, trainer: Any) -> Callable[[], None]:
     """Prepare for the moment before Lightning loads a module's values; return what ends that.
 
     The arguments that decide about layers are compared then, for the values of other layers do not fit, or mean

@@ -41,9 +41,9 @@ from lightning_lowrank.federated.data.sampling import NeedsPoissonBatches
 from lightning_lowrank.federated.data.whole_batches import WholeBatches
 from lightning_lowrank.federated.execution.distributed import ClientParallelStrategy, SharedCoordinator, shared_by
 from lightning_lowrank.federated.fingerprint import (
-    check_before_loading,
     check_same_experiment,
     fingerprint,
+    prepare_loading,
 )
 from lightning_lowrank.federated.horizon import Horizon
 from lightning_lowrank.federated.messages import Ledger
@@ -256,7 +256,7 @@ class FederatedLoop(FederatedSettings, Callback):
         self._horizon = Horizon(trainer, self._data)
         self._end_counting.callback(count_for_schedules(trainer, self._horizon, self._horizon.give))
         restore(self._end_counting.close)
-        restore(check_before_loading(self, trainer))
+        restore(prepare_loading(self, trainer))
         restore(setattr, settings, "limit_train_batches", limit)
         restore(accumulate_per_client(trainer, lambda: progress.group_begins, lambda: progress.group_ends))
         # A plain function: torch marks the hook, and a deepcopy of the module must not copy this callback.

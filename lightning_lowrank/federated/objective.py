@@ -92,15 +92,13 @@ class MaskAbsentClasses(Objective):
                 f"label_smoothing={smoothing} spreads over all classes, and MaskAbsentClasses leaves some out: use one"
                 " of them."
             )
-        found = labels.unique()
-        others = found if found.is_floating_point() else found[(found < 0) | (found >= classes)]
-        if len(others):
-            raise MisconfigurationException(
-                f"MaskAbsentClasses needs integer labels from 0 to {classes - 1}, for classes={classes}, and client"
-                f" {client.id} has others: {others[:5].tolist()}. Give the number of classes that the labels have, or"
-                " count labels from 0."
-            )
-        present = torch.zeros(classes, dtype=torch.bool).index_fill_(0, found, True)
+        present = present_classes(
+            labels,
+            classes,
+            f"MaskAbsentClasses needs integer labels from 0 to {classes - 1}, for classes={classes}, and client"
+            f" {client.id} has others",
+            "Give the number of classes that the labels have, or count labels from 0.",
+        )
         client.round_state[self._KEY] = present.to(client.base.device)
 
     def loss(self, step: LocalStep, batch: Any, training_step: Callable[[], Any]) -> Any:
@@ -140,6 +138,25 @@ class Call:
     inputs: tuple[Any, ...]
     keywords: dict[str, Any]
     output: Any
+
+
+def present_classes(labels: Tensor, classes: int, needed: str, advice: str) -> Tensor:
+    """Return for each class whether a client has samples of it, as booleans of shape ``[classes]``.
+
+    Args:
+        labels: The labels of the client's samples.
+        classes: Number of classes.
+        needed: For the message, what is needed and who has other labels.
+        advice: For the message, what would work.
+
+    Raises:
+        MisconfigurationException: If a label is no integer from 0 to ``classes`` - 1.
+    """
+    found = labels.unique()
+    others = found if found.is_floating_point() else found[(found < 0) | (found >= classes)]
+    if len(others):
+        raise MisconfigurationException(f"{needed}: {others[:5].tolist()}. {advice}")
+    return torch.zeros(classes, dtype=torch.bool).index_fill_(0, found, True)
 
 
 @contextmanager

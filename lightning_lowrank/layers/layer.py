@@ -493,7 +493,8 @@ class LowRankLayer(nn.Module):
                 sets = [{name: self._as_input(factor, input) for name, factor in each.items()} for each in sets]
             if self.scale != 1 and not self._adds_to_base:
                 # What is composed is linear in each factor.
-                sets = [{**each, (name := next(iter(each))): each[name] * self.scale} for each in sets]
+                name = next(iter(sets[0]))
+                sets = [{**each, name: each[name] * self.scale} for each in sets]
             first, *others = sets
             change = self._apply_factors(dropped, first, own_bias, *geometry)
             for term in others:
