@@ -309,7 +309,8 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
         """Return how many steps a client has made in all, each of which has cost something."""
         return self._kept(client).get("steps", 0)
 
-    def _mechanism(self, client: int) -> Mechanism:
+    def mechanism(self, client: int = 0) -> Mechanism:
+        """Return what each of a client's steps releases."""
         if self._loop is not None:
             loader = self._loop.data.loader
             assert self._loop.indices is not None
@@ -321,7 +322,7 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
 
     def epsilon(self, client: int = 0, more: int = 0) -> float:
         """Return the ε of a client's steps so far, and of so many ``more``."""
-        return self._mechanism(client).epsilon(self.steps_of(client) + more, self.delta, self.accountant)
+        return self.mechanism(client).epsilon(self.steps_of(client) + more, self.delta, self.accountant)
 
     def epsilons(self) -> dict[int, float]:
         """Return by client the ε that its samples have cost; without a federation there is one client, 0."""
@@ -366,7 +367,7 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
             noise = gaussian(sums, self._noise * self.clip, *parts, secure=self.secure)
             # Of higher precision until it is divided, for 16 bits would lose much of it.
             private = {name: ((value + noise[name]) / batch_size).to(value.dtype) for name, value in sums.items()}
-        kept, mechanism = self._kept(place.client), self._mechanism(place.client)
+        kept, mechanism = self._kept(place.client), self.mechanism(place.client)
         drawn_as = [mechanism.sampled, mechanism.population]
         if kept.setdefault("drawn", drawn_as) != drawn_as:
             raise MisconfigurationException(
@@ -428,7 +429,7 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
                 plan = self._loop.data.planner.plan(number)
                 for client, batches in zip(plan.clients, plan.batches, strict=True):
                     steps[client] = steps.get(client, 0) + batches
-        runs = [(self._mechanism(client), count) for client, count in steps.items()]
+        runs = [(self.mechanism(client), count) for client, count in steps.items()]
         return noise_for(self.target_epsilon, self.delta, runs, self.accountant)
 
     def _spent(self, client: int, more: int) -> str:

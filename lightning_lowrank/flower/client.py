@@ -26,6 +26,8 @@ from lightning_lowrank.internals.flower import configuration_of, is_secure, seca
 
 __all__ = ["client_app"]
 
+_LOST = "client {} has lost what it kept of earlier rounds, and goes on as a new one."
+
 
 def client_app(recipe: str | Path) -> ClientApp:
     """Return the ``ClientApp`` of a recipe.
@@ -139,7 +141,7 @@ def client_app(recipe: str | Path) -> ClientApp:
         if site.heard < field_of(fields, "heard", int):
             return Message(pack({"round": number, "lost": True, "heard": site.heard}), reply_to=message)
         if field_of(fields, "lost", bool):
-            rank_zero_warn(f"client {site.client} has lost what it kept of earlier rounds, and goes on as a new one.")
+            rank_zero_warn(_LOST.format(site.client))
         upload = site.train(number, broadcasts, options)
         return Message(pack({"round": number}, {number: upload} if upload else None), reply_to=message)
 
@@ -150,8 +152,11 @@ def client_app(recipe: str | Path) -> ClientApp:
             fields, broadcasts = read_request(message)
             number, options = field_of(fields, "round", int), field_of(fields, "options", str)
             site = site_of(fields, context)
+            # Flower's mod takes numbers alone from here; the server asks those that fail whether they have lost it.
+            if site.heard < field_of(fields, "heard", int):
+                raise MisconfigurationException(f"client {site.client} has lost what it kept of earlier rounds.")
             if field_of(fields, "lost", bool):
-                rank_zero_warn(f"the server says that client {site.client} has lost what it kept.")
+                rank_zero_warn(_LOST.format(site.client))
             changes = Dense().decode(site.train(number, broadcasts, options, secure=True))
             return write_answer(message, context, changes, field_of(fields, "weight", int))
 

@@ -48,9 +48,10 @@ class Policy:
         clip: Largest L2 norm, above 0, of the change that leaves the site, over all tensors together. A larger change
             is scaled down to it before it is encoded. A recipe whose ``federated.privacy`` states a larger clipping
             norm is refused.
-        max_epsilon: Largest ε, above 0, that all rounds together may cost the site's samples. It needs a recipe with
-            the callback `DifferentialPrivacy`, by which the site counts; a round that would cost more is refused
-            before it is trained.
+        max_epsilon: Largest ε, above 0, that all rounds of all studies together may cost the site's samples. It needs
+            recipes with the callback `DifferentialPrivacy`, by which the site counts in a file of its own
+            (``privacy_client_<partition-id>.json`` in ``state-dir``); a round that would cost more is refused before
+            it is trained.
         max_delta: Largest δ of that ε, in (0, 1). Default 1e-5. Use less than 1 over the site's number of samples.
         max_download: Largest message from the server, in bytes.
         max_upload: Largest message to the server, in bytes.
@@ -236,17 +237,14 @@ class Policy:
             told = f"the recipe's DifferentialPrivacy has delta={samples.delta}"
             raise self._violation("max_delta", self.max_delta, told)
 
-    def check_cost(self, samples: DifferentialPrivacy | None, client: int, steps: int) -> None:
-        """Refuse a round of so many steps that would cost too much.
+    def check_cost(self, epsilon: float, delta: float, steps: int) -> None:
+        """Refuse a round of so many steps, with which the site's samples would have cost too much.
 
         Raises:
-            PolicyViolation: If it would.
+            PolicyViolation: If they would.
         """
-        if self.max_epsilon is None or samples is None:
-            return
-        cost = samples.epsilon(client, steps)
-        if cost > self.max_epsilon:
-            told = f"{steps} more steps would make it {cost:.4g} at δ = {samples.delta:g}"
+        if self.max_epsilon is not None and epsilon > self.max_epsilon:
+            told = f"{steps} more steps would make it {epsilon:.4g} at δ = {delta:g}, other studies included"
             raise self._violation("max_epsilon", self.max_epsilon, told)
 
     def check_trained(self, names: Iterable[str]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ _NUMBERS = "numbers"
 _LEVELS = 2**22
 _MODULUS = 2**32
 _LONGEST_KEY = 4096
+_BEFORE_NUMBERS = {"setup", "share_keys"}
 
 
 def check_secure(settings: FederatedSettings, min_sites: int) -> None:
@@ -111,6 +112,9 @@ def secure_mean(
 ) -> SecureAnswer:
     """Let sites train and return the mean of their changes.
 
+    A site that fails before the numbers are sent is left out, and the others begin again without it: the protocol makes
+    up for those that have exchanged their keys alone.
+
     Args:
         requests: What each node is asked for.
         schema: Names and shapes of the changes.
@@ -123,28 +127,29 @@ def secure_mean(
         The mean, or none where too few sites went through with it, or one of them has spoiled it: the protocol does not
         say which.
     """
-    answer = SecureAnswer()
-    if len(requests) < threshold:
-        return answer
-    stages = _Stages(exchange, requests, schema, answer)
-    instructions = {node: _instructions(request) for node, request in requests.items()}
-    try:
-        arrays, nodes = internals.run_secure_aggregation(
-            stages,
-            instructions,
-            number,
-            threshold=threshold / len(requests),
-            max_weight=float(max(request.weight for request in requests.values())),
-            clipping_range=largest,
-            quantization_range=_LEVELS,
-            modulus_range=_MODULUS,
-        )
-        mean = _named(arrays, schema)
-    except Exception as error:  # whatever a site sent, nobody can tell which
-        for node in requests:
-            reason = f"secure aggregation failed, by this site or another: {error!r}"[:300]
-            answer.failures.setdefault(node, Silence(reason, passing=True))
-        return answer
+    answer, mean, nodes = SecureAnswer(), dict[str, Tensor](), list[int]()
+    left = dict(requests)
+    while len(left) >= threshold:
+        try:
+            arrays, nodes = internals.run_secure_aggregation(
+                _Stages(exchange, left, schema, answer),
+                {node: _instructions(request) for node, request in left.items()},
+                number,
+                threshold=threshold / len(left),
+                max_weight=float(max(request.weight for request in left.values())),
+                clipping_range=largest,
+                quantization_range=_LEVELS,
+                modulus_range=_MODULUS,
+            )
+            mean = _named(arrays, schema)
+            break
+        except _Incomplete:
+            left = {node: request for node, request in left.items() if node not in answer.failures}
+        except Exception as error:  # whatever a site sent, nobody can tell which
+            for node in left:
+                reason = f"secure aggregation failed, by this site or another: {error!r}"[:300]
+                answer.failures.setdefault(node, Silence(reason, passing=True))
+            return answer
     answer.mean, answer.nodes = mean, nodes if mean else []
     for node in requests.keys() - set(answer.nodes):
         answer.failures.setdefault(node, Silence("secure aggregation ended without it", passing=True))
@@ -222,6 +227,10 @@ def _named(arrays: Sequence[np.ndarray], schema: Schema) -> dict[str, Tensor]:
     return {name: torch.from_numpy(np.array(value)) for name, value in zip(names, arrays, strict=True)}
 
 
+class _Incomplete(Exception):
+    """A site has failed before the numbers were sent."""
+
+
 class _Stages:
     """The grid that Flower's workflow sees: what a stage cannot use counts as no answer of its site alone."""
 
@@ -238,18 +247,19 @@ class _Stages:
         asked = {message.metadata.dst_node_id: message for message in messages}
         stage = {node: internals.stage_of(message.content) for node, message in asked.items()}
         replies = self._exchange({node: (SECURE, message.content) for node, message in asked.items()})
-        # Where one has failed in an earlier stage, Flower's mod raises errors at the others, which miss its keys.
-        incomplete = bool(self._answer.failures)
         used = []
-        for node, reply in sorted(replies.items()):
+        for node in sorted(asked):
+            reply = replies[node]
             if not isinstance(reply, Message):
-                self._answer.failures[node] = replace(reply, passing=True) if incomplete and not reply.bad else reply
+                self._answer.failures[node] = reply
                 continue
             try:
                 self._answer.nbytes[node] = self._answer.nbytes.get(node, 0) + self._check(node, stage[node], reply)
                 used.append(reply)
             except (DecodingError, KeyError, TypeError, ValueError, AttributeError) as error:
                 self._answer.failures[node] = Silence(f"it sent a bad answer: {error}"[:300], passing=False, bad=True)
+        if len(used) < len(asked) and _BEFORE_NUMBERS.intersection(stage.values()):
+            raise _Incomplete
         return used
 
     def _check(self, node: int, stage: str, reply: Message) -> int:
@@ -261,7 +271,8 @@ class _Stages:
         said = internals.configuration_of(reply.content)
         if stage == "setup":
             keys = [said["pk1"], said["pk2"]]
-            _check(all(isinstance(key, bytes) and 0 < len(key) < _LONGEST_KEY for key in keys), "its keys are none")
+            lengths = all(isinstance(key, bytes) and len(key) < _LONGEST_KEY for key in keys)
+            _check(lengths and len(set(keys)) == 2 and all(map(internals.is_public_key, keys)), "its keys are none")
             return sum(map(len, keys))
         if stage == "share_keys":
             nodes, texts = said["dsts"], said["ctxts"]

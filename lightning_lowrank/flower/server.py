@@ -12,7 +12,7 @@ import re
 import secrets
 import time
 import warnings
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -595,6 +595,17 @@ class RemoteRounds(Callback):
             outcome.passing = True
         return True
 
+    def _have_lost(self, clients: Collection[int], outcome: _Outcome) -> set[int]:
+        """Ask sites that failed in a secure sum, in which they cannot say it, whether they have lost what they kept."""
+        connected = {client: self.members.connected[client] for client in clients if client in self.members.connected}
+        question = {node: (LISTEN, self._pack({"heard": self.members.heard[each]})) for each, node in connected.items()}
+        replies = self._exchange(question, most=0)
+        return {
+            client
+            for client, node in connected.items()
+            if isinstance(reply := replies.get(node), Message) and self._has_lost(client, reply, outcome)
+        }
+
     def _sum(self, requests: Mapping[int, SecureRequest], expected: Mapping[int, Expected], outcome: _Outcome) -> None:
         """Let the method take in the mean of what sites send, which is all that is seen of it."""
         coordinator, algorithm = self.coordinator, self.algorithm
@@ -615,10 +626,11 @@ class RemoteRounds(Callback):
         # Masked numbers are no arrays of Flower's.
         exchange = functools.partial(self._exchange, most=0)
         answer = secure_mean(requests, schema, self.min_sites, self.secure_range, coordinator.server.round, exchange)
-        for node, client in clients.items():
+        for node in clients:
             self.ledger.up(answer.nbytes.get(node, 0))
-            if node in answer.failures:
-                self._note(client, answer.failures[node], outcome)
+        failed = {clients[node]: silence for node, silence in answer.failures.items()}
+        for client in failed.keys() - self._have_lost(failed.keys(), outcome):
+            self._note(client, failed[client], outcome)
         arrived = sorted(clients[node] for node in answer.nodes)
         for client in arrived:
             self.members.heard[client] = coordinator.server.round

@@ -40,12 +40,14 @@ from lightning_lowrank.federated.data.planner import RoundPlan
 from lightning_lowrank.federated.failures import described
 from lightning_lowrank.federated.loop import FederatedLoop
 from lightning_lowrank.federated.messages import Message
+from lightning_lowrank.federated.privacy.accounting import Mechanism
 from lightning_lowrank.federated.site import SiteCoordinator
 from lightning_lowrank.federated.state import Base, ClientContext, State, copy_into, trained_tensors
 from lightning_lowrank.flower.messages import signature, take_options
 from lightning_lowrank.flower.policy import Policy
 from lightning_lowrank.flower.recipe import Recipe, build, check_optimizers
 from lightning_lowrank.flower.secure import changes_of
+from lightning_lowrank.flower.spending import Spending
 from lightning_lowrank.internals.lightning import drop_schedulers, make_one_epoch
 
 __all__ = ["Site"]
@@ -151,7 +153,7 @@ class Site:
         self.client = client
         self.round: _Round
         self.epsilon: float | None = None
-        """What the site's samples have cost after the last round of this process, if the recipe counts it."""
+        """What the site's samples have cost in all studies, after the last round of this process that counted it."""
         self.policy = Policy() if policy is None else policy
         self._recipe = Path(recipe)
         self._clients = clients
@@ -159,6 +161,8 @@ class Site:
         self._data_root = data_root
         self._rank = rank
         self._file = Path(state)
+        self._spending = Spending(self._file.parent / f"privacy_client_{client}.json")
+        self._charged: tuple[Mechanism, int, float] | None = None
         self._built: Recipe | None = None
         # The policy that what is built was held against; the site's may have changed since.
         self._held_against = self.policy
@@ -243,6 +247,7 @@ class Site:
                 )
             return _bytes(kept.upload)
         heard = {number: b"", **{early: _bytes(data) for early, data in kept.pending.items()}, **broadcasts}
+        self._charged = None
         self.round = _Round([heard[each] for each in sorted(heard) if kept.followed < each <= number], options, secure)
         try:
             loop = self._fit(number)
@@ -250,8 +255,10 @@ class Site:
             # What this round has changed already goes with it.
             self._built = None
             self._load()
+            self._take_back()
             raise
-        self.epsilon = self._epsilon()
+        if self._charged is not None:
+            self.epsilon = self._charged[2]
         kept.followed = number
         kept.pending = {later: data for later, data in kept.pending.items() if later > number}
         kept.upload, kept.secure = _tensor(self.round.upload), secure
@@ -307,18 +314,29 @@ class Site:
         recipe.trainer.fit(recipe.module, datamodule=recipe.datamodule)
         return recipe.loop
 
-    def check_cost(self, steps: int) -> None:
-        """Refuse a round of so many steps that would cost more privacy than the site's policy permits.
+    def charge(self, steps: int) -> None:
+        """Count what a round of so many steps will cost, before it is trained.
 
         Raises:
-            PolicyViolation: If it would.
+            PolicyViolation: If it would cost more privacy than the site's policy permits.
         """
         assert self._built is not None
-        self.policy.check_cost(_private(self._built), self.client, steps)
+        private = _private(self._built)
+        if private is None or not steps:
+            return
+        mechanism = private.mechanism(self.client)
+        with self._spending.held():
+            epsilon = self._spending.epsilon(private.delta, private.accountant, (mechanism, steps))
+            self.policy.check_cost(epsilon, private.delta, steps)
+            self._spending.charge(mechanism, steps)
+        self._charged = mechanism, steps, epsilon
 
-    def _epsilon(self) -> float | None:
-        private = None if self._built is None else _private(self._built)
-        return None if private is None else private.epsilon(self.client)
+    def _take_back(self) -> None:
+        """Take back the charge for a round of which nothing leaves the site."""
+        if self._charged is not None:
+            mechanism, steps, _ = self._charged
+            with self._spending.held():
+                self._spending.charge(mechanism, -steps)
 
     def restore(self, coordinator: Coordinator) -> None:
         """Give a base that is new what this site has followed before."""
@@ -392,7 +410,7 @@ class _FlowerCoordinator(SiteCoordinator):
         """Apply what has been broadcast, and refuse what the site's policy does not permit to train in this round."""
         super().begin_round(plan, live, idle)
         self._site.policy.check_trained(live)
-        self._site.check_cost(sum(plan.batches))
+        self._site.charge(sum(plan.batches))
 
     def pack(self, client: ClientContext, message: Message) -> Packet:
         """Return what a client sends as it crosses the wire, within what the site's policy permits."""

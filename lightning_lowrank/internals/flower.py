@@ -28,10 +28,12 @@ except ImportError:
 try:
     from flwr.client.mod import secaggplus_mod
     from flwr.common import Code, FitIns, FitRes, Parameters, Status, ndarrays_to_parameters, parameters_to_ndarrays
+    from flwr.common.secure_aggregation.crypto.symmetric_encryption import generate_shared_key
     from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, RECORD_KEY_STATE
     from flwr.compat.common import recorddict_compat as _compat
     from flwr.server import LegacyContext
     from flwr.server.workflow import SecAggPlusWorkflow
+    from flwr.supercore.primitives.asymmetric import bytes_to_public_key, generate_key_pairs
 except ImportError:
     secaggplus_mod = None  # type: ignore[assignment]
 
@@ -192,6 +194,15 @@ def is_secure(content: RecordDict) -> bool:
 def stage_of(content: RecordDict) -> str:
     """Return the stage that a message belongs to."""
     return str(configuration_of(content)["stage"])
+
+
+def is_public_key(data: bytes) -> bool:
+    """Return whether bytes are a key that other sites can make a shared one of."""
+    try:
+        generate_shared_key(generate_key_pairs()[0], bytes_to_public_key(data))
+    except Exception:
+        return False
+    return True
 
 
 def weight_of(content: RecordDict) -> int:

@@ -10,10 +10,12 @@ from lightning_lowrank.compression import Dense, Sign
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.privacy import ClientPrivacy
 from lightning_lowrank.federated.state import trained_tensors
+from lightning_lowrank.flower import site
 from lightning_lowrank.flower.messages import options_of
 from lightning_lowrank.flower.policy import Policy, PolicyViolation
 from lightning_lowrank.flower.recipe import build
 from lightning_lowrank.flower.site import Site
+from lightning_lowrank.flower.spending import Spending
 from tests.flower.helpers import MUD, merged, method, run_on_sites, write_recipe
 
 SMALL = {
@@ -296,6 +298,53 @@ def test_a_round_that_costs_too_much_privacy_is_refused(tmp_path, monkeypatch):
         file.write_text(policy)
         with pytest.raises(MisconfigurationException, match=told):
             run_on_sites(recipe, tmp_path / told[:9], node_config=lambda client: {"policy": str(file)})
+
+
+@pytest.mark.slow
+def test_what_samples_have_cost_counts_over_studies_and_lost_files(tmp_path, monkeypatch):
+    pytest.importorskip("dp_accounting")
+    monkeypatch.chdir(tmp_path)
+    private = method("DifferentialPrivacy", noise_multiplier=1.0, delta=1e-6, secure=True)
+    changes = {"trainer": {"callbacks": [private], "max_epochs": 1}}
+    recipe, state = write_recipe(tmp_path, merged(SMALL, changes)), tmp_path / "state"
+    file = tmp_path / "policy.yaml"
+
+    def run():
+        config = {"policy": str(file)}
+        return run_on_sites(recipe, tmp_path, node_config=lambda client: config if client == 0 else {})[0]
+
+    def epsilons():
+        entries = read_audit(state / "audit_client_0.jsonl").entries
+        return [entry["epsilon"] for entry in entries if (entry["direction"], entry["kind"]) == ("sent", "train.round")]
+
+    file.write_text("max_epsilon: 1000.0")
+    run()
+    for kept in state.glob("study_*.safetensors"):
+        kept.unlink()
+    run()
+    first, second = epsilons()
+    spending = Spending(state / "privacy_client_0.json")
+    assert first < second == spending.epsilon(1e-6)
+    file.write_text(f"max_epsilon: {second + (second - first) / 2}")
+    assert run().callback_metrics["federated/failed"] == 1
+    assert epsilons() == [first, second]
+    assert spending.epsilon(1e-6) == second
+    # Nothing of a round that fails leaves the site.
+    file.write_text("max_epsilon: 1000.0")
+    upload = site._FlowerCoordinator.upload
+
+    def fails(coordinator, packet):
+        if coordinator._site.client == 0:
+            raise RuntimeError("the disk is full")
+        upload(coordinator, packet)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(site._FlowerCoordinator, "upload", fails)
+        assert run().callback_metrics["federated/failed"] == 1
+    assert spending.epsilon(1e-6) == second
+    (state / "privacy_client_0.json").write_text("[{]")
+    assert run().callback_metrics["federated/failed"] == 1
+    assert "cannot be read" in read_audit(state / "audit_client_0.jsonl").entries[-1]["reason"]
 
 
 def test_privacy_that_is_less_than_asked_for():

@@ -6,9 +6,11 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank.cli.audit import read_audit
 from lightning_lowrank.compression import Dense
+from lightning_lowrank.federated.offload import load
 from lightning_lowrank.federated.state import trained_tensors
 from lightning_lowrank.flower import server
-from lightning_lowrank.flower.messages import options_of
+from lightning_lowrank.flower.client import client_app
+from lightning_lowrank.flower.messages import TRAIN, options_of
 from lightning_lowrank.flower.secure import SECURE
 from lightning_lowrank.flower.site import Site
 from lightning_lowrank.internals.flower import configuration_of
@@ -103,6 +105,97 @@ def test_a_failure_of_one_site_may_end_the_run(tmp_path, monkeypatch, federated,
             secure_aggregation=True,
             **settings,
         )
+
+
+def no_reply(node, reply):
+    return None if node == 101 and "setup" in stages_of(reply) else reply
+
+
+def keys_of_no_curve(node, reply):
+    if node == 101 and "setup" in stages_of(reply):
+        configuration_of(reply.content)["pk1"] = b"-----BEGIN PUBLIC KEY-----"
+    return reply
+
+
+def the_same_key_twice(node, reply):
+    if node == 101 and "setup" in stages_of(reply):
+        said = configuration_of(reply.content)
+        said["pk1"] = said["pk2"]
+    return reply
+
+
+def shares_of_nobody(node, reply):
+    if node == 101 and "share_keys" in stages_of(reply):
+        configuration_of(reply.content)["dsts"] = [7]
+    return reply
+
+
+def stages_of(reply):
+    """Return the stage of a reply; none if it is of no secure sum."""
+    if reply.has_error() or reply.metadata.message_type != SECURE:
+        return set()
+    said = configuration_of(reply.content)
+    return {stage for stage, key in (("setup", "pk1"), ("share_keys", "dsts")) if key in said}
+
+
+@pytest.mark.parametrize(
+    "tamper",
+    [no_reply, spoilt_keys, keys_of_no_curve, the_same_key_twice, shares_of_nobody],
+    ids=lambda each: each.__name__,
+)
+def test_the_others_go_on_without_a_site_that_fails_before_the_numbers(tmp_path, monkeypatch, tamper):
+    monkeypatch.chdir(tmp_path)
+    recipe = write_recipe(tmp_path, merged(SMALL, {"trainer": {"max_epochs": 1}}))
+    secure, _ = run_on_sites(
+        recipe,
+        tmp_path,
+        prepare=lambda grid: setattr(grid, "tamper", tamper),
+        min_sites=2,
+        secure_aggregation=True,
+        round_timeout=1.0,
+    )
+    assert secure.callback_metrics["federated/failed"] == 1
+    assert secure.callback_metrics["federated/clients"] == 2
+
+    def without_the_first(node, reply):
+        return None if node == 101 and reply.metadata.message_type == TRAIN else reply
+
+    clear, _ = run_on_sites(
+        recipe,
+        tmp_path / "clear",
+        prepare=lambda grid: setattr(grid, "tamper", without_the_first),
+        min_sites=2,
+        round_timeout=1.0,
+    )
+    for name, value in clear.lightning_module.state_dict().items():
+        torch.testing.assert_close(secure.lightning_module.state_dict()[name], value, rtol=0, atol=1e-4)
+
+
+def test_a_site_that_has_lost_what_it_kept_hears_it_again(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe = write_recipe(
+        tmp_path,
+        merged(SMALL, {**RECIPES["FedMUD"], "trainer": {"max_epochs": 4}, "lowrank": {**MUD, "decouple": False}}),
+    )
+
+    def prepare(grid):
+        def before(node, message):
+            file = next((tmp_path / "state").glob("*client_0.safetensors"), None)
+            # The third round's first message.
+            if node == 101 and file is not None and [each for each, _ in grid.sent].count(101) == 1 + 2 * 4 + 1:
+                file.unlink()
+                grid.nodes[101] = client_app(recipe), grid.nodes[101][1]
+
+        grid.before = before
+
+    told: list[str] = []
+    monkeypatch.setattr(server, "rank_zero_warn", told.append)
+    run_on_sites(recipe, tmp_path, prepare=prepare, min_sites=2, secure_aggregation=True)
+    assert told == ["round 2 goes on without the site of client 0: it has lost what it kept of earlier rounds"]
+    kept = {file.stem[-1]: load(file)["frozen"] for file in (tmp_path / "state").glob("study_*.safetensors")}
+    assert any("frozen" in name for name in kept["1"])
+    for name, value in kept["1"].items():
+        torch.testing.assert_close(kept["0"][name], value, rtol=0, atol=0)
 
 
 class Killed(BaseException):

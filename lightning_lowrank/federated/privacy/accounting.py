@@ -85,12 +85,30 @@ class Mechanism:
 
     def epsilon(self, steps: int, delta: float, accountant: Accountant = "rdp") -> float:
         """Return the ε of so many releases at a given δ."""
-        if steps <= 0:
-            return 0.0
-        if accountant == "rdp":
-            orders, of_one = _renyi(self)
-            return float(library().rdp.rdp_privacy_accountant.compute_epsilon(orders, steps * of_one, delta)[0])
-        return _composed(self, steps, delta)
+        return total_epsilon([(self, steps)], delta, accountant)
+
+
+def total_epsilon(releases: Iterable[tuple[Mechanism, int]], delta: float, accountant: Accountant = "rdp") -> float:
+    """Return the ε at a given δ of releases from the same samples, all mechanisms of the same sampling.
+
+    Args:
+        releases: Mechanisms, each with its number of releases.
+        delta: The δ.
+        accountant: Which accountant.
+
+    Example:
+        >>> one, other = Mechanism(1.1, 10, 1000), Mechanism(2.0, 20, 1000)
+        >>> round(total_epsilon([(one, 100), (other, 50)], delta=1e-5), 3)
+        0.988
+    """
+    counted = tuple((mechanism, steps) for mechanism, steps in releases if steps > 0)
+    if not counted:
+        return 0.0
+    if accountant == "pld":
+        return _composed(counted, delta)
+    orders, _ = _renyi(counted[0][0])
+    divergences = sum(steps * _renyi(mechanism)[1] for mechanism, steps in counted)
+    return float(library().rdp.rdp_privacy_accountant.compute_epsilon(orders, divergences, delta)[0])
 
 
 @functools.lru_cache(maxsize=4096)
@@ -103,9 +121,10 @@ def _renyi(mechanism: Mechanism) -> tuple[Any, Any]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _composed(mechanism: Mechanism, steps: int, delta: float) -> float:
-    accountant = mechanism.accountant("pld")
-    accountant.compose(library().SelfComposedDpEvent(mechanism.event, steps))
+def _composed(releases: tuple[tuple[Mechanism, int], ...], delta: float) -> float:
+    accountant = releases[0][0].accountant("pld")
+    for mechanism, steps in releases:
+        accountant.compose(library().SelfComposedDpEvent(mechanism.event, steps))
     return float(accountant.get_epsilon(delta))
 
 

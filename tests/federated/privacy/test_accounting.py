@@ -11,7 +11,7 @@ from scipy.stats import norm
 
 from lightning_lowrank import ClientPrivacy, DifferentialPrivacy
 from lightning_lowrank.federated.privacy import Mechanism
-from lightning_lowrank.federated.privacy.accounting import _renyi, noise_for
+from lightning_lowrank.federated.privacy.accounting import _renyi, noise_for, total_epsilon
 
 SETTINGS = [
     (Mechanism(1.1, 10, 1000), 100, 1e-5),
@@ -67,6 +67,23 @@ def test_epsilon_by_loss_distributions_is_the_librarys(mechanism, steps, delta):
     found = mechanism.epsilon(steps, delta, "pld")
     assert found == pytest.approx(of_the_library(mechanism, steps, delta, PLDAccountant), abs=1e-6)
     assert found <= mechanism.epsilon(steps, delta) + 1e-6
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param("rdp", marks=pytest.mark.medium), pytest.param("pld", marks=pytest.mark.slow)]
+)
+def test_epsilon_of_several_mechanisms_is_the_librarys(kind):
+    releases = [(Mechanism(1.1, 10, 1000), 100), (Mechanism(2.0, 20, 1000), 50), (Mechanism(1.0, 40, 40), 1)]
+    accountant = {"rdp": RdpAccountant, "pld": PLDAccountant}[kind]()
+    for mechanism, steps in releases:
+        release = dp_accounting.GaussianDpEvent(mechanism.noise_multiplier)
+        if mechanism.sampled < mechanism.population:
+            release = dp_accounting.PoissonSampledDpEvent(mechanism.sampled / mechanism.population, release)
+        accountant.compose(release, steps)
+    found = total_epsilon(releases, 1e-5, kind)
+    assert found == pytest.approx(accountant.get_epsilon(1e-5), abs=1e-6)
+    costs = [mechanism.epsilon(steps, 1e-5, kind) for mechanism, steps in releases]
+    assert max(costs) < found < sum(costs)
 
 
 def exact(sensitivity_over_noise: float, delta: float) -> float:

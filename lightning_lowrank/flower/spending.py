@@ -1,0 +1,87 @@
+"""What a site's samples have cost, over all studies that it takes part in.
+
+`Site` charges each private round here before it trains, and takes the charge back if the round fails. Servers name
+studies and sites keep a state for each, so that only a file that belongs to no study counts all of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_lowrank.federated.privacy.accounting import Accountant, Mechanism, total_epsilon
+from lightning_lowrank.interop.files import replacing
+
+__all__ = ["Spending"]
+
+_NUMBERS = {"noise_multiplier": float, "sampled": int, "population": int, "steps": int}
+
+
+class Spending:
+    """The private steps that a client's samples have been used for, in a file of its own.
+
+    Args:
+        file: The file; it need not be there yet. Whoever has other samples from now on may delete it.
+
+    Example:
+        >>> import tempfile
+        >>> spending = Spending(Path(tempfile.mkdtemp()) / "privacy.json")
+        >>> mechanism = Mechanism(noise_multiplier=1.1, sampled=10, population=1000)
+        >>> spending.charge(mechanism, 100)
+        >>> round(spending.epsilon(1e-5), 3)
+        0.956
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def epsilon(self, delta: float, accountant: Accountant = "rdp", more: tuple[Mechanism, int] | None = None) -> float:
+        """Return the ε at a given δ of all steps so far, and of so many ``more``.
+
+        Raises:
+            MisconfigurationException: If the file cannot be read.
+        """
+        return total_epsilon([*self._read().items(), *([] if more is None else [more])], delta, accountant)
+
+    def charge(self, mechanism: Mechanism, steps: int) -> None:
+        """Count so many steps; fewer than 0 take an earlier charge back."""
+        spent = self._read()
+        spent[mechanism] = spent.get(mechanism, 0) + steps
+        self._write(spent)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep other processes of this site from charging."""
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{self._file}.lock"):
+            yield
+
+    def _read(self) -> dict[Mechanism, int]:
+        if not self._file.exists():
+            return {}
+        try:
+            spent = {}
+            for entry in json.loads(self._file.read_text(encoding="utf-8")):
+                values = {name: kind(entry[name]) for name, kind in _NUMBERS.items()}
+                steps = values.pop("steps")
+                spent[Mechanism(**values)] = steps
+            return spent
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise MisconfigurationException(
+                f"{self._file}, by which this site counts what its samples have cost, cannot be read ({error!r}): put"
+                " it back from a copy. Without it the site would count from 0."
+            ) from error
+
+    def _write(self, spent: dict[Mechanism, int]) -> None:
+        entries = [
+            {**{name: getattr(mechanism, name) for name in _NUMBERS if name != "steps"}, "steps": steps}
+            for mechanism, steps in spent.items()
+            if steps > 0
+        ]
+        with replacing(self._file) as part:
+            part.write_text(json.dumps(entries, indent=1), encoding="utf-8")
