@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -99,17 +100,16 @@ def client_app(recipe: str | Path) -> ClientApp:
         policy.check_request(fields)
         key = study, client
         if key not in sites:
-            clients, root = config.get("num-partitions"), config.get("data-root")
-            rank = config.get("rank")
-            if rank is not None and (type(rank) is not int or rank < 1):
-                raise MisconfigurationException(f"rank={rank!r} of this site's --node-config must be 1 or more.")
+            root, rank = _setting(config, "data-root", str), _setting(config, "rank", int)
+            if rank is not None and rank < 1:
+                raise MisconfigurationException(f"rank={rank} of this site's --node-config must be 1 or more.")
             sites[key] = Site(
                 recipe,
                 client,
                 state_folder(config) / f"study_{study}_client_{client}.safetensors",
-                clients=None if clients is None else int(clients),
-                own_data=bool(config.get("own-data", False)),
-                data_root=None if root is None else str(root),
+                clients=_setting(config, "num-partitions", int),
+                own_data=_setting(config, "own-data", bool) or False,
+                data_root=root,
                 rank=rank,
             )
         nonlocal last
@@ -171,6 +171,21 @@ def _repeatable(message: Message, context: Context, answer: ClientAppCallable) -
         return answer(message, context)
     finally:
         np.random.set_state(state)
+
+
+def _setting(config: Mapping[str, Any], name: str, kind: type) -> Any:
+    """Return an entry of the site's configuration, ``None`` if it has none.
+
+    Raises:
+        MisconfigurationException: If it is of another type, such as the text "false".
+    """
+    value = config.get(name)
+    if value is not None and type(value) is not kind:
+        written = {int: "3", bool: "true", str: '"/data"'}[kind]
+        raise MisconfigurationException(
+            f"{name} of this site's --node-config must be written like {name}={written}, got {value!r}."
+        )
+    return value
 
 
 def _policy_of(context: Context) -> Policy:

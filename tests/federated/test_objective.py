@@ -127,6 +127,26 @@ def test_masking_needs_labels(tmp_path):
         fit(trainer(tmp_path, loop, max_epochs=1, limit_val_batches=0), Regression(), Data(Unlabelled()))
 
 
+def test_classes_that_are_strings_need_their_numbers(tmp_path):
+    class Named(torch.utils.data.Dataset):
+        targets = ("up", "down", "left", "right") * 5
+
+        def __len__(self):
+            return 20
+
+        def __getitem__(self, index):
+            return blobs()[index][0], torch.tensor(index % 4)
+
+    def loop(labels=None):
+        return FederatedLoop(FedAvg(), clients=2, objective=MASK(), labels=labels, summary=False)
+
+    settings = {"max_epochs": 1, "limit_val_batches": 0}
+    with pytest.raises(MisconfigurationException, match=r"are strings, such as 'down'.* give labels="):
+        fit(trainer(tmp_path, loop(), **settings), Module(), Data(Named()))
+    numbers = loop(lambda dataset: [dataset[index][1] for index in range(20)])
+    fit(trainer(tmp_path, numbers, **settings), Module(), Data(Named()))
+
+
 @pytest.mark.parametrize(
     ("labels", "message"),
     [

@@ -200,6 +200,8 @@ def test_sites_that_are_something_else_are_refused(tmp_path, monkeypatch):
         ({"partition_id": 3}, recipe, "partition-id=3, and the recipe has 3 clients"),
         ({"partition_id": 0, "num_partitions": 5}, recipe, "num-partitions=5 .* has 3 clients"),
         ({"partition_id": 0, "data_root": "/nowhere"}, recipe, "root"),
+        ({"partition_id": 0, "own_data": "false"}, recipe, "like own-data=true, got 'false'"),
+        ({"partition_id": 0, "num_partitions": "3"}, recipe, "like num-partitions=3, got '3'"),
     ]
     for config, theirs, said in cases:
         grid = LocalGrid()

@@ -16,7 +16,7 @@ from lightning_lowrank.federated.attacks import LabelPoison
 from lightning_lowrank.federated.data.device import DeviceData
 from lightning_lowrank.federated.data.evaluation_samples import hold_out
 from lightning_lowrank.federated.data.indices import ClientIndices
-from lightning_lowrank.federated.data.labels import find_labels
+from lightning_lowrank.federated.data.labels import find_labels, find_named_labels
 from lightning_lowrank.federated.data.loader import (
     Request,
     RoundLoader,
@@ -269,11 +269,18 @@ class RoundData:
             )
         if self.label_values is None and self.training_loader is not None:
             try:
-                self.label_values = find_labels(self.training_loader.dataset, self.settings.labels)
+                found = find_named_labels(self.training_loader.dataset, self.settings.labels)
+                self.label_values, self.label_names = found
             except MisconfigurationException:
                 return None
         if self.label_values is None:
             return None
+        if self.label_names is not None:
+            raise MisconfigurationException(
+                "the method or objective compares labels with the model's outputs, and those are strings, such as"
+                f" {self.label_names[0]!r}, of which nobody can tell the output: give labels=, a function dataset ->"
+                " labels that returns the number of each sample's class."
+            )
         labels = self.label_values[self.indices[client]]
         return self._poisoned.labels(labels) if self._poisoned and client in self._attackers else labels
 
