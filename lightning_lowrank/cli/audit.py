@@ -93,12 +93,18 @@ def read_audit(file: Path, after: str | None = None) -> Audit:
         OSError: If the file cannot be read.
     """
     audit, previous, number = Audit(), FIRST, 0
+    torn = 0
     with file.open("rb") as lines:
         for place, line in enumerate(_lines(lines), start=1):
             entry = _entry(line)
             if entry is None:
-                audit.faults.append(f"line {place} is torn or was changed")
+                if torn:
+                    audit.faults.pop()
+                torn += 1
+                which = f"line {place} is" if torn == 1 else f"lines {place - torn + 1} to {place} are"
+                audit.faults.append(f"{which} torn or changed")
                 continue
+            torn = 0
             if entry["previous"] != previous or entry["number"] != number:
                 audit.faults.append(
                     f"line {place} does not follow the line before it: lines were removed, changed or put in"

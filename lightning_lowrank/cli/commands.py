@@ -237,7 +237,8 @@ def _audit(parser: argparse.ArgumentParser, words: list[str]) -> None:
     except OSError as error:
         raise misconfigured(f"{options.log} cannot be read: {error.strerror}") from error
     if faults:
-        raise misconfigured(f"{options.log} is not as the site wrote it: {'; '.join(faults)}.")
+        more = f", and {len(faults) - 5} more faults" if len(faults) > 5 else ""
+        raise misconfigured(f"{options.log} is not as a site wrote it: {'; '.join(faults[:5])}{more}.")
 
 
 def _flower(parser: argparse.ArgumentParser, words: list[str]) -> None:

@@ -131,6 +131,8 @@ def report(
 
     judged = metric.removeprefix("personal/").removesuffix("_worst10")
     higher, why = direction(judged, monitors=monitors(runs))
+    if target is not None and not math.isfinite(target):
+        raise misconfigured(f"target must be a finite number, got {target}.")
     if target is not None and higher is None:
         raise misconfigured(f"target={target} needs to know whether {metric} is better when higher: {why}.")
     goal = Goal(metric, higher, target, budget)

@@ -174,6 +174,11 @@ class RemoteRounds(Callback):
         self.grid = grid
         self.start_timeout = start_timeout
         self.round_timeout = round_timeout
+        if 0 < min_sites < loop.least_answers:
+            raise MisconfigurationException(
+                f"min-sites={min_sites} is below the recipe's min_clients={loop.least_answers}: raise it, or leave it"
+                " out."
+            )
         self.min_sites = min_sites or loop.least_answers
         self.keep_broadcasts = keep_broadcasts
         self.secure_aggregation = secure_aggregation

@@ -64,6 +64,8 @@ def convert(model: nn.Module, factorization: Factorization, *, seed: int = 0, **
         2      Linear  4×32                128        128  last layer that can be converted (skip)
         964 of 1,732 parameters are trained (55.66%), other parameters of the model included.
     """
+    if not isinstance(factorization, Factorization):
+        raise TypeError(f"factorization must be a Factorization such as MatrixProduct(), got {factorization!r}.")
     how = LowRankSettings(factorization, **settings)
     layers = survey(model, factorization)
     select(layers, how)

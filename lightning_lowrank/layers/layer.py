@@ -142,8 +142,9 @@ class LowRankLayer(nn.Module):
             return "its forward is replaced on the instance"
         if set(own_parameters(module)) - {"bias"} != {"weight"} or own_buffers(module) or own_children(module):
             return "it holds other tensors than weight and bias (weight normalisation, for example)"
-        if not module.get_parameter("weight").is_floating_point():
-            return f"its weight is of type {module.get_parameter('weight').dtype}"
+        dtype = module.get_parameter("weight").dtype
+        if not dtype.is_floating_point or dtype.itemsize < 2:
+            return f"its weight is of type {dtype}"
         return ""
 
     @classmethod

@@ -206,7 +206,8 @@ def _why_not_beside_frozen(layer: Candidate, layers: Sequence[Candidate], settin
     if settings.include is not None and any(map(layer.matches, settings.include)):
         return ""
     for other in layers:
-        if not other.trainable and other.shape == layer.shape and torch.equal(other.weight, layer.weight):
+        alike = not other.trainable and other.shape == layer.shape and not other.weight.is_meta
+        if alike and not layer.weight.is_meta and torch.equal(other.weight, layer.weight):
             return (
                 f"{other.name} is a frozen copy, which may follow it parameter by parameter (set convert_frozen=True to"
                 " convert both, or name it in include)"
@@ -216,9 +217,12 @@ def _why_not_beside_frozen(layer: Candidate, layers: Sequence[Candidate], settin
 
 def _no_start(weight: nn.Parameter, settings: LowRankSettings) -> str:
     """Return why factors cannot start from a weight, if so: factors of zeros have gradients of zeros."""
+    scaled_by_it = settings.init == "uniform" and settings.init_scale is None
+    if weight.is_meta and (settings.decomposes or scaled_by_it):
+        return "its weight is on the meta device, and the factors start from its numbers: load it first"
     if settings.decomposes and not weight.any():
         return "its weight is zero, and factors that start there do not train"
-    if settings.init == "uniform" and settings.init_scale is None:
+    if scaled_by_it:
         lowest, highest = weight.detach().aminmax()
         if lowest == highest:
             return "its weight is constant, which gives the factors no scale (init_scale)"

@@ -45,7 +45,7 @@ def rewritten(lines):
 @pytest.mark.parametrize(
     ("harm", "told"),
     [
-        (changed, "line 2 is torn or was changed"),
+        (changed, "line 2 is torn or changed"),
         (rewritten, "line 3 does not follow the line before it"),
         (lambda lines: [lines[0], *lines[2:]], "line 2 does not follow"),
         (lambda lines: lines[1:], "line 1 does not follow"),
@@ -53,8 +53,8 @@ def rewritten(lines):
         (lambda lines: [*lines, lines[3]], "line 5 does not follow"),
         (lambda lines: [*lines[:3], lines[3][:20]], "line 4 is torn"),
         (lambda lines: [*lines[:3], lines[3][:-1]], "line 4 is torn"),
-        (lambda lines: [b"[" * 100_000 + b"\n", *lines], "line 1 is torn"),
-        (lambda lines: [b'{"number": [], "hash": 1}\n', b"\xff\n", *lines], "line 2 is torn"),
+        (lambda lines: [b"[" * 100_000 + b"\n", *lines], "lines 1 to 2 are torn"),
+        (lambda lines: [b'{"number": [], "hash": 1}\n', b"\xff\n", *lines], "lines 1 to 2 are torn or changed"),
         (lambda lines: lines[:2], "the line with the hash .* is gone"),
     ],
 )
@@ -72,7 +72,7 @@ def test_a_log_goes_on_after_a_torn_line(tmp_path):
         log.write(b'{"number": 2, "ti')
     AuditLog(file).append(direction="sent")
     audit = read_audit(file)
-    assert audit.faults == ["line 3 is torn or was changed"]
+    assert audit.faults == ["line 3 is torn or changed"]
     assert [entry["number"] for entry in audit.entries] == [0, 1, 2]
 
 
@@ -106,6 +106,9 @@ def test_the_command(tmp_path, capsys):
         main(["audit", str(file)])
     with pytest.raises(SystemExit, match="cannot be read"):
         main(["audit", str(tmp_path / "none")])
+    file.write_text("no log\n" * 3)
+    with pytest.raises(SystemExit, match="is not as a site wrote it: lines 1 to 3 are torn or changed"):
+        main(["audit", str(file)])
 
 
 @pytest.mark.slow

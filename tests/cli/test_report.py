@@ -200,6 +200,8 @@ def test_rounds_and_bytes_to_a_target(tmp_path):
     assert (row["rounds to 0.25"], row["MB to 0.25"]) == ("1", "10.00")
     _, text = make_report([tmp_path / "runs"], tmp_path / "out", target=0.99)
     assert "val_acc 0.99 is reached by no run with all its seeds." in text
+    with pytest.raises(MisconfigurationException, match="target must be a finite number, got nan"):
+        report([tmp_path / "runs"], target=float("nan"), output=tmp_path / "out")
     with pytest.raises(MisconfigurationException, match=r"target=1.0 needs to know whether step is better when higher"):
         report([tmp_path / "runs"], metric="step", target=1.0, output=tmp_path / "out")
 

@@ -215,6 +215,12 @@ def test_sites_that_are_something_else_are_refused(tmp_path, monkeypatch):
         serve(recipe, grid, start_timeout=0.1, poll=0.001)
 
 
+def test_fewer_sites_than_the_recipe_needs_are_refused(tmp_path):
+    recipe = write_recipe(tmp_path, {"federated": {"min_clients": 2}})
+    with pytest.raises(MisconfigurationException, match="min-sites=1 is below the recipe's min_clients=2"):
+        serve(recipe, LocalGrid(), min_sites=1)
+
+
 def test_settings_are_checked():
     for settings in ({"on_bad_payload": "ignore"}, {"round_timeout": 0.0}, {"start_timeout": -1.0}):
         with pytest.raises(MisconfigurationException, match=next(iter(settings)).replace("_", "-")):

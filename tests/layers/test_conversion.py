@@ -901,6 +901,22 @@ def test_converting_again_after_recovering(tower, batch):
     assert torch.equal(tower(batch), expected)
 
 
+def test_weights_without_numbers_to_decompose_are_refused():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(12, 20), nn.Linear(20, 4), nn.Linear(20, 4).requires_grad_(False))
+    for init in ("spectral", "uniform"):
+        with pytest.raises(ValueError, match="0, 1: its weight is on the meta device"):
+            convert(model, MatrixProduct(), rank=2, role="weight", init=init)
+    convert(model, MatrixProduct(), rank=2, role="weight", init="uniform", init_scale=0.1)
+    assert model[0].factors["U"].is_meta
+    coarse = nn.Sequential(nn.Linear(12, 20).requires_grad_(False), nn.Linear(20, 4))
+    coarse[0].to(torch.float8_e4m3fn)
+    conversion = convert(coarse, MatrixProduct(), rank=2, convert_frozen=True)
+    assert conversion.layers[0].reason == "its weight is of type torch.float8_e4m3fn"
+    with pytest.raises(TypeError, match=r"must be a Factorization such as MatrixProduct\(\), got 'CP'"):
+        convert(nn.Sequential(nn.Linear(4, 4)), "CP", rank=2)  # type: ignore[arg-type]
+
+
 def test_recovering_a_dense_model_changes_nothing(tower):
     before = snapshot(tower)
     assert recover(tower) is tower
