@@ -274,6 +274,11 @@ class LowRankCLI(SubcommandCLI):
             raise MisconfigurationException(
                 f"seeds must be one or more distinct integers from 0 to {_LARGEST_SEED}; got {seeds}."
             )
+        if len(seeds) > 1 and section.get("ckpt_path"):
+            raise MisconfigurationException(
+                f"ckpt_path={section['ckpt_path']!r} is the state of one run, from which the {len(seeds)} runs of"
+                f" seeds={seeds} would all go on: leave it out, or give `--seeds` with that run's value alone."
+            )
         logger = section.get("trainer.logger")
         for one in logger if isinstance(logger, list) else [logger]:
             version = one.get("init_args.version") if isinstance(one, Namespace) else None

@@ -421,6 +421,14 @@ def test_seeds_are_for_fit_and_inspect_takes_them_from_a_recipe(run, made, capsy
     assert '"optimizer_state_bytes"' in capsys.readouterr().out
 
 
+def test_seeds_do_not_share_a_checkpoint(run):
+    with pytest.raises(
+        SystemExit, match=r"ckpt_path='last' is the state of one run, from which the 2 runs of seeds=\[0, 1\]"
+    ):
+        run("fit", "--config", "base.yaml", "--seeds", "0", "1", "--ckpt_path", "last")
+    run("inspect", "--config", "base.yaml", "--seeds", "0", "1", "--json")
+
+
 @pytest.mark.parametrize("folder", ["single", "list"])
 def test_seeds_do_not_share_a_folder(run, folder):
     logger: Any = {"class_path": "CSVLogger", "init_args": {"save_dir": "runs", "version": "mine"}}
