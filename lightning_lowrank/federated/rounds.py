@@ -99,7 +99,7 @@ class Rounds(Untraced):
         if before is not None and before.coordinator.private is not None and coordinator.private is not None:
             coordinator.private.load_state_dict(before.coordinator.private.state_dict())
         if settings.system is not None:
-            coordinator.clock = Clock(settings.system, data.batch_samples(), settings.experiment_seed)
+            coordinator.clock = Clock(settings.system, len(samples), data.samples_read, settings.experiment_seed)
             if before is not None and before.coordinator.clock is not None:
                 coordinator.clock.load_state_dict(before.coordinator.clock.state_dict())
         if restored is not None:

@@ -134,7 +134,7 @@ class ClientContext(ClientInfo):
         state: What the client keeps between rounds.
         round_state: What the client needs in this round alone: tensors by name, and dictionaries of such. Clients that
             step together have it stacked, see `LocalStep`.
-        steps: Number of steps that the client makes in this round.
+        steps: Number of steps that the client makes in this round; when it ends, that it has made.
         find_labels: Returns the labels of the client's training samples, ``None`` where the data has none.
     """
 

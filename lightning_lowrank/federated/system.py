@@ -11,7 +11,7 @@ import csv
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -269,13 +269,12 @@ class LateError(Exception):
 
 @dataclass(frozen=True)
 class _Client:
-    """What a client has: bytes, seconds and operations as `SystemModel` says, and samples of one of its batches."""
+    """What a client has: bytes, seconds and operations as `SystemModel` says."""
 
     up: float
     down: float
     latency: float
     speed: float
-    batch: float
 
 
 class Clock:
@@ -283,15 +282,17 @@ class Clock:
 
     Args:
         model: What clients' messages and steps take.
-        batches: For each client the mean number of samples of its batches.
+        clients: Number of clients.
+        samples_read: Returns how many samples a client reads in so many steps of a round.
         seed: Seed of the experiment.
     """
 
-    def __init__(self, model: SystemModel, batches: Sequence[float], seed: int) -> None:
-        drawn = model.draw(len(batches), seed)
-        columns = (drawn["up"], drawn["down"], drawn["latency"], drawn["speed"], batches)
+    def __init__(self, model: SystemModel, clients: int, samples_read: Callable[[int, int], int], seed: int) -> None:
+        drawn = model.draw(clients, seed)
+        columns = (drawn["up"], drawn["down"], drawn["latency"], drawn["speed"])
         self._clients = [_Client(*values) for values in zip(*columns, strict=True)]
         self._model = model
+        self._samples_read = samples_read
         self.operations: Operations | None = None
         """Counts the operations of steps, where the model does not say them; to be set before the first answer."""
         self._sent: dict[int, int] = {}
@@ -323,7 +324,7 @@ class Clock:
         has, deadline = self._clients[client.id], self._model.deadline
         seconds = self._sent.get(client.id, 0) / has.down + nbytes / has.up + 2 * has.latency
         if self._model.speed is not None:
-            seconds += steps * has.batch * self._operations_of(client) / has.speed
+            seconds += self._samples_read(client.id, steps) * self._operations_of(client) / has.speed
         if deadline is not None and seconds > deadline:
             self.late += 1
             self.absent()

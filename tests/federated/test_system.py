@@ -27,6 +27,7 @@ from lightning_lowrank import (
     Trace,
     ZeroPadding,
 )
+from lightning_lowrank.federated.system import Clock
 from tests.algorithms.methods import LOW_RANK, METHODS
 from tests.algorithms.written_out import assert_close
 from tests.helpers import Data, Module, assert_same, blobs, fit, network, trainer, weights
@@ -60,6 +61,47 @@ def test_seconds_are_those_by_hand(tmp_path, execution):
     assert logged["system/round_seconds"] == pytest.approx(max(of_each))
     assert logged["system/seconds"] == pytest.approx(2 * max(of_each))
     assert logged["system/late"] == 0
+
+
+@pytest.mark.parametrize("execution", ["sequential", "vectorized"])
+@pytest.mark.parametrize(
+    ("settings", "samples"),
+    [
+        # Passes have 5, 2 and 1 batches of 8, the last one of 8, 8 and 5 samples.
+        ({"local_steps": 3}, [24, 24, 15]),
+        ({"local_steps": 6}, [48, 48, 30]),
+        ({"local_steps": 6, "max_steps": 4}, [32, 32, 20]),
+    ],
+    ids=["part of a pass", "passes", "cut short"],
+)
+def test_samples_are_those_that_are_read(tmp_path, execution, settings, samples):
+    of_trainer = {name: settings[name] for name in ("max_steps",) if name in settings}
+    loop = FederatedLoop(
+        FedAvg(),
+        partition=FromIndices(PARTS),
+        system=SystemModel(speed=1e3, operations=10.0),
+        summary=False,
+        execution=execution,
+        chunk_size=3 if execution == "vectorized" else None,
+        local_steps=settings["local_steps"],
+    )
+    told: dict[int, float] = {}
+    answer = Clock.answer
+
+    def answered(clock, client, steps, nbytes):
+        clock.round_seconds = 0.0
+        late = answer(clock, client, steps, nbytes)
+        told[client.id] = clock.round_seconds
+        return late
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Clock, "answer", answered)
+        fit(trainer(tmp_path, loop, max_epochs=1, **of_trainer), Module(), Data(blobs(61), shuffle=False))
+    expected = {client: count * 10 / 1e3 for client, count in enumerate(samples)}
+    if of_trainer and execution == "sequential":
+        # One client after another: the others have not begun.
+        expected = {client: expected[client] for client in list(told)[:1]}
+    assert told == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("execution", ["sequential", "vectorized"])

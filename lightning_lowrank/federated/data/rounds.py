@@ -241,13 +241,16 @@ class RoundData:
         (batch,) = self._read(loader, [Request(np.arange(samples), derive_seed(self.planner.seed, "example"))])
         return batch_transfer(self._trainer)(batch), samples
 
-    def batch_samples(self) -> list[float]:
-        """Return the mean number of samples of each client's batches."""
+    def samples_read(self, client: int, steps: int) -> int:
+        """Return how many samples a client reads in so many steps of a round, on average where they are drawn."""
         assert self.training_loader is not None
-        loader, samples = self.training_loader, self.planner.samples
-        once = batches_of(samples, loader)
-        read = once * cast(int, loader.batch_size) if loader.drop_last else samples
-        return (read / np.maximum(once, 1)).tolist()
+        loader, samples = self.training_loader, self.planner.samples[client]
+        size, once = cast(int, loader.batch_size), int(batches_of(samples, loader))
+        if self._poisson is not None:
+            return steps * min(size, int(samples))
+        passes, rest = divmod(steps, max(once, 1))
+        of_one = once * size if loader.drop_last else int(samples)
+        return passes * of_one + min(rest * size, of_one)
 
     def stop(self) -> None:
         """Plan no further round, and give the process's random number generators back."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -175,6 +176,11 @@ class Execution(Untraced, ABC):
         ]
         self.before = {client.id: copied_state(client.state) for client in contexts}
         return contexts
+
+    def _count_steps(self) -> None:
+        """Note of the open clients how many steps they have made, in a round that is cut short."""
+        made = self.number + 1
+        self.clients = [dataclasses.replace(each, steps=min(each.steps, made)) for each in self.clients]
 
     def _begin_client(self, client: ClientContext, message: Message) -> None:
         with turn_of(client.id):

@@ -112,6 +112,7 @@ class Sequential(Execution):
 
     def close(self) -> dict[int, Exception]:
         """Hand over what the client sends."""
+        self._count_steps()
         (client,) = self.clients
         error = self._end_client(client)
         if error is not None:

@@ -169,6 +169,7 @@ class Vectorized(Execution):
         """Hand over what the clients send."""
         assert self._stack is not None
         self._log_late()
+        self._count_steps()
         self._stack.fold()
         self._keep_moments(0)
         if self._stack.keep_values():
