@@ -39,6 +39,7 @@ class _Converted:
 
     conversion: Conversion
     settings: LowRankSettings
+    seed: int
 
 
 class LowRank(Configured, Callback):
@@ -95,6 +96,7 @@ class LowRank(Configured, Callback):
             raise MisconfigurationException(f"LowRank: {error}") from error
         self.frobenius_decay = frobenius_decay
         self.seed = default_seed() if seed is None else seed
+        self._given_seed = seed
         self.summary = summary
         self.conversion: Conversion | None = None
         self._outline: Outline | None = None
@@ -137,12 +139,17 @@ class LowRank(Configured, Callback):
                     "this module was already converted with other LowRank arguments: call"
                     " lightning_lowrank.recover(module) first, or start from a new module."
                 )
+            if self._given_seed not in (None, done.seed):
+                raise MisconfigurationException(
+                    f"this module was already converted with seed={done.seed}, and LowRank has seed={self.seed}, by"
+                    " which nothing would be drawn: leave it out, or call lightning_lowrank.recover(module) first."
+                )
         else:
             try:
                 conversion = convert(module, seed=self.seed, **vars(self.settings))
             except (ValueError, TypeError) as error:
                 raise MisconfigurationException(f"LowRank: {error}") from error
-            done = _Converted(conversion, self.settings)
+            done = _Converted(conversion, self.settings, self.seed)
             module.lowrank_conversion = done  # type: ignore[assignment]
         self.conversion = done.conversion
         return done.conversion

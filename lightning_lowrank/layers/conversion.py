@@ -24,6 +24,7 @@ from lightning_lowrank.patterns import check_patterns, matches
 from lightning_lowrank.seeding import derive_seed
 
 
+@torch.inference_mode(False)
 def convert(model: nn.Module, factorization: Factorization, *, seed: int = 0, **settings: Any) -> Conversion:
     """Replace a model's layers by low-rank ones, in place.
 

@@ -353,6 +353,7 @@ class LowRankLayer(nn.Module):
         add(self.frozen_weight, change)
         self.folded = True
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def merge(self) -> None:
         """Compose the weight once and keep it, so that the layer costs what the dense one does.

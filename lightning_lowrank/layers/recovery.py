@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_lowrank.internals.torch import copy_versions, own_children
@@ -86,6 +87,7 @@ def unmerge(model: nn.Module) -> nn.Module:
     return model
 
 
+@torch.inference_mode(False)
 def recover(model: nn.Module) -> nn.Module:
     """Replace every low-rank layer by the dense layer with the same weight, in place.
 

@@ -207,7 +207,8 @@ def _why_not_beside_frozen(layer: Candidate, layers: Sequence[Candidate], settin
         return ""
     for other in layers:
         alike = not other.trainable and other.shape == layer.shape and not other.weight.is_meta
-        if alike and not layer.weight.is_meta and torch.equal(other.weight, layer.weight):
+        # Two layers that start at zero are no copies.
+        if alike and not layer.weight.is_meta and torch.equal(other.weight, layer.weight) and layer.weight.any():
             return (
                 f"{other.name} is a frozen copy, which may follow it parameter by parameter (set convert_frozen=True to"
                 " convert both, or name it in include)"

@@ -111,6 +111,15 @@ def test_the_same_callback_serves_a_second_run(tmp_path):
     assert module.net[0].rank == 3
 
 
+def test_another_seed_of_a_converted_module_is_refused():
+    module = Module(network())
+    LowRank(MatrixProduct(), rank=2, seed=3).convert(module)
+    LowRank(MatrixProduct(), rank=2, seed=3).convert(module)
+    LowRank(MatrixProduct(), rank=2).convert(module)
+    with pytest.raises(MisconfigurationException, match="already converted with seed=3, and LowRank has seed=4"):
+        LowRank(MatrixProduct(), rank=2, seed=4).convert(module)
+
+
 def test_layers_made_in_configure_model(tmp_path):
     class Late(Module):
         def __init__(self):

@@ -23,6 +23,7 @@ from lightning_lowrank.layers import (
     convert,
     dense_state_dict,
     low_rank_layers,
+    merge,
     recover,
 )
 from lightning_lowrank.seeding import derive_seed
@@ -1129,6 +1130,30 @@ def test_what_a_frozen_copy_may_follow_is_left_alone_unless_it_is_named():
         model = online_and_teacher()
         convert(model, MatrixProduct(), rank=1, **settings)
         assert len(list(low_rank_layers(model))) == converted
+
+
+def test_layers_of_zeros_are_no_copies_of_one_another():
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16).requires_grad_(False))
+    for layer in model:
+        nn.init.zeros_(layer.weight)
+    convert(model, MatrixProduct(), rank=1, role="update", init="lora")
+    assert [name for name, _ in low_rank_layers(model)] == ["0"]
+
+
+def test_what_is_made_in_inference_mode_trains_later():
+    model, inputs = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4)), torch.randn(3, 16, requires_grad=True)
+    with torch.inference_mode():
+        convert(model, MatrixProduct(), rank=1)
+        merge(model)
+    model(inputs).sum().backward()
+    assert inputs.grad is not None
+    model.train()
+    model(inputs).sum().backward()
+    assert all(value.grad is not None for value in model.parameters() if value.requires_grad)
+    with torch.inference_mode():
+        recover(model)
+    model(inputs).sum().backward()
+    assert all(value.grad is not None for value in model.parameters())
 
 
 def test_frozen_layers_are_converted_where_that_is_asked_for():
