@@ -91,9 +91,10 @@ class FederatedLoop(FederatedSettings, Callback):
     What Lightning's own settings mean here:
 
     - ``limit_train_batches`` and ``overfit_batches`` count per client and round; ``val_check_interval`` and
-      ``max_steps`` count the round's batches. A validation inside a round sees the last global model. A round cut
-      short by ``max_steps``, ``max_time`` or early stopping is aggregated from what has been trained by then.
-      ``fast_dev_run=n`` gives ``n`` clients a batch each.
+      ``max_steps`` count the round's batches. A validation inside a round sees the last global model. A later round of
+      fewer batches than ``val_check_interval`` is validated at its end. A round cut short by ``max_steps``,
+      ``max_time`` or early stopping is aggregated from what has been trained by then. ``fast_dev_run=n`` gives ``n``
+      clients a batch each.
     - ``accumulate_grad_batches`` groups batches within a client; a client's last, incomplete group is stepped as
       Lightning steps an epoch's last (its loss divided by the full group's size).
     - ``batch_idx`` and ``trainer.is_last_batch`` in the module's steps and hooks are the client's own; ``global_step``,

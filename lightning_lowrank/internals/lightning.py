@@ -177,12 +177,19 @@ class TrainLoaderSource:
                 return
             self._loop._combined_loader = None
             last_validation = getattr(self._trainer, "_last_val_time", None)
-            # Else it would warn of each length that is below the interval.
+            # Else it would warn of each length that is below the interval of logging, and end a fit whose later rounds
+            # are shorter than that of validation.
             every, self._trainer.log_every_n_steps = self._trainer.log_every_n_steps, 0
+            # There is none where validation goes by the clock.
+            validated = getattr(self._trainer, "val_check_interval", None)
+            if type(validated) is int and self._trainer.check_val_every_n_epoch is not None:
+                self._trainer.val_check_interval = min(validated, len(loader))
             try:
                 setup_data()
             finally:
                 self._trainer.log_every_n_steps = every
+                if validated is not None:
+                    self._trainer.val_check_interval = validated
             # Loading also starts the clock of a val_check_interval that is a time.
             if last_validation is not None:
                 self._trainer._last_val_time = last_validation

@@ -176,6 +176,27 @@ def test_validation_inside_a_round_sees_the_last_global_model(tmp_path):
         assert_same(inside, seen.ended[0])
 
 
+def test_a_round_shorter_than_the_interval_is_validated_at_its_end(tmp_path):
+    class Places(Seen):
+        def __init__(self):
+            super().__init__()
+            self.places = []
+
+        def on_validation_start(self, trainer, pl_module):
+            super().on_validation_start(trainer, pl_module)
+            self.places.append((trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_progress.current.ready))
+
+    lengths = [-(-size // 8) for size in SIZES]
+    rounds = sorted(range(len(SIZES)), key=lambda client: -lengths[client])
+    seen, interval = Places(), lengths[rounds[0]] - 1
+    settings = {"val_check_interval": interval, "num_sanity_val_steps": 0, "max_epochs": len(rounds)}
+    run = trainer(tmp_path, loop(participants=[[client] for client in rounds]), seen, **settings)
+    fit(run, Module(), Data())
+    assert lengths[rounds[-1]] < interval
+    assert seen.places == [(number, min(interval, lengths[client])) for number, client in enumerate(rounds)]
+    assert run.val_check_interval == interval
+
+
 def test_sanity_check(tmp_path):
     module, plain = Module(), Module()
     fit(trainer(tmp_path, loop(), num_sanity_val_steps=-1), module, Data())
