@@ -353,6 +353,7 @@ class FederatedLoop(FederatedSettings, Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Go on where the checkpoint was taken."""
         self._restore.callback(self.rounds.start())
+        self.rounds.further.check(trainer)
         self._progress.processes = trainer.world_size
         if self._restored is not None:
             state, self._restored = self._restored, None

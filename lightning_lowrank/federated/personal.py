@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_lowrank.direction import direction, monitors_of
+from lightning_lowrank.federated.algorithm import inherits
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.evaluation_samples import matched_labels
 from lightning_lowrank.federated.data.labels import find_named_labels, numbered_alike
@@ -65,6 +66,20 @@ class FurtherModels:
         self.judged = False
         """Whether clients' own models have been evaluated."""
 
+    def check(self, trainer: pl.Trainer) -> None:
+        """Refuse a validation loader that the first round's end could not use, if Lightning has loaded one by now.
+
+        Raises:
+            MisconfigurationException: If there is one.
+        """
+        loader = trainer.val_dataloaders
+        if loader is None or not trainer.enable_validation:
+            return
+        if self._settings.personal_test is not None:
+            self._of_clients(loader, "validate")
+        elif not inherits(self._coordinator.algorithm, "variants"):
+            check_loader(loader, training=False)
+
     def evaluate(self, trainer: Any, module: pl.LightningModule, stage: Literal["validate", "test"]) -> None:
         """Log how clients' own models do on their own test data, and further global models on all of it.
 
@@ -81,17 +96,15 @@ class FurtherModels:
         loader = trainer.val_dataloaders if stage == "validate" else trainer.test_dataloaders
         logged: dict[str, float] = {}
         if self._settings.personal_test is not None:
-            assert self._data is not None
             self.judged = True
-            source = loader if self._settings.personal_test == "matched_labels" else self._data.training_loader
-            evaluation = self._evaluation(f"clients {stage}", source, lambda: self._test_indices(loader))
-            live = trained_tensors(module)
+            evaluation, live = self._of_clients(loader, stage), trained_tensors(module)
 
             def personal(client: int) -> Mapping[str, Tensor]:
                 context = coordinator.context(client, live)
                 model = algorithm.model_for(coordinator.server, coordinator.info(client))
                 return algorithm.personal_model(context, model)
 
+            assert self._data is not None
             divided = self._data.divided()
             found, of_metrics = self._run(evaluation, trainer, module, stage, personal, divided.__getitem__)
             monitors = monitors_of(trainer)
@@ -160,6 +173,11 @@ class FurtherModels:
             kept = None if self._data is None else self._data.device_data
             self._evaluations[name] = loader, ClientEvaluation(loader, indices(), seed, kept)
         return self._evaluations[name][1]
+
+    def _of_clients(self, loader: Any, stage: str) -> ClientEvaluation:
+        assert self._data is not None
+        source = loader if self._settings.personal_test == "matched_labels" else self._data.training_loader
+        return self._evaluation(f"clients {stage}", source, lambda: self._test_indices(loader))
 
     def _test_indices(self, loader: Any) -> list[Tensor]:
         assert self._data is not None

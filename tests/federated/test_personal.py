@@ -159,6 +159,36 @@ def test_wrong_arguments(wrong):
         FederatedLoop(FedAvg(), clients=2, personal_test=wrong)
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "personal_test", "shift", "loaders", "said"),
+    [
+        (FedAvg(), "matched_labels", 10, 1, "no client has a test sample"),
+        (FedAvg(), "matched_labels", 0, 2, "one loader|several|loaders"),
+        (HeteroFL([1.0, 0.5]), None, 0, 2, "one loader|several|loaders"),
+    ],
+)
+def test_validation_data_that_cannot_be_judged_on_is_refused_before_the_first_step(
+    tmp_path, algorithm, personal_test, shift, loaders, said
+):
+    class Counting(Module):
+        steps = 0
+
+        def training_step(self, *arguments):
+            self.steps += 1
+            return super().training_step(*arguments)
+
+        def validation_step(self, batch, batch_idx, dataloader_idx=0):
+            pass
+
+    inputs, targets = blobs(40, seed=8).tensors
+    validation = [DataLoader(TensorDataset(inputs, targets + shift), batch_size=8) for _ in range(loaders)]
+    loop = FederatedLoop(algorithm, clients=12, partition=LabelCount(2), personal_test=personal_test, summary=False)
+    module, fitted = Counting(), trainer(tmp_path, loop, max_epochs=1, num_sanity_val_steps=0)
+    with pytest.raises(MisconfigurationException, match=said):
+        fitted.fit(module, DataLoader(blobs(), batch_size=8), validation[0] if loaders == 1 else validation)
+    assert module.steps == 0
+
+
 class Judged(Module):
     """A module that logs metric objects and figures whose names say more or less of their direction."""
 
