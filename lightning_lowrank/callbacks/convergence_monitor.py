@@ -85,6 +85,10 @@ class ConvergenceMonitor(Configured, Callback):
             self._algorithm(trainer).observers.remove(self._observe)
             self._trainer = None
 
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Stop observing; Lightning does not call `teardown` after an error."""
+        self.teardown(trainer, pl_module, "fit")
+
     @staticmethod
     def _algorithm(trainer: pl.Trainer) -> FedLoRA:
         for callback in trainer.callbacks:  # type: ignore[attr-defined]

@@ -52,6 +52,19 @@ def monitored(tmp_path, operator, monitor=None, **arguments):
     return seen, logged.rounds, loop
 
 
+def test_nothing_observes_after_an_error(tmp_path):
+    class Ends(Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            raise RuntimeError("it ends here")
+
+    loop = FederatedLoop(FedLoRA(ProductSum()), partition=FromIndices(CLIENTS), summary=False)
+    low_rank = LowRank(MatrixProduct(), rank=3, init="lora", summary=False)
+    run = trainer(tmp_path, low_rank, loop, ConvergenceMonitor(), Ends(), max_epochs=1)
+    with pytest.raises(RuntimeError, match="it ends here"):
+        fit(run, Module(network()), Data())
+    assert loop.algorithm.observers == []
+
+
 @pytest.mark.parametrize("operator", [ProductSum, SumProduct, RoLoRA])
 def test_constants_are_the_smallest_that_satisfy_the_conditions(tmp_path, operator):
     seen, logged, _ = monitored(tmp_path, operator())
