@@ -69,8 +69,8 @@ class EF21P(Algorithm):
         return Split(base.initial_buffers, Dense(), self._top_k)
 
     def reference(self, base: Base, received: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return nothing: clients send changes."""
-        return {}
+        """Return the buffers: of the parameters, clients send changes."""
+        return {name: value for name, value in received.items() if name in base.initial_buffers}
 
     def begin_round(self, server: Server) -> None:
         self.announce(server, missing(server, self._top_k.transmit))

@@ -49,6 +49,7 @@ class RandomCoordinates(Algorithm):
         self.share_down = share_down
         self.share_up = share_up
 
+    encodes_values = True
     unprotected = "numbers are averaged over the clients that sent them, by masks beside the values"
 
     def setup(self, base: Base) -> None:
@@ -63,9 +64,11 @@ class RandomCoordinates(Algorithm):
         """Return nothing: a client sends other coordinates than it receives."""
         return {}
 
-    def upload_origin(self, base: Base, known: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the whole model: a client sends values."""
-        return known
+    def upload_origin(
+        self, base: Base, model: Mapping[str, Tensor], received: Mapping[str, Tensor]
+    ) -> Mapping[str, Tensor]:
+        """Return the whole model: a client sends values, and received some coordinates of it."""
+        return model
 
     def broadcast(self, server: Server, client: ClientInfo) -> Message:
         return Message(server.sent_down(), self._codec(server.base, client, "down"))

@@ -43,6 +43,8 @@ class UploadMask(Algorithm, ABC):
         MisconfigurationException: If the share is out of its range.
     """
 
+    encodes_values = True
+
     def __init__(self, share: float = 0.15) -> None:
         check_number("share", share, above=0, most=1)
         self.share = share
@@ -54,6 +56,15 @@ class UploadMask(Algorithm, ABC):
     @abstractmethod
     def positions(self, description: Mapping[str, Tensor], count: int, total: int) -> Tensor:
         """Return the described positions, in general ``count`` of ``total``."""
+
+    def upload_origin(
+        self, base: Base, model: Mapping[str, Tensor], received: Mapping[str, Tensor]
+    ) -> Mapping[str, Tensor]:
+        """Return what was received at the uploaded coordinates: the others arrive as zeros."""
+        began = {name: received.get(name, value) for name, value in model.items()}
+        description = {name: value for name, value in received.items() if name not in model}
+        masks = self._masks(description, base.parameters(began))
+        return {name: torch.where(masks[name], value, 0) if name in masks else value for name, value in began.items()}
 
     def broadcast(self, server: Server, client: ClientInfo) -> Message:
         return Message({**server.sent_down(), **self.describe(server)})

@@ -91,6 +91,12 @@ class Algorithm(Configured):
     static_batch_norm: bool = False
     """Whether the paper trains BatchNorm with static statistics, `StaticBatchNorm`; a fit without it warns."""
 
+    encodes_values: bool = False
+    """Whether clients send values, and not changes, in a codec of the method's own.
+
+    No differences are taken of these, so that a codec of the uplink that leaves numbers out would set them to zero.
+    """
+
     unprotected: str = ""
     """What of a client's message does not pass the aggregator as values; robust rules are refused then."""
 
@@ -179,17 +185,20 @@ class Algorithm(Configured):
         """
         return received
 
-    def upload_origin(self, base: Base, known: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def upload_origin(
+        self, base: Base, model: Mapping[str, Tensor], received: Mapping[str, Tensor]
+    ) -> Mapping[str, Tensor]:
         """Return the values from which a client's message differs by what the client has changed.
 
-        A server of sites measures changes by them. Tensors that are changes themselves have none. By default they are
-        `reference`.
+        Attacks, robust rules, `ClientPrivacy` and a server of sites measure changes by them. Tensors that are changes
+        themselves have none. By default they are `reference`.
 
         Args:
             base: What every side holds.
-            known: The global model, and what the client received.
+            model: The global model, as far as clients are sent it.
+            received: What the client received.
         """
-        return self.reference(base, known)
+        return self.reference(base, {**model, **received})
 
     def drawn_in(self, name: str, round_number: int) -> int:
         """Return the round before which what a message's tensor multiplies was drawn or found anew; 0: never.
@@ -221,10 +230,11 @@ class Algorithm(Configured):
     def origin(self, server: Server, client: ClientInfo) -> Mapping[str, Tensor]:
         """Return the values from which what is added to the aggregator differs little, by its names.
 
-        Tensors that are changes themselves have none. By default it is what ``client``, one of the cohort, started
-        from.
+        Tensors that are changes themselves have none. By default it is `upload_origin` of ``client``, one of the
+        cohort, as if the broadcast had arrived exactly.
         """
-        return self.reference(server.base, {**self.broadcast(server, client).tensors, **server.announcement})
+        received = {**self.broadcast(server, client).tensors, **server.announcement}
+        return self.upload_origin(server.base, server.sent_down(), received)
 
     def begin_round(self, server: Server) -> None:
         """Prepare what all of the round's clients are sent."""

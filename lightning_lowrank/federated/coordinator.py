@@ -421,33 +421,49 @@ class Coordinator:
         held, self._held = sorted(self._held, key=lambda arrival: arrival.client.id), []
         if not held or self.settings.attackers is None:
             return
-        base, server = self.server.base, self.server
-        origins = {
-            arrival.client.id: self.algorithm.reference(base, self.message(arrival.client).tensors) for arrival in held
-        }
+        server = self.server
+        origins = {arrival.client.id: self._origin_of(arrival) for arrival in held}
         seed = attack_seed(server.seed, server.round)
         for arrival in self.settings.attackers.forged(held, sorted(self.attackers), origins, seed):
             self._hand_over(arrival.client, arrival.message, arrival.weight)
+
+    def _origin_of(self, arrival: Arrival) -> Mapping[str, Tensor]:
+        origin = self._origin(self._reached(arrival.client))
+        if not self.algorithm.encodes_values:
+            return origin
+        # Zero stands for what the method's own codec leaves out.
+        tensors = arrival.message.tensors
+        return {
+            name: torch.where(tensors[name] == 0, 0, value)
+            for name, value in origin.items()
+            if name in tensors and tensors[name].shape == value.shape
+        }
 
     def _hand_over(self, client: ClientInfo, message: Message, weight: float) -> None:
         """Let the method take in a client's message, or add it to the private mean, which the method gets later."""
         if self.private is None:
             self.algorithm.receive(self.server, client, message, weight)
         else:
-            received = self.message(client).tensors if self.wire.holds_copy else self.broadcast(client).received
-            self.private.add(message.tensors, self._center(received))
+            self.private.add(message.tensors, self._origin(self._reached(client)))
 
-    def _center(self, received: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def _reached(self, client: ClientInfo) -> Mapping[str, Tensor]:
+        """Return the broadcast by which what arrives from a client is measured."""
+        # `Wire.onto_own` has put what arrives onto the server's own broadcast.
+        return self.message(client).tensors if self.wire.holds_copy else self.broadcast(client).received
+
+    def _origin(self, received: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the values, by name, of which a client's message that ``received`` these has the change."""
+        base = self.server.base
         # A client may have been sent some of the global model's values in earlier rounds alone.
-        return self.algorithm.reference(self.server.base, {**self.server.sent_down(), **received})
+        origin = self.algorithm.upload_origin(base, self.server.sent_down(), received)
+        return {**origin, **base.fresh_buffers}
 
     def _give_mean(self, private: PrivateMean) -> None:
         """Give the method the round's private mean, in place of as many messages as a round has on average."""
         server = self.server
         info = ClientInfo(-1, 0, server.round, server.seed)
         with torch.no_grad():
-            mean = private.release(self._form(info), self._center(self.message(info).tensors), server.round)
+            mean = private.release(self._form(info), self._origin(self.message(info).tensors), server.round)
         for _ in range(private.sampled):
             self.algorithm.receive(server, info, Message(mean), 1.0)
 
@@ -503,6 +519,7 @@ class Coordinator:
         server = self.server
         if isinstance(server.aggregator, RobustRule):
             origin = self.algorithm.origin(server, self.info(server.cohort[0]))
+            origin = {**origin, **server.base.fresh_buffers}
             server.aggregator.prepare(origin, derive_seed(server.seed, "aggregator", server.round))
         before = dict(server.model)
         if self.private is not None:

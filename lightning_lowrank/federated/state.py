@@ -98,6 +98,11 @@ class Base:
         """Return those of ``tensors`` that are not persistent buffers."""
         return {name: value for name, value in tensors.items() if name not in self.initial_buffers}
 
+    @property
+    def fresh_buffers(self) -> Mapping[str, Tensor]:
+        """The buffers with which a client begins each round, by name; none where it begins with others."""
+        return self.initial_buffers if self.buffer_policy == "reset" else {}
+
     def sent_down(self, model: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return those of the global values that clients are sent: without the buffers unless they are averaged."""
         return dict(model) if self.buffer_policy == "average" else self.parameters(model)

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from lightning_lowrank.compression import Channel, Codec, Packet, Schema
+from lightning_lowrank.compression import Channel, Codec, Packet, Schema, Sign
 from lightning_lowrank.federated.algorithm import Algorithm, detached
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, trained_tensors
@@ -51,9 +51,15 @@ class Wire:
             self.uplink, self.downlink = Channel(uplink), Channel(downlink)
         except (TypeError, ValueError) as error:
             raise MisconfigurationException(f"uplink={uplink!r}, downlink={downlink!r}: {error}") from error
+        name = type(algorithm).__name__
+        coarse = [type(codec).__name__ for codec in uplink if codec.sparse or isinstance(codec, Sign)]
+        if coarse and algorithm.encodes_values:
+            raise MisconfigurationException(
+                f"{name} sends the values of the numbers that it chooses, of which {coarse[0]} would leave nothing that"
+                f" can be averaged: give uplink=[Half()] or [Quantize()], or leave it out; it is {list(uplink)!r}."
+            )
         if not downlink:
             return
-        name = type(algorithm).__name__
         if algorithm.announces:
             raise MisconfigurationException(
                 f"{name} broadcasts a change of what every side holds, which has to arrive exactly: leave out downlink."

@@ -265,8 +265,8 @@ class Intake:
             DecodingError: If a norm is beyond what can be computed with.
         """
         base, model = self.coordinator.server.base, self.coordinator.server.model
-        known = {**model, **expected.received}
-        origin = self.coordinator.algorithm.upload_origin(base, known)
+        known = {**model, **base.fresh_buffers, **expected.received}
+        origin = {**self.coordinator.algorithm.upload_origin(base, model, expected.received), **base.fresh_buffers}
         sparse = expected.codec is not None and expected.codec.sparse
         squares: dict[str, tuple[list[float], list[float]]] = {}
         names: dict[str, list[str]] = {}

@@ -416,7 +416,7 @@ class _FlowerCoordinator(SiteCoordinator):
         """Return what a client sends as it crosses the wire, within what the site's policy permits."""
         policy, exact = self._site.policy, self.algorithm.exact
         policy.check_tensors(message.tensors, "the answer")
-        reference = self.algorithm.reference(client.base, self.received)
+        reference = {**self.algorithm.reference(client.base, self.received), **client.base.fresh_buffers}
         packet = super().pack(client, policy.clipped(message, reference, exact))
         if not self._clients_add_noise:
             policy.check_change(packet.received, reference, exact)

@@ -23,6 +23,7 @@ from lightning_lowrank import (
     Half,
     Quantize,
     RandomCoordinates,
+    RandomMask,
     Sign,
     TopK,
 )
@@ -293,9 +294,11 @@ class Unequal(FedAvg):
         (Unequal, {"downlink": [Half(error_feedback=True)]}, "Unequal sends clients different values"),
         (
             partial(RandomCoordinates, 0.5, 0.5),
-            {"uplink": [TopK(0.5, error_feedback=True)]},
+            {"uplink": [Half(error_feedback=True)]},
             "RandomCoordinates and uplink=.* without error_feedback",
         ),
+        (partial(RandomCoordinates, 0.5, 0.5), {"uplink": [TopK(0.5)]}, "RandomCoordinates sends the values .* TopK"),
+        (RandomMask, {"uplink": [Half(), Sign()]}, "RandomMask sends the values .* Sign"),
     ],
 )
 def test_what_does_not_go_together_is_refused(tmp_path, algorithm, channels, message):
