@@ -8,6 +8,7 @@ built, such as the products of LoRA's factors (`DistanceRule.client_weights`).
 
 from __future__ import annotations
 
+import hashlib
 import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -157,7 +158,8 @@ class RobustRule(KeepsArrivals):
         places = [place for place, norm in enumerate(norms) if math.isfinite(norm)]
         if not places:
             raise ValueError(f"none of the {len(self.kept)} arrivals is finite.")
-        ties = norms if len({*norms}) == len(norms) else [self._tie(tensors, names) for tensors, _ in self.kept]
+        told_apart = len({*norms}) == len(norms)
+        ties = [b"" if told_apart else self._tie(tensors, names) for tensors, _ in self.kept]
         return names, sorted(places, key=lambda place: (norms[place], ties[place]))
 
     def _norms(self, names: Sequence[str]) -> list[float]:
@@ -175,9 +177,12 @@ class RobustRule(KeepsArrivals):
     def _all(self, name: str) -> list[Tensor]:
         return [tensors[name] for tensors, _ in self.kept]
 
-    def _tie(self, tensors: Mapping[str, Tensor], names: Sequence[str]) -> float:
-        """Return a number that tells arrivals of one norm apart."""
-        return sum(float(self._change(name, tensors[name]).sum()) for name in names)
+    def _tie(self, tensors: Mapping[str, Tensor], names: Sequence[str]) -> bytes:
+        """Return what tells arrivals of one norm apart: equal ones have the same."""
+        digest = hashlib.sha256()
+        for name in names:
+            digest.update(self._change(name, tensors[name]).cpu().numpy().tobytes())
+        return digest.digest()
 
     def _change(self, name: str, value: Tensor) -> Tensor:
         """Return what an arrival changes of a tensor, flat, in float64."""

@@ -7,9 +7,9 @@ them; a robust aggregator is to withstand them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
+from numbers import Integral, Real
 from statistics import NormalDist
 from typing import Any
 
@@ -77,13 +77,13 @@ class Attack(Configured, ABC):
 
     Attackers train as the others do, and then know their own change and those of all honest clients of the cohort. They
     replace every floating-point tensor of their message, buffers included; `forge` says by what. It works on changes:
-    the value less that which the clients started from (`Algorithm.reference`). Messages are replaced where they arrive,
-    behind all codecs, so that an attacker is not bound to what its codec could express. They have the tensors, shapes
-    and types that they should have, and finite numbers.
+    the value less that which the clients started from (`Algorithm.upload_origin`). Messages are replaced where they
+    arrive, behind all codecs, so that an attacker is not bound to what its codec could express. They have the tensors,
+    shapes and types that they should have, and finite numbers.
 
     Args:
-        clients: Who attacks: a number of clients or, as a float in (0, 1], a share of all, which are drawn from the
-            experiment's seed; or a list of ids.
+        clients: Who attacks: a number of clients or, as a float in (0, 1], a share of all that have samples, which are
+            drawn from the experiment's seed; or a list of ids.
 
     Raises:
         MisconfigurationException: If an argument is out of range; when a fit begins, if there are not as many clients.
@@ -93,35 +93,42 @@ class Attack(Configured, ABC):
     """Whether attackers train on other labels; see `poisoned`."""
 
     def __init__(self, clients: int | float | list[int] = 0.2) -> None:
-        if isinstance(clients, float):
-            check_number("clients", clients, above=0, most=1, hint="an integer for a count")
-        elif isinstance(clients, int):
-            check_integer("clients", clients)
-        elif not clients or len({*clients}) < len(clients) or not all(isinstance(each, Integral) for each in clients):
-            raise MisconfigurationException(
-                f"clients must be a number or share of clients, or a list of different ids, got {clients!r}."
-            )
-        self.clients = clients
+        given: Any = clients.tolist() if hasattr(clients, "tolist") else clients
+        if isinstance(given, Integral) and not isinstance(given, bool):
+            check_integer("clients", given := int(given))
+        elif isinstance(given, Real) and not isinstance(given, bool):
+            check_number("clients", given := float(given), above=0, most=1, hint="an integer for a count")
+        else:
+            ids = list(given) if isinstance(given, Iterable) and not isinstance(given, (str, bytes, Mapping)) else []
+            if not ids or len({*ids}) < len(ids) or not all(isinstance(each, Integral) for each in ids):
+                raise MisconfigurationException(
+                    f"clients must be a number or share of clients, or a list of different ids, got {clients!r}."
+                )
+            given = [int(each) for each in ids]
+        self.clients = given
 
-    def members(self, clients: int, seed: int) -> tuple[int, ...]:
-        """Return the ids of the attackers among so many clients, ascending.
+    def members(self, sizes: Sequence[int], seed: int) -> tuple[int, ...]:
+        """Return the ids of the attackers among clients of so many samples, ascending; those without any are not drawn.
 
         Raises:
             MisconfigurationException: If there are not as many clients, or no such ids.
         """
-        given = self.clients
-        if isinstance(given, (list, tuple)):
+        given, clients = self.clients, len(sizes)
+        if isinstance(given, list):
             unknown = sorted(each for each in given if not 0 <= each < clients)
             if unknown:
                 raise MisconfigurationException(
                     f"attackers: {type(self).__name__} names {unknown}, and clients go from 0 to {clients - 1}."
                 )
-            return tuple(sorted(map(int, given)))
-        count = max(1, round(given * clients)) if isinstance(given, float) else given
-        if count > clients:
-            raise MisconfigurationException(f"attackers: {count} attackers are more than the {clients} clients.")
-        drawn = torch.randperm(clients, generator=generator(seed, "attackers"))
-        return tuple(sorted(drawn[:count].tolist()))
+            return tuple(sorted(given))
+        trained = [client for client, size in enumerate(sizes) if size]
+        count = max(1, round(given * len(trained))) if isinstance(given, float) else given
+        if count > len(trained):
+            raise MisconfigurationException(
+                f"attackers: {count} attackers are more than the {len(trained)} clients that have samples."
+            )
+        drawn = torch.randperm(len(trained), generator=generator(seed, "attackers"))
+        return tuple(sorted(trained[place] for place in drawn[:count].tolist()))
 
     @abstractmethod
     def forge(self, attempt: Attempt) -> Tensor:

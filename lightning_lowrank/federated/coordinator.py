@@ -143,7 +143,7 @@ class Coordinator:
         self.algorithm.check_aggregator(self.server.aggregator)
         self.wire.setup(self.server.base)
         if self.settings.attackers is not None:
-            self.attackers = frozenset(self.settings.attackers.members(len(self.samples), self.server.seed))
+            self.attackers = frozenset(self.settings.attackers.members(self.samples, self.server.seed))
         buffers = self.server.base.initial_buffers
         self.infinite = frozenset(name for name, value in buffers.items() if not_finite({name: value}))
 

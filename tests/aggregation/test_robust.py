@@ -198,6 +198,14 @@ def test_results_are_the_same_bit_for_bit_in_any_order():
             assert np.array_equal(of(rule.fresh(), X[order]), first)
 
 
+def test_ties_of_norm_and_sum_do_not_go_by_the_order():
+    tied = np.tile([[1.0, -1, -1], [-1, -1, 1], [1, -1, -1], [-1, -1, 1], [1, 1, 1]], 2)
+    for rule in (Krum(1), MultiKrum(1, selected=2), GeometricMedian(), CenteredClipping(before=[NNM(1)])):
+        first = of(rule.fresh(), tied)
+        for order in ([4, 3, 2, 1, 0], [1, 0, 2, 4, 3], [3, 4, 0, 1, 2]):
+            assert np.array_equal(of(rule.fresh(), tied[order]), first)
+
+
 def test_integers_are_medians_whatever_the_rule():
     rule = NormBound()
     for count, flag in ((5, True), (2**60, False), (7, True)):

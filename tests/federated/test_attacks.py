@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -158,13 +159,43 @@ def test_rules_see_changes_of_what_clients_started_from(tmp_path):
     [(3, 10, 3), (0.2, 20, 4), (0.01, 20, 1), ([4, 1], 5, (1, 4)), (1.0, 3, (0, 1, 2))],
 )
 def test_who_attacks(clients, count, expected):
-    found = SignFlip(clients).members(count, seed=1)
+    found = SignFlip(clients).members([1] * count, seed=1)
     assert found == expected if isinstance(expected, tuple) else len(set(found)) == expected
-    assert found == LabelFlip(clients).members(count, seed=1) == tuple(sorted(found))
+    assert found == LabelFlip(clients).members([1] * count, seed=1) == tuple(sorted(found))
 
 
 def test_other_seeds_draw_other_attackers():
-    assert len({SignFlip(0.2).members(20, seed) for seed in range(5)}) > 1
+    assert len({SignFlip(0.2).members([1] * 20, seed) for seed in range(5)}) > 1
+
+
+def test_clients_without_samples_are_not_drawn():
+    sizes = [0, 3, 0, 5, 1, 0]
+    assert SignFlip(3).members(sizes, 0) == SignFlip(1.0).members(sizes, 1) == (1, 3, 4)
+    assert SignFlip([0, 1]).members(sizes, 0) == (0, 1)
+    with pytest.raises(MisconfigurationException, match="4 attackers are more than the 3 clients that have samples"):
+        SignFlip(4).members(sizes, 0)
+
+
+@pytest.mark.parametrize(
+    ("given", "ids"),
+    [
+        (np.int64(1), 1),
+        (np.float32(0.5), 0.5),
+        (np.array([0, 2]), [0, 2]),
+        (torch.tensor([2, 0]), [2, 0]),
+        ({1}, [1]),
+        (range(2), [0, 1]),
+    ],
+)
+def test_numbers_and_ids_of_other_types(given, ids):
+    assert SignFlip(given).clients == ids
+    assert SignFlip(given).members([1] * 4, 0) == SignFlip(ids).members([1] * 4, 0)
+
+
+@pytest.mark.parametrize("given", [True, "12", {0: 1}, [0, 0], [], [0.5], None])
+def test_what_names_no_clients_is_refused(given):
+    with pytest.raises(MisconfigurationException, match="clients must be"):
+        SignFlip(given)
 
 
 @pytest.mark.parametrize(
@@ -178,8 +209,8 @@ def test_other_seeds_draw_other_attackers():
         (lambda: GaussianNoise(std=-1), "std must be above 0"),
         (lambda: ALIE(deviations=0), "deviations must be above 0"),
         (lambda: LabelFlip(classes=1), "classes must be at least 2"),
-        (lambda: SignFlip([7]).members(5, 0), r"SignFlip names \[7\], and clients go from 0 to 4"),
-        (lambda: SignFlip(6).members(5, 0), "6 attackers are more than the 5 clients"),
+        (lambda: SignFlip([7]).members([1] * 5, 0), r"SignFlip names \[7\], and clients go from 0 to 4"),
+        (lambda: SignFlip(6).members([1] * 5, 0), "6 attackers are more than the 5 clients"),
         (lambda: FederatedLoop(FedAvg(), clients=4, attackers="flip"), "attackers must be an Attack such as"),
     ],
 )

@@ -160,7 +160,7 @@ class RoundData:
         self._attackers, self._poisoned = (), None
         if attack is None or not attack.poisons_labels:
             return None
-        self._attackers = attack.members(len(indices), self.settings.experiment_seed)
+        self._attackers = attack.members(indices.sizes.tolist(), self.settings.experiment_seed)
         try:
             labels = find_labels(dataset)
         except MisconfigurationException:
