@@ -41,6 +41,8 @@ class Codec(Configured, ABC):
         error_feedback: Whether a `Channel` that starts with this codec keeps what the codec loses and adds it to the
             next message. The codec by itself ignores it. Default False.
         sparse: Whether numbers that are not sent arrive as zeros. Default False.
+        additive: Whether what arrives of a sum is the sum of what arrives. So it is where each number arrives as it is,
+            or as zero by a choice that both sides know. Default False.
         expands: Why the loss may be larger than what is sent, so that error feedback would diverge, and what to use
             instead. Default: empty, for it is not.
     """
@@ -48,6 +50,7 @@ class Codec(Configured, ABC):
     unbiased: bool = False
     error_feedback: bool = False
     sparse: bool = False
+    additive: bool = False
     expands: str = ""
 
     @abstractmethod

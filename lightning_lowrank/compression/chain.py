@@ -61,6 +61,7 @@ class Chain(FloatingCodec[list[tuple[Layout, Any]]]):
         self.error_feedback = self.codecs[0].error_feedback
         self.unbiased = all(codec.unbiased for codec in self.codecs)
         self.sparse = any(codec.sparse for codec in self.codecs)
+        self.additive = all(codec.additive for codec in self.codecs)
         self.expands = next((codec.expands for codec in self.codecs if codec.expands), "")
         check_feedback(self)
         self.values_part = _part(len(self.codecs) - 1, self.codecs[-1].values_part)

@@ -25,6 +25,7 @@ class Dense(Codec):
     """
 
     unbiased = True
+    additive = True
 
     @override
     def encode(self, tensors: Mapping[str, Tensor]) -> bytes:

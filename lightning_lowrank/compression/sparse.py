@@ -247,7 +247,7 @@ class Mask(_Sparse):
             if mask.dtype != torch.bool:
                 raise ValueError(f"the mask of {name!r} must be of booleans, but is of type {mask.dtype}.")
         self.masks = {name: mask.clone() for name, mask in (masks or {}).items()}
-        self.known = known
+        self.known = self.additive = known
         self._selected = {name: int(mask.sum()) for name, mask in self.masks.items()}
 
     def _count(self, layout: Layout) -> int:

@@ -48,6 +48,7 @@ class Split(Codec):
         self.unbiased = chosen.unbiased and others.unbiased
         self.error_feedback = chosen.error_feedback or others.error_feedback
         self.sparse = chosen.sparse or others.sparse
+        self.additive = chosen.additive and others.additive
         self.expands = chosen.expands or others.expands
         check_feedback(self)
 

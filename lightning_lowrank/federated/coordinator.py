@@ -33,7 +33,7 @@ from lightning_lowrank.federated.data.planner import RoundPlan
 from lightning_lowrank.federated.failures import NotFiniteError, described, not_finite, rows_not_finite
 from lightning_lowrank.federated.messages import Ledger, Message, dense_bytes
 from lightning_lowrank.federated.offload import ClientStates
-from lightning_lowrank.federated.privacy.clients import PrivateMean
+from lightning_lowrank.federated.privacy.clients import PrivateMean, check_carries_noise
 from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.federated.state import (
     ClientContext,
@@ -199,6 +199,8 @@ class Coordinator:
             first = self.any_client
             self._broadcast_to_all = self.wire.down(server.base, self.message(first), first)
             self.wire.hold(server.base, self._broadcast_to_all.received)
+        if self._clients_add_noise and self.private is not None and not self.private.released:
+            check_carries_noise(self._form(self.any_client), type(self.algorithm).__name__)
         for client in plan.failed:
             self.ledger.down(self.broadcast(self.info(client)).nbytes)
         if plan.failed and self.clock is not None:
@@ -337,6 +339,7 @@ class Coordinator:
             center = self.algorithm.reference(client.base, client.round_state.pop(_BEGAN))
             tensors = self.private.protected(message.tensors, center, client.round, client.id)
             message = Message(tensors, message.codec)
+            check_carries_noise(message, type(self.algorithm).__name__)
         packet = self.wire.up(client, message, received)
         tensors = dict(message.tensors)
         if self.settings.uplink or message.codec is not None:
@@ -463,11 +466,11 @@ class Coordinator:
         server = self.server
         info = ClientInfo(-1, 0, server.round, server.seed)
         with torch.no_grad():
-            mean = private.release(self._form(info), self._origin(self.message(info).tensors), server.round)
+            mean = private.release(self._form(info).tensors, self._origin(self.message(info).tensors), server.round)
         for _ in range(private.sampled):
             self.algorithm.receive(server, info, Message(mean), 1.0)
 
-    def _form(self, info: ClientInfo) -> Mapping[str, Tensor]:
+    def _form(self, info: ClientInfo) -> Message:
         """Return a message of the round, of which only names, shapes and types are those of clients' messages."""
         base, algorithm = self.server.base, self.algorithm
         copied = dataclasses.replace(base, state=dict(base.state))
@@ -476,7 +479,7 @@ class Coordinator:
         state = algorithm.stand_in(self.server, info)
         context = ClientContext(**vars(info), base=copied, model=model, state=state, steps=1)
         algorithm.begin(context, Message(self.broadcast(info).received))
-        return algorithm.end(context).tensors
+        return algorithm.end(context)
 
     def receive_stacks(
         self, clients: Sequence[ClientContext], stacks: Mapping[str, Tensor], message: Message

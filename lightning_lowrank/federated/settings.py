@@ -358,6 +358,12 @@ class FederatedSettings(Configured):
             f"min_clients={self.min_clients} ends a fit by the size of a cohort, which"
             " ClientPrivacy(sampling='poisson') lets vary, down to none: leave it out, or use sampling='fixed'.",
         )
+        _check(
+            self.privacy.noise_at == "server" or all(codec.additive for codec in self.uplink),
+            f"uplink={self.uplink!r} drops or rounds a part of the noise that each client adds before it encodes its"
+            " message, and their sum has less than what ClientPrivacy(noise_at='clients') accounts: leave it out, or"
+            " use noise_at='server'.",
+        )
 
     @property
     def least_answers(self) -> int:

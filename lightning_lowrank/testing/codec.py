@@ -33,6 +33,7 @@ def check_codec(codec: Codec, messages: Mapping[str, Mapping[str, Tensor]] | Non
     - Truncated bytes are refused with a `DecodingError`. Other bytes that are no encoding are refused in the same way,
       or decode to tensors that are not large.
     - If ``unbiased`` is True, the mean of what arrives over seeds is what was sent.
+    - If ``additive`` is True, what arrives of a sum is the sum of what arrives.
 
     Args:
         codec: The codec.
@@ -57,6 +58,8 @@ def check_codec(codec: Codec, messages: Mapping[str, Mapping[str, Tensor]] | Non
             _check_robustness(codec, tensors, random.Random(where))
             if codec.unbiased:
                 _check_mean(codec, tensors, draws)
+            if codec.additive:
+                _check_sum(codec, tensors)
             if torch.cuda.is_available():
                 where += " on cuda"
                 _check_arrival(codec, {name: tensor.cuda() for name, tensor in tensors.items()})
@@ -180,6 +183,17 @@ def _check_mean(codec: Codec, tensors: Mapping[str, Tensor], draws: int) -> None
         bool((mean.abs() <= allowed).all()),
         f"the codec claims to be unbiased, but the mean over {draws} seeds is not what was sent: a "
         f"combination of its numbers is off by {float((mean.abs() - allowed).max()):.3g} more than chance allows",
+    )
+
+
+def _check_sum(codec: Codec, tensors: Mapping[str, Tensor]) -> None:
+    ones = {name: tensor for name, tensor in tensors.items() if tensor.dtype in _FLOATING}
+    others = {name: tensor.detach().reshape(-1).roll(1).reshape(tensor.shape) for name, tensor in ones.items()}
+    first, second = codec.transmit(ones), codec.transmit(others)
+    together = codec.transmit({name: tensor.detach() + others[name] for name, tensor in ones.items()})
+    require(
+        _same(together, {name: tensor + second[name] for name, tensor in first.items()}),
+        "the codec claims to be additive, but what arrives of a sum is not the sum of what arrives",
     )
 
 

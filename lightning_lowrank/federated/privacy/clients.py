@@ -13,8 +13,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_lowrank.aggregation.aggregator import float64_device
-from lightning_lowrank.arguments import Configured
+from lightning_lowrank.arguments import Configured, listed
 from lightning_lowrank.configuration import check_choice, check_number
+from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.privacy.accounting import Accountant, Mechanism, Sampling, check_budget, noise_for
 from lightning_lowrank.federated.privacy.noise import gaussian
 
@@ -52,8 +53,10 @@ class ClientPrivacy(Configured):
         noise_at: ``"server"`` (default): the server clips what arrives, after its decoding, and adds the noise. So the
             guarantee needs nothing of codecs and clients. ``"clients"``: each clips its update and adds noise of
             variance :math:`(zC)^2` over ``min_clients`` before it is encoded, so that the sum of ``min_clients`` has
-            the noise that is accounted. A round with fewer answers ends the fit. It goes with ``sampling="fixed"`` and
-            a given ``noise_multiplier``, and needs clients that do as they are told.
+            the noise that is accounted. A round with fewer answers ends the fit. It goes with ``sampling="fixed"``, a
+            given ``noise_multiplier``, and messages that carry all of the noise: of 32 bits or more, without an
+            ``uplink`` or a codec of the method's that is not `additive <Codec>`. It needs clients that do as they are
+            told.
         quantile: Share of updates, in (0, 1), that is not to be clipped: :math:`C` follows it (Andrew et al., NeurIPS
             2021, Algorithm 1), :math:`C \leftarrow C \exp(-\eta(\tilde b - \gamma))` with the noised share
             :math:`\tilde b`. ``None`` (default): :math:`C` is fixed.
@@ -363,6 +366,33 @@ class PrivateMean:
         self.privacy.secret = state["secret"]
         self._mechanism = dataclasses.replace(self._mechanism, noise_multiplier=state["noise_multiplier"])
         self._sums, self._unclipped = dict(state["sums"]), state["unclipped"]
+
+
+def check_carries_noise(message: Message, sender: str) -> None:
+    """Refuse a client's message that would lose some of the noise that the client adds to it.
+
+    The server's sum has all of the noise where it is that of exact messages, or a part of its numbers alone. Where
+    each message is rounded or cut by itself, no bound on the noise of the sum is known.
+
+    Args:
+        message: A client's message.
+        sender: The method's name.
+
+    Raises:
+        MisconfigurationException: If its codec or its tensors' types drop or round numbers.
+    """
+    needs = "noise_at='clients' needs the sum of clients' messages to have all of their noise, and"
+    if message.codec is not None and not message.codec.additive:
+        raise MisconfigurationException(
+            f"{needs} {sender} encodes each message with {type(message.codec).__name__}, which drops or rounds a part"
+            " of it: use noise_at='server', or another method, such as FedAvg()."
+        )
+    narrow = [name for name, value in message.tensors.items() if value.is_floating_point() and value.itemsize < 4]
+    if narrow:
+        raise MisconfigurationException(
+            f"{needs} {sender} sends {listed(narrow)} in 16 bits, which round a part of it away: train in 32 bits, as"
+            " precision='bf16-mixed' does, or use noise_at='server'."
+        )
 
 
 def _wide(value: Tensor) -> Tensor:

@@ -13,9 +13,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from lightning_lowrank import (
+    EF21P,
     ClientPrivacy,
     FedAvg,
     FedAvgM,
+    FedBAT,
     FederatedLoop,
     FedLoRA,
     FedNova,
@@ -23,16 +25,22 @@ from lightning_lowrank import (
     Half,
     LowRank,
     MatrixProduct,
+    Quantize,
+    RandomK,
+    RandomMask,
+    Sign,
     SumProduct,
     TopK,
 )
 from lightning_lowrank.aggregation import KeepsArrivals
+from lightning_lowrank.compression import Dense, Mask
 from lightning_lowrank.federated.privacy.clients import PrivateMean
 from tests.algorithms.methods import LOW_RANK, METHODS
 from tests.helpers import Data, Module, assert_same, blobs, fit, network, trainer, weights
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 CLIENTS = 5
+AT_CLIENTS = {"sampling": "fixed", "noise_at": "clients"}
 PARTS = [list(range(first, 40, CLIENTS)) for first in range(CLIENTS)]
 
 
@@ -323,15 +331,54 @@ def test_clients_noise_in_rounds(tmp_path):
     settings = {"sampling": "fixed", "noise_at": "clients", "clip": 0.01, "noise_multiplier": 50.0}
     found = []
     for seed in range(8):
-        loop = loop_of(FedAvg(), settings, min_clients=4, clients_per_round=4, seed=seed, uplink=[Half()])
+        loop = loop_of(FedAvg(), settings, min_clients=4, clients_per_round=4, seed=seed)
         module = Module(network(), SGD)
         before = weights(module)
         fit(trainer(tmp_path, loop, max_epochs=1), module, Data(blobs(40)))
         found.append(torch.cat([(value - before[name]).flatten() for name, value in weights(module).items()]))
     noise = torch.cat(found) / (50.0 * 0.01 / 4)
-    # What clients send is small beside it, and rounded to 16 bits.
+    # What clients send is small beside it.
     assert noise.std().item() == pytest.approx(1.0, abs=0.03)
     assert stats.kstest(noise.numpy(), "norm").pvalue > 1e-4
+
+
+@pytest.mark.parametrize(
+    "uplink",
+    [[TopK(0.5)], [RandomK(0.5, unbiased=True)], [Sign()], [Quantize(bits=8)], [Half()], [Mask(), Half()], [Mask()]],
+)
+def test_clients_noise_does_not_go_through_codecs(uplink):
+    said = r"uplink=.* drops or rounds a part of the noise .* use noise_at='server'"
+    with pytest.raises(MisconfigurationException, match=said):
+        loop_of(privacy=AT_CLIENTS, uplink=uplink)
+    for exact in (Dense(), Mask(known=True)):
+        loop_of(privacy=AT_CLIENTS, uplink=[exact], downlink=[Half()])
+    loop_of(uplink=uplink)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "precision", "said"),
+    [
+        (EF21P(share_down=0.5, share_up=0.5), "32-true", "EF21P encodes each message with Split, which drops"),
+        (FedBAT(), "32-true", "FedBAT encodes each message with Split, which drops"),
+        (FedAvg(), "bf16-true", r"FedAvg sends net\.weight, net\.bias in 16 bits, which round"),
+    ],
+)
+def test_clients_noise_is_not_lost_in_messages(tmp_path, algorithm, precision, said):
+    run = trainer(tmp_path, loop_of(algorithm, AT_CLIENTS), precision=precision)
+    with pytest.raises(MisconfigurationException, match=said):
+        fit(run, Module(small(), SGD), Data(blobs(40)))
+    assert run.global_step == 0
+
+
+def test_clients_noise_goes_through_masks_of_all(tmp_path):
+    settings = {**AT_CLIENTS, "clip": 1e-3, "noise_multiplier": 1e3}
+    module = Module(nn.Linear(6, 400), SGD)
+    before = module.net.weight.detach().clone()
+    fit(trainer(tmp_path, loop_of(RandomMask(0.5), settings, min_clients=5), max_epochs=1), module, Data(blobs(40)))
+    noise = (module.net.weight.detach() - before).flatten() * CLIENTS
+    sent = noise[noise != 0]
+    assert len(sent) == pytest.approx(1200, rel=0.1)
+    assert sent.std().item() == pytest.approx(1.0, abs=0.1)
 
 
 @pytest.mark.parametrize("changed", [{"sampled": 5}, {"population": 9}])
