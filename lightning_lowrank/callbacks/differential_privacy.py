@@ -359,6 +359,7 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
             parts = (self._loop.experiment_seed, "privacy noise", place.round, place.client, place.step)
         names = self._names(module, place.round)
         with torch.no_grad():
+            live = dict(module.named_parameters())
             loss, sums, logged, settings = gradients.clipped(names, batch, max(len(drawn), 1), self.clip, arguments)
             if not len(drawn):
                 # The batch is one sample that stands for none.
@@ -366,7 +367,7 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
             assert self._noise is not None
             noise = gaussian(sums, self._noise * self.clip, *parts, secure=self.secure)
             # Of higher precision until it is divided, for 16 bits would lose much of it.
-            private = {name: ((value + noise[name]) / batch_size).to(value.dtype) for name, value in sums.items()}
+            private = {name: ((value + noise[name]) / batch_size).to(live[name].dtype) for name, value in sums.items()}
         kept, mechanism = self._kept(place.client), self.mechanism(place.client)
         drawn_as = [mechanism.sampled, mechanism.population]
         if kept.setdefault("drawn", drawn_as) != drawn_as:
@@ -379,7 +380,6 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
         if len(drawn):
             for name, value in logged.items():
                 module.log(name, value, **{**settings[name], "batch_size": len(drawn)})
-        live = dict(module.named_parameters())
         return with_gradients(loss, {name: live[name] for name in names}, private)
 
     def on_train_batch_end(

@@ -1,5 +1,6 @@
 """Single samples: clipped gradients re-derived one by one, noise, batches, and what is refused."""
 
+import itertools
 import math
 from functools import partial
 
@@ -149,6 +150,38 @@ def test_a_sample_without_a_finite_gradient_counts_for_nothing():
     found = gradients.clipped(names, (inputs, labels), 3, 1.0, (0,))[1]
     without = gradients.clipped(names, (inputs[:2], labels[:2]), 2, 1.0, (0,))[1]
     assert_same(found, without)
+
+
+@pytest.mark.parametrize("at_once", [None, 16])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_sample_moves_the_sum_by_no_more_than_the_clip(dtype, at_once):
+    class Sum(Module):
+        def training_step(self, batch, batch_idx):
+            return (batch[0] * self.net).sum()
+
+    module = Sum(nn.Parameter(torch.zeros(300, dtype=dtype)))
+    gradients = SampleGradients(module, module.training_step, at_once)
+    # Near 1/√300 · 130, a step of bfloat16's is half the clip over √300.
+    samples = torch.full((131, 300), 3.0, dtype=dtype)
+    each = [gradients.clipped(["net"], [samples[:size]], size, 1.0, (0,))[1]["net"] for size in range(126, 132)]
+    for before, after in itertools.pairwise(each):
+        assert (after.double() - before.double()).norm().item() == pytest.approx(1.0, abs=1e-3)
+    draws = torch.randn(64, 300, generator=generator(0)).to(dtype)
+    clipped = draws.double() * (0.5 / draws.double().norm(dim=1, keepdim=True))
+    found = gradients.clipped(["net"], [draws], 64, 0.5, (0,))[1]["net"]
+    assert torch.allclose(found.double(), clipped.sum(0), atol=1e-4)
+
+
+@pytest.mark.medium
+def test_steps_of_16_bits_have_sums_of_32(tmp_path):
+    found = []
+    for precision in ("bf16-true", "32-true"):
+        module = Module(linear(), SGD)
+        fit(trainer(tmp_path, private(clip=10.0, noise_multiplier=1e-6), precision=precision), module, Data(blobs(40)))
+        found.append(weights(module))
+    for name, value in found[0].items():
+        assert value.dtype == torch.bfloat16
+        assert torch.allclose(value.float(), found[1][name], atol=0.1), name
 
 
 def test_batches_that_cannot_be_taken_apart():

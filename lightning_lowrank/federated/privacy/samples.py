@@ -70,6 +70,8 @@ class SampleGradients:
     ) -> tuple[Tensor, dict[str, Tensor], Logged, dict[str, dict[str, Any]]]:
         """Return the mean loss, the sums of clipped gradients, the means of what is logged, and how it is logged.
 
+        Norms and sums have the gradients' precision, but at least float32.
+
         Args:
             names: Names of the parameters that are trained.
             batch: The batch.
@@ -91,7 +93,8 @@ class SampleGradients:
             )
         held = dict(self._module.named_parameters())
         parameters = {name: held[name].detach() for name in names}
-        sums = {name: torch.zeros_like(value) for name, value in parameters.items()}
+        # In 16 bits, one sample more would move a sum by its rounding, which may be many times the clip.
+        sums = {name: torch.zeros_like(value, dtype=_precise(value)) for name, value in parameters.items()}
         settings: dict[str, dict[str, Any]] = {}
         losses: list[Tensor] = []
         logged: dict[str, list[Tensor]] = {}
@@ -100,14 +103,17 @@ class SampleGradients:
             part = [tensor[start : start + (self._at_once or size)] for tensor in tensors]
             gradients, of_each, values = self._gradients(parameters, batch, part, arguments, settings)
             rows_of = {name: as_rows(value) for name, value in gradients.items()}
-            norms = torch.stack([rows.float().norm(dim=1) for rows in rows_of.values()]).norm(dim=0)
+            widest = max((each.dtype for each in sums.values()), key=lambda dtype: dtype.itemsize)
+            each_norm = [torch.linalg.vector_norm(rows, dim=1, dtype=widest) for rows in rows_of.values()]
+            norms = torch.stack(each_norm).norm(dim=0)
             # What is not finite has no place in a bounded sum.
             finite = norms.isfinite()
             scale = torch.where(finite, (clip / (norms + 1e-6)).clamp(max=1.0), 0.0)
             for name, rows in rows_of.items():
                 if not bool(finite.all()):
                     rows = torch.where(finite.unsqueeze(1), rows, 0.0)
-                sums[name] += (scale.to(rows.dtype) @ rows).view_as(sums[name])
+                precise = sums[name].dtype
+                sums[name] += (scale.to(precise) @ rows.to(precise)).view_as(sums[name])
             losses.append(of_each)
             for name, each in values.items():
                 logged.setdefault(name, []).append(each)
@@ -183,6 +189,10 @@ class SampleGradients:
                 f"DifferentialPrivacy clips gradients, and training_step also changes {listed(changed)}, which takes"
                 " what samples say without clipping: leave such buffers and metrics out of the training step."
             )
+
+
+def _precise(value: Tensor) -> torch.dtype:
+    return torch.promote_types(value.dtype, torch.float32)
 
 
 def _refuse_metric(name: str, metric: Metric) -> MisconfigurationException:
