@@ -95,7 +95,7 @@ class Rounds(Untraced):
         self.coordinator: Coordinator = coordinator
         planner = data.planner
         endless = trainer.max_epochs == -1
-        coordinator.protect(planner.per_round, planner.eligible, None if endless else trainer.max_epochs)
+        coordinator.protect(planner.drawn, planner.eligible, None if endless else trainer.max_epochs)
         if before is not None and before.coordinator.private is not None and coordinator.private is not None:
             coordinator.private.load_state_dict(before.coordinator.private.state_dict())
         if settings.system is not None:
@@ -117,8 +117,7 @@ class Rounds(Untraced):
                 f"{settings.algorithm!r} reads the labels of clients' samples, and the training data has none that are"
                 " found: give labels=..., a function of the dataset."
             )
-        per_round = data.planner.per_round
-        coordinator.check_cohort(min([per_round, *map(len, settings.participants or ())]))
+        coordinator.check_cohort(min([planner.drawn, *map(len, settings.participants or ())]))
         data.group_key = self._group_key
         previous = None if before is None else before.execution
         self.execution: Execution = choose_execution(trainer, coordinator, data, processes, restored, previous)

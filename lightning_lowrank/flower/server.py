@@ -303,26 +303,26 @@ class RemoteRounds(Callback):
         for client, rank in self.members.ranks().items():
             self.algorithm.set_rank(client, rank)
         server.clients = len(self.members.samples)
-        per_round = self.loop.cohort_size(server.clients)
-        if self.min_sites > per_round:
-            raise MisconfigurationException(f"min-sites={self.min_sites} is more than a round's {per_round} clients.")
         self._planner = RoundPlanner(
             seed=self.loop.experiment_seed,
             batches=np.array(self.members.batches),
-            per_round=per_round,
+            per_round=self.loop.cohort_size(server.clients),
             sampling_weights=self.loop.sampling_weights,
             participants=self.loop.participants,
             availability=self.loop.availability,
             poisson=self.loop.privacy is not None and self.loop.privacy.poisson,
             sampling_seed=None if self.loop.privacy is None else self.loop.privacy.sampling_seed,
         )
+        drawn = self._planner.drawn
+        if self.min_sites > drawn:
+            raise MisconfigurationException(f"min-sites={self.min_sites} is more than a round's {drawn} clients.")
         self.coordinator = Coordinator(self.loop, server, self.members.samples, ClientStates(), self.ledger)
-        self.coordinator.check_cohort(self.loop.cohort_size(server.clients))
+        self.coordinator.check_cohort(drawn)
         privacy = self.loop.privacy
         if privacy is not None and not privacy.secure:
             raise MisconfigurationException(f"{privacy!r} {SEED_IS_KNOWN}")
         rounds = None if trainer.max_epochs == -1 else trainer.max_epochs
-        self.coordinator.protect(self._planner.per_round, self._planner.eligible, rounds)
+        self.coordinator.protect(drawn, self._planner.eligible, rounds)
         self._intake = Intake(self.coordinator, self.norm_bound)
         if state is not None:
             self._intake.load_state_dict(state["sites"]["intake"])

@@ -204,6 +204,11 @@ class RoundPlanner:
         """Number of clients that can be drawn, where all are available."""
         return int(np.count_nonzero(self.batches))
 
+    @property
+    def drawn(self) -> int:
+        """Number of clients that a round draws, on average or exactly, where all are available."""
+        return min(self.per_round, self.eligible)
+
     def _grouped(self, round_number: int, batches: Mapping[int, int]) -> list[list[int]]:
         """Group clients of a kind with about as many batches; the longest come first."""
         if self.chunk_size == 1:

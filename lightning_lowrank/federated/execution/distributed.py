@@ -295,7 +295,7 @@ def check_processes(
                     f"the {name} of process {rank} is another than that of process {trainer.global_rank}: give all"
                     " processes the same data and arguments, with a seed for whatever is drawn."
                 )
-    per_round = data.planner.per_round
+    per_round = data.planner.drawn
     if trainer.world_size > per_round and trainer.is_global_zero:
         Console().print(
             f"client_parallel: {trainer.world_size} processes share rounds of {per_round} clients, so that"

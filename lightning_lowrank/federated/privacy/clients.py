@@ -32,9 +32,10 @@ class ClientPrivacy(Configured):
         + \mathcal{N}(0, (z C)^2)\Big)
 
     in place of each client's message. So whatever the method's server does with it costs nothing more. The denominator
-    :math:`m` is fixed: ``clients_per_round``, which Poisson sampling draws on average. All clients count alike. The
-    guarantee is (ε, δ)-differential privacy of each client's whole data against everybody who sees the global models.
-    The server, who sees updates, is trusted, and so are the figures that the training logs. See ``docs/privacy.md``.
+    :math:`m` is fixed: ``clients_per_round``, or all clients that have samples where these are fewer, which Poisson
+    sampling draws on average. All clients count alike. The guarantee is (ε, δ)-differential privacy of each client's
+    whole data against everybody who sees the global models. The server, who sees updates, is trusted, and so are the
+    figures that the training logs. See ``docs/privacy.md``.
 
     Each round logs ``privacy/epsilon`` and ``privacy/clip``. The fit ends before ``target_epsilon`` is passed, with a
     message and its last checkpoint. A checkpoint holds what has been spent. A `FederatedLoop` makes one private run: a

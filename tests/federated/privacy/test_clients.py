@@ -342,6 +342,22 @@ def test_clients_noise_in_rounds(tmp_path):
     assert stats.kstest(noise.numpy(), "norm").pvalue > 1e-4
 
 
+@pytest.mark.medium
+@pytest.mark.parametrize("sampling", ["fixed", "poisson"])
+@pytest.mark.parametrize("algorithm", [FedAvg])
+def test_clients_without_samples_take_no_share_of_the_mean(tmp_path, sampling, algorithm):
+    found = []
+    for empty in (0, 7):
+        loop = loop_of(
+            algorithm(),
+            {"sampling": sampling, "noise_multiplier": 1e-9, "clip": 1e3},
+            partition=FromIndices([*PARTS, *[[]] * empty]),
+        )
+        found.append(weights(fit(trainer(tmp_path, loop), Module(small(), SGD), Data(blobs(40)))))
+    for name, value in found[0].items():
+        assert torch.allclose(value, found[1][name], atol=1e-5), name
+
+
 @pytest.mark.parametrize(
     "uplink",
     [[TopK(0.5)], [RandomK(0.5, unbiased=True)], [Sign()], [Quantize(bits=8)], [Half()], [Mask(), Half()], [Mask()]],
