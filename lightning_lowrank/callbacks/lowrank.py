@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,19 +10,20 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from rich.console import Console
 from torch import Tensor
 
-from lightning_lowrank.arguments import Configured, arguments_of, check_number
+from lightning_lowrank.arguments import Configured, arguments_of, check_number, listed
 from lightning_lowrank.federated.checks import check_optimizers
 from lightning_lowrank.internals.lightning import check_namespace, refuse_unseen_steps
 from lightning_lowrank.interop.peft_layout import Outline, outline
 from lightning_lowrank.layers import (
     Conversion,
     Factorization,
+    LowRankLayer,
     LowRankSettings,
     add_frobenius_decay,
     convert,
@@ -30,6 +32,7 @@ from lightning_lowrank.layers import (
     low_rank_layers,
     unmerge,
 )
+from lightning_lowrank.layers.survey import still_convertible
 from lightning_lowrank.seeding import default_seed
 
 
@@ -100,6 +103,7 @@ class LowRank(Configured, Callback):
         self.summary = summary
         self.conversion: Conversion | None = None
         self._outline: Outline | None = None
+        self._added: list[str] = []
 
     def __repr__(self) -> str:
         given = {**arguments_of(self.settings), **arguments_of(self)}
@@ -120,15 +124,28 @@ class LowRank(Configured, Callback):
         if is_overridden("configure_model", pl_module):
             pl_module.configure_model()
         if is_overridden("setup", pl_module) and not any(
-            low_rank_class(layer) is not None for layer in pl_module.modules()
+            isinstance(layer, LowRankLayer) or low_rank_class(layer) is not None for layer in pl_module.modules()
         ):
             raise MisconfigurationException(
                 f"LowRank: {type(pl_module).__name__} has no layer to convert yet. Lightning calls"
                 " setup() of modules after that of callbacks: make the layers in __init__() or configure_model()."
             )
         conversion = self.convert(pl_module)
+        self._added = self._made_later(pl_module)
+        if self._added:
+            rank_zero_warn(
+                f"LowRank: {listed(self._added)} came into {type(pl_module).__name__} after its layers were converted,"
+                " and stays as it is. To have it converted as well, call lightning_lowrank.recover(module) before"
+                " fit()."
+            )
         if self.summary:
             self._print(conversion)
+
+    def _made_later(self, module: torch.nn.Module) -> list[str]:
+        """Return the layers that would have been converted, had they been there."""
+        assert self.conversion is not None
+        known = {_unwrapped(layer.name) for layer in self.conversion.layers}
+        return [name for name in still_convertible(module, self.settings) if _unwrapped(name) not in known]
 
     def convert(self, module: torch.nn.Module) -> Conversion:
         """Convert ``module`` in place and return what was done, layer by layer."""
@@ -138,6 +155,12 @@ class LowRank(Configured, Callback):
                 raise MisconfigurationException(
                     "this module was already converted with other LowRank arguments: call"
                     " lightning_lowrank.recover(module) first, or start from a new module."
+                )
+            gone = _gone(module, done.conversion)
+            if gone:
+                raise MisconfigurationException(
+                    f"this module was already converted, and {listed(gone)} has been replaced by another layer since:"
+                    " call lightning_lowrank.recover(module) first, so that all layers are converted again."
                 )
             if self._given_seed not in (None, done.seed):
                 raise MisconfigurationException(
@@ -160,10 +183,25 @@ class LowRank(Configured, Callback):
         Console().print(str(conversion), markup=False, highlight=False, soft_wrap=True)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Undo `merge`, refuse factors that no optimizer would train, and record what else the module trains."""
+        """Undo `merge`, refuse layers that were made again and factors that no optimizer would train."""
+        self._refuse_dense(pl_module)
         unmerge(pl_module)
         check_optimizers(trainer, pl_module)
         self._outline = outline(pl_module)
+
+    def _refuse_dense(self, module: pl.LightningModule) -> None:
+        """Refuse a module that has made layers since the conversion."""
+        assert self.conversion is not None
+        gone = _gone(module, self.conversion)
+        late = [name for name in self._made_later(module) if name not in self._added]
+        if gone or late:
+            raise MisconfigurationException(
+                f"LowRank: {type(module).__name__} has made {listed(gone or late)} after its layers were converted,"
+                " so that it would be trained dense. Lightning calls configure_model() again after LowRank has, and"
+                " setup() of modules after that of callbacks: make the layers in __init__(), or in configure_model()"
+                " where they are not there yet"
+                + ("." if gone else "; or, to leave these dense, name in include what is to be converted.")
+            )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse steps to which no decay would be added."""
@@ -209,3 +247,14 @@ class LowRank(Configured, Callback):
                 "the checkpoint's layers were converted with other LowRank arguments: use the same ones, or load the"
                 " dense module with lightning_lowrank.load_dense(path, module)."
             )
+
+
+def _gone(module: torch.nn.Module, conversion: Conversion) -> list[str]:
+    """Return the converted layers that are not low-rank any more."""
+    there = {_unwrapped(name) for name, _ in low_rank_layers(module)}
+    return [spec.name for spec in conversion.specs if _unwrapped(spec.name) not in there]
+
+
+def _unwrapped(name: str) -> str:
+    """Return a layer's name without what torch.compile, FSDP and activation checkpointing put into it."""
+    return re.sub(r"\b_(orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\.", "", name)

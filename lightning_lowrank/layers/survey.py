@@ -121,6 +121,25 @@ def survey(model: nn.Module, factorization: Factorization) -> list[Candidate]:
     converted = [name for name, _ in low_rank_layers(model)]
     if converted:
         raise ValueError(f"model has low-rank layers already ({', '.join(converted)}); call recover(model) first.")
+    return _candidates(model, factorization)
+
+
+def still_convertible(model: nn.Module, settings: LowRankSettings) -> list[str]:
+    """Return the names of a converted model's dense layers that settings of names and freezing do not leave alone."""
+    layers = _candidates(model, settings.factorization)
+    for layer in layers:
+        if not layer.reason and not (layer.trainable or settings.convert_frozen):
+            layer.reason = "its weight is frozen"
+        _select_by_name(layer, settings)
+        for argument in ("rank", "rank_ratio", "ratio"):
+            setting: float | Mapping[str, float] | None = getattr(settings, argument)
+            if not layer.reason and isinstance(setting, Mapping):
+                layer.first_match(argument, setting)
+    keep_ties(layers)
+    return [layer.name for layer in layers if not layer.reason]
+
+
+def _candidates(model: nn.Module, factorization: Factorization) -> list[Candidate]:
     names: dict[tuple[nn.Module, str], list[str]] = {}
     holders: dict[int, list[str]] = {}
     for module_name, module in model.named_modules(remove_duplicate=False):
@@ -190,13 +209,17 @@ def select(layers: Sequence[Candidate], settings: LowRankSettings) -> None:
         if position in (settings.skip or ()) and convertible:
             convertible[index].reason = f"{position} layer that can be converted (skip)"
     for layer in convertible:
-        if not layer.reason and settings.include is not None and not any(map(layer.matches, settings.include)):
-            layer.reason = "not in include"
-        if not layer.reason and settings.exclude is not None and any(map(layer.matches, settings.exclude)):
-            layer.reason = "in exclude"
+        _select_by_name(layer, settings)
         if not layer.reason and settings.role == "weight":
             layer.reason = _no_start(layer.weight, settings)
     keep_ties(layers)
+
+
+def _select_by_name(layer: Candidate, settings: LowRankSettings) -> None:
+    if not layer.reason and settings.include is not None and not any(map(layer.matches, settings.include)):
+        layer.reason = "not in include"
+    if not layer.reason and settings.exclude is not None and any(map(layer.matches, settings.exclude)):
+        layer.reason = "in exclude"
 
 
 def _why_not_beside_frozen(layer: Candidate, layers: Sequence[Candidate], settings: LowRankSettings) -> str:

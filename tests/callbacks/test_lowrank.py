@@ -149,6 +149,78 @@ def test_layers_made_in_setup_are_refused(tmp_path):
         fit(trainer(tmp_path, LowRank(MatrixProduct(), rank=2, summary=False)), Later(), Data())
 
 
+class Rebuilt(Module):
+    """Makes its network again in ``configure_model`` or ``setup``, as one does who has not read of their order."""
+
+    def __init__(self, hook):
+        super().__init__()
+        self.hook = hook
+
+    def configure_model(self):
+        if self.hook == "configure_model":
+            self.net = network()
+
+    def setup(self, stage):
+        if self.hook == "setup":
+            self.net = network()
+
+
+@pytest.mark.parametrize("hook", ["configure_model", "setup"])
+@pytest.mark.parametrize("federated", [False, True], ids=["plain", "federated"])
+def test_layers_that_are_made_again_after_the_conversion_are_refused(tmp_path, hook, federated):
+    callbacks = [LowRank(MatrixProduct(), rank=2, summary=False)]
+    callbacks += [FederatedLoop(FedAvg(), clients=3, summary=False)] if federated else []
+    with pytest.raises(MisconfigurationException, match=r"Rebuilt has made net\.0, net\.2, net\.4 after"):
+        fit(trainer(tmp_path, *callbacks), Rebuilt(hook), Data())
+
+
+def test_layers_that_are_made_later_are_refused_unless_include_leaves_them(tmp_path):
+    class Later(Module):
+        def setup(self, stage):
+            self.head = nn.Linear(4, 4)
+
+    with pytest.raises(MisconfigurationException, match=r"Later has made head after"):
+        fit(trainer(tmp_path, LowRank(MatrixProduct(), rank=1, summary=False)), Later(), Data())
+    low_rank = LowRank(MatrixProduct(), rank=1, include=["net"], summary=False)
+    fit(trainer(tmp_path, low_rank, max_epochs=1, limit_train_batches=1, limit_val_batches=0), Later(), Data())
+
+
+def test_a_layer_that_was_replaced_between_two_fits_is_refused(tmp_path):
+    module = Module()
+    LowRank(MatrixProduct(), rank=2, summary=False).convert(module)
+    module.net[2] = nn.Linear(16, 16)
+    with pytest.raises(MisconfigurationException, match=r"net\.2 has been replaced by another layer"):
+        LowRank(MatrixProduct(), rank=2, summary=False).convert(module)
+    LowRank(MatrixProduct(), rank=2, summary=False).convert(recover(module))
+    assert len(dict(low_rank_layers(module))) == 3
+
+
+def test_a_layer_that_was_added_between_two_fits_is_named(tmp_path):
+    module = Module()
+    LowRank(MatrixProduct(), rank=2, summary=False).convert(module)
+    module.head = nn.Linear(16, 16)
+    with pytest.warns(UserWarning, match="head came into Module after"):
+        LowRank(MatrixProduct(), rank=2, summary=False).setup(trainer(tmp_path), module, "fit")
+
+
+def test_a_module_with_setup_whose_layers_are_all_converted_is_fitted_again(tmp_path):
+    module = Rebuilt("none")
+    for _ in range(2):
+        low_rank = LowRank(MatrixProduct(), rank=2, summary=False)
+        fit(trainer(tmp_path, low_rank, max_epochs=1, limit_train_batches=1, limit_val_batches=0), module, Data())
+    assert len(dict(low_rank_layers(module))) == 3
+
+
+@pytest.mark.slow
+def test_layers_inside_a_compiled_module_are_found_again(tmp_path):
+    class Compiled(Module):
+        def setup(self, stage):
+            self.net = torch.compile(self.net, backend="eager")
+
+    low_rank = LowRank(MatrixProduct(), rank=2, skip=["last"], summary=False)
+    fit(trainer(tmp_path, low_rank, max_epochs=1, limit_train_batches=0), Compiled(), Data())
+
+
 def test_factors_that_no_optimizer_holds_are_refused(tmp_path):
     class Early(Module):
         """Builds its optimizer before LowRank makes the factors, as LightningCLI's own optimizer section does."""
