@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
@@ -43,6 +43,8 @@ class _Converted:
     conversion: Conversion
     settings: LowRankSettings
     seed: int
+    # Names of the parameters that were trained at some time since.
+    trained: set[str] = field(default_factory=set)
 
 
 class LowRank(Configured, Callback):
@@ -102,7 +104,9 @@ class LowRank(Configured, Callback):
         self._given_seed = seed
         self.summary = summary
         self.conversion: Conversion | None = None
-        self._outline: Outline | None = None
+        self._module: torch.nn.Module | None = None
+        self._trained: set[str] = set()
+        self._frozen: list[tuple[str, torch.nn.Parameter]] = []
         self._added: list[str] = []
 
     def __repr__(self) -> str:
@@ -174,7 +178,7 @@ class LowRank(Configured, Callback):
                 raise MisconfigurationException(f"LowRank: {error}") from error
             done = _Converted(conversion, self.settings, self.seed)
             module.lowrank_conversion = done  # type: ignore[assignment]
-        self.conversion = done.conversion
+        self.conversion, self._trained, self._module = done.conversion, done.trained, module
         return done.conversion
 
     @staticmethod
@@ -187,7 +191,6 @@ class LowRank(Configured, Callback):
         self._refuse_dense(pl_module)
         unmerge(pl_module)
         check_optimizers(trainer, pl_module)
-        self._outline = outline(pl_module)
 
     def _refuse_dense(self, module: pl.LightningModule) -> None:
         """Refuse a module that has made layers since the conversion."""
@@ -211,9 +214,12 @@ class LowRank(Configured, Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Keep frozen what the layers hold fixed, whatever a callback has thawed as the epoch began."""
+        """Keep frozen what layers hold fixed and a callback has thawed as the epoch began. Note what is trained."""
         if batch_idx == 0:
             keep_frozen(pl_module)
+            named = pl_module.named_parameters(remove_duplicate=False)
+            self._frozen = [(name, value) for name, value in named if name not in self._trained]
+        self._trained.update(name for name, value in self._frozen if value.requires_grad)
 
     @property
     def acts_on_gradients(self) -> bool:
@@ -237,7 +243,7 @@ class LowRank(Configured, Callback):
         """Return the conversion, for `load_dense`, and the module's outline, for `adapter_checkpoint`."""
         return {
             "layers": [] if self.conversion is None else [spec.to_dict() for spec in self.conversion.specs],
-            "outline": None if self._outline is None else self._outline.to_dict(),
+            "outline": None if self._module is None else outline(self._module).to_dict(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -247,6 +253,12 @@ class LowRank(Configured, Callback):
                 "the checkpoint's layers were converted with other LowRank arguments: use the same ones, or load the"
                 " dense module with lightning_lowrank.load_dense(path, module)."
             )
+        if state_dict.get("outline") is not None and self._module is not None:
+            saved = Outline.from_dict(state_dict["outline"])
+            self._trained.update(name for name, trained in saved.parameters.items() if trained)
+            folded = {layer.name for layer in saved.layers if layer.folded}
+            for name, layer in low_rank_layers(self._module):
+                layer.folded |= name in folded
 
 
 def _gone(module: torch.nn.Module, conversion: Conversion) -> list[str]:

@@ -30,6 +30,7 @@ from lightning_lowrank.interop.peft_layout import (
     LayerOutline,
     Outline,
     outline,
+    trained_in_fits,
 )
 from lightning_lowrank.layers import CoreProduct, low_rank_layers
 
@@ -113,7 +114,8 @@ def export_adapter(
     if adapter is not None:
         raise misconfigured(f"adapter={adapter!r} is for a model that PEFT wrapped, and the module holds none.")
     factors = [factor for _, layer in low_rank_layers(module) for factor in layer.factors.values()]
-    if base is None and factors and not any(factor.requires_grad for factor in factors):
+    told = trained_in_fits(module) or not factors or any(factor.requires_grad for factor in factors)
+    if base is None and not told:
         raise misconfigured(
             "no factor requires a gradient, as after freeze(), so that what else was trained cannot be told: call"
             " unfreeze() or requires_grad_() for what was trained, or export_adapter(module, folder,"

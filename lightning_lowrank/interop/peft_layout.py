@@ -7,7 +7,7 @@ An adapter folder holds ``adapter_config.json`` and ``adapter_model.safetensors`
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -58,7 +58,8 @@ class Outline:
         layers: Each low-rank layer, in registration order.
         modules: Names of all modules.
         containers: Names of the lists and dictionaries among them, which PEFT cannot wrap.
-        parameters: Names of all parameters except those of low-rank layers, and whether they are trained.
+        parameters: Names of all parameters except those of low-rank layers, and whether they are trained, or were at
+            some time in a fit with `LowRank`.
         buffers: Names of the buffers of modules without children, which training may change.
         sources: Where pretrained models among the modules came from, by the modules' names.
         lightning: Whether the module is a LightningModule, which usually holds the pretrained network.
@@ -86,9 +87,9 @@ def outline(module: nn.Module) -> Outline:
     """Describe a module with low-rank layers, for `write_adapter`."""
     import lightning.pytorch as pl
 
-    names = module_names(module)
+    names, trained = module_names(module), trained_in_fits(module)
     layers = [
-        _outline_layer(name, layer, names[layer], module.get_submodule(name.rpartition(".")[0]))
+        _outline_layer(name, layer, names[layer], module.get_submodule(name.rpartition(".")[0]), trained)
         for name, layer in low_rank_layers(module)
     ]
     own = tuple(f"{layer.name}." for layer in layers)
@@ -97,7 +98,7 @@ def outline(module: nn.Module) -> Outline:
         modules=tuple(name for same in names.values() for name in same),
         containers=tuple(name for part, same in names.items() if isinstance(part, _CONTAINERS) for name in same),
         parameters={
-            name: value.requires_grad
+            name: value.requires_grad or name in trained
             for name, value in module.named_parameters(remove_duplicate=False)
             if not name.startswith(own) or name.removesuffix(".bias") + "." in own
         },
@@ -115,7 +116,15 @@ def outline(module: nn.Module) -> Outline:
     )
 
 
-def _outline_layer(name: str, layer: LowRankLayer, names: Sequence[str], parent: nn.Module) -> LayerOutline:
+def trained_in_fits(module: nn.Module) -> Collection[str]:
+    """Return the names of parameters that were trained at some time in fits with `LowRank`."""
+    found: Collection[str] = getattr(getattr(module, "lowrank_conversion", None), "trained", ())
+    return found
+
+
+def _outline_layer(
+    name: str, layer: LowRankLayer, names: Sequence[str], parent: nn.Module, trained: Collection[str]
+) -> LayerOutline:
     left, right = ("V", "U") if layer.first_is_input else ("U", "V")
     made = layer.factorization
     heads = made.heads if isinstance(made, CoreProduct) else 1
@@ -132,7 +141,7 @@ def _outline_layer(name: str, layer: LowRankLayer, names: Sequence[str], parent:
         dropout=layer.dropout,
         B=f"{name}.{'fixed' if left in layer.fixed else 'factors'}.{left}",
         A=f"{name}.{'fixed' if right in layer.fixed else 'factors'}.{right}",
-        reason=_unsupported_adapter(layer, names, parent),
+        reason=_unsupported_adapter(layer, names, parent, trained),
         folded=layer.folded,
         core=tuple(
             f"{name}.factors.{part}" for part in ("H", "S") if isinstance(made, CoreProduct) and part in layer.factors
@@ -140,7 +149,7 @@ def _outline_layer(name: str, layer: LowRankLayer, names: Sequence[str], parent:
     )
 
 
-def _unsupported_adapter(layer: LowRankLayer, names: Sequence[str], parent: nn.Module) -> str:
+def _unsupported_adapter(layer: LowRankLayer, names: Sequence[str], parent: nn.Module, trained: Collection[str]) -> str:
     """Return why no PEFT adapter computes what a low-rank layer does, or an empty string."""
     if layer.role != "update":
         return f"its role is {layer.role!r}: its factors are the weight, and LoRA's are a change to it"
@@ -148,7 +157,7 @@ def _unsupported_adapter(layer: LowRankLayer, names: Sequence[str], parent: nn.M
         return f"its factorization is {layer.factorization!r}, and LoRA's is MatrixProduct()"
     if layer.decouple:
         return "its factors are decoupled"
-    if layer.frozen_weight.requires_grad:
+    if layer.frozen_weight.requires_grad or any(f"{name}.frozen_weight" in trained for name in names):
         return "its base weight is trained as well (train_base)"
     if isinstance(parent, nn.MultiheadAttention):
         return "nn.MultiheadAttention reads its weight, and PEFT's adapter of such a layer is not called"

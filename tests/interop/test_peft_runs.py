@@ -25,6 +25,7 @@ from lightning_lowrank import (
     export_adapter,
 )
 from lightning_lowrank.interop.checkpoints import adapter_checkpoint
+from lightning_lowrank.layers import low_rank_layers
 from tests.helpers import Data, Module, fit, network, trainer
 from tests.interop.helpers import (
     LORA,
@@ -160,10 +161,88 @@ def test_what_peft_would_save_without_the_changed_base(tmp_path, operator):
 def test_a_frozen_module_does_not_tell_what_was_trained(tmp_path):
     base, module = federated(tmp_path, ProductSum())
     module.freeze()
+    network_alone = module.net
     with pytest.raises(MisconfigurationException, match=r"no factor requires a gradient, as after freeze\(\)"):
+        export_adapter(network_alone, tmp_path / "folder")
+    export_adapter(network_alone, tmp_path / "folder", base=base)
+    export_adapter(module, tmp_path / "noted")
+    for folder in ("folder", "noted"):
+        assert config_of(tmp_path / folder)["modules_to_save"] == ["1", "5"]
+
+
+class AtEpoch(pl.Callback):
+    def __init__(self, **actions):
+        self.actions = {int(name.removeprefix("epoch_")): action for name, action in actions.items()}
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        self.actions.get(trainer.current_epoch, lambda module: None)(pl_module)
+
+
+def plain_run(tmp_path, callback, module=None, epochs=3, **arguments):
+    settings = {"include": ["net.0", "net.2"], "freeze_rest": isinstance(callback, AtEpoch) and 1 in callback.actions}
+    lowrank = LowRank(MatrixProduct(), rank=2, summary=False, **settings, **LORA)
+    module = Module() if module is None else module
+    few = {"limit_train_batches": 2, "limit_val_batches": 0}
+    run = trainer(tmp_path, lowrank, callback, max_epochs=epochs, **few)
+    fit(run, module, Data(), **arguments)
+    run.save_checkpoint(tmp_path / "run.ckpt")
+    return module
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("resume", [False, True], ids=["one run", "resumed"])
+@pytest.mark.parametrize(
+    "when",
+    [
+        {"epoch_1": lambda module: module.net[4].requires_grad_(True)},
+        {"epoch_2": lambda module: module.net[4].requires_grad_(False)},
+    ],
+    ids=["thawed", "frozen"],
+)
+def test_what_was_trained_in_a_part_of_a_run_is_exported(tmp_path, when, resume):
+    module = plain_run(tmp_path, AtEpoch(**when))
+    if resume:
+        module = plain_run(tmp_path, AtEpoch(**when), epochs=4, ckpt_path=tmp_path / "run.ckpt")
+    export_adapter(module, tmp_path / "module")
+    adapter_checkpoint(tmp_path / "run.ckpt", tmp_path / "checkpoint")
+    for folder in ("module", "checkpoint"):
+        assert config_of(tmp_path / folder)["modules_to_save"] == ["4"]
+        loaded = peft().PeftModel.from_pretrained(network(), tmp_path / folder)
+        same_function(module.net, loaded, torch.randn(9, 6))
+
+
+@pytest.mark.medium
+def test_updates_that_are_folded_in_a_run_are_refused_from_its_checkpoints(tmp_path):
+    def fold(module):
+        for _, layer in low_rank_layers(module):
+            layer.fold()
+            layer.reset_factors(1)
+
+    plain_run(tmp_path, AtEpoch(epoch_2=fold))
+    said = r"folded into the frozen weights of net\.0, net\.2, so"
+    with pytest.raises(MisconfigurationException, match=said):
+        adapter_checkpoint(tmp_path / "run.ckpt", tmp_path / "folder")
+    resumed = plain_run(tmp_path, AtEpoch(), epochs=4, ckpt_path=tmp_path / "run.ckpt")
+    for export in (
+        lambda: export_adapter(resumed, tmp_path / "folder"),
+        lambda: adapter_checkpoint(tmp_path / "run.ckpt", tmp_path / "folder"),
+    ):
+        with pytest.raises(MisconfigurationException, match=said):
+            export()
+    adapter_checkpoint(tmp_path / "run.ckpt", tmp_path / "whole", module=Module())
+    loaded = peft().PeftModel.from_pretrained(network(), tmp_path / "whole")
+    same_function(resumed.net, loaded, torch.randn(9, 6))
+
+
+def test_a_base_weight_that_was_trained_and_frozen_again_is_refused(tmp_path):
+    module = Module()
+    lowrank = LowRank(MatrixProduct(), rank=2, train_base=True, summary=False)
+    lowrank.convert(module)
+    lowrank.on_train_batch_start(None, module, None, 0)
+    for _, layer in low_rank_layers(module):
+        layer.frozen_weight.requires_grad_(False)
+    with pytest.raises(MisconfigurationException, match="its base weight is trained as well"):
         export_adapter(module, tmp_path / "folder")
-    export_adapter(module, tmp_path / "folder", base=base)
-    assert config_of(tmp_path / "folder")["modules_to_save"] == ["1", "5"]
 
 
 def test_statistics_outside_of_the_network_are_not_left_out(tmp_path):
