@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import pickle
 import re
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from lightning_lowrank.aggregation.adapters import find_adapters
 from lightning_lowrank.aliases import under_all_names
 from lightning_lowrank.arguments import listed
 from lightning_lowrank.configuration import misconfigured
+from lightning_lowrank.internals.torch import digest_of
 from lightning_lowrank.interop.peft_export import (
     export_wrapped,
     refuse_changed_base,
@@ -57,18 +57,6 @@ def dense_checkpoint(path: str | Path, client: int | None = None, module: nn.Mod
             " call lightning_lowrank.recover(module)."
         )
     return dense_state_dict(checkpoint["state_dict"], layers)
-
-
-def digest_of(tensor: Tensor) -> str:
-    """Return a digest of a tensor's type, shape and numbers, the same on all devices."""
-    found = hashlib.blake2b(f"{tensor.dtype} {list(tensor.shape)}".encode(), digest_size=16)
-    tensor = tensor.detach()
-    flatten = getattr(tensor, "__tensor_flatten__", None)
-    # A quantised tensor of a class of its own is several plain ones.
-    for part in [tensor] if flatten is None else [getattr(tensor, name) for name in flatten()[0]]:
-        flat = part.cpu().contiguous().flatten()
-        found.update(flat.view(torch.uint8).numpy().data)
-    return found.hexdigest()
 
 
 def put_back(checkpoint: dict[str, Any], own: Mapping[str, Tensor | None], where: str) -> dict[str, str]:

@@ -526,9 +526,10 @@ def _modules_to_save(described: Outline, changed: Iterable[str], root: str) -> l
             owner = owner.rpartition(".")[0]
         adapted = any(layer.name.startswith(f"{owner}.") for layer in described.layers)
         if adapted or owner in ("", root.removesuffix(".")):
+            remedy = "" if name in described.buffers else "freeze it in training (LowRank(freeze_rest=True)), or "
             raise misconfigured(
                 f"{name} has changed, and PEFT saves only whole modules (modules_to_save): its module holds adapters as"
-                f" well. Freeze it in training (LowRank(freeze_rest=True)), or {_DENSE}."
+                f" well. To go on, {remedy}{_DENSE}."
             )
         owners.add(owner.removeprefix(root))
     return sorted(owner for owner in owners if not any(owner.startswith(f"{other}.") for other in owners))

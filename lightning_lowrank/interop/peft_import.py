@@ -30,6 +30,7 @@ from lightning_lowrank.interop.peft_layout import (
     unsupported_layer,
 )
 from lightning_lowrank.layers import LowRankLayer, MatrixProduct, low_rank_class, low_rank_layers
+from lightning_lowrank.layers.conversion import note_buffers
 
 # Settings with which an adapter does not compute W + scaling · B A.
 _UNSUPPORTED = {
@@ -123,6 +124,7 @@ def import_adapter(folder: str | Path, module: nn.Module, *, prefix: str | None 
             raise misconfigured(f"the model holds {listed(twice)} twice, and PEFT wraps one of them.")
         base = module.get_submodule(root.removesuffix(".")).requires_grad_(False)
         base.frozen_for_factors = frozenset(name for name, _ in base.named_parameters())  # type: ignore[assignment]
+        note_buffers(base)
         layers = {name: _convert(module, name, adapter, config) for name, adapter in adapters.items()}
         values = _assignments(layers, adapters)
     with torch.no_grad():

@@ -16,6 +16,7 @@ from torch import nn
 from lightning_lowrank.aggregation.adapters import unlike_convolution
 from lightning_lowrank.buffers import persistent_buffers
 from lightning_lowrank.configuration import misconfigured
+from lightning_lowrank.internals.torch import digest_of, own_children
 from lightning_lowrank.layers import CoreProduct, LowRankLayer, MatrixProduct, low_rank_layers
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -60,7 +61,8 @@ class Outline:
         containers: Names of the lists and dictionaries among them, which PEFT cannot wrap.
         parameters: Names of all parameters except those of low-rank layers, and whether they are trained, or were at
             some time in a fit with `LowRank`.
-        buffers: Names of the buffers of modules without children, which training may change.
+        buffers: Names of the buffers that training may have changed: all of modules without children, and of others
+            those that have other values than before the conversion.
         sources: Where pretrained models among the modules came from, by the modules' names.
         lightning: Whether the module is a LightningModule, which usually holds the pretrained network.
     """
@@ -92,6 +94,11 @@ def outline(module: nn.Module) -> Outline:
         _outline_layer(name, layer, names[layer], module.get_submodule(name.rpartition(".")[0]), trained)
         for name, layer in low_rank_layers(module)
     ]
+    before = {
+        f"{prefix}.{name}".lstrip("."): digest
+        for prefix, part in module.named_modules()
+        for name, digest in getattr(part, "buffers_before_training", {}).items()
+    }
     own = tuple(f"{layer.name}." for layer in layers)
     return Outline(
         layers=tuple(layers),
@@ -104,8 +111,8 @@ def outline(module: nn.Module) -> Outline:
         },
         buffers=tuple(
             name
-            for name in persistent_buffers(module)
-            if not any(True for _ in module.get_submodule(name.rpartition(".")[0]).children())
+            for name, buffer in persistent_buffers(module).items()
+            if not own_children(module.get_submodule(name.rpartition(".")[0])) or digest_of(buffer) != before.get(name)
         ),
         sources={
             name: source

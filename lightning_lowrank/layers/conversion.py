@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lightning_lowrank.arguments import listed
+from lightning_lowrank.internals.torch import digest_of, own_children
 from lightning_lowrank.layers.attention import LowRankMultiheadAttention
 from lightning_lowrank.layers.budget import assign_ranks
 from lightning_lowrank.layers.factorization import Factorization
@@ -89,6 +90,7 @@ def convert(model: nn.Module, factorization: Factorization, *, seed: int = 0, **
         left = [name for name, p in named if p.requires_grad and p not in replaced]
         check_patterns("keep_trained", how.keep_trained, left, "trained parameter that is not converted")
         spared -= replaced
+    note_buffers(model)
     _make_low_rank(model, chosen, how, seed)
     if how.freeze_rest:
         for _, low_rank in low_rank_layers(model):
@@ -108,6 +110,16 @@ def convert(model: nn.Module, factorization: Factorization, *, seed: int = 0, **
         dense_parameters=dense_parameters,
         trainable_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
     )
+
+
+def note_buffers(model: nn.Module) -> None:
+    """Keep digests of a model's buffers beside other modules, by which an export tells whether one has changed."""
+    kept = model.state_dict(keep_vars=True)
+    model.buffers_before_training = {  # type: ignore[assignment]
+        name: digest_of(buffer)
+        for name, buffer in model.named_buffers()
+        if name in kept and not buffer.is_meta and own_children(model.get_submodule(name.rpartition(".")[0]))
+    }
 
 
 def _make_low_rank(model: nn.Module, chosen: Sequence[Candidate], settings: LayerSettings, seed: int) -> None:

@@ -24,7 +24,8 @@ from lightning_lowrank import (
     cli,
     load_dense,
 )
-from lightning_lowrank.interop.checkpoints import adapter_checkpoint, dense_checkpoint, digest_of
+from lightning_lowrank.internals.torch import digest_of
+from lightning_lowrank.interop.checkpoints import adapter_checkpoint, dense_checkpoint
 from tests.helpers import Data, Module, assert_same, fit, network, trainer, weights
 from tests.interop.helpers import LORA, peft
 

@@ -366,3 +366,38 @@ def test_a_module_with_parameters_of_its_own_is_saved_with_its_parts(tmp_path):
     perturbed(converted)
     assert config_of(export_adapter(converted, tmp_path))["modules_to_save"] == ["1"]
     same_function(converted, peft().PeftModel.from_pretrained(copy.deepcopy(base), tmp_path), inputs)
+
+
+class Centred(nn.Module):
+    """A module with a buffer beside its layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.register_buffer("center", torch.zeros(6))
+
+    def forward(self, inputs):
+        return self.last(self.first(inputs) - self.center)
+
+
+@pytest.mark.parametrize("imported", [False, True], ids=["converted", "imported"])
+def test_a_buffer_beside_adapters_is_refused_where_it_has_changed(tmp_path, imported):
+    module = Centred()
+    convert(module, MatrixProduct(), rank=1, freeze_rest=True)
+    export_adapter(module, tmp_path / "folder")
+    if imported:
+        module = import_adapter(tmp_path / "folder", Centred())
+        export_adapter(module, tmp_path / "folder")
+    module.center += 1
+    with pytest.raises(MisconfigurationException, match=r"center has changed, .* To go on, export dense"):
+        export_adapter(module, tmp_path / "none")
+
+
+def test_a_buffer_of_a_module_without_adapters_is_saved_with_its_parts(tmp_path):
+    base = nn.Sequential(nn.Linear(6, 6), Centred())
+    module = copy.deepcopy(base)
+    convert(module, MatrixProduct(), rank=1, freeze_rest=True, include=["0"])
+    perturbed(module)[1].center += 1
+    export_adapter(module, tmp_path)
+    assert config_of(tmp_path)["modules_to_save"] == ["1"]
+    same_function(module, peft().PeftModel.from_pretrained(base, tmp_path), torch.randn(4, 6))
