@@ -166,8 +166,9 @@ def _unsupported_adapter(layer: LowRankLayer, names: Sequence[str], parent: nn.M
         return "its factors are decoupled"
     if layer.frozen_weight.requires_grad or any(f"{name}.frozen_weight" in trained for name in names):
         return "its base weight is trained as well (train_base)"
-    if isinstance(parent, nn.MultiheadAttention):
-        return "nn.MultiheadAttention reads its weight, and PEFT's adapter of such a layer is not called"
+    reader = _reads_weights(parent)
+    if reader:
+        return f"{reader} reads its weight, and PEFT's adapter of such a layer is not called"
     if len(names) > 1:
         return f"the model holds it twice, as {' and '.join(names)}, and PEFT wraps one of them"
     reason = unsupported_layer(layer, layer.dense_class.__name__)
@@ -175,6 +176,16 @@ def _unsupported_adapter(layer: LowRankLayer, names: Sequence[str], parent: nn.M
         other = f"{type(layer.factorization).__name__}(layout='channel')"
         reason = f"its kernel is factorised in another way than PEFT's: use {other}"
     return reason
+
+
+def _reads_weights(parent: nn.Module) -> str:
+    """Return the class of a module that reads the weights of its layers in place of calling them, if it is one."""
+    if isinstance(parent, nn.MultiheadAttention):
+        return "nn.MultiheadAttention"
+    # In evaluation, where no gradient is needed. A subclass may have a forward of its own, which calls the layers.
+    if isinstance(parent, nn.TransformerEncoderLayer) and type(parent).forward is nn.TransformerEncoderLayer.forward:
+        return "nn.TransformerEncoderLayer"
+    return ""
 
 
 def unsupported_layer(layer: nn.Module, kind: str) -> str:

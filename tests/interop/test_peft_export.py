@@ -260,6 +260,12 @@ class Root(nn.Module):
             {"include": ["*out_proj"]},
             r"attention\.out_proj: nn\.MultiheadAttention reads",
         ),
+        (
+            nn.Sequential(nn.TransformerEncoderLayer(4, 2, 8)),
+            MatrixProduct(),
+            {"include": ["*.linear2"]},
+            r"0\.linear2: nn\.TransformerEncoderLayer reads its weight",
+        ),
         (Shared(), MatrixProduct(), {}, "first: the model holds it twice, as first and second"),
         (Root(), BlockKronecker(), {}, r"body: its factorization is BlockKronecker\("),
         (Root(), MatrixProduct(), {"role": "weight"}, "body: its role is 'weight'"),
@@ -401,3 +407,18 @@ def test_a_buffer_of_a_module_without_adapters_is_saved_with_its_parts(tmp_path)
     export_adapter(module, tmp_path)
     assert config_of(tmp_path)["modules_to_save"] == ["1"]
     same_function(module, peft().PeftModel.from_pretrained(base, tmp_path), torch.randn(4, 6))
+
+
+class Called(nn.TransformerEncoderLayer):
+    """One whose forward always calls its layers."""
+
+    def forward(self, inputs):
+        return inputs + self._ff_block(inputs)
+
+
+def test_the_layers_of_an_encoder_that_calls_them_are_exported(tmp_path):
+    base = nn.Sequential(Called(4, 2, 8, dropout=0))
+    module = copy.deepcopy(base)
+    convert(module, MatrixProduct(), rank=1, freeze_rest=True, include=["*.linear1", "*.linear2"])
+    export_adapter(perturbed(module), tmp_path)
+    same_function(module, peft().PeftModel.from_pretrained(base, tmp_path), torch.randn(2, 5, 4))
