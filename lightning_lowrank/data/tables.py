@@ -25,6 +25,7 @@ class Table:
         columns: The columns by name.
         source: What the rows came from, for messages.
         first_line: Line of the file that the first row stood in; ``None``: rows are counted from 0.
+        classes: Names of the classes in the order of their numbers, by column, where the source says them.
 
     Example:
         >>> table = Table({"text": ["good", "bad"], "speaker": ["ada", "ben"]}, "train.tsv", first_line=2)
@@ -32,10 +33,17 @@ class Table:
         (2, ['ada', 'ben'], 'train.tsv, line 3')
     """
 
-    def __init__(self, columns: Mapping[str, Sequence[Any]], source: str, first_line: int | None = None) -> None:
+    def __init__(
+        self,
+        columns: Mapping[str, Sequence[Any]],
+        source: str,
+        first_line: int | None = None,
+        classes: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
         self._columns = dict(columns)
         self.source = source
         self.first_line = first_line
+        self.classes = dict(classes or {})
 
     @property
     def column_names(self) -> list[str]:
@@ -70,7 +78,8 @@ class Table:
 
     def select(self, rows: Sequence[int]) -> Table:
         """Return the table of some of the rows; these say no lines of a file."""
-        return Table({name: [column[row] for row in rows] for name, column in self._columns.items()}, self.source)
+        columns = {name: [column[row] for row in rows] for name, column in self._columns.items()}
+        return Table(columns, self.source, classes=self.classes)
 
 
 class HasColumns:
@@ -171,14 +180,18 @@ def read_table(path: Path, names: Sequence[str] | None = None) -> Table:
 def table_of(rows: Any, source: str, first_line: int | None = None) -> Table:
     """Return the table of a `datasets.Dataset` or of a list of dictionaries.
 
-    Columns are those of the first row; a row that lacks one has ``None``.
+    Columns of a list are those of the first row; a row that lacks one has ``None``. A ``ClassLabel`` column holds the
+    names of its classes, and -1 where a label is kept back.
     """
     if isinstance(rows, Table):
         return rows
     names = getattr(rows, "column_names", None)
     if isinstance(names, list):
         stored = rows.with_format(None) if hasattr(rows, "with_format") else rows
-        return Table({name: stored[name][:] for name in names}, source)
+        kinds = getattr(rows, "features", None) or {}
+        classes = {name: list(kinds[name].names) for name in names if hasattr(kinds.get(name), "int2str")}
+        columns = {name: _named(stored[name][:], classes.get(name)) for name in names}
+        return Table(columns, source, classes=classes)
     if not isinstance(rows, Sequence) or isinstance(rows, (str, bytes)):
         raise MisconfigurationException(
             f"{source} must be a datasets.Dataset or a list of dictionaries, got {type(rows).__name__}"
@@ -190,6 +203,12 @@ def table_of(rows: Any, source: str, first_line: int | None = None) -> Table:
         place = Table({}, source, first_line).place(other)
         raise MisconfigurationException(f"{place}: must be a dictionary, got {type(rows[other]).__name__}")
     return Table({name: [row.get(name) for row in rows] for name in rows[0]}, source, first_line)
+
+
+def _named(values: Sequence[Any], classes: Sequence[str] | None) -> Sequence[Any]:
+    if classes is None:
+        return values
+    return [value if value is None or value < 0 else classes[value] for value in values]
 
 
 def load_splits(dataset: Any, root: str | None, user: str) -> Mapping[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,10 @@ class TextClassification(TextSplits):
         validation: The same to validate on: ``dev.tsv``; ``validation``, or the task's (``validation_matched``).
         test: The same that ``test`` and ``predict`` read: ``test.tsv``; ``test``, or the task's. It may lack labels.
         max_length: Tokens at which a text or pair is cut off, special tokens included; of a pair the longer text first.
-        labels: The labels in the order of their class indices. Default: those of the task, or of the training set,
-            sorted (as numbers where all of them are).
+        labels: The labels in the order of their class indices. Labels that are plain integers in the data are the
+            indices themselves, unless one of these is a number. Default: those of the task; the names of a
+            ``ClassLabel`` column, in its order; or those of the training set, sorted (as numbers where all of them
+            are).
         header: Whether files of two columns begin with a line of column names. Default no.
         dataset: Name of a data set on the Hugging Face hub or a local folder, or a list of the name and its
             configuration: ``["nyu-mll/glue", "mrpc"]``. Or its splits by name, each a `datasets.Dataset` or a list of
@@ -114,6 +117,7 @@ class TextClassification(TextSplits):
         if given is not None and len(given) not in (1, 2):
             raise MisconfigurationException(f"text must name one column, or the two of pairs, got {text!r}")
         self.regression = regression if regression is not None else found is not None and found.regression
+        labels = None if labels is None else list(map(str, labels))
         if labels is not None and (len(labels) < 2 or len(set(labels)) < len(labels)):
             raise MisconfigurationException(
                 f"labels must be two or more different ones, or None for those of the training set, got {labels!r}"
@@ -167,12 +171,16 @@ class TextClassification(TextSplits):
     def _targets_of(self, table: Table, part: str) -> list[Any] | None:
         """Return the rows' labels as they were read; ``None`` where a test set has none.
 
-        Data sets on the hub put -1, or nothing, for a label that is kept back.
+        Data sets on the hub put -1, or nothing, for a label that is kept back. Elsewhere -1 may be a class.
         """
         if part == "test" and not any(name in table.column_names for name in self._label):
             return None
-        values = list(table[table.find(self._label, "label")])
-        missing = [value is None or (self.dataset is not None and value == -1) for value in values]
+        column = table.find(self._label, "label")
+        values = list(table[column])
+        kept_back = self.dataset is not None and (
+            self.regression or column in table.classes or (self.classes is not None and "-1" not in self.classes)
+        )
+        missing = [value is None or (kept_back and value == -1) for value in values]
         if part == "test" and all(missing):
             return None
         lacking = [row for row, value in enumerate(values) if missing[row] and (value is None or not self.regression)]
@@ -181,20 +189,27 @@ class TextClassification(TextSplits):
         return values
 
     def _classes_of(self, table: Table) -> list[str]:
-        found = sorted({str(label) for label in self._targets_of(table, "fit") or ()})
+        values = self._targets_of(table, "fit") or ()
+        named = table.classes.get(table.find(self._label, "label"))
+        found = list(named) if named is not None else sorted({str(value) for value in values})
         if len(found) < 2:
             raise MisconfigurationException(
                 f"{table.source} has no label but {found[0]!r}, and a classifier needs two; numbers to predict need"
                 " regression=True"
             )
-        return sorted(found, key=int) if all(map(str.isdecimal, found)) else found
+        return sorted(found, key=float) if named is None and all(map(_is_number, found)) else found
 
     def _indices_of(self, values: Sequence[Any], table: Table) -> list[int]:
         assert self.classes is not None
         index_of = {label: index for index, label in enumerate(self.classes)}
-        # The hub numbers the labels that GLUE's own files spell out.
-        if self.labels is not None and all(isinstance(value, int) for value in values):
-            index_of = {**{str(index): index for index in range(len(self.classes))}, **index_of}
+        named = table.classes.get(table.find(self._label, "label"))
+        if self.labels is not None and named is not None and index_of.keys().isdisjoint(named):
+            # The hub names the labels that some of GLUE's own files number.
+            numbered = {name: index_of.get(str(number)) for number, name in enumerate(named)}
+            index_of.update({name: index for name, index in numbered.items() if index is not None})
+        elif self.labels is not None and all(map(_is_integer, values)) and not any(map(_is_number, self.labels)):
+            # The hub numbers the labels that others of them spell out.
+            index_of.update({str(index): index for index in range(len(self.classes))})
         for row, value in enumerate(values):
             if str(value) not in index_of:
                 source = f"of {self.parts['fit']}" if self.labels is None else "given"
@@ -247,3 +262,14 @@ class TextClassification(TextSplits):
                 f"max_length={self.max_length} does not fit tokenizer={self.tokenizer!r}, which takes {lowest}"
                 f" (one token of each text beside the special ones) to {highest}"
             )
+
+
+def _is_number(label: str) -> bool:
+    try:
+        return math.isfinite(float(label))
+    except ValueError:
+        return False
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)

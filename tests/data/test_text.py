@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -433,9 +434,82 @@ def test_the_hubs_numbers_are_glues_labels(tokenizer):
         TextClassification(tokenizer=tokenizer, dataset=splits, task="mnli").setup("fit")
 
 
+def stored(labels, names, **columns):
+    """A data set of one text for each label, whose labels have names."""
+    datasets = pytest.importorskip("datasets")
+    rows = {"text": ["a film"] * len(labels), **columns, "label": labels}
+    features = datasets.Features(
+        {name: datasets.Value("string") for name in rows} | {"label": datasets.ClassLabel(names=names)}
+    )
+    return datasets.Dataset.from_dict(rows, features)
+
+
+@pytest.mark.parametrize(
+    ("names", "arguments", "classes", "targets"),
+    [
+        (["pos", "neg"], {}, ["pos", "neg"], [0, 1, 0]),
+        (["pos", "neg", "mixed"], {}, ["pos", "neg", "mixed"], [0, 1, 0]),
+        (["pos", "neg"], {"labels": ["neg", "pos"]}, ["neg", "pos"], [1, 0, 1]),
+        (["pos", "neg"], {"labels": ["1", "0"]}, ["1", "0"], [1, 0, 1]),
+        (["0", "1"], {"labels": ["1", "0"]}, ["1", "0"], [1, 0, 1]),
+        (["negative", "positive"], {"task": "sst2", "text": "text"}, ["0", "1"], [0, 1, 0]),
+        (
+            ["contradiction", "neutral", "entailment"],
+            {"task": "mnli", "text": "text"},
+            ["entailment", "neutral", "contradiction"],
+            [2, 1, 2],
+        ),
+    ],
+)
+def test_named_classes_are_told_by_their_names(tokenizer, names, arguments, classes, targets):
+    train = stored([0, 1, 0], names)
+    split = {"train": train, "validation": train, "validation_matched": train}
+    data = TextClassification(tokenizer=tokenizer, dataset=split, **arguments)
+    data.setup("fit")
+    assert data.classes == classes
+    assert data.train_set.targets.tolist() == data.validation_set.targets.tolist() == targets
+    assert data.train_set["label"] == [names[0], names[1], names[0]]
+
+
+def test_named_classes_of_another_order_or_another_name(tokenizer):
+    train, other = stored([0, 1], ["pos", "neg"]), stored([1, -1], ["neg", "pos"])
+    splits = {"train": train, "validation": other.select([0]), "test": other.select([1])}
+    data = TextClassification(tokenizer=tokenizer, dataset=splits)
+    data.setup()
+    assert data.validation_set.targets.tolist() == [0]
+    assert data.test_set.targets is None
+    with pytest.raises(MisconfigurationException, match="row 1: there is no label, but -1"):
+        TextClassification(tokenizer=tokenizer, dataset={"train": other, "validation": train}).setup("fit")
+    with pytest.raises(MisconfigurationException, match="unknown label 'pos'; the labels given are good, bad"):
+        TextClassification(tokenizer=tokenizer, dataset=splits, labels=["good", "bad"]).setup("fit")
+
+
+@pytest.mark.parametrize(
+    ("found", "given", "classes", "targets"),
+    [
+        ([-1, 1, 0, -2], None, ["-2", "-1", "0", "1"], [1, 3, 2, 0]),
+        (["10", "-10", "-2"], None, ["-10", "-2", "10"], [2, 0, 1]),
+        ([10.0, 2.5, 1.0], None, ["1.0", "2.5", "10.0"], [2, 1, 0]),
+        (["nan", "10", "9"], None, ["10", "9", "nan"], [2, 0, 1]),
+        ([0, 1], [1, 0], ["1", "0"], [1, 0]),
+        (np.array([0, 1]), ["neg", "pos"], ["neg", "pos"], [0, 1]),
+        ([-1, 1], ["1", "-1"], ["1", "-1"], [1, 0]),
+    ],
+)
+def test_labels_that_are_numbers(tokenizer, found, given, classes, targets):
+    rows = [{"text": "a film", "label": label} for label in found]
+    data = TextClassification(tokenizer=tokenizer, dataset={"train": rows, "validation": rows}, labels=given)
+    data.setup("fit")
+    assert data.classes == classes
+    assert data.train_set.targets.tolist() == targets
+
+
 @pytest.mark.parametrize(
     ("arguments", "rows", "message"),
     [
+        ({"labels": ["1", "2", "3"]}, [{"text": "a", "label": 0}], "unknown label 0; the labels given are 1, 2, 3"),
+        ({"labels": ["no", "yes"]}, [{"text": "a", "label": True}], "unknown label True"),
+        ({"labels": ["no", "yes"]}, [{"text": "a", "label": -1}], "row 0: there is no label, but -1"),
         ({"regression": True}, [{"text": "a", "label": "high"}], "row 0: the label 'high' is no finite number"),
         ({}, [{"text": "a", "label": 1}, {"text": None, "label": 0}], "row 1: text is no text, but None"),
         ({}, [{"text": "a", "label": 1}, {"text": "a", "label": None}], "row 1: there is no label, but None"),
