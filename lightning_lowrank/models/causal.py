@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
+from lightning_lowrank.arguments import listed
 from lightning_lowrank.configuration import check_integer
 from lightning_lowrank.data.tokenized import IGNORED
 from lightning_lowrank.models.pretrained import head_seed, load_pretrained
@@ -25,7 +26,9 @@ class CausalLM(LightningModule):
     A batch is a dictionary of ``input_ids``, ``attention_mask`` and ``labels``, ``(batch, tokens)`` each, as
     `Instructions` gives it. Labels are tokens, or -100 where nothing is to be predicted. Packed batches have
     ``segments`` and ``position_ids`` in place of the mask (`PackTexts`): a token attends to those before it in its own
-    text.
+    text, within the model's window if it has one. A model that would not keep packed texts apart is refused: one with
+    recurrent, convolutional or other layers that take no mask of each pair of tokens, with ALiBi's biases, or with an
+    attention other than transformers' ``eager`` and ``sdpa``.
 
     The loss is the mean cross-entropy of the tokens that are predicted. Logged once per epoch: ``train_loss``;
     ``val_loss``, ``val_perplexity`` and ``val_acc``; the same of ``test_``. Those of validation and test count each
@@ -54,8 +57,8 @@ class CausalLM(LightningModule):
             wrong.
 
     Raises:
-        MisconfigurationException: If the model cannot be loaded, transformers is not installed, or an argument is out
-            of range.
+        MisconfigurationException: If the model cannot be loaded, transformers is not installed, an argument is out
+            of range, or a batch is packed that the model would not keep apart.
 
     Example:
         >>> model = CausalLM("mistralai/Mistral-7B-v0.3")  # doctest: +SKIP
@@ -98,7 +101,7 @@ class CausalLM(LightningModule):
 
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Return the logits, ``(batch, tokens, vocabulary)``, of a batch's inputs; ``labels`` are not looked at."""
-        given = {name: value for name, value in inputs.items() if name not in ("labels", "segments")}
+        given: dict[str, Any] = {name: value for name, value in inputs.items() if name not in ("labels", "segments")}
         if "segments" in inputs:
             given["attention_mask"] = self._mask_of(inputs["segments"])
         return self.network(**given, use_cache=False).logits
@@ -169,15 +172,22 @@ class CausalLM(LightningModule):
             exact = sum(map(_begins_with, answers, map(_first_answer, batch["labels"]))) / len(answers)
             self.log(f"{stage}_exact", exact, batch_size=len(answers), prog_bar=True)
 
-    def _mask_of(self, segments: Tensor) -> Tensor:
-        """Return what is added to attention scores, ``(rows, 1, tokens, tokens)``: texts do not see one another."""
+    def _mask_of(self, segments: Tensor) -> Tensor | dict[str, Tensor]:
+        """Return what is added to attention scores, ``(rows, 1, tokens, tokens)``: texts do not see one another.
+
+        For a model some of whose layers alone have a window, a mask by kind of layer.
+        """
         tokens = segments.shape[1]
-        seen = (segments[:, :, None] == segments[:, None, :]) & torch.ones(
-            tokens, tokens, dtype=torch.bool, device=segments.device
-        ).tril()
+        windows = _windows(self.network, tokens)
+        places = torch.arange(tokens, device=segments.device)
+        distance = places[:, None] - places[None, :]
+        own = (segments[:, :, None] == segments[:, None, :]) & (distance >= 0)
         dtype = self.network.dtype
-        hidden = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-        return hidden.masked_fill_(~seen, torch.finfo(dtype).min).unsqueeze(1)
+        masks = {}
+        for kind, window in windows.items():
+            seen = own if window is None else own & (distance < window)
+            masks[kind] = seen.new_zeros((), dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min).unsqueeze(1)
+        return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def _padding(self) -> int:
         own = getattr(self.network, "generation_config", None) or self.network.config
@@ -186,6 +196,48 @@ class CausalLM(LightningModule):
             if value is not None:
                 return value[0] if isinstance(value, Sequence) else value
         return 0
+
+
+def _windows(network: Any, tokens: int) -> dict[str, int | None]:
+    """Return by kind of layer how many tokens it looks back over, its own included; ``None`` if all of these many.
+
+    Raises:
+        MisconfigurationException: If the model would not keep packed texts apart.
+    """
+    config = network.config.get_text_config()
+    attention = getattr(config, "_attn_implementation", None)
+    if attention not in (None, "eager", "sdpa"):
+        raise _not_packed(
+            f"its attn_implementation={attention!r} takes no mask of each pair of tokens; load it with 'sdpa'"
+        )
+    if config.model_type == "bloom" or getattr(config, "alibi", False):
+        raise _not_packed(f"{config.model_type!r} makes ALiBi's biases of a mask of padding")
+    sizes = {
+        "full_attention": None,
+        "attention": None,
+        "sliding_attention": getattr(config, "sliding_window", None),
+        "chunked_attention": getattr(config, "attention_chunk_size", None),
+    }
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    if kinds is None:
+        kinds = [kind for kind, size in sizes.items() if size is not None] or ["full_attention"]
+    other = sorted(set(kinds) - sizes.keys())
+    if other or getattr(network, "_is_stateful", False):
+        raise _not_packed(f"{config.model_type!r} has {listed(other) or 'recurrent'} layers, which take no such mask")
+    windows = {
+        kind: size if size is not None and size < tokens else None for kind, size in sizes.items() if kind in kinds
+    }
+    if windows.get("chunked_attention") is not None:
+        raise _not_packed(
+            f"{config.model_type!r} attends within chunks of {windows['chunked_attention']} tokens, and rows have"
+            f" {tokens}; make max_length no longer"
+        )
+    # Not every model takes a mask by kind of layer.
+    return windows if len(set(windows.values())) > 1 else {"all": next(iter(windows.values()))}
+
+
+def _not_packed(why: str) -> MisconfigurationException:
+    return MisconfigurationException(f"this model would not keep packed texts apart: {why}. Or leave out packing=True")
 
 
 def _prompts_of(batch: Mapping[str, Tensor]) -> list[Tensor]:

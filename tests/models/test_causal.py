@@ -77,6 +77,92 @@ def test_packed_texts_do_not_see_one_another(folder):
         torch.testing.assert_close(gradients[1][name], value, atol=1e-5, rtol=1e-4)
 
 
+SIZES = {
+    "vocab_size": len(texts.WORDS),
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "initializer_range": 0.4,
+    "pad_token_id": texts.PADDING,
+}
+GEMMA = {
+    "model_type": "gemma2",
+    "num_key_value_heads": 2,
+    "intermediate_size": 16,
+    "head_dim": 8,
+    "sliding_window": 4,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+
+
+def packed(count=4):
+    """Texts of nine tokens and fewer, and a batch in which they share a row."""
+    draws = torch.Generator().manual_seed(0)
+    ids = [torch.randint(4, len(texts.WORDS), (9 - row,), generator=draws).tolist() for row in range(count)]
+    dataset = AnsweredTexts(ids, [[True] * len(text) for text in ids])
+    return ids, PackTexts(texts.PADDING, 32)([dataset[row] for row in range(count)])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"model_type": "mistral", "num_key_value_heads": 2, "intermediate_size": 16, "sliding_window": 4},
+        GEMMA,
+        {"model_type": "mpt", "d_model": 16, "n_heads": 2, "n_layers": 2},
+    ],
+    ids=lambda given: given["model_type"],
+)
+def test_packed_texts_are_seen_through_the_models_window(given):
+    module, (ids, batch) = CausalLM({**SIZES, **given}).eval(), packed()
+    assert len(batch["input_ids"]) == 1
+    with torch.no_grad():
+        found = module(batch)[0, : sum(map(len, ids))]
+        alone = torch.cat([module.network(torch.tensor([text])).logits[0] for text in ids])
+    torch.testing.assert_close(found, alone, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.medium
+def test_clients_of_packed_texts_step_together(tmp_path, llama):
+    ends = []
+    for execution in ("sequential", "vectorized"):
+        module = CausalLM({**SIZES, **GEMMA}, optimizer=partial(torch.optim.SGD, lr=0.1))
+        partition = FromIndices([list(range(6)), list(range(6, 12))])
+        loop = FederatedLoop(FedAvg(), partition=partition, execution=execution, summary=False)
+        given = {"packing": True, "max_length": 64, "pad_to_multiple_of": 64}
+        fit(trainer(tmp_path, loop, max_epochs=1), module, data_of(llama, **given))
+        ends.append(weights(module))
+    for name, value in ends[0].items():
+        torch.testing.assert_close(ends[1][name], value)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"model_type": "bloom", "n_layer": 2, "n_head": 2}, "'bloom' makes ALiBi's biases of a mask of padding"),
+        ({"model_type": "falcon", "alibi": True}, "'falcon' makes ALiBi's"),
+        ({"model_type": "mamba", "state_size": 4}, "'mamba' has .* layers, which take no such mask"),
+        ({"model_type": "rwkv", "attention_hidden_size": 16}, "'rwkv' has recurrent layers"),
+        (
+            {"model_type": "llama4_text", "intermediate_size": 16, "head_dim": 8, "attention_chunk_size": 8},
+            "within chunks of 8 tokens, and rows have 30; make max_length no longer",
+        ),
+    ],
+    ids=lambda given: given["model_type"] if isinstance(given, dict) else "",
+)
+def test_models_that_would_mix_packed_texts_are_refused(given, said):
+    module = CausalLM({**SIZES, **given})
+    with pytest.raises(MisconfigurationException, match=f"{said}.*leave out packing=True"):
+        module(packed()[1])
+
+
+def test_an_attention_without_masks_of_pairs_is_refused(llama):
+    module = CausalLM(llama)
+    module.network.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(MisconfigurationException, match="attn_implementation='flash_attention_2' takes no mask of"):
+        module(packed()[1])
+
+
 def test_perplexity_counts_every_token_alike(tmp_path, llama):
     module, data = CausalLM(llama).eval(), data_of(llama)
     logged = trainer(tmp_path).validate(module, data, verbose=False)[0]
