@@ -23,7 +23,7 @@ class Arrays(SplitsInMemory):
     """Inputs and targets in memory: NumPy arrays or tensors, or ``.npz`` files with the arrays ``x`` and ``y``.
 
     The first dimension is that of the samples. Floating-point numbers of 64 bits become 32, as modules have them; other
-    types stay. Where targets are integers, splits have every class in the same proportion.
+    types stay. Where targets are integers, splits have every class as nearly in the same proportion as it can be.
 
     Args:
         train: Training inputs and targets, or the path of an ``.npz`` file. The file has two arrays: ``x`` and ``y``.

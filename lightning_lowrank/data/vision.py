@@ -179,13 +179,24 @@ class Digits(VisionDataModule):
 
 
 def stratified_split(targets: Tensor, share: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Ascending indices of the samples that stay and of those held out, ``share`` of every class."""
+    """Ascending indices of the samples that stay and of those held out: ``share`` of all, and as nearly of every class.
+
+    The numbers of the classes are rounded so that their sum is that of all, rounded.
+    """
     generator = torch.Generator().manual_seed(seed)
+    classes = targets.argsort(stable=True).split(targets.unique(return_counts=True)[1].tolist())
+    orders = [torch.randperm(len(members), generator=generator) for members in classes]
+    counts = [round(share * len(members)) for members in classes]
+    lacking = round(share * len(targets)) - sum(counts)
+    # Classes that lack equally much are drawn: of numbers to predict the least would be held out otherwise.
+    drawn = torch.randperm(len(classes), generator=generator).tolist()
+    lack = [share * len(members) - count for members, count in zip(classes, counts, strict=True)]
+    step = 1 if lacking > 0 else -1
+    for place in sorted(drawn, key=lambda place: -step * lack[place])[: abs(lacking)]:
+        counts[place] += step
     held_out = torch.zeros(len(targets), dtype=torch.bool)
-    for label in targets.unique():
-        members = (targets == label).nonzero().squeeze(1)
-        order = torch.randperm(len(members), generator=generator)
-        held_out[members[order[: round(share * len(members))]]] = True
+    for members, order, count in zip(classes, orders, counts, strict=True):
+        held_out[members[order[:count]]] = True
     return (~held_out).nonzero().squeeze(1), held_out.nonzero().squeeze(1)
 
 
@@ -195,7 +206,7 @@ def hold_out(targets: Tensor, share: float, seed: int, argument: str, what: str)
     if not len(kept) or not len(held_out):
         purpose = "validation" if argument == "validation" else "testing"
         raise MisconfigurationException(
-            f"{argument}={share} of {len(targets)} {what}, rounded class by class, leaves {len(kept)} for training and"
+            f"{argument}={share} of {len(targets)} {what} leaves {len(kept)} for training and"
             f" {len(held_out)} for {purpose}; use another share"
         )
     return kept, held_out

@@ -143,6 +143,32 @@ def test_arrays_are_divided_by_class():
     assert sorted(row for each in sets for row in each.tensors[0][:, 0].tolist()) == inputs[:, 0].tolist()
 
 
+@pytest.mark.parametrize(
+    "targets",
+    [
+        torch.randint(0, 2000, (1000,), generator=torch.Generator().manual_seed(0)),
+        torch.arange(100).repeat_interleave(2),
+        torch.arange(3).repeat(41),
+        torch.cat([torch.zeros(97), torch.arange(1, 8)]).long(),
+    ],
+)
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.85])
+def test_the_share_is_that_of_all_whatever_the_classes(targets, share):
+    data = Arrays((torch.zeros(len(targets), 1), targets), test_share=share)
+    data.setup()
+    held_out = data.test_set.tensors[1]
+    assert len(held_out) == round(share * len(targets))
+    assert len(data.train_set) == len(targets) - len(held_out)
+    for label, count in zip(*targets.unique(return_counts=True), strict=True):
+        assert abs((held_out == label).sum() - share * count) < 1
+
+
+def test_numbers_to_predict_are_held_out_from_everywhere():
+    data = Arrays((torch.zeros(1000, 1), torch.arange(1000)))
+    data.setup()
+    assert abs(data.test_set.tensors[1].double().mean() - 499.5) < 60
+
+
 def test_arrays_of_numbers_and_files(tmp_path):
     draws = np.random.default_rng(0)
     np.savez(tmp_path / "train.npz", x=draws.random((40, 6)), y=draws.random((40, 2)))
