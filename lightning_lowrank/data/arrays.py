@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -22,8 +23,10 @@ Pair = tuple[Any, Any]
 class Arrays(SplitsInMemory):
     """Inputs and targets in memory: NumPy arrays or tensors, or ``.npz`` files with the arrays ``x`` and ``y``.
 
-    The first dimension is that of the samples. Floating-point numbers of 64 bits become 32, as modules have them; other
-    types stay. Where targets are integers, splits have every class as nearly in the same proportion as it can be.
+    What NumPy makes an array of, such as a data frame, is one. The first dimension is that of the samples.
+    Floating-point numbers of 64 bits become 32, as modules have them, and integer or boolean targets of one dimension
+    64, as losses take class indices; other types stay. Where targets are integers, splits have every class as nearly in
+    the same proportion as can be.
 
     Args:
         train: Training inputs and targets, or the path of an ``.npz`` file. The file has two arrays: ``x`` and ``y``.
@@ -36,8 +39,8 @@ class Arrays(SplitsInMemory):
         seed: Seed of what is held out.
 
     Raises:
-        MisconfigurationException: If an argument is out of range, arrays cannot be read or differ in length, or a split
-            comes out empty.
+        MisconfigurationException: If an argument is out of range, arrays cannot be read, differ in length or hold no
+            sample, or a split comes out empty.
 
     Example:
         >>> inputs, targets = np.random.rand(100, 3), np.arange(100) % 4
@@ -100,9 +103,12 @@ def _pair(given: str | Pair, argument: str) -> tuple[Tensor, Tensor]:
     if isinstance(given, (str, Path)):
         try:
             # Without pickles, which could run anything.
-            with np.load(given, allow_pickle=False) as file:
+            file = np.load(given, allow_pickle=False)
+            if isinstance(file, np.ndarray):
+                raise ValueError("it holds one array without a name")
+            with file:
                 given = file["x"], file["y"]
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
             raise MisconfigurationException(
                 f"{argument}={str(given)!r} must be an .npz file with the arrays x and y: {error}"
             ) from error
@@ -115,11 +121,18 @@ def _pair(given: str | Pair, argument: str) -> tuple[Tensor, Tensor]:
         raise MisconfigurationException(
             f"{argument} must have a target for each input, got {tuple(inputs.shape)} and {tuple(targets.shape)}"
         )
-    return inputs, targets
+    if not len(inputs):
+        raise MisconfigurationException(f"{argument} holds no sample: its inputs have the shape {tuple(inputs.shape)}")
+    classes = targets.ndim == 1 and not (targets.is_floating_point() or targets.is_complex())
+    return inputs, targets.long() if classes else targets
 
 
 def _tensor(given: Any, argument: str) -> Tensor:
     try:
+        if not isinstance(given, Tensor):
+            array = np.asarray(given)
+            # torch takes no other byte order and no negative strides, and warns of what cannot be written to.
+            given = np.require(array, array.dtype.newbyteorder("="), ["C", "W"])
         found = torch.as_tensor(given)
     except (TypeError, ValueError, RuntimeError) as error:
         raise MisconfigurationException(f"{argument} must hold arrays of numbers: {error}") from error

@@ -180,6 +180,52 @@ def test_arrays_of_numbers_and_files(tmp_path):
     assert data.test_set.tensors[1].dtype == torch.float32
 
 
+@pytest.mark.parametrize("dtype", ["bool", "uint8", "int16", "int32", ">i4", "uint16", "int64"])
+def test_class_indices_are_of_64_bits(dtype):
+    classes = (np.arange(20) % 2).astype(dtype)
+    data = Arrays((np.zeros((20, 3), dtype="int16"), classes))
+    data.setup()
+    assert data.train_set.tensors[1].dtype == torch.int64
+    assert data.train_set.tensors[0].dtype == torch.int16
+    data = Arrays((torch.zeros(20, 3), torch.from_numpy(np.stack([classes.astype("uint8")] * 2, 1))))
+    data.setup()
+    assert data.train_set.tensors[1].dtype == torch.uint8
+
+
+class Frame:
+    """What NumPy makes an array of, but torch does not."""
+
+    def __array__(self, dtype=None, copy=None):
+        return np.arange(40.0).reshape(20, 2)[::-1]
+
+
+def test_what_numpy_makes_an_array_of_is_one():
+    data = Arrays((Frame(), np.broadcast_to(np.int64(1), 20)), test_share=0.25)
+    data.setup()
+    assert data.train_set.tensors[0].sum() + data.test_set.tensors[0].sum() == np.arange(40).sum()
+
+
+@pytest.mark.parametrize(
+    ("write_to", "said"),
+    [
+        (lambda path: np.save(path, np.zeros((3, 3))), "it holds one array without a name"),
+        (lambda path: np.savez(path, X=np.zeros(3), y=np.zeros(3)), "x is not a file in the archive"),
+        (lambda path: path.write(b""), "No data left"),
+        (lambda path: path.write(b"PK\x03\x04nothing"), "not a zip file"),
+    ],
+)
+def test_files_of_other_kinds_are_refused(tmp_path, write_to, said):
+    with open(tmp_path / "train.npz", "wb") as file:
+        write_to(file)
+    with pytest.raises(MisconfigurationException, match=rf"must be an \.npz file with the arrays x and y: .*{said}"):
+        Arrays(str(tmp_path / "train.npz")).setup()
+
+
+def test_a_test_set_without_samples_is_refused():
+    with pytest.raises(MisconfigurationException, match=r"test holds no sample: its inputs have the shape \(0, 2\)"):
+        Arrays((np.zeros((4, 2)), np.arange(4)), (np.zeros((0, 2)), np.zeros(0))).setup()
+
+
 def test_arrays_are_federated(tmp_path):
     inputs, targets = np.random.default_rng(0).random((40, 6)), np.arange(40) % 4
     loop = FederatedLoop(FedAvg(), clients=3, summary=False)
@@ -195,6 +241,7 @@ def test_arrays_are_federated(tmp_path):
         (np.zeros(3), "must be \\(inputs, targets\\)"),
         ((np.zeros((3, 2)), np.zeros(4)), "a target for each input"),
         ((np.array(["a"]), np.zeros(1)), "arrays of numbers"),
+        ((np.zeros((0, 2)), np.zeros(0)), "train holds no sample"),
         ((np.zeros((1, 2)), np.zeros(1)), "use another share"),
     ],
 )
