@@ -79,7 +79,7 @@ class Instructions(TextSplits):
         root: str = "data",
         tokenizer: Any = None,
         train: str | None = None,
-        validation: str | float | None = None,
+        validation: float | str | None = None,
         test: str | None = None,
         max_length: int = 512,
         batch_size: int = 16,
@@ -98,7 +98,7 @@ class Instructions(TextSplits):
         chosen = [f"{name}={value!r}" for name, value in given.items() if value is not None]
         if len(chosen) > 1:
             raise MisconfigurationException(f"{' and '.join(chosen)}: give one of prompt, messages and text")
-        share = validation if isinstance(validation, float) else None
+        share = None if validation is None or isinstance(validation, str) else validation
         if share is not None and not 0 < share < 1:
             raise MisconfigurationException(f"validation must be a name, or a share above 0 and below 1, got {share}")
         files, splits = ("train.jsonl", "validation.jsonl", "test.jsonl"), ("train", "validation", "test")

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from jsonargparse import ArgumentParser
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank import ByKey
@@ -101,12 +102,20 @@ def test_a_share_is_held_back_to_validate_on(tmp_path, tokenizer):
         data_of(tokenizer, ROWS[:1], validation=0.5).setup("fit")
 
 
+@pytest.mark.parametrize(("written", "found"), [("0.1", 0.1), ("dev.jsonl", "dev.jsonl")])
+def test_a_share_on_the_command_line_is_a_number(written, found):
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(Instructions, "data")
+    assert parser.parse_args([f"--data.validation={written}"]).data.validation == found
+
+
 @pytest.mark.parametrize(
     ("arguments", "rows", "message"),
     [
         ({"text": "line"}, ROWS, "prompt='is .*' and text='line': give one of prompt, messages and text"),
         ({"prompt": "{} and"}, ROWS, "must have names of columns in its braces"),
         ({"prompt": "{a"}, ROWS, "is no template"),
+        ({"validation": 1}, ROWS, "validation must be a name, or a share above 0 and below 1, got 1"),
         ({"validation": 1.5}, ROWS, "validation must be a name, or a share above 0 and below 1"),
         ({"max_length": 600}, ROWS, "max_length=600 does not fit .* takes 512"),
         ({"prompt": "{question}"}, ROWS, r"has no column 'question' \(prompt\); it has instruction, output, speaker"),
