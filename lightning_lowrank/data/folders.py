@@ -9,33 +9,38 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from PIL import Image
-from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
+from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
 from lightning_lowrank.arguments import listed
 from lightning_lowrank.data.images import TensorImages
-from lightning_lowrank.data.own_images import TEST_NAMES, OwnImages, Pictures
+from lightning_lowrank.data.own_images import TEST_NAMES, VALIDATION_NAMES, OwnImages, Pictures
+
+_TRAIN_NAMES = ("train", "training")
 
 
 class ImageFolder(OwnImages):
     """Images of any classes: a folder with a folder for each class, in it the files of its images.
 
-    ``root`` holds either the classes' folders, of which ``test_share`` is held out for testing, or the folders
-    ``train`` and ``test`` (or ``val``) with the classes' folders in both. Classes are numbered in the order of their
-    names. Files in folders below a class's count too.
+    ``root`` holds either the classes' folders, or a folder ``train`` (or ``training``) of such folders, and beside it
+    ``test`` (or ``testing``) and ``val`` (or ``valid``, ``validation``), in capitals or not. Without test images
+    ``val`` is tested on, and without both ``test_share`` is held out. Classes are numbered in the order of their names.
+    Files in folders below a class's count too; hidden files and folders and ``__MACOSX`` do not.
 
     A split's dataset has an attribute ``files``, the images' paths below ``root``, of which `ByKey` makes natural
     clients: ``ByKey(lambda dataset: [name.split("_")[0] for name in dataset.files])``.
 
     Args:
         root: The folder.
+        validation: ``"test"``: validation on the test images. A share: so much of the training images is held out. Or
+            the name of a folder in ``root``. ``None``: ``val`` where there is ``test`` too, or else ``"test"``.
         **kwargs: Arguments of `OwnImages`: ``size``, ``channels``, ``test_share``, ``mean``, ``std``, ``memory_limit``,
             ``mirror``; and of `VisionDataModule`: ``batch_size``, ``eval_batch_size``, ``num_workers``, ``augment``,
-            ``validation``, ``limit_samples``, ``seed``, ``normalize``.
+            ``limit_samples``, ``seed``, ``normalize``.
 
     Raises:
-        MisconfigurationException: If an argument is out of range; if ``root`` is no such folder, the test images have
-            classes that the training images do not have, a split comes out empty; and, when images are read, if one
-            cannot be, or they differ in size and ``size`` is not given.
+        MisconfigurationException: If an argument is out of range; if ``root`` is no such folder, a class has no
+            training image, other images have classes that these do not have, a split comes out empty; and, when images
+            are read, if one cannot be, or they differ in size and ``size`` is not given.
 
     Example:
         >>> import pathlib, tempfile
@@ -49,29 +54,48 @@ class ImageFolder(OwnImages):
         (['cat', 'dog'], (3, 16, 16), 8, 2)
     """
 
-    def __init__(self, root: str, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __init__(self, root: str, validation: float | str | None = None, **kwargs: Any) -> None:
+        named = validation is None or isinstance(validation, str)
+        super().__init__(validation="test" if named else validation, **kwargs)
         self.root = root
         folder = Path(root).expanduser()
-        self._train_folder = folder / "train" if (folder / "train").is_dir() else folder
-        tests = [folder / name for name in TEST_NAMES if (folder / name).is_dir()]
-        self._test_folder = tests[0] if tests and self._train_folder != folder else None
         try:
-            self.classes = find_classes(self._train_folder)[0]
+            held = _folders(folder)
+            trains = [name for name in held if name.lower() in _TRAIN_NAMES and _folders(folder / name)]
+            if len(trains) > 1:
+                raise MisconfigurationException(f"root={root!r} must hold one folder to train on, not {listed(trains)}")
+            self._train_folder = folder / trains[0] if trains else folder
+            self.classes = _folders(self._train_folder)
         except OSError as error:
-            raise MisconfigurationException(
-                f"root={root!r} must be a folder that holds a folder of images for each class, or train and test with"
-                f" such folders: {error}"
-            ) from error
+            raise MisconfigurationException(f"{_wanted(root)}: {error}") from error
+        if not self.classes:
+            raise MisconfigurationException(f"{_wanted(root)}, and it holds no folder")
         vars(self)["num_classes"] = len(self.classes)
+        others = [name for name in held if name not in trains] if trains else []
+        if validation is None:
+            # One of them alone is tested on.
+            tested = _called(TEST_NAMES, others) not in (None, _called(VALIDATION_NAMES, others))
+            validation = (_called(VALIDATION_NAMES, others) if tested else None) or "test"
+        self.validation = validation
+        # Of strings, "test" alone is no folder's name.
+        apart = validation if isinstance(validation, str) and validation != "test" else None
+        if apart is not None and apart not in others:
+            raise MisconfigurationException(
+                f"validation={apart!r} must be 'test', a share, or a folder beside one to train on, and {folder} holds"
+                f" {listed(held)}"
+            )
+        self._validation_folder = None if apart is None else folder / apart
+        test = _called(TEST_NAMES, [name for name in others if name != apart])
+        self._test_folder = None if test is None else folder / test
 
     def find_splits(self) -> tuple[Pictures, Pictures | None, Pictures | None]:
         """List the files."""
-        test = None if self._test_folder is None else self._listed(self._test_folder)
-        return self._listed(self._train_folder), test, None
+        others = self._test_folder, self._validation_folder
+        test, validation = (None if folder is None else self._listed(folder) for folder in others)
+        return self._listed(self._train_folder), test, validation
 
     def _listed(self, folder: Path) -> _Files:
-        classes = find_classes(folder)[0]
+        classes = _folders(folder)
         unknown = sorted(set(classes) - set(self.classes))
         if unknown:
             raise MisconfigurationException(
@@ -79,10 +103,38 @@ class ImageFolder(OwnImages):
             )
         numbers = {name: number for number, name in enumerate(self.classes)}
         wanted = {name: numbers[name] for name in classes}
-        found = make_dataset(folder, wanted, IMG_EXTENSIONS, allow_empty=True)
+        found = [
+            (file, target)
+            for file, target in (make_dataset(folder, wanted, IMG_EXTENSIONS, allow_empty=True) if wanted else ())
+            if not any(map(_is_hidden, Path(file).relative_to(folder).parts))
+        ]
         if not found:
             raise MisconfigurationException(f"{folder} holds no image: {', '.join(IMG_EXTENSIONS)} are read")
+        empty = sorted(set(classes) - {self.classes[target] for _, target in found})
+        if empty and folder == self._train_folder:
+            raise MisconfigurationException(
+                f"{folder} has folders without an image, which would be classes: {listed(empty)}; remove them"
+                f" ({', '.join(IMG_EXTENSIONS)} are read)"
+            )
         return _Files(found, Path(self.root).expanduser())
+
+
+def _folders(folder: Path) -> list[str]:
+    """Return the names of the folders in a folder, sorted, without hidden ones."""
+    return sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not _is_hidden(entry.name))
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".") or name == "__MACOSX"
+
+
+def _called(names: Sequence[str], folders: Sequence[str]) -> str | None:
+    """Return the first folder that has one of the names, the first names first."""
+    return next((folder for name in names for folder in folders if folder.lower() == name), None)
+
+
+def _wanted(root: str) -> str:
+    return f"root={root!r} must be a folder that holds a folder of images for each class, or train and test with such"
 
 
 class _Files(Pictures):

@@ -22,7 +22,9 @@ from lightning_lowrank.configuration import check_integer, check_number
 from lightning_lowrank.data.images import TensorImages
 from lightning_lowrank.data.vision import VisionDataModule, hold_out
 
-TEST_NAMES = ("test", "val", "valid", "validation")
+VALIDATION_NAMES = ("val", "valid", "validation")
+"""What validation images are called, the first that there is."""
+TEST_NAMES = ("test", "testing", *VALIDATION_NAMES)
 """What test images are called, the first that there is."""
 _ANNOUNCED = 10_000
 _AT_ONCE = 1024

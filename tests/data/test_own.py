@@ -84,6 +84,78 @@ def test_folders_of_splits(images):
         ImageFolder(str(folder)).setup()
 
 
+GREY = np.full((8, 8, 3), 7, np.uint8)
+
+
+def splits(root, **files):
+    """Write so many images of two classes into each folder."""
+    for name, count in files.items():
+        for number in range(count):
+            for label in ("ant", "bee"):
+                write(root / name / label, f"{number}.png", GREY)
+    return str(root)
+
+
+@pytest.mark.parametrize(
+    ("files", "arguments", "sizes"),
+    [
+        ({"train": 5, "val": 3, "test": 2}, {}, (10, 6, 4)),
+        ({"train": 5, "validation": 3, "test": 2}, {}, (10, 6, 4)),
+        ({"train": 5, "val": 3, "test": 2}, {"validation": "test"}, (10, 4, 4)),
+        ({"train": 5, "val": 3, "test": 2}, {"validation": 0.2}, (8, 2, 4)),
+        ({"train": 5, "val": 3}, {}, (10, 6, 6)),
+        ({"train": 5, "val": 3}, {"validation": "val", "test_share": 0.2}, (8, 6, 2)),
+        ({"train": 5, "dev": 3, "test": 2}, {"validation": "dev"}, (10, 6, 4)),
+        ({"Train": 5, "Valid": 3, "TEST": 2}, {}, (10, 6, 4)),
+        ({"training": 5, "testing": 2}, {}, (10, 4, 4)),
+    ],
+)
+def test_folders_of_splits_are_told_by_their_names(tmp_path, files, arguments, sizes):
+    data = ImageFolder(splits(tmp_path, **files), **arguments)
+    data.setup()
+    assert tuple(map(len, (data.train_set, data.validation_set, data.test_set))) == sizes
+    assert data.classes == ["ant", "bee"]
+
+
+def test_names_of_splits_may_be_classes(tmp_path):
+    for number in range(5):
+        for label in ("train", "valid", "test"):
+            write(tmp_path / label, f"{number}.png", GREY)
+    data = ImageFolder(str(tmp_path))
+    data.setup()
+    assert data.classes == ["test", "train", "valid"]
+    assert (len(data.train_set), len(data.test_set)) == (12, 3)
+
+
+def test_hidden_files_and_folders_are_no_images(images):
+    folder, pixels = images
+    for label in (".ipynb_checkpoints", "__MACOSX", "ant/.ipynb_checkpoints"):
+        write(folder / label, "0.png", GREY)
+    (folder / "bee" / "._0.png").write_bytes(b"a resource fork")
+    data = ImageFolder(str(folder))
+    assert data.num_classes == 3
+    data.setup()
+    assert sorted(data.train_set.files + data.test_set.files) == sorted(pixels)
+
+
+@pytest.mark.parametrize(
+    ("files", "arguments", "said"),
+    [
+        ({"train": 1, "Training": 1}, {}, "must hold one folder to train on, not Training, train"),
+        ({"train": 1, "test": 1}, {"validation": "val"}, "validation='val' must be 'test', a share, .* test, train"),
+        ({"a": 1, "val": 1}, {"validation": "val"}, "validation='val' must be .* beside one to train on"),
+        ({"train": 1, "train/cow": 0}, {}, "folders without an image, which would be classes: cow; remove them"),
+        ({"train": 1, "test": 0}, {}, "test holds no image"),
+    ],
+)
+def test_folders_of_splits_are_checked(tmp_path, files, arguments, said):
+    splits(tmp_path, **files)
+    for name in files:
+        (tmp_path / name).mkdir(exist_ok=True)
+    with pytest.raises(MisconfigurationException, match=said):
+        ImageFolder(str(tmp_path), **arguments).setup()
+
+
 def test_images_of_other_sizes_are_scaled_where_that_is_asked_for(images):
     folder, _ = images
     write(folder / "cow" / "deep", "wide.jpg", np.full((10, 30), 200, np.uint8))
