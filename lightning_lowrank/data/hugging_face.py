@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_lowrank.arguments import listed
 from lightning_lowrank.data.images import TensorImages
 from lightning_lowrank.data.own_images import TEST_NAMES, OwnImages, Pictures
-from lightning_lowrank.data.tables import load_splits, split_of
+from lightning_lowrank.data.tables import check_stored, load_splits, split_of
 from lightning_lowrank.interop.extras import import_extra
 
 _LABELS = ("label", "labels", "target")
@@ -103,18 +103,7 @@ class HuggingFaceImages(OwnImages):
 
     def _rows(self, splits: Mapping[str, Any], split: str, argument: str) -> _Rows:
         dataset, source = split_of(splits, split, argument), f"dataset[{split!r}]"
-        if not isinstance(dataset, self._datasets.Dataset):
-            raise MisconfigurationException(
-                f"{source} must be a datasets.Dataset, got {type(dataset).__name__}: load it without streaming, or make"
-                " one with datasets.Dataset.from_list or from_dict"
-            )
-        if dataset.format["type"] == "custom":
-            raise MisconfigurationException(
-                f"{source} has a transform, which would not be applied: dataset.map(function) applies one once, and"
-                " dataset.with_format(None) has none"
-            )
-        if not len(dataset):
-            raise MisconfigurationException(f"{source} has no rows")
+        check_stored(dataset, source)
         image, label = self._image_column(dataset.features, source), self._label_column(dataset.features, source)
         names = self._class_names(dataset, label, source)
         if argument == "train":

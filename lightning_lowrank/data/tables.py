@@ -7,6 +7,7 @@ any of its columns.
 from __future__ import annotations
 
 import csv
+import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -130,7 +131,7 @@ def read_text(path: Path) -> str:
 def read_table(path: Path, names: Sequence[str] | None = None) -> Table:
     r"""Read a file of rows: ``.jsonl``, ``.json`` (a list of objects), ``.csv``, or else columns apart by tabs.
 
-    Quotes mean something in ``.csv`` alone, as in GLUE's files.
+    Quotes mean something in ``.csv`` alone, as in GLUE's files; its empty lines mean nothing.
 
     Args:
         path: The file, in UTF-8.
@@ -158,7 +159,7 @@ def read_table(path: Path, names: Sequence[str] | None = None) -> Table:
                 raise MisconfigurationException(f"{path}, line {number}: no valid JSON: {error}") from error
         return table_of(rows, str(path), first_line=1)
     if path.suffix == ".csv":
-        cells = list(csv.reader(text.splitlines(keepends=True)))
+        cells = _csv_cells(text, path)
         # A quoted cell may hold line ends, so that a row has no line of its own.
         first_line = None
     else:
@@ -177,17 +178,31 @@ def read_table(path: Path, names: Sequence[str] | None = None) -> Table:
     return Table({name: [parts[place] for parts in cells] for place, name in enumerate(names)}, str(path), first_line)
 
 
+def _csv_cells(text: str, path: Path) -> list[list[str]]:
+    """Return the cells of each row, without empty rows; a cell may be of any length."""
+    limit = csv.field_size_limit(max(len(text), 1))
+    try:
+        return [row for row in csv.reader(io.StringIO(text, newline="")) if row]
+    except csv.Error as error:
+        raise MisconfigurationException(f"{path} is no valid CSV: {error}") from error
+    finally:
+        csv.field_size_limit(limit)
+
+
 def table_of(rows: Any, source: str, first_line: int | None = None) -> Table:
     """Return the table of a `datasets.Dataset` or of a list of dictionaries.
 
     Columns of a list are those of the first row; a row that lacks one has ``None``. A ``ClassLabel`` column holds the
     names of its classes, and -1 where a label is kept back.
+
+    Raises:
+        MisconfigurationException: If it is neither, there are no rows, or ``check_stored`` refuses them.
     """
     if isinstance(rows, Table):
         return rows
-    names = getattr(rows, "column_names", None)
-    if isinstance(names, list):
-        stored = rows.with_format(None) if hasattr(rows, "with_format") else rows
+    if hasattr(rows, "with_format"):
+        check_stored(rows, source)
+        names, stored = rows.column_names, rows.with_format(None)
         kinds = getattr(rows, "features", None) or {}
         classes = {name: list(kinds[name].names) for name in names if hasattr(kinds.get(name), "int2str")}
         columns = {name: _named(stored[name][:], classes.get(name)) for name in names}
@@ -203,6 +218,26 @@ def table_of(rows: Any, source: str, first_line: int | None = None) -> Table:
         place = Table({}, source, first_line).place(other)
         raise MisconfigurationException(f"{place}: must be a dictionary, got {type(rows[other]).__name__}")
     return Table({name: [row.get(name) for row in rows] for name in rows[0]}, source, first_line)
+
+
+def check_stored(rows: Any, source: str) -> None:
+    """Refuse what is no `datasets.Dataset`, such as a streamed one; one with a transform; and one without rows.
+
+    Raises:
+        MisconfigurationException: If it is refused.
+    """
+    if not (isinstance(getattr(rows, "column_names", None), list) and hasattr(rows, "__len__")):
+        raise MisconfigurationException(
+            f"{source} must be a datasets.Dataset, got {type(rows).__name__}: load it without streaming, or make one"
+            " with datasets.Dataset.from_list or from_dict"
+        )
+    if rows.format["type"] == "custom":
+        raise MisconfigurationException(
+            f"{source} has a transform, which would not be applied: dataset.map(function) applies one once, and"
+            " dataset.with_format(None) has none"
+        )
+    if not len(rows):
+        raise MisconfigurationException(f"{source} has no rows")
 
 
 def _named(values: Sequence[Any], classes: Sequence[str] | None) -> Sequence[Any]:

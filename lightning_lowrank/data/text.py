@@ -52,8 +52,8 @@ class TextClassification(TextSplits):
             are).
         header: Whether files of two columns begin with a line of column names. Default no.
         dataset: Name of a data set on the Hugging Face hub or a local folder, or a list of the name and its
-            configuration: ``["nyu-mll/glue", "mrpc"]``. Or its splits by name, each a `datasets.Dataset` or a list of
-            dictionaries.
+            configuration: ``["nyu-mll/glue", "mrpc"]``. Or its splits by name, each a `datasets.Dataset`, not streamed
+            and without a transform, or a list of dictionaries.
         task: Name of a task of GLUE (``cola``, ``sst2``, ``mrpc``, ``qqp``, ``stsb``, ``mnli``, ``qnli``, ``rte``,
             ``wnli``), whose columns and labels are known, on the hub and in GLUE's own files.
         text: Column of the texts, or the two columns of pairs.

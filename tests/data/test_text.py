@@ -1,5 +1,6 @@
 """TextClassification: what it reads and refuses, its batches, and clients that share it out."""
 
+import csv
 import os
 import pickle
 import sys
@@ -14,7 +15,8 @@ from torch import nn
 from torch.utils.data import ConcatDataset, Subset
 
 from lightning_lowrank import ByKey, Dirichlet, FedAvg, FederatedLoop
-from lightning_lowrank.data import PadTexts, TextClassification, TokenizedTexts
+from lightning_lowrank.data import Instructions, PadTexts, TextClassification, TokenizedTexts
+from lightning_lowrank.data.tables import read_table
 from lightning_lowrank.federated.data import find_labels
 from tests import texts
 from tests.helpers import SHARED_DATA, fit, needs_shared_data, trainer, weights
@@ -485,6 +487,23 @@ def test_named_classes_of_another_order_or_another_name(tokenizer):
 
 
 @pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda rows: rows.with_transform(lambda batch: batch), "has a transform, which would not be applied"),
+        (lambda rows: rows.to_iterable_dataset(), "got IterableDataset: load it without streaming"),
+        (lambda rows: {"a": rows}, "must be a datasets.Dataset or a list of dictionaries, got dict"),
+        (lambda rows: rows.select([]), "has no rows"),
+    ],
+)
+def test_rows_that_would_be_read_otherwise_are_refused(tokenizer, change, message):
+    rows = stored([0, 1], ["pos", "neg"])
+    for kind, given in ((TextClassification, {}), (Instructions, {"text": "text"})):
+        data = kind(tokenizer=tokenizer, dataset={"train": change(rows), "validation": rows}, **given)
+        with pytest.raises(MisconfigurationException, match=rf"dataset\['train'\] .*{message}"):
+            data.setup("fit")
+
+
+@pytest.mark.parametrize(
     ("found", "given", "classes", "targets"),
     [
         ([-1, 1, 0, -2], None, ["-2", "-1", "0", "1"], [1, 3, 2, 0]),
@@ -560,6 +579,37 @@ def test_a_hugging_face_data_set_is_divided_without_reading_a_sample(tmp_path, t
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(MisconfigurationException, match=r"needs datasets: .*lightning_lowrank\[datasets\]"):
         TextClassification(tokenizer=tokenizer, dataset="nobody/nothing").setup("fit")
+
+
+@pytest.mark.parametrize("end", ["\u2028", "\u0085", "\f", "\n", "\r\n", ""])
+def test_cells_hold_any_character_and_any_number_of_them(tmp_path, end):
+    said = f"good{end}fine" + " film" * 40_000
+    with open(tmp_path / "train.csv", "w", newline="", encoding="utf-8") as file:
+        file.write(f'label,text\r\n1,"{said}"\r\n\r\n0,bad\r\n\r\n')
+    limit = csv.field_size_limit()
+    table = read_table(tmp_path / "train.csv")
+    assert table["text"] == [said.replace("\r\n", "\n"), "bad"]
+    assert table["label"] == ["1", "0"]
+    assert csv.field_size_limit() == limit
+
+
+def test_an_empty_row_of_one_column_is_a_text(tmp_path):
+    (tmp_path / "train.csv").write_text('text\na\n""\nb\n\n')
+    assert read_table(tmp_path / "train.csv")["text"] == ["a", "", "b"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "holds no line"),
+        ("\n\n", "holds no line"),
+        ("text,label\na,1\n\nb\n", "row 1: there are 1 cells for the 2 columns"),
+    ],
+)
+def test_a_useless_csv_file_is_refused(tmp_path, content, message):
+    (tmp_path / "train.csv").write_bytes(content.encode())
+    with pytest.raises(MisconfigurationException, match=message):
+        read_table(tmp_path / "train.csv")
 
 
 def test_clients_train_on_a_hugging_face_data_set_with_its_own_collator(tmp_path, tokenizer):
