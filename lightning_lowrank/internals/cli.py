@@ -54,6 +54,22 @@ def replace_lists_whole() -> None:
     _replace_in_typehints("adapt_typehints", without_the_list_before)
 
 
+def write_names_as_names() -> None:
+    """Have a configuration keep the name that was given where a function was allowed too, in this process.
+
+    jsonargparse reads ``key: writer`` as a text where no function is called so, and writes what a function may be as an
+    import path: it would save ``Unable to serialize instance writer``. The order of the types is no way out, since a
+    text that comes first takes the functions' names. A jsonargparse with other private parts is left as it is.
+    """
+
+    def functions_alone(as_jsonargparse: Callable[[Any], Any], val: Any) -> Any:
+        if isinstance(val, str):
+            raise ValueError(f"{val!r} is no function")
+        return as_jsonargparse(val)
+
+    _replace_in_typehints("serialize_as_import_path", functions_alone)
+
+
 def _replace_in_typehints(name: str, replacement: Callable[..., Any]) -> None:
     """Put a function in the place of a private one of jsonargparse, once; it gets that one as its first argument."""
     hints = getattr(jsonargparse, "_typehints", None)
@@ -86,6 +102,7 @@ class SubcommandCLI(LightningCLI):
             )
         read_counts_as_counts()
         replace_lists_whole()
+        write_names_as_names()
         super().__init__(*arguments, **keywords)
 
     def add_arguments_of_subcommand(self, parser: LightningArgumentParser, subcommand: str) -> list[str]:

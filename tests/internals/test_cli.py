@@ -1,5 +1,7 @@
 """Lightning's command line has the private methods that `SubcommandCLI` overrides, and jsonargparse its own."""
 
+import collections.abc
+import inspect
 import json
 import typing
 
@@ -9,7 +11,13 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_lowrank.internals.cli import SubcommandCLI, read_counts_as_counts, replace_lists_whole
+import lightning_lowrank
+from lightning_lowrank.internals.cli import (
+    SubcommandCLI,
+    read_counts_as_counts,
+    replace_lists_whole,
+    write_names_as_names,
+)
 
 
 class Telling(SubcommandCLI):
@@ -75,6 +83,48 @@ def test_a_count_is_read_as_a_count_whatever_union_was_made_first(monkeypatch, w
         built = parser.instantiate(each)
         for values in (built.one.values, built.other.values):
             assert [(type(value), value) for value in values] == [(type(value), value) for value in expected]
+
+
+def own_function(given):
+    return given
+
+
+FUNCTION_OR = {
+    "availability": ["[0.5, 1.0]"],
+    "client_settings": ["{1: {a: 2}}"],
+    "key": ["site", "data.site"],
+    "ranks": ["[1, 2]", "{1: 2}"],
+    "weighting": ["samples"],
+}
+
+
+def arguments_that_take_functions():
+    """Yield the name and the types of each argument that takes a function or something else."""
+    for name in lightning_lowrank.__all__:
+        made = getattr(lightning_lowrank, name)
+        hints = typing.get_type_hints(made.__init__) if inspect.isclass(made) else {}
+        for argument, hint in hints.items():
+            kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)]
+            if len(kinds) > 1 and collections.abc.Callable in map(typing.get_origin, kinds):
+                yield pytest.param(argument, hint, id=f"{name}.{argument}")
+
+
+@pytest.mark.parametrize(("argument", "hint"), [*arguments_that_take_functions()])
+def test_a_printed_configuration_has_what_was_given_in_place_of_a_function(argument, hint, capsys):
+    assert jsonargparse._typehints.serialize_as_import_path, "jsonargparse writes functions elsewhere"
+    write_names_as_names()
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_argument("--config", action=jsonargparse.ActionConfigFile)
+    parser.add_argument(f"--{argument}", type=hint)
+    for word in (*FUNCTION_OR[argument], f"{__name__}.own_function"):
+        given = [f"--{argument}={word}"]
+        with pytest.raises(SystemExit):
+            parser.parse_args([*given, "--print_config"])
+        printed = capsys.readouterr().out
+        assert "Unable" not in printed
+        values = [parsed[argument] for parsed in (parser.parse_args(given), parser.parse_string(printed))]
+        assert values[0] == values[1]
+        assert callable(values[0]) == word.endswith("own_function")
 
 
 class Part:
