@@ -115,7 +115,7 @@ class Rounds(Untraced):
         if settings.algorithm.needs_labels and data.labels_of(holder) is None:
             raise MisconfigurationException(
                 f"{settings.algorithm!r} reads the labels of clients' samples, and the training data has none that are"
-                " found: give labels=..., a function of the dataset."
+                " found: give FederatedLoop(labels=...), a function of the dataset."
             )
         coordinator.check_cohort(min([planner.drawn, *map(len, settings.participants or ())]))
         data.group_key = self._group_key

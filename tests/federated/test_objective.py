@@ -141,7 +141,7 @@ def test_classes_that_are_strings_need_their_numbers(tmp_path):
         return FederatedLoop(FedAvg(), clients=2, objective=MASK(), labels=labels, summary=False)
 
     settings = {"max_epochs": 1, "limit_val_batches": 0}
-    with pytest.raises(MisconfigurationException, match=r"are strings, such as 'down'.* give labels="):
+    with pytest.raises(MisconfigurationException, match=r"are strings, such as 'down'.* give FederatedLoop\(labels="):
         fit(trainer(tmp_path, loop(), **settings), Module(), Data(Named()))
     numbers = loop(lambda dataset: [dataset[index][1] for index in range(20)])
     fit(trainer(tmp_path, numbers, **settings), Module(), Data(Named()))

@@ -15,7 +15,7 @@ from lightning_lowrank.federated.data.columns import call_on, describe, find_col
 
 _ADVICE = (
     "labels must be one integer or string for each sample. For regression targets, several labels or one-hot"
-    " vectors give labels=, a function dataset -> labels that says how to group the samples."
+    " vectors give FederatedLoop(labels=...), a function dataset -> labels that says how to group the samples."
 )
 _FIELDS = ("label", "labels", "target")
 
@@ -85,8 +85,8 @@ def numbered_alike(labels: Tensor, names: Sequence[str] | None, wanted: Sequence
     if names is None or wanted is None:
         raise MisconfigurationException(
             f"the labels of one data set are strings, such as {(names or wanted or [''])[0]!r}, and those of another"
-            " are integers, so that they cannot be compared: give both the same, or labels=, a function dataset ->"
-            " labels."
+            " are integers, so that they cannot be compared: give both the same, or FederatedLoop(labels=...), a"
+            " function dataset -> labels."
         )
     numbers = {name: number for number, name in enumerate(wanted)}
     return torch.tensor([numbers.get(name, -1) for name in names], dtype=torch.int64)[labels]
@@ -101,8 +101,8 @@ def _label_of(sample: Any) -> Any:
         return sample[1]
     raise MisconfigurationException(
         f"no label can be found in the dataset's samples ({describe(sample)}): they should be (input, label,"
-        " ...) or dictionaries with 'label', 'labels' or 'target'. Otherwise give labels=, a function dataset"
-        " -> labels."
+        " ...) or dictionaries with 'label', 'labels' or 'target'. Otherwise give FederatedLoop(labels=...), a"
+        " function dataset -> labels."
     )
 
 

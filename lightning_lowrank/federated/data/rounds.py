@@ -281,8 +281,8 @@ class RoundData:
         if self.label_names is not None:
             raise MisconfigurationException(
                 "the method or objective compares labels with the model's outputs, and those are strings, such as"
-                f" {self.label_names[0]!r}, of which nobody can tell the output: give labels=, a function dataset ->"
-                " labels that returns the number of each sample's class."
+                f" {self.label_names[0]!r}, of which nobody can tell the output: give FederatedLoop(labels=...), a"
+                " function dataset -> labels that returns the number of each sample's class."
             )
         labels = self.label_values[self.indices[client]]
         return self._poisoned.labels(labels) if self._poisoned and client in self._attackers else labels

@@ -123,14 +123,14 @@ def test_find_labels_prefers_the_users_function():
     [
         (
             WithAttribute(2, targets=torch.tensor([0.5, 1.0])),
-            r"WithAttribute.targets holds float64.*give labels=",
+            r"WithAttribute.targets holds float64.*give FederatedLoop\(labels=",
         ),
-        (WithAttribute(2, targets=torch.eye(2)), r"shape \[2, 2\].*one-hot vectors give labels="),
+        (WithAttribute(2, targets=torch.eye(2)), r"shape \[2, 2\].*one-hot vectors give FederatedLoop\(labels="),
         (
             TensorDataset(torch.randn(2, 3), torch.tensor([[0, 1], [1, 0]])),
             r"TensorDataset.tensors holds int64 of shape",
         ),
-        ([(0, 0.5), (0, 1.5)], "the dataset's samples holds float64.*give labels="),
+        ([(0, 0.5), (0, 1.5)], r"the dataset's samples holds float64.*give FederatedLoop\(labels="),
         ([(0, torch.tensor([0, 1])), (0, torch.tensor([1]))], "different lengths"),
         ([(0, "a"), (0, 1)], "mixes strings"),
         ([1.0, 2.0], "no label can be found.*of type float"),
