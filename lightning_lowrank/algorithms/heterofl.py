@@ -73,7 +73,8 @@ class HeteroFL(PartAveraging):
     Raises:
         MisconfigurationException: If an argument is out of range, or the module has layers that cannot be sliced:
             low-rank ones, normalisation across channels, embeddings, attention, grouped convolutions that are not
-            depthwise, frozen ones; or, in the dynamic setting, if a client kept an optimizer's state, which is of other channels.
+            depthwise, frozen ones; or, in the dynamic setting, if a client kept an optimizer's state, which is of other
+            channels.
 
     Example:
         >>> from lightning_lowrank import Dirichlet, FederatedLoop, HeteroFL
