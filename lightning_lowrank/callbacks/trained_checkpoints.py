@@ -106,7 +106,18 @@ class TrainedCheckpoints(Configured, Callback):
         self._marks = {name: written(value) for name, value in self._base.items()}
 
     def _note_changes(self) -> None:
+        self._note_trained()
         self._changed |= {name for name, value in self._base.items() if written(value) != self._marks.get(name)}
+
+    def _note_trained(self) -> None:
+        # Fused optimizers don't count what they write.
+        self._changed.update(name for name, value in self._base.items() if value.requires_grad)
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Note what has been thawed."""
+        self._note_trained()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Note what has changed, before the strategy moves the module."""
@@ -119,7 +130,7 @@ class TrainedCheckpoints(Configured, Callback):
 
     def _left_out(self) -> list[str]:
         self._note_changes()
-        return [name for name, value in self._base.items() if name not in self._changed and not value.requires_grad]
+        return [name for name in self._base if name not in self._changed]
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
+from lightning.pytorch.callbacks import BaseFinetuning, Callback, ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
@@ -164,6 +164,25 @@ def test_a_checkpoint_after_the_fit_and_after_another(tmp_path):
     saved = torch.load(tmp_path / "changed.ckpt", weights_only=True)
     assert list(saved["callbacks"]["TrainedCheckpoints"]["base"]) == ["net.0.bias"]
     assert torch.equal(saved["state_dict"]["net.0.weight"].cpu(), module.net[0].weight)
+
+
+class Middle(Callback):
+    """Thaws the first layer for the second epoch alone."""
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        pl_module.net[0].requires_grad_(trainer.current_epoch == 1)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_what_was_frozen_again_is_saved(tmp_path, fused):
+    module = partly_frozen()
+    module.make_optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.1, fused=fused)
+    runs = trainer(tmp_path, Middle(), TrainedCheckpoints(), limit_train_batches=1, limit_val_batches=0)
+    fit(runs, module, Data())
+    runs.save_checkpoint(tmp_path / "run.ckpt")
+    saved = torch.load(tmp_path / "run.ckpt", weights_only=True)["state_dict"]
+    assert not torch.equal(saved["net.0.weight"].cpu(), partly_frozen().net[0].weight)
+    fit(trainer(tmp_path, TrainedCheckpoints(), max_epochs=4), partly_frozen(), Data(), ckpt_path=tmp_path / "run.ckpt")
 
 
 @pytest.mark.slow
