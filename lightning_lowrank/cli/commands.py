@@ -109,8 +109,8 @@ def _export(parser: argparse.ArgumentParser, words: list[str]) -> None:
     parser.add_argument(
         "--prefix",
         default=None,
-        help="keep the names that begin with this and cut it off: `network.` exports that attribute; for PEFT by"
-        " default the attribute that holds all low-rank layers",
+        help="export this attribute alone, with names relative to it: `network`; for PEFT by default the attribute"
+        " that holds all low-rank layers",
     )
     parser.add_argument("--client", type=int, default=None, help="id of a client whose own model is exported")
     parser.add_argument(
@@ -120,6 +120,7 @@ def _export(parser: argparse.ArgumentParser, words: list[str]) -> None:
         " adapters of runs that changed frozen weights or that PEFT wrapped, and what TrainedCheckpoints leaves out",
     )
     options = parser.parse_args(words)
+    from lightning_lowrank.arguments import listed
     from lightning_lowrank.configuration import misconfigured
 
     if not options.checkpoint.is_file():
@@ -142,21 +143,24 @@ def _export(parser: argparse.ArgumentParser, words: list[str]) -> None:
         print(f"wrote {options.output}: PeftModel.from_pretrained(base_model, {str(options.output)!r}) loads it")
         return
     found = dense_checkpoint(options.checkpoint, options.client, module)
-    prefix = options.prefix or ""
+    prefix = f"{options.prefix.removesuffix('.')}." if options.prefix else ""
     # safetensors refuses tensors that share memory, as tied weights do.
     weights = {
         name.removeprefix(prefix): value.clone(memory_format=torch.contiguous_format)
         for name, value in found.items()
-        if name.startswith(prefix)
+        if name.startswith(prefix) and isinstance(value, torch.Tensor)
     }
     if not weights:
-        raise misconfigured(f"no tensor's name begins with --prefix {prefix!r}: {sorted(found)}")
+        raise misconfigured(f"no tensor's name begins with --prefix {options.prefix or ''!r}: {sorted(found)}")
     if options.output.exists() and options.output.samefile(options.checkpoint):
         raise misconfigured(f"{options.output} is the checkpoint itself: give another path to write to.")
     with replacing(options.output) as part:
         save_file(weights, part)
     numbers = sum(value.numel() for value in weights.values())
     print(f"wrote {len(weights)} tensors, {numbers:,} numbers: {options.output}")
+    objects = [name for name, value in found.items() if name.startswith(prefix) and not isinstance(value, torch.Tensor)]
+    if objects:
+        print(f"left out, because a .safetensors file holds tensors alone: {listed(objects)}")
 
 
 def _push(parser: argparse.ArgumentParser, words: list[str]) -> None:

@@ -52,9 +52,10 @@ def dense_checkpoint(path: str | Path, client: int | None = None, module: nn.Mod
         _put_back_frozen(checkpoint, layers, module)
     if not layers and any(".factors." in name for name in checkpoint["state_dict"]):
         raise misconfigured(
-            f"{path} has low-rank layers but no description of them, because it was saved with save_weights_only=True:"
-            " convert a new module with LowRank(...).convert(module), load the state dict into that, and"
-            " call lightning_lowrank.recover(module)."
+            f"{path} has low-rank layers but no description of them: it was saved with save_weights_only=True, or its"
+            " module was converted without LowRank. Convert a new module as the run did, with"
+            " LowRank(...).convert(module) or lightning_lowrank.convert(module, ...), load the state dict into that,"
+            " and call lightning_lowrank.recover(module)."
         )
     return dense_state_dict(checkpoint["state_dict"], layers)
 
@@ -117,8 +118,9 @@ def adapter_checkpoint(
     if described is None:
         raise misconfigured(
             f"{path} does not describe the layers of its module, as checkpoints of runs with LowRank do unless they"
-            " were saved with save_weights_only=True: convert a new module with LowRank(...).convert(module), load the"
-            " state dict into that, and call lightning_lowrank.export_adapter(module, folder, base=pretrained_network)."
+            " were saved with save_weights_only=True. Convert a new module as the run did, with"
+            " LowRank(...).convert(module) or lightning_lowrank.convert(module, ...), load the state dict into that,"
+            " and call lightning_lowrank.export_adapter(module, folder, base=pretrained_network)."
         )
     outline = Outline.from_dict(described)
     if module is None:
@@ -161,10 +163,20 @@ def _read(path: str | Path, client: int | None) -> dict[str, Any]:
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, OSError, ValueError, KeyError, pickle.UnpicklingError) as error:
-        told = (str(error).splitlines() or [type(error).__name__])[0]
+        objects = _objects_in(path) if isinstance(error, pickle.UnpicklingError) else []
+        if objects:
+            raise misconfigured(
+                f"{path} is not read, because it holds objects beside tensors and plain Python: {listed(objects)}."
+                " They are often hyperparameters, which are then in all checkpoints of the run: call"
+                " save_hyperparameters(ignore=[...]). If you trust the file, read it inside"
+                " torch.serialization.safe_globals([...]) with these classes and functions."
+            ) from error
+        # Torch says first how to read the file without its protection, and then what is wrong.
+        lines = str(error).rpartition("WeightsUnpickler error: ")[2].splitlines()
+        told = lines[0] if lines else type(error).__name__
         raise misconfigured(
-            f"{path} cannot be read: it is cut short or damaged, no checkpoint, or holds objects beside tensors and"
-            f" plain Python ({told}). Use another checkpoint of the run."
+            f"{path} cannot be read: it is cut short or damaged, or no checkpoint ({told}). Use another checkpoint of"
+            " the run."
         ) from error
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise misconfigured(f"{path} is no checkpoint of a Lightning trainer: it has no state_dict.")
@@ -189,6 +201,14 @@ def _read(path: str | Path, client: int | None) -> dict[str, Any]:
         saved, everywhere = checkpoint["state_dict"], under_all_names(own[client], server["aliases"])
         saved.update({name: value for name, value in everywhere.items() if name in saved})
     return checkpoint
+
+
+def _objects_in(path: str | Path) -> list[str]:
+    """Return the names of the classes and functions that torch does not read from a file, as far as it tells them."""
+    try:
+        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError, pickle.UnpicklingError):
+        return []
 
 
 def _refuse_unlike_judged(

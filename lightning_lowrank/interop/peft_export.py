@@ -230,7 +230,7 @@ def _changed(described: Outline, tensors: Mapping[str, Tensor], root: str, base:
     factors = {key for layer in described.layers for key in (layer.A, layer.B, *layer.core)}
     changed = set()
     for name, value in tensors.items():
-        if not name.startswith(root) or name in factors:
+        if not name.startswith(root) or name in factors or not isinstance(value, Tensor):
             continue
         key = layers.get(name, name).removeprefix(root)
         if key not in before or before[key].shape != value.shape:
@@ -343,7 +343,7 @@ def export_wrapped(
     inside = next(each for each, part in module.named_modules() if part is inner)
     # Names in a model that only has adapters inside are relative to it. Prompts have no prefix.
     before = "" if isinstance(network, peft.PeftModel) else PREFIX
-    tensors = {f"{before}{key}": value.detach().cpu() for key, value in tensors.items()}
+    tensors = {f"{before}{key}": value for key, value in tensors.items()}
     adapted: Collection[str] = ()
     if config.peft_type == peft.PeftType.LORA:
         moved = _moving_start(config) is not None
@@ -507,6 +507,12 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _write(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
+    objects = [name for name, value in tensors.items() if not isinstance(value, Tensor)]
+    if objects:
+        raise misconfigured(
+            f"{listed(objects)} of what is saved whole is no tensor, as get_extra_state() may return, and an adapter"
+            f" folder holds tensors alone: {_DENSE}."
+        )
     # safetensors refuses views, and tensors that share memory as those of tied layers do.
     contents = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
     with replacing(folder / CONFIG_FILE) as config_part, replacing(folder / WEIGHTS_FILE) as weights_part:

@@ -1,9 +1,12 @@
 """``lightning-lowrank export``: what it refuses to read and to write."""
 
 import os
+from argparse import Namespace
+from pathlib import PurePosixPath
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from lightning_lowrank.cli import main
 
@@ -40,3 +43,45 @@ def test_export_writes_to_files_only(tmp_path):
             main(["export", str(checkpoint), str(target)])
     assert checkpoint.read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fifo", "file", "run.ckpt"]
+
+
+@pytest.mark.parametrize("prefix", ["network", "network."])
+def test_a_prefix_is_an_attribute_with_or_without_its_dot(tmp_path, prefix):
+    tensors = {"network.body.weight": torch.ones(3), "networks.weight": torch.ones(2)}
+    torch.save({"state_dict": tensors}, tmp_path / "run.ckpt")
+    main(["export", str(tmp_path / "run.ckpt"), str(tmp_path / "out"), "--prefix", prefix])
+    assert list(load_file(tmp_path / "out")) == ["body.weight"]
+    with pytest.raises(SystemExit, match="no tensor's name begins with --prefix 'net'"):
+        main(["export", str(tmp_path / "run.ckpt"), str(tmp_path / "other"), "--prefix", "net"])
+
+
+def test_what_is_no_tensor_is_left_out_and_named(tmp_path, capsys):
+    state = {"weight": torch.ones(3), "body._extra_state": {"steps": 3}}
+    torch.save({"state_dict": state}, tmp_path / "run.ckpt")
+    main(["export", str(tmp_path / "run.ckpt"), str(tmp_path / "out")])
+    assert list(load_file(tmp_path / "out")) == ["weight"]
+    assert "wrote 1 tensors" in (printed := capsys.readouterr().out)
+    assert "tensors alone: body._extra_state" in printed
+
+
+def test_export_names_objects_that_torch_does_not_read(tmp_path):
+    hyperparameters = {"folder": PurePosixPath("data"), "options": Namespace(width=3)}
+    path = tmp_path / "run.ckpt"
+    torch.save({"state_dict": {"weight": torch.ones(3)}, "hyper_parameters": hyperparameters}, path)
+    with pytest.raises(SystemExit, match=r"Python: argparse\.Namespace, \S*PurePosixPath\. .*ignore=") as refused:
+        main(["export", str(path), str(tmp_path / "out")])
+    assert "\x1b" not in str(refused.value)
+    with torch.serialization.safe_globals([Namespace, PurePosixPath]):
+        main(["export", str(path), str(tmp_path / "out")])
+    path.write_bytes(b"no checkpoint")
+    with pytest.raises(SystemExit, match="cannot be read: it is cut short or damaged") as refused:
+        main(["export", str(path), str(tmp_path / "other")])
+    assert "\x1b" not in str(refused.value)
+    assert "weights_only" not in str(refused.value)
+
+
+def test_export_of_a_module_that_was_converted_by_hand_says_so(tmp_path):
+    torch.save({"state_dict": {"0.factors.U": torch.ones(3, 1)}}, tmp_path / "run.ckpt")
+    for form, said in (("safetensors", "or its module was converted without LowRank"), ("peft", "as the run did")):
+        with pytest.raises(SystemExit, match=said):
+            main(["export", str(tmp_path / "run.ckpt"), str(tmp_path / "out"), "--format", form])

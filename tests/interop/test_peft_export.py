@@ -422,3 +422,27 @@ def test_the_layers_of_an_encoder_that_calls_them_are_exported(tmp_path):
     convert(module, MatrixProduct(), rank=1, freeze_rest=True, include=["*.linear1", "*.linear2"])
     export_adapter(perturbed(module), tmp_path)
     same_function(module, peft().PeftModel.from_pretrained(base, tmp_path), torch.randn(2, 5, 4))
+
+
+class Counted(nn.Linear):
+    """A layer with a state that is no tensor."""
+
+    def get_extra_state(self):
+        return {"steps": 3}
+
+    def set_extra_state(self, state):
+        pass
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["ours", "PEFT"])
+def test_a_state_that_is_no_tensor_is_refused_where_it_would_be_saved(tmp_path, wrapped):
+    base = nn.Sequential(nn.Linear(6, 6), Counted(6, 6))
+    module = copy.deepcopy(base)
+    if wrapped:
+        module = peft().get_peft_model(module, peft().LoraConfig(target_modules=["0"], modules_to_save=["1"]))
+    else:
+        convert(module, MatrixProduct(), rank=1, include=["0"])
+    with pytest.raises(MisconfigurationException, match=r"1\._extra_state of what is saved whole is no tensor"):
+        export_adapter(module, tmp_path / "folder")
+    if not wrapped:
+        export_adapter(module, tmp_path / "folder", base=base)
