@@ -84,7 +84,7 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
             By default both come from the run's named generators, which repeat them, and which are not cryptographic:
             whoever knows the seed can take the noise away. A real site's server knows it, and needs ``secure=True``.
         seed: Seed of noise and batches in a fit without `FederatedLoop`. ``None``: the seed given to Lightning's
-            ``seed_everything``, or 0.
+            ``seed_everything`` before the fit, or 0.
 
     Raises:
         MisconfigurationException: If an argument is out of range. When a fit begins, if what it trains cannot be
@@ -122,6 +122,7 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
         self.accountant: Accountant = accountant
         self.secure = secure
         self.seed = default_seed() if seed is None else seed
+        self._seed_is_default = seed is None
         self._noise: float | None = noise_multiplier
         self._own: State = {}
         self._secret = secrets.randbits(62) if secure else None
@@ -146,6 +147,8 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
         if stage != "fit":
             return
         self._forget()
+        if self._seed_is_default and trainer.current_epoch == 0:
+            self.seed = default_seed()
         refuse_batch_norm(pl_module, "DifferentialPrivacy")
         self._check_settings(trainer, pl_module)
         standing = next((each for each in trainer.callbacks if each.state_key == "FederatedLoop"), None)

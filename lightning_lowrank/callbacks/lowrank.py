@@ -66,7 +66,8 @@ class LowRank(Configured, Callback):
             a class of your own.
         frobenius_decay: :math:`\lambda` of :math:`\frac{\lambda}{2} \sum \lVert f \rVert_F^2` over the layers'
             products. Its gradient is added before each optimizer step. Give the factors no other weight decay.
-        seed: Seed of the factors' draws. ``None``: the seed given to Lightning's ``seed_everything``, or 0.
+        seed: Seed of the factors' draws. ``None``: the seed given to Lightning's ``seed_everything`` before the
+            conversion, or 0.
         summary: Print the table of layers.
         **settings: One of ``budget``, ``ratio``, ``rank`` and ``rank_ratio``, and the other settings of
             `lightning_lowrank.layers.LowRankSettings`.
@@ -168,16 +169,19 @@ class LowRank(Configured, Callback):
                 )
             if self._given_seed not in (None, done.seed):
                 raise MisconfigurationException(
-                    f"this module was already converted with seed={done.seed}, and LowRank has seed={self.seed}, by"
-                    " which nothing would be drawn: leave it out, or call lightning_lowrank.recover(module) first."
+                    f"this module was already converted with seed={done.seed}, and LowRank has"
+                    f" seed={self._given_seed}, by which nothing would be drawn: leave it out, or call"
+                    " lightning_lowrank.recover(module) first."
                 )
         else:
+            self.seed = default_seed() if self._given_seed is None else self._given_seed
             try:
                 conversion = convert(module, seed=self.seed, **vars(self.settings))
             except (ValueError, TypeError) as error:
                 raise MisconfigurationException(f"LowRank: {error}") from error
             done = _Converted(conversion, self.settings, self.seed)
             module.lowrank_conversion = done  # type: ignore[assignment]
+        self.seed = done.seed
         self.conversion, self._trained, self._module = done.conversion, done.trained, module
         return done.conversion
 

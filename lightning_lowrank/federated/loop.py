@@ -242,6 +242,7 @@ class FederatedLoop(FederatedSettings, Callback):
         if not going_on:
             self._released |= self._has_released()
             self._forget()
+            self.renew_seed()
         self._processes = processes
         settings: Any = trainer
         limit = trainer.limit_train_batches

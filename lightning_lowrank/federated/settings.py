@@ -88,7 +88,7 @@ class FederatedSettings(Configured):
         labels: Function from the training dataset to its labels, for partitions by label. By default they are found
             from ``targets``, ``labels`` or ``tensors``, or in one pass over the dataset.
         seed: Seed of partition, sampling, data order and clients' randomness. ``None``: the seed given to Lightning's
-            ``seed_everything``, or 0.
+            ``seed_everything`` before the fit, or 0.
         execution: ``"sequential"`` (default): clients train one after another. ``"vectorized"``: a round's clients step
             together, as one batch of models. The results are equal to rounding (but for dropout and augmentation in
             ``training_step``, whose draws differ); a frozen weight is one product for all clients, so that low-rank
@@ -192,7 +192,8 @@ class FederatedSettings(Configured):
     allow_changes: list[str] = field(default_factory=list, metadata=SAME_RESULT)
 
     def __post_init__(self) -> None:
-        self.seed = default_seed() if self.seed is None else self.seed
+        self._seed_is_default = self.seed is None
+        self.renew_seed()
         self.partition = IID() if self.partition is None else self.partition
         self.aggregator = WeightedMean() if self.aggregator is None else self.aggregator
         self._list_chances()
@@ -369,6 +370,11 @@ class FederatedSettings(Configured):
     def least_answers(self) -> int:
         """Least number of clients that must answer in a round; none where Poisson sampling may draw none."""
         return 0 if self.privacy is not None and self.privacy.poisson else self.min_clients
+
+    def renew_seed(self) -> None:
+        """Take the seed given to ``seed_everything`` by now, where the experiment was given none of its own."""
+        if self._seed_is_default:
+            self.seed = default_seed()
 
     @property
     def experiment_seed(self) -> int:

@@ -4,6 +4,7 @@ import itertools
 import math
 from functools import partial
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -216,6 +217,13 @@ def test_noise_of_steps(tmp_path, secure):
     assert stats.kstest(noise.flatten().numpy(), "norm").pvalue > 1e-4
     assert noise.var().item() == pytest.approx(1, abs=5 * math.sqrt(2 / noise.numel()))
     assert len(noise.unique()) == noise.numel()
+
+
+def test_noise_has_the_seed_that_was_set_before_the_fit(tmp_path):
+    callback = private()
+    pl.seed_everything(2, verbose=False)
+    fit(trainer(tmp_path, callback, max_epochs=1, max_steps=1, limit_val_batches=0), Module(linear()), Data())
+    assert callback.seed == 2
 
 
 def test_a_step_is_dp_sgd(tmp_path):

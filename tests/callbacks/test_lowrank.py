@@ -308,6 +308,24 @@ def test_seed_everything_seeds_the_factors():
     assert not torch.equal(draws[1], draws[2])
 
 
+@pytest.mark.parametrize("given", [None, 7])
+def test_callbacks_take_the_seed_that_was_set_before_the_fit(tmp_path, given):
+    seeds = []
+    for seed in (1, 2):
+        # Made before the seed is set, as in a loop over seeds.
+        low_rank = LowRank(MatrixProduct(), rank=2, seed=given, summary=False)
+        loop = FederatedLoop(FedAvg(), clients=3, seed=given, summary=False)
+        pl.seed_everything(seed, verbose=False)
+        module, few = Module(), {"max_epochs": 1, "limit_train_batches": 1, "limit_val_batches": 0}
+        fit(trainer(tmp_path, low_rank, loop, **few), module, Data())
+        seeds.append((low_rank.seed, loop.server.seed, module.lowrank_conversion.seed))
+    pl.seed_everything(3, verbose=False)
+    again = LowRank(MatrixProduct(), rank=2, summary=False)
+    again.convert(module)
+    assert again.seed == module.lowrank_conversion.seed == seeds[1][0]
+    assert seeds == ([(1, 1, 1), (2, 2, 2)] if given is None else [(7, 7, 7)] * 2)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("factorization", "arguments"),
