@@ -172,6 +172,7 @@ class FedLoRA(Algorithm):
         self._adapters: dict[str, Adapter] = {}
         self._scalings: dict[str, float] = {}
         self._factors: dict[str, tuple[Adapter, Name]] = {}
+        self._clients = 0
         self._kept: set[str] = set()
 
     def setup(self, base: Base) -> None:
@@ -259,6 +260,7 @@ class FedLoRA(Algorithm):
 
     def check_clients(self, clients: int) -> None:
         """Refuse ranks of clients that are too large, or of clients that there are not."""
+        self._clients = clients
         if self._ranks:
             self._ranks.check(clients, self._largest)
 
@@ -497,7 +499,7 @@ class FedLoRA(Algorithm):
     def variants(self, server: Server) -> dict[str, Mapping[str, Tensor]]:
         shared = server.parameters()
         if self._ranks:
-            ranks = sorted({self._ranks.rank(client, self._largest) for client in range(server.clients)}, reverse=True)
+            ranks = sorted({self._ranks.rank(client, self._largest) for client in range(self._clients)}, reverse=True)
             levels = {f"rank_{rank}": rank / self._largest for rank in ranks}
         else:
             levels = {f"{level:g}": level for level in self.levels}

@@ -90,10 +90,10 @@ class Rounds(Untraced):
             states = ClientStates(kept, settings.client_memory_limit)
         else:
             server, ledger, states = (getattr(before.coordinator, name) for name in ("server", "ledger", "states"))
-        server.base.optimizers, server.clients = trainer.optimizers, len(samples)
+        planner = data.planner
+        server.base.optimizers, server.clients = trainer.optimizers, planner.eligible
         coordinator = make(settings, server, samples, states, ledger, data.labels_of)
         self.coordinator: Coordinator = coordinator
-        planner = data.planner
         endless = trainer.max_epochs == -1
         coordinator.protect(planner.drawn, planner.eligible, None if endless else trainer.max_epochs)
         if before is not None and before.coordinator.private is not None and coordinator.private is not None:

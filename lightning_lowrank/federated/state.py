@@ -162,7 +162,7 @@ class Server:
 
     Args:
         base: The server's copy of the module.
-        clients: Number of clients of the federation.
+        clients: Number of clients that can be drawn; without those that have no batch, or a sampling weight of 0.
         round: Number of the round, from 0.
         cohort: Ids of the clients drawn for the round, ascending.
         model: Global values of the trained parameters and persistent buffers, by name.

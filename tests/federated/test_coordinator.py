@@ -6,7 +6,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_lowrank import FedAvg, FedAvgM, FederatedLoop, FedProx, TopK
+from lightning_lowrank import SCAFFOLD, FedAvg, FedAvgM, FedDyn, FederatedLoop, FedProx, FromIndices, TopK
 from lightning_lowrank.aggregation import KeepsArrivals, WeightedMean
 from tests.algorithms.written_out import (
     CLIENTS,
@@ -20,6 +20,7 @@ from tests.algorithms.written_out import (
     sgd,
 )
 from tests.grids import daily
+from tests.helpers import Data, Module, blobs, fit, trainer, weights
 
 
 class Median(KeepsArrivals):
@@ -82,6 +83,26 @@ def test_a_channel_and_a_rule_go_together(tmp_path):
     assert_close(*ends)
     plain, _ = federated(tmp_path, FedAvg(), aggregator=Median())
     assert not torch.allclose(plain["0.weight"], ends[0]["0.weight"])
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.parametrize("method", [SCAFFOLD, FedDyn])
+def test_clients_that_are_never_drawn_do_not_count(tmp_path, execution, method):
+    own = [list(range(first, 40, 4)) for first in range(4)]
+    ends = []
+    for indices, settings in (
+        (own, {}),
+        ([*own, [], []], {}),
+        ([*own, [40, 41]], {"sampling_weights": [1, 1, 1, 1, 0]}),
+        ([*own, [40, 41]], {"availability": [1, 1, 1, 1, 0]}),
+    ):
+        loop = FederatedLoop(
+            method(), partition=FromIndices(indices), execution=execution, summary=False, seed=0, **settings
+        )
+        ends.append(weights(fit(trainer(tmp_path, loop), Module(), Data(blobs(42)))))
+    for end in ends[1:]:
+        assert_close(end, ends[0])
 
 
 def test_a_rule_must_be_one():

@@ -12,7 +12,7 @@ from lightning_lowrank.federated import offload
 from lightning_lowrank.flower import server
 from lightning_lowrank.flower.client import client_app
 from lightning_lowrank.flower.server import RemoteRounds, serve
-from tests.flower.helpers import MUD, merged, method, run_on_sites, write_recipe
+from tests.flower.helpers import MUD, assert_equal_runs, merged, method, run_on_sites, simulate, write_recipe
 from tests.flower.local_grid import LocalGrid
 
 pytestmark = pytest.mark.slow
@@ -24,6 +24,16 @@ RECIPES = {
     "FedMUD": {"federated": {"algorithm": "FedMUD"}, "lowrank": MUD},
     "held copy": {"federated": {"downlink": [method("TopK", share=0.5, error_feedback=True)]}},
 }
+
+
+def test_a_site_without_samples_does_not_count(tmp_path):
+    """SCAFFOLD's and FedDyn's sums go over the clients that can be drawn."""
+    partition = method("FromIndices", indices=[list(range(0, 60, 2)), list(range(1, 60, 2)), []])
+    changes = {"federated": {"algorithm": "SCAFFOLD", "partition": partition}}
+    recipe = write_recipe(tmp_path, merged(SMALL, changes))
+    served, _ = run_on_sites(recipe, tmp_path)
+    assert_equal_runs(simulate(recipe), served)
+    assert rounds_of(served).coordinator.server.clients == 2
 
 
 class Killed(BaseException):

@@ -201,8 +201,14 @@ class RoundPlanner:
 
     @property
     def eligible(self) -> int:
-        """Number of clients that can be drawn, where all are available."""
-        return int(np.count_nonzero(self.batches))
+        """Number of clients that can ever be drawn: with batches, a sampling weight and a chance to be available.
+
+        ``participants`` are the draws of some rounds: clients that they do not name count too.
+        """
+        eligible = self._drawable()
+        if self.availability is not None and not callable(self.availability):
+            eligible &= np.asarray(self.availability) > 0
+        return int(np.count_nonzero(eligible))
 
     @property
     def drawn(self) -> int:
@@ -230,9 +236,7 @@ class RoundPlanner:
                     " (from 0) was asked for: give more, or lower max_epochs."
                 )
             return sorted(self.participants[round_number])
-        eligible = self.batches > 0
-        if self.sampling_weights is not None:
-            eligible &= np.asarray(self.sampling_weights) > 0
+        eligible = self._drawable()
         if self.availability is not None:
             luck = _chances(len(self.batches), self.seed, "availability", round_number)
             eligible &= luck < self._availability_in(round_number)
@@ -250,6 +254,11 @@ class RoundPlanner:
         draws = generator(seed, "sampling", round_number)
         chosen = torch.multinomial(torch.from_numpy(weights.astype(np.float64)), count, generator=draws)
         return sorted(ids[chosen.numpy()].tolist())
+
+    def _drawable(self) -> np.ndarray:
+        """Return of each client whether it can be drawn in a round in which it is available."""
+        drawable = self.batches > 0
+        return drawable if self.sampling_weights is None else drawable & (np.asarray(self.sampling_weights) > 0)
 
     def _availability_in(self, round_number: int) -> Sequence[float]:
         """Return each client's chance to be there in a round."""

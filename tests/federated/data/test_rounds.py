@@ -43,6 +43,19 @@ def test_processes_share_the_clients_and_end_together():
     assert {plan.total for plan in plans} == {max(plan.trained for plan in plans)}
 
 
+def test_clients_that_are_never_drawn_are_not_eligible():
+    ones, batches = np.ones(12), planner().batches
+    assert planner().eligible == np.count_nonzero(batches)
+    first = int(np.flatnonzero(batches)[0])
+    none = np.where(np.arange(12) == first, 0.0, ones).tolist()
+    for name in ("sampling_weights", "availability"):
+        some = planner(**{name: none, "per_round": 12})
+        assert some.eligible == some.drawn == planner().eligible - 1 == len(some.plan(0).clients)
+    assert planner(availability=lambda client, number: 0.0).eligible == planner().eligible
+    assert planner(participants=[[first]]).eligible == planner().eligible
+    assert planner().drawn == min(9, planner().eligible)
+
+
 def test_a_function_gives_chances_as_a_list_does():
     chances = np.linspace(0, 1, 12).tolist()
     drawn = {

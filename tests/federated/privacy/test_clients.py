@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 
 from lightning_lowrank import (
     EF21P,
+    SCAFFOLD,
     ClientPrivacy,
     FedAvg,
     FedAvgM,
@@ -344,7 +345,7 @@ def test_clients_noise_in_rounds(tmp_path):
 
 @pytest.mark.medium
 @pytest.mark.parametrize("sampling", ["fixed", "poisson"])
-@pytest.mark.parametrize("algorithm", [FedAvg])
+@pytest.mark.parametrize("algorithm", [FedAvg, SCAFFOLD])
 def test_clients_without_samples_take_no_share_of_the_mean(tmp_path, sampling, algorithm):
     found = []
     for empty in (0, 7):
