@@ -203,8 +203,9 @@ class Algorithm(Configured):
     def drawn_in(self, name: str, round_number: int) -> int:
         """Return the round before which what a message's tensor multiplies was drawn or found anew; 0: never.
 
-        Error feedback forgets what of this tensor was lost in earlier rounds: in the new factors or subspace those
-        numbers would mean something else.
+        Error feedback forgets what of this tensor was lost in earlier rounds, and with ``optimizer_state="keep"`` a
+        client forgets the moments of a parameter of this name: in the new factors or subspace those numbers would mean
+        something else.
 
         Args:
             name: The tensor's name.

@@ -7,19 +7,21 @@ states are stacked as their parameters are.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_lowrank.federated.state import State
 from lightning_lowrank.optim import ProjectedAdamW, ProjectedSGD
 from lightning_lowrank.optim.deferred import CHANGE
 
+_CURRENT_IN = "moments.current"
 _SHARED = ("step", "mu_product")
 _SCHEDULED = ("lr", "initial_lr", "momentum", "betas", "weight_decay")
 _ELEMENTWISE: list[type[Optimizer]] = [
@@ -104,24 +106,78 @@ def fresh_state(optimizer: Optimizer) -> defaultdict[Tensor, Any]:
     return state
 
 
-def moments_key(state: State) -> tuple[Any, ...]:
-    """Return what must be equal for clients whose kept states are stacked: the age of their moments."""
-    if "optimizers" not in state:
-        return ()
-    shared = tuple(
-        (number, index, name, float(value))
-        for number, parameters in state["optimizers"].items()
-        for index, kept in parameters.items()
-        for name, value in kept.items()
-        if is_shared(name, value) and value is not None
-    )
-    return (shared, repr(state.get("subspaces")))
+class KeptMoments:
+    """Which moments of those that clients keep are still of the parameters' present meaning.
+
+    Moments of factors, or in a subspace, that the method has drawn anew since (`Algorithm.drawn_in`) are forgotten.
+
+    Args:
+        module: The module.
+        optimizers: Its optimizers, with the module's own parameters.
+        drawn_in: The method's.
+    """
+
+    def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer], drawn_in: Callable[[str, int], int]) -> None:
+        self._drawn_in = drawn_in
+        names: dict[Tensor, list[str]] = defaultdict(list)
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            names[parameter].append(name)
+        self._names = {
+            number: [names[parameter] for parameter in _parameters_of(optimizer)]
+            for number, optimizer in enumerate(optimizers)
+        }
+
+    def key(self, state: State, round_number: int) -> tuple[Any, ...]:
+        """Return what must be equal for clients whose kept states are stacked: what is kept, and its age."""
+        current = self._current(state, round_number)
+        shared = tuple(
+            (number, index, *((name, float(value)) for name, value in kept.items() if _is_counted(name, value)))
+            for number, parameters in current.get("optimizers", {}).items()
+            for index, kept in parameters.items()
+        )
+        return (shared, repr(current.get("subspaces")))
+
+    def forget(self, state: State, round_number: int) -> None:
+        """Drop what a client keeps of parameters that have been drawn anew since its last round."""
+        state.update(self._current(state, round_number), **{_CURRENT_IN: round_number})
+
+    def _current(self, state: State, round_number: int) -> State:
+        last = state.get(_CURRENT_IN, -1)
+        gone = {
+            number: {
+                index
+                for index, names in enumerate(each)
+                if any(self._drawn_in(name, round_number) > last for name in names)
+            }
+            for number, each in self._names.items()
+        }
+        current: State = {}
+        if "optimizers" in state:
+            current["optimizers"] = {
+                number: {index: kept for index, kept in parameters.items() if index not in gone[number]}
+                for number, parameters in state["optimizers"].items()
+            }
+        if "subspaces" in state:
+            current["subspaces"] = {
+                number: _without(groups, gone[number]) for number, groups in state["subspaces"].items()
+            }
+        return current
+
+
+def _is_counted(name: str, value: Any) -> bool:
+    return is_shared(name, value) and value is not None
+
+
+def _without(groups: Sequence[Sequence[Any]], gone: Collection[int]) -> list[tuple[Any, ...]]:
+    """Return the subspaces of a projected optimizer's groups, none for the parameters of these numbers."""
+    places = itertools.count()
+    return [tuple(None if next(places) in gone else entry for entry in group) for group in groups]
 
 
 def begin(optimizers: Sequence[Optimizer], states: Sequence[State], stacked: bool) -> None:
     """Give optimizers the states with which clients start, fresh or as `keep` has put them into the clients' states.
 
-    Clients whose states are ``stacked`` have one `moments_key`.
+    Clients whose states are ``stacked`` have one `KeptMoments.key`.
     """
     for number, optimizer in enumerate(optimizers):
         optimizer.state = fresh_state(optimizer)

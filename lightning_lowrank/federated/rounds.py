@@ -35,7 +35,7 @@ from lightning_lowrank.federated.failures import ClientsFailed, described, is_of
 from lightning_lowrank.federated.isolation import ClientSteps, Isolation
 from lightning_lowrank.federated.messages import Ledger, dense_bytes
 from lightning_lowrank.federated.offload import ClientStates
-from lightning_lowrank.federated.optimizers import ClientOptions, moments_key
+from lightning_lowrank.federated.optimizers import ClientOptions, KeptMoments
 from lightning_lowrank.federated.personal import FurtherModels
 from lightning_lowrank.federated.progress import Progress
 from lightning_lowrank.federated.schedulers import SchedulersPerClient
@@ -83,6 +83,7 @@ class Rounds(Untraced):
         self._to_device = functools.partial(_to_device, device=self._module.device)
         self._in_client = True
         samples = data.divided().sizes.tolist()
+        self._moments = KeptMoments(self._module, trainer.optimizers, settings.algorithm.drawn_in)
         self._options.check(settings.clients_with_settings(len(samples)))
         if before is None:
             server, ledger = settings.make_server(self._module), Ledger(dense_bytes(self._module))
@@ -128,12 +129,13 @@ class Rounds(Untraced):
         """Return what clients that step together have in common: their method's key, moments, and options."""
         info = self.coordinator.info(client, round_number)
         state = self.coordinator.states[client]
-        return self._algorithm.group_key(info), moments_key(state), self._options.key(client)
+        return self._algorithm.group_key(info), self._moments.key(state, round_number), self._options.key(client)
 
     def take_optimizers(self, trainer: Any) -> None:
         """Go on with optimizers and schedulers that the trainer has set up anew."""
         self._schedulers = SchedulersPerClient(trainer)
         self.coordinator.server.base.optimizers = trainer.optimizers
+        self._moments = KeptMoments(self._module, trainer.optimizers, self._algorithm.drawn_in)
         self.coordinator.setup()
 
     def start(self) -> Callable[[], None]:
@@ -215,6 +217,9 @@ class Rounds(Untraced):
         self._group(chunk.steps, step, group)
         if step == 0:
             self._schedulers.put_options_back()
+            if self._settings.optimizer_state == "keep":
+                for client in chunk.clients:
+                    self._moments.forget(self.coordinator.states[client], plan.round)
             self.execution.open(chunk)
             self._schedulers.begin_client()
             self._options.take(chunk.clients[0])

@@ -71,7 +71,8 @@ class FederatedSettings(Configured):
             says. Frozen parameters that change without being named here are refused. What is written through
             ``tensor.data`` is looked for in a fit's first step, beyond 16.8 million frozen numbers in a sample of them.
         optimizer_state: ``"reset"``: momentum and the like start anew with each client and round. ``"keep"``: each
-            client takes its own up again when it is next drawn.
+            client takes its own up again when it is next drawn, but for that of factors that a method such as `FedMUD`
+            has drawn anew since.
         client_dropout: Chance in [0, 1) that a drawn client fails: it is sent the model and never answers. At least
             one client of a round always answers.
         on_client_error: What happens if a client fails: if its training raises an error, or its update holds a number

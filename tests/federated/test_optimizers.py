@@ -4,14 +4,29 @@ from functools import partial
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
+from torch.utils.data import TensorDataset
 
-from lightning_lowrank import FedAvg, FederatedLoop
+from lightning_lowrank import (
+    CoLR,
+    CoreProduct,
+    FedAvg,
+    FederatedLoop,
+    FedLoRA,
+    FedMUD,
+    FedSB,
+    FLoRA,
+    FromIndices,
+    LowRank,
+    MatrixProduct,
+)
 from lightning_lowrank.federated import optimizers, register_elementwise
-from lightning_lowrank.federated.optimizers import acts_elementwise, fresh_state
+from lightning_lowrank.federated.optimizers import KeptMoments, acts_elementwise, fresh_state
+from lightning_lowrank.layers import low_rank_layers
 from tests.federated.execution.runs import OPTIMIZERS, assert_close, both, run
-from tests.helpers import Module, weights
+from tests.helpers import Data, Module, assert_same, blobs, fit, network, trainer, weights
 
 
 class Lion(torch.optim.Optimizer):
@@ -78,6 +93,102 @@ def test_an_unknown_optimizer_makes_auto_train_one_after_another(tmp_path, capsy
     _, loop, _ = run(tmp_path, "auto", module=partial(Module, optimizer=Lion))
     assert loop.rounds.execution.name == "sequential"
     assert "Lion is not known to act on each number alone" in " ".join(capsys.readouterr().out.split())
+
+
+CLIENTS = [list(range(first, 40, 4)) for first in range(4)]
+PARTICIPANTS = [[0, 1, 2, 3], [0, 1], [1, 2, 3], [0, 1, 2, 3]]
+LORA = partial(LowRank, MatrixProduct(), rank=2, init="lora", freeze_rest=True, allow_larger=True, summary=False)
+CORES = partial(LowRank, CoreProduct(), rank=2, freeze_rest=True, allow_larger=True, summary=False)
+FACTORS = partial(LowRank, MatrixProduct(), rank=2, role="update", allow_larger=True, summary=False)
+DRAWN = {
+    "FedMUD": (FedMUD, FACTORS),
+    "FedMUD of two rounds": (partial(FedMUD, reset_interval=2), FACTORS),
+    "FLoRA": (lambda: FedLoRA(FLoRA()), LORA),
+    "CoLR": (lambda: FedLoRA(CoLR()), LORA),
+    "FedSB": (partial(FedSB, subspace_rounds=3), CORES),
+}
+
+
+class Once(Module):
+    """Has gradients in the first round alone."""
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        return loss if self.trainer.current_epoch == 0 else 0.0 * loss
+
+
+def kept_run(tmp_path, name, module=Module, rounds=4, ckpt_path=None, callbacks=(), **settings):
+    make, low_rank = DRAWN[name]
+    given = {"partition": FromIndices(CLIENTS), "participants": PARTICIPANTS, "optimizer_state": "keep", **settings}
+    loop = FederatedLoop(make(), summary=False, **given)
+    fitted = module(network().double(), OPTIMIZERS["momentum"])
+    run = trainer(tmp_path, low_rank(), loop, *callbacks, max_epochs=rounds, limit_val_batches=0)
+    data = blobs(40)
+    data = TensorDataset(data.tensors[0].double(), data.tensors[1])
+    fit(run, fitted, Data(data, shuffle=False), ckpt_path=ckpt_path)
+    return fitted, loop
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("execution", ["sequential", "vectorized"])
+@pytest.mark.parametrize("name", ["FedMUD", "FLoRA", "CoLR"])
+def test_moments_of_old_factors_do_not_move_new_ones(tmp_path, name, execution):
+    """A round without a gradient leaves the layers as they are."""
+    ends = []
+    for rounds in (1, 2):
+        module, _ = kept_run(tmp_path, name, Once, rounds, execution=execution)
+        ends.append({each: layer.weight.detach().clone() for each, layer in low_rank_layers(module)})
+    assert ends[0]
+    for each, weight in ends[0].items():
+        assert torch.allclose(weight, ends[1][each], atol=1e-9), each
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("name", DRAWN)
+def test_moments_of_old_factors_are_forgotten_in_every_execution_and_after_resuming(tmp_path, name):
+    keep = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+    whole, loop = kept_run(tmp_path, name, callbacks=[keep])
+    together, _ = kept_run(tmp_path, name, execution="vectorized")
+    for each, value in weights(whole).items():
+        assert torch.allclose(value, weights(together)[each], atol=1e-9), each
+    again, _ = kept_run(tmp_path, name, ckpt_path=tmp_path / "epoch=1.ckpt")
+    assert_same(weights(whole), weights(again))
+    assert any(loop.coordinator.states[0]["optimizers"][0])
+
+
+def test_moments_are_kept_until_their_parameter_is_drawn_anew():
+    module = nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(module.parameters())
+    drawn = {"weight": 0, "bias": 0}
+    moments = KeptMoments(module, [optimizer], lambda name, round_number: drawn[name])
+    state, fresh = {}, {}
+    moments.forget(state, 0)
+    module(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    optimizers.keep([optimizer], state)
+    kept = state["optimizers"][0]
+    moments.forget(state, 3)
+    assert state["optimizers"][0] == kept
+    assert moments.key(state, 4) != moments.key(fresh, 4)
+    drawn["bias"] = 5
+    # What it will be is known beforehand, and nothing is dropped by asking.
+    key = moments.key(state, 5)
+    assert state["optimizers"][0].keys() == {0, 1}
+    moments.forget(state, 5)
+    assert state["optimizers"][0].keys() == {0}
+    assert moments.key(state, 5) == key
+    drawn["weight"] = 6
+    assert moments.key(state, 6) == moments.key(fresh, 6)
+
+
+def test_subspaces_go_with_their_moments():
+    module = nn.Linear(3, 2)
+    drawn = {"weight": 2, "bias": 0}
+    moments = KeptMoments(module, [torch.optim.SGD(module.parameters())], lambda name, round_number: drawn[name])
+    state = {"optimizers": {0: {0: {}, 1: {}}}, "subspaces": {0: [((5, 1, True), (6, 1, True))]}, "moments.current": 1}
+    moments.forget(state, 3)
+    assert state["optimizers"] == {0: {1: {}}}
+    assert state["subspaces"] == {0: [(None, (6, 1, True))]}
 
 
 def test_what_is_registered_must_be_a_class_of_optimizers(registry):
