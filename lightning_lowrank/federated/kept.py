@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric, MetricCollection
 
 from lightning_lowrank.federated.execution.traces import Unwritten, as_code, reachable
+from lightning_lowrank.internals.torch import is_transformed
 
 _PLAIN = (int, float, str)
 # Metrics are totals of an epoch.
@@ -62,6 +63,9 @@ class Kept:
     def _look(self, kind: str, root: dict[str, Any]) -> None:
         for name, item in reachable(kind, root, self._is_left):
             if isinstance(item, Tensor):
+                # What a mapped step has left means nothing outside of the map.
+                if is_transformed(item):
+                    continue
                 if type(item) in (Tensor, nn.Parameter) and item.layout is torch.strided and item.grad_fn is None:
                     self._tensors[name] = item
             elif isinstance(item, dict):

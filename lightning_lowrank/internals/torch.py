@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from contextlib import ContextDecorator
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import ContextDecorator, contextmanager
 from typing import Any
 
 import torch
@@ -441,6 +441,22 @@ def own_children(module: nn.Module) -> MutableMapping[str, Any]:
     There is no public way: ``named_children`` names a child that is registered twice only once.
     """
     return module._modules
+
+
+@contextmanager
+def recurrent_weights_kept(module: nn.Module) -> Iterator[None]:
+    """Let recurrent layers end with the lists of their weights that they began with.
+
+    A layer that is called with other weights by `torch.func.functional_call` keeps these in lists until its next call.
+    There is no public way to refresh them, and tensors inside a transform mean nothing outside of it.
+    """
+    layers = [vars(part) for part in module.modules() if isinstance(part, nn.RNNBase)]
+    before = [{name: own[name] for name in ("_flat_weights", "_flat_weight_refs") if name in own} for own in layers]
+    try:
+        yield
+    finally:
+        for own, lists in zip(layers, before, strict=True):
+            own.update(lists)
 
 
 def written(tensor: Tensor) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import warnings
 from functools import partial
 
 import lightning.pytorch as pl
@@ -365,6 +366,50 @@ def test_a_second_run_of_a_federation_is_refused(tmp_path):
         # Without the callback nothing is private, and another loop has an account of its own.
         fit(trainer(tmp_path, loop, max_epochs=1), module, Data(blobs(64)))
     assert federated(tmp_path)[3].epsilons() == spent
+
+
+class Sequences(nn.Module):
+    def __init__(self, kind, packed):
+        super().__init__()
+        self.rnn, self.head, self.packed = kind(3, 5, batch_first=True), nn.Linear(5, 4), packed
+
+    def forward(self, inputs):
+        inputs = inputs.view(len(inputs), 2, 3)
+        if self.packed:
+            lengths = (inputs[:, 1, 0] > 0).long().cpu() + 1
+            inputs = nn.utils.rnn.pack_padded_sequence(inputs, lengths, batch_first=True, enforce_sorted=False)
+        hidden = self.rnn(inputs)[1]
+        return self.head((hidden[0] if isinstance(hidden, tuple) else hidden)[-1])
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    ("kind", "packed"), [(nn.LSTM, False), (nn.LSTM, True), (nn.GRU, False), (nn.GRU, True), (nn.RNN, False)]
+)
+def test_recurrent_layers_train_in_a_federation(tmp_path, kind, packed):
+    net = Sequences(kind, packed)
+    before = weights(net)
+    module = Module(net, SGD)
+    loop = FederatedLoop(FedAvg(), clients=2, summary=False, on_client_error="raise")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer(tmp_path, loop, private(), max_epochs=1).fit(module, Data(blobs(32)))
+    assert not [each for each in told if "attributes of the module" in str(each.message)]
+    assert all(not torch.equal(value, before[name]) for name, value in weights(net).items())
+    assert all(one is two for one, two in zip(net.rnn._flat_weights, net.rnn.parameters(), strict=True))
+
+
+class LeavesHidden(Module):
+    def training_step(self, batch, batch_idx):
+        self.hidden = self.net(batch[0])
+        return nn.functional.cross_entropy(self.hidden, batch[1])
+
+
+def test_what_a_mapped_step_leaves_is_not_looked_at(tmp_path):
+    loop = FederatedLoop(FedAvg(), clients=2, summary=False, on_client_error="raise")
+    run = trainer(tmp_path, loop, private(), max_epochs=1)
+    fit(run, LeavesHidden(linear(), SGD), Data(blobs(32)))
+    assert run.current_epoch == 1
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from lightning_lowrank.federated.execution.graphs import tensors_in
 from lightning_lowrank.federated.execution.stack import captured_logs
 from lightning_lowrank.federated.execution.traces import Unmapped
 from lightning_lowrank.federated.objective import loss_of
-from lightning_lowrank.internals.torch import as_rows
+from lightning_lowrank.internals.torch import as_rows, recurrent_weights_kept
 from lightning_lowrank.internals.transformers import values_unseen
 
 Logged = dict[str, Tensor]
@@ -101,7 +101,8 @@ class SampleGradients:
         before = self._unmapped_state()
         for start in range(0, size, self._at_once or size):
             part = [tensor[start : start + (self._at_once or size)] for tensor in tensors]
-            gradients, of_each, values = self._gradients(parameters, batch, part, arguments, settings)
+            with recurrent_weights_kept(self._module):
+                gradients, of_each, values = self._gradients(parameters, batch, part, arguments, settings)
             rows_of = {name: as_rows(value) for name, value in gradients.items()}
             widest = max((each.dtype for each in sums.values()), key=lambda dtype: dtype.itemsize)
             each_norm = [torch.linalg.vector_norm(rows, dim=1, dtype=widest) for rows in rows_of.values()]
@@ -142,12 +143,11 @@ class SampleGradients:
                 )
             return loss.sum(), (loss.sum().detach(), dict(logged))
 
-        each = grad(of_one, has_aux=True)
         if self._mapped:
             try:
-                gradients, (losses, logged) = vmap(each, in_dims=(None, 0), randomness="different")(
-                    dict(parameters), list(tensors)
-                )
+                gradients, (losses, logged) = vmap(
+                    grad(of_one, has_aux=True), in_dims=(None, 0), randomness="different"
+                )(dict(parameters), list(tensors))
                 return gradients, losses, logged
             except MisconfigurationException:
                 self._unmapped.restore()
@@ -159,7 +159,16 @@ class SampleGradients:
                     f"DifferentialPrivacy: training_step cannot be mapped over samples: {cause_of(error)}. It is called"
                     " for one sample after another, which takes longer."
                 )
-        found = [each(dict(parameters), [tensor[row] for tensor in tensors]) for row in range(len(tensors[0]))]
+
+        def each(sample: list[Tensor]) -> tuple[dict[str, Tensor], tuple[Tensor, Logged]]:
+            # By plain autograd, which takes what torch.func.grad does not, such as packed sequences.
+            with torch.enable_grad():
+                values = {name: value.detach().requires_grad_() for name, value in parameters.items()}
+                loss, told = of_one(values, sample)
+                gradients = torch.autograd.grad(loss, list(values.values()), materialize_grads=True)
+            return dict(zip(values, gradients, strict=True)), told
+
+        found = [each([tensor[row] for tensor in tensors]) for row in range(len(tensors[0]))]
         stacked = {name: torch.stack([of_sample[name] for of_sample, _ in found]) for name in parameters}
         names = found[0][1][1]
         logged = {name: torch.stack([values[name] for _, (_, values) in found if name in values]) for name in names}
