@@ -399,16 +399,18 @@ def test_recurrent_layers_train_in_a_federation(tmp_path, kind, packed):
     assert all(one is two for one, two in zip(net.rnn._flat_weights, net.rnn.parameters(), strict=True))
 
 
-class LeavesHidden(Module):
+class LeavesOutputs(Module):
     def training_step(self, batch, batch_idx):
-        self.hidden = self.net(batch[0])
-        return nn.functional.cross_entropy(self.hidden, batch[1])
+        outputs = self.net(batch[0])
+        self.outputs = outputs.detach()
+        return nn.functional.cross_entropy(outputs, batch[1])
 
 
+@pytest.mark.medium
 def test_what_a_mapped_step_leaves_is_not_looked_at(tmp_path):
     loop = FederatedLoop(FedAvg(), clients=2, summary=False, on_client_error="raise")
     run = trainer(tmp_path, loop, private(), max_epochs=1)
-    fit(run, LeavesHidden(linear(), SGD), Data(blobs(32)))
+    fit(run, LeavesOutputs(linear(), SGD), Data(blobs(32)))
     assert run.current_epoch == 1
 
 
