@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_lowrank.configuration import check_number
 from lightning_lowrank.federated.algorithm import Algorithm, LocalStep, detached
+from lightning_lowrank.federated.data.columns import describe
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.objective import add_to_loss, part_of, recorded, with_weights
 from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo
@@ -35,7 +36,7 @@ class FedNTD(Algorithm):
 
     Raises:
         MisconfigurationException: If an argument is out of range, or the module has no such submodule. In a step: if
-            it does not call it once.
+            it does not call it once, or the batch has no classes there.
 
     Example:
         >>> from lightning_lowrank import FederatedLoop, FedNTD, LabelCount
@@ -72,8 +73,31 @@ class FedNTD(Algorithm):
             )
         (call,) = calls
         teacher = with_weights(step.base.module, self.logits, step.round_state["received"], call)
-        own, known = (self._not_true(logits, batch[self.targets]) for logits in (call.output, teacher))
+        targets = self._targets_of(batch, len(call.output))
+        own, known = (self._not_true(logits, targets) for logits in (call.output, teacher))
         return add_to_loss(output, self.beta * F.kl_div(own, known, reduction="batchmean", log_target=True))
+
+    def _targets_of(self, batch: Any, size: int) -> Tensor:
+        """Return the class of each sample of a batch, ``[size]``."""
+        try:
+            targets = batch[self.targets]
+        except (LookupError, TypeError, ValueError):
+            targets = None
+        if isinstance(targets, Tensor) and targets.shape == (size,):
+            return targets
+        places = (
+            batch.items() if isinstance(batch, Mapping) else enumerate(batch) if isinstance(batch, Sequence) else ()
+        )
+        close = [
+            f"targets={place!r}"
+            for place, value in places
+            if isinstance(value, Tensor) and value.shape == (size,) and not value.is_floating_point()
+        ]
+        raise MisconfigurationException(
+            f"FedNTD(targets={self.targets!r}) needs the class of each sample there, a tensor of shape [{size}], and"
+            f" batches are {describe(batch)}: give the index or key of the classes"
+            f"{', ' if close else ''}{' or '.join(close)}."
+        )
 
     def _not_true(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the log-probabilities of the classes other than each sample's, ``[batch, classes - 1]``."""

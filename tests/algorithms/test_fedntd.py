@@ -8,7 +8,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.func import functional_call
 
-from lightning_lowrank import FedAvg, FedNTD
+from lightning_lowrank import FedAvg, FederatedLoop, FedNTD
 from tests.algorithms.written_out import (
     EXECUTIONS,
     ROUNDS,
@@ -22,7 +22,7 @@ from tests.algorithms.written_out import (
     stepped,
 )
 from tests.grids import daily
-from tests.helpers import Module, network
+from tests.helpers import Data, Module, blobs, fit, network, trainer
 
 
 def not_true(logits, targets, temperature):
@@ -73,6 +73,26 @@ def test_without_the_term_it_is_federated_averaging(tmp_path, execution):
     ended, _ = federated(tmp_path, FedNTD("net", beta=0.0), execution, norm=nn.BatchNorm1d)
     plain, _ = federated(tmp_path, FedAvg(), execution, norm=nn.BatchNorm1d)
     assert_close(ended, plain)
+
+
+class OfDictionaries(Module):
+    def loss(self, batch):
+        return super().loss((batch["x"], batch["y"]))
+
+    validation_step = test_step = None
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.parametrize("targets", [1, "label", "x", "y"])
+def test_the_classes_of_a_batch_are_where_targets_says(tmp_path, execution, targets):
+    samples = [{"x": inputs, "y": label} for inputs, label in blobs(16)]
+    loop = FederatedLoop(FedNTD("net", targets=targets), clients=2, summary=False, execution=execution)
+    run = trainer(tmp_path, loop, max_epochs=1, limit_val_batches=0)
+    if targets == "y":
+        fit(run, OfDictionaries(), Data(samples))
+        return
+    with pytest.raises(MisconfigurationException, match=rf"FedNTD\(targets={targets!r}\).*\['x', 'y'\].*targets='y'"):
+        fit(run, OfDictionaries(), Data(samples))
 
 
 @pytest.mark.parametrize(
