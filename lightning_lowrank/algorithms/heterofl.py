@@ -23,6 +23,7 @@ from lightning_lowrank.algorithms._capacity import (
     leading,
     refuse_kept_moments,
 )
+from lightning_lowrank.arguments import listed
 from lightning_lowrank.configuration import check_choice, check_number
 from lightning_lowrank.federated.algorithm import LocalStep, detached
 from lightning_lowrank.federated.messages import Message
@@ -258,13 +259,19 @@ def _check_layer(name: str, layer: nn.Module) -> None:
         _refuse(name, layer, "normalises across channels, where channels that a client lacks would count as zeros")
     sliceable = type(layer) in (nn.Linear, *_CONVOLUTIONS) or isinstance(layer, _NORMS)
     if not sliceable or not {"weight", "bias"} >= own_parameters(layer).keys():
-        _refuse(name, layer, "is none of the layers that can be sliced (convolutions, linear layers, BatchNorm)")
+        own = listed([key for key, value in own_parameters(layer).items() if value is not None])
+        _refuse(
+            name,
+            layer,
+            f"is none of the layers that can be sliced (convolutions, linear layers, BatchNorm), and holds {own}",
+        )
     if not all(parameter.requires_grad for parameter in layer.parameters(recurse=False)):
         _refuse(name, layer, "is frozen, so that every client has all of it")
 
 
 def _refuse(name: str, layer: nn.Module, reason: str) -> None:
-    raise MisconfigurationException(f"HeteroFL cannot slice this module: {name!r} ({type(layer).__name__}) {reason}.")
+    part = repr(name) if name else "the module itself"
+    raise MisconfigurationException(f"HeteroFL cannot slice this module: {part} ({type(layer).__name__}) {reason}.")
 
 
 def _own_tensors(layer: nn.Module) -> bool:

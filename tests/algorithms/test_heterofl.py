@@ -352,6 +352,27 @@ class Frozen(nn.Linear):
         super().__init__(8, 8)
 
 
+class Shifted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.shift, self.scale = nn.Parameter(torch.zeros(8)), nn.Parameter(torch.ones(8))
+
+    def forward(self, inputs):
+        return self.scale * inputs + self.shift
+
+
+class Weighing(Module):
+    def __init__(self):
+        super().__init__()
+        self.weighs = nn.Parameter(torch.zeros(2))
+
+
+def test_a_parameter_of_the_module_itself_is_named(tmp_path):
+    loop = FederatedLoop(HeteroFL(), clients=2, summary=False)
+    with pytest.raises(MisconfigurationException, match=r"the module itself \(Weighing\) is none .* holds weighs\."):
+        fit(trainer(tmp_path, loop), Weighing(), Data())
+
+
 @pytest.mark.parametrize(
     ("net", "message"),
     [
@@ -364,6 +385,7 @@ class Frozen(nn.Linear):
         (nn.Sequential(nn.Conv2d(2, 4, 1), nn.Conv2d(8, 4, 1)), r"'net.1' \(Conv2d\) reads 8 channels"),
         (nn.Sequential(nn.Conv2d(2, 4, 1), nn.Linear(18, 4)), r"'net.1' \(Linear\) reads 18 channels"),
         (nn.Sequential(nn.Conv2d(2, 4, 1), nn.Conv2d(4, 4, 1, groups=2), nn.Linear(4, 4)), "has groups=2"),
+        (sequential(Shifted()), r"'net.1' \(Shifted\) is none of the layers .*, and holds shift, scale\."),
         (nn.Sequential(nn.Linear(6, 4)), "the module has 1 such layers"),
         (sequential(nn.Linear(8, 8).requires_grad_(False)), r"'net.1' \(Linear\) is frozen"),
     ],
