@@ -13,11 +13,12 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim.swa_utils import update_bn
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, Subset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, Subset
 
 from lightning_lowrank.arguments import Configured
 from lightning_lowrank.configuration import check_integer
 from lightning_lowrank.federated import FederatedLoop
+from lightning_lowrank.federated.data.columns import describe
 from lightning_lowrank.federated.evaluation import CompletesModels
 from lightning_lowrank.federated.randomness import StepRandomness
 from lightning_lowrank.internals.lightning import batch_transfer, check_namespace
@@ -57,8 +58,8 @@ class StaticBatchNorm(Configured, Callback, CompletesModels):
 
     Raises:
         MisconfigurationException: If an argument is out of range, the module has no BatchNorm with running statistics
-            or no ``forward``, or there are several training loaders. If a callback averages weights over time, which
-            would be validated with the statistics of others.
+            or no ``forward`` that takes a batch's inputs, or there are several training loaders. If a callback averages
+            weights over time, which would be validated with the statistics of others.
 
     Example:
         >>> from lightning_lowrank import FedAvg, FederatedLoop, StaticBatchNorm
@@ -104,7 +105,8 @@ class StaticBatchNorm(Configured, Callback, CompletesModels):
         self._begin(0)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Track or not according to the epoch at which a fit is resumed."""
+        """Track or not according to the epoch at which a fit is resumed, and try ``forward`` where it may fail."""
+        self._try_forward(trainer, pl_module)
         self._begin(trainer.current_epoch)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -147,6 +149,36 @@ class StaticBatchNorm(Configured, Callback, CompletesModels):
         """Let the layers track again."""
         self._track(True)
         self._loader = None
+
+    def _try_forward(self, trainer: Any, module: pl.LightningModule) -> None:
+        """Refuse a ``forward`` that does not take what `update_bn` hands it, where that is no tensor."""
+        loop = _loop_of(trainer)
+        loader = trainer.train_dataloader if loop is None else loop.data.training_loader
+        if type(loader) is not DataLoader or loader.batch_size is None or isinstance(loader.dataset, IterableDataset):
+            return
+        randomness = StepRandomness(module.device)
+        randomness.open()
+        modes = [(part, part.training) for part in module.modules()]
+        batch: Any = None
+        try:
+            randomness.seed(derive_seed(0, "static batch norm"))
+            batch = batch_transfer(trainer)(loader.collate_fn([loader.dataset[0]]))
+            if isinstance(batch[0] if isinstance(batch, (list, tuple)) and batch else batch, Tensor):
+                return
+            module.eval()
+            with torch.no_grad(), trainer.precision_plugin.forward_context():
+                module(batch[0] if isinstance(batch, (list, tuple)) else batch)
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise MisconfigurationException(
+                "StaticBatchNorm recomputes statistics by the module's forward(inputs), with the first entry of a"
+                f" batch that is a tuple or list and all of any other, and {type(module).__name__}.forward() fails on"
+                f" that ({type(error).__name__}: {error}). Batches are {describe(batch)}: write a forward(batch) that"
+                " takes them, or have the dataset give (inputs, targets)."
+            ) from error
+        finally:
+            randomness.release()
+            for part, training in modes:
+                part.training = training
 
     def _begin(self, epoch: int) -> None:
         self._static = epoch >= self.from_round

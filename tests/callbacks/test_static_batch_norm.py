@@ -480,6 +480,35 @@ def test_layers_are_given_back_after_an_error(tmp_path):
     assert module.net[1].track_running_stats
 
 
+class OfDictionaries(Callable):
+    def loss(self, batch):
+        return nn.functional.cross_entropy(self(batch["x"]), batch["y"])
+
+
+class TakesDictionaries(OfDictionaries):
+    def forward(self, batch):
+        return self.net(batch["x"])
+
+    def loss(self, batch):
+        return nn.functional.cross_entropy(self(batch), batch["y"])
+
+
+@pytest.mark.parametrize("federated", [False, True])
+def test_a_forward_that_takes_no_batch_is_refused_before_the_first_step(tmp_path, federated):
+    samples = Data([{"x": inputs, "y": label} for inputs, label in blobs(32)], drop_last=True)
+    callbacks = [FederatedLoop(FedAvg(), clients=2, summary=False)] * federated
+
+    def run():
+        return trainer(tmp_path, *callbacks, StaticBatchNorm(), max_epochs=1, limit_val_batches=0)
+
+    fit(run(), TakesDictionaries(), samples)
+    refused = OfDictionaries()
+    before = weights(refused)
+    with pytest.raises(MisconfigurationException, match=r"forward\(\) fails on that \(TypeError.*\['x', 'y'\]"):
+        fit(run(), refused, samples)
+    assert all(torch.equal(value, before[name]) for name, value in weights(refused).items())
+
+
 def test_refuses(tmp_path):
     with pytest.raises(MisconfigurationException, match="batches must be at least 1"):
         StaticBatchNorm(batches=0)
