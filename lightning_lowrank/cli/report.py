@@ -91,8 +91,8 @@ def report(
     the row's first run, and all else that differs.
 
     Args:
-        paths: Run folders, or folders that hold some. Runs that did not log ``metric``, such as a ``test`` run, are
-            left out with a message.
+        paths: Run folders, or folders that hold some. Runs that did not log ``metric``, or only evaluated, as a
+            ``test`` run, are left out with a message.
         metric: Name of the logged metric to compare; by default the first of ``val_acc``, ``val_accuracy``,
             ``test_acc``, ``val_loss`` that a run has. Whether it is better when lower, its name says and what monitors
             it in the runs' configurations; where they do not, no best value is shown, and a line says why.
@@ -113,8 +113,8 @@ def report(
         ``rounds_each.png`` and so on only where curves hide each other.
 
     Raises:
-        MisconfigurationException: If a path holds no run, no run logged ``metric``, or ``target`` is given for a metric
-            of which it is not known whether higher is better.
+        MisconfigurationException: If a path holds no run, no run that trained logged ``metric``, or ``target`` is given
+            for a metric of which it is not known whether higher is better.
     """
     console = console or Console()
     found = find_runs(paths)
@@ -125,7 +125,9 @@ def report(
     metric = metric or next((name for name in USUAL if name in known), None)
     if metric is None or metric not in known:
         raise misconfigured(f"no run logged {metric or 'a metric of ' + str(USUAL)}; logged were: {known}")
-    runs = [run for run in found if run.series(metric)]
+    runs = [run for run in found if run.series(metric) and run.trained]
+    if not runs:
+        raise misconfigured(f"only runs of validate, test or predict logged {metric}: give the folder of a fit.")
     grouped = [[run] for run in runs] if each else group_by_seed(runs)
     groups = dict(zip(short_names(grouped), grouped, strict=True))
 
@@ -149,6 +151,7 @@ def report(
         if run not in runs:
             first = "" if rounds is None else f" of the first {rounds}"
             lacks = f"it logged no {metric}" if run.rounds else f"its metrics.csv has no round{first} that can be read"
+            lacks = lacks if run.trained else "it only evaluated a model"
             notes.append(f"{run.folder} is left out: {lacks}")
         elif run.went_on:
             began = f"went on from another run in round {run.began}"

@@ -92,6 +92,11 @@ class Run:
         """The run's ``config.yaml``; empty where there is none that can be read."""
         return _load_config(self.folder / "config.yaml")
 
+    @property
+    def trained(self) -> bool:
+        """Whether the run trained, as far as its configuration tells: only the other subcommands have these options."""
+        return not {"verbose", "return_predictions"} & self.config.keys()
+
     @cached_property
     def facts(self) -> dict[str, list[float]]:
         """What `FederatedLoop` wrote beside the metrics, such as ``seconds``."""

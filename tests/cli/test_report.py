@@ -5,6 +5,7 @@ import statistics
 
 import lightning.pytorch as pl
 import pytest
+import yaml
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -356,6 +357,20 @@ def test_runs_without_the_metric_are_left_out_and_named(tmp_path):
     assert [row["run"] for row in rows] == ["runs"]
     assert "version_1 is left out: it logged no val_acc" in text
     assert "version_2 is left out: its metrics.csv has no round that can be read" in text
+
+
+@pytest.mark.parametrize("option", ["verbose", "return_predictions"])
+def test_runs_that_only_evaluated_are_left_out(tmp_path, option):
+    trained, evaluated = tmp_path / "runs" / "version_0", tmp_path / "runs" / "version_1"
+    configured(trained, 0, rows_of([0.5], 1, 1))
+    write_run(evaluated, [{"epoch": 0, "step": 0, "val_acc": 0.9}])
+    config = yaml.safe_load((trained / "config.yaml").read_text())
+    (evaluated / "config.yaml").write_text(yaml.safe_dump({**config, option: True}))
+    rows, text = make_report([tmp_path / "runs"], tmp_path / "out")
+    assert len(rows) == 1
+    assert "version_1 is left out: it only evaluated a model" in text
+    with pytest.raises(MisconfigurationException, match="only runs of validate, test or predict logged val_acc"):
+        make_report([evaluated], tmp_path / "out")
 
 
 def test_the_default_metric_is_the_first_known_one_that_was_logged(tmp_path):
