@@ -19,6 +19,7 @@ from lightning_lowrank.internals.torch import digest_of
 from lightning_lowrank.interop.peft_export import (
     export_wrapped,
     refuse_changed_base,
+    refuse_inexpressible,
     root_of,
     wrapped_tensors,
     write_adapter,
@@ -123,6 +124,7 @@ def adapter_checkpoint(
             " and call lightning_lowrank.export_adapter(module, folder, base=pretrained_network)."
         )
     outline = Outline.from_dict(described)
+    refuse_inexpressible(outline)
     if module is None:
         if loop:
             refuse_changed_base(loop["algorithm"], state)

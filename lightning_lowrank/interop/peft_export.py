@@ -100,6 +100,10 @@ def export_adapter(
     """
     from lightning_lowrank.internals.lightning import trainer_of
 
+    wrapped = any(hasattr(part, "get_base_layer") or hasattr(part, "peft_config") for part in module.modules())
+    described = None if wrapped else outline(module)
+    if described is not None:
+        refuse_inexpressible(described)
     trainer = trainer_of(module)
     sums: Mapping[str, Tensor] = {}
     if trainer is not None and trainer.global_step:
@@ -108,7 +112,7 @@ def export_adapter(
                 sums = loop.server.base.state.get("sums", {})
                 if base is None:
                     refuse_changed_base(type(loop.algorithm).__name__, loop.server.base.state)
-    if any(hasattr(part, "get_base_layer") or hasattr(part, "peft_config") for part in module.modules()):
+    if described is None:
         original = None if base is None else dict(_tensors(base))
         return export_wrapped(module, Path(folder), adapter, original, sums)
     if adapter is not None:
@@ -121,13 +125,20 @@ def export_adapter(
             " unfreeze() or requires_grad_() for what was trained, or export_adapter(module, folder,"
             " base=pretrained_network)."
         )
-    return write_adapter(outline(module), module.state_dict(), folder, prefix, base, sums)
+    return write_adapter(described, module.state_dict(), folder, prefix, base, sums)
 
 
 def refuse_changed_base(algorithm: str, state: Mapping[str, Any]) -> None:
     """Refuse a federated run whose algorithm, by its state, has folded changes into the frozen weights."""
     if state.get("folded"):
         raise misconfigured(f"{algorithm} with this operator or setting folds updates into the frozen weights, {_PART}")
+
+
+def refuse_inexpressible(described: Outline) -> None:
+    """Refuse layers that PEFT has no adapter for, whatever else is given."""
+    reasons = [f"{layer.name}: {layer.reason}" for layer in described.layers if layer.reason]
+    if reasons:
+        raise misconfigured(f"PEFT cannot express {listed(reasons, '; ')}. {_DENSE.capitalize()}.")
 
 
 def write_adapter(
@@ -148,9 +159,7 @@ def write_adapter(
             "the module has no low-rank layers to export: convert it with LowRank, or load a checkpoint into a"
             " converted module."
         )
-    reasons = [f"{layer.name}: {layer.reason}" for layer in layers if layer.reason]
-    if reasons:
-        raise misconfigured(f"PEFT cannot express {listed(reasons, '; ')}. {_DENSE.capitalize()}.")
+    refuse_inexpressible(described)
     dropouts = {layer.dropout for layer in layers}
     if len(dropouts) > 1:
         raise misconfigured(

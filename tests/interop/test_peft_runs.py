@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_lowrank import (
+    BlockKronecker,
     FederatedLoop,
     FedEx,
     FedLoRA,
@@ -82,6 +83,19 @@ def test_a_clients_own_adapter(tmp_path, capsys):
     assert not torch.allclose(outputs, base.eval()(inputs), atol=1e-3)
     with pytest.raises(SystemExit, match="client 7 keeps no model of its own"):
         cli.main(["export", str(tmp_path / "run.ckpt"), str(tmp_path / "own"), "--format", "peft", "--client", "7"])
+
+
+@pytest.mark.medium
+def test_what_no_adapter_can_be_is_refused_first(tmp_path):
+    module = Module(network())
+    lowrank = LowRank(BlockKronecker(), rank=1, role="update", summary=False)
+    run = trainer(tmp_path, lowrank, FederatedLoop(FedMUD(), clients=2, summary=False), max_epochs=2)
+    fit(run, module, Data())
+    run.save_checkpoint(tmp_path / "run.ckpt")
+    with pytest.raises(MisconfigurationException, match=r"PEFT cannot express .*BlockKronecker"):
+        export_adapter(module, tmp_path / "folder")
+    with pytest.raises(SystemExit, match=r"PEFT cannot express .*BlockKronecker"):
+        cli.main(["export", str(tmp_path / "run.ckpt"), str(tmp_path / "folder"), "--format", "peft"])
 
 
 @pytest.mark.medium
