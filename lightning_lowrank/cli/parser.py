@@ -68,6 +68,7 @@ _PARSER_NOISE = (
     "a class path (str)",
     "a dict with",
 )
+_LONGEST_VALUE = 40
 _CHECKPOINT_NAMES = ("best", "last", "hpc")
 # inspect accepts seeds so that a recipe with seeds can be inspected. What a run costs does not depend on its seed.
 _SEEDED = ("fit", "inspect")
@@ -162,13 +163,26 @@ class RecipeParser(LightningArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """End with one line, where jsonargparse prints every option and every type that was tried."""
         if self.exit_on_error and "JSONARGPARSE_DEBUG" not in os.environ:
-            lines = (line.strip().removeprefix("- ") for line in message.splitlines())
-            said = " ".join(line for line in lines if line and not line.startswith(_PARSER_NOISE))
+            said = " ".join(_telling(message))
             said = said.replace("Expected a dot import path string:", "no class is known as")
             # `seeds` is the only option of several words, and jsonargparse does not say which it could not iterate.
             said = said.replace("'int' object is not iterable", "seeds must be a list such as [0, 1, 2]")
             self.exit(2, f"lightning-lowrank: {with_suggestions(said)}\n")
         super().error(message, ex)
+
+
+def _telling(message: str) -> list[str]:
+    """Return the lines of jsonargparse's message that tell a user something, a wrong type with the value given."""
+    told: list[str] = []
+    for line in (line.strip().removeprefix("- ") for line in message.splitlines()):
+        given = line.removeprefix("Given value: ")
+        # A section's value is all of it. The innermost value comes first.
+        if given != line and len(given) <= _LONGEST_VALUE and told and told[-1].startswith("Expected a <class"):
+            if "Got value" not in told[-1]:
+                told[-1] += f". Got value: {given}"
+        elif line and not line.startswith(_PARSER_NOISE):
+            told.append(line)
+    return told
 
 
 class LowRankCLI(SubcommandCLI):

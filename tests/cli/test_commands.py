@@ -620,6 +620,7 @@ FLOOR = ("--lowrank.rank", "null", "--lowrank.budget", "0.001")
         (FLOOR, ["budget=0.001", "at least 0.2"]),
         (("--lowrank", "null"), ["FedMUD", "put LowRank(..., role='update') before FederatedLoop"]),
         (("--lowrank.include", "[nothing]"), ["include has 'nothing'"]),
+        (("--lowrank.budget", "25%"), ["Got value: 25%"]),
         (("--federated.clients", "0"), ["clients must be 1 or more, got 0"]),
         (("--federated.local_epochs", "null"), ["local_epochs must be 1 or more, got None"]),
         (("--federated.clients", "1000"), ["more clients than samples"]),
