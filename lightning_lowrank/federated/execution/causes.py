@@ -82,12 +82,16 @@ def updates(metric: str) -> str:
     return f"it updates the metric {metric}, whose state is one for all clients; log its value instead"
 
 
-def refusal(cause: str) -> MisconfigurationException:
-    """Return the error that refuses a training step by its cause."""
-    return MisconfigurationException(
-        f"execution='vectorized' cannot map training_step over clients: {cause}. Or use execution='sequential', or"
-        " 'auto', which falls back to it."
-    )
+class CannotMap(MisconfigurationException):
+    """Refuses a training step by its cause.
+
+    Attributes:
+        reason: What is refused and why, without what to use in place of ``execution='vectorized'``.
+    """
+
+    def __init__(self, cause: str) -> None:
+        self.reason = f"execution='vectorized' cannot map training_step over clients: {cause}"
+        super().__init__(f"{self.reason}. Or use execution='sequential', or 'auto', which falls back to it.")
 
 
 @runtime_checkable

@@ -21,7 +21,7 @@ from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.data.rounds import RoundData
 from lightning_lowrank.federated.data.sampling import NeedsPoissonBatches
 from lightning_lowrank.federated.execution.base import Execution
-from lightning_lowrank.federated.execution.causes import cause_of, steps_are_seen, unsupported_reason
+from lightning_lowrank.federated.execution.causes import CannotMap, cause_of, steps_are_seen, unsupported_reason
 from lightning_lowrank.federated.execution.channels_last import ChannelsLast
 from lightning_lowrank.federated.execution.distributed import ClientParallelStrategy
 from lightning_lowrank.federated.execution.graphs import WORTH_COMPILING, StepGraphs, steps_left
@@ -202,7 +202,7 @@ def _tried(data: RoundData, size: int, time_steps: Callable[[Chunk], _T]) -> tup
     try:
         return time_steps(plan.chunks[0]), ""
     except MisconfigurationException as error:
-        return None, str(error)
+        return None, error.reason if isinstance(error, CannotMap) else str(error)
     except Exception as error:
         # Whatever the trial meets, clients can train one after another, or meet it again there.
         return None, f"the trial ended with {cause_of(error)}"

@@ -30,7 +30,7 @@ from torchmetrics import Metric
 from lightning_lowrank.federated.data.loader import Places
 from lightning_lowrank.federated.execution.base import while_training
 from lightning_lowrank.federated.execution.captures import Captures
-from lightning_lowrank.federated.execution.causes import cause_of, refusal, updates
+from lightning_lowrank.federated.execution.causes import CannotMap, cause_of, updates
 from lightning_lowrank.federated.execution.graphs import Results, Step, StepGraphs, form_of, tensors_in
 from lightning_lowrank.federated.execution.stacked_products import StackedProducts
 from lightning_lowrank.federated.execution.traces import Unmapped, Untraced, Watch, reachable
@@ -444,7 +444,7 @@ class ClientStack(Untraced):
                 metric = self._watch.updated_metric()
                 cause = updates(metric) if metric else cause_of(error)
                 if not self._falls_back:
-                    raise refusal(cause) from error
+                    raise CannotMap(cause) from error
             rank_zero_warn(
                 f"execution='auto': training_step cannot be mapped over clients any more: {cause}. From here on clients"
                 " make their steps one after another."

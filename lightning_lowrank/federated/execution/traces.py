@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric
 
 from lightning_lowrank.arguments import listed
-from lightning_lowrank.federated.execution.causes import refusal, updates
+from lightning_lowrank.federated.execution.causes import CannotMap, updates
 from lightning_lowrank.federated.state import trained_tensors
 from lightning_lowrank.internals.lightning import overrides
 from lightning_lowrank.internals.torch import (
@@ -404,17 +404,17 @@ class Watch:
     def _look(self) -> None:
         metric = self.updated_metric()
         if metric:
-            raise refusal(updates(metric))
+            raise CannotMap(updates(metric))
         for name, item in reachable("self", self._module):
             if isinstance(item, (list, set, deque)) and any(_is_of_clients(value) for value in item):
-                raise refusal(
+                raise CannotMap(
                     f"it leaves values of its clients in {as_code(name)}, where they mean nothing after the step; log"
                     " them, or clear it at the end of the step"
                 )
             if isinstance(item, dict):
                 found = [key for key, value in item.items() if _is_of_clients(value)]
                 if found and name.endswith("._buffers"):
-                    raise refusal(
+                    raise CannotMap(
                         f"it replaces the buffer {as_code(f'{name}.{found[0]}')}, which is not persistent and therefore"
                         " one for all clients; register it with persistent=True"
                     )
@@ -425,7 +425,7 @@ class Watch:
         # What a step stores once, such as a size, changes in the first one at most.
         changed = [name for name, value in numbers.items() if value != self._numbers.get(name, value)]
         if changed and self._compared:
-            raise refusal(
+            raise CannotMap(
                 f"it changes the number {as_code(changed[0])}, which is one for all clients and would count their steps"
                 " together"
             )
@@ -457,7 +457,7 @@ class _Left(Tensor):
         values = [*arguments, *(keywords or {}).values()]
         values += [each for value in values if isinstance(value, (list, tuple)) for each in value]
         name = next((value.place for value in values if isinstance(value, _Left)), "an attribute")
-        raise refusal(f"{name} is read after the step that has set it, and is one for all clients")
+        raise CannotMap(f"{name} is read after the step that has set it, and is one for all clients")
 
 
 def _left(name: str) -> Tensor:

@@ -86,6 +86,7 @@ def test_auto_falls_back_and_says_why(tmp_path, capsys, module, cause):
     fallen, loop, _ = run(tmp_path, "auto", module=module)
     assert "one after another" in (printed := capsys.readouterr().out)
     assert cause in printed
+    assert "falls back" not in printed
     assert loop.rounds.execution.name == "sequential"
     expected, _, _ = run(tmp_path, "sequential", module=module)
     assert_close(weights(expected), weights(fallen), tolerance=0)
