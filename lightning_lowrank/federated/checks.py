@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -274,8 +274,11 @@ def static_batch_norm_advice(
     ]
 
 
-def notes(module: pl.LightningModule, buffers: BufferPolicy) -> list[str]:
-    """Return what a user should know of how this module will behave in rounds, one sentence each."""
+def notes(module: pl.LightningModule, buffers: BufferPolicy, schedulers: Sequence[Any] = ()) -> list[str]:
+    """Return what a user should know of how this module will behave in rounds, one sentence each.
+
+    ``schedulers`` are the trainer's, where it has set them up.
+    """
     found = []
     layers = _layers_that_track(module)
     if layers and buffers == "local":
@@ -287,7 +290,7 @@ def notes(module: pl.LightningModule, buffers: BufferPolicy) -> list[str]:
         readers = _readers_of(module, attribute)
         if readers:
             found.append(f"{', '.join(readers)} of {type(module).__name__} reads {attribute}, {meaning}.")
-    if not module.automatic_optimization:
+    if schedulers and not module.automatic_optimization:
         found.append("manual optimization: every learning rate scheduler is wound back at each client's start.")
     return found
 

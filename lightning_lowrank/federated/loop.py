@@ -313,7 +313,7 @@ class FederatedLoop(FederatedSettings, Callback):
         """Check the optimizers, divide the training set, and let the algorithm look at the module."""
         unmerge(pl_module)
         check_optimizers(trainer, pl_module)
-        for note in notes(pl_module, self.buffers):
+        for note in notes(pl_module, self.buffers, trainer.lr_scheduler_configs):
             rank_zero_warn(note)
         if self.personal_test is not None or not inherits(self.algorithm, "variants"):
             for note in left_out(pl_module):

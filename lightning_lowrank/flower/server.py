@@ -288,7 +288,7 @@ class RemoteRounds(Callback):
         check_all_are_trained(trainer, pl_module)
         check_optimizers(trainer, pl_module)
         advice = static_batch_norm_advice(self.algorithm, trainer, pl_module, self.loop.buffers, _WITHOUT_STATISTICS)
-        for note in notes(pl_module, self.loop.buffers) + advice:
+        for note in notes(pl_module, self.loop.buffers, trainer.lr_scheduler_configs) + advice:
             rank_zero_warn(note)
         server = self.loop.make_server(pl_module, trainer.optimizers)
         # In a secure sum all clients have one form.

@@ -130,6 +130,21 @@ class ManualModule(Module):
             optimizer.step()
 
 
+class ScheduledManually(ManualModule):
+    def configure_optimizers(self):
+        optimizers = super().configure_optimizers()
+        return optimizers, [torch.optim.lr_scheduler.StepLR(each, 1) for each in optimizers]
+
+
+@pytest.mark.medium
+def test_only_schedulers_of_manual_optimization_are_warned_of(tmp_path, recwarn):
+    for module, said in ((ManualModule(), 0), (ScheduledManually(), 1)):
+        recwarn.clear()
+        loop = FederatedLoop(FedAvg(), clients=2, summary=False)
+        trainer(tmp_path, loop, max_epochs=1, limit_val_batches=0).fit(module, Data())
+        assert sum("scheduler is wound back" in str(each.message) for each in recwarn) == said
+
+
 class OddSteps(Module):
     """Makes every second of its manual steps, with what Lightning gives for ``use_pl_optimizer``."""
 
