@@ -10,8 +10,10 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
+from lightning_lowrank.arguments import listed
 from lightning_lowrank.configuration import check_choice, check_patterns
 from lightning_lowrank.federated.algorithm import Algorithm, detached
+from lightning_lowrank.federated.checks import warn_of_unchanged_part
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, Server, copy_into, trained_tensors
 from lightning_lowrank.internals.torch import BATCH_NORMS, INSTANCE_NORMS
@@ -55,6 +57,8 @@ class LocalPart(Algorithm, ABC):
                 f"{method} keeps buffers such as {buffers[0]} with the clients, and buffers='reset' would reset them in"
                 " each round: use buffers='average' or 'local'."
             )
+        if self._own:
+            warn_of_unchanged_part(method, listed(sorted(self._own)))
         if "initial" not in base.state:
             values = trained_tensors(module)
             base.state["initial"] = detached({name: values[name] for name in sorted(self._own)})

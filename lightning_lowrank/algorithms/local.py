@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lightning_lowrank.federated.algorithm import Algorithm, detached
+from lightning_lowrank.federated.checks import warn_of_unchanged_part
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, Server, copy_into, trained_tensors
 
@@ -21,6 +22,7 @@ class LocalTraining(Algorithm):
 
     def setup(self, base: Base) -> None:
         """Keep the initial model, from which each client starts."""
+        warn_of_unchanged_part(type(self).__name__, "the whole model")
         if "initial" not in base.state:
             base.state["initial"] = detached(trained_tensors(base.module))
 

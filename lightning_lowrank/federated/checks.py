@@ -306,6 +306,15 @@ def resume_notes(trainer: Any) -> list[str]:
     ]
 
 
+def warn_of_unchanged_part(method: str, part: str) -> None:
+    """Say that the global model's figures are those of a model of which a part is never trained."""
+    rank_zero_warn(
+        f"{method} keeps {part} with the clients: the global model is validated with the values that it began with,"
+        " whatever val_acc or the like says. Judge the clients' own models by FederatedLoop(personal_test=...), and"
+        ' monitor their figures, such as monitor="personal/val_acc".'
+    )
+
+
 def warn_of_changed_base(algorithm: Algorithm, base: Base) -> None:
     """Say that PEFT's own way of saving a module leaves out what the method has changed of its frozen weights."""
     # A PEFT layer is told by its structure, as in `find_adapters`.
