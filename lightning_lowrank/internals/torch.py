@@ -451,7 +451,8 @@ def recurrent_weights_kept(module: nn.Module) -> Iterator[None]:
     There is no public way to refresh them, and tensors inside a transform mean nothing outside of it.
     """
     layers = [vars(part) for part in module.modules() if isinstance(part, nn.RNNBase)]
-    before = [{name: own[name] for name in ("_flat_weights", "_flat_weight_refs") if name in own} for own in layers]
+    kept = ("_flat_weights", "_flat_weight_refs")
+    before: list[dict[str, Any]] = [{name: own[name] for name in kept if name in own} for own in layers]
     try:
         yield
     finally:
