@@ -23,6 +23,7 @@ from lightning_lowrank.federated.checks import in_no_optimizer, notes
 from lightning_lowrank.federated.coordinator import first_transfers
 from lightning_lowrank.federated.loop import FederatedLoop
 from lightning_lowrank.layers import LowRankLayer
+from lightning_lowrank.layers.survey import RECURRENT
 from lightning_lowrank.operations import COUNTED, multiply_adds
 
 
@@ -93,6 +94,21 @@ def inspect_run(
                     "left_alone": found.reason if found and not found.converted else None,
                 }
             )
+        elif isinstance(layer, RECURRENT):
+            for part, weight in layer.named_parameters(prefix=name, recurse=False):
+                if weight.ndim > 1:
+                    layers.append(
+                        {
+                            "name": part,
+                            "kind": type(layer).__name__,
+                            "shape": list(weight.shape),
+                            "rank": None,
+                            "parameters": weight.numel(),
+                            "trainable": _trainable([weight]),
+                            "macs": None,
+                            "left_alone": report[part].reason if part in report else None,
+                        }
+                    )
     optimizers = _optimizers(module, problems, remarks)
     forgotten = in_no_optimizer(module, optimizers) if optimizers else []
     problems += [f"{name} is trainable and in no optimizer" for name in forgotten]

@@ -16,6 +16,7 @@ from lightning_lowrank.layers.settings import LowRankSettings
 from lightning_lowrank.layers.survey import Candidate
 
 _AUTHORS_STEP = 0.001
+_NAMED = 3
 
 
 def assign_ranks(
@@ -107,6 +108,10 @@ class _Budget:
             for weight, of_factors in zip(weights, self.costs, strict=True)
         )
         # What is trained outside the weights, and the dense model.
+        outside_trained = set(trained)
+        self.largest = sorted(
+            ((p.numel(), name) for name, p in model.named_parameters() if p in outside_trained), reverse=True
+        )[:_NAMED]
         wide = widened(model, spared - factorized) if settings.freeze_rest else set()
         self.rest = sum(p.numel() * trained_cost(p, p in wide) for p in trained)
         self.dense = sum(p.numel() * cost(p) for p in model.parameters() if p.requires_grad or settings.convert_frozen)
@@ -157,9 +162,13 @@ class _Budget:
             f"budget={self.budget:.6g} cannot be met: it allows {int(allowed):,} of the dense model's "
             f"{self.dense:,} {unit}, but {self.rest:,} ({self.rest / self.dense:.2%}) are trained "
             f"outside the {sum(self.counts.values())} layers to convert, and with rank 1 in each of those it is "
-            f"{floor:,} ({floor / self.dense:.2%}). Use a budget of at least {needed}, convert more "
-            "layers, or set freeze_rest=True."
+            f"{floor:,} ({floor / self.dense:.2%}). {self._largest_outside()}Use a budget of at least {needed}, "
+            "convert more layers, or set freeze_rest=True."
         )
+
+    def _largest_outside(self) -> str:
+        named = ", ".join(f"{name} ({numbers:,})" for numbers, name in self.largest)
+        return f"Largest of those outside: {named}. " if named else ""
 
     def _by_singular_values(self, allowed: float) -> list[int]:
         """Return ranks given one by one, to the singular value that explains most per cost, while they fit.

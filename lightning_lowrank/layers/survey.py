@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from lightning_lowrank.arguments import listed
 from lightning_lowrank.internals.torch import own_parameters
 from lightning_lowrank.layers.attention import LowRankMultiheadAttention
 from lightning_lowrank.layers.convolution import (
@@ -40,6 +41,10 @@ _CLASSES: tuple[type[LowRankLayer], ...] = (
 )
 
 
+RECURRENT = (nn.RNNBase, nn.RNNCellBase)
+"""Layers whose weights are surveyed, so that they are seen, and never converted: one call of torch takes them all."""
+
+
 def low_rank_class(module: nn.Module) -> type[LowRankLayer] | None:
     """Return the low-rank class for a layer or a subclass of one, or ``None`` for any other module.
 
@@ -61,7 +66,8 @@ class Candidate:
     """A weight of the model during a conversion.
 
     Attributes:
-        projection: The weight's name without ``_weight`` where it is one of several of an attention, empty otherwise.
+        projection: The weight's name where it is one of several: of an attention without ``_weight``, of a recurrent
+            layer all of it. Empty otherwise.
         reason: Why the layer is left alone, empty otherwise.
         tied_to: The earlier layer whose factors this one shares.
         error: The relative error of the decomposition, where there is one.
@@ -82,7 +88,7 @@ class Candidate:
         self.shape = tuple(self.weight.shape)
         self.numbers = self.weight.numel()
         self.trainable = self.weight.requires_grad
-        self.suffix = "_weight" if self.projection else ".weight"
+        self.suffix = "" if isinstance(self.module, RECURRENT) else "_weight" if self.projection else ".weight"
 
     @property
     def output_channels(self) -> int:
@@ -147,6 +153,10 @@ def _candidates(model: nn.Module, factorization: Factorization) -> list[Candidat
             for projection in LowRankMultiheadAttention.PROJECTIONS:
                 if own_parameters(module).get(f"{projection}_weight") is not None:
                     names.setdefault((module, projection), []).append(f"{module_name}.{projection}")
+        if isinstance(module, RECURRENT):
+            for parameter_name, parameter in own_parameters(module).items():
+                if parameter is not None and parameter.ndim > 1:
+                    names.setdefault((module, parameter_name), []).append(f"{module_name}.{parameter_name}".lstrip("."))
         if low_rank_class(module) is not None:
             names.setdefault((module, ""), []).append(module_name)
     for module_name, module in model.named_modules():
@@ -154,7 +164,8 @@ def _candidates(model: nn.Module, factorization: Factorization) -> list[Candidat
             holders.setdefault(id(parameter), []).append(f"{module_name}.{parameter_name}".lstrip("."))
     layers = []
     for (module, projection), (name, *aliases) in names.items():
-        weight = own_parameters(module).get(f"{projection}_weight".lstrip("_"))
+        recurrent = isinstance(module, RECURRENT)
+        weight = own_parameters(module).get(projection if recurrent else f"{projection}_weight".lstrip("_"))
         if weight is not None and is_lazy(weight):
             raise ValueError(
                 f"layer {name!r} has no weight yet ({type(module).__name__}); run the model once on a batch "
@@ -185,6 +196,8 @@ def keep_ties(layers: Sequence[Candidate]) -> None:
 
 
 def _why_not(module: nn.Module, projection: str, factorization: Factorization) -> str:
+    if isinstance(module, RECURRENT):
+        return "weights of recurrent layers are not converted"
     if not projection:
         kind = low_rank_class(module)
         return "" if kind is None else kind.why_not(module, factorization)
@@ -200,6 +213,7 @@ def select(layers: Sequence[Candidate], settings: LowRankSettings) -> None:
     for argument in ("include", "exclude", "rank", "rank_ratio", "ratio"):
         patterns = getattr(settings, argument)
         if isinstance(patterns, (Mapping, Sequence)):
+            _refuse_left_alone(argument, patterns, layers)
             check_patterns(argument, patterns, names, "layer that can be converted")
     if not settings.convert_frozen:
         for layer in convertible:
@@ -220,6 +234,18 @@ def _select_by_name(layer: Candidate, settings: LowRankSettings) -> None:
         layer.reason = "not in include"
     if not layer.reason and settings.exclude is not None and any(map(layer.matches, settings.exclude)):
         layer.reason = "in exclude"
+
+
+def _refuse_left_alone(argument: str, patterns: Iterable[str], layers: Sequence[Candidate]) -> None:
+    """Refuse a pattern that means only layers that cannot be converted, by their reasons."""
+    for pattern in patterns:
+        meant = [layer for layer in layers if layer.matches(pattern)]
+        if meant and all(layer.reason for layer in meant):
+            reasons = [f"{layer.name}: {layer.reason}" for layer in meant]
+            raise ValueError(
+                f"{argument} has {pattern!r}, which matches no layer that can be converted"
+                f" ({listed(reasons, '; ')}). Leave it out."
+            )
 
 
 def _why_not_beside_frozen(layer: Candidate, layers: Sequence[Candidate], settings: LowRankSettings) -> str:

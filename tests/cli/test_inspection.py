@@ -474,3 +474,28 @@ def test_problems_are_printed_as_they_are():
         assert f"would not work: {problem}\n" in printed
     assert "note: a note\n" in printed
     assert len(figures["problems"]) == 4
+
+
+class Recurrent(Module):
+    def __init__(self):
+        super().__init__(nn.Linear(5, 4))
+        self.rnn = nn.GRU(6, 5, batch_first=True)
+
+    def loss(self, batch):
+        return nn.functional.cross_entropy(self.net(self.rnn(batch[0].unsqueeze(1))[1][0]), batch[1])
+
+
+@pytest.mark.parametrize("low_rank", [None, LowRank(MatrixProduct(), rank=1, summary=False)])
+def test_recurrent_layers_are_listed(low_rank):
+    figures = inspect_run(Recurrent(), low_rank, None)
+    found = {layer["name"]: layer for layer in figures["layers"] if layer["kind"] == "GRU"}
+    assert {name: layer["shape"] for name, layer in found.items()} == {
+        "rnn.weight_ih_l0": [15, 6],
+        "rnn.weight_hh_l0": [15, 5],
+    }
+    assert all(layer["trainable"] == layer["parameters"] for layer in found.values())
+    reason = low_rank and "weights of recurrent layers are not converted"
+    assert {layer["left_alone"] for layer in found.values()} == {reason}
+    said = io.StringIO()
+    render(figures, Console(file=said, width=120))
+    assert ("rnn.weight_ih_l0 is left alone: weights of recurrent" in said.getvalue()) == bool(low_rank)

@@ -432,6 +432,44 @@ def test_bytes_are_those_of_the_factors_of_a_model_of_16_bits(role, allocation):
     assert 7000 - 2 * 128 * 4 < size <= 7000
 
 
+class Texts(nn.Module):
+    def __init__(self, kind=nn.GRU):
+        super().__init__()
+        self.embed, self.rnn = nn.Embedding(60, 24, padding_idx=0), kind(24, 32)
+        self.mid, self.head = nn.Linear(32, 32), nn.Linear(32, 4)
+
+
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRUCell])
+def test_recurrent_layers_are_reported_and_left_alone(kind):
+    model = Texts(kind)
+    report = convert(model, MatrixProduct(), rank=1)
+    found = {layer.name: layer for layer in report.layers if layer.name.startswith("rnn")}
+    matrices = {name: value for name, value in model.named_parameters() if name.startswith("rnn") and value.ndim > 1}
+    assert {name: layer.shape for name, layer in found.items()} == {
+        name: tuple(value.shape) for name, value in matrices.items()
+    }
+    assert all(layer.reason == "weights of recurrent layers are not converted" for layer in found.values())
+    assert sum(layer.trainable for layer in found.values()) == sum(value.numel() for value in matrices.values())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"include": ["embed"]}, "include has 'embed', which matches .* (embed: .* no factor with a row for padding"),
+        ({"exclude": ["rnn"]}, "exclude has 'rnn', which .* (rnn.weight_ih_l0: weights of recurrent layers .*; rnn"),
+        ({"rank": {"rnn": 2}}, "rank has 'rnn', which .* (rnn.weight_ih_l0: weights of recurrent layers"),
+        (
+            {"budget": 0.01},
+            "Largest of those outside: rnn.weight_hh_l0 (3,072), rnn.weight_ih_l0 (2,304), embed",
+        ),
+    ],
+)
+def test_errors_have_the_reasons_of_layers_that_are_left_alone(settings, message):
+    settings = {"rank": 1, **settings} if "budget" not in settings else settings
+    with pytest.raises(ValueError, match=message.replace("(", r"\(").replace(")", r"\)")):
+        convert(Texts(), BlockKronecker(), **settings)
+
+
 def test_a_budget_counts_factors_that_may_be_larger_than_the_weight():
     model = nn.Sequential(nn.Linear(64, 1, bias=False), nn.Linear(64, 1, bias=False), nn.Linear(8, 8, bias=False))
     with pytest.raises(ValueError, match=r"cannot be met.* with rank 1 in each of those it is 146"):
