@@ -20,8 +20,11 @@ from tests.strict_device import device
 
 _COMPARES = "the test compares or computes on the CPU with tensors of the device"
 _PRODUCTS = "compiled steps end with SGD's on the CPU alone"
+_CELLS = "torch has the cells that it calls there for CUDA alone"
 _FORMATS = "convolutions of the device don't hand on the format of their images"
 CPU_ONLY = {
+    "test_differential_privacy.py::test_recurrent_layers_train_in_a_federation[LSTM": _CELLS,
+    "test_differential_privacy.py::test_recurrent_layers_train_in_a_federation[GRU": _CELLS,
     "test_ditto.py::test_statistics_of_the_two_models": _COMPARES,
     "test_fedhm.py::test_variants_are_the_best_approximations_of_each_level": _COMPARES,
     "test_fedlora.py::test_a_client_needs_nothing_but_its_messages": _COMPARES,
