@@ -215,6 +215,7 @@ def test_sites_that_are_something_else_are_refused(tmp_path, monkeypatch):
         serve(recipe, grid, start_timeout=0.1, poll=0.001)
 
 
+@pytest.mark.medium
 def test_fewer_sites_than_the_recipe_needs_are_refused(tmp_path):
     recipe = write_recipe(tmp_path, {"federated": {"min_clients": 2}})
     with pytest.raises(MisconfigurationException, match="min-sites=1 is below the recipe's min_clients=2"):
