@@ -431,7 +431,7 @@ class Coordinator:
             self._hand_over(arrival.client, arrival.message, arrival.weight)
 
     def _origin_of(self, arrival: Arrival) -> Mapping[str, Tensor]:
-        origin = self._origin(self._reached(arrival.client))
+        origin = self.origin(self._reached(arrival.client))
         if not self.algorithm.encodes_values:
             return origin
         # Zero stands for what the method's own codec leaves out.
@@ -447,14 +447,14 @@ class Coordinator:
         if self.private is None:
             self.algorithm.receive(self.server, client, message, weight)
         else:
-            self.private.add(message.tensors, self._origin(self._reached(client)))
+            self.private.add(message.tensors, self.origin(self._reached(client)))
 
     def _reached(self, client: ClientInfo) -> Mapping[str, Tensor]:
         """Return the broadcast by which what arrives from a client is measured."""
         # `Wire.onto_own` has put what arrives onto the server's own broadcast.
         return self.message(client).tensors if self.wire.holds_copy else self.broadcast(client).received
 
-    def _origin(self, received: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def origin(self, received: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the values, by name, of which a client's message that ``received`` these has the change."""
         base = self.server.base
         # A client may have been sent some of the global model's values in earlier rounds alone.
@@ -466,7 +466,7 @@ class Coordinator:
         server = self.server
         info = ClientInfo(-1, 0, server.round, server.seed)
         with torch.no_grad():
-            mean = private.release(self._form(info).tensors, self._origin(self.message(info).tensors), server.round)
+            mean = private.release(self._form(info).tensors, self.origin(self.message(info).tensors), server.round)
         for _ in range(private.sampled):
             self.algorithm.receive(server, info, Message(mean), 1.0)
 

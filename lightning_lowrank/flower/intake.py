@@ -266,7 +266,7 @@ class Intake:
         """
         base, model = self.coordinator.server.base, self.coordinator.server.model
         known = {**model, **base.fresh_buffers, **expected.received}
-        origin = {**self.coordinator.algorithm.upload_origin(base, model, expected.received), **base.fresh_buffers}
+        origin = self.coordinator.origin(expected.received)
         sparse = expected.codec is not None and expected.codec.sparse
         squares: dict[str, tuple[list[float], list[float]]] = {}
         names: dict[str, list[str]] = {}

@@ -20,11 +20,11 @@ from lightning_lowrank import (
 from lightning_lowrank.federated.attacks import Attack
 from tests.helpers import Data, Module, fit, network, trainer, weights
 
-# Of no effect: no change is as large, and the noise is below rounding.
+# Of no effect: changes are smaller, the model and its buffer are larger, and the noise is below rounding.
 NO_EFFECT = [
-    {"aggregator": NormBound(bound=10.0)},
-    {"aggregator": CenteredClipping(radius=10.0, iterations=1)},
-    {"privacy": ClientPrivacy(clip=10.0, noise_multiplier=1e-9, sampling="fixed")},
+    {"aggregator": NormBound(bound=1.0)},
+    {"aggregator": CenteredClipping(radius=1.0, iterations=1)},
+    {"privacy": ClientPrivacy(clip=1.0, noise_multiplier=1e-9, sampling="fixed")},
 ]
 
 
