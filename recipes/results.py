@@ -48,6 +48,7 @@ _FREE = (
     *("federated.init_args.chunk_size", "federated.init_args.summary", "federated.init_args.compile"),
     *("federated.init_args.cuda_graphs", "federated.init_args.fast_steps", "federated.init_args.data_on_device"),
 )
+_ROUNDS = "trainer.max_epochs"
 
 
 _SAFE = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -236,8 +237,12 @@ class Measured:
 def measured_of(key: Key, stored: dict[str, Any], earlier: dict[str, Any]) -> Measured | None:
     """Return what run folders gave for a key, else what was measured before this page was made, if anything was."""
     runs, before = stored.get(str(key), {}), earlier.get(str(key))
-    # One seed that was run again does not take the place of three.
-    if runs and (before is None or len(runs) >= len(before["seeds"])):
+    rounds_before = 0 if before is None else before.get("rounds") or key.said("trainer", "max_epochs")
+    # One seed that was run again does not take the place of three, nor a shortened run that of a whole one.
+    if runs and (
+        before is None
+        or (len(runs) >= len(before["seeds"]) and min(run["rounds"] for run in runs.values()) >= rounds_before)
+    ):
         ordered = [runs[seed] for seed in sorted(runs, key=int)]
         seconds = [run["seconds"] for run in ordered if run["seconds"] is not None]
         made = sorted({f"{run['date']} ({run['commit']})" for run in ordered})
@@ -259,7 +264,7 @@ def measured_of(key: Key, stored: dict[str, Any], earlier: dict[str, Any]) -> Me
         Figure.parse(before["last_ten"]) if "last_ten" in before else None,
         str(before.get("round", "")),
         tuple(before["seeds"]),
-        before.get("rounds") or key.said("trainer", "max_epochs"),
+        rounds_before,
         str(before.get("seconds", "")),
         "earlier",
     )
@@ -452,7 +457,7 @@ python recipes/results.py --rerun 'fedslop/mnist+rank_64' --seeds 0 1 2 --data .
 The word after `--rerun` is the folder, a slash, and what the column `run` says; `*` stands for anything. With
 `--commands` it prints the commands and runs nothing: `--rerun 'fedmud/*' --commands` has those of the figures that were
 not run, too. Runs made by hand are taken from their folders by `--runs runs/fedslop`, if their configuration is the
-recipe's.
+recipe's; those of fewer rounds with `--shortened` besides.
 """
 
 
@@ -480,10 +485,16 @@ def _settings(key: Key) -> dict[str, Any]:
         return dict(Run(Path(folder), {}).settings)
 
 
-def differences(run: Run, key: Key) -> list[str]:
-    """Return in what a run's configuration differs from a key's, as far as that changes results."""
+def differences(run: Run, key: Key, shortened: bool = False) -> list[str]:
+    """Return in what a run's configuration differs from a key's, as far as that changes results.
+
+    A shortened run may have fewer rounds.
+    """
     wanted, got = _settings(key), run.settings
-    paths = sorted(path for path in wanted.keys() | got.keys() if not path.startswith(_FREE))
+    free = _FREE
+    if shortened and int(got.get(_ROUNDS) or 0) < int(wanted[_ROUNDS]):
+        free += (_ROUNDS,)
+    paths = sorted(path for path in wanted.keys() | got.keys() if not path.startswith(free))
     # An argument that only one of the two versions has counts if it is set to something.
     known = [path for path in paths if (path in wanted and path in got) or wanted.get(path) or got.get(path)]
     return [
@@ -493,26 +504,39 @@ def differences(run: Run, key: Key) -> list[str]:
     ]
 
 
-def take(folders: Sequence[Path], published: dict[str, Any], stored: dict[str, Any]) -> list[str]:
-    """Put what runs gave into ``stored``, and return a line for each run."""
+def take(
+    folders: Sequence[Path], published: dict[str, Any], stored: dict[str, Any], shortened: bool = False
+) -> list[str]:
+    """Put what runs gave into ``stored``, and return a line for each run.
+
+    All stored runs of a key have the same number of rounds: longer runs take the place of shorter ones.
+    """
     metrics = {
         cell.key: cell.table.get("metric", cell.paper["metric"]) for cell in cells(published) if cell.key is not None
     }
     said = []
     for run in sorted(find_runs(folders), key=lambda run: (run.folder / "metrics.csv").stat().st_mtime):
-        key, found = _nearest(run, list(metrics))
+        key, found = _nearest(run, list(metrics), shortened)
         if found:
             said.append(f"left out {run.folder}: it runs no published figure; nearest is {key}: {'; '.join(found[:3])}")
             continue
         points = run.series(metrics[key])
         rounds = max(run.rounds, default=-1) + 1
-        if not points or rounds < key.said("trainer", "max_epochs"):
-            said.append(f"left out {run.folder}: {rounds} of {key.said('trainer', 'max_epochs')} rounds of {key}")
+        full = key.said("trainer", "max_epochs")
+        if not points or (rounds < full and not shortened):
+            said.append(f"left out {run.folder}: {rounds} of {full} rounds of {key}")
             continue
+        runs = stored.setdefault(str(key), {})
+        longest = max((each["rounds"] for each in runs.values()), default=0)
+        if rounds < longest:
+            said.append(f"left out {run.folder}: {rounds} rounds of {key}, of which there are runs of {longest}")
+            continue
+        for other in [other for other, each in runs.items() if each["rounds"] < rounds]:
+            del runs[other]
         best_round, best = max(points, key=lambda point: point[1])
         ended = (run.folder / "metrics.csv").stat().st_mtime
         seed = run.config["seed_everything"]
-        stored.setdefault(str(key), {})[str(seed)] = {
+        runs[str(seed)] = {
             "best": round(100 * best, 4),
             "best_round": best_round,
             "last": round(100 * points[-1][1], 4),
@@ -530,11 +554,11 @@ def _short_commit(commit: str) -> str:
     return re.sub(r"^([0-9a-f]{7})[0-9a-f]+", r"\1", commit)
 
 
-def _nearest(run: Run, keys: Sequence[Key]) -> tuple[Key, list[str]]:
+def _nearest(run: Run, keys: Sequence[Key], shortened: bool) -> tuple[Key, list[str]]:
     """Return the key that a run differs from least, and in what."""
     nearest: list[tuple[Key, list[str]]] = []
     for key in _likely(run, keys):
-        nearest.append((key, differences(run, key)))
+        nearest.append((key, differences(run, key, shortened)))
         if not nearest[-1][1]:
             break
     return min(nearest, key=lambda each: len(each[1]))
@@ -604,6 +628,9 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds of --rerun")
     parser.add_argument("--data", type=Path, help="folder of the data sets of --rerun; by default what the recipe says")
     parser.add_argument("--into", type=Path, default=Path("runs/results"), help="folder of the runs of --rerun")
+    parser.add_argument(
+        "--shortened", action="store_true", help="take runs of fewer rounds than the recipe's too: they get no verdict"
+    )
     parser.add_argument("--commands", action="store_true", help="print the commands of --rerun, and run nothing")
     parser.add_argument(
         "--check", action="store_true", help="write nothing; fail if the page is not what the data give"
@@ -618,7 +645,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if arguments.commands:
         return 0
     if folders:
-        for line in take(folders, published, stored):
+        for line in take(folders, published, stored, arguments.shortened):
             print(line)
         MEASURED.write_text(json.dumps(dict(sorted(stored.items())), indent=1) + "\n")
     PAGE.write_text(page(published, stored))

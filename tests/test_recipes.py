@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from PIL import Image
 from torch import Tensor
 
 from lightning_lowrank import FederatedLoop, LowRank
@@ -34,8 +35,8 @@ CEILINGS = {"fmnist": "central", "svhn": "central", "cifar10": "central_cifar", 
 RESNET34 = ("_resnet34", "_resnet34_dynamic")
 OTHER_BASES: dict[tuple[str, str], Callable[[str], bool]] = {
     ("fedslop", "mnist"): lambda overlay: True,
-    ("tdpfed", "mnist"): lambda overlay: not overlay.endswith("_cifar10"),
-    ("tdpfed", "cifar10"): lambda overlay: overlay.endswith("_cifar10") or overlay == "local",
+    ("tdpfed", "mnist"): lambda overlay: not overlay.endswith("_cifar10") and overlay != "jpeg",
+    ("tdpfed", "cifar10"): lambda overlay: overlay.endswith("_cifar10") or overlay in ("local", "jpeg"),
     ("fedhm", "cifar10"): lambda overlay: not overlay.endswith((*RESNET34, "_cifar100", "_tiny_imagenet")),
     ("fedhm", "cifar100"): lambda overlay: overlay.endswith((*RESNET34, "_cifar100", "central", "local")),
     ("fedhm", "tiny_imagenet"): lambda overlay: overlay.endswith((*RESNET34, "_tiny_imagenet", "central", "local")),
@@ -111,7 +112,7 @@ def combinations() -> list[tuple[str, ...]]:
         overlays += [(name, *floor) if budget else (name,) for name, budget in BASELINES.items()]
         overlays += [(CEILINGS[base],), ("local",)]
         found += [tuple(f"fedmud/{name}" for name in (base, *overlay)) for overlay in overlays]
-    found.append(("fedmud/fmnist", "fedmud/fedhm"))
+    found += [("fedmud/fmnist", "fedmud/fedhm"), ("fedmud/cifar10", "fedmud/jpeg")]
     for method, settings in FEDMUD_SETTINGS.items():
         found += [("fedmud/fmnist", f"fedmud/{method}", f"fedmud/{setting}") for setting in settings]
     for base in ("cifar10_resnet18", "tiny_imagenet_resnet18"):
@@ -185,6 +186,16 @@ def marks(names: tuple[str, ...]) -> list[pytest.MarkDecorator]:
     return [needs_shared_data("FashionMNIST")] if names[0] == "fedmud/fmnist" else []
 
 
+def made_up_files() -> None:
+    """Write JPEG files of ten classes to where the overlays `jpeg` look for CIFAR-10's."""
+    for split, samples in (("train", 3_000), ("test", 20)):
+        images, targets = made_up_images(10, (32, 32, 3), samples)
+        for number, (image, target) in enumerate(zip(images, targets.tolist(), strict=True)):
+            file = Path("cifar", split, str(target), f"{number}.jpg")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image.numpy()).save(file)
+
+
 def tiny_text_model() -> list[str]:
     """Make sentences and a tiny transformer in the working folder, and return the options that name them."""
     pytest.importorskip("transformers")
@@ -247,6 +258,8 @@ def test_recipe_runs(run, names, monkeypatch):
         monkeypatch.setattr(FashionMNIST, "prepare_data", lambda self: None)
         monkeypatch.setattr(FashionMNIST, "load_images", lambda self, train: images[train])
     quick = ["--data.eval_batch_size", "100"]
+    if names[-1].endswith("/jpeg"):
+        made_up_files()
     if "resnet18" in names[0] or names[0].startswith("fedhm/"):
         quick += ["--data.batch_size", "4"]
     if names[-1].startswith(("fedhm/fedhm", "fedhm/heterofl", "fedhm/local")):

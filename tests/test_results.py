@@ -84,6 +84,8 @@ def test_runs_of_the_stored_part_take_the_place_of_earlier_figures(data):
     assert [each for each in told if each not in line.split(" | ") and f"{each} |" not in line] == []
     fewer = results.page(data[0], {**data[1], KEY: {"0": runs["0"]}})
     assert "| mnist+rank_16 | 89.07 ± 1.13 | 89.18 ± 0.17 |" in fewer
+    shorter = results.page(data[0], {**data[1], KEY: {seed: {**run, "rounds": 99} for seed, run in runs.items()}})
+    assert "| mnist+rank_16 | 89.07 ± 1.13 | 89.18 ± 0.17 |" in shorter
 
 
 def test_a_run_of_no_published_figure_is_refused(data):
@@ -143,6 +145,16 @@ def printed() -> str:
     return results.printed_config(results.Key(("fedslop/mnist", "fedslop/rank_16")))
 
 
+def write_run(folder: Path, config: str, rounds: int) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.yaml").write_text(config)
+    lines = ["epoch,val_acc", *(f"{number},{number / 200}" for number in range(rounds))]
+    (folder / "metrics.csv").write_text("\n".join(lines) + "\n")
+    (folder / "facts.json").write_text(
+        json.dumps({"seconds": 12.5, "first_round": 1, "software": {"commit": f"{20 * 'ab'} with changes"}})
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("replaced", "by", "rounds", "said"),
@@ -158,12 +170,7 @@ def printed() -> str:
 )
 def test_a_run_is_taken_if_its_configuration_is_the_recipes(data, tmp_path, printed, replaced, by, rounds, said):
     assert replaced in printed
-    (tmp_path / "config.yaml").write_text(printed.replace(replaced, by) if replaced else printed)
-    lines = ["epoch,val_acc", *(f"{number},{number / 200}" for number in range(rounds))]
-    (tmp_path / "metrics.csv").write_text("\n".join(lines) + "\n")
-    (tmp_path / "facts.json").write_text(
-        json.dumps({"seconds": 12.5, "first_round": 1, "software": {"commit": f"{20 * 'ab'} with changes"}})
-    )
+    write_run(tmp_path, printed.replace(replaced, by) if replaced else printed, rounds)
     stored: dict[str, Any] = {}
     (told,) = results.take([tmp_path], data[0], stored)
     assert said in told
@@ -183,3 +190,35 @@ def test_a_run_is_taken_if_its_configuration_is_the_recipes(data, tmp_path, prin
         "seconds": 12.5,
         "commit": "abababa with changes",
     }
+
+
+@pytest.mark.slow
+def test_shortened_runs_are_taken_if_asked_for_until_there_are_longer_ones(data, tmp_path, printed):
+    short = printed.replace("max_epochs: 100", "max_epochs: 20")
+    runs = {
+        "cut": (printed, 30),
+        "short": (short, 20),
+        "whole": (printed.replace("everything: 0", "everything: 1"), 100),
+    }
+    for name, (config, rounds) in runs.items():
+        write_run(tmp_path / name, config, rounds)
+    stored: dict[str, Any] = {}
+
+    def take(name: str, shortened: bool = True) -> str:
+        (told,) = results.take([tmp_path / name], data[0], stored, shortened)
+        return str(told)
+
+    def rounds() -> dict[str, int]:
+        return {seed: found["rounds"] for seed, found in stored[KEY].items()}
+
+    assert "30 of 100 rounds" in take("cut", shortened=False)
+    assert stored == {}
+    assert "took" in take("short")
+    assert rounds() == {"0": 20}
+    assert "took" in take("cut")
+    assert rounds() == {"0": 30}
+    assert f"20 rounds of {KEY}, of which there are runs of 30" in take("short")
+    assert "took" in take("whole", shortened=False)
+    assert rounds() == {"1": 100}
+    assert f"30 rounds of {KEY}, of which there are runs of 100" in take("cut")
+    assert rounds() == {"1": 100}
