@@ -30,6 +30,7 @@ from lightning_lowrank.aggregation import (
 from lightning_lowrank.aggregation.adapters import Adapter, find_adapters
 from lightning_lowrank.aggregation.pairs import inner_products, padded, working_dtype
 from lightning_lowrank.algorithms._capacity import Capacities, Capacity, ClientRanks, Ranks
+from lightning_lowrank.arguments import listed
 from lightning_lowrank.configuration import check_patterns
 from lightning_lowrank.federated.algorithm import Algorithm, LocalStep, detached
 from lightning_lowrank.federated.messages import Message
@@ -200,6 +201,9 @@ class FedLoRA(Algorithm):
         others = [name for name in trained if name not in self._factors]
         check_patterns("keep", self.keep, others, "trained parameter outside the adapters")
         self._kept = {name for name in others if any(matches(pattern, name) for pattern in self.keep)}
+        local = [f"the factor {name} of each adapter" for name in self.operator.trained(0) - self.operator.sent_up(0)]
+        local += [listed(sorted(self._kept))] if self._kept else []
+        self.local_part = " and ".join(local)
         for adapter in self._adapters.values():
             if adapter.rank > min(adapter.shape):
                 raise MisconfigurationException(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from lightning_lowrank.federated.algorithm import Algorithm, detached
-from lightning_lowrank.federated.checks import warn_of_unchanged_part
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, Server, copy_into, trained_tensors
 
@@ -20,9 +19,10 @@ class LocalTraining(Algorithm):
         >>> loop = FederatedLoop(LocalTraining(), clients=20, partition=LabelCount(2))
     """
 
+    local_part = "the whole model"
+
     def setup(self, base: Base) -> None:
         """Keep the initial model, from which each client starts."""
-        warn_of_unchanged_part(type(self).__name__, "the whole model")
         if "initial" not in base.state:
             base.state["initial"] = detached(trained_tensors(base.module))
 

@@ -97,6 +97,9 @@ class Algorithm(Configured):
     No differences are taken of these, so that a codec of the uplink that leaves numbers out would set them to zero.
     """
 
+    local_part: str = ""
+    """What is trained and stays with the clients, so that the global model has it as it began; `setup` may set it."""
+
     unprotected: str = ""
     """What of a client's message does not pass the aggregator as values; robust rules are refused then."""
 

@@ -306,13 +306,20 @@ def resume_notes(trainer: Any) -> list[str]:
     ]
 
 
-def warn_of_unchanged_part(method: str, part: str) -> None:
-    """Say that the global model's figures are those of a model of which a part is never trained."""
-    rank_zero_warn(
-        f"{method} keeps {part} with the clients: the global model is validated with the values that it began with,"
-        " whatever val_acc or the like says. Judge the clients' own models by FederatedLoop(personal_test=...), and"
-        ' monitor their figures, such as monitor="personal/val_acc".'
-    )
+_BY_PERSONAL_TEST = (
+    "Judge the clients' own models by FederatedLoop(personal_test=...), and monitor their figures, such as"
+    ' monitor="personal/val_acc".'
+)
+
+
+def local_part_advice(algorithm: Algorithm, remedy: str = _BY_PERSONAL_TEST) -> list[str]:
+    """Return a sentence where the global model's figures are those of a model of which a part is never trained."""
+    if not algorithm.local_part:
+        return []
+    return [
+        f"{type(algorithm).__name__} keeps {algorithm.local_part} with the clients: the global model is validated with"
+        f" the values that it began with, whatever val_acc or the like says. {remedy}"
+    ]
 
 
 def warn_of_changed_base(algorithm: Algorithm, base: Base) -> None:

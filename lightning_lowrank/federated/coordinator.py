@@ -26,6 +26,7 @@ from lightning_lowrank.federated.checks import (
     check_factors_move,
     check_trained,
     goes_on_from,
+    local_part_advice,
     refuse_batch_norm,
     static_batch_norm_advice,
 )
@@ -149,7 +150,9 @@ class Coordinator:
 
     def notes(self, trainer: Any) -> list[str]:
         """Return what a user should know of how the global model will behave with this method, one sentence each."""
-        return static_batch_norm_advice(self.algorithm, trainer, trainer.lightning_module, self.settings.buffers)
+        module, settings = trainer.lightning_module, self.settings
+        advice = static_batch_norm_advice(self.algorithm, trainer, module, settings.buffers)
+        return advice + (local_part_advice(self.algorithm) if settings.personal_test is None else [])
 
     def check_cohort(self, clients: int) -> None:
         """Refuse cohorts of so many clients if they are too small for the aggregator.

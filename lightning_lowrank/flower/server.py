@@ -30,7 +30,7 @@ from torch import Tensor
 
 from lightning_lowrank.compression import DecodingError, Packet
 from lightning_lowrank.configuration import check_choice
-from lightning_lowrank.federated.checks import check_callbacks, notes, static_batch_norm_advice
+from lightning_lowrank.federated.checks import check_callbacks, local_part_advice, notes, static_batch_norm_advice
 from lightning_lowrank.federated.checks import check_optimizers as check_all_are_trained
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.planner import RoundPlan, RoundPlanner
@@ -72,6 +72,9 @@ OnBadPayload = Literal["skip", "stop"]
 
 _WITHOUT_STATISTICS = (
     "Across sites no party has the samples to recompute them with: use a norm without statistics, such as GroupNorm."
+)
+_ON_THEIR_SITES = (
+    "The sites hold the clients' own models: judge such in a simulation, by FederatedLoop(personal_test=...)."
 )
 # Seconds: how long a round waits for nodes that have just come, and when a node that was refused is asked again.
 _WAIT_FOR_NEW = 60.0
@@ -328,6 +331,8 @@ class RemoteRounds(Callback):
             self.coordinator.load_state_dict(state["server"], lambda kept: move_data_to_device(kept, pl_module.device))
         self._further = FurtherModels(None, self.coordinator)
         self.coordinator.setup()
+        for note in local_part_advice(self.algorithm, _ON_THEIR_SITES):
+            rank_zero_warn(note)
 
     def _go_on_from(self, sites: Mapping[str, Any]) -> None:
         """Take up what was known of the sites, and wait for those that were there."""

@@ -1,6 +1,5 @@
 """FedBN and FedPer against their rounds in plain PyTorch."""
 
-import re
 from functools import partial
 
 import pytest
@@ -119,16 +118,6 @@ def test_nothing_of_the_own_part_crosses_the_wire(tmp_path):
     assert len(sent) == 2 * sum(map(len, ROUNDS))
     others = {f"net.{name}" for name in initial(nn.BatchNorm1d)} - {f"net.{name}" for name in NORM}
     assert all(message.tensors.keys() == others for message in sent)
-
-
-@pytest.mark.parametrize(
-    ("make", "part"),
-    [(FedBN, r"1\.bias"), (lambda: FedPer(["0"]), r"0\.bias, 0\.weight"), (LocalTraining, "the whole model")],
-)
-def test_figures_of_a_global_model_with_a_part_that_stays_are_warned_of(make, part, recwarn):
-    make().setup(Base(network(norm=nn.BatchNorm1d), seed=0))
-    (said,) = [str(each.message) for each in recwarn]
-    assert re.search(rf"keeps {part}.*began with.*personal_test.*personal/val_acc", said)
 
 
 @pytest.mark.parametrize("make", [FedBN, LocalTraining])

@@ -7,18 +7,25 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanSquaredError
 
 from lightning_lowrank import (
     FedAvg,
+    FedBN,
     FederatedLoop,
+    FedLoRA,
+    FedPer,
+    FedSA,
     FromIndices,
     HeteroFL,
     LabelCount,
     LocalTraining,
     LowRank,
     MatrixProduct,
+    ProductSum,
+    RoLoRA,
     merge,
 )
 from lightning_lowrank.federated.state import copy_into, trained_tensors
@@ -266,6 +273,38 @@ def test_a_fit_that_judges_no_client_says_so_once(tmp_path, settings, said):
         warnings.simplefilter("always")
         trainer(tmp_path, loop, max_epochs=2, **settings).fit(Module(), Data())
     assert sum("personal_test=0.2 judges clients' own models where" in str(each.message) for each in told) == said
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    ("algorithm", "init", "part"),
+    [
+        (FedBN, None, "net.1.bias"),
+        (partial(FedPer, ["net.0"]), None, "net.0.bias, net.0.weight with"),
+        (LocalTraining, None, "the whole model with"),
+        (partial(FedLoRA, FedSA()), "lora", "the factor B of each adapter with"),
+        (partial(FedLoRA, FedSA(), keep=["net.5.bias"]), "lora", "the factor B of each adapter and net.5.bias with"),
+        (partial(FedLoRA, ProductSum(), keep=["net.5.bias"]), "lora", "keeps net.5.bias with"),
+        (partial(FedLoRA, RoLoRA()), "lora", None),
+        (FedAvg, None, None),
+    ],
+)
+@pytest.mark.parametrize("personal_test", [None, 0.2])
+def test_figures_of_a_global_model_with_a_part_that_stays_with_clients(tmp_path, algorithm, init, part, personal_test):
+    loop = FederatedLoop(algorithm(), personal_test=personal_test, clients=2, summary=False)
+    low_rank = [LowRank(MatrixProduct(), rank=2, init=init, summary=False)] if init else []
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer(tmp_path, *low_rank, loop).fit(Module(network(norm=nn.BatchNorm1d)), Data())
+    said = [str(each.message) for each in told if "the global model is validated with" in str(each.message)]
+    if part is None or personal_test is not None:
+        assert said == []
+        return
+    (only,) = said
+    assert part in only
+    assert only.endswith(
+        'FederatedLoop(personal_test=...), and monitor their figures, such as monitor="personal/val_acc".'
+    )
 
 
 @pytest.mark.medium
