@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_lowrank.arguments import listed
 from lightning_lowrank.data.images import TensorImages
-from lightning_lowrank.data.own_images import TEST_NAMES, OwnImages, Pictures
+from lightning_lowrank.data.own_images import TEST_NAMES, VALIDATION_NAMES, OwnImages, Pictures
 from lightning_lowrank.data.tables import check_stored, load_splits, split_of
 from lightning_lowrank.interop.extras import import_extra
 
@@ -38,7 +38,8 @@ class HuggingFaceImages(OwnImages):
         test: Name of the split to test on. ``None``: ``test``, ``val``, ``valid`` or ``validation``, the first that
             there is and that ``validation`` does not name; or else ``test_share`` of the training images is held out.
         validation: ``"test"``: validation on the test images. A share: so much of the training images is held out. Or
-            the name of a split.
+            the name of a split. ``None``: ``val``, ``valid`` or ``validation`` where there is another split to test on,
+            or else ``"test"``.
         root: Folder in which downloads are kept. ``None``: that of `datasets`.
         **kwargs: Arguments of `OwnImages`: ``size``, ``channels``, ``test_share``, ``mean``, ``std``, ``memory_limit``,
             ``mirror``; and of `VisionDataModule`: ``batch_size``, ``eval_batch_size``, ``num_workers``, ``augment``,
@@ -66,12 +67,13 @@ class HuggingFaceImages(OwnImages):
         label: str | None = None,
         train: str = "train",
         test: str | None = None,
-        validation: float | str = "test",
+        validation: float | str | None = None,
         root: str | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(validation="test" if isinstance(validation, str) else validation, **kwargs)
-        self.validation = validation
+        named = validation is None or isinstance(validation, str)
+        super().__init__(validation="test" if named else validation, **kwargs)
+        self.validation, self._finds_validation = "test" if validation is None else validation, validation is None
         self.dataset, self.image, self.label, self.root = dataset, image, label, root
         self.train, self.test = train, test
         self._columns = image, label
@@ -89,11 +91,16 @@ class HuggingFaceImages(OwnImages):
         """Load the data set and read its labels; images are not decoded."""
         if self._found is None:
             splits = load_splits(self.dataset, self.root, type(self).__name__)
+            others = [name for name in TEST_NAMES if name in splits and name != self.train]
+            if self._finds_validation:
+                # One of them alone is tested on.
+                tested = self.test or next(iter(others), None)
+                kept = (each for each in others if each in VALIDATION_NAMES and each != tested)
+                self.validation = next(kept, "test")
             # Of strings, "test" alone is no split's name.
             named = isinstance(self.validation, str) and self.validation != "test"
             validation = str(self.validation) if named else None
-            others = (name for name in TEST_NAMES if name in splits and name not in (self.train, validation))
-            test = next(others, None) if self.test is None else self.test
+            test = self.test or next((name for name in others if name != validation), None)
             self._found = (
                 self._rows(splits, self.train, "train"),
                 None if test is None else self._rows(splits, test, "test"),

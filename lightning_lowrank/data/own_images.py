@@ -127,10 +127,10 @@ class OwnImages(VisionDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         """Decode what ``stage`` reads (``None``: everything), unless it is decoded already."""
-        on_test = self.validation == "test"
         if not self._pictures:
             self._pictures = self._divided()
             vars(self)["num_classes"] = len(self.classes)
+        on_test = self.validation == "test"
         trains = stage in (None, "fit") or None in self._given
         if trains and self.train_set is None:
             pixels = self._decode(self._pictures["train"])

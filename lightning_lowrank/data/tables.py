@@ -169,6 +169,9 @@ def read_table(path: Path, names: Sequence[str] | None = None) -> Table:
         first_line = None if first_line is None else 2
     if not cells:
         raise MisconfigurationException(f"{path} holds no line but its header, {listed(names)}")
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise MisconfigurationException(f"{path} has several columns named {listed(twice)}: rename all but one")
     for row, parts in enumerate(cells):
         if len(parts) != len(names):
             place = Table({}, str(path), first_line).place(row)

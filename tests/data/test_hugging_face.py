@@ -73,11 +73,18 @@ def test_splits_are_found_by_name(stored):
 
     assert rows() == [list(range(5))] * 2
     assert rows(test="held", validation="valid") == [list(range(5)), [2, 0]]
+    assert rows(test="held") == [list(range(5)), [2, 0]]
+    assert rows(test="held", validation="test") == [[2, 0]] * 2
+    assert rows(test="valid") == [list(range(5))] * 2
     validation, test = rows(validation="valid")
     assert validation == list(range(5))
     assert len(test) == 6  # Of the training images.
     with pytest.raises(MisconfigurationException, match=r"no split 'tests' \(test\); it has train, valid, held"):
         HuggingFaceImages(splits, test="tests")
+    splits["test"] = stored.select([4])
+    assert rows() == [list(range(5)), [4]]
+    splits["val"] = splits.pop("test")
+    assert rows() == [[0, 1, 2, 3, 4], [4]]
 
 
 def test_images_of_any_mode_are_converted():

@@ -604,6 +604,7 @@ def test_an_empty_row_of_one_column_is_a_text(tmp_path):
         ("", "holds no line"),
         ("\n\n", "holds no line"),
         ("text,label\na,1\n\nb\n", "row 1: there are 1 cells for the 2 columns"),
+        ("text,label,text\na,1,b\n", "several columns named text: rename"),
     ],
 )
 def test_a_useless_csv_file_is_refused(tmp_path, content, message):
