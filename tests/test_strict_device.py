@@ -1,4 +1,4 @@
-"""The package's tests on the strict device, in processes of their own: the device stays for the life of a process."""
+"""The package's daily tests on the strict device, in processes of their own: it stays for the life of a process."""
 
 import os
 import subprocess
@@ -27,7 +27,7 @@ PIECES = {
 @pytest.mark.parametrize("piece", PIECES)
 def test_it_runs_on_the_strict_device(piece):
     plugins = ["-p", "tests.strict_device.plugin", "-p", "no:cacheprovider"]
-    command = [sys.executable, "-m", "pytest", "-q", *plugins, "-m", "not slow"]
+    command = [sys.executable, "-m", "pytest", "-q", *plugins, "-m", "not slow and not medium"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     # It would take this process for a worker of the outer run.
     environment = {name: value for name, value in environment.items() if not name.startswith("PYTEST_")}

@@ -826,8 +826,7 @@ def test_a_transformer_compiles_as_one_graph(role, dynamic):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize("form", [PRODUCT, PARALLEL], ids=lambda form: type(form).__name__)
+@pytest.mark.parametrize(("form", "dynamic"), [(PRODUCT, None), (PARALLEL, True)])
 def test_a_resnet_compiles_as_one_graph(form, dynamic):
     model = seeded(lambda: models.resnet18(num_classes=10)).train()
     convert(model, form, ratio=0.25)
