@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any, cast
@@ -151,7 +152,7 @@ class StaticBatchNorm(Configured, Callback, CompletesModels):
         self._loader = None
 
     def _try_forward(self, trainer: Any, module: pl.LightningModule) -> None:
-        """Refuse a ``forward`` that does not take what `update_bn` hands it, where that is no tensor."""
+        """Refuse a ``forward`` that fails on what `update_bn` hands it, or needs more arguments."""
         loop = _loop_of(trainer)
         loader = trainer.train_dataloader if loop is None else loop.data.training_loader
         if type(loader) is not DataLoader or loader.batch_size is None or isinstance(loader.dataset, IterableDataset):
@@ -163,11 +164,14 @@ class StaticBatchNorm(Configured, Callback, CompletesModels):
         try:
             randomness.seed(derive_seed(0, "static batch norm"))
             batch = batch_transfer(trainer)(loader.collate_fn([loader.dataset[0]]))
-            if isinstance(batch[0] if isinstance(batch, (list, tuple)) and batch else batch, Tensor):
+            inputs = batch[0] if isinstance(batch, (list, tuple)) and batch else batch
+            # A forward of several arguments.
+            inspect.signature(module.forward).bind(inputs)
+            if isinstance(inputs, Tensor):
                 return
             module.eval()
             with torch.no_grad(), trainer.precision_plugin.forward_context():
-                module(batch[0] if isinstance(batch, (list, tuple)) else batch)
+                module(inputs)
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise MisconfigurationException(
                 "StaticBatchNorm recomputes statistics by the module's forward(inputs), with the first entry of a"

@@ -493,6 +493,24 @@ class TakesDictionaries(OfDictionaries):
         return nn.functional.cross_entropy(self(batch), batch["y"])
 
 
+class TakesLengths(Callable):
+    def forward(self, inputs, lengths):
+        return self.net(inputs * (lengths > 0).float()[:, None])
+
+    def loss(self, batch):
+        return nn.functional.cross_entropy(self(batch[0], batch[1] + 1), batch[1])
+
+
+@pytest.mark.parametrize("federated", [False, True])
+def test_a_forward_that_takes_more_than_a_batch_has_first_is_refused_before_the_first_step(tmp_path, federated):
+    callbacks = [FederatedLoop(FedAvg(), clients=2, summary=False)] * federated
+    refused = TakesLengths()
+    before = weights(refused)
+    with pytest.raises(MisconfigurationException, match=r"forward\(\) fails on that \(TypeError: .*'lengths'"):
+        fit(trainer(tmp_path, *callbacks, StaticBatchNorm(), max_epochs=1), refused, Data())
+    assert all(torch.equal(value, before[name]) for name, value in weights(refused).items())
+
+
 @pytest.mark.parametrize("federated", [False, True])
 def test_a_forward_that_takes_no_batch_is_refused_before_the_first_step(tmp_path, federated):
     samples = Data([{"x": inputs, "y": label} for inputs, label in blobs(32)], drop_last=True)
