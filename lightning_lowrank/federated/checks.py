@@ -290,6 +290,18 @@ def notes(module: pl.LightningModule, buffers: BufferPolicy, schedulers: Sequenc
         readers = _readers_of(module, attribute)
         if readers:
             found.append(f"{', '.join(readers)} of {type(module).__name__} reads {attribute}, {meaning}.")
+    bypassed = [
+        name
+        for name, layer in module.named_modules()
+        if isinstance(layer, nn.TransformerEncoderLayer)
+        and any(hasattr(part, "get_base_layer") for part in layer.modules())
+    ]
+    if bypassed and torch.backends.mha.get_fastpath_enabled():
+        found.append(
+            f"PEFT wrapped parts of {listed(bypassed)}, and torch evaluates an nn.TransformerEncoderLayer by the base"
+            " weights, without the adapters: call torch.backends.mha.set_fastpath_enabled(False) before the fit, or"
+            " validation and test are of the model that was not fine-tuned."
+        )
     if schedulers and not module.automatic_optimization:
         found.append("manual optimization: every learning rate scheduler is wound back at each client's start.")
     return found

@@ -27,7 +27,7 @@ from lightning_lowrank import (
 from lightning_lowrank.federated.messages import dense_bytes
 from lightning_lowrank.layers import low_rank_layers
 from tests.grids import daily
-from tests.helpers import Data, Module, fit, trainer
+from tests.helpers import Data, Module, blobs, fit, trainer
 
 CLIENTS = [list(range(12)), list(range(12, 20)), list(range(20, 32))]
 
@@ -361,6 +361,31 @@ def test_the_direction_of_dora_is_the_operators(peft, tmp_path, operator):
     inputs = data(convolutions).tensors[0]
     with torch.no_grad():
         torch.testing.assert_close(loaded.eval()(inputs), module.eval()(inputs), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    ("fast", "targets", "told"), [(True, "linear1", 1), (True, "self_attn", 1), (False, "linear1", 0)]
+)
+def test_a_layer_that_torch_evaluates_without_adapters(peft, tmp_path, recwarn, fast, targets, told):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    network = nn.Sequential(nn.Unflatten(1, (1, 16)), layer, nn.Flatten(), nn.Linear(16, 4))
+    config = peft.LoraConfig(target_modules=[targets], r=2, init_lora_weights=False)
+    module = Module(peft.get_peft_model(network, config))
+    inputs = blobs(features=16).tensors[0]
+    assert torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(fast)
+    try:
+        loop = FederatedLoop(FedAvg(), clients=2, summary=False)
+        trainer(tmp_path, loop, max_epochs=1).fit(module, DataLoader(blobs(features=16), batch_size=8))
+        with torch.no_grad():
+            trained, evaluated = module.train().net(inputs), module.eval().net(inputs)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+    # What the warning says of torch.
+    assert torch.allclose(trained, evaluated, atol=1e-5) == (told == 0)
+    assert sum("by the base weights, without the adapters" in str(each.message) for each in recwarn) == told
 
 
 def test_examples_of_this_file_hold_adapters(peft, tmp_path: Path):
