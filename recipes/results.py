@@ -509,19 +509,30 @@ def take(
 ) -> list[str]:
     """Put what runs gave into ``stored``, and return a line for each run.
 
-    All stored runs of a key have the same number of rounds: longer runs take the place of shorter ones.
+    All stored runs of a key have the same number of rounds: longer runs take the place of shorter ones. A run that went
+    on from a checkpoint is put together with the one before it, which must be in the folders too.
     """
     metrics = {
         cell.key: cell.table.get("metric", cell.paper["metric"]) for cell in cells(published) if cell.key is not None
     }
-    said = []
+    said, pieces = [], dict[tuple[Key, Any], list[Run]]()
     for run in sorted(find_runs(folders), key=lambda run: (run.folder / "metrics.csv").stat().st_mtime):
         key, found = _nearest(run, list(metrics), shortened)
         if found:
             said.append(f"left out {run.folder}: it runs no published figure; nearest is {key}: {'; '.join(found[:3])}")
             continue
+        seed = run.config["seed_everything"]
+        before = pieces.setdefault((key, seed), [])
+        if run.began is not None and run.went_on:
+            made = run.began - 1
+            earlier = next((piece for piece in reversed(before) if piece.rounds and piece.count >= made), None)
+            if earlier is None:
+                said.append(f"left out {run.folder}: the run whose first {made} rounds it went on from is not there")
+                continue
+            run = Run(run.folder, {**earlier.first(made).rounds, **run.rounds})
+        before.append(run)
         points = run.series(metrics[key])
-        rounds = max(run.rounds, default=-1) + 1
+        rounds = run.count if run.rounds else 0
         full = key.said("trainer", "max_epochs")
         if not points or (rounds < full and not shortened):
             said.append(f"left out {run.folder}: {rounds} of {full} rounds of {key}")
@@ -535,7 +546,6 @@ def take(
             del runs[other]
         best_round, best = max(points, key=lambda point: point[1])
         ended = (run.folder / "metrics.csv").stat().st_mtime
-        seed = run.config["seed_everything"]
         runs[str(seed)] = {
             "best": round(100 * best, 4),
             "best_round": best_round,

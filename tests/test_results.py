@@ -3,6 +3,7 @@
 import copy
 import importlib.util
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -145,13 +146,15 @@ def printed() -> str:
     return results.printed_config(results.Key(("fedslop/mnist", "fedslop/rank_16")))
 
 
-def write_run(folder: Path, config: str, rounds: int) -> None:
+def write_run(folder: Path, config: str, rounds: int, began: int = 1, best: int | None = None) -> None:
+    """Write a run whose accuracy rises from round to round, or is best in one of them."""
     folder.mkdir(exist_ok=True)
     (folder / "config.yaml").write_text(config)
-    lines = ["epoch,val_acc", *(f"{number},{number / 200}" for number in range(rounds))]
+    values = [0.9 if number + 1 == best else number / 200 for number in range(rounds)]
+    lines = ["epoch,val_acc", *(f"{number},{values[number]}" for number in range(began - 1, rounds))]
     (folder / "metrics.csv").write_text("\n".join(lines) + "\n")
     (folder / "facts.json").write_text(
-        json.dumps({"seconds": 12.5, "first_round": 1, "software": {"commit": f"{20 * 'ab'} with changes"}})
+        json.dumps({"seconds": 12.5, "first_round": began, "software": {"commit": f"{20 * 'ab'} with changes"}})
     )
 
 
@@ -222,3 +225,19 @@ def test_shortened_runs_are_taken_if_asked_for_until_there_are_longer_ones(data,
     assert rounds() == {"1": 100}
     assert f"30 rounds of {KEY}, of which there are runs of 100" in take("cut")
     assert rounds() == {"1": 100}
+
+
+@pytest.mark.slow
+def test_a_run_that_went_on_is_put_together(data, tmp_path, printed):
+    write_run(tmp_path / "first", printed, 40, best=30)
+    write_run(tmp_path / "second", printed, 100, began=36)
+    for folder, time in (("first", 1), ("second", 2)):
+        os.utime(tmp_path / folder / "metrics.csv", (time, time))
+    stored: dict[str, Any] = {}
+    (alone,) = results.take([tmp_path / "second"], data[0], stored)
+    assert "the run whose first 35 rounds it went on from is not there" in alone
+    assert stored == {}
+    said = results.take([tmp_path], data[0], stored)
+    assert ["40 of 100 rounds" in said[0], "took" in said[1]] == [True, True]
+    found = stored[KEY]["0"]
+    assert [found[name] for name in ("best", "best_round", "last", "rounds", "seconds")] == [90.0, 30, 49.5, 100, None]
