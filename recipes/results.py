@@ -488,10 +488,10 @@ def _settings(key: Key) -> dict[str, Any]:
 def differences(run: Run, key: Key, shortened: bool = False) -> list[str]:
     """Return in what a run's configuration differs from a key's, as far as that changes results.
 
-    A shortened run may have fewer rounds.
+    A shortened run may have fewer rounds, and one that went on from another has its checkpoint.
     """
     wanted, got = _settings(key), run.settings
-    free = _FREE
+    free = (*_FREE, "ckpt_path") if run.went_on else _FREE
     if shortened and int(got.get(_ROUNDS) or 0) < int(wanted[_ROUNDS]):
         free += (_ROUNDS,)
     paths = sorted(path for path in wanted.keys() | got.keys() if not path.startswith(free))

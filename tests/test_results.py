@@ -230,7 +230,9 @@ def test_shortened_runs_are_taken_if_asked_for_until_there_are_longer_ones(data,
 @pytest.mark.slow
 def test_a_run_that_went_on_is_put_together(data, tmp_path, printed):
     write_run(tmp_path / "first", printed, 40, best=30)
-    write_run(tmp_path / "second", printed, 100, began=36)
+    resumed = printed.replace("ckpt_path: null", "ckpt_path: first/checkpoints/last.ckpt")
+    assert resumed != printed
+    write_run(tmp_path / "second", resumed, 100, began=36)
     for folder, time in (("first", 1), ("second", 2)):
         os.utime(tmp_path / folder / "metrics.csv", (time, time))
     stored: dict[str, Any] = {}
