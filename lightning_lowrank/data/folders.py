@@ -13,7 +13,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
 from lightning_lowrank.arguments import listed
 from lightning_lowrank.data.images import TensorImages
-from lightning_lowrank.data.own_images import TEST_NAMES, VALIDATION_NAMES, OwnImages, Pictures
+from lightning_lowrank.data.own_images import OwnImages, Pictures, choose_splits
 
 _TRAIN_NAMES = ("train", "training")
 
@@ -72,20 +72,14 @@ class ImageFolder(OwnImages):
             raise MisconfigurationException(f"{_wanted(root)}, and it holds no folder")
         vars(self)["num_classes"] = len(self.classes)
         others = [name for name in held if name not in trains] if trains else []
-        if validation is None:
-            # One of them alone is tested on.
-            tested = _called(TEST_NAMES, others) not in (None, _called(VALIDATION_NAMES, others))
-            validation = (_called(VALIDATION_NAMES, others) if tested else None) or "test"
-        self.validation = validation
-        # Of strings, "test" alone is no folder's name.
-        apart = validation if isinstance(validation, str) and validation != "test" else None
+        test, apart = choose_splits(others, validation)
+        self.validation = (apart or "test") if validation is None else validation
         if apart is not None and apart not in others:
             raise MisconfigurationException(
                 f"validation={apart!r} must be 'test', a share, or a folder beside one to train on, and {folder} holds"
                 f" {listed(held)}"
             )
         self._validation_folder = None if apart is None else folder / apart
-        test = _called(TEST_NAMES, [name for name in others if name != apart])
         self._test_folder = None if test is None else folder / test
 
     def find_splits(self) -> tuple[Pictures, Pictures | None, Pictures | None]:
@@ -126,11 +120,6 @@ def _folders(folder: Path) -> list[str]:
 
 def _is_hidden(name: str) -> bool:
     return name.startswith(".") or name == "__MACOSX"
-
-
-def _called(names: Sequence[str], folders: Sequence[str]) -> str | None:
-    """Return the first folder that has one of the names, the first names first."""
-    return next((folder for name in names for folder in folders if folder.lower() == name), None)
 
 
 def _wanted(root: str) -> str:

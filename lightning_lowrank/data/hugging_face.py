@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_lowrank.arguments import listed
 from lightning_lowrank.data.images import TensorImages
-from lightning_lowrank.data.own_images import TEST_NAMES, VALIDATION_NAMES, OwnImages, Pictures
+from lightning_lowrank.data.own_images import OwnImages, Pictures, choose_splits
 from lightning_lowrank.data.tables import check_stored, load_splits, split_of
 from lightning_lowrank.interop.extras import import_extra
 
@@ -73,7 +73,8 @@ class HuggingFaceImages(OwnImages):
     ) -> None:
         named = validation is None or isinstance(validation, str)
         super().__init__(validation="test" if named else validation, **kwargs)
-        self.validation, self._finds_validation = "test" if validation is None else validation, validation is None
+        # Before the data set is there, what says which splits it has, it is on the test images or as given.
+        self.validation, self._validation = "test" if validation is None else validation, validation
         self.dataset, self.image, self.label, self.root = dataset, image, label, root
         self.train, self.test = train, test
         self._columns = image, label
@@ -91,16 +92,10 @@ class HuggingFaceImages(OwnImages):
         """Load the data set and read its labels; images are not decoded."""
         if self._found is None:
             splits = load_splits(self.dataset, self.root, type(self).__name__)
-            others = [name for name in TEST_NAMES if name in splits and name != self.train]
-            if self._finds_validation:
-                # One of them alone is tested on.
-                tested = self.test or next(iter(others), None)
-                kept = (each for each in others if each in VALIDATION_NAMES and each != tested)
-                self.validation = next(kept, "test")
-            # Of strings, "test" alone is no split's name.
-            named = isinstance(self.validation, str) and self.validation != "test"
-            validation = str(self.validation) if named else None
-            test = self.test or next((name for name in others if name != validation), None)
+            others = [name for name in splits if name != self.train]
+            test, validation = choose_splits(others, self._validation, self.test)
+            if self._validation is None:
+                self.validation = validation or "test"
             self._found = (
                 self._rows(splits, self.train, "train"),
                 None if test is None else self._rows(splits, test, "test"),

@@ -22,10 +22,8 @@ from lightning_lowrank.configuration import check_integer, check_number
 from lightning_lowrank.data.images import TensorImages
 from lightning_lowrank.data.vision import VisionDataModule, hold_out
 
-VALIDATION_NAMES = ("val", "valid", "validation")
-"""What validation images are called, the first that there is."""
-TEST_NAMES = ("test", "testing", *VALIDATION_NAMES)
-"""What test images are called, the first that there is."""
+_VALIDATION_NAMES = ("val", "valid", "validation")
+_TEST_NAMES = ("test", "testing", *_VALIDATION_NAMES)
 _ANNOUNCED = 10_000
 _AT_ONCE = 1024
 
@@ -224,6 +222,33 @@ class OwnImages(VisionDataModule):
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         file = str(Path(folder) / "pixels")
         return torch.from_file(file, shared=True, size=math.prod(shape), dtype=torch.uint8).view(shape)
+
+
+def choose_splits(
+    splits: Sequence[str], validation: float | str | None, test: str | None = None
+) -> tuple[str | None, str | None]:
+    """Return which of the splits beside the training images is tested on, and which other one is validated on.
+
+    Args:
+        splits: Names, in capitals or not.
+        validation: As for `VisionDataModule`, or a split's name. ``None``: the first split with a name of validation
+            images that is not tested on.
+        test: The split to test on. ``None``: the first with a name of test images, or else of validation images.
+
+    Example:
+        >>> choose_splits(["test", "val"], None), choose_splits(["val"], None), choose_splits(["test", "val"], 0.1)
+        (('test', 'val'), ('val', None), ('test', None))
+    """
+
+    def first(names: Sequence[str], taken: str | None) -> str | None:
+        return next((each for name in names for each in splits if each.lower() == name and each != taken), None)
+
+    if validation is None:
+        apart = first(_VALIDATION_NAMES, test or first(_TEST_NAMES, None))
+    else:
+        # Of strings, "test" alone is no split's name.
+        apart = validation if isinstance(validation, str) and validation != "test" else None
+    return test or first(_TEST_NAMES, apart), apart
 
 
 def _moments(pixels: Tensor) -> tuple[list[float], list[float]]:

@@ -81,9 +81,11 @@ def test_splits_are_found_by_name(stored):
     assert len(test) == 6  # Of the training images.
     with pytest.raises(MisconfigurationException, match=r"no split 'tests' \(test\); it has train, valid, held"):
         HuggingFaceImages(splits, test="tests")
-    splits["test"] = stored.select([4])
+    splits["validation"] = stored.select([3])
+    assert rows() == [[3], list(range(5))]
+    splits["TEST"] = stored.select([4])
     assert rows() == [list(range(5)), [4]]
-    splits["val"] = splits.pop("test")
+    splits["val"] = splits.pop("TEST")
     assert rows() == [[0, 1, 2, 3, 4], [4]]
 
 

@@ -104,6 +104,7 @@ def splits(root, **files):
         ({"train": 5, "val": 3, "test": 2}, {"validation": "test"}, (10, 4, 4)),
         ({"train": 5, "val": 3, "test": 2}, {"validation": 0.2}, (8, 2, 4)),
         ({"train": 5, "val": 3}, {}, (10, 6, 6)),
+        ({"train": 5, "val": 3, "validation": 2}, {}, (10, 4, 6)),
         ({"train": 5, "val": 3}, {"validation": "val", "test_share": 0.2}, (8, 6, 2)),
         ({"train": 5, "dev": 3, "test": 2}, {"validation": "dev"}, (10, 6, 4)),
         ({"Train": 5, "Valid": 3, "TEST": 2}, {}, (10, 6, 4)),
