@@ -305,7 +305,13 @@ class Coordinator:
     def averages_models(self) -> bool:
         """Whether stacks of clients' values may be handed over in place of their messages."""
         own = inherits(self.algorithm, "end", "receive") and self.private is None and self.settings.attackers is None
-        return own and not self.settings.uplink and not self.wire.holds_copy
+        return own and not self.settings.uplink and not self._puts_on_own
+
+    @property
+    def _puts_on_own(self) -> bool:
+        """Whether what arrives is put onto the server's own broadcast, of which the clients hold a lossy copy."""
+        robust = isinstance(self.server.aggregator, RobustRule)
+        return self.wire.holds_copy or (robust and bool(self.settings.downlink))
 
     def send(self, client: ClientInfo) -> Message:
         """Send a client its broadcast, and return the message as the client receives it."""
@@ -411,8 +417,9 @@ class Coordinator:
     def take(self, client: ClientInfo, tensors: Mapping[str, Tensor]) -> None:
         """Let the method take in what arrived from a client."""
         self.answered.append(client.id)
-        if self.wire.holds_copy:
-            tensors = self.wire.onto_own(self.server.base, tensors, self.message(client).tensors)
+        if self._puts_on_own:
+            own, held = self.message(client).tensors, self.broadcast(client).received
+            tensors = self.wire.onto_own(self.server.base, tensors, self.origin(own), self.origin(held))
         self._take(client, Message(tensors), self.settings.weight_of(client))
 
     def _take(self, client: ClientInfo, message: Message, weight: float) -> None:
@@ -454,8 +461,7 @@ class Coordinator:
 
     def _reached(self, client: ClientInfo) -> Mapping[str, Tensor]:
         """Return the broadcast by which what arrives from a client is measured."""
-        # `Wire.onto_own` has put what arrives onto the server's own broadcast.
-        return self.message(client).tensors if self.wire.holds_copy else self.broadcast(client).received
+        return self.message(client).tensors if self._puts_on_own else self.broadcast(client).received
 
     def origin(self, received: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the values, by name, of which a client's message that ``received`` these has the change."""

@@ -33,7 +33,8 @@ class Wire:
     residual, and forgets that of factors or subspaces that have been drawn anew (`Algorithm.drawn_in`). A downlink with
     error feedback sends the difference between the broadcast and a copy of it that all clients hold, which clients that
     sit the round out must hear as well; the server puts clients' changes onto its own values, so that what the copy
-    lacks is sent later (EF21-P). Without error feedback, the downlink sends the values.
+    lacks is sent later (EF21-P). Without error feedback, the downlink sends the values. What clients send back is put
+    onto the server's own values for a robust rule alone, which would take the downlink's loss for the client's change.
 
     Args:
         algorithm: The method.
@@ -111,10 +112,9 @@ class Wire:
         return replace(packet, received=base.state[_HELD])
 
     def onto_own(
-        self, base: Base, tensors: Mapping[str, Tensor], broadcast: Mapping[str, Tensor]
+        self, base: Base, tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], held: Mapping[str, Tensor]
     ) -> Mapping[str, Tensor]:
-        """Return a client's message, which changes the copy that all hold, as changes of the server's own broadcast."""
-        own, held = (self._algorithm.reference(base, values) for values in (broadcast, base.state[_HELD]))
+        """Return a client's message, which changes the values ``held``, as changes of the server's ``own``."""
         shifted = {
             name: value + (own[name] - held[name])
             for name, value in tensors.items()

@@ -8,8 +8,10 @@ from lightning_lowrank import (
     EF21P,
     CenteredClipping,
     ClientPrivacy,
+    CoordinateMedian,
     FedAvg,
     FederatedLoop,
+    Krum,
     NormBound,
     Quantize,
     RandomCoordinates,
@@ -40,9 +42,13 @@ class Shifted(nn.Module):
         return self.network(inputs / self.scale[0])
 
 
-def trained(tmp_path, algorithm, net=Shifted, rounds=1, **settings):
+def started(net=Shifted, lr=0.1):
     torch.manual_seed(0)
-    module = Module(net())
+    return Module(net(), lambda parameters: torch.optim.SGD(parameters, lr=lr))
+
+
+def trained(tmp_path, algorithm, net=Shifted, rounds=1, lr=0.1, **settings):
+    module = started(net, lr)
     loop = FederatedLoop(algorithm, clients=4, weighting="uniform", seed=1, summary=False, **settings)
     fit(trainer(tmp_path, loop, max_epochs=rounds, limit_val_batches=0), module, Data())
     return module
@@ -104,12 +110,20 @@ class Seen(Attack):
     ids=["lossy downlink", "reset", "RandomCoordinates", "RandomMask", "EF21P"],
 )
 def test_clients_that_train_nothing_change_nothing(tmp_path, algorithm, settings):
-    class Still(Module):
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.0)
-
     seen = Seen()
     loop = FederatedLoop(algorithm, clients=4, seed=1, summary=False, attackers=seen, **settings)
-    fit(trainer(tmp_path, loop, max_epochs=1, limit_val_batches=0), Still(Shifted()), Data())
+    fit(trainer(tmp_path, loop, max_epochs=1, limit_val_batches=0), started(lr=0.0), Data())
     assert seen.changes
     assert max(seen.changes) < 1e-6
+
+
+@pytest.mark.parametrize("execution", ["sequential", "vectorized"])
+@pytest.mark.parametrize("algorithm", [FedAvg(), RandomMask(0.5)], ids=["FedAvg", "RandomMask"])
+@pytest.mark.parametrize("rule", [NormBound(), CoordinateMedian(), Krum(0)], ids=["NormBound", "median", "Krum"])
+def test_what_a_downlink_loses_is_no_change_of_the_clients(tmp_path, rule, algorithm, execution):
+    settings = {"aggregator": rule, "downlink": [Quantize(bits=4)], "execution": execution}
+    start = weights(started())
+    for name, value in weights(trained(tmp_path, algorithm, lr=0.0, rounds=2, **settings)).items():
+        torch.testing.assert_close(value, start[name], rtol=1e-6, atol=1e-6)
+    moved = weights(trained(tmp_path, algorithm, rounds=2, **settings))
+    assert any(not torch.allclose(value, start[name], atol=1e-3) for name, value in moved.items())
