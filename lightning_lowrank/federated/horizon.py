@@ -41,6 +41,13 @@ class Horizon:
         self._planner()
         return iter(self._data.training_loader or ())
 
+    def __getattr__(self, name: str) -> Any:
+        """Return what else the training loader has, such as ``batch_size`` and ``dataset``."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        self._planner()
+        return getattr(self._data.training_loader, name)
+
     def give(self) -> float:
         """Return `steps` to whoever makes a schedule."""
         self._given = self.steps()

@@ -102,9 +102,10 @@ class FederatedLoop(FederatedSettings, Callback):
       reads one of these is warned of.
     - Epoch-wise learning rate schedulers step per round. Step-wise ones step within each client, from where the round
       began; the next round goes on from the client with the most steps. So ``trainer.estimated_stepping_batches`` is
-      the number of steps of that client in all rounds until ``configure_optimizers`` is done, and
-      ``len(trainer.train_dataloader)`` and ``trainer.num_training_batches``, once ``trainer.fit_loop.setup_data()`` has
-      been called, are its batches in a round, the mean rounded up. A schedule of another length is warned of.
+      the number of steps of that client in all rounds until ``configure_optimizers`` is done. Once it has been asked
+      for, or ``trainer.fit_loop.setup_data()`` has been called, ``len(trainer.train_dataloader)`` and
+      ``trainer.num_training_batches`` are its batches in a round, the mean rounded up. A schedule of another length is
+      warned of.
       ``configure_optimizers`` is called twice where ``max_steps`` counts a chunk's steps.
 
     Its arguments, with their defaults, are those of `FederatedSettings`.

@@ -223,9 +223,14 @@ def count_for_schedules(trainer: Any, loader: Any, steps: Callable[[], float]) -
         trainer.__class__ = kind
         loop.setup_data, loop._combined_loader, loop.max_batches = setup_data, None, max_batches
 
+    def estimated_stepping_batches(trainer: Any) -> float:
+        # Lightning's loads the data too, and modules read `num_training_batches` after it.
+        trainer.fit_loop.setup_data()
+        return steps()
+
     loop.setup_data, loop._combined_loader = setup_data_for_schedules, None
     # A property can be answered by the class alone.
-    answers = {"estimated_stepping_batches": property(lambda _: steps()), "__module__": kind.__module__}
+    answers = {"estimated_stepping_batches": property(estimated_stepping_batches), "__module__": kind.__module__}
     trainer.__class__ = type(kind.__name__, (kind,), answers)
     return restore
 

@@ -43,8 +43,22 @@ def federated(clients: Any = UNEVEN, **arguments: Any) -> FederatedLoop:
 
 def length_of_epochs(trainer: Any) -> int:
     trainer.fit_loop.setup_data()
-    assert trainer.num_training_batches == len(trainer.train_dataloader)
-    return len(trainer.train_dataloader) * trainer.max_epochs // trainer.accumulate_grad_batches
+    return length_once_loaded(trainer)
+
+
+def length_after_steps(trainer: Any) -> int:
+    assert trainer.train_dataloader is None
+    # In Lightning this loads the data.
+    assert trainer.estimated_stepping_batches
+    return length_once_loaded(trainer)
+
+
+def length_once_loaded(trainer: Any) -> int:
+    loader = trainer.train_dataloader
+    assert trainer.num_training_batches == len(loader)
+    assert len(loader.dataset) == len(Data().train_dataloader().dataset)
+    assert loader.batch_size == 8
+    return len(loader) * trainer.max_epochs // trainer.accumulate_grad_batches
 
 
 def last_rate(run: Any) -> float:
@@ -113,9 +127,10 @@ def test_usual_schedules_end(tmp_path, schedule, recwarn):
     assert not [warning for warning in recwarn if "is made for" in str(warning.message)]
 
 
+@pytest.mark.parametrize("length", [length_of_epochs, length_after_steps])
 @pytest.mark.parametrize("execution", ["sequential", "vectorized", "pairs"])
-def test_the_length_of_the_loader_is_that_of_a_client(tmp_path, execution):
-    module = Scheduled(length_of_epochs)
+def test_the_length_of_the_loader_is_that_of_a_client(tmp_path, execution, length):
+    module = Scheduled(length)
     run = trainer(tmp_path, federated(EVEN, **EXECUTIONS[execution]))
     fit(run, module, Data())
     assert module.given == [3 * 3]
