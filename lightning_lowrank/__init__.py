@@ -110,7 +110,14 @@ if TYPE_CHECKING:
         Trace,
         WholeCheckpoints,
     )
-    from lightning_lowrank.interop import export_adapter, import_adapter, load_dense, pull_adapter, push_adapter
+    from lightning_lowrank.interop import (
+        alias_pytorch_lightning,
+        export_adapter,
+        import_adapter,
+        load_dense,
+        pull_adapter,
+        push_adapter,
+    )
     from lightning_lowrank.layers import (
         CP,
         BlockKronecker,
@@ -236,6 +243,7 @@ __all__ = [
     "WeightedMean",
     "WholeCheckpoints",
     "ZeroPadding",
+    "alias_pytorch_lightning",
     "convert",
     "export_adapter",
     "import_adapter",

@@ -32,6 +32,7 @@ LAYOUT = (
     *TORCH_ONLY,
     "aliases",
     "configuration",
+    "older_lightning",
     "buffers",
     "operations",
     "federated",

@@ -17,6 +17,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from lightning_lowrank.older_lightning import alias_pytorch_lightning
+
 if TYPE_CHECKING:
     from lightning.pytorch.cli import ArgsType
 
@@ -34,6 +36,9 @@ def main(args: ArgsType = None) -> None:
     words = sys.argv[1:] if args is None else args
     command = words[0] if isinstance(words, list) and words else None
     try:
+        if args is None:
+            # The process is the command's own.
+            alias_pytorch_lightning()
         if isinstance(words, list) and command in _WITHOUT_MODEL:
             run, summary = _WITHOUT_MODEL[command]
             run(argparse.ArgumentParser(prog=f"lightning-lowrank {command}", description=summary), words[1:])

@@ -52,8 +52,10 @@ _APP = '''\
 
 from pathlib import Path
 
+from lightning_lowrank import alias_pytorch_lightning
 from lightning_lowrank.flower import client_app, server_app
 
+alias_pytorch_lightning()  # for libraries that import the older package
 recipe = Path(__file__).parent / "recipe.yaml"
 server = server_app(recipe)
 client = client_app(recipe)

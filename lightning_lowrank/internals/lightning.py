@@ -90,7 +90,8 @@ def check_namespace(trainer: Any, module: Any) -> None:
             raise MisconfigurationException(
                 f"{type(part).__name__} is a class of the package pytorch_lightning, and lightning_lowrank works with"
                 " lightning.pytorch, which has the same classes again: import from lightning.pytorch in place of"
-                " pytorch_lightning everywhere (`import lightning.pytorch as pl`)."
+                " pytorch_lightning everywhere (`import lightning.pytorch as pl`). Where a library imports it, call"
+                " lightning_lowrank.alias_pytorch_lightning() before that library's import."
             )
 
 

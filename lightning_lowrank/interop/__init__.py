@@ -1,8 +1,16 @@
-"""Exchange of weights with Hugging Face's PEFT and transformers."""
+"""Exchange of weights with Hugging Face's PEFT and transformers, and libraries of the older Lightning."""
 
 from lightning_lowrank.interop.checkpoints import load_dense
 from lightning_lowrank.interop.hub import pull_adapter, push_adapter
 from lightning_lowrank.interop.peft_export import export_adapter
 from lightning_lowrank.interop.peft_import import import_adapter
+from lightning_lowrank.older_lightning import alias_pytorch_lightning
 
-__all__ = ["export_adapter", "import_adapter", "load_dense", "pull_adapter", "push_adapter"]
+__all__ = [
+    "alias_pytorch_lightning",
+    "export_adapter",
+    "import_adapter",
+    "load_dense",
+    "pull_adapter",
+    "push_adapter",
+]

@@ -1,5 +1,6 @@
 """What `internals.lightning` takes from Lightning is there, and what happens where it is not."""
 
+import sys
 from datetime import timedelta
 from typing import Any
 
@@ -300,6 +301,22 @@ def test_synchronous_layers(tmp_path):
         assert internals.synchronizes_layers(run.strategy) is synchronous
 
 
+@pytest.fixture
+def other(monkeypatch):
+    """The package `pytorch_lightning` itself, also where `alias_pytorch_lightning` has been called."""
+
+    def forget():
+        for name in [
+            name for name in sys.modules if name.partition(".")[0] in ("pytorch_lightning", "lightning_fabric")
+        ]:
+            del sys.modules[name]
+
+    monkeypatch.setattr(sys, "meta_path", [finder for finder in sys.meta_path if type(finder).__name__ != "_Aliases"])
+    forget()
+    yield pytest.importorskip("pytorch_lightning")
+    forget()
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -310,16 +327,13 @@ def test_synchronous_layers(tmp_path):
     ],
     ids=["LowRank", "FederatedLoop", "StaticBatchNorm", "ConvergenceMonitor"],
 )
-def test_the_trainer_of_another_package_is_refused_by_each_callback(make, tmp_path):
-    other = pytest.importorskip("pytorch_lightning")
+def test_the_trainer_of_another_package_is_refused_by_each_callback(make, tmp_path, other):
     run = other.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu", default_root_dir=tmp_path)
     with pytest.raises(MisconfigurationException, match=r"Trainer is a class of the package pytorch_lightning, and .*"):
         make().setup(run, Module(), "fit")
 
 
-def test_pytorch_lightning_trains_not_nothing(tmp_path):
-    other = pytest.importorskip("pytorch_lightning")
-
+def test_pytorch_lightning_trains_not_nothing(tmp_path, other):
     class Other(other.LightningModule):
         def __init__(self):
             super().__init__()
