@@ -260,11 +260,14 @@ def test_recipe_runs(run, names, monkeypatch):
     quick = ["--data.eval_batch_size", "100"]
     if names[-1].endswith("/jpeg"):
         made_up_files()
-    if "resnet18" in names[0] or names[0].startswith("fedhm/"):
+    if "resnet18" in names[0] or names[0].startswith(("fedhm/", "tdpfed/cifar10")):
         quick += ["--data.batch_size", "4"]
     if names[-1].startswith(("fedhm/fedhm", "fedhm/heterofl", "fedhm/local")):
         # The base and its other overlays have the network of the paper's width.
         quick += ["--model.init_args.network.init_args.width", "16"]
+    if names[-1] == "fedmud/local":
+        # Each client's model is judged.
+        quick += ["--federated.clients", "10"]
     if names[0].startswith("fedhm/") and names[-1] != "fedhm/local":
         quick += static_batch_norm_from_the_start()
     if names[0].startswith("finetuning/"):

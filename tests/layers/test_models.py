@@ -68,12 +68,13 @@ def alexnet():
     return with_a_small_head(models.alexnet(num_classes=10), 256)
 
 
-def vgg11():
-    return with_a_small_head(models.vgg11(num_classes=10, init_weights=False), 512)
+def vgg():
+    features = models.vgg.make_layers([32, "M", 64, "M", 96, 96, "M", 128, 128, "M"])
+    return with_a_small_head(models.VGG(features, num_classes=10, init_weights=False), 128)
 
 
-def wide_resnet():
-    return models.ResNet(models.resnet.Bottleneck, [1, 1, 1, 1], num_classes=10, width_per_group=128)
+def resnet(block, **groups):
+    return models.ResNet(block, [1, 1, 1, 1], num_classes=10, **groups)
 
 
 def inception():
@@ -101,67 +102,50 @@ def swin(**version):
     )
 
 
+BASIC, BOTTLENECK = models.resnet.BasicBlock, models.resnet.Bottleneck
+# Families of torchvision with several forms. Of small networks one runs daily.
 SMALL = {
     "convnext": (
         lambda: ConvNeXt([CNBlockConfig(16, 32, 2), CNBlockConfig(32, None, 2)], 0.1, num_classes=10),
         32,
-        CP(),
-    ),
-    "densenet": (lambda: models.DenseNet(8, (2, 2), 16, num_classes=10), 32, KRONECKER),
-    "maxvit": (
-        lambda: MaxVit((32, 32), 8, 2, [8, 16], [1, 1], 4, 0.1, num_classes=10),
-        32,
+        PARALLEL,
         HADAMARD,
     ),
-    "mobilenet_v3": (lambda: models.mobilenet_v3_small(num_classes=10, width_mult=0.5), 64, HADAMARD),
-    "regnet_x": (lambda: regnet(None), 64, KRONECKER),
-    "regnet_y": (lambda: regnet(0.25), 64, PARALLEL),
-    "resnet": (lambda: models.ResNet(models.resnet.BasicBlock, [1, 1, 1, 1], num_classes=10), 32, PARALLEL),
-    "shufflenet_v2": (lambda: models.ShuffleNetV2([2, 2, 2], [24, 48, 96, 192, 64], num_classes=10), 64, HADAMARD),
-    "squeezenet": (lambda: models.squeezenet1_0(num_classes=10), 32, KRONECKER),
-    "swin": (swin, 32, HADAMARD),
-    "swin_v2": (
-        lambda: swin(block=SwinTransformerBlockV2, downsample_layer=PatchMergingV2),
-        32,
-        KRONECKER,
+    "densenet": (lambda: models.DenseNet(8, (2, 2), 16, num_classes=10), 32, KRONECKER, PARALLEL),
+    "maxvit": (lambda: MaxVit((32, 32), 8, 2, [8, 16], [1, 1], 4, 0.1, num_classes=10), 32, HADAMARD, PARALLEL),
+    "mobilenet_v3": (lambda: models.mobilenet_v3_small(num_classes=10, width_mult=0.5), 64, HADAMARD, PARALLEL),
+    "regnet_x": (lambda: regnet(None), 64, KRONECKER, HADAMARD),
+    "regnet_y": (lambda: regnet(0.25), 64, PARALLEL, KRONECKER),
+    "resnet": (lambda: resnet(BASIC), 32, PARALLEL, KRONECKER),
+    "shufflenet_v2": (
+        lambda: models.ShuffleNetV2([2, 2, 2], [24, 48, 96, 192, 64], num_classes=10),
+        64,
+        HADAMARD,
+        PARALLEL,
     ),
+    "squeezenet": (lambda: models.squeezenet1_0(num_classes=10), 32, KRONECKER),
+    "swin": (swin, 32, HADAMARD, PARALLEL),
+    "swin_v2": (lambda: swin(block=SwinTransformerBlockV2, downsample_layer=PatchMergingV2), 32, KRONECKER),
     "vit": (vision_transformer, 32, KRONECKER),
 }
-# Families that SMALL has no member of get two forms here, the others the one that is still missing.
 LARGE = {
     "alexnet": (alexnet, 64, PRODUCT, PARALLEL),
-    "convnext_tiny": (lambda: models.convnext_tiny(num_classes=10), 32, HADAMARD),
-    "densenet121": (lambda: models.densenet121(num_classes=10), 64, PARALLEL),
     "efficientnet_b0": (lambda: models.efficientnet_b0(num_classes=10), 64, PRODUCT, KRONECKER, PARALLEL),
     "efficientnet_v2_s": (lambda: models.efficientnet_v2_s(num_classes=10), 64, PRODUCT),
     "googlenet": (lambda: models.googlenet(num_classes=10, init_weights=False), 64, PRODUCT, HADAMARD),
     "inception_v3": (inception, 96, PRODUCT, KRONECKER),
-    "maxvit_t": (
-        lambda: MaxVit((64, 64), 64, 2, [64, 128, 256, 512], [2, 2, 5, 2], 32, 0.2, num_classes=10),
-        64,
-        PARALLEL,
-    ),
     "mnasnet0_5": (lambda: models.mnasnet0_5(num_classes=10), 64, PRODUCT, PARALLEL),
     "mobilenet_v2": (lambda: models.mobilenet_v2(num_classes=10), 64, PRODUCT, KRONECKER),
-    "mobilenet_v3_small": (lambda: models.mobilenet_v3_small(num_classes=10), 64, PARALLEL),
-    "regnet_x_400mf": (lambda: models.regnet_x_400mf(num_classes=10), 64, HADAMARD),
-    "regnet_y_400mf": (lambda: models.regnet_y_400mf(num_classes=10), 64, KRONECKER),
-    "resnet18": (lambda: models.resnet18(num_classes=10), 64, KRONECKER),
-    "resnet50": (lambda: models.resnet50(num_classes=10), 64, PARALLEL),
-    "resnext50_32x4d": (lambda: models.resnext50_32x4d(num_classes=10), 64, PARALLEL),
-    "shufflenet_v2_x0_5": (lambda: models.shufflenet_v2_x0_5(num_classes=10), 64, PARALLEL),
-    "swin_t": (lambda: models.swin_t(num_classes=10), 32, PARALLEL),
-    "swin_v2_t": (lambda: models.swin_v2_t(num_classes=10), 32, PRODUCT),
-    "vgg11": (vgg11, 32, PRODUCT, HADAMARD),
-    "wide_resnet": (wide_resnet, 64, PRODUCT),
+    "bottlenecks": (lambda: resnet(BOTTLENECK), 64, PARALLEL),
+    "resnext": (lambda: resnet(BOTTLENECK, groups=32, width_per_group=4), 64, PARALLEL),
+    "vgg": (vgg, 32, PRODUCT, HADAMARD),
+    "wide_resnet": (lambda: resnet(BOTTLENECK, width_per_group=128), 64, PRODUCT),
 }
 ZOO = [
     pytest.param(make, size, form, role, id=f"{name}-{type(form).__name__}-{role}", marks=marks)
-    for position, (name, (make, size, other)) in enumerate(SMALL.items())
-    for form, role, marks in (
-        (PRODUCT, ("update", "weight")[position % 2], ()),
-        (other, ("weight", "update")[position % 2], pytest.mark.slow),
-    )
+    for position, (name, (make, size, *others)) in enumerate(SMALL.items())
+    for place, (form, marks) in enumerate([(PRODUCT, ()), *((other, pytest.mark.slow) for other in others)])
+    for role in [("update", "weight")[(position + place) % 2]]
 ] + [
     pytest.param(make, size, form, role, id=f"{name}-{type(form).__name__}-{role}", marks=pytest.mark.slow)
     for position, (name, (make, size, *forms)) in enumerate(LARGE.items())
@@ -828,7 +812,7 @@ def test_a_transformer_compiles_as_one_graph(role, dynamic):
 @pytest.mark.slow
 @pytest.mark.parametrize(("form", "dynamic"), [(PRODUCT, None), (PARALLEL, True)])
 def test_a_resnet_compiles_as_one_graph(form, dynamic):
-    model = seeded(lambda: models.resnet18(num_classes=10)).train()
+    model = seeded(lambda: resnet(BASIC)).train()
     convert(model, form, ratio=0.25)
     scramble(model, 0.01)
     assert_compiles(model, [random(batch, 3, 64, 64) for batch in (4, 6)], dynamic)

@@ -15,7 +15,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 CLIENTS = 3
-EXAMPLES = 4
+EXAMPLES = 2
 RANDOM = ("normal", "bernoulli", "multinomial", "lowrank", "dropout", "fractional_max_pool", "multi_head_attention")
 # Rolls, and fills of, a single number for each client, which torch maps over all clients' numbers.
 WRONG_IN_TORCH = {("roll", 0), ("index_fill", 0)}
