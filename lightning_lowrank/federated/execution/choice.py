@@ -230,7 +230,7 @@ def time_alone(
     """
     # The first batch of each client.
     clients = chunk.clients[:_TRIED_STEPS]
-    with trial(trainer, loader, Chunk(clients, (1,) * len(clients)), _TRIED_STEPS) as (_, alone):
+    with trial(trainer, loader, Chunk(clients, (1,) * len(clients)), _TRIED_STEPS, stacked=False) as (_, alone):
         if channels_last:
             layout = ChannelsLast(module)
             if not any(map(layout.changes, alone)):

@@ -29,7 +29,7 @@ from torchmetrics import Metric
 from lightning_lowrank.arguments import listed
 from lightning_lowrank.federated.execution.causes import CannotMap, updates
 from lightning_lowrank.federated.state import trained_tensors
-from lightning_lowrank.internals.lightning import overrides
+from lightning_lowrank.internals.lightning import batch_transfer, overrides
 from lightning_lowrank.internals.torch import (
     TorchDispatchMode,
     has_float64,
@@ -243,7 +243,7 @@ def _sums(tensor: Tensor, every: int) -> Tensor:
 
 @contextmanager
 def trial(
-    trainer: Any, loader: Any, chunk: Any, steps: int, sums: bool = True
+    trainer: Any, loader: Any, chunk: Any, steps: int, sums: bool = True, stacked: bool = True
 ) -> Iterator[tuple[list[Any], list[Any]]]:
     """Read the first batches of clients to try steps on them, and put everything back that these change.
 
@@ -253,6 +253,7 @@ def trial(
         chunk: The clients.
         steps: Number of batches of each.
         sums: As for `Unwritten`.
+        stacked: Whether batches are wanted together. Hooks of the user's that move batches may know none.
 
     Yields:
         The clients' batches together step by step, and their first ones alone; see `RoundLoader.read`.
@@ -269,11 +270,9 @@ def trial(
     try:
         trainer.loggers = [DummyLogger() for _ in loggers]
         vars(module)["log"] = lambda *arguments, **keywords: None
-        together, alone = (
-            [trainer.strategy.batch_to_device(batch, dataloader_idx=0) for batch in batches]
-            for batches in loader.read(chunk, 0, steps)
-        )
-        yield together, alone
+        together, alone = loader.read(chunk, 0, steps)
+        transfer = batch_transfer(trainer)
+        yield [transfer(batch) for batch in (together if stacked else [])], [transfer(batch) for batch in alone]
     finally:
         trainer.loggers = loggers
         memory.restore()

@@ -382,6 +382,30 @@ def timed_as(monkeypatch, last, together=9.0):
     monkeypatch.setattr(choice, "time_alone", lambda *arguments, channels_last=False: last if channels_last else 4.0)
 
 
+class Turned(Pictures):
+    """Has hooks without which its batches are none for the module."""
+
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        assert len(batch) == 2
+        return {"images": batch[0], "targets": batch[1]}
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return [batch["images"].flip(-1), batch["targets"]]
+
+
+def test_a_trial_has_batches_as_the_datamodules_hooks_make_them(tmp_path, capsys):
+    run(tmp_path, "auto", **{**PICTURES, "data": Turned()}, trainer={"max_epochs": 0})
+    printed = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"Turned\.\w+\(\) expects one client's batch; .* alone with channels last", printed)
+
+
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
+def test_a_trial_has_batches_in_the_precision_of_the_fit(tmp_path, capsys, precision):
+    settings = {"max_epochs": 0, "precision": precision}
+    run(tmp_path, "auto", data=Data(), dtype=torch.float32, trainer=settings)
+    assert "ms together" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("last", "together", "name", "channels_last"),
     [

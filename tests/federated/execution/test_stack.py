@@ -13,7 +13,7 @@ from torchmetrics import MeanMetric
 
 from lightning_lowrank import FederatedLoop, FromIndices
 from tests.federated.execution.runs import Double, Item, Kept, Manual, Reader, both, run
-from tests.helpers import Module
+from tests.helpers import Data, Module
 
 
 def test_frozen_weights_are_not_stacked(tmp_path):
@@ -87,11 +87,18 @@ class Moves(Module):
         return batch
 
 
+class Augments(Data):
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        # What is no batch would be let through without a word.
+        return [2 * batch[0], batch[1]] if len(batch) == 2 else batch
+
+
 @pytest.mark.parametrize(
     ("settings", "cause"),
     [
         ({"module": Manual}, "optimizes manually"),
         ({"module": Moves}, r"Moves\.on_after_batch_transfer"),
+        ({"data": Augments()}, r"Augments\.on_after_batch_transfer"),
         ({"callbacks": [Reader()]}, r"Reader\.on_before_optimizer_step"),
         ({"callbacks": [LambdaCallback(on_after_backward=print)]}, r"LambdaCallback\.on_after_backward"),
         ({"trainer": {"accumulate_grad_batches": 2}}, "accumulate_grad_batches=2"),
