@@ -36,7 +36,9 @@ RESNET34 = ("_resnet34", "_resnet34_dynamic")
 OTHER_BASES: dict[tuple[str, str], Callable[[str], bool]] = {
     ("fedslop", "mnist"): lambda overlay: True,
     ("tdpfed", "mnist"): lambda overlay: not overlay.endswith("_cifar10") and overlay != "jpeg",
-    ("tdpfed", "cifar10"): lambda overlay: overlay.endswith("_cifar10") or overlay in ("local", "jpeg"),
+    ("tdpfed", "cifar10"): lambda overlay: (
+        overlay.endswith("_cifar10") or overlay in ("local", "jpeg", "random_upload_1_5", "random_upload_2")
+    ),
     ("fedhm", "cifar10"): lambda overlay: not overlay.endswith((*RESNET34, "_cifar100", "_tiny_imagenet")),
     ("fedhm", "cifar100"): lambda overlay: overlay.endswith((*RESNET34, "_cifar100", "central", "local")),
     ("fedhm", "tiny_imagenet"): lambda overlay: overlay.endswith((*RESNET34, "_tiny_imagenet", "central", "local")),
