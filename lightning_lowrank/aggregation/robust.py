@@ -51,8 +51,8 @@ class RobustRule(KeepsArrivals):
 
     Every client has one vote, whatever its weight, as in the rules' papers: a client's number of samples is its own
     claim. `GeometricMedian` and `NormBound` may weigh. Integer and boolean tensors, such as counts of batches, are no
-    part of the vectors; they become the coordinate-wise lower median, whatever the rule. What a lossy downlink has
-    taken from the broadcast is not a client's change: in a round, arrivals are put onto the broadcast as it was.
+    part of the vectors; they become the coordinate-wise lower median, whatever the rule. In a round, what
+    a lossy downlink loses is no client's change: arrivals are shifted onto the broadcast as it was before the loss.
 
     An arrival with numbers that are not finite is left out and counts as one of the Byzantine ones. (Tensors that are
     not finite in all arrivals, such as a mask of -inf, are treated as integers are.) The result does not depend on the

@@ -73,7 +73,7 @@ class HuggingFaceImages(OwnImages):
     ) -> None:
         named = validation is None or isinstance(validation, str)
         super().__init__(validation="test" if named else validation, **kwargs)
-        # Before the data set is there, what says which splits it has, it is on the test images or as given.
+        # Which splits there are is known once the data set is loaded.
         self.validation, self._validation = "test" if validation is None else validation, validation
         self.dataset, self.image, self.label, self.root = dataset, image, label, root
         self.train, self.test = train, test

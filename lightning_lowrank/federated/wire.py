@@ -33,8 +33,8 @@ class Wire:
     residual, and forgets that of factors or subspaces that have been drawn anew (`Algorithm.drawn_in`). A downlink with
     error feedback sends the difference between the broadcast and a copy of it that all clients hold, which clients that
     sit the round out must hear as well; the server puts clients' changes onto its own values, so that what the copy
-    lacks is sent later (EF21-P). Without error feedback, the downlink sends the values. What clients send back is put
-    onto the server's own values for a robust rule alone, which would take the downlink's loss for the client's change.
+    lacks is sent later (EF21-P). Without error feedback, the downlink sends the values. Clients' changes are then put
+    onto the server's own values only for a robust rule, which would take the downlink's loss for a change.
 
     Args:
         algorithm: The method.

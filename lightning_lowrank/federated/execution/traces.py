@@ -253,7 +253,7 @@ def trial(
         chunk: The clients.
         steps: Number of batches of each.
         sums: As for `Unwritten`.
-        stacked: Whether batches are wanted together. Hooks of the user's that move batches may know none.
+        stacked: Whether batches together are needed. The user's hooks that move batches may not accept them.
 
     Yields:
         The clients' batches together step by step, and their first ones alone; see `RoundLoader.read`.
