@@ -10,8 +10,6 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec, spec_from_loader
 from types import ModuleType
 
-from lightning_lowrank.configuration import misconfigured
-
 _ALIASES = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightning.fabric"}
 
 
@@ -36,6 +34,9 @@ def alias_pytorch_lightning() -> None:
         return
     imported = [name for name in _ALIASES if name in sys.modules]
     if imported:
+        # The command line begins with this module, and its help needs nothing that takes time to import.
+        from lightning_lowrank.configuration import misconfigured
+
         raise misconfigured(
             f"{imported[0]} has been imported already: call alias_pytorch_lightning() before it and before the"
             " libraries that use it."
