@@ -310,7 +310,7 @@ class Coordinator:
     @property
     def _puts_on_own(self) -> bool:
         """Whether what arrives is put onto the server's own broadcast, of which the clients hold a lossy copy."""
-        robust = isinstance(self.server.aggregator, RobustRule)
+        robust = isinstance(self.settings.aggregator, RobustRule)
         return self.wire.holds_copy or (robust and bool(self.settings.downlink))
 
     def send(self, client: ClientInfo) -> Message:

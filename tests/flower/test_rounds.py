@@ -61,6 +61,9 @@ SETTINGS = {
     "uniform weights, clients by chance": {
         "federated": {"weighting": "uniform", "sampling_weights": [1.0, 5.0, 5.0], "availability": [0.9, 0.9, 0.9]}
     },
+    "a robust rule behind a lossy downlink": {
+        "federated": {"aggregator": method("NormBound"), "downlink": [method("Quantize", bits=4)]}
+    },
 }
 
 
