@@ -17,10 +17,9 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from lightning_lowrank.internals.lightning import overrides
+from lightning_lowrank.internals.lightning import overridden_transfer, overrides
 
 _RELEASES = ((2, 6),)
-_TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
@@ -51,14 +50,13 @@ def has_usual_parts(trainer: Any) -> bool:
     A strategy counts that makes steps as `SingleDeviceStrategy` does, and does not wrap the module; a precision that is
     single, or mixed by `torch.autocast`.
     """
-    owners = [owner for owner in (trainer.lightning_module, trainer.datamodule) if owner is not None]
     strategy = trainer.strategy
     return (
         (type(strategy) is SingleDeviceStrategy or getattr(strategy, "steps_alone", False))
         and strategy.model is trainer.lightning_module
         and type(trainer.precision_plugin) in (Precision, MixedPrecision)
         and type(trainer.profiler) is PassThroughProfiler
-        and not any(overrides(owner, hook) for owner in owners for hook in _TRANSFERS)
+        and overridden_transfer(trainer) is None
     )
 
 

@@ -106,6 +106,15 @@ def overrides(listener: pl.Callback | pl.LightningModule | pl.LightningDataModul
     return hook in vars(listener) or getattr(type(listener), hook, None) is not getattr(base, hook)
 
 
+def overridden_transfer(
+    trainer: Any,
+    hooks: Sequence[str] = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"),
+) -> tuple[Any, str] | None:
+    """Return the module or datamodule that brings batches to the device in its own way, and its hook, if one does."""
+    owners = [owner for owner in (trainer.lightning_module, trainer.datamodule) if owner is not None]
+    return next(((owner, hook) for owner in owners for hook in hooks if overrides(owner, hook)), None)
+
+
 def is_training(trainer: Any) -> bool:
     """Return ``trainer.training``, which compares texts."""
     return trainer.state.stage is RunningStage.TRAINING

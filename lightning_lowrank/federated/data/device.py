@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
 from lightning_lowrank.federated.data.blocks import Request
-from lightning_lowrank.internals.lightning import overrides
+from lightning_lowrank.internals.lightning import overridden_transfer
 from lightning_lowrank.internals.torch import written
 
 Where = Literal["device", "round", "host"]
@@ -195,10 +195,9 @@ class DeviceData:
                 "its samples are not rows of tensors, as those of a torch.utils.data.TensorDataset with torch's own"
                 " collate function and of this package's images are"
             )
-        owners = [owner for owner in (self.trainer.lightning_module, self.trainer.datamodule) if owner is not None]
-        own = [hook for owner in owners for hook in _TRANSFERS if overrides(owner, hook)]
+        own = overridden_transfer(self.trainer, _TRANSFERS)
         if own:
-            return "host", f"{own[0]}() is overridden, and takes batches to the device in its own way"
+            return "host", f"{own[1]}() is overridden, and takes batches to the device in its own way"
         if self._wanted is not True and self._wanted != "auto":
             return "round", "data_on_device='round'"
         if self._wanted is True:

@@ -15,12 +15,10 @@ from torch import Tensor
 from lightning_lowrank.federated.algorithm import Algorithm, inherits
 from lightning_lowrank.federated.data.sampling import NeedsPoissonBatches
 from lightning_lowrank.federated.optimizers import acts_elementwise
-from lightning_lowrank.internals.lightning import overrides
+from lightning_lowrank.internals.lightning import overridden_transfer, overrides
 
-_TRANSFERS = ("transfer_batch_to_device", "on_before_batch_transfer", "on_after_batch_transfer")
 _HOOKS = (
     "configure_gradient_clipping",
-    *_TRANSFERS,
     "optimizer_step",
     "optimizer_zero_grad",
     "backward",
@@ -150,9 +148,9 @@ def unsupported_reason(trainer: Any, module: pl.LightningModule) -> str:
     for hook in _HOOKS:
         if overrides(module, hook):
             return f"{type(module).__name__}.{hook}() expects one client's batch or gradients"
-    for hook in _TRANSFERS:
-        if trainer.datamodule is not None and overrides(trainer.datamodule, hook):
-            return f"{type(trainer.datamodule).__name__}.{hook}() expects one client's batch"
+    own = overridden_transfer(trainer)
+    if own:
+        return f"{type(own[0]).__name__}.{own[1]}() expects one client's batch"
     for callback in trainer.callbacks:
         if isinstance(callback, NeedsPoissonBatches):
             return f"{type(callback).__name__} maps each step over the samples of one client's batch"
