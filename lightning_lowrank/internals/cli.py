@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -87,7 +88,8 @@ def _replace_in_typehints(name: str, replacement: Callable[..., Any]) -> None:
 class SubcommandCLI(LightningCLI):
     """LightningCLI with three more methods to override: what a subcommand's arguments, optimizers and run are.
 
-    Lightning has no public way for any of them.
+    Lightning has no public way for any of them. Where the command line begins with a subcommand, that one alone gets
+    its arguments. Lightning adds those of all, which takes longer than to read a recipe.
 
     Raises:
         MisconfigurationException: If Lightning's CLI has other private methods than those that are overridden here.
@@ -103,7 +105,15 @@ class SubcommandCLI(LightningCLI):
         read_counts_as_counts()
         replace_lists_whole()
         write_names_as_names()
+        self._only = self._first_word(keywords)
         super().__init__(*arguments, **keywords)
+
+    def _first_word(self, keywords: dict[str, Any]) -> str | None:
+        """Return the subcommand that the command line begins with, if nothing can be read for another one."""
+        words = keywords.get("args")
+        words = sys.argv[1:] if words is None else words
+        known = isinstance(words, list) and bool(words) and words[0] in self.subcommands()
+        return words[0] if known and "default_config_files" not in (keywords.get("parser_kwargs") or {}) else None
 
     def add_arguments_of_subcommand(self, parser: LightningArgumentParser, subcommand: str) -> list[str]:
         """Add arguments to one subcommand's parser.
@@ -130,6 +140,9 @@ class SubcommandCLI(LightningCLI):
         return self._parser(subcommand)
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+        if self._only not in (None, subcommand):
+            self._subcommand_method_arguments[subcommand] = []
+            return self.init_parser(**kwargs)
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
         self._subcommand_method_arguments[subcommand] += self.add_arguments_of_subcommand(parser, subcommand)
         return parser

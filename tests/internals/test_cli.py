@@ -43,8 +43,37 @@ class Telling(SubcommandCLI):
 def test_every_method_is_called():
     done = Telling(BoringModel, args=["fit", "--more=3"])
     assert done.told[-2:] == ["optimizers", "fit with more=3"]
-    assert "arguments of fit" in done.told
     assert "more: 3" in done.parser_of("fit").dump(done.config["fit"])
+
+
+ALL = ["arguments of fit", "arguments of validate", "arguments of test", "arguments of predict"]
+ONE = {"subcommand": "fit", "fit": {"more": 3}}
+
+
+@pytest.mark.parametrize(
+    ("args", "keywords", "expected"),
+    [
+        (["fit", "--more=3"], {}, ALL[:1]),
+        (None, {}, ALL[:1]),
+        # These may say something of any subcommand.
+        (ONE, {}, ALL),
+        (["fit", "--more=3"], {"default_config_files": ["*.defaults"]}, ALL),
+    ],
+)
+@pytest.mark.medium
+def test_the_subcommand_that_is_run_alone_gets_arguments(monkeypatch, args, keywords, expected):
+    monkeypatch.setattr("sys.argv", ["program"] if args is not None else ["program", "fit", "--more", "3"])
+    done = Telling(BoringModel, args=args, parser_kwargs=keywords)
+    assert [told for told in done.told if told in ALL] == expected
+    assert done.told[-1] == "fit with more=3"
+
+
+def test_the_help_names_all_subcommands(capsys):
+    for word in ("--help", "--no_such_option"):
+        with pytest.raises(SystemExit):
+            Telling(BoringModel, args=[word])
+        said = capsys.readouterr()
+        assert "{fit,validate,test,predict}" in said.out + said.err
 
 
 @pytest.mark.parametrize("name", ["_prepare_subcommand_parser", "_run_subcommand"])
