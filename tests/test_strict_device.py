@@ -25,9 +25,11 @@ PIECES = {
 @pytest.mark.slow
 @pytest.mark.skipif(bool(unsupported_reason()), reason=unsupported_reason())
 @pytest.mark.parametrize("piece", PIECES)
-def test_it_runs_on_the_strict_device(piece):
+def test_it_runs_on_the_strict_device(tmp_path, piece):
     plugins = ["-p", "tests.strict_device.plugin", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", "-q", *plugins, "-m", "not slow and not medium"]
+    # With folders of its own a session would delete those of earlier sessions, which takes longer than some of these.
+    command += ["--basetemp", str(tmp_path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     # It would take this process for a worker of the outer run.
     environment = {name: value for name, value in environment.items() if not name.startswith("PYTEST_")}

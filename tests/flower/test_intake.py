@@ -70,7 +70,7 @@ def test_changed_answers_of_sites_that_join_move_no_other_site():
 def test_changed_messages_of_every_method_are_refused_or_taken_whole(name):
     tally = Tally()
     for _, make in named_targets([name], every=True):
-        fuzz(make(), 300, random.Random(name), tally, checked_each=10)
+        fuzz(make(), 150, random.Random(name), tally, checked_each=10)
     assert sum(tally.refused.values()) > tally.messages / 3 or name in OWN_CODECS
 
 
