@@ -20,6 +20,7 @@ from lightning_lowrank.arguments import Configured
 from lightning_lowrank.configuration import check_integer
 from lightning_lowrank.federated import FederatedLoop
 from lightning_lowrank.federated.data.columns import describe
+from lightning_lowrank.federated.data.loader import loader_like
 from lightning_lowrank.federated.evaluation import CompletesModels
 from lightning_lowrank.federated.randomness import StepRandomness
 from lightning_lowrank.internals.lightning import batch_transfer, check_namespace
@@ -307,15 +308,5 @@ def _shuffled_alike(loader: DataLoader, dataset: Any) -> DataLoader:
     size = cast(int, loader.batch_size)
     # A batch of one sample has no variance, and torch refuses it after a linear layer.
     one_left = len(dataset) > 1 and len(dataset) % size == 1
-    return DataLoader(
-        dataset,
-        batch_size=size,
-        sampler=RandomSampler(dataset, generator=generator(0, "static batch norm")),
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        drop_last=one_left or (loader.drop_last and len(dataset) >= size),
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context if loader.num_workers else None,
-        generator=torch.Generator(),
-    )
+    sampler = RandomSampler(dataset, generator=generator(0, "static batch norm"))
+    return loader_like(loader, dataset, size, sampler, one_left or (loader.drop_last and len(dataset) >= size))

@@ -9,7 +9,15 @@ import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from lightning_lowrank import (
     Dirichlet,
@@ -530,6 +538,40 @@ def test_the_loader_is_renewed_when_the_user_asks_for_it(tmp_path):
         fit(run, Module(), data)
         assert data.made == made
         assert run.reload_dataloaders_every_n_epochs == every
+
+
+class OfLists(Dataset):
+    """Samples that are read by lists of indices, several at a time."""
+
+    def __init__(self):
+        self.inputs, self.targets = blobs().tensors
+        self.reads = []
+
+    def __len__(self):
+        return 103
+
+    def __getitem__(self, indices):
+        self.reads.append(len(indices))
+        return [self.inputs[indices], self.targets[indices]]
+
+
+@pytest.mark.parametrize("execution", ["sequential", "vectorized"])
+def test_batch_samplers_are_divided_as_batch_sizes_are(tmp_path, execution):
+    ends, lists = [], OfLists()
+    batches = BatchSampler(RandomSampler(lists), 8, drop_last=False)
+    for given in (
+        DataLoader(blobs(), batch_size=8, shuffle=True),
+        DataLoader(blobs(), batch_sampler=batches),
+        DataLoader(lists, batch_size=None, sampler=batches),
+    ):
+        loop = FederatedLoop(FedAvg(), clients=5, partition=Dirichlet(1.0), execution=execution, summary=False)
+        module = Module()
+        fit(trainer(tmp_path, loop, max_epochs=2, limit_val_batches=0), module, given)
+        ends.append(weights(module))
+    assert max(lists.reads) == 8
+    for end in ends[1:]:
+        for name, value in ends[0].items():
+            assert torch.equal(value, end[name])
 
 
 class Stream(IterableDataset):

@@ -17,11 +17,13 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    Subset,
     default_collate,
 )
 
@@ -430,6 +432,9 @@ def lengths_of(loader: DataLoader) -> Tensor | None:
 def check_loader(loader: Any, training: bool = True) -> DataLoader:
     """Return a loader whose dataset can be read by the samples' indices.
 
+    It is the given one, or where a `torch.utils.data.BatchSampler` makes its batches, one with a ``batch_size`` that
+    has the same batches.
+
     Args:
         loader: What the user's hook returned.
         training: Whether batches are drawn as the loader's sampler draws them. Otherwise only its dataset is read, and
@@ -438,6 +443,13 @@ def check_loader(loader: Any, training: bool = True) -> DataLoader:
     Raises:
         MisconfigurationException: If it is anything but a plain `torch.utils.data.DataLoader` over a map-style
             dataset, all of it in order or shuffled.
+
+    Example:
+        >>> data = torch.arange(10.0, 15.0)
+        >>> sampler = BatchSampler(SequentialSampler(data), 2, drop_last=False)
+        >>> plain = check_loader(DataLoader(data, batch_size=None, sampler=sampler))
+        >>> plain.batch_size, [batch.tolist() for batch in plain]
+        (2, [[10.0, 11.0], [12.0, 13.0], [14.0]])
     """
     hook = "train_dataloader()" if training else "val_dataloader() and test_dataloader()"
     if not training and isinstance(loader, (list, tuple)) and len(loader) == 1:
@@ -451,17 +463,25 @@ def check_loader(loader: Any, training: bool = True) -> DataLoader:
             f"{needed} got one of {type(loader.dataset).__name__}, an IterableDataset without indices: give a map-style"
             " dataset (with __getitem__ and __len__)."
         )
-    if loader.batch_size is None:
+    if type(loader).__iter__ is not DataLoader.__iter__:
         raise MisconfigurationException(
-            f"{needed} got one with a batch_sampler or batch_size=None, whose batches cannot be cut client by client:"
-            " give it batch_size and shuffle instead."
+            f"{needed} {type(loader).__name__} iterates in its own way, which would be replaced: put what it does into"
+            " the dataset or collate_fn."
         )
+    if loader.batch_size is None:
+        sized = _with_batch_size(loader)
+        if sized is None:
+            raise MisconfigurationException(
+                f"{needed} got one with a batch_sampler or batch_size=None, whose batches cannot be cut client by"
+                " client: give it batch_size and shuffle, or a plain torch.utils.data.BatchSampler."
+            )
+        loader = sized
     sampler: Any = loader.sampler
     # Not a subclass, which may draw in its own way.
     plain = type(sampler) in (SequentialSampler, RandomSampler, LengthGroupedSampler)
     part = ""
     if plain and sampler.data_source is not loader.dataset:
-        drawn, size = len(sampler.data_source), len(loader.dataset)  # type: ignore[arg-type]
+        drawn, size = len(sampler.data_source), len(loader.dataset)
         part = f" over {drawn} of {size} samples" if drawn != size else ""
     if plain and training and isinstance(sampler, RandomSampler):
         plain = not sampler.replacement and sampler.num_samples == len(sampler.data_source)
@@ -470,12 +490,46 @@ def check_loader(loader: Any, training: bool = True) -> DataLoader:
             f"{needed} got one that draws with {type(sampler).__name__}{part}, which cannot be done client by client:"
             " use shuffle=True or shuffle=False without a sampler, and choose samples with torch.utils.data.Subset."
         )
-    if type(loader).__iter__ is not DataLoader.__iter__:
-        raise MisconfigurationException(
-            f"{needed} {type(loader).__name__} iterates in its own way, which would be replaced: put what it does into"
-            " the dataset or collate_fn."
-        )
     return loader
+
+
+class _ReadByLists(Subset):
+    """A whole dataset whose ``__getitem__`` returns the batch of a list of indices."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        super().__init__(dataset, range(len(dataset)))  # type: ignore[arg-type]
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return self.dataset[indices]
+
+
+def _with_batch_size(loader: DataLoader) -> DataLoader | None:
+    """Return a loader with the batches that a plain `torch.utils.data.BatchSampler` makes of a loader's dataset."""
+    dataset: Dataset = loader.dataset
+    batches: Any = loader.batch_sampler
+    if batches is None:
+        batches, dataset = loader.sampler, _ReadByLists(dataset)
+    if type(batches) is not BatchSampler:
+        return None
+    return loader_like(loader, dataset, batches.batch_size, batches.sampler, batches.drop_last)
+
+
+def loader_like(loader: DataLoader, dataset: Dataset, batch_size: int, sampler: Any, drop_last: bool) -> DataLoader:
+    """Return a loader of other batches that collates them as a loader does, with as many workers."""
+    of_workers = ("multiprocessing_context", "prefetch_factor", "persistent_workers") if loader.num_workers else ()
+    return DataLoader(
+        dataset,
+        batch_size=batch_size,
+        sampler=sampler,
+        drop_last=drop_last,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        generator=torch.Generator(),
+        **{name: getattr(loader, name) for name in of_workers},
+    )
 
 
 def batches_of(samples: np.ndarray, loader: DataLoader) -> np.ndarray:

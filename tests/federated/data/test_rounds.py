@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler, TensorDataset
 
 from lightning_lowrank.federated.data import Dirichlet
+from lightning_lowrank.federated.data.labels import find_labels
 from lightning_lowrank.federated.data.lengths import LengthGroupedSampler
 from lightning_lowrank.federated.data.loader import RoundLoader, batches_of, check_loader
 from lightning_lowrank.federated.data.planner import RoundPlanner
@@ -113,6 +114,63 @@ def test_loaders_that_draw_all_samples_pass():
     # Only the dataset of such a loader is read.
     user = DataLoader(DATA, batch_size=8, sampler=RandomSampler(DATA, num_samples=20))
     assert check_loader(user, training=False) is user
+
+
+class OfLists(Dataset):
+    """Reads a list of samples at once, as scvi-tools' dataset of cells does."""
+
+    targets = DATA.tensors[1]
+
+    def __len__(self):
+        return len(DATA)
+
+    def __getitem__(self, indices):
+        assert isinstance(indices, list)
+        return [tensor[indices] for tensor in DATA.tensors]
+
+
+def batched(sampler, dataset=None):
+    batches = BatchSampler(sampler, 8, drop_last=True)
+    if dataset is None:
+        return DataLoader(DATA, batch_sampler=batches, num_workers=1, timeout=60)
+    return DataLoader(dataset, batch_size=None, sampler=batches)
+
+
+@pytest.mark.parametrize("dataset", [None, OfLists()], ids=["of samples", "of lists"])
+@pytest.mark.parametrize("kind", [SequentialSampler, RandomSampler])
+def test_a_batch_sampler_is_a_batch_size(kind, dataset):
+    given = batched(kind(DATA if dataset is None else dataset), dataset)
+    plain = check_loader(given)
+    assert (plain.batch_size, plain.drop_last, type(plain.sampler)) == (8, True, kind)
+    assert (plain.num_workers, plain.timeout, plain.collate_fn) == (given.num_workers, given.timeout, given.collate_fn)
+    assert torch.equal(find_labels(plain.dataset), DATA.tensors[1])
+    for one, other in zip(given, plain, strict=True) if kind is SequentialSampler else ():
+        torch.testing.assert_close(list(one), list(other))
+
+
+class OwnBatches(BatchSampler):
+    pass
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        DataLoader(DATA, batch_sampler=[[1, 2], [5]]),
+        DataLoader(DATA, batch_sampler=OwnBatches(RandomSampler(DATA), 8, drop_last=False)),
+        # Its samples are batches.
+        DataLoader(DATA, batch_size=None),
+    ],
+)
+def test_batches_that_are_made_in_another_way_are_refused(loader):
+    for training in (True, False):
+        with pytest.raises(MisconfigurationException, match=r"cannot be cut client by client: .*BatchSampler\.$"):
+            check_loader(loader, training)
+
+
+@pytest.mark.parametrize("dataset", [None, OfLists()], ids=["of samples", "of lists"])
+def test_a_batch_sampler_of_some_samples_is_refused(dataset):
+    with pytest.raises(MisconfigurationException, match=r"draws with SequentialSampler over 20 of 203 samples"):
+        check_loader(batched(SequentialSampler(range(20)), dataset))
 
 
 @pytest.mark.parametrize(("chunk_size", "workers"), [(1, 0), (4, 0), (4, 1)])
