@@ -125,7 +125,7 @@ class ClientEvaluation:
         seed: int = 0,
         device_data: DeviceData | None = None,
     ) -> None:
-        plain = check_loader(loader, training=False)
+        plain = check_loader(loader, training=False, weighted=True)
         self.seed = seed
         self._batch_size = cast(int, plain.batch_size)
         parts = {client: np.asarray(part, np.int64) for client, part in enumerate(indices)}

@@ -577,9 +577,10 @@ def test_trainers_that_are_refused(tmp_path, settings, said):
         fit(trainer(tmp_path, private(), **settings), Module(linear(), SGD), Data(blobs(40)))
 
 
-def test_batches_that_are_drawn_otherwise(tmp_path):
+@pytest.mark.parametrize("loops", [[], [FederatedLoop(FedAvg(), clients=2, summary=False)]], ids=["plain", "federated"])
+def test_batches_that_are_drawn_otherwise(tmp_path, loops):
     with pytest.raises(MisconfigurationException, match="draws with WeightedRandomSampler"):
-        fit(trainer(tmp_path, private()), Module(linear(), SGD), SamplerData(blobs(40)))
+        fit(trainer(tmp_path, *loops, private()), Module(linear(), SGD), SamplerData(blobs(40)))
 
 
 @pytest.mark.parametrize(

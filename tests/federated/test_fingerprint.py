@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelChec
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
-from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data import TensorDataset, WeightedRandomSampler, default_collate
 
 from lightning_lowrank import (
     ALIE,
@@ -386,6 +386,10 @@ OUTSIDE: dict[str, tuple[str, dict[str, Any]]] = {
     "batch size": ("data.batch_size", {"data": Data(batch_size=4)}),
     "drop_last": ("data.drop_last", {"data": Data(drop_last=True)}),
     "order": ("data.shuffle", {"data": Data(shuffle=False)}),
+    "weights": (
+        "data.weights: nothing in the checkpoint",
+        {"data": Data(shuffle=False, sampler=WeightedRandomSampler([1.0] * 103, 103))},
+    ),
     "collate": ("data.collate_fn", {"data": Data(collate_fn=shifted)}),
     "other data of the same size": ("data.content", {"data": Data(blobs(seed=8))}),
     "other labels": ("data.content", {"data": Data(TensorDataset(blobs().tensors[0], 3 - blobs().tensors[1]))}),

@@ -24,6 +24,7 @@ from torch.utils.data import (
     RandomSampler,
     SequentialSampler,
     Subset,
+    WeightedRandomSampler,
     default_collate,
 )
 
@@ -254,7 +255,8 @@ class RoundLoader:
         skips: Returns whether the step at that position trains nobody, and has the batch ``None``.
         randomness: Opened before a batch is read, left open for the training step.
         shuffle: Whether a client's samples are permuted, again for each of its local epochs. With a
-            `LengthGroupedSampler` those that the round reads of a pass are put into batches of like length.
+            `LengthGroupedSampler` those that the round reads of a pass are put into batches of like length. With a
+            `torch.utils.data.WeightedRandomSampler` as many are drawn with replacement, by their weights.
         stacked: Whether a batch is that of a whole chunk: for each batch size the clients' places in the chunk and
             their batches, stacked.
         poisson: Returns the seed by which each of a client's samples is in a batch on its own, so that batches have the
@@ -283,6 +285,7 @@ class RoundLoader:
     ) -> None:
         self.shuffle = shuffle
         self._lengths = lengths_of(loader) if shuffle else None
+        self._weights = weights_of(loader) if shuffle else None
         self._poisson = poisson
         self.stacked = stacked
         self.batch_size = cast(int, loader.batch_size)
@@ -402,7 +405,10 @@ class RoundLoader:
         indices = self._clients[client]
         draws = generator(self._seed, "order", round_number, client)
         while True:
-            order = indices[torch.randperm(len(indices), generator=draws)] if self.shuffle else indices
+            if self._weights is not None:
+                order = indices[torch.multinomial(self._weights[indices], len(indices), True, generator=draws)]
+            else:
+                order = indices[torch.randperm(len(indices), generator=draws)] if self.shuffle else indices
             if self._lengths is not None:
                 read = min(len(order), count * self.batch_size)
                 grouped = group_by_length(order[:read], self._lengths, self.batch_size, draws)
@@ -429,7 +435,12 @@ def lengths_of(loader: DataLoader) -> Tensor | None:
     return loader.sampler.lengths if isinstance(loader.sampler, LengthGroupedSampler) else None
 
 
-def check_loader(loader: Any, training: bool = True) -> DataLoader:
+def weights_of(loader: DataLoader) -> Tensor | None:
+    """Return the samples' weights, where the loader draws samples by them."""
+    return loader.sampler.weights if isinstance(loader.sampler, WeightedRandomSampler) else None
+
+
+def check_loader(loader: Any, training: bool = True, weighted: bool = False) -> DataLoader:
     """Return a loader whose dataset can be read by the samples' indices.
 
     It is the given one, or where a `torch.utils.data.BatchSampler` makes its batches, one with a ``batch_size`` that
@@ -439,6 +450,7 @@ def check_loader(loader: Any, training: bool = True) -> DataLoader:
         loader: What the user's hook returned.
         training: Whether batches are drawn as the loader's sampler draws them. Otherwise only its dataset is read, and
             a list with just one loader will do.
+        weighted: Whether a `torch.utils.data.WeightedRandomSampler` may draw, with replacement.
 
     Raises:
         MisconfigurationException: If it is anything but a plain `torch.utils.data.DataLoader` over a map-style
@@ -477,6 +489,9 @@ def check_loader(loader: Any, training: bool = True) -> DataLoader:
             )
         loader = sized
     sampler: Any = loader.sampler
+    if weighted and type(sampler) is WeightedRandomSampler:
+        _check_weights(sampler, len(loader.dataset), needed)
+        return loader
     # Not a subclass, which may draw in its own way.
     plain = type(sampler) in (SequentialSampler, RandomSampler, LengthGroupedSampler)
     part = ""
@@ -491,6 +506,22 @@ def check_loader(loader: Any, training: bool = True) -> DataLoader:
             " use shuffle=True or shuffle=False without a sampler, and choose samples with torch.utils.data.Subset."
         )
     return loader
+
+
+def _check_weights(sampler: WeightedRandomSampler, samples: int, needed: str) -> None:
+    weights = sampler.weights
+    if not (len(weights) == sampler.num_samples == samples and sampler.replacement):
+        raise MisconfigurationException(
+            f"{needed} got one whose WeightedRandomSampler draws {sampler.num_samples} of {samples} samples by"
+            f" {len(weights)} weights with replacement={sampler.replacement}: each client draws as many as it holds, so"
+            " give each sample a weight, num_samples=len(dataset), and replacement=True."
+        )
+    if not (weights.isfinite() & (weights >= 0)).all():
+        wrong = weights[~(weights.isfinite() & (weights >= 0))]
+        raise MisconfigurationException(
+            f"{needed} got one whose WeightedRandomSampler has the weight {float(wrong[0])}: weights must be 0 or more,"
+            " and finite."
+        )
 
 
 class _ReadByLists(Subset):

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, RandomSampler
+from torch.utils.data import DataLoader, Dataset, SequentialSampler
 
 from lightning_lowrank.federated.attacks import LabelPoison
 from lightning_lowrank.federated.data.device import DeviceData
@@ -25,6 +25,7 @@ from lightning_lowrank.federated.data.loader import (
     batches_of,
     check_loader,
     lengths_of,
+    weights_of,
 )
 from lightning_lowrank.federated.data.planner import RoundPlan, RoundPlanner, divide
 from lightning_lowrank.federated.data.sampling import NeedsPoissonBatches
@@ -120,7 +121,7 @@ class RoundData:
         renew = self._every_n_epochs and epoch - self._loader_epoch >= self._every_n_epochs
         if self._loader is not None and not renew:
             return self._loader
-        loader = self.training_loader = check_loader(self._user_loader())
+        loader = self.training_loader = check_loader(self._user_loader(), weighted=self._poisson is None)
         if self.indices is None:
             self.indices = self._divide(loader.dataset)
             self._on_divided(self.indices, self.label_values)
@@ -130,6 +131,7 @@ class RoundData:
                 f"the training set had {self.indices.size} samples when it was divided among the clients and has {size}"
                 " now: keep its length, or set reload_dataloaders_every_n_epochs=0."
             )
+        self._check_weights(self.indices, loader)
         self.planner = self._make_planner(self.indices, loader)
         self._loader_epoch = epoch
         change = self._poison(loader.dataset, self.indices)
@@ -141,7 +143,7 @@ class RoundData:
             position=lambda: self._progress.position,
             skips=lambda: self._progress.chunk_failed,
             randomness=self.randomness,
-            shuffle=isinstance(loader.sampler, RandomSampler) and not self._trainer.overfit_batches,
+            shuffle=not isinstance(loader.sampler, SequentialSampler) and not self._trainer.overfit_batches,
             stacked=self.stacked,
             poisson=None if self._poisson is None else self._poisson_seed,
             change=change,
@@ -149,6 +151,19 @@ class RoundData:
             next_cohort=self._next_cohort,
         )
         return self._loader
+
+    @staticmethod
+    def _check_weights(indices: ClientIndices, loader: DataLoader) -> None:
+        weights = weights_of(loader)
+        if weights is None:
+            return
+        none = [client for client in range(len(indices)) if len(indices[client]) and not weights[indices[client]].any()]
+        if none:
+            raise MisconfigurationException(
+                f"the WeightedRandomSampler of train_dataloader() gives weight 0 to all samples of {len(none)} clients:"
+                f" {none[:10]}{' ...' if len(none) > 10 else ''}. Give them other weights, or leave these samples out"
+                " of the dataset."
+            )
 
     def _poisson_seed(self) -> int:
         assert self._poisson is not None
@@ -194,6 +209,7 @@ class RoundData:
         """Return what of the data changes a run's result, as plain Python."""
         indices, loader = self.divided(), self.training_loader
         assert loader is not None
+        weights = weights_of(loader)
         if not self._fingerprint:
             self._fingerprint = {
                 "samples": indices.size,
@@ -205,8 +221,9 @@ class RoundData:
             **self._fingerprint,
             "batch_size": loader.batch_size,
             "drop_last": loader.drop_last,
-            "shuffle": isinstance(loader.sampler, RandomSampler),
+            "shuffle": not isinstance(loader.sampler, SequentialSampler),
             "group_by_length": lengths_of(loader) is not None,
+            **({} if weights is None else {"weights": describe(weights)}),
             "collate_fn": describe(loader.collate_fn),
             "limit_train_batches": self._limit,
         }

@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from lightning_lowrank.federated.data import Dirichlet
 from lightning_lowrank.federated.data.labels import find_labels
@@ -205,6 +213,68 @@ def test_a_loader_delivers_each_sample_once_and_goes_on_where_it_was(chunk_size,
     assert sorted(sample for step in steps for sample in step) == sorted(expected)
     position = 2
     assert read() == steps[2:]
+
+
+def drawn_by(sampler, count=12, **arguments):
+    """Return, for each round and client, the samples that a loader with this sampler reads of the client."""
+    user = check_loader(DataLoader(DATA, batch_size=8, sampler=sampler), weighted=True)
+    batches = batches_of(np.asarray(CLIENTS.sizes), user)
+    made = RoundPlanner(0, 2 * batches, per_round=count, samples=np.asarray(CLIENTS.sizes))
+    read = {}
+    for number in range(8):
+        plan = made.plan(number)
+        randomness = StepRandomness(torch.device("cpu"))
+        own = {"plan": lambda plan=plan: plan, "position": lambda: 0, "skips": lambda: False, "shuffle": True}
+        loader = RoundLoader(user, CLIENTS, seed=0, randomness=randomness, **{**own, **arguments})
+        steps = iter([inputs.long() for inputs, _ in loader])
+        randomness.release()
+        for chunk in plan.chunks:
+            (client,) = chunk.clients
+            read[number, client] = torch.cat([next(steps) for _ in range(chunk.steps)])
+    return read
+
+
+def test_a_client_draws_as_many_as_it_holds_by_its_samples_weights():
+    weights = torch.where(DATA.tensors[1] == 0, 4.0, 1.0)
+    weights[DATA.tensors[1] == 3] = 0.0
+    found = drawn_by(WeightedRandomSampler(weights, 203))
+    of_no_weight = {client for client in range(12) if not weights[CLIENTS[client]].any()}
+    drawn, expected = torch.zeros(203), torch.zeros(203)
+    for (_, client), samples in found.items():
+        own = CLIENTS[client]
+        assert len(samples) == 2 * len(own)
+        assert set(samples.tolist()) <= set(own.tolist())
+        drawn += torch.bincount(samples, minlength=203)
+        expected[own] += len(samples) * weights[own] / weights[own].sum()
+    assert not of_no_weight
+    assert not drawn[weights == 0].any()
+    for weight in (1.0, 4.0):
+        assert float(drawn[weights == weight].sum() / expected[weights == weight].sum()) == pytest.approx(1, abs=0.05)
+    # Of 5 deviations, a Poisson number's being the root of its mean.
+    assert ((drawn - expected).abs() <= 5 * expected.sqrt() + 1).all()
+    again = drawn_by(WeightedRandomSampler(weights, 203))
+    assert all(torch.equal(samples, again[key]) for key, samples in found.items())
+    assert len({tuple(found[number, 0].tolist()) for number in range(8)}) == 8
+
+
+class OwnWeights(WeightedRandomSampler):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("sampler", "message"),
+    [
+        (WeightedRandomSampler([1.0] * 203, 20), r"draws 20 of 203 samples by 203 weights with replacement=True"),
+        (WeightedRandomSampler([1.0] * 20, 203), r"draws 203 of 203 samples by 20 weights"),
+        (WeightedRandomSampler([1.0] * 203, 203, replacement=False), r"replacement=False: each client draws as many"),
+        (WeightedRandomSampler([1.0] * 202 + [-1.0], 203), r"has the weight -1\.0: weights must be 0 or more"),
+        (WeightedRandomSampler([1.0] * 202 + [float("nan")], 203), r"has the weight nan"),
+        (OwnWeights([1.0] * 203, 203), r"draws with OwnWeights"),
+    ],
+)
+def test_weights_that_clients_cannot_draw_by_are_refused(sampler, message):
+    with pytest.raises(MisconfigurationException, match=message):
+        check_loader(DataLoader(DATA, batch_size=8, sampler=sampler), weighted=True)
 
 
 @pytest.mark.parametrize("local_steps", [2, None])
