@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -30,6 +31,7 @@ _OF_GRADIENTS = (
     *("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping"),
 )
 _AROUND_STEPS = ("on_train_batch_start", "on_train_batch_end")
+_CALLED_AROUND = ("on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_train_batch_end")
 _PACKAGES = ("lightning.pytorch.", "pytorch_lightning.", "lightning_lowrank.")
 _CAUSES: tuple[tuple[str, str], ...] = (
     (
@@ -128,6 +130,17 @@ def steps_are_seen(trainer: Any, algorithm: Algorithm) -> bool:
     return False
 
 
+def hooks_around_steps(listener: pl.LightningModule | pl.Callback) -> list[str]:
+    """Return the hooks that Lightning calls around a step, where a client's model and batch are not to be seen.
+
+    A callback's that Lightning or this package have defined look at neither.
+    """
+    hooks = [hook for hook in _CALLED_AROUND if overrides(listener, hook)]
+    if isinstance(listener, pl.LightningModule):
+        return hooks
+    return [hook for hook in hooks if not (getattr(listener, hook).__module__ or "").startswith(_PACKAGES)]
+
+
 def unsupported_reason(trainer: Any, module: pl.LightningModule) -> str:
     """Say what in a run's settings keeps its clients from stepping together, or return an empty string.
 
@@ -154,6 +167,8 @@ def unsupported_reason(trainer: Any, module: pl.LightningModule) -> str:
     for callback in trainer.callbacks:
         if isinstance(callback, NeedsPoissonBatches):
             return f"{type(callback).__name__} maps each step over the samples of one client's batch"
+        if isinstance(callback, ThroughputMonitor):
+            return f"{type(callback).__name__}(batch_size_fn) expects one client's batch"
         for hook in ("on_before_optimizer_step", "on_after_backward"):
             acts = isinstance(callback, ActsOnStacks) or callback.state_key == "FederatedLoop"
             if overrides(callback, hook) and not acts:

@@ -21,14 +21,20 @@ from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.data.rounds import RoundData
 from lightning_lowrank.federated.data.sampling import NeedsPoissonBatches
 from lightning_lowrank.federated.execution.base import Execution
-from lightning_lowrank.federated.execution.causes import CannotMap, cause_of, steps_are_seen, unsupported_reason
+from lightning_lowrank.federated.execution.causes import (
+    CannotMap,
+    cause_of,
+    hooks_around_steps,
+    steps_are_seen,
+    unsupported_reason,
+)
 from lightning_lowrank.federated.execution.channels_last import ChannelsLast
 from lightning_lowrank.federated.execution.distributed import ClientParallelStrategy
 from lightning_lowrank.federated.execution.graphs import WORTH_COMPILING, StepGraphs, steps_left
 from lightning_lowrank.federated.execution.memory import chunk_size_that_fits
 from lightning_lowrank.federated.execution.sequential import Sequential
 from lightning_lowrank.federated.execution.stack import ClientStack
-from lightning_lowrank.federated.execution.traces import hooks_around_steps, trial
+from lightning_lowrank.federated.execution.traces import trial
 from lightning_lowrank.federated.execution.vectorized import Vectorized
 from lightning_lowrank.federated.objective import loss_of
 from lightning_lowrank.federated.state import trained_tensors
@@ -75,12 +81,13 @@ def choose_execution(
     elif wanted == "auto" and previous is not None and (previous.stacked or previous.channels_last):
         wanted, channels_last = previous.name, previous.channels_last
     elif wanted == "auto":
-        around = hooks_around_steps(trainer.lightning_module)
-        if around and not reason:
-            name = type(trainer.lightning_module).__name__
-            reason = (
-                f"{name}.{around[0]}() would see the global model (if that will do, ask for execution='vectorized')"
-            )
+        for listener in (trainer.lightning_module, *trainer.callbacks):
+            around = hooks_around_steps(listener)
+            if around and not reason:
+                reason = (
+                    f"{type(listener).__name__}.{around[0]}() would see the global model and batches of several clients"
+                    " (if that will do, ask for execution='vectorized')"
+                )
         if reason:
             choice = _fastest(trainer, data, _TRIED_STEPS, reason)
         else:

@@ -29,7 +29,7 @@ from torchmetrics import Metric
 from lightning_lowrank.arguments import listed
 from lightning_lowrank.federated.execution.causes import CannotMap, updates
 from lightning_lowrank.federated.state import trained_tensors
-from lightning_lowrank.internals.lightning import batch_transfer, overrides
+from lightning_lowrank.internals.lightning import batch_transfer
 from lightning_lowrank.internals.torch import (
     TorchDispatchMode,
     has_float64,
@@ -463,12 +463,6 @@ def _left(name: str) -> Tensor:
     tensor = torch.empty(0).as_subclass(_Left)
     tensor.place = name
     return tensor
-
-
-def hooks_around_steps(module: pl.LightningModule) -> list[str]:
-    """Return the hooks of a module that Lightning calls around a step, where a client's model is not to be seen."""
-    hooks = ("on_train_batch_start", "on_before_zero_grad", "on_train_batch_end")
-    return [hook for hook in hooks if overrides(module, hook)]
 
 
 @contextmanager

@@ -16,10 +16,10 @@ from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.execution.base import Execution
 from lightning_lowrank.federated.execution.captures import Captures, recorder_for
-from lightning_lowrank.federated.execution.causes import ActsOnStacks, steps_are_seen
+from lightning_lowrank.federated.execution.causes import ActsOnStacks, hooks_around_steps, steps_are_seen
 from lightning_lowrank.federated.execution.graphs import StepGraphs, steps_left
 from lightning_lowrank.federated.execution.stack import ClientStack
-from lightning_lowrank.federated.execution.traces import Watch, hooks_around_steps, without_writing
+from lightning_lowrank.federated.execution.traces import Watch, without_writing
 from lightning_lowrank.federated.failures import turn_of
 from lightning_lowrank.federated.state import State, slice_tree, stack_trees
 

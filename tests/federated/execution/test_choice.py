@@ -10,7 +10,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    Callback,
+    DeviceStatsMonitor,
+    LambdaCallback,
+    ModelCheckpoint,
+    ThroughputMonitor,
+    Timer,
+)
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
@@ -289,6 +297,53 @@ def test_auto_raises_nothing_that_sequential_does_not(tmp_path, capsys, module, 
     assert re.search(said, capsys.readouterr().out)
     expected, _, _ = run(tmp_path, "sequential", **settings)
     assert_close(weights(expected), weights(fallen), tolerance=0)
+
+
+def sizes_of(hook, sizes):
+    """Return a callback that looks at each batch, or else counts."""
+
+    def own(trainer, module, *given):
+        sizes.append(len(given[-2][0]) if hook.startswith("on_train_batch") else 1)
+
+    return own
+
+
+def with_hook(hook, sizes, kind=Callback):
+    return type("Own", (kind,), {hook: staticmethod(sizes_of(hook, sizes))})()
+
+
+@pytest.mark.parametrize(
+    "hook", ["on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_train_batch_end"]
+)
+def test_callbacks_of_users_see_each_clients_steps(tmp_path, monkeypatch, capsys, hook):
+    monkeypatch.setattr(choice, "time_both", lambda *given: (2.0, 1.0))
+    alone, fallen, lambdas, together = [], [], [], []
+    run(tmp_path, "sequential", callbacks=[with_hook(hook, alone)])
+    for callback in (with_hook(hook, fallen, Timer), LambdaCallback(**{hook: sizes_of(hook, lambdas)})):
+        _, loop, _ = run(tmp_path, "auto", callbacks=[callback])
+        assert loop.rounds.execution.name == "sequential"
+        said = rf"{type(callback).__name__}\.{hook}\(\) would see the global model and batches of several clients"
+        assert re.search(said, capsys.readouterr().out)
+    assert alone == fallen == lambdas
+    counting = LambdaCallback(**{hook: lambda *given: together.append(1)})
+    run(tmp_path, "vectorized", callbacks=[counting])
+    assert 0 < len(together) < len(alone)
+
+
+def test_callbacks_of_lightning_look_at_no_clients_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(choice, "time_both", lambda *given: (2.0, 1.0))
+    settings = {"trainer": {"logger": CSVLogger(tmp_path), "max_epochs": 1}}
+    _, loop, _ = run(tmp_path, "auto", callbacks=[Timer(), DeviceStatsMonitor()], **settings)
+    assert loop.rounds.execution.name == "vectorized"
+    sizes = []
+    monitor = ThroughputMonitor(batch_size_fn=lambda batch: sizes.append(len(batch[0])) or sizes[-1])
+    _, loop, _ = run(tmp_path, "auto", callbacks=[monitor], **settings)
+    assert loop.rounds.execution.name == "sequential"
+    assert sizes
+    with pytest.raises(
+        MisconfigurationException, match=r"ThroughputMonitor\(batch_size_fn\) expects one client's batch"
+    ):
+        run(tmp_path, "vectorized", callbacks=[monitor], **settings)
 
 
 @pytest.mark.parametrize("collate", [pad, pad_and_name, Boxes])
