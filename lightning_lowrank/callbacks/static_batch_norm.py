@@ -22,7 +22,7 @@ from lightning_lowrank.federated import FederatedLoop
 from lightning_lowrank.federated.data.columns import describe
 from lightning_lowrank.federated.data.loader import loader_like
 from lightning_lowrank.federated.evaluation import CompletesModels
-from lightning_lowrank.federated.randomness import StepRandomness
+from lightning_lowrank.federated.randomness import OwnGenerators, StepRandomness
 from lightning_lowrank.internals.lightning import batch_transfer, check_namespace
 from lightning_lowrank.internals.torch import BATCH_NORMS
 from lightning_lowrank.seeding import derive_seed, generator
@@ -248,6 +248,9 @@ class StaticBatchNorm(Configured, Callback, CompletesModels):
         randomness = StepRandomness(module.device)
         randomness.open()
         randomness.seed(derive_seed(0, "static batch norm"))
+        if _loop_of(trainer) is not None:
+            # Each batch of a round seeds them anew.
+            OwnGenerators(loader).seed(derive_seed(0, "static batch norm"))
         self._track(True)
         try:
             with trainer.precision_plugin.forward_context():

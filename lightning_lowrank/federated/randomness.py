@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import random
+import types
+from collections.abc import Callable, Iterator
+from enum import Enum
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
+from lightning_lowrank.federated.objects import held
 from lightning_lowrank.internals.torch import device_module
+from lightning_lowrank.seeding import derive_seed
+
+_LEFT_ALONE = (
+    *(type, types.ModuleType, Enum, str, bytes, int, float, complex, type(None)),
+    *(pl.Trainer, pl.Callback, pl.LightningModule, pl.LightningDataModule),
+)
+_OF_THE_PROCESS = (
+    getattr(random.seed, "__self__", None),
+    getattr(np.random.mtrand, "_rand", None),
+    torch.default_generator,
+)
+# As albumentations calls it, and MONAI.
+_SEEDERS = ("set_random_seed", "set_random_state")
 
 
 class StepRandomness:
@@ -71,6 +92,74 @@ class StepRandomness:
             random.setstate(self._others[0])
             np.random.set_state(self._others[1])
             self._others = None
+
+
+class OwnGenerators:
+    """The generators that a data set and its transforms hold themselves, which `seed_process` does not reach.
+
+    These are NumPy's, torch's and ``random.Random`` in attributes, containers and closures, such as ``self.rng``, and
+    objects with a method ``set_random_seed(seed)`` or ``set_random_state(seed)``, such as transforms of albumentations
+    and MONAI.
+
+    Args:
+        *roots: A data set, and other objects that are called when it is read.
+
+    Example:
+        >>> transform = {"noise": np.random.default_rng(3)}
+        >>> OwnGenerators(transform).seed(0)
+        >>> first = transform["noise"].normal()
+        >>> OwnGenerators(transform).seed(0)
+        >>> transform["noise"].normal() == first
+        True
+    """
+
+    def __init__(self, *roots: Any) -> None:
+        self._seeders = [seeder for root in roots for seeder in _seeders(root)]
+
+    def seed(self, seed: int) -> None:
+        """Seed all of them, each in another way."""
+        for number, seeder in enumerate(self._seeders):
+            seeder(derive_seed(seed, "own generator", number) & 0xFFFFFFFF)
+
+
+def _seeders(root: Any) -> Iterator[Callable[[int], Any]]:
+    seen: dict[int, Any] = {}
+    queue = [root]
+    while queue:
+        item = queue.pop()
+        if id(item) in seen or isinstance(item, _LEFT_ALONE) or any(item is each for each in _OF_THE_PROCESS):
+            continue
+        seen[id(item)] = item
+        seeder = _seeder_of(item)
+        if seeder is None:
+            queue += [each for _, each in reversed(held("", item))]
+        else:
+            yield seeder
+
+
+def _seeder_of(item: Any) -> Callable[[int], Any] | None:
+    if isinstance(item, (np.random.RandomState, random.Random)):
+        return item.seed
+    if isinstance(item, np.random.Generator):
+        return functools.partial(_seed_numpy, item)
+    if isinstance(item, torch.Generator):
+        return item.manual_seed
+    # A data set's own may be for other things than its transforms, which are found in it.
+    names = () if isinstance(item, Dataset) else _SEEDERS
+    return next((functools.partial(_call, item, name) for name in names if _takes_seed(type(item), name)), None)
+
+
+def _takes_seed(kind: type, name: str) -> bool:
+    method = getattr(kind, name, None)
+    return inspect.isfunction(method) and "seed" in inspect.signature(method).parameters
+
+
+def _seed_numpy(generator: np.random.Generator, seed: int) -> None:
+    generator.bit_generator.state = type(generator.bit_generator)(seed).state
+
+
+def _call(item: Any, name: str, seed: int) -> None:
+    getattr(item, name)(seed=seed)
 
 
 def seed_process(seed: int) -> None:

@@ -34,7 +34,7 @@ from lightning_lowrank.federated.data.indices import ClientIndices
 from lightning_lowrank.federated.data.lengths import LengthGroupedSampler, group_by_length
 from lightning_lowrank.federated.data.planner import Chunk, RoundPlan
 from lightning_lowrank.federated.data.sampling import drawn_by_poisson, rate_of
-from lightning_lowrank.federated.randomness import StepRandomness, seed_process, step_seed
+from lightning_lowrank.federated.randomness import OwnGenerators, StepRandomness, seed_process, step_seed
 from lightning_lowrank.seeding import derive_seed, generator
 
 
@@ -87,6 +87,7 @@ class SeededBatches(Dataset):
         self.dataset = dataset
         self.collate = collate
         self._change = change
+        self._own = OwnGenerators(dataset, collate)
         self.begin()
 
     def begin(self) -> None:
@@ -113,6 +114,7 @@ class SeededBatches(Dataset):
     def _as_it_is(self, request: Request) -> Any:
         if not self._deterministic:
             seed_process(request.seed)
+            self._own.seed(request.seed)
         if self._source is not None:
             rows, numbers = self._source.rows, torch.from_numpy(self._source.rows_of(request.indices))
             draws = rows.draw(len(numbers), None)

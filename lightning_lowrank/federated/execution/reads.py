@@ -26,7 +26,8 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from lightning_lowrank.federated.execution.traces import MANY, Memory, Untraced, held, is_of_the_program, reachable
+from lightning_lowrank.federated.execution.traces import Memory, Untraced, is_of_the_program, reachable
+from lightning_lowrank.federated.objects import MANY, held
 from lightning_lowrank.internals.torch import own_buffers, own_children, own_parameters
 from lightning_lowrank.internals.tracing import Untraceable
 

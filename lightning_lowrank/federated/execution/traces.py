@@ -28,6 +28,7 @@ from torchmetrics import Metric
 
 from lightning_lowrank.arguments import listed
 from lightning_lowrank.federated.execution.causes import CannotMap, updates
+from lightning_lowrank.federated.objects import held
 from lightning_lowrank.federated.state import trained_tensors
 from lightning_lowrank.internals.lightning import batch_transfer
 from lightning_lowrank.internals.torch import (
@@ -49,8 +50,6 @@ _OF_PROGRAMS = ("argparse.", "jsonargparse.", "logging.", "lightning.pytorch.cli
 _DATA = (Tensor, np.ndarray)
 _SUMMED_AT_ONCE = 2**14
 _SUMMED_AT_MOST = 2**24
-MANY = 10_000
-"""Entries above which the entries of a container are left alone."""
 _TABLES = ("_modules.", "_parameters.", "_buffers.")
 
 
@@ -89,36 +88,6 @@ def is_of_the_program(kind: type) -> bool:
         return False
     modules = {f"{base.__module__}." for base in kind.__mro__}
     return issubclass(kind, Untraced) or any(each.startswith(_OF_PROGRAMS) for each in modules)
-
-
-def held(name: str, item: Any) -> list[tuple[str, Any]]:
-    """Return by name what an object holds itself."""
-    if isinstance(item, _DATA):
-        return []
-    if isinstance(item, types.MethodType):
-        return [(name, item.__self__)]
-    if isinstance(item, functools.partial):
-        return [(name, each) for each in (item.func, item.args, item.keywords)]
-    if isinstance(item, types.FunctionType):
-        return [(name, each) for each in (*map(_content, item.__closure__ or ()), item.__defaults__)]
-    inside: list[tuple[str, Any]] = []
-    if isinstance(item, (dict, list, tuple, set, frozenset, deque)) and len(item) <= MANY:
-        pairs = item.items() if isinstance(item, dict) else enumerate(item)
-        # The text of a tensor has its numbers.
-        inside += [
-            (f"{name}.{place if isinstance(key, Tensor) else key}", value) for place, (key, value) in enumerate(pairs)
-        ]
-    if hasattr(item, "__dict__"):
-        inside.append((name, vars(item)))
-    return inside
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        # A function that is still being defined.
-        return None
 
 
 def as_code(name: str) -> str:
