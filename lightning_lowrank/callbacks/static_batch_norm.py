@@ -250,7 +250,7 @@ class StaticBatchNorm(Configured, Callback, CompletesModels):
         randomness.seed(derive_seed(0, "static batch norm"))
         if _loop_of(trainer) is not None:
             # Each batch of a round seeds them anew.
-            OwnGenerators(loader).seed(derive_seed(0, "static batch norm"))
+            OwnGenerators(loader.dataset, loader.collate_fn).seed(derive_seed(0, "static batch norm"))
         self._track(True)
         try:
             with trainer.precision_plugin.forward_context():

@@ -138,7 +138,8 @@ def hooks_around_steps(listener: pl.LightningModule | pl.Callback) -> list[str]:
     hooks = [hook for hook in _CALLED_AROUND if overrides(listener, hook)]
     if isinstance(listener, pl.LightningModule):
         return hooks
-    return [hook for hook in hooks if not (getattr(listener, hook).__module__ or "").startswith(_PACKAGES)]
+    places = {hook: str(getattr(getattr(listener, hook), "__module__", "")) for hook in hooks}
+    return [hook for hook, place in places.items() if not place.startswith(_PACKAGES)]
 
 
 def unsupported_reason(trainer: Any, module: pl.LightningModule) -> str:
