@@ -31,6 +31,8 @@ _OF_THE_PROCESS = (
 )
 # As albumentations calls it, and MONAI.
 _SEEDERS = ("set_random_seed", "set_random_state")
+_SAMPLES = 1_000
+"""Entries above which a container is taken to hold samples, not transforms."""
 
 
 class StepRandomness:
@@ -128,6 +130,8 @@ def _seeders(root: Any) -> Iterator[Callable[[int], Any]]:
     while queue:
         item = queue.pop()
         if id(item) in seen or isinstance(item, _LEFT_ALONE) or any(item is each for each in _OF_THE_PROCESS):
+            continue
+        if isinstance(item, (dict, list, tuple, set, frozenset)) and len(item) > _SAMPLES:
             continue
         seen[id(item)] = item
         seeder = _seeder_of(item)
