@@ -15,6 +15,7 @@ from lightning_lowrank.federated.data.blocks import Request
 from lightning_lowrank.federated.data.loader import SeededBatches
 from lightning_lowrank.federated.randomness import OwnGenerators
 from tests.federated.execution.runs import UNEVEN
+from tests.grids import daily
 from tests.helpers import Module, blobs, fit, network, trainer, weights
 
 GENERATORS = {
@@ -138,6 +139,8 @@ def test_generators_draw_apart_and_those_of_the_process_are_left_to_it():
     assert (np.random.get_state()[1].tolist(), random.getstate()) == before
 
 
+@pytest.mark.medium
+@daily()
 @pytest.mark.parametrize("name", ["numpy", "monai", "albumentations"])
 def test_rounds_are_the_same_again_together_and_with_workers(tmp_path, name):
     ends, dataset = [], DATASETS[name]()
@@ -157,6 +160,7 @@ class Callable(Module):
         return self.net(inputs)
 
 
+@pytest.mark.medium
 def test_statistics_are_those_of_clients_that_step_together(tmp_path):
     ends, dataset = [], DATASETS["numpy"]()
     for execution in ("sequential", "vectorized"):

@@ -68,6 +68,7 @@ def test_the_subcommand_that_is_run_alone_gets_arguments(monkeypatch, args, keyw
     assert done.told[-1] == "fit with more=3"
 
 
+@pytest.mark.medium
 def test_the_help_names_all_subcommands(capsys):
     for word in ("--help", "--no_such_option"):
         with pytest.raises(SystemExit):

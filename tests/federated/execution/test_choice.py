@@ -312,6 +312,8 @@ def with_hook(hook, sizes, kind=Callback):
     return type("Own", (kind,), {hook: staticmethod(sizes_of(hook, sizes))})()
 
 
+@pytest.mark.medium
+@daily()
 @pytest.mark.parametrize(
     "hook", ["on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_train_batch_end"]
 )
