@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_lowrank.federated.objects import held
+from lightning_lowrank.federated.objects import walk
 from lightning_lowrank.internals.torch import device_module
 from lightning_lowrank.seeding import derive_seed
 
@@ -125,20 +125,19 @@ class OwnGenerators:
 
 
 def _seeders(root: Any) -> Iterator[Callable[[int], Any]]:
-    seen: dict[int, Any] = {}
-    queue = [root]
-    while queue:
-        item = queue.pop()
-        if id(item) in seen or isinstance(item, _LEFT_ALONE) or any(item is each for each in _OF_THE_PROCESS):
-            continue
-        if isinstance(item, (dict, list, tuple, set, frozenset)) and len(item) > _SAMPLES:
-            continue
-        seen[id(item)] = item
+    for _, item in walk("", root, _is_left_alone, _is_left, is_whole=lambda item: _seeder_of(item) is not None):
         seeder = _seeder_of(item)
-        if seeder is None:
-            queue += [each for _, each in reversed(held("", item))]
-        else:
+        if seeder is not None:
             yield seeder
+
+
+def _is_left_alone(kind: type) -> bool:
+    return issubclass(kind, _LEFT_ALONE)
+
+
+def _is_left(item: Any) -> bool:
+    holds_samples = isinstance(item, (dict, list, tuple, set, frozenset)) and len(item) > _SAMPLES
+    return holds_samples or any(item is each for each in _OF_THE_PROCESS)
 
 
 def _seeder_of(item: Any) -> Callable[[int], Any] | None:

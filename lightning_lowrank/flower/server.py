@@ -28,6 +28,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from lightning_lowrank.arguments import first_ten
 from lightning_lowrank.compression import DecodingError, Packet
 from lightning_lowrank.configuration import check_choice
 from lightning_lowrank.federated.checks import check_callbacks, local_part_advice, notes, static_batch_norm_advice
@@ -415,7 +416,7 @@ class RemoteRounds(Callback):
                 raise MisconfigurationException(
                     f"the recipe has {count if count is not None else 'an unknown number of'} clients, and after"
                     f" {self.start_timeout:g} s the sites of {len(members.connected)} have joined; missing are"
-                    f" {missing[:10]}{' ...' if len(missing) > 10 else ''}. Start one SuperNode for each with"
+                    f" {first_ten(missing)}. Start one SuperNode for each with"
                     " --node-config 'partition-id=...', or wait longer with start-timeout."
                     + (f" Left out: a site cannot take part: {'; '.join(wrong[:10])}." if wrong else "")
                 )

@@ -87,7 +87,7 @@ class SeededBatches(Dataset):
         self.dataset = dataset
         self.collate = collate
         self._change = change
-        self._own = OwnGenerators(dataset, collate)
+        self._own: OwnGenerators | None = None
         self.begin()
 
     def begin(self) -> None:
@@ -98,6 +98,8 @@ class SeededBatches(Dataset):
             getattr(self.dataset, "deterministic", False)
             and (self.collate is default_collate or getattr(self.collate, "deterministic", False))
         )
+        if not self._deterministic and self._own is None:
+            self._own = OwnGenerators(self.dataset, self.collate)
         self._in_blocks = gathered or (self._deterministic and getattr(self.collate, "sample_by_sample", False))
 
     def __getitems__(self, request: Request | Requests) -> Any:
@@ -112,7 +114,7 @@ class SeededBatches(Dataset):
         return batch if self._change is None else self._change(batch, request.indices)
 
     def _as_it_is(self, request: Request) -> Any:
-        if not self._deterministic:
+        if self._own is not None and not self._deterministic:
             seed_process(request.seed)
             self._own.seed(request.seed)
         if self._source is not None:

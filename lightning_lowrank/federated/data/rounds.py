@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, SequentialSampler
 
+from lightning_lowrank.arguments import first_ten
 from lightning_lowrank.federated.attacks import LabelPoison
 from lightning_lowrank.federated.data.device import DeviceData
 from lightning_lowrank.federated.data.evaluation_samples import hold_out
@@ -161,8 +162,7 @@ class RoundData:
         if none:
             raise MisconfigurationException(
                 f"the WeightedRandomSampler of train_dataloader() gives weight 0 to all samples of {len(none)} clients:"
-                f" {none[:10]}{' ...' if len(none) > 10 else ''}. Give them other weights, or leave these samples out"
-                " of the dataset."
+                f" {first_ten(none)}. Give them other weights, or leave these samples out of the dataset."
             )
 
     def _poisson_seed(self) -> int:
@@ -335,7 +335,7 @@ class RoundData:
         if idle:
             rank_zero_warn(
                 f"{len(idle)} clients hold fewer samples than batch_size={loader.batch_size} and drop_last=True leaves"
-                f" them nothing to train on, so they are never drawn: {idle[:10]}{' ...' if len(idle) > 10 else ''}"
+                f" them nothing to train on, so they are never drawn: {first_ten(idle)}"
             )
         asked_idle = {client for ids in settings.participants or () for client in ids if not batches[client]}
         if asked_idle:

@@ -31,7 +31,7 @@ _OF_GRADIENTS = (
     *("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping"),
 )
 _AROUND_STEPS = ("on_train_batch_start", "on_train_batch_end")
-_CALLED_AROUND = ("on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_train_batch_end")
+_CALLED_AROUND = (*_AROUND_STEPS, "on_before_zero_grad", "on_before_backward")
 _PACKAGES = ("lightning.pytorch.", "pytorch_lightning.", "lightning_lowrank.")
 _CAUSES: tuple[tuple[str, str], ...] = (
     (

@@ -81,13 +81,13 @@ def choose_execution(
     elif wanted == "auto" and previous is not None and (previous.stacked or previous.channels_last):
         wanted, channels_last = previous.name, previous.channels_last
     elif wanted == "auto":
-        for listener in (trainer.lightning_module, *trainer.callbacks):
-            around = hooks_around_steps(listener)
-            if around and not reason:
-                reason = (
-                    f"{type(listener).__name__}.{around[0]}() would see the global model and batches of several clients"
-                    " (if that will do, ask for execution='vectorized')"
-                )
+        listeners = (trainer.lightning_module, *trainer.callbacks)
+        around = [f"{type(each).__name__}.{hook}()" for each in listeners for hook in hooks_around_steps(each)]
+        if around and not reason:
+            reason = (
+                f"{around[0]} would see the global model and batches of several clients (if that will do, ask for"
+                " execution='vectorized')"
+            )
         if reason:
             choice = _fastest(trainer, data, _TRIED_STEPS, reason)
         else:

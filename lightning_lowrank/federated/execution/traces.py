@@ -28,7 +28,7 @@ from torchmetrics import Metric
 
 from lightning_lowrank.arguments import listed
 from lightning_lowrank.federated.execution.causes import CannotMap, updates
-from lightning_lowrank.federated.objects import held
+from lightning_lowrank.federated.objects import walk
 from lightning_lowrank.federated.state import trained_tensors
 from lightning_lowrank.internals.lightning import batch_transfer
 from lightning_lowrank.internals.torch import (
@@ -63,17 +63,7 @@ def reachable(name: str, root: Any, is_left: Callable[[Any], bool] = lambda item
     Trainers, callbacks and data sets are left alone, and so are the entries of containers with very many, and what
     ``is_left`` says.
     """
-    seen: dict[int, Any] = {}
-    queue: list[tuple[str, Any]] = [(name, root)]
-    while queue:
-        name, item = queue.pop()
-        # Any, for mypy takes type[Any] for a type that has no hash.
-        kind: Any = type(item)
-        if _is_left_alone(kind) or id(item) in seen or is_left(item):
-            continue
-        seen[id(item)] = item
-        yield name, item
-        queue += held(name, item)
+    return walk(name, root, _is_left_alone, is_left)
 
 
 @functools.lru_cache(maxsize=2**12)
