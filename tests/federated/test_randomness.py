@@ -139,6 +139,44 @@ def test_generators_draw_apart_and_those_of_the_process_are_left_to_it():
     assert (np.random.get_state()[1].tolist(), random.getstate()) == before
 
 
+class Composition:
+    """Hands seeds on to its parts, as compositions of MONAI and albumentations do."""
+
+    def __init__(self, *parts):
+        self.parts, self.seeds = parts, []
+
+    def set_random_seed(self, seed):
+        self.seeds.append(seed)
+        for part in self.parts:
+            part.set_random_seed(seed + 1)
+
+
+class OfGenerators:
+    """Is not seeded by its method of this name."""
+
+    def __init__(self):
+        self.rng = random.Random(3)
+
+    def set_random_state(self, random_generator, py_random):
+        raise AssertionError
+
+
+def test_what_hands_seeds_on_is_seeded_alone():
+    inner = Composition()
+    outer = Composition(inner)
+    OwnGenerators([outer]).seed(0)
+    (seed,) = outer.seeds
+    assert inner.seeds == [seed + 1]
+
+
+def test_a_method_without_a_seed_is_not_called():
+    held = OfGenerators()
+    OwnGenerators(held).seed(0)
+    first = held.rng.random()
+    OwnGenerators(held).seed(0)
+    assert held.rng.random() == first
+
+
 @pytest.mark.medium
 @daily()
 @pytest.mark.parametrize("name", ["numpy", "monai", "albumentations"])
