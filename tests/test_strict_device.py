@@ -10,15 +10,10 @@ import pytest
 from tests.strict_device.device import unsupported_reason
 
 ROOT = Path(__file__).parents[1]
+# A session takes as long to start as many of these tests.
 PIECES = {
-    "faults": ["tests/strict_device"],
-    "loop": ["tests/federated", "--ignore=tests/federated/execution", "--ignore=tests/federated/data"],
-    "data": ["tests/federated/data"],
-    "executions": ["tests/federated/execution"],
-    "methods": ["tests/algorithms"],
-    "layers": ["tests/layers", "tests/callbacks"],
-    "optimizers": ["tests/optim", "tests/federated/test_optimizers.py"],
-    "aggregation": ["tests/aggregation", "tests/compression"],
+    "rounds": ["tests/strict_device", "tests/federated"],
+    "parts": [f"tests/{name}" for name in ("algorithms", "layers", "callbacks", "optim", "aggregation", "compression")],
 }
 
 
