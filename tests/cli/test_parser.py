@@ -5,7 +5,7 @@ import yaml
 from jsonargparse import Namespace
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_lowrank.cli.parser import RecipeParser, _SaveRunConfig, _write_below_root
+from lightning_lowrank.cli.parser import CLI_SETTINGS, BuiltCLI, RecipeParser, _SaveRunConfig, _write_below_root
 from tests.helpers import Module, trainer
 
 
@@ -66,3 +66,15 @@ def test_other_processes_save_no_configuration(tmp_path, monkeypatch):
     monkeypatch.setattr(type(run), "is_global_zero", False)
     _SaveRunConfig(parser, parser.parse_args([])).setup(run, Module(), "fit")
     assert not list(tmp_path.rglob("config.yaml"))
+
+
+def test_a_configuration_is_written_as_if_it_was_validated_again():
+    words = ["fit", "--config", "quickstart", "--trainer.logger", "false"]
+    cli = BuiltCLI(**CLI_SETTINGS, args=words)
+    parser, config = cli.parser_of("fit"), cli.config["fit"]
+    wrong = config.clone()
+    wrong["trainer.max_epochs"] = "many"
+    with pytest.raises(TypeError, match="max_epochs"):
+        parser.dump(wrong, skip_validation=False)
+    assert parser.dump(config) == parser.dump(config, skip_validation=False)
+    assert parser.dump(config, skip_none=False) == parser.dump(config, skip_none=False, skip_validation=False)
