@@ -16,9 +16,15 @@ def pytest_collectreport(report):
         report.longrepr = f"{report.nodeid} cannot be imported, so that none of its tests would run"
 
 
+def pytest_collection():
+    """Import without garbage collections, each of which walks through all that is there by then."""
+    gc.disable()
+
+
 def pytest_collection_finish():
     """Keep what was imported out of later garbage collections, which would walk through all of it."""
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
