@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import logging
 import subprocess
 import sys
 from dataclasses import replace
@@ -32,6 +33,16 @@ class Untimed(Rounds):
     def end(self) -> None: ...
 
 
+@pytest.fixture
+def contending_here(monkeypatch):
+    """Name recipes from the repository, and undo what a contender sets for its whole process."""
+    monkeypatch.chdir(ROOT)
+    logger = logging.getLogger("lightning.pytorch")
+    level = logger.level
+    yield
+    logger.setLevel(level)
+
+
 @pytest.mark.slow
 @needs_shared_data("MNIST")
 def test_the_script_compares_its_contenders(tmp_path):
@@ -51,11 +62,7 @@ def test_the_script_compares_its_contenders(tmp_path):
 @needs_shared_data("FashionMNIST")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("experiment", LARGEST_DIFFERENCE)
-def test_every_experiment_is_that_of_the_loop_written_by_hand(tmp_path, monkeypatch, experiment):
-    # seed_everything sets it for the whole process, where FederatedLoop in other tests would find it.
-    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
-    # The recipes are named from the repository.
-    monkeypatch.chdir(ROOT)
+def test_every_experiment_is_that_of_the_loop_written_by_hand(tmp_path, contending_here, experiment):
     contenders = {"plain": (plain, []), "default": (ours, []), "auto": (ours, ["--federated.execution", "auto"])}
     if experiment == "fedmud":
         # Its batch normalisation amplifies rounding to 0.03 in single precision: the next test compares it in double.
@@ -77,9 +84,8 @@ def test_every_experiment_is_that_of_the_loop_written_by_hand(tmp_path, monkeypa
 
 @pytest.mark.slow
 @needs_shared_data("FashionMNIST")
-def test_every_execution_of_fedmud_is_the_sequential_one(tmp_path, monkeypatch):
-    # seed_everything sets it for the whole process, where FederatedLoop in other tests would find it.
-    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+@pytest.mark.filterwarnings("ignore")
+def test_every_execution_of_fedmud_is_the_sequential_one(tmp_path, monkeypatch, contending_here):
     ends = []
     monkeypatch.setattr(choice, "_fastest", lambda *arguments: ("sequential", True, "channels last"))
     for execution in ("sequential", "vectorized", "auto"):

@@ -76,5 +76,6 @@ def test_a_configuration_is_written_as_if_it_was_validated_again():
     wrong["trainer.max_epochs"] = "many"
     with pytest.raises(TypeError, match="max_epochs"):
         parser.dump(wrong, skip_validation=False)
+    assert "max_epochs: many" in parser.dump(wrong)
     assert parser.dump(config) == parser.dump(config, skip_validation=False)
     assert parser.dump(config, skip_none=False) == parser.dump(config, skip_none=False, skip_validation=False)
