@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from lightning_lowrank.aggregation import Aggregator
-from lightning_lowrank.testing.require import require
+from lightning_lowrank.testing.require import generator_states, require, seed_generators
 
 __all__ = ["check_aggregator"]
 
@@ -58,7 +59,8 @@ def check_aggregator(
     """
     check = _Check(aggregator, byzantine, arrivals, torch.device(device))
     try:
-        check.form()
+        with isolate_rng():
+            check.form()
         check.reading()
         check.order()
         check.equal_and_single()
@@ -126,7 +128,7 @@ class _Check:
         return rule.result()
 
     def form(self) -> None:
-        state = torch.get_rng_state()
+        states = seed_generators(0)
         copies = [{name: value.clone() for name, value in tensors.items()} for tensors in self.sent]
         rule = self.filled(self.sent)
         rule.prepare({}, 0)
@@ -142,7 +144,7 @@ class _Check:
         require(
             all(_same(sent, copy) for sent, copy in zip(self.sent, copies, strict=True)), "changes what it is given"
         )
-        require(torch.equal(torch.get_rng_state(), state), "draws from the global generator")
+        require(generator_states() == states, "changes the global random number generators")
         require(rule.arrivals == len(self.sent), f"counts {rule.arrivals} arrivals of {len(self.sent)}")
         require(rule.weight == len(self.sent), f"counts a weight of {rule.weight} of {len(self.sent)}")
 

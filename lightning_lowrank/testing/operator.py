@@ -6,12 +6,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from lightning_lowrank.aggregation import Broadcast, LowRankPair, Operator
 from lightning_lowrank.internals.torch import TorchDispatchMode
 from lightning_lowrank.seeding import derive_seed
-from lightning_lowrank.testing.require import require
+from lightning_lowrank.testing.require import generator_states, require, seed_generators
 
 __all__ = ["check_operator"]
 
@@ -32,7 +33,7 @@ def check_operator(
     Clients receive pairs of the ranks and scalings that are asked for, in their dtype and on their device. One client
     gets its own product back, and so does a client that has all the weight. Only the proportions of the weights
     matter, and the order of the clients does not. The seed alone decides what is drawn: runs repeat bit for bit, and
-    the global generator is left alone. Inputs are neither changed nor shared. No matrix of the weight's size is built
+    the global generators are left alone. Inputs are neither changed nor shared. No matrix of the weight's size is built
     where the factors are narrow. What the operator says about itself is what it does: which factors are trained and
     cross the wire, whether the base weight changes, whether pairs are common or drawn again. Different ranks are
     aggregated where ``mixed_ranks`` is true and refused where it is false. A round can follow on a round.
@@ -252,12 +253,11 @@ class _Check:
 
     def repetition(self) -> None:
         pairs = self.clients(self.mixed)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(1)
-            first, state = self.run(pairs), torch.get_rng_state()
-            torch.manual_seed(1)
-            require(torch.equal(state, torch.get_rng_state()), "it draws from the global generator")
-            torch.manual_seed(2)
+        with isolate_rng():
+            states = seed_generators(1)
+            first = self.run(pairs)
+            require(generator_states() == states, "it changes the global random number generators")
+            seed_generators(2)
             again = self.run(pairs)
         _require_same(again, first, "a repeated run gives other numbers")
 

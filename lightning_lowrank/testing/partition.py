@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import random
 import warnings
 from typing import Any
 
-import numpy as np
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import Dataset
 
 from lightning_lowrank.federated.data import ClientIndices, Partition, find_labels
-from lightning_lowrank.testing.require import require
+from lightning_lowrank.testing.require import generator_states, require, seed_generators
 
 __all__ = ["check_partition"]
 
@@ -85,16 +83,15 @@ class _Check:
         self.keys = partition.find_keys(dataset)
 
     def run(self, complete: bool, draws: bool) -> None:
-        torch.manual_seed(0)
-        generators = _generators()
+        states = seed_generators(0)
         first = self._split(self.dataset)
-        require(_generators() == generators, "changes the global random number generators")
+        require(generator_states() == states, "changes the global random number generators")
         self._check_division(first, self.clients)
         if complete:
             held = int(first.sizes.sum())
             require(held == self.size, f"assigns {held} of {self.size} samples, but complete=True")
 
-        torch.manual_seed(1), np.random.seed(1), random.seed(1)
+        seed_generators(1)
         seeds = {self._split(self.dataset, seed=seed).digest() for seed in (0, 1, 2)}
         if draws:
             require(len(seeds) > 1, "gives the same division for the seeds 0, 1 and 2, but draws=True")
@@ -171,8 +168,3 @@ class _Check:
         except Exception as error:
             raise AssertionError(f"refuses {what} with {error!r} in place of a MisconfigurationException") from error
         raise AssertionError(f"accepts {what}; it should raise MisconfigurationException")
-
-
-def _generators() -> list[Any]:
-    name, keys, *rest = np.random.get_state(legacy=True)
-    return [torch.get_rng_state().tolist(), name, list(keys), rest, random.getstate()]

@@ -195,7 +195,7 @@ def test_users_own_operator_passes(operator, exact):
         (WeightsAsTheyCome(), "the scale of the weights matters"),
         (OrderMatters(), "the order of the clients matters"),
         (Dense(), "it builds a tensor of 60000 numbers"),
-        (DrawsGlobally(), "draws from the global generator"),
+        (DrawsGlobally(), "changes the global random number generators"),
         (DependsOnTheGlobalSeed(), "a repeated run gives other numbers"),
         (Casts(), "factors of torch.float32 become torch.float64"),
         (Shares(), "shares memory with a client"),

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import Dataset
 
 from lightning_lowrank.federated import data
@@ -121,9 +122,12 @@ def written_over(place, value):
     return Changed(change)
 
 
-def seeding_numpy(assign, size, clients, seed, *rest):
-    np.random.seed(seed)
-    return assign(size, clients, seed, *rest)
+def seeding(seed_globally):
+    def change(assign, size, clients, seed, *rest):
+        seed_globally(seed)
+        return assign(size, clients, seed, *rest)
+
+    return Changed(change)
 
 
 def of_two_or_more(assign, size, clients, *rest):
@@ -202,7 +206,6 @@ class ValueErrors(Shuffled):
             Changed(lambda assign, size, clients, seed, *rest: assign(size, clients, int(torch.rand(())), *rest)),
             "changes the global random number generators",
         ),
-        (Changed(seeding_numpy), "changes the global random number generators"),
         (
             Changed(
                 lambda assign, size, clients, seed, *rest: assign(size, clients, seed + torch.initial_seed(), *rest)
@@ -228,6 +231,14 @@ class ValueErrors(Shuffled):
 def test_broken_partitions_do_not(partition, message):
     with pytest.raises(AssertionError, match=message):
         check_partition(partition)
+
+
+@pytest.mark.parametrize("seed_globally", [torch.manual_seed, np.random.seed, random.seed])
+def test_a_global_generator_seeded_as_it_was_is_noticed(seed_globally):
+    with isolate_rng():
+        seed_globally(0)
+        with pytest.raises(AssertionError, match="changes the global random number generators"):
+            check_partition(seeding(seed_globally))
 
 
 def test_a_partition_that_draws_is_not_one_that_does_not():
