@@ -1,8 +1,12 @@
 import functools
 import gc
 import importlib.metadata
+import random
+import zlib
 
+import numpy as np
 import pytest
+import torch
 
 # Each Trainer asks for the callbacks that installed packages register, and reads the metadata of all of them for that.
 importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
@@ -28,7 +32,12 @@ def pytest_collection_finish():
 
 
 @pytest.fixture(autouse=True)
-def no_global_seed(monkeypatch):
-    """seed_everything leaves its seed in the environment, where the next test's callbacks would find it."""
+def own_seeds(monkeypatch, request):
+    """Seed the global generators by the test's name, so that it does the same alone and after any other.
+
+    seed_everything leaves its seed in the environment as well, where the next test's callbacks would find it.
+    """
+    seed = zlib.crc32(request.node.nodeid.encode())
+    torch.manual_seed(seed), np.random.seed(seed), random.seed(seed)
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")
     monkeypatch.delenv("PL_GLOBAL_SEED")

@@ -164,7 +164,8 @@ def test_what_is_outside_of_the_ensemble_is_trained_by_all(tmp_path):
             self.heads = bases()
 
         def forward(self, inputs):
-            return self.heads(self.stem(inputs))
+            # Without a function between them, the normalisation in the heads would remove the stem's bias.
+            return self.heads(self.stem(inputs).tanh())
 
     module = Module(Stem(), optimizer=SGD)
     before = weights(module)
