@@ -575,16 +575,19 @@ def _nearest(run: Run, keys: Sequence[Key], shortened: bool) -> tuple[Key, list[
 
 
 def _likely(run: Run, keys: Sequence[Key]) -> list[Key]:
-    """Return the keys whose recipes contradict a run least: the parser takes a second for each key that it reads."""
+    """Return the keys whose recipes contradict a run least, of those with as few the most particular ones.
+
+    The parser takes a second for each key that it reads.
+    """
     got = {_place(path): _short(value) for path, value in run.settings.items()}
 
-    def contradictions(key: Key) -> int:
+    def contradictions(key: Key) -> tuple[int, int]:
         said: dict[str, Any] = {}
         for name in key.recipes:
             said.update(_leaves(recipe(name), ""))
         said.update({_place(path): value for path, value in key.options})
         said = {path: value for path, value in said.items() if not path.startswith(("trainer.logger", "data.root"))}
-        return sum(got.get(path) != _short(value) for path, value in said.items())
+        return sum(got.get(path) != _short(value) for path, value in said.items()), -len(said)
 
     return sorted(keys, key=contradictions)[:_MOST_KEYS]
 
@@ -603,8 +606,10 @@ def _place(path: str) -> str:
 
 
 def _short(value: object) -> str:
-    """Return a value as a text, a class by its name alone."""
+    """Return a value as a text, a class by its name alone and equal numbers by the same one."""
     text = str(value)
+    with contextlib.suppress(ValueError):
+        return str(float(text))
     return text.rpartition(".")[2] if re.fullmatch(r"[a-z_]\w*(\.\w+)*\.[A-Z]\w*", text) else text
 
 

@@ -7,10 +7,11 @@ import os
 import re
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[1]
 
@@ -193,6 +194,17 @@ def test_a_run_is_taken_if_its_configuration_is_the_recipes(data, tmp_path, prin
         "seconds": 12.5,
         "commit": "abababa with changes",
     }
+
+
+@pytest.mark.parametrize("folder", ["tdpfed", "lora_aggregation"])
+def test_a_run_is_likely_of_its_own_recipes_whatever_its_numbers_look_like(data, folder):
+    keys = list(dict.fromkeys(cell.key for cell in results.cells(data[0]) if cell.key is not None))
+    for key in (key for key in keys if key.recipes[0].startswith(f"{folder}/")):
+        said = {path: value for name in key.recipes for path, value in results._leaves(results.recipe(name), "")}
+        said.update({results._place(path): yaml.safe_load(value) for path, value in key.options})
+        settings = {path: float(value) if type(value) is int else value for path, value in said.items()}
+        settings["trainer.max_epochs"] = 7
+        assert key in results._likely(SimpleNamespace(settings=settings), keys)
 
 
 @pytest.mark.slow
