@@ -21,7 +21,7 @@ def seed_generators(seed: int) -> list[Any]:
     After the draw, a second seeding with any small number changes the states, so that it is noticed.
     """
     torch.manual_seed(seed), np.random.seed(seed), random.seed(seed)
-    torch.rand(()), np.random.rand(), random.random()
+    torch.rand((), device="cpu"), np.random.rand(), random.random()
     return generator_states()
 
 

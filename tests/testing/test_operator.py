@@ -1,7 +1,11 @@
 """The contract of operators accepts a user's own and refuses broken ones."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
+from lightning.pytorch.utilities.seed import isolate_rng
 
 from lightning_lowrank.aggregation import Broadcast, LowRankPair, Operator, ProductSum
 from lightning_lowrank.testing import check_operator
@@ -219,6 +223,19 @@ def test_broken_operators_fail(operator, message):
     with pytest.raises(AssertionError, match=message.replace("(", r"\(").replace(")", r"\)")) as error:
         check_operator(operator, rounds=[0])
     assert str(error.value).startswith(f"{operator!r} in round 0: ")
+
+
+@pytest.mark.parametrize("seed_globally", [torch.manual_seed, np.random.seed, random.seed])
+def test_a_global_generator_seeded_as_it_was_is_noticed(seed_globally):
+    class Seeds(Average):
+        def combine(self, inputs):
+            seed_globally(1)
+            return super().combine(inputs)
+
+    with isolate_rng():
+        seed_globally(1)
+        with pytest.raises(AssertionError, match="changes the global random number generators"):
+            check_operator(Seeds(), rounds=[0])
 
 
 def test_exactness_is_checked_where_it_is_claimed():
