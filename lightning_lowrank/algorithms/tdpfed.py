@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -24,12 +24,13 @@ from lightning_lowrank.internals.torch import adam_step
 from lightning_lowrank.layers import CP, low_rank_layers
 
 Aggregation = Literal["AFM", "ACT"]
+AdamReset = Literal["batch", "round", "never"]
 Factors = dict[str, Tensor]
 
 _CP = CP()
 _SWEEPS = 30
 _GAIN = 1e-4
-_STEPPED = ("factors", "first", "second")
+_MOMENTS = ("first", "second")
 _EPS = 1e-8
 
 
@@ -48,8 +49,8 @@ class TDPFed(Algorithm):
     ``factor_steps`` steps of Adam on :math:`\frac{\lambda}{2}\|\theta - [\![A]\!]\|^2`, with the gradient
     :math:`\lambda(-\theta_{(n)} K_n + A^{(n)} V_n)`, :math:`K_n` being the Khatri-Rao product of the other factors and
     :math:`V_n` the Hadamard product of their Gram matrices (Eqs. 23 and 24; Eq. 15 has lost a sign and a
-    :math:`\lambda`). A step goes from factor to factor, each seeing those before it already changed. Adam's moments
-    start from zero in each round.
+    :math:`\lambda`). A step goes from factor to factor, each seeing those before it already changed. The paper
+    does not say how long Adam's moments last: see ``adam_reset``.
 
     Messages hold the factors, the tensors that stay whole and the module's buffers. A client keeps its personal model,
     its last :math:`\theta` and its buffers, and is evaluated with it; a client that never took part is evaluated with
@@ -63,6 +64,9 @@ class TDPFed(Algorithm):
         factor_steps: Steps on the factors on each batch, 1 or more (the paper's :math:`s'`). Default 17.
         factor_learning_rate: Adam's, above 0 (the paper's :math:`\eta`; its :math:`\eta_p` is that of the module's
             optimizer). Default 8e-4.
+        adam_reset: When a client's Adam starts again from zero moments: ``"batch"``, before the steps of each batch,
+            ``"round"`` (default), or ``"never"``. With the last one a client keeps the moments from round to round,
+            which is two more numbers for each number it sends.
         joint: Whether all factors of a weight step at once instead of one after another. Off by default.
         aggregation: ``"AFM"`` (default) averages the factors, all clients with the same weight whatever the loop's
             ``weighting``, since Eq. 18 weighs by batch size. ``"ACT"`` averages the composed tensors with the loop's
@@ -87,6 +91,7 @@ class TDPFed(Algorithm):
         personal_steps: int = 5,
         factor_steps: int = 17,
         factor_learning_rate: float = 8e-4,
+        adam_reset: AdamReset = "round",
         joint: bool = False,
         aggregation: Aggregation = "AFM",
         mixing: float = 1.0,
@@ -96,6 +101,7 @@ class TDPFed(Algorithm):
         check_integer("personal_steps", personal_steps)
         check_integer("factor_steps", factor_steps)
         check_number("factor_learning_rate", factor_learning_rate, above=0)
+        check_choice("adam_reset", adam_reset, AdamReset)
         check_choice("aggregation", aggregation, Aggregation)
         check_number("mixing", mixing, above=0)
         self.compression = compression
@@ -103,6 +109,7 @@ class TDPFed(Algorithm):
         self.personal_steps = personal_steps
         self.factor_steps = factor_steps
         self.factor_learning_rate = factor_learning_rate
+        self.adam_reset = adam_reset
         self.joint = joint
         self.aggregation = aggregation
         self.mixing = mixing
@@ -163,11 +170,13 @@ class TDPFed(Algorithm):
             name: {key: working_copy(value).contiguous() for key, value in each.items()}
             for name, each in each_of.items()
         }
-        moments = {
-            kind: {name: {key: torch.zeros_like(value) for key, value in each.items()} for name, each in own.items()}
-            for kind in ("first", "second")
-        }
-        client.round_state.update({"factors": own, "composed": composed, **moments})
+        if self.adam_reset == "never" and "adam" in client.state:
+            adam = _map(torch.clone, client.state["adam"])
+        else:
+            adam = {kind: _map(torch.zeros_like, own) for kind in _MOMENTS}
+            if self.adam_reset == "never":
+                adam["taken"] = torch.zeros((), device=client.base.device)
+        client.round_state.update({"factors": own, "composed": composed, **adam})
 
     def before_step(self, step: LocalStep) -> None:
         whole = {name: each[""] for name, each in step.round_state["factors"].items() if "" in each}
@@ -193,25 +202,42 @@ class TDPFed(Algorithm):
         double precision, rounds of this code and of one that steps by torch's optimizer differ by 2e-12.
         """
         own = step.round_state["factors"]
-        kinds = [[list(each.values()) for each in step.round_state[kind].values()] for kind in _STEPPED]
+        moments = [step.round_state[kind] for kind in _MOMENTS]
         weights = [step.parameters[name].detach().to(next(iter(each.values())).dtype) for name, each in own.items()]
+        number = step.number * self.factor_steps
+        if self.adam_reset == "never":
+            taken = step.round_state["taken"] + number
+        else:
+            if self.adam_reset == "batch":
+                number = 0
+                for kind in moments:
+                    _map(torch.Tensor.zero_, kind)
+            taken = torch.full((), float(number), device=weights[0].device)
+        # Clients that keep their Adam may have taken different numbers of steps.
+        apart = taken.ndim > 0
+        kinds = [[list(each.values()) for each in kind.values()] for kind in (own, *moments)]
         places = [(place, number) for number, each in enumerate(own.values()) for place in range(len(each))]
         turns = [places] if self.joint else [list(turn) for _, turn in groupby(sorted(places), itemgetter(0))]
         gradients = [factor_gradients(weight, each) for weight, each in zip(weights, kinds[0], strict=True)]
-        count = torch.full((), float(step.number * self.factor_steps), device=weights[0].device)
         steps = []
         for turn in turns:
-            values, first, second = ([kind[number][place] for place, number in turn] for kind in kinds)
-            adam = adam_step(values, first, second, count, lr=self.factor_learning_rate, eps=_EPS / self.regularization)
+            values, first, second = (_each([kind[number][place] for place, number in turn], apart) for kind in kinds)
+            counts = _each([taken] * len(turn), apart)
+            adam = adam_step(
+                values, first, second, counts, lr=self.factor_learning_rate, eps=_EPS / self.regularization
+            )
             steps.append((adam, [gradients[number] for _, number in turn]))
         for _ in range(self.factor_steps):
-            count += 1
+            taken += 1
             for adam, sources in steps:
-                adam([next(source) for source in sources])
+                adam(_each([next(source) for source in sources], apart))
 
     def end(self, client: ClientContext) -> Message:
         """Keep the personal model, and return the factors and what stays whole."""
         client.state["personal"] = detached(client.model)
+        if self.adam_reset == "never":
+            adam = {kind: _map(torch.clone, client.round_state[kind]) for kind in _MOMENTS}
+            client.state["adam"] = {**adam, "taken": client.round_state["taken"] + client.steps * self.factor_steps}
         sent = client.base.sent_up(client.model)
         buffers = {name: value for name, value in sent.items() if name in client.base.initial_buffers}
         factors = {
@@ -256,6 +282,16 @@ class TDPFed(Algorithm):
 
     def _composed(self, factors: Mapping[str, Factors]) -> dict[str, Tensor]:
         return {name: _CP.compose(each, self._shapes[name]) for name, each in factors.items()}
+
+
+def _map(function: Callable[[Tensor], Tensor], tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the results for all tensors in dictionaries of such."""
+    return {key: function(each) if isinstance(each, Tensor) else _map(function, each) for key, each in tree.items()}
+
+
+def _each(stacks: Sequence[Tensor], apart: bool) -> list[Tensor]:
+    """Return each client's part of the stacks as a tensor of its own, if ``apart``."""
+    return [part for stack in stacks for part in stack.unbind()] if apart else list(stacks)
 
 
 def _named(factors: Mapping[str, Factors]) -> dict[str, Tensor]:

@@ -377,7 +377,7 @@ def adam_step(
     values: Sequence[Tensor],
     first: Sequence[Tensor],
     second: Sequence[Tensor],
-    count: Tensor,
+    counts: Sequence[Tensor],
     lr: float,
     eps: float,
 ) -> Callable[[Sequence[Tensor]], None]:
@@ -390,7 +390,8 @@ def adam_step(
         values: The tensors.
         first: Their first moments.
         second: Their second moments.
-        count: Number of the step, from 1, to be counted by the caller: a floating-point scalar on the tensors' device.
+        counts: Number of each tensor's step, from 1, to be counted by the caller: floating-point scalars on the
+            tensors' device. Several tensors may share one.
         lr: Learning rate.
         eps: Number that is added to the root of the second moment.
     """
@@ -398,16 +399,15 @@ def adam_step(
     options |= {"weight_decay": 0.0, "maximize": False}
     tensors = list(values), list(first), list(second)
     if hasattr(torch, "_fused_adam_") and values[0].device.type in ("cpu", "cuda"):
-        counts = [count] * len(values)
 
         def fused(gradients: Sequence[Tensor]) -> None:
             dense = [gradient.contiguous() for gradient in gradients]
-            torch._fused_adam_(tensors[0], dense, *tensors[1:], [], counts, **options)
+            torch._fused_adam_(tensors[0], dense, *tensors[1:], [], list(counts), **options)
 
         return fused
 
     def single(gradients: Sequence[Tensor]) -> None:
-        adam(tensors[0], list(gradients), *tensors[1:], [], [count - 1 for _ in values], **options)
+        adam(tensors[0], list(gradients), *tensors[1:], [], [count - 1 for count in counts], **options)
 
     return single
 

@@ -208,8 +208,8 @@ def test_the_fit_is_that_of_autograd_and_torchs_adam(joint):
 # Rounds
 
 
-def train_client(theirs, start, client, joint):
-    """Return a client's local factors and its personal model."""
+def train_client(theirs, start, client, joint, reset, kept):
+    """Return a client's local factors and its personal model; ``kept`` has what clients' Adams know."""
     inputs, targets = Double().train.tensors
     factors = {name: [value.clone().requires_grad_() for value in each] for name, each in start.items()}
 
@@ -222,7 +222,13 @@ def train_client(theirs, start, client, joint):
     nesterov = NESTEROV(theirs.parameters())
     # A factor of its own optimizer is stepped alone; Adam of several is the same for each.
     adams = {name: [torch.optim.Adam([factor], lr=0.01) for factor in each] for name, each in factors.items()}
+    if reset == "never" and client in kept:
+        for name, each in adams.items():
+            for adam, state in zip(each, kept[client][name], strict=True):
+                adam.load_state_dict(state)
     for chunk in torch.tensor(CLIENTS[client]).split(8):
+        if reset == "batch":
+            adams = {name: [torch.optim.Adam([factor], lr=0.01) for factor in each] for name, each in factors.items()}
         for _ in range(2):
             nesterov.zero_grad()
             loss = nn.functional.cross_entropy(theirs.net(inputs[chunk]), targets[chunk])
@@ -238,17 +244,26 @@ def train_client(theirs, start, client, joint):
                     (2.0 / 2 * ((value.detach() - local(name)) ** 2).sum()).backward()
                     for adam in turn:
                         adam.step()
+    kept[client] = {name: [adam.state_dict() for adam in each] for name, each in adams.items()}
     personal = {name: value.detach().clone() for name, value in theirs.named_parameters()}
     return {name: [value.detach() for value in each] for name, each in factors.items()}, personal
 
 
 @pytest.mark.medium
-@daily("sequential-True-1.8")
+@daily("sequential-True-1.8-round", "vectorized-False-1.0-never")
 @pytest.mark.parametrize(
-    ("execution", "joint", "mixing"), [("sequential", False, 1.0), ("vectorized", True, 1.8), ("sequential", True, 1.8)]
+    ("execution", "joint", "mixing", "reset"),
+    [
+        ("sequential", False, 1.0, "round"),
+        ("vectorized", True, 1.8, "round"),
+        ("sequential", True, 1.8, "round"),
+        ("vectorized", False, 1.0, "batch"),
+        ("sequential", True, 1.0, "never"),
+        ("vectorized", False, 1.0, "never"),
+    ],
 )
-def test_rounds_with_averaged_factors_follow_the_paper(tmp_path, execution, joint, mixing):
-    algorithm = TDPFed(**SMALL, factor_learning_rate=0.01, joint=joint, mixing=mixing)
+def test_rounds_with_averaged_factors_follow_the_paper(tmp_path, execution, joint, mixing, reset):
+    algorithm = TDPFed(**SMALL, factor_learning_rate=0.01, adam_reset=reset, joint=joint, mixing=mixing)
     module, loop = run(tmp_path, algorithm, execution=execution)
     theirs = Module().double()
     state = {}
@@ -261,11 +276,11 @@ def test_rounds_with_averaged_factors_follow_the_paper(tmp_path, execution, join
             rank = round(value.numel() / (1.2 * sum(value.shape)))
             roots = values[:rank].sqrt()
             state[name] = [left[:, :rank] * roots, right[:rank].mT * roots]
-    personal = {}
+    personal, kept = {}, {}
     for participants in PARTICIPANTS:
         ends = []
         for client in participants:
-            factors, personal[client] = train_client(theirs, state, client, joint)
+            factors, personal[client] = train_client(theirs, state, client, joint, reset, kept)
             ends.append(factors)
         for name, each in state.items():
             means = [sum(end[name][place] for end in ends) / len(ends) for place in range(len(each))]
@@ -493,6 +508,7 @@ def test_low_precision_follows_single_precision(tmp_path, dtype):
         ({"mixing": 0.0}, "mixing must be"),
         ({"personal_steps": 0}, "personal_steps must be"),
         ({"factor_steps": 1.5}, "factor_steps must be"),
+        ({"adam_reset": "epoch"}, "adam_reset must be one of 'batch', 'round', 'never', but is 'epoch'"),
         ({"aggregation": "FM"}, "aggregation must be one of 'AFM', 'ACT', but is 'FM'"),
     ],
 )

@@ -45,7 +45,7 @@ def test_steps_of_adam(monkeypatch, dtype):
         tensors = [value.to(dtype) for value in values(0)]
         moments = [[torch.zeros_like(value) for value in tensors] for _ in range(2)]
         count = torch.tensor(0.0)
-        step = internals.adam_step(tensors, *moments, count, lr=0.01, eps=1e-3)
+        step = internals.adam_step(tensors, *moments, [count] * len(tensors), lr=0.01, eps=1e-3)
         for number in range(5):
             count += 1
             # Not contiguous, as a gradient may be.
