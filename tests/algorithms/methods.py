@@ -7,7 +7,7 @@ a test.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -84,6 +84,21 @@ SLOWLY = {"rounds": 5, "local_epochs": 4, "execution": "vectorized"}
 
 # Its clients train cores between factors that the method draws or finds.
 CORES = Claims(plain=None, same_bytes=False, learning=SLOWLY)
+
+TDPFED = Method(
+    partial(
+        algorithms.TDPFed,
+        compression=1.2,
+        regularization=2.0,
+        personal_steps=3,
+        factor_steps=5,
+        factor_learning_rate=2e-3,
+    ),
+    # Its global model is made of factors.
+    Claims(plain=None, same_bytes=False, learning={"rounds": 5, "execution": "vectorized"}),
+    forms=("dense",),
+    refusal="LowRank from `callbacks`",
+)
 
 METHODS: dict[str, Method] = {
     "Ditto": Method(algorithms.Ditto, optimizer=MOMENTUM),
@@ -171,20 +186,9 @@ METHODS: dict[str, Method] = {
         Claims(plain=None, identical=None, same_bytes=False),
         network=lambda **settings: Ensemble(partial(network, **settings), bases=3),
     ),
-    "TDPFed": Method(
-        partial(
-            algorithms.TDPFed,
-            compression=1.2,
-            regularization=2.0,
-            personal_steps=3,
-            factor_steps=5,
-            factor_learning_rate=2e-3,
-        ),
-        # Its global model is made of factors.
-        Claims(plain=None, same_bytes=False, learning={"rounds": 5, "execution": "vectorized"}),
-        forms=("dense",),
-        refusal="LowRank from `callbacks`",
-    ),
+    "TDPFed": TDPFED,
+    # Its clients keep Adam's moments, and how many steps they took.
+    "TDPFed-never": replace(TDPFED, make=partial(TDPFED.make, adam_reset="never")),
 }
 
 
