@@ -204,15 +204,13 @@ class TDPFed(Algorithm):
         own = step.round_state["factors"]
         moments = [step.round_state[kind] for kind in _MOMENTS]
         weights = [step.parameters[name].detach().to(next(iter(each.values())).dtype) for name, each in own.items()]
-        number = step.number * self.factor_steps
-        if self.adam_reset == "never":
-            taken = step.round_state["taken"] + number
-        else:
-            if self.adam_reset == "batch":
-                number = 0
-                for kind in moments:
-                    _map(torch.Tensor.zero_, kind)
-            taken = torch.full((), float(number), device=weights[0].device)
+        before = 0 if self.adam_reset == "batch" else step.number * self.factor_steps
+        taken = torch.full((), float(before), device=weights[0].device)
+        if self.adam_reset == "batch":
+            for kind in moments:
+                _map(torch.Tensor.zero_, kind)
+        elif self.adam_reset == "never":
+            taken = taken + step.round_state["taken"]
         # Clients that keep their Adam may have taken different numbers of steps.
         apart = taken.ndim > 0
         kinds = [[list(each.values()) for each in kind.values()] for kind in (own, *moments)]
