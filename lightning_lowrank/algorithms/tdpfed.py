@@ -9,10 +9,11 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_lowrank.algorithms.pfedme import mix, pull, working_copy
@@ -30,7 +31,6 @@ Factors = dict[str, Tensor]
 _CP = CP()
 _SWEEPS = 30
 _GAIN = 1e-4
-_MOMENTS = ("first", "second")
 _EPS = 1e-8
 
 
@@ -66,7 +66,7 @@ class TDPFed(Algorithm):
             optimizer). Default 8e-4.
         adam_reset: When a client's Adam starts again from zero moments: ``"batch"``, before the steps of each batch,
             ``"round"`` (default), or ``"never"``. With the last one a client keeps the moments from round to round,
-            which is two more numbers for each number it sends.
+            which is two more numbers for each number of its factors.
         joint: Whether all factors of a weight step at once instead of one after another. Off by default.
         aggregation: ``"AFM"`` (default) averages the factors, all clients with the same weight whatever the loop's
             ``weighting``, since Eq. 18 weighs by batch size. ``"ACT"`` averages the composed tensors with the loop's
@@ -171,12 +171,12 @@ class TDPFed(Algorithm):
             for name, each in each_of.items()
         }
         if self.adam_reset == "never" and "adam" in client.state:
-            adam = _map(torch.clone, client.state["adam"])
+            adam = apply_to_collection(client.state["adam"], Tensor, torch.clone)
         else:
-            adam = {kind: _map(torch.zeros_like, own) for kind in _MOMENTS}
+            adam = {kind: apply_to_collection(own, Tensor, torch.zeros_like) for kind in ("first", "second")}
             if self.adam_reset == "never":
                 adam["taken"] = torch.zeros((), device=client.base.device)
-        client.round_state.update({"factors": own, "composed": composed, **adam})
+        client.round_state.update({"factors": own, "composed": composed, "adam": adam})
 
     def before_step(self, step: LocalStep) -> None:
         whole = {name: each[""] for name, each in step.round_state["factors"].items() if "" in each}
@@ -201,19 +201,17 @@ class TDPFed(Algorithm):
         In single precision a round amplifies rounding, for Adam divides a gradient by its own size, however small. In
         double precision, rounds of this code and of one that steps by torch's optimizer differ by 2e-12.
         """
-        own = step.round_state["factors"]
-        moments = [step.round_state[kind] for kind in _MOMENTS]
+        own, known = step.round_state["factors"], step.round_state["adam"]
         weights = [step.parameters[name].detach().to(next(iter(each.values())).dtype) for name, each in own.items()]
         before = 0 if self.adam_reset == "batch" else step.number * self.factor_steps
         taken = torch.full((), float(before), device=weights[0].device)
         if self.adam_reset == "batch":
-            for kind in moments:
-                _map(torch.Tensor.zero_, kind)
+            apply_to_collection(known, Tensor, Tensor.zero_)
         elif self.adam_reset == "never":
-            taken = taken + step.round_state["taken"]
+            taken = taken + known["taken"]
         # Clients that keep their Adam may have taken different numbers of steps.
         apart = taken.ndim > 0
-        kinds = [[list(each.values()) for each in kind.values()] for kind in (own, *moments)]
+        kinds = [[list(each.values()) for each in kind.values()] for kind in (own, known["first"], known["second"])]
         places = [(place, number) for number, each in enumerate(own.values()) for place in range(len(each))]
         turns = [places] if self.joint else [list(turn) for _, turn in groupby(sorted(places), itemgetter(0))]
         gradients = [factor_gradients(weight, each) for weight, each in zip(weights, kinds[0], strict=True)]
@@ -234,8 +232,8 @@ class TDPFed(Algorithm):
         """Keep the personal model, and return the factors and what stays whole."""
         client.state["personal"] = detached(client.model)
         if self.adam_reset == "never":
-            adam = {kind: _map(torch.clone, client.round_state[kind]) for kind in _MOMENTS}
-            client.state["adam"] = {**adam, "taken": client.round_state["taken"] + client.steps * self.factor_steps}
+            adam = apply_to_collection(client.round_state["adam"], Tensor, torch.clone)
+            client.state["adam"] = {**adam, "taken": adam["taken"] + client.steps * self.factor_steps}
         sent = client.base.sent_up(client.model)
         buffers = {name: value for name, value in sent.items() if name in client.base.initial_buffers}
         factors = {
@@ -280,11 +278,6 @@ class TDPFed(Algorithm):
 
     def _composed(self, factors: Mapping[str, Factors]) -> dict[str, Tensor]:
         return {name: _CP.compose(each, self._shapes[name]) for name, each in factors.items()}
-
-
-def _map(function: Callable[[Tensor], Tensor], tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the results for all tensors in dictionaries of such."""
-    return {key: function(each) if isinstance(each, Tensor) else _map(function, each) for key, each in tree.items()}
 
 
 def _each(stacks: Sequence[Tensor], apart: bool) -> list[Tensor]:

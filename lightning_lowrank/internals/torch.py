@@ -398,16 +398,17 @@ def adam_step(
     options: dict[str, Any] = {"amsgrad": False, "beta1": 0.9, "beta2": 0.999, "lr": lr, "eps": eps}
     options |= {"weight_decay": 0.0, "maximize": False}
     tensors = list(values), list(first), list(second)
+    numbers = list(counts)
     if hasattr(torch, "_fused_adam_") and values[0].device.type in ("cpu", "cuda"):
 
         def fused(gradients: Sequence[Tensor]) -> None:
             dense = [gradient.contiguous() for gradient in gradients]
-            torch._fused_adam_(tensors[0], dense, *tensors[1:], [], list(counts), **options)
+            torch._fused_adam_(tensors[0], dense, *tensors[1:], [], numbers, **options)
 
         return fused
 
     def single(gradients: Sequence[Tensor]) -> None:
-        adam(tensors[0], list(gradients), *tensors[1:], [], [count - 1 for count in counts], **options)
+        adam(tensors[0], list(gradients), *tensors[1:], [], [number - 1 for number in numbers], **options)
 
     return single
 

@@ -189,7 +189,7 @@ def test_the_fit_is_that_of_autograd_and_torchs_adam(joint):
             name: composed(each).detach() if len(each) > 1 and number else torch.randn(shape, generator=draws).double()
             for (name, each), shape in zip(theirs.items(), shapes.values(), strict=True)
         }
-        step = SimpleNamespace(round_state={"factors": own, **kinds}, parameters=weights_of, number=number)
+        step = SimpleNamespace(round_state={"factors": own, "adam": kinds}, parameters=weights_of, number=number)
         with torch.no_grad():
             algorithm._fit(step)
         for name, factors in theirs.items():
