@@ -65,8 +65,8 @@ class TDPFed(Algorithm):
         factor_learning_rate: Adam's, above 0 (the paper's :math:`\eta`; its :math:`\eta_p` is that of the module's
             optimizer). Default 8e-4.
         adam_reset: When a client's Adam starts again from zero moments: ``"batch"``, before the steps of each batch,
-            ``"round"`` (default), or ``"never"``. With the last one a client keeps the moments from round to round,
-            which is two more numbers for each number of its factors.
+            ``"round"``, or ``"never"`` (default), which is the nearest to the paper's figures. With the last one a
+            client keeps the moments from round to round, two more numbers for each number of its factors.
         joint: Whether all factors of a weight step at once instead of one after another. Off by default.
         aggregation: ``"AFM"`` (default) averages the factors, all clients with the same weight whatever the loop's
             ``weighting``, since Eq. 18 weighs by batch size. ``"ACT"`` averages the composed tensors with the loop's
@@ -91,7 +91,7 @@ class TDPFed(Algorithm):
         personal_steps: int = 5,
         factor_steps: int = 17,
         factor_learning_rate: float = 8e-4,
-        adam_reset: AdamReset = "round",
+        adam_reset: AdamReset = "never",
         joint: bool = False,
         aggregation: Aggregation = "AFM",
         mixing: float = 1.0,

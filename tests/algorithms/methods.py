@@ -186,9 +186,9 @@ METHODS: dict[str, Method] = {
         Claims(plain=None, identical=None, same_bytes=False),
         network=lambda **settings: Ensemble(partial(network, **settings), bases=3),
     ),
-    "TDPFed": TDPFED,
     # Its clients keep Adam's moments, and how many steps they took.
-    "TDPFed-never": replace(TDPFED, make=partial(TDPFED.make, adam_reset="never")),
+    "TDPFed": TDPFED,
+    "TDPFed-round": replace(TDPFED, make=partial(TDPFED.make, adam_reset="round")),
 }
 
 

@@ -171,7 +171,7 @@ def test_the_fit_is_that_of_autograd_and_torchs_adam(joint):
     """Over two batches, in double, where rounding is too small for Adam to make steps of it."""
     draws = torch.Generator().manual_seed(3)
     shapes = {"matrix": (9, 14), "kernel": (5, 4, 3, 3), "bias": (7,)}
-    algorithm = TDPFed(regularization=12.0, factor_steps=17, factor_learning_rate=3e-4, joint=joint)
+    algorithm = TDPFed(regularization=12.0, factor_steps=17, factor_learning_rate=3e-4, adam_reset="round", joint=joint)
     start = {
         name: random_factors(shape, 4) if len(shape) > 1 else [torch.zeros(shape).double()]
         for name, shape in shapes.items()
