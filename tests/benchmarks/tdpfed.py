@@ -5,7 +5,7 @@
 20 clients, 23 batches of 20 each, five personal steps and 17 factor steps a batch, by default one client after another.
 Each repetition runs every contender in turn in a process of its own, whose figure is the median of its rounds but the
 first; the table gives the medians over the repetitions. ``--before`` adds another checkout of this package, such as
-that of ``git worktree add ../before HEAD~20``, to which the limit of 0.4 applies.
+that of ``git worktree add ../before HEAD~20``, with its own recipe, to which the limit of 0.4 applies.
 """
 
 from __future__ import annotations
@@ -44,18 +44,22 @@ def plain_rounds(rounds: int) -> None:
     torch.manual_seed(0)
     factors = [[torch.randn(size, rank) / size**0.5 for size in shape] for shape, rank in WEIGHTS.items()]
     batches = [(torch.rand(BATCH, 784), torch.randint(0, 10, (BATCH,))) for _ in range(BATCHES)]
+    clients = [[[value.clone() for value in each] for each in factors] for _ in range(CLIENTS)]
+    adams = [[[torch.optim.Adam([value], lr=3e-4) for value in each] for each in own] for own in clients]
     for _ in range(rounds):
-        for _ in range(CLIENTS):
-            plain_client([[value.clone() for value in each] for each in factors], batches)
+        for own, kept in zip(clients, adams, strict=True):
+            for mine, received in zip(own, factors, strict=True):
+                for value, start in zip(mine, received, strict=True):
+                    value.copy_(start)
+            plain_client(own, kept, batches)
         print(f"clock {time.perf_counter()}", flush=True)
 
 
-def plain_client(factors: list[list[torch.Tensor]], batches: list[Any]) -> None:
+def plain_client(factors: list[list[torch.Tensor]], adams: list[list[torch.optim.Adam]], batches: list[Any]) -> None:
     """Make one client's steps: the paper's Algorithm 1 with autograd on the personal model and torch's Adam."""
     copies = [left @ right.mT for left, right in factors]
     own = [copy.clone().requires_grad_() for copy in copies]
     personal = torch.optim.SGD(own, lr=0.08)
-    adams = [[torch.optim.Adam([factor], lr=3e-4) for factor in each] for each in factors]
     for inputs, targets in batches:
         for _ in range(PERSONAL_STEPS):
             loss = cross_entropy((inputs @ own[0].mT).relu() @ own[1].mT, targets)
@@ -83,7 +87,7 @@ def seconds_of(package: Path | None, data: Path, rounds: int, threads: int, word
         arguments: list[str] = []
     else:
         code = "from lightning_lowrank.cli import main; main()"
-        configs = [str(ROOT / "recipes" / "tdpfed" / f"{name}.yaml") for name in ("mnist", "afm")]
+        configs = [str(package / "recipes" / "tdpfed" / f"{name}.yaml") for name in ("mnist", "afm")]
         arguments = ["fit", *(word for config in configs for word in ("--config", config))]
         arguments += ["--data.root", str(data), "--trainer.max_epochs", str(rounds + 1)]
         arguments += ["--trainer.callbacks+", f"{here.stem}.Clock", "--trainer.enable_progress_bar", "false", *words]
