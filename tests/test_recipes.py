@@ -275,7 +275,7 @@ def test_recipe_runs(run, names, monkeypatch):
     quick = ["--data.eval_batch_size", "100"]
     if names[-1].endswith("/jpeg"):
         made_up_files()
-    if "resnet18" in names[0] or names[0].startswith(("fedhm/", "tdpfed/cifar10")):
+    if names[0].startswith(("fedhm/", "tdpfed/cifar10", "fedmud/cifar", "fedmud/tiny_imagenet")):
         quick += ["--data.batch_size", "4"]
     if names[-1].startswith(("fedhm/fedhm", "fedhm/heterofl", "fedhm/local")):
         # The base and its other overlays have the network of the paper's width.
