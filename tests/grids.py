@@ -1,8 +1,8 @@
 """Covering sets of test cases, where the full grid would guard the same thing many times.
 
 Most faults need one value or two together, not one of each axis. :func:`all_pairs` and :func:`in_turn` return the cases
-of a test; :func:`pairwise` marks the cases that are not needed as slow, so that CI still runs the full grid, and
-:func:`daily` all but the named ones.
+of a test; :func:`pairwise` and :func:`nightly_except` mark the cases that are not needed as nightly, so that the full
+grid is still run before a release. :func:`daily` marks cases as slow, which a change's check still runs.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def in_turn(*values: Iterable[Any]) -> list[tuple[Any, ...]]:
 
 
 def pairwise(strength: int = 2) -> Callable[[Any], Any]:
-    """Mark those cases of a test as slow that are not needed to meet each pair of its parameters' values.
+    """Mark those cases of a test as nightly that are not needed to meet each pair of its parameters' values.
 
     It stands above the ``parametrize`` decorators, each of which is an axis. With ``strength=1``, for two axes that
     have little to do with each other, each value is met once.
@@ -92,7 +92,7 @@ def pairwise(strength: int = 2) -> Callable[[Any], Any]:
     def decorate(test: Any) -> Any:
         rows = _rows(test)
         often = set(covering([1 + max(axis) for axis in zip(*rows, strict=True)], strength))
-        return _parametrize(test, rows, often)
+        return _parametrize(test, rows, often, pytest.mark.nightly)
 
     return decorate
 
@@ -102,13 +102,18 @@ def daily(*ids: str) -> Callable[[Any], Any]:
 
     It stands above the ``parametrize`` decorators. Without ids, the first case is the one that is not slow.
     """
+    return lambda test: _but_for(ids, test, pytest.mark.slow)
 
-    def decorate(test: Any) -> Any:
-        rows = _rows(test)
-        numbers = {_id(parts): row for row, parts in reversed(rows.items())}
-        return _parametrize(test, rows, {numbers[each] for each in ids} if ids else {next(iter(rows))})
 
-    return decorate
+def nightly_except(*ids: str) -> Callable[[Any], Any]:
+    """Mark the cases of a test as nightly but for those with these ids, or the first one. See :func:`daily`."""
+    return lambda test: _but_for(ids, test, pytest.mark.nightly)
+
+
+def _but_for(ids: Sequence[str], test: Any, mark: pytest.MarkDecorator) -> Any:
+    rows = _rows(test)
+    numbers = {_id(parts): row for row, parts in reversed(rows.items())}
+    return _parametrize(test, rows, {numbers[each] for each in ids} if ids else {next(iter(rows))}, mark)
 
 
 def _rows(test: Any) -> dict[tuple[int, ...], list[_Value]]:
@@ -124,18 +129,20 @@ def _rows(test: Any) -> dict[tuple[int, ...], list[_Value]]:
     }
 
 
-def _parametrize(test: Any, rows: dict[tuple[int, ...], list[_Value]], often: set[tuple[int, ...]]) -> Any:
-    """Give a test these rows in place of its ``parametrize`` decorators; those that are not run often are slow."""
-    names = [name for mark in test.pytestmark if mark.name == "parametrize" for name in _names(mark.args[0])]
+def _parametrize(
+    test: Any, rows: dict[tuple[int, ...], list[_Value]], often: set[tuple[int, ...]], mark: pytest.MarkDecorator
+) -> Any:
+    """Give a test these rows in place of its ``parametrize`` decorators; those that are not run often are marked."""
+    names = [name for each in test.pytestmark if each.name == "parametrize" for name in _names(each.args[0])]
     cases = [
         pytest.param(
             *(value for part in parts for value in part.values),
             id=_id(parts),
-            marks=[*([] if row in often else [pytest.mark.slow]), *(mark for part in parts for mark in part.marks)],
+            marks=[*([] if row in often else [mark]), *(own for part in parts for own in part.marks)],
         )
         for row, parts in rows.items()
     ]
-    test.pytestmark = [mark for mark in test.pytestmark if mark.name != "parametrize"]
+    test.pytestmark = [each for each in test.pytestmark if each.name != "parametrize"]
     return pytest.mark.parametrize(names, cases)(test)
 
 

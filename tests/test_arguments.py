@@ -127,7 +127,7 @@ def test_numbers_of_numpy_work_wherever_a_number_does(make):
     assert "np." not in str(vars(numpy))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_run_with_numbers_of_numpy_is_the_same(tmp_path):
     ends = []
     for number, share in ((2, 0.5), (np.int64(2), np.float64(0.5))):
@@ -143,14 +143,14 @@ def test_a_run_with_numbers_of_numpy_is_the_same(tmp_path):
     assert_same(*ends)
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_methods_show_their_arguments(name):
-    method = METHODS[name].make()
-    shown = repr(method)
-    assert shown.startswith(f"{type(method).__name__}(")
-    assert " at 0x" not in shown
-    for argument in inspect.signature(type(method)).parameters:
-        assert hasattr(method, argument), argument
+def test_methods_show_their_arguments():
+    for entry in METHODS.values():
+        method = entry.make()
+        shown = repr(method)
+        assert shown.startswith(f"{type(method).__name__}(")
+        assert " at 0x" not in shown
+        for argument in inspect.signature(type(method)).parameters:
+            assert hasattr(method, argument), (shown, argument)
 
 
 def test_callbacks_show_their_arguments():
@@ -198,6 +198,6 @@ def test_what_constructors_were_given():
     assert arguments.recorded_arguments(Plain(1)) == {"x": 1}
     recorded = arguments.recorded_arguments(FedHM(levels=[1, 0.5], shares=[2, 1]))
     assert (recorded["levels"], recorded["shares"], recorded["capacity"]) == ((1, 0.5), [2, 1], "fixed")
-    with pytest.raises(TypeError, match="unexpected keyword argument 'no'"):
+    with pytest.raises(TypeError, match=r"FedHM\.__init__\(\).*'no'"):
         FedHM(no=1)
     assert list(inspect.signature(FedHM).parameters)[:3] == ["levels", "capacity", "shares"]

@@ -43,6 +43,7 @@ def contending_here(monkeypatch):
     logger.setLevel(level)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @needs_shared_data("MNIST")
 def test_the_script_compares_its_contenders(tmp_path):
@@ -57,6 +58,7 @@ def test_the_script_compares_its_contenders(tmp_path):
     assert found["contenders"]["default"]["difference"] == 0
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @needs_shared_data("MNIST")
 @needs_shared_data("FashionMNIST")
@@ -82,6 +84,7 @@ def test_every_experiment_is_that_of_the_loop_written_by_hand(tmp_path, contendi
     assert accuracies["default"] == pytest.approx(accuracies["plain"], abs=1e-6)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @needs_shared_data("FashionMNIST")
 @pytest.mark.filterwarnings("ignore")

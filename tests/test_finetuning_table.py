@@ -65,6 +65,7 @@ def test_a_rate_is_chosen_by_accuracy_and_then_by_loss(table, monkeypatch, accur
     assert table.Table(options, []).search(table.Row("FFA", "ten")) == (chosen, 30)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_tiny_table_and_going_on_with_it(table, capsys):
     pytest.importorskip("transformers")

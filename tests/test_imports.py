@@ -136,11 +136,12 @@ def test_every_module_has_a_place_in_the_layout():
     assert {area(module) for module in FILES} <= set(LAYOUT)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_no_import_cycle():
     assert not first_cycle(graph())
 
 
+@pytest.mark.slow
 def test_imports_point_up_the_layout():
     assert not upward(graph())
 

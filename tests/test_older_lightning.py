@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.medium
+pytestmark = pytest.mark.slow
 
 # What a library may do with the package, each in its own process: an import cannot be undone.
 LIBRARY = """
@@ -76,6 +76,7 @@ assert trainer.callback_metrics["federated/clients"] == 3
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.nightly
 def test_the_command_line_takes_older_modules(tmp_path):
     words = ["fit", "--model", "older_library.Older", "--data", "older_library.OlderData", "--trainer.max_epochs", "1"]
     words += ["--federated.algorithm", "FedAvg", "--federated.clients", "3", "--trainer.accelerator", "cpu"]
@@ -84,6 +85,7 @@ def test_the_command_line_takes_older_modules(tmp_path):
     assert "after 1 round" in done.stdout + done.stderr
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["pytorch_lightning", "lightning_fabric"])
 def test_it_comes_before_the_older_package(tmp_path, name):
     if importlib.util.find_spec(name) is None:

@@ -10,23 +10,49 @@ import pytest
 from tests.strict_device.device import unsupported_reason
 
 ROOT = Path(__file__).parents[1]
+FOLDERS = ("algorithms", "layers", "callbacks", "optim", "aggregation", "compression")
+# What moves tensors between devices, draws there, or keeps something from one round to the next.
+CHOSEN = (
+    "algorithms/test_contract.py",
+    "callbacks/test_convergence_monitor.py",
+    "federated/data/test_device.py",
+    "federated/execution/test_captures.py",
+    "federated/execution/test_graphs.py",
+    "federated/execution/test_memory.py",
+    "federated/execution/test_vectorized.py",
+    "federated/test_coordinator.py",
+    "federated/test_copies.py",
+    "federated/test_optimizers.py",
+    "federated/test_personal.py",
+    "federated/test_randomness.py",
+    "federated/test_resume.py",
+    "federated/test_state.py",
+    "strict_device",
+)
 # A session takes as long to start as many of these tests.
-PIECES = {
-    "rounds": ["tests/strict_device", "tests/federated"],
-    "parts": [f"tests/{name}" for name in ("algorithms", "layers", "callbacks", "optim", "aggregation", "compression")],
-}
+PIECES = {"chosen": CHOSEN, "own": ["strict_device"], "rounds": ["federated"], "parts": FOLDERS}
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(bool(unsupported_reason()), reason=unsupported_reason())
-@pytest.mark.parametrize("piece", PIECES)
+@pytest.mark.parametrize(
+    "piece",
+    [pytest.param(name, marks=pytest.mark.slow if name == "chosen" else pytest.mark.nightly) for name in PIECES],
+)
 def test_it_runs_on_the_strict_device(tmp_path, piece):
     plugins = ["-p", "tests.strict_device.plugin", "-p", "no:cacheprovider"]
-    command = [sys.executable, "-m", "pytest", "-q", *plugins, "-m", "not slow and not medium"]
+    command = [sys.executable, "-m", "pytest", "-q", *plugins]
+    if piece == "own":
+        command += ["-m", "slow or nightly"]
     # With folders of its own a session would delete those of earlier sessions, which takes longer than some of these.
     command += ["--basetemp", str(tmp_path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     # It would take this process for a worker of the outer run.
     environment = {name: value for name, value in environment.items() if not name.startswith("PYTEST_")}
-    done = subprocess.run([*command, *PIECES[piece]], cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [*command, *(f"tests/{name}" for name in PIECES[piece])],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, f"{done.stdout[-6000:]}{done.stderr[-2000:]}"

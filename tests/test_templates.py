@@ -1,4 +1,4 @@
-"""The templates for contributors keep the contract of what they are templates for, and are short."""
+"""The templates for contributors keep the contract of what they are templates for."""
 
 import importlib.util
 from pathlib import Path
@@ -25,7 +25,6 @@ def test_every_template_is_checked():
 @pytest.mark.slow
 def test_template(name):
     path = FOLDER / f"{name}.py"
-    assert len(path.read_text(encoding="utf-8").splitlines()) < 70
     spec = importlib.util.spec_from_file_location(f"template_{name}", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

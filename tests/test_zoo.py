@@ -1,7 +1,4 @@
-"""The zoo compares what it says it compares, and its table has a row for each of its modules."""
-
-import re
-from pathlib import Path
+"""The zoo compares what it says it compares, and none of its modules is trained otherwise than by a plain fit."""
 
 import pytest
 import torch
@@ -13,19 +10,10 @@ from tests.zoo.compare import WAYS, Outcome, Row, _compare, examine, first_sente
 from tests.zoo.registry import GALLERIES, Exhibit, MissingExtra, load
 from tests.zoo.table import markdown
 
-TABLE = Path(__file__).parents[1] / "docs" / "modules.md"
-
-CHEAP = [
-    ("images_timm", "ViT, linear probe"),
-    ("language", "GPT-2"),
+# One with padded batches, one that optimizes by hand, and two that keep something between steps.
+CHOSEN = [
     ("language", "BERT with padded batches"),
-    ("graphs", "GCN"),
-    ("self_supervised", "SimSiam"),
-    ("self_supervised", "BYOL"),
-    ("forecasting", "N-BEATS"),
     ("generative", "GAN without draws"),
-    ("applications", "Tabular network"),
-    ("applications", "Perceptual loss, all in the optimizer"),
     ("steps", "Metric computed at the epoch's end"),
     ("steps", "Penalty on every second batch"),
 ]
@@ -39,7 +27,7 @@ def gallery(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("file", "name"), CHEAP, ids=[name for _, name in CHEAP])
+@pytest.mark.parametrize(("file", "name"), CHOSEN, ids=[name for _, name in CHOSEN])
 def test_module_has_no_fault(file, name):
     (exhibit,) = (each for each in gallery(file) if each.name == name)
     row = examine(exhibit)
@@ -47,18 +35,11 @@ def test_module_has_no_fault(file, name):
     assert not row.faults, {way: row.outcomes[way].said + row.outcomes[way].trace for way in row.faults}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("file", GALLERIES)
-def test_table_has_a_row_for_each_module(file):
-    text = TABLE.read_text()
-    exhibits = gallery(file)
-    assert f"## {exhibits.kind}\n" in text
-    assert not [each.name for each in exhibits if f"\n| {each.name} | {each.about} |" not in text]
-
-
-def test_table_has_forty_modules():
-    assert len(re.findall(r"^\| (?!module )[^|]+ \|", TABLE.read_text(), re.MULTILINE)) >= 40
-    assert "| **" not in TABLE.read_text()
+def test_no_module_has_a_fault(file):
+    faulty = {row.name: row.faults for row in map(examine, gallery(file)) if row.faults}
+    assert not faulty
 
 
 class Drifts(LitClassifier):
@@ -76,7 +57,7 @@ def drifting():
     )
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_difference_is_found():
     row = examine(Exhibit("Drifts", "Tests", "drifts", drifting))
     assert row.outcomes["sequential"].verdict == "differs"
@@ -91,7 +72,7 @@ def test_a_module_that_fails_on_its_own_is_no_fault_of_the_package():
         module.training_step = None
         return module, loader
 
-    with pytest.raises(RuntimeError, match="a plain Trainer"):
+    with pytest.raises(RuntimeError, match=r"Trainer\.fit"):
         examine(Exhibit("Fails", "Tests", "fails", make))
 
 
@@ -114,7 +95,7 @@ def test_a_missing_package_is_named(monkeypatch):
         raise ModuleNotFoundError("No module named 'timm'", name="timm")
 
     monkeypatch.setattr(registry.importlib, "import_module", fail)
-    with pytest.raises(MissingExtra, match=r"needs the package 'timm'.*pip install -e '\.\[zoo\]'"):
+    with pytest.raises(MissingExtra, match=r"images_timm\.py.*'timm'.*'\.\[zoo\]'"):
         load("images_timm")
 
 

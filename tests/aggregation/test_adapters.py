@@ -139,11 +139,9 @@ def test_another_adapter_than_the_active_one():
     second = find_adapters(model, "second")
     assert [name.rpartition(".")[2] for name in second] == ["linear", "point"]
     assert second["base_model.model.linear"].parameters["A"] == "base_model.model.linear.lora_A.second.weight"
-    with pytest.raises(
-        ValueError, match=r"adapter is 'third', and the module holds PEFT's adapters 'default', 'second'"
-    ):
+    with pytest.raises(ValueError, match=r"'third'.*PEFT.*'default'"):
         find_adapters(model, "third")
-    with pytest.raises(ValueError, match=r"adapter is 'x', and the module holds no model that PEFT wrapped"):
+    with pytest.raises(ValueError, match=r"'x'.*PEFT"):
         find_adapters(Mixed(), "x")
     for name in ("linear", "image", "point"):
         getattr(model.base_model.model, name)._active_adapter = []
@@ -152,9 +150,7 @@ def test_another_adapter_than_the_active_one():
     ):
         find_adapters(model)
     model.base_model.set_adapter(["default", "second"])
-    with pytest.raises(
-        ValueError, match=r"linear' cannot be aggregated: its active adapters are \['default', 'second'\]"
-    ):
+    with pytest.raises(ValueError, match=r"PEFT.*'base_model\.model\.linear'.*\['default', 'second'\]"):
         find_adapters(model)
 
 
@@ -171,11 +167,11 @@ def test_layers_whose_factors_are_no_pair_are_refused_by_name():
             find_adapters(wrapped(**settings))
     merged = wrapped(target_modules=["linear"])
     merged.merge_adapter()
-    with pytest.raises(ValueError, match=r"its adapter is merged into the base weight; call unmerge_adapter\(\)"):
+    with pytest.raises(ValueError, match=r"unmerge_adapter\(\)"):
         find_adapters(merged)
     attention = nn.Sequential(nn.MultiheadAttention(4, 2))
     model = peft().get_peft_model(attention, peft().LoraConfig(target_modules=["0"], r=1))
-    with pytest.raises(ValueError, match=r"'base_model.model.0' cannot be aggregated: it wraps nn\.MultiheadAttention"):
+    with pytest.raises(ValueError, match=r"'base_model\.model\.0'.*nn\.MultiheadAttention"):
         find_adapters(model)
     grouped = peft().get_peft_model(
         nn.Sequential(nn.Conv2d(4, 4, 3, groups=2)), peft().LoraConfig(target_modules=["0"])
@@ -206,9 +202,7 @@ def test_a_base_weight_that_others_use_takes_no_change():
     (adapter,) = find_adapters(model).values()
     before = model.base_model.model.out.weight.clone()
     change = LowRankPair(torch.ones(4, 1), torch.ones(1, 9))
-    with pytest.raises(
-        ValueError, match=r"table' cannot take a change of its base weight: it is shared with .*out\.weight"
-    ):
+    with pytest.raises(ValueError, match=r"'base_model\.model\.table'.*base_model\.model\.out\.weight"):
         adapter.fold(change)
     assert torch.equal(model.base_model.model.out.weight, before)
 

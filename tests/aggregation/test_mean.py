@@ -175,9 +175,9 @@ def test_mean_goes_on_from_its_state(tmp_path):
 
 def test_complex_numbers_are_refused():
     values = torch.tensor([1 + 2j, 3 + 4j])
-    with pytest.raises(TypeError, match=r"real numbers, but one is of torch.complex64; use torch\.view_as_real"):
+    with pytest.raises(TypeError, match=r"torch\.complex64.*torch\.view_as_real"):
         WeightedMean().add({"w": values}, 1.0)
-    with pytest.raises(TypeError, match=r"real numbers"):
+    with pytest.raises(TypeError, match=r"torch\.complex64.*torch\.view_as_real"):
         WeightedMean().add_stacks({"w": values}, [1.0, 1.0])
 
 
@@ -211,7 +211,7 @@ def test_stacks_arrive_as_their_parties_would(monkeypatch, at_once, parties):
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value)
             assert found[name].dtype == stacks[name].dtype
-    with pytest.raises(KeyError, match="different tensors"):
+    with pytest.raises(KeyError, match=r"\['batches', 'empty', 'half'\]"):
         together.add_stacks({"weight": stacks["weight"]}, weights)
 
 

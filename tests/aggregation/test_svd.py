@@ -189,11 +189,11 @@ def test_a_large_mean_is_not_built():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"rank": 7}, r"ranks\[0\] must be at most 6"),
-        ({"rank": 0}, r"ranks\[0\] must be at least 1"),
-        ({"method": "auto"}, "method must be one of 'exact', 'iterative'"),
-        ({"split": "right"}, "split must be one of"),
-        ({"scaling": -1.0}, r"scalings\[0\] must be above 0"),
+        ({"rank": 7}, r"ranks\[0\].*7"),
+        ({"rank": 0}, r"ranks\[0\].*0"),
+        ({"method": "auto"}, r"'iterative'.*'auto'"),
+        ({"split": "right"}, r"split.*'right'"),
+        ({"scaling": -1.0}, r"scalings\[0\].*-1\.0"),
         ({"weights": [1, 2]}, "weights must be"),
     ],
 )

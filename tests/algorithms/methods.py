@@ -1,16 +1,19 @@
 """The methods that the shared contract is checked for, each with what the contract needs to know of it.
 
 A method takes part by its entry here; one that is exported from ``lightning_lowrank.algorithms`` without an entry fails
-a test.
+a test. What the loop does around any method, such as leaving out a client that fails, is tested on `ARCHETYPES`: see
+`each_method`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -256,3 +259,53 @@ METHODS |= {
     "FedLoRA-CoLR": fedlora(aggregation.CoLR, Claims(plain=None, same_bytes=False, learning=SLOWLY)),
     "FedLoRA-FedInc": fedlora(aggregation.FedInc, Claims(same_bytes=False, learning=SLOWLY)),
 }
+
+
+def hooks(algorithm: Algorithm) -> frozenset[str]:
+    """The hooks that a method overrides; of `FedLoRA`, whose own are always the same, those of its operator."""
+    if isinstance(algorithm, algorithms.FedLoRA):
+        operator = algorithm.operator
+        own = {name for name in vars(aggregation.Operator) if not name.startswith("_")}
+        found = {name for name in own if getattr(type(operator), name) is not getattr(aggregation.Operator, name)}
+        return frozenset(f"operator.{name}" for name in found) | ({"levels"} if len(algorithm.levels) > 1 else set())
+    functions = [name for name, value in vars(Algorithm).items() if inspect.isfunction(value) and name[0] != "_"]
+    return frozenset(name for name in functions if getattr(type(algorithm), name) is not getattr(Algorithm, name))
+
+
+# Whatever hooks a method overrides, one of these overrides them all; without FedAvg and FedMUD, no fewer do.
+ARCHETYPES = (
+    "FedAvg",
+    "FedMUD",
+    "FedBAT",
+    "FedDyn",
+    "FedHM",
+    "FedSB",
+    "FedSLoP",
+    "GradientMask",
+    "MOON",
+    "RandomCoordinates",
+    "SCAFFOLD",
+    "SplitMix",
+    "TDPFed",
+    "FedLoRA-ProductSum",
+    "FedLoRA-RBLA",
+    "FedLoRA-FedSA",
+    "FedLoRA-CoLR",
+)
+
+
+def each_method(*daily: str, among: Iterable[str] = tuple(METHODS), but: Collection[str] = ()) -> pytest.MarkDecorator:
+    """Parametrize a test by ``name``, that of a method, where the test is of the loop and not of the method.
+
+    Args:
+        daily: The methods that it is run with every day. Other `ARCHETYPES` are slow, and all others nightly.
+        among: The methods that it can be run with.
+        but: Archetypes that are nightly too, as another test of the same loop is run with them.
+    """
+
+    def marks(name: str) -> list[pytest.MarkDecorator]:
+        if name in daily:
+            return []
+        return [pytest.mark.slow if name in ARCHETYPES and name not in but else pytest.mark.nightly]
+
+    return pytest.mark.parametrize("name", [pytest.param(name, id=name, marks=marks(name)) for name in among])

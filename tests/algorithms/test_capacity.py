@@ -40,6 +40,7 @@ def test_fixed_levels_keep_the_shares_among_any_first_clients():
     assert [equal.fixed_level(client) for client in range(300)] == [1.0, 0.5, 0.25] * 100
 
 
+@pytest.mark.slow
 def test_dynamic_levels_are_drawn_for_each_round_and_client():
     capacities = Capacities("levels", (1.0, 0.5, 0.25), "dynamic", (1, 0, 3))
     draws = torch.tensor(
@@ -60,12 +61,12 @@ def test_dynamic_levels_are_drawn_for_each_round_and_client():
     [
         ({"levels": ()}, "levels must be different numbers"),
         ({"levels": (0.5, 0.5)}, "levels must be different numbers"),
-        ({"capacity": "random"}, "capacity must be"),
-        ({"shares": (1, 1, 1)}, "shares must be 2 finite"),
-        ({"shares": (1, -1)}, "shares must be 2 finite"),
-        ({"shares": (0, 0)}, "shares must be 2 finite"),
-        ({"shares": (1, float("inf"))}, "shares must be 2 finite"),
-        ({"shares": (1, float("nan"))}, "shares must be 2 finite"),
+        ({"capacity": "random"}, r"capacity.*'random'"),
+        ({"shares": (1, 1, 1)}, r"shares.*2"),
+        ({"shares": (1, -1)}, r"shares.*2"),
+        ({"shares": (0, 0)}, r"shares.*2"),
+        ({"shares": (1, float("inf"))}, r"shares.*2"),
+        ({"shares": (1, float("nan"))}, r"shares.*2"),
     ],
 )
 def test_refuses(arguments, message):
@@ -77,7 +78,7 @@ def test_kept_moments_are_refused():
     context = ClientContext(**vars(client(0)), base=Base(nn.Linear(1, 1), seed=0), model={})
     refuse_kept_moments(context, "why")
     context.state["optimizers"] = {}
-    with pytest.raises(MisconfigurationException, match="'keep' is not possible: why"):
+    with pytest.raises(MisconfigurationException, match="optimizer_state='keep'"):
         refuse_kept_moments(context, "why")
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from lightning_lowrank import FederatedLoop, FromIndices, algorithms
 from lightning_lowrank.federated import Algorithm
 from lightning_lowrank.testing import PARTS, check_algorithm
-from tests.algorithms.methods import FORMS, LOW_RANK, METHODS
+from tests.algorithms.methods import ARCHETYPES, FORMS, LOW_RANK, METHODS
 from tests.helpers import Data, Module, fit, trainer
 
 
@@ -59,43 +59,28 @@ def check(name, form, parts=None, **settings):
     )
 
 
-# The operators have a contract of their own. These send, keep and change other things than the mean of factors.
-DAILY_OPERATORS = ("ProductSum", "FLoRA", "FedSA")
-# What they send, keep and change is what another method does.
-VARIANTS = (
-    "FedAvgM",
-    "FedProx",
-    "FedSB",
-    "FedYogi",
-    "HeteroFL-holders",
-    "LocalTraining",
-    "PFedMe",
-    "RandomMask",
-    "Ravan",
-    "SlidingWindowMask",
-)
-
-
+DAILY = ("FedAvg", "FedHM", "FedLoRA-ProductSum", "FedMUD", "SCAFFOLD")
 # The others take as long as all of these.
 DAILY_PARTS = [part for part in PARTS if part not in ("learns", "seed", "resume")]
-
-
-def is_daily(name, form):
-    """Return whether a method is tried every day with a form: the first one of most methods."""
-    method, _, operator = name.partition("-")
-    daily = form == METHODS[name].forms[0] and (method != "FedLoRA" or operator in DAILY_OPERATORS)
-    return daily and name not in VARIANTS
+# What a form of layers changes is the loop's and the layers', not a method's.
+EVERY_FORM = ("FedAvg", "FedMUD", "SCAFFOLD")
 
 
 def cases():
+    """Return each method with each form, and the parts of the contract by how often they are tried."""
+    found = []
     for name, form in itertools.product(METHODS, LOW_RANK):
-        if form in METHODS[name].forms:
-            daily = DAILY_PARTS if is_daily(name, form) else []
-            others = [part for part in PARTS if part not in daily]
-            if daily:
-                yield pytest.param(name, form, daily, id=f"{name}-{form}-daily")
-            mark = pytest.mark.medium if daily else pytest.mark.slow
-            yield pytest.param(name, form, others, id=f"{name}-{form}", marks=mark)
+        if form not in METHODS[name].forms:
+            continue
+        # Operators have a contract of their own.
+        first = form == METHODS[name].forms[0] and (not name.startswith("FedLoRA-") or name in ARCHETYPES)
+        daily = DAILY_PARTS if first and name in DAILY else []
+        if daily:
+            found.append(pytest.param(name, form, daily, id=f"{name}-{form}-daily"))
+        others = [part for part in PARTS if part not in daily]
+        mark = pytest.mark.slow if first or name in EVERY_FORM else pytest.mark.nightly
+        found.append(pytest.param(name, form, others, id=f"{name}-{form}", marks=mark))
+    return found
 
 
 @pytest.mark.parametrize(("name", "form", "parts"), cases())
@@ -103,10 +88,18 @@ def test_keeps_the_contract(name, form, parts):
     check(name, form, parts)
 
 
-@pytest.mark.parametrize(
-    ("name", "form"),
-    [(name, form) for name, form in itertools.product(METHODS, FORMS) if form not in METHODS[name].forms],
-)
+def unsuitable():
+    """Return each method's unsuitable forms, all but one of them for the night."""
+    found = []
+    for number, (name, method) in enumerate(METHODS.items()):
+        forms = [form for form in FORMS if form not in method.forms]
+        for place, form in enumerate(forms):
+            marks = () if place == number % len(forms) else pytest.mark.nightly
+            found.append(pytest.param(name, form, id=f"{name}-{form}", marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("name", "form"), unsuitable())
 def test_refuses_the_forms_that_do_not_suit_it(tmp_path, name, form):
     method = METHODS[name]
     low_rank = [] if LOW_RANK[form] is None else [LOW_RANK[form]()]

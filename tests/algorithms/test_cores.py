@@ -141,11 +141,11 @@ def test_wide_heads_are_orthonormal_one_by_one(tmp_path):
             FedSB,
             CoreProduct(heads=2),
             {},
-            r"made of CoreProduct\(\), and 'net.0' has role 'update' and CoreProduct\(he",
+            r"CoreProduct\(\).*'net\.0'.*'update'",
         ),
-        (Ravan, CoreProduct(), {}, r"made of CoreProduct\(heads=4\), and 'net.0'"),
-        (FedSB, CoreProduct(), {"role": "weight"}, "has role 'weight'"),
-        (FedSB, CoreProduct(), {"train_base": True}, "leave train_base out"),
+        (Ravan, CoreProduct(), {}, r"CoreProduct.*heads=4.*'net\.0'"),
+        (FedSB, CoreProduct(), {"role": "weight"}, r"CoreProduct\(\).*'weight'"),
+        (FedSB, CoreProduct(), {"train_base": True}, "train_base"),
     ],
 )
 def test_other_layers_are_refused(tmp_path, algorithm, factorization, settings, message):
@@ -153,5 +153,5 @@ def test_other_layers_are_refused(tmp_path, algorithm, factorization, settings, 
     loop = FederatedLoop(algorithm(), partition=FromIndices([range(6)]), summary=False)
     with pytest.raises(MisconfigurationException, match=message):
         fit(trainer(tmp_path, low_rank, loop), Module(linear()).double(), Data(samples(), batch_size=6))
-    with pytest.raises(MisconfigurationException, match="subspace_rounds must be at least 2"):
+    with pytest.raises(MisconfigurationException, match=r"subspace_rounds.*1"):
         FedSB(1)

@@ -78,19 +78,21 @@ def check(tmp_path, execution, make, norm=None, rounds=ROUNDS, keep=False):
     return ended, loop, settings
 
 
+@pytest.mark.slow
 @daily("momentum-True-sequential", "Adagrad-True-vectorized")
 @pytest.mark.parametrize(("optimizer", "keep", "execution"), all_pairs(OPTIMIZERS, [False, True], EXECUTIONS))
 def test_rounds_follow_the_paper(tmp_path, optimizer, keep, execution):
     check(tmp_path, execution, OPTIMIZERS[optimizer], keep=keep)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("optimizer", "execution"), in_turn(PROJECTED, EXECUTIONS))
 def test_subspaces_of_the_two_models(tmp_path, optimizer, execution):
     for client in range(3):
         check(tmp_path, execution, PROJECTED[optimizer], rounds=[[client]])
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @daily()
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_statistics_of_the_two_models(tmp_path, execution):
@@ -100,7 +102,7 @@ def test_statistics_of_the_two_models(tmp_path, execution):
     assert not torch.allclose(own_state(loop, 0)["1.running_mean"], ended["1.running_mean"])
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @daily("vectorized")
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_the_global_model_is_that_of_federated_averaging(tmp_path, execution):
@@ -112,6 +114,7 @@ def test_the_global_model_is_that_of_federated_averaging(tmp_path, execution):
     assert loop.ledger.state_dict() == twin.ledger.state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("buffers", "execution"), in_turn(["local", "reset"], EXECUTIONS))
 def test_personal_statistics_are_their_own_whatever_the_global_ones_do(tmp_path, buffers, execution):
     _, loop = federated(tmp_path, Ditto(STRENGTH), execution, norm=nn.BatchNorm1d, buffers=buffers)

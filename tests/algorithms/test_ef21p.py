@@ -15,6 +15,7 @@ from tests.grids import daily
 from tests.helpers import Module, network
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("down", "up", "execution"),
     [(0.1, 0.3, "sequential"), (1.0, 0.3, "vectorized"), (0.05, 1.0, "sequential")],
@@ -42,6 +43,7 @@ def test_rounds_follow_the_paper(tmp_path, down, up, execution):
     torch.testing.assert_close(held, copy, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.slow
 @daily("None")
 @pytest.mark.parametrize("norm", [None, nn.BatchNorm1d])
 def test_whole_it_is_fedavg(tmp_path, norm):

@@ -94,6 +94,7 @@ def coded(difference, draws):
     return sampled(difference, difference.abs().mean(), draws)
 
 
+@pytest.mark.slow
 @daily("1.0-6.0-None-case3-True-vectorized", "0.7-0.0-None-case4-False-sequential")
 @pytest.mark.parametrize(
     ("share", "rho", "rate", "bounds", "down", "execution"),
@@ -129,6 +130,7 @@ def test_rounds_follow_the_paper(tmp_path, share, rho, rate, bounds, down, execu
         assert {0.01, 0.012} < set(log)
 
 
+@pytest.mark.slow
 def test_a_draw_has_the_clipped_update_as_its_mean():
     x = torch.tensor([-3.0, -1.0, -0.4, 0.0, 0.7, 1.0, 1.5]).double()
     draws = generator(0)
@@ -206,6 +208,7 @@ def test_a_follower_of_the_broadcasts_holds_what_clients_start_from():
     assert gaps[-1] < 0.05 * gaps[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("down", [False, True])
 def test_idle_clients_hear_differences(tmp_path, down):
     _, loop = plain.fitted(tmp_path, FedBAT(compress_down=down))
@@ -262,12 +265,12 @@ def test_learns_with_adam_and_a_parameter_that_is_not_used(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"full_precision_share": 0.0}, "full_precision_share must be above 0 and at most 1, but is 0.0"),
-        ({"rho": -1.0}, "rho must be .* but is -1.0"),
+        ({"full_precision_share": 0.0}, r"full_precision_share.*0\.0"),
+        ({"rho": -1.0}, r"rho.*-1\.0"),
         ({"rho": math.inf}, "rho must be .* but is inf"),
-        ({"learning_rate": -0.1}, "learning_rate must be .* but is -0.1"),
-        ({"magnitudes": (0.0, 1.0)}, r"magnitudes\[0\] must be above 0 and finite, but is 0.0"),
-        ({"magnitudes": (1.0, 0.5)}, r"magnitudes\[1\] must be at least 1 and finite, but is 0.5"),
+        ({"learning_rate": -0.1}, r"learning_rate.*-0\.1"),
+        ({"magnitudes": (0.0, 1.0)}, r"magnitudes\[0\].*0\.0"),
+        ({"magnitudes": (1.0, 0.5)}, r"magnitudes\[1\].*0\.5"),
     ],
 )
 def test_refuses_arguments_out_of_range(arguments, message):

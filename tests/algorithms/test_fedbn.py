@@ -58,6 +58,7 @@ METHODS = {
 }
 
 
+@pytest.mark.slow
 @daily(
     "FedBN-vectorized-[[0, 1], [1, 2, 3]]",
     "FedPer-sequential-[[0, 1], [1, 2, 3]]",
@@ -78,6 +79,7 @@ def test_rounds_follow_the_papers(tmp_path, method, execution, rounds):
     assert {client for client, _ in loop.coordinator.states.items()} == taking_part
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_buffers_that_are_local_anyway(tmp_path, execution):
     ended, loop = federated(tmp_path, FedBN(), execution, norm=nn.BatchNorm1d, buffers="local")
@@ -87,6 +89,7 @@ def test_buffers_that_are_local_anyway(tmp_path, execution):
         assert_same(own_state(loop, client), own_state(twin, client))
 
 
+@pytest.mark.slow
 def test_which_layers_are_normalization(tmp_path):
     kinds = {
         nn.BatchNorm1d: ("batch", "all"),
@@ -132,6 +135,7 @@ def test_a_resumed_client_starts_from_the_first_model(make):
     assert_same(first, base.state["initial"])
 
 
+@pytest.mark.slow
 def test_without_normalization_it_is_federated_averaging_and_says_so(tmp_path):
     with pytest.warns(UserWarning, match=r"FedBN\(layers='batch'\) found no such normalization layer"):
         FedBN().setup(Base(network(norm=nn.LayerNorm), seed=0))
@@ -141,16 +145,16 @@ def test_without_normalization_it_is_federated_averaging_and_says_so(tmp_path):
 
 
 def test_refusals(tmp_path):
-    with pytest.raises(MisconfigurationException, match="layers must be one of 'batch', 'all', but is 'layer'"):
+    with pytest.raises(MisconfigurationException, match=r"layers.*'all'.*'layer'"):
         FedBN("layer")
     for patterns in ("net", []):
         with pytest.raises(MisconfigurationException, match="patterns must be a list of one name or more"):
             FedPer(patterns)
-    with pytest.raises(MisconfigurationException, match=r"FedPer's patterns has 'net\.7', which matches no trained"):
+    with pytest.raises(MisconfigurationException, match=r"FedPer.*patterns.*'net\.7'"):
         federated(tmp_path, FedPer(["net.0", "net.7"]))
     with pytest.raises(MisconfigurationException, match="FedPer would keep all trained parameters with the clients"):
         federated(tmp_path, FedPer(["net"]))
     for algorithm in (FedBN(), FedPer(["net.1"])):
-        with pytest.raises(MisconfigurationException, match=r"buffers such as net\.1\.num_batches_tracked .*'reset'"):
+        with pytest.raises(MisconfigurationException, match=r"net\.1.*num_batches_tracked.*buffers='reset'"):
             federated(tmp_path, algorithm, norm=nn.BatchNorm1d, buffers="reset")
     federated(tmp_path, FedPer(["net.0"]), norm=nn.BatchNorm1d, buffers="reset", rounds=[[0]])

@@ -25,6 +25,7 @@ from tests.algorithms.written_out import (
 from tests.grids import daily
 
 
+@pytest.mark.slow
 @daily("uniform-vectorized", "samples-sequential")
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("weighting", ["uniform", "samples"])

@@ -156,6 +156,7 @@ def assert_close(first, second):
 PARTICIPANTS = [[0, 1, 2, 4], [1, 2], [0, 2, 3]]
 
 
+@pytest.mark.slow
 @daily()
 @pytest.mark.parametrize(
     ("settings", "weight_of", "decay", "execution"),
@@ -197,7 +198,7 @@ def test_levels_are_drawn_in_each_round_and_the_servers_model_stands_in(tmp_path
     assert not torch.allclose(weights(recover(again).net)["3.weight"], expected["3.weight"])
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_full_rank_clients_are_federated_averaging_with_uniform_weights(tmp_path):
     module, _ = run(tmp_path, FedHM(LEVELS, shares=(1, 0, 0)))
     plain, _ = run(tmp_path, FedAvg(), rank=False, weighting="uniform")
@@ -271,7 +272,7 @@ def test_the_base_has_no_gradient_where_factors_train(tmp_path):
     assert {(True, False), (False, True)} <= set(seen) <= {(True, False), (False, True), (True, True)}
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @daily("momentum")
 @pytest.mark.parametrize("optimizer", ["AdamW", "momentum"])
 def test_what_a_client_lacks_stays_zero_when_clients_step_together(tmp_path, optimizer):
@@ -326,6 +327,7 @@ def test_variants_are_the_best_approximations_of_each_level(tmp_path):
     assert {layer.active for layer in (module.net[3], module.net[7])} == {"base"}
 
 
+@pytest.mark.slow
 def test_weights_are_decomposed_once_a_round(tmp_path, monkeypatch):
     calls = []
     decompose = MatrixProduct.decompose
@@ -352,7 +354,7 @@ def test_what_the_factors_held_before_becomes_part_of_the_weights(tmp_path):
     assert_same(ready, weights(module))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_layers_of_other_kinds(tmp_path, tied):
     """An embedding, and an attention, whose layers' weights are read and not called; layers that share a weight."""
@@ -408,14 +410,14 @@ def test_layers_of_other_kinds(tmp_path, tied):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"levels": (1.0,)}, "one of them below 1"),
+        ({"levels": (1.0,)}, r"levels.*\[1\.0\]"),
         ({"levels": (1.5, 0.5)}, "above 0 and at most 1"),
         ({"levels": (0.0, 0.5)}, "above 0 and at most 1"),
         ({"temperature": 0.0}, "temperature must be"),
         ({"temperature": float("inf")}, "temperature must be"),
         ({"temperature": 1e-4}, "use at least 0.00175"),
         ({"temperature": 0.01, "score": "inverse"}, "use at least 0.014"),
-        ({"score": "rank"}, "score must be one of 'level', 'inverse'"),
+        ({"score": "rank"}, r"score.*'inverse'.*'rank'"),
         ({"server_model": True}, "capacity='dynamic'"),
     ],
 )
@@ -428,12 +430,12 @@ def test_refuses_arguments(arguments, message):
 @pytest.mark.parametrize(
     ("rank", "message"),
     [
-        (False, r"no low-rank layer: put LowRank\(MatrixProduct\(\), rank_ratio=0.5, train_base=True\)"),
-        (low_rank(train_base=False), "'net.3' is not one of them"),
-        (low_rank(role="weight", train_base=False), "'net.3' is not one of them"),
-        (low_rank(decouple=True), "'net.3' is not one of them"),
-        (low_rank(half_frozen=True), "'net.3' is not one of them"),
-        (low_rank(rank_ratio=0.25), "'net.3' has rank 2, .* 0.5, is rank 4"),
+        (False, r"LowRank.*MatrixProduct\(\).*rank_ratio=0\.5"),
+        (low_rank(train_base=False), r"FedHM.*'net\.3'"),
+        (low_rank(role="weight", train_base=False), r"FedHM.*'net\.3'"),
+        (low_rank(decouple=True), r"FedHM.*'net\.3'"),
+        (low_rank(half_frozen=True), r"FedHM.*'net\.3'"),
+        (low_rank(rank_ratio=0.25), r"'net\.3'.*rank.*2"),
         (LowRank(BlockKronecker(), ratio=0.25, train_base=True, summary=False), "is not one of them"),
     ],
 )
@@ -442,6 +444,7 @@ def test_refuses_modules(tmp_path, rank, message):
         run(tmp_path, FedHM(LEVELS), rank)
 
 
+@pytest.mark.slow
 def test_refuses_kept_moments(tmp_path):
-    with pytest.raises(MisconfigurationException, match="optimizer_state='keep' is not possible"):
+    with pytest.raises(MisconfigurationException, match="optimizer_state='keep'"):
         run(tmp_path, FedHM(LEVELS), optimizer_state="keep")

@@ -97,7 +97,7 @@ def federate(tmp_path, algorithm, lowrank=None, rank=3, data=None, rounds=3, opt
     return module, loop, wire, seen
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_product_sum_is_federated_averaging_of_factors(tmp_path):
     ours, loop, _, _ = federate(tmp_path, FedLoRA(ProductSum()))
     plain, twin, _, _ = federate(tmp_path, FedAvg())
@@ -106,6 +106,7 @@ def test_product_sum_is_federated_averaging_of_factors(tmp_path):
     assert loop.ledger.state_dict() == twin.ledger.state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operator", [FLoRA, SumProduct, CoLR, FFA, RoLoRA])
 def test_global_update_is_the_mean_of_the_clients_updates(tmp_path, operator):
     # At full rank SumProduct's truncation loses nothing.
@@ -127,6 +128,7 @@ def mean_update(aggregated, layer):
     return sum(size * product for size, product in zip(SIZES / SIZES.sum(), products, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operator", [CoLR(), CoLR("A"), FLoRA()], ids=repr)
 def test_the_base_moves_by_the_mean_of_what_clients_of_different_rank_trained(tmp_path, operator):
     # In the second round no client has the layers' rank.
@@ -146,6 +148,7 @@ def test_the_base_moves_by_the_mean_of_what_clients_of_different_rank_trained(tm
             assert (after[layer] - before[layer]).abs().max() > 1e-6
 
 
+@pytest.mark.slow
 def test_fed_ex_is_exact_though_its_base_moves(tmp_path):
     module, _, wire, seen = federate(tmp_path, FedLoRA(FedEx()))
     for name, layer in low_rank_layers(module):
@@ -156,6 +159,7 @@ def test_fed_ex_is_exact_though_its_base_moves(tmp_path):
         assert (change.B @ change.A).abs().max() > 1e-9
 
 
+@pytest.mark.slow
 @daily("FFA", "RoLoRA", "FLoRA")
 @pytest.mark.parametrize("operator", [ProductSum, FFA, RoLoRA, FedSA, FLoRA, FedEx, CoLR])
 def test_only_what_moves_is_sent(tmp_path, operator):
@@ -184,7 +188,7 @@ def test_only_what_moves_is_sent(tmp_path, operator):
     assert not loop.ledger.metrics().get("comm/total_idle_down_bytes")
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_clients_that_sat_out_get_what_they_missed(tmp_path):
     rounds = [[0, 1], [0, 1], [0, 2], [1, 2], [0, 1]]
     module, _, wire, _ = federate(tmp_path, FedLoRA(RoLoRA()), participants=rounds, rounds=5)
@@ -248,7 +252,7 @@ class Sites:
         )
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @daily("FLoRA(), {}", "CoLR(trained_factor='A'), {}")
 @pytest.mark.parametrize(
     "make",
@@ -274,7 +278,7 @@ def test_a_client_needs_nothing_but_its_messages(tmp_path, make):
     assert sites.heard == set(range(len(rounds)))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_idle_clients_hear_of_a_changed_base(tmp_path):
     _, loop, wire, _ = federate(tmp_path, FedLoRA(FLoRA()), participants=[[0, 1]] * 3)
     _, alike, _, _ = federate(tmp_path, FedLoRA(SumProduct()), participants=[[0, 1]] * 3)
@@ -288,6 +292,7 @@ def test_idle_clients_hear_of_a_changed_base(tmp_path):
     assert sent["net.4.change.product"].shape == (4, 16)
 
 
+@pytest.mark.slow
 @daily("SumProduct-vectorized")
 @pytest.mark.parametrize(
     ("operator", "execution"), in_turn([RBLA, ZeroPadding, SumProduct, FLoRA, FedEx], ["sequential", "vectorized"])
@@ -310,7 +315,7 @@ def test_ranks_of_clients(tmp_path, operator, execution):
     assert set(loop.algorithm.variants(loop.server)) == {"0.5", "0.25"}
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_ranks_by_a_list_a_dictionary_or_a_function_are_those_of_levels(tmp_path):
     def run(**given):
         algorithm = FedLoRA(SumProduct(), **given)
@@ -337,9 +342,9 @@ def test_a_layer_of_smaller_rank_than_the_client_keeps_its_own(tmp_path):
 @pytest.mark.parametrize(
     ("ranks", "said"),
     [
-        ([4, 5], "gives client 1 the rank 5: it must be a whole number from 1 to 4"),
-        ({0: 2, 3: 1}, "names client 3, and the 3 clients"),
-        (lambda client: 2.0 * client, r"gives client 0 the rank 0\.0"),
+        ([4, 5], r"1.*rank.*5"),
+        ({0: 2, 3: 1}, r"ranks.*3.*3"),
+        (lambda client: 2.0 * client, r"0.*rank.*0\.0"),
     ],
 )
 def test_ranks_that_do_not_suit_layers_or_clients_are_refused_before_the_first_round(tmp_path, ranks, said):
@@ -375,6 +380,7 @@ def test_a_client_of_lower_rank_trains_as_if_it_were_alone_with_its_rank(tmp_pat
         torch.testing.assert_close(weights(alone)[name], value, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_fed_sa_keeps_b_on_its_clients(tmp_path):
     module, loop, wire, _ = federate(tmp_path, FedLoRA(FedSA()))
     for name, layer in low_rank_layers(module):
@@ -387,6 +393,7 @@ def test_fed_sa_keeps_b_on_its_clients(tmp_path):
     assert not torch.equal(owned[0], owned[1])
 
 
+@pytest.mark.slow
 def test_kept_parameters_stay_with_their_clients(tmp_path):
     module, loop, wire, _ = federate(tmp_path, FedLoRA(ProductSum(), keep=["4.bias"]))
     assert all("net.4.bias" not in sent for sent in (*wire.down.values(), *wire.up.values()))
@@ -395,7 +402,7 @@ def test_kept_parameters_stay_with_their_clients(tmp_path):
     assert not torch.equal(own[0], own[1])
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_most_important_ranks_are_uploaded(tmp_path):
     _, _, wire, seen = federate(tmp_path, FedLoRA(LoRAA2(), upload_ranks=[2, 5, 9]), rounds=2)
     for number in range(2):
@@ -425,7 +432,7 @@ def test_refuses_slots_that_a_client_cannot_have_chosen(slots):
     algorithm.setup(server.base)
     sent = {"net.0.slots": torch.tensor(slots, dtype=torch.int32), "net.0.factors.U": torch.zeros(16, 2)}
     info = ClientInfo(1, 5, 0, 0)
-    with pytest.raises(ValueError, match=r"client 1 sent 2 slots of net\.0\.factors\.U as .*: they must be ascending"):
+    with pytest.raises(ValueError, match=r"1.*sent.*2"):
         algorithm.receive(server, info, Message(sent), 1.0)
     assert not server.state
     limits = algorithm.upload_limits(server.base, info)
@@ -433,6 +440,7 @@ def test_refuses_slots_that_a_client_cannot_have_chosen(slots):
     algorithm.receive(server, info, Message({**sent, "net.0.slots": torch.tensor([0, 2])}), 1.0)
 
 
+@pytest.mark.slow
 def test_clusters_receive_their_own_means(tmp_path):
     _, loop, wire, seen = federate(tmp_path, FedLoRA(FedInc(clusters=2)), rounds=2)
     received = [wire.down[1, client]["net.0.factors.U"] for client in range(3)]
@@ -443,6 +451,7 @@ def test_clusters_receive_their_own_means(tmp_path):
         torch.testing.assert_close(state["net.0.factors.U"], seen[1].broadcasts["net.0"].clients[client].B)
 
 
+@pytest.mark.slow
 def test_a_clients_own_model_is_in_the_checkpoint(tmp_path):
     loop = FederatedLoop(FedLoRA(FedInc(clusters=2)), partition=FromIndices(CLIENTS), summary=False)
     module = Module(network())
@@ -456,6 +465,7 @@ def test_a_clients_own_model_is_in_the_checkpoint(tmp_path):
             torch.testing.assert_close(weights(dense)[f"{name}.weight"], layer.weight.detach())
 
 
+@pytest.mark.slow
 def test_refuses_operators_that_change_a_base_weight_that_cannot_take_it(tmp_path, monkeypatch):
     def found(module, adapter):
         adapters = find_adapters(module, adapter)
@@ -463,11 +473,12 @@ def test_refuses_operators_that_change_a_base_weight_that_cannot_take_it(tmp_pat
         return adapters
 
     monkeypatch.setattr(fedlora, "find_adapters", found)
-    with pytest.raises(MisconfigurationException, match=r"'net\.2' cannot take such a change: its weight"):
+    with pytest.raises(MisconfigurationException, match=r"'net\.2'.*weight"):
         federate(tmp_path, FedLoRA(FLoRA()), rounds=1)
     federate(tmp_path, FedLoRA(SumProduct()), rounds=1)
 
 
+@pytest.mark.slow
 def test_what_was_learned_before_survives_a_first_draw(tmp_path):
     """An adapter that is not zero goes into the base before factors are drawn."""
 
@@ -487,7 +498,7 @@ def test_what_was_learned_before_survives_a_first_draw(tmp_path):
         torch.testing.assert_close(value, learned.before[name], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_transposed_and_channel_layers(tmp_path):
     """Convolutions and embeddings give pairs of outputs by inputs, whichever way they store them."""
 
@@ -536,7 +547,7 @@ def test_refuses_what_diverged_and_leaves_the_server_as_it_was(tmp_path):
                 states.append(copy.deepcopy(loop.server.model))
 
     low_rank = LowRank(MatrixProduct(), rank=2, **LORA)
-    with pytest.raises(MisconfigurationException, match=r"client 0: its net\.\S+ holds numbers that are not"):
+    with pytest.raises(MisconfigurationException, match=r"0.*net\.0"):
         fit(trainer(tmp_path, low_rank, loop, Keep(), max_epochs=3), module, Data())
     assert_same(states[0], loop.server.model)
 
@@ -544,19 +555,19 @@ def test_refuses_what_diverged_and_leaves_the_server_as_it_was(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"operator": "SumProduct"}, "operator must be"),
-        ({"operator": ProductSum(), "levels": (1.0, 0.5)}, "clients of one rank"),
+        ({"operator": "SumProduct"}, r"operator.*'SumProduct'"),
+        ({"operator": ProductSum(), "levels": (1.0, 0.5)}, r"levels=\[1\.0, 0\.5\]"),
         ({"operator": RBLA(), "levels": (0.5,)}, "largest 1"),
-        ({"operator": RBLA(), "levels": (1.0, 1.5)}, "at most 1"),
-        ({"operator": ProductSum(), "ranks": [4, 2]}, r"needs clients of one rank, and ranks=\[4, 2\]"),
+        ({"operator": RBLA(), "levels": (1.0, 1.5)}, r"levels.*\[1\.0, 1\.5\]"),
+        ({"operator": ProductSum(), "ranks": [4, 2]}, r"ranks=\[4, 2\]"),
         ({"operator": RBLA(), "ranks": []}, "list of whole numbers"),
         ({"operator": RBLA(), "ranks": {0: 0}}, "list of whole numbers"),
         ({"operator": RBLA(), "ranks": "8"}, "list of whole numbers"),
         ({"operator": RBLA(), "ranks": [4], "levels": (1.0, 0.5)}, "leave them out"),
         ({"operator": ProductSum(), "upload_ranks": 3}, "LoRAA2"),
-        ({"operator": LoRAA2(), "upload_ranks": [0]}, "at least 1"),
-        ({"operator": LoRAA2(), "upload_ranks": []}, "at least 1"),
-        ({"operator": ProductSum(), "keep": "head"}, "list of patterns"),
+        ({"operator": LoRAA2(), "upload_ranks": [0]}, "upload_ranks"),
+        ({"operator": LoRAA2(), "upload_ranks": []}, "upload_ranks"),
+        ({"operator": ProductSum(), "keep": "head"}, r"keep.*'head'"),
     ],
 )
 def test_refuses_arguments(arguments, message):
@@ -569,9 +580,9 @@ def test_refuses_arguments(arguments, message):
     [
         (FedLoRA(FFA()), {"init": "auto", "alpha": None}, "nothing would change"),
         (FedLoRA(ProductSum(), keep=["nose"]), {}, "keep has 'nose'"),
-        (FedLoRA(ProductSum()), {"role": "weight", "init": "auto", "alpha": None}, "its role is 'weight'"),
+        (FedLoRA(ProductSum()), {"role": "weight", "init": "auto", "alpha": None}, r"LoRA.*'weight'"),
         (FedLoRA(ProductSum()), {"half_frozen": "V"}, "half frozen"),
-        (FedLoRA(ProductSum(), adapter="french"), {}, "adapter is 'french'"),
+        (FedLoRA(ProductSum(), adapter="french"), {}, r"FedLoRA.*'french'"),
     ],
 )
 def test_refuses_modules(tmp_path, algorithm, lowrank, message):

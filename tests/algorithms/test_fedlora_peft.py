@@ -168,7 +168,7 @@ CASES = [
 ]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @daily("bert-case0-case0", "convolutions-case6-case6")
 @pytest.mark.parametrize(("network", "operator", "settings"), CASES)
 def test_a_wrapped_module_trains_as_our_own_layers_do(peft, tmp_path, network, operator, settings):
@@ -229,6 +229,7 @@ def test_a_wrapped_module_trains_as_our_own_layers_do(peft, tmp_path, network, o
         torch.testing.assert_close(resumed.eval()(inputs), after, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_client_of_half_the_rank_has_the_scaling_of_its_rank(peft, tmp_path):
     theirs, _ = pair(peft, tmp_path / "start", convolutions)
     seen = {}
@@ -246,20 +247,19 @@ def test_a_client_of_half_the_rank_has_the_scaling_of_its_rank(peft, tmp_path):
     assert module.network.base_model.model[0].scaling == {"default": 6 / 4}
 
 
+@pytest.mark.slow
 def test_what_cannot_be_trained_says_why(peft, tmp_path):
     theirs, _ = pair(peft, tmp_path / "start", bert)
-    with pytest.raises(
-        MisconfigurationException, match=r"adapter is 'other', and the module holds PEFT's adapters 'def"
-    ):
+    with pytest.raises(MisconfigurationException, match=r"'other'.*PEFT.*'default'"):
         run(tmp_path, theirs, FedLoRA(ProductSum(), adapter="other"), bert)
     theirs.network.add_adapter("other", peft.LoraConfig(r=1, target_modules=["query"]))
-    with pytest.raises(MisconfigurationException, match=r"query\.lora_\w\.other\.weight does not require a gradient"):
+    with pytest.raises(MisconfigurationException, match=r"attention\.self\.query\.lora_A\.other\.weight"):
         run(tmp_path, theirs, FedLoRA(ProductSum(), adapter="other"), bert)
     zero, _ = pair(peft, tmp_path / "zero", bert, init_lora_weights=True)
     with pytest.raises(MisconfigurationException, match=r"word_embeddings', A, is zero"):
         run(tmp_path, zero, FedLoRA(FFA()), bert)
     wide = Labelling(peft.get_peft_model(bert(), peft.LoraConfig(r=4, target_modules="all-linear")))
-    with pytest.raises(MisconfigurationException, match=r"classifier' has rank 4, above the smaller side of its 3×8 w"):
+    with pytest.raises(MisconfigurationException, match=r"network\.base_model\.model\.classifier.*rank.*4"):
         run(tmp_path, wide, FedLoRA(ProductSum()), bert)
 
 
@@ -275,6 +275,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.slow
 @daily("VeraConfig")
 @pytest.mark.parametrize("config", OTHERS)
 def test_other_methods_of_peft_are_averaged_and_nothing_frozen_is_sent(peft, tmp_path, config):
@@ -293,7 +294,7 @@ def test_other_methods_of_peft_are_averaged_and_nothing_frozen_is_sent(peft, tmp
     given = {"target_modules": ["body"], "modules_to_save": ["norm", "head"], **OTHERS[config]}
     module = Module(peft.get_peft_model(copy.deepcopy(base), getattr(peft, config)(**given)))
     if config not in ("LoraConfig",):
-        with pytest.raises(MisconfigurationException, match=r"PEFT's adapters .* of the method .* FedAvg"):
+        with pytest.raises(MisconfigurationException, match=r"PEFT.*LoRA.*peft\.LoraConfig"):
             fit(trainer(tmp_path, FederatedLoop(FedLoRA(ProductSum()), clients=2, summary=False)), module, Data())
     loop = FederatedLoop(FedAvg(), partition=FromIndices(CLIENTS), summary=False)
     sent = []
@@ -363,7 +364,7 @@ def test_the_direction_of_dora_is_the_operators(peft, tmp_path, operator):
         torch.testing.assert_close(loaded.eval()(inputs), module.eval()(inputs), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fast", "targets", "told"), [(True, "linear1", 1), (True, "self_attn", 1), (False, "linear1", 0)]
 )
@@ -388,6 +389,7 @@ def test_a_layer_that_torch_evaluates_without_adapters(peft, tmp_path, recwarn, 
     assert sum("by the base weights, without the adapters" in str(each.message) for each in recwarn) == told
 
 
+@pytest.mark.slow
 def test_examples_of_this_file_hold_adapters(peft, tmp_path: Path):
     for network, count in ((bert, 3), (gpt, 2), (convolutions, 2)):
         _, ours = pair(peft, tmp_path / network.__name__, network)

@@ -79,6 +79,7 @@ OPERATORS = [ProductSum, SumProduct, FFA, RoLoRA, FLoRA, FedEx, CoLR, ZeroPaddin
 RULES = [MultiKrum(1), GeometricMedian(), CenteredClipping(), NormBound(before=[NearestNeighborMixing(1)])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES, ids=repr)
 @pytest.mark.parametrize(
     "operator", [pytest.param(each, marks=[] if each is SumProduct else pytest.mark.slow) for each in OPERATORS]
@@ -89,6 +90,7 @@ def test_weights_are_those_of_dense_products(operator, rule):
     assert method.rounds == 2
 
 
+@pytest.mark.slow
 def test_weights_are_those_of_dense_products_for_clients_of_different_rank():
     method = Recorded(SumProduct(), levels=[1.0, 0.5])
     trained(method, aggregator=GeometricMedian(), attackers=SignFlip([1]))
@@ -104,6 +106,7 @@ def test_the_rule_weighs_factors_and_all_else():
         torch.testing.assert_close(result.server.product(), pairs[0][layer].product())
 
 
+@pytest.mark.slow
 def test_what_a_bound_cuts_off_stays_with_the_start():
     _, seen = trained(FedLoRA(ProductSum()), epochs=1, aggregator=NormBound(1e-4))
     (round,) = seen
@@ -114,7 +117,7 @@ def test_what_a_bound_cuts_off_stays_with_the_start():
     assert all(not pair.product().any() for pair in round.pairs[-1].values())
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("operator", [ProductSum(), SumProduct()])
 def test_executions_agree(operator):
     ends = [
@@ -128,10 +131,10 @@ def test_executions_agree(operator):
 @pytest.mark.parametrize(
     ("operator", "rule", "message"),
     [
-        (ProductSum(), TrimmedMean(1), "FedLoRA and aggregator=TrimmedMean.* works on single numbers, of which"),
-        (SumProduct(), CoordinateMedian(), "works on single numbers"),
+        (ProductSum(), TrimmedMean(1), r"FedLoRA.*aggregator=TrimmedMean\(byzantine=1\)"),
+        (SumProduct(), CoordinateMedian(), r"aggregator=CoordinateMedian\(\)"),
         (FedSA(), GeometricMedian(), r"with FedSA\(\) each client has a pair or a factor of its own"),
-        (FedInc(), Krum(1), r"with FedInc\(clusters=2\) each client has a pair or a factor of its own"),
+        (FedInc(), Krum(1), r"FedInc.*clusters=2"),
     ],
 )
 def test_what_does_not_go_together_is_refused(operator, rule, message):

@@ -77,6 +77,7 @@ FORMS = [
 ]
 
 
+@pytest.mark.slow
 @daily("case1-product-True-False", "case5-blocks-False-True")
 @pytest.mark.parametrize(("factorization", "compose", "decouple", "half_frozen"), FORMS)
 def test_rounds_follow_the_paper(tmp_path, factorization, compose, decouple, half_frozen):
@@ -114,6 +115,7 @@ def test_rounds_follow_the_paper(tmp_path, factorization, compose, decouple, hal
         assert all(not torch.equal(start[name], end[name]) for name in drawn)
 
 
+@pytest.mark.slow
 def test_reset_interval(tmp_path):
     rounds, module = Rounds(), Module()
     loop = FederatedLoop(FedMUD(reset_interval=3), partition=FromIndices(CLIENTS), summary=False)
@@ -125,7 +127,7 @@ def test_reset_interval(tmp_path):
     assert rounds.started[3]["2.factors.V"].abs().sum() == 0
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_never_resetting_is_fedavg_of_the_factors(tmp_path):
     ends = []
     for algorithm in (FedMUD(reset_interval=99), FedAvg()):
@@ -137,6 +139,7 @@ def test_never_resetting_is_fedavg_of_the_factors(tmp_path):
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
+@pytest.mark.slow
 def test_the_broadcast_after_a_reset_lets_a_client_follow(tmp_path):
     """A client that holds last round's weights and gets the message computes what the server has."""
     received = []
@@ -157,6 +160,7 @@ def test_the_broadcast_after_a_reset_lets_a_client_follow(tmp_path):
             torch.testing.assert_close(effective(state, prefix, product, True, False), after[f"{prefix}.frozen_weight"])
 
 
+@pytest.mark.slow
 def test_a_site_of_its_own_follows_the_server(tmp_path):
     """Another copy of the module, which hears every broadcast, has the server's frozen weights and the new factors."""
     site = Module()
@@ -182,6 +186,7 @@ def test_a_site_of_its_own_follows_the_server(tmp_path):
     assert base.state["factors"]
 
 
+@pytest.mark.slow
 def test_idle_clients_hear_what_follows_a_reset(tmp_path):
     heard = []
 
@@ -203,7 +208,7 @@ def test_refuses_what_it_cannot_train(tmp_path):
             fit(trainer(tmp_path, *callbacks, FederatedLoop(FedMUD(), clients=2, summary=False)), Module(), Data())
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_zero_weight_that_is_never_reset_is_fedlmt(tmp_path):
     def run(module, algorithm, low_rank):
         loop = FederatedLoop(algorithm, clients=4, local_epochs=2, summary=False)

@@ -68,6 +68,7 @@ def reference(make, rounds=ROUNDS, epochs=1):
     return model
 
 
+@pytest.mark.slow
 @daily("dampening-sequential", "momentum-vectorized")
 @pytest.mark.parametrize(("name", "execution"), in_turn(OPTIMIZERS, EXECUTIONS))
 def test_rounds_follow_the_paper(tmp_path, name, execution):
@@ -82,7 +83,7 @@ def test_the_amount_of_work_is_the_papers(momentum, steps):
     assert work(partial(SGD, lr=0.1, momentum=momentum), steps) == pytest.approx(formula)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @daily("plain")
 @pytest.mark.parametrize("optimizer", ["plain", "momentum"])
 def test_equal_steps_are_federated_averaging(tmp_path, optimizer):
@@ -95,6 +96,7 @@ def test_equal_steps_are_federated_averaging(tmp_path, optimizer):
         assert gap < 1e-12 if even else gap > 1e-4
 
 
+@pytest.mark.slow
 def test_learning_rates_count(tmp_path):
     """A client with a tenth of the learning rate has done a tenth of the work."""
     slow = {client: {"lr": 0.01} for client in (1, 3)}
@@ -111,6 +113,7 @@ def test_learning_rates_count(tmp_path):
         torch.testing.assert_close(mixed[name], value - effective * sum(changes))
 
 
+@pytest.mark.slow
 def test_groups_have_work_of_their_own(tmp_path):
     def grouped(parameters):
         first, *rest = parameters
@@ -129,6 +132,7 @@ def test_groups_have_work_of_their_own(tmp_path):
     assert loop.ledger.total_down == plain.ledger.total_down
 
 
+@pytest.mark.slow
 def test_a_round_cut_short_counts_the_steps_that_were_made(tmp_path):
     """Client 1 makes all of its 3 steps, client 0 two of its 5."""
     ended, _ = federated(tmp_path, FedNova(), rounds=[[1, 2]], trainer_settings={"max_steps": 5, "max_epochs": -1})
@@ -141,6 +145,7 @@ def test_a_round_cut_short_counts_the_steps_that_were_made(tmp_path):
         torch.testing.assert_close(ended[name], value - effective * change / total)
 
 
+@pytest.mark.slow
 def test_buffers_are_averaged(tmp_path):
     ended, _ = federated(tmp_path, FedNova(), norm=nn.BatchNorm1d, rounds=ROUNDS[1:2])
     plain, _ = federated(tmp_path, FedAvg(), norm=nn.BatchNorm1d, rounds=ROUNDS[1:2])
@@ -168,12 +173,13 @@ def test_codecs_leave_the_amount_of_work_alone(tmp_path, uplink):
     assert seen == [(client, pytest.approx(0.1 * len(batches(client)))) for ids in ROUNDS[:2] for client in ids]
 
 
+@pytest.mark.slow
 def test_refusals(tmp_path):
-    with pytest.raises(MisconfigurationException, match=r"FedNova and aggregator=CenteredClipping.* amount of work"):
+    with pytest.raises(MisconfigurationException, match=r"FedNova.*aggregator=CenteredClipping\(\)"):
         federated(tmp_path, FedNova(), aggregator=CenteredClipping())
-    with pytest.raises(MisconfigurationException, match=r"FedNova needs .* the module steps with Adam: return one"):
+    with pytest.raises(MisconfigurationException, match=r"FedNova.*torch\.optim\.SGD"):
         federated(tmp_path, FedNova(), optimizer=torch.optim.Adam)
-    with pytest.raises(MisconfigurationException, match=r"client 1 kept momentum.*optimizer_state='reset'"):
+    with pytest.raises(MisconfigurationException, match=r"1.*optimizer_state='reset'"):
         federated(tmp_path, FedNova(), optimizer=OPTIMIZERS["momentum"], optimizer_state="keep")
     ended, _ = federated(tmp_path, FedNova(), optimizer_state="keep")
     assert_close(ended, reference(OPTIMIZERS["plain"]))

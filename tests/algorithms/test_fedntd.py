@@ -34,6 +34,7 @@ def not_true(logits, targets, temperature):
     return torch.stack(rows)
 
 
+@pytest.mark.slow
 @daily("1.0-vectorized", "2.5-sequential")
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
@@ -65,7 +66,7 @@ def test_a_round_is_resumed_from_each_of_its_steps(tmp_path, execution):
     resumed_ends(tmp_path, partial(FedNTD, logits="net"), execution)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @daily("vectorized")
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_without_the_term_it_is_federated_averaging(tmp_path, execution):
@@ -98,9 +99,9 @@ def test_the_classes_of_a_batch_are_where_targets_says(tmp_path, execution, targ
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"beta": -0.1}, "beta must be at least 0 and finite, but is -0.1"),
-        ({"temperature": 0.0}, "temperature must be above 0 and finite, but is 0.0"),
-        ({"logits": "network"}, "no submodule 'network'"),
+        ({"beta": -0.1}, r"beta.*-0\.1"),
+        ({"temperature": 0.0}, r"temperature.*0\.0"),
+        ({"logits": "network"}, "'network'"),
     ],
 )
 def test_refusals(tmp_path, arguments, message):

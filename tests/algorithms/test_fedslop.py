@@ -55,6 +55,7 @@ def projectors(seed, module):
     return {name: None if basis is None else basis @ basis.T for name, basis in found.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kept", "execution"), [("reset", "sequential"), ("keep", "vectorized")])
 def test_rounds_follow_algorithm_1(tmp_path, kept, execution):
     module, _, _ = run(tmp_path, participants=PARTICIPANTS, optimizer_state=kept, execution=execution)
@@ -95,7 +96,7 @@ def test_rounds_follow_algorithm_1(tmp_path, kept, execution):
         torch.testing.assert_close(weights(module)[name], value, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_at_full_rank_is_fedavg_with_client_momentum_bit_for_bit(tmp_path):
     full, _, _ = run(tmp_path, optimizer=partial(SGD, rank=16))
     plain, _, _ = run(tmp_path, FedAvg(), partial(torch.optim.SGD, lr=0.05, momentum=0.8))
@@ -125,7 +126,7 @@ def convolutions():
     )
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @daily()
 @pytest.mark.parametrize(
     ("execution", "options", "factorized"),
@@ -229,8 +230,8 @@ def test_groups_without_rank_send_whole_tensors(tmp_path):
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [
-        (partial(torch.optim.SGD, lr=0.1), "SGD does not have: return ProjectedSGD"),
-        (partial(ProjectedAdamW, rank=4, refresh_interval=None), "ProjectedAdamW does not have"),
+        (partial(torch.optim.SGD, lr=0.1), r"SGD.*ProjectedSGD.*refresh_interval=None"),
+        (partial(ProjectedAdamW, rank=4, refresh_interval=None), "ProjectedAdamW"),
         (partial(ProjectedSGD, rank=4), "refresh_interval=200.*set refresh_interval=None"),
         (partial(SGD, subspace="gradient"), "subspace='gradient'.*set subspace='random'"),
     ],

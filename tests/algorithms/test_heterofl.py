@@ -132,7 +132,7 @@ def assert_close(first, second, tolerance=1e-9):
 RATES = (1.0, 0.6, 0.25)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(("scaled", "execution"), [(True, "sequential"), (True, "vectorized"), (False, "sequential")])
 def test_clients_train_narrower_networks(tmp_path, scaled, execution):
     algorithm = HeteroFL(RATES, scaler=scaled)
@@ -142,7 +142,7 @@ def test_clients_train_narrower_networks(tmp_path, scaled, execution):
     assert not any(layer._forward_hooks for layer in module.modules())
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("execution", ["sequential", "vectorized"])
 def test_rows_of_the_last_layer_may_be_their_holders_mean(tmp_path, execution, monkeypatch):
     labels = images().tensors[1]
@@ -175,11 +175,11 @@ def test_holders_need_labels_of_the_last_layers_rows(tmp_path):
             fit(trainer(tmp_path, loop), Regression(), Data(dataset))
 
     inputs = blobs(8).tensors[0]
-    fails(torch.utils.data.TensorDataset(inputs), "reads the labels")
-    fails(torch.utils.data.TensorDataset(inputs, torch.arange(8)), "labels from 0 to 3")
+    fails(torch.utils.data.TensorDataset(inputs), "last_layer='holders'")
+    fails(torch.utils.data.TensorDataset(inputs, torch.arange(8)), r"last_layer='holders'.*0")
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_rates_are_drawn_in_each_round_and_data_sizes_may_count(tmp_path):
     drawn = []
 
@@ -197,7 +197,7 @@ def test_rates_are_drawn_in_each_round_and_data_sizes_may_count(tmp_path):
     assert_close(weights(module.net), reference(rounds, counts=lambda client: len(CLIENTS[client])))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_the_whole_width_alone_is_federated_averaging(tmp_path):
     module, loop = run(tmp_path, HeteroFL([1.0]))
     plain, twin = run(tmp_path, FedAvg())
@@ -207,7 +207,7 @@ def test_the_whole_width_alone_is_federated_averaging(tmp_path):
     assert loop.ledger.state_dict() == twin.ledger.state_dict()
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_one_rate_alone_is_federated_averaging_of_a_narrower_network(tmp_path):
     wide, narrow = convolutions(), convolutions(0.6)
     narrow.load_state_dict(sliced(wide.state_dict(), narrow.state_dict()))
@@ -219,6 +219,7 @@ def test_one_rate_alone_is_federated_averaging_of_a_narrower_network(tmp_path):
     torch.testing.assert_close(module.net.eval()(inputs), slim.net.eval()(inputs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [0.5, 0.25])
 @pytest.mark.parametrize(
     ("make", "shape"),
@@ -261,6 +262,7 @@ def test_sizes_of_fedhms_comparison(tmp_path):
     assert sent == {1.0: 11.17, 0.5: 2.8, 0.35: 1.39}
 
 
+@pytest.mark.slow
 def test_what_travels_is_the_slice(tmp_path):
     sent = {"down": {}, "up": {}}
 
@@ -286,6 +288,7 @@ def test_what_travels_is_the_slice(tmp_path):
     assert loop.ledger.total_down == loop.ledger.total_up < 5 * loop.ledger.dense_bytes
 
 
+@pytest.mark.slow
 def test_variants_are_the_narrower_networks(tmp_path):
     module, loop = run(tmp_path, HeteroFL(RATES), max_epochs=1)
     inputs = images().tensors[0]
@@ -305,6 +308,7 @@ def test_variants_are_the_narrower_networks(tmp_path):
             assert all(torch.equal(personal[name], value) for name, value in variant.items())
 
 
+@pytest.mark.slow
 def test_scalers_are_for_training(tmp_path):
     module, loop = run(tmp_path, HeteroFL(RATES), max_epochs=1)
     inputs = images().tensors[0]
@@ -316,7 +320,7 @@ def test_scalers_are_for_training(tmp_path):
     assert not torch.allclose(scaled, module.net(inputs))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_gradients_outside_of_the_slice_are_dropped_even_where_they_are_no_numbers(tmp_path):
     class Spoiled(HeteroFL):
         def before_step(self, step):
@@ -369,25 +373,25 @@ class Weighing(Module):
 
 def test_a_parameter_of_the_module_itself_is_named(tmp_path):
     loop = FederatedLoop(HeteroFL(), clients=2, summary=False)
-    with pytest.raises(MisconfigurationException, match=r"the module itself \(Weighing\) is none .* holds weighs\."):
+    with pytest.raises(MisconfigurationException, match="BatchNorm"):
         fit(trainer(tmp_path, loop), Weighing(), Data())
 
 
 @pytest.mark.parametrize(
     ("net", "message"),
     [
-        (sequential(nn.GroupNorm(4, 8)), r"'net.1' \(GroupNorm\) normalises across channels"),
-        (sequential(nn.LayerNorm(8, elementwise_affine=False)), r"'net.1' \(LayerNorm\) normalises across"),
-        (sequential(nn.PReLU(8)), r"'net.1' \(PReLU\) is none of the layers"),
-        (sequential(Frozen()), r"'net.1' \(Frozen\) is none of the layers"),
-        (sequential(nn.BatchNorm1d(16)), r"'net.1' \(BatchNorm1d\) normalises 16 channels, which no layer"),
-        (nn.Sequential(nn.Linear(6, 4), nn.Linear(8, 4)), r"'net.1' \(Linear\) reads 8 channels, which no layer"),
-        (nn.Sequential(nn.Conv2d(2, 4, 1), nn.Conv2d(8, 4, 1)), r"'net.1' \(Conv2d\) reads 8 channels"),
-        (nn.Sequential(nn.Conv2d(2, 4, 1), nn.Linear(18, 4)), r"'net.1' \(Linear\) reads 18 channels"),
+        (sequential(nn.GroupNorm(4, 8)), r"'net\.1'.*GroupNorm"),
+        (sequential(nn.LayerNorm(8, elementwise_affine=False)), r"'net\.1'.*LayerNorm"),
+        (sequential(nn.PReLU(8)), r"'net\.1'.*PReLU"),
+        (sequential(Frozen()), r"HeteroFL.*'net\.1'"),
+        (sequential(nn.BatchNorm1d(16)), r"'net\.1'.*BatchNorm1d.*16"),
+        (nn.Sequential(nn.Linear(6, 4), nn.Linear(8, 4)), r"HeteroFL.*'net\.1'.*8"),
+        (nn.Sequential(nn.Conv2d(2, 4, 1), nn.Conv2d(8, 4, 1)), r"HeteroFL.*'net\.1'.*8"),
+        (nn.Sequential(nn.Conv2d(2, 4, 1), nn.Linear(18, 4)), r"HeteroFL.*'net\.1'.*18"),
         (nn.Sequential(nn.Conv2d(2, 4, 1), nn.Conv2d(4, 4, 1, groups=2), nn.Linear(4, 4)), "has groups=2"),
-        (sequential(Shifted()), r"'net.1' \(Shifted\) is none of the layers .*, and holds shift, scale\."),
-        (nn.Sequential(nn.Linear(6, 4)), "the module has 1 such layers"),
-        (sequential(nn.Linear(8, 8).requires_grad_(False)), r"'net.1' \(Linear\) is frozen"),
+        (sequential(Shifted()), r"'net\.1'.*BatchNorm"),
+        (nn.Sequential(nn.Linear(6, 4)), r"HeteroFL.*1"),
+        (sequential(nn.Linear(8, 8).requires_grad_(False)), r"HeteroFL.*'net\.1'"),
     ],
 )
 def test_refuses_modules(tmp_path, net, message):
@@ -398,7 +402,7 @@ def test_refuses_modules(tmp_path, net, message):
 
 def test_refuses_low_rank_layers(tmp_path):
     low_rank = LowRank(MatrixProduct(), rank=1, summary=False)
-    with pytest.raises(MisconfigurationException, match=r"LowRankLinear\) is none of the layers"):
+    with pytest.raises(MisconfigurationException, match="LowRankLinear"):
         fit(trainer(tmp_path, low_rank, FederatedLoop(HeteroFL(), clients=2, summary=False)), Module(), Data())
 
 
@@ -414,6 +418,7 @@ def test_norms_before_the_first_layer_and_after_the_last_are_whole(tmp_path):
     assert not net[2].weight[4:].any()
 
 
+@pytest.mark.slow
 def test_the_papers_networks_can_be_sliced(tmp_path):
     for network in (CNN4(image_size=16), CNN4(image_size=32)):
         module = Classifier(network)
@@ -431,12 +436,12 @@ def test_the_papers_networks_can_be_sliced(tmp_path):
 
 @pytest.mark.parametrize("rates", [[0.0, 1.0], [1.5]])
 def test_refuses_rates(rates):
-    with pytest.raises(MisconfigurationException, match=r"rates\[0\] must be above 0 and at most 1"):
+    with pytest.raises(MisconfigurationException, match=r"rates\[0\]"):
         HeteroFL(rates)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_refuses_kept_moments_of_other_channels(tmp_path):
-    with pytest.raises(MisconfigurationException, match="optimizer_state='keep' is not possible"):
+    with pytest.raises(MisconfigurationException, match="optimizer_state='keep'"):
         run(tmp_path, HeteroFL(RATES, "dynamic"), optimizer_state="keep")
     run(tmp_path, HeteroFL(RATES), optimizer_state="keep")

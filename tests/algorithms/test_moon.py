@@ -43,6 +43,7 @@ def contrastive(own, received, last, inputs, temperature):
     return -(near.exp() / (near.exp() + far.exp())).log().mean()
 
 
+@pytest.mark.slow
 @daily("vectorized")
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_rounds_follow_the_paper(tmp_path, execution):
@@ -74,7 +75,7 @@ def test_a_round_is_resumed_from_each_of_its_steps(tmp_path, execution):
     resumed_ends(tmp_path, partial(MOON, "net.2", mu=2.0), execution)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_without_the_term_it_is_federated_averaging(tmp_path, execution):
     """What its two models see of a batch changes no statistics of the client's."""
@@ -87,8 +88,8 @@ def test_without_the_term_it_is_federated_averaging(tmp_path, execution):
     ("arguments", "message"),
     [
         ({"mu": -0.1}, "mu must be at least 0 and finite, but is -0.1"),
-        ({"temperature": 0.0}, "temperature must be above 0 and finite, but is 0.0"),
-        ({"features": "net.hidden"}, r"no submodule 'net.hidden'"),
+        ({"temperature": 0.0}, r"temperature.*0\.0"),
+        ({"features": "net.hidden"}, r"'net\.hidden'"),
     ],
 )
 def test_refusals(tmp_path, arguments, message):
@@ -111,7 +112,7 @@ class Listed(nn.Module):
 
 @pytest.mark.parametrize(
     ("features", "message"),
-    [("net.layers", r"ModuleList, which is never called .* \['net.layers.0'"), ("net.unused", "1 and 0 times")],
+    [("net.layers", r"ModuleList.*'net\.layers\.0'"), ("net.unused", r"training_step.*1.*0")],
 )
 def test_parts_that_no_step_calls_are_refused(tmp_path, features, message):
     with pytest.raises(MisconfigurationException, match=message):

@@ -31,6 +31,7 @@ def run(tmp_path, algorithm, net=None, optimizer=None, rounds=3, **arguments):
     return module, loop
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("execution", "mixing"), [("sequential", 1.0), ("vectorized", 1.4)])
 def test_rounds_follow_the_paper(tmp_path, execution, mixing):
     algorithm = PFedMe(regularization=6.0, personal_steps=3, learning_rate=0.02, mixing=mixing)
@@ -90,6 +91,7 @@ def test_a_personal_model_has_its_clients_statistics(tmp_path):
     assert sizes == {name: value.numel() for name, value in module.state_dict().items()}
 
 
+@pytest.mark.slow
 def test_parameters_that_no_loss_reaches_stay(tmp_path):
     net = network()
     net.unused = nn.Parameter(torch.ones(3))
@@ -98,6 +100,7 @@ def test_parameters_that_no_loss_reaches_stay(tmp_path):
     assert torch.equal(module.net.unused.detach(), torch.ones(3, dtype=torch.float64))
 
 
+@pytest.mark.slow
 def test_low_precision_crosses_the_wire_and_moves(tmp_path):
     """The copy moves on a batch by less than bfloat16 resolves."""
     sent = []
@@ -125,13 +128,13 @@ def test_low_precision_crosses_the_wire_and_moves(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"regularization": 0.0}, "regularization must be above 0 and finite, but is 0.0"),
-        ({"learning_rate": -1.0}, "learning_rate must be"),
+        ({"regularization": 0.0}, r"regularization.*0\.0"),
+        ({"learning_rate": -1.0}, r"learning_rate.*-1\.0"),
         ({"mixing": float("nan")}, "mixing must be"),
         ({"mixing": float("inf")}, "mixing must be"),
-        ({"personal_steps": 0}, "personal_steps must be at least 1, but is 0"),
-        ({"personal_steps": 2.0}, "personal_steps must be an integer"),
-        ({"personal_steps": True}, "personal_steps must be an integer"),
+        ({"personal_steps": 0}, r"personal_steps.*0"),
+        ({"personal_steps": 2.0}, "personal_steps"),
+        ({"personal_steps": True}, "personal_steps"),
     ],
 )
 def test_arguments_are_checked(arguments, message):

@@ -18,6 +18,7 @@ def drawn(direction, number, client, share, count):
     return mask
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("down", "up", "execution"),
     [(0.5, 0.1, "sequential"), (1.0, 0.3, "vectorized"), (0.7, 1.0, "sequential")],
@@ -42,6 +43,7 @@ def test_rounds_in_plain_pytorch(tmp_path, down, up, execution):
     torch.testing.assert_close(plain.flat(module), model, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", [None, nn.BatchNorm1d])
 def test_whole_it_is_fedavg(tmp_path, norm):
     ends = [

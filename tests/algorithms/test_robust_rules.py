@@ -7,8 +7,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import TensorDataset
 
 from lightning_lowrank import FederatedLoop, FedLoRA, FromIndices, NormBound
-from tests.algorithms.methods import LOW_RANK, METHODS
-from tests.grids import daily
+from tests.algorithms.methods import LOW_RANK, METHODS, each_method
 from tests.helpers import Data, Module, blobs, fit, trainer
 
 PARTS = [range(30), range(30, 60), range(60, 80), range(80, 103)]
@@ -49,11 +48,10 @@ def protected(algorithm):
 
 
 PROTECTED = [name for name, method in METHODS.items() if protected(method.make())]
-DAILY = ("FedMUD", "FedHM", "EF21P", "FedLoRA-FLoRA")
 
 
-@daily(*DAILY)
-@pytest.mark.parametrize("name", PROTECTED)
+@pytest.mark.slow
+@each_method("FedMUD", "FedHM", "FedBAT", "FedLoRA-CoLR", among=PROTECTED)
 def test_what_is_cut_off_leaves_the_model_where_it_was(tmp_path, name):
     # The first round of a method that trains another form of the model begins with that.
     _, before, after = outputs(tmp_path, name, aggregator=NormBound(1e-9))
@@ -62,15 +60,13 @@ def test_what_is_cut_off_leaves_the_model_where_it_was(tmp_path, name):
     assert before.std(dim=0).max() > 0.01
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PROTECTED)
+@each_method(among=PROTECTED)
 def test_a_bound_that_cuts_nothing_off_is_the_mean(tmp_path, name):
     bounded, mean = (outputs(tmp_path, name, aggregator=rule)[-1] for rule in (NormBound(1e9), None))
     torch.testing.assert_close(bounded, mean, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in METHODS if name not in PROTECTED])
+@each_method(among=[name for name in METHODS if name not in PROTECTED])
 def test_what_a_rule_cannot_protect_is_refused(tmp_path, name):
     with pytest.raises(MisconfigurationException, match=r"aggregator=NormBound\(\)"):
         outputs(tmp_path, name, aggregator=NormBound())

@@ -70,6 +70,7 @@ def kept(loop):
     return bare(loop.server.state["control"]), own
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("weighting", "execution"), in_turn(["samples", "uniform"], EXECUTIONS))
 def test_rounds_follow_the_paper(tmp_path, execution, weighting):
     ended, loop = federated(tmp_path, SCAFFOLD(lr_server=0.7), execution, weighting=weighting)
@@ -81,6 +82,7 @@ def test_rounds_follow_the_paper(tmp_path, execution, weighting):
         assert_close(first, second)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_learning_rates_of_groups_and_steps(tmp_path, execution):
     schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.8)
@@ -98,7 +100,7 @@ def test_learning_rates_of_groups_and_steps(tmp_path, execution):
     assert_close(kept(loop)[0], control)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_steps_without_a_learning_rate_tell_nothing(tmp_path):
     schedule = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda number: float(number > 0))
     ended, loop = federated(tmp_path, SCAFFOLD(), rounds=ROUNDS[:1], module={"scheduler": schedule})
@@ -135,6 +137,7 @@ def test_one_client_needs_no_correction_and_buffers_are_averaged(tmp_path):
     assert_same(ended, plain)
 
 
+@pytest.mark.slow
 def test_traffic_is_twice_that_of_federated_averaging(tmp_path):
     _, loop = federated(tmp_path, SCAFFOLD())
     _, plain = federated(tmp_path, FedAvg())
@@ -157,6 +160,7 @@ class Partly(nn.Module):
         return self.net(inputs + self.shift if len(inputs) < 8 else inputs)
 
 
+@pytest.mark.slow
 def test_what_a_batch_does_not_depend_on_is_corrected(tmp_path):
     ended, loop = federated(tmp_path, SCAFFOLD(), net=Partly().double())
     model, control, _ = reference(lambda name, step: 0.1, net=Partly().double())
@@ -166,16 +170,16 @@ def test_what_a_batch_does_not_depend_on_is_corrected(tmp_path):
 
 
 def test_refusals(tmp_path):
-    with pytest.raises(MisconfigurationException, match="lr_server must be above 0 and finite, but is 0"):
+    with pytest.raises(MisconfigurationException, match=r"lr_server.*0"):
         SCAFFOLD(lr_server=0)
     for optimizer, message in (
-        (partial(torch.optim.AdamW, lr=0.1), "SCAFFOLD needs .* the module steps with AdamW: return one"),
-        (partial(SGD, lr=0.1, momentum=0.9), "not with momentum=0.9"),
-        (partial(SGD, lr=0.1, maximize=True), "not with maximize=True"),
+        (partial(torch.optim.AdamW, lr=0.1), r"SCAFFOLD.*torch\.optim\.SGD.*AdamW"),
+        (partial(SGD, lr=0.1, momentum=0.9), r"momentum=0\.9"),
+        (partial(SGD, lr=0.1, maximize=True), "maximize=True"),
     ):
         with pytest.raises(MisconfigurationException, match=message):
             federated(tmp_path, SCAFFOLD(), optimizer=optimizer)
-    with pytest.raises(MisconfigurationException, match=r"not with momentum=0\.5"):
+    with pytest.raises(MisconfigurationException, match=r"momentum=0\.5"):
         federated(tmp_path, SCAFFOLD(), client_settings={1: {"momentum": 0.5}})
 
 

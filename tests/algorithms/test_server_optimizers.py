@@ -37,6 +37,7 @@ METHODS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "execution"), in_turn(METHODS, EXECUTIONS))
 def test_rounds_follow_the_paper(tmp_path, name, execution):
     make, update = METHODS[name]
@@ -48,6 +49,7 @@ def test_rounds_follow_the_paper(tmp_path, name, execution):
     assert_close(ended, values)
 
 
+@pytest.mark.slow
 @daily("None")
 @pytest.mark.parametrize("norm", [None, nn.BatchNorm1d])
 def test_no_momentum_is_federated_averaging_to_the_last_bit(tmp_path, norm):
@@ -86,12 +88,12 @@ def test_moments_of_short_numbers_are_long(dtype):
 
 def test_arguments_out_of_range():
     for make, message in (
-        (lambda: FedAvgM(momentum=1.0), "momentum must be at least 0 and below 1, but is 1.0"),
+        (lambda: FedAvgM(momentum=1.0), r"momentum.*1\.0"),
         (lambda: FedAvgM(lr=0.0), "lr must be above 0 and finite, but is 0.0"),
         (lambda: FedAdam(lr=float("nan")), "lr must be .* but is nan"),
-        (lambda: FedAdam(betas=(0.9, 1.0)), r"betas\[1\] must be at least 0 and below 1, but is 1.0"),
-        (lambda: FedYogi(betas=(0.9,)), "betas must be two numbers"),
-        (lambda: FedYogi(tau=0.0), "tau must be above 0 and finite, but is 0.0"),
+        (lambda: FedAdam(betas=(0.9, 1.0)), r"betas\[1\].*1\.0"),
+        (lambda: FedYogi(betas=(0.9,)), r"betas.*0\.9"),
+        (lambda: FedYogi(tau=0.0), r"tau.*0\.0"),
     ):
         with pytest.raises(MisconfigurationException, match=message):
             make()

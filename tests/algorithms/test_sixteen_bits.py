@@ -98,6 +98,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "dtype", "form"), CASES)
 def test_a_base_of_sixteen_bits_has_the_sum_of_all_changes(tmp_path, method, dtype, form):
     _, module, _, folded = federate(tmp_path, METHODS[method], dtype, **form)

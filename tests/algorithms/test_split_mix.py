@@ -98,7 +98,7 @@ def assert_close(first, second):
         torch.testing.assert_close(value, second[name], rtol=1e-9, atol=1e-9, msg=lambda t, n=name: n + t)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(("capacity", "execution"), [("fixed", "sequential"), ("dynamic", "vectorized")])
 def test_each_base_learns_on_its_own(tmp_path, capacity, execution):
     algorithm = Watching(BUDGETS, capacity)
@@ -122,6 +122,7 @@ def test_clients_have_the_bases_of_their_budget_drawn_in_each_round(tmp_path):
     assert any(not first <= second for first, second in same_round)
 
 
+@pytest.mark.slow
 def test_what_travels_are_the_clients_own_bases(tmp_path):
     algorithm = Watching(BUDGETS)
     _, loop = run(tmp_path, algorithm, max_epochs=1)
@@ -132,6 +133,7 @@ def test_what_travels_are_the_clients_own_bases(tmp_path):
     assert loop.ledger.total_down == loop.ledger.total_up < 5 * loop.ledger.dense_bytes
 
 
+@pytest.mark.slow
 def test_variants_are_smaller_ensembles(tmp_path):
     module, loop = run(tmp_path, SplitMix(BUDGETS), max_epochs=1)
     inputs = data().tensors[0]
@@ -148,6 +150,7 @@ def test_variants_are_smaller_ensembles(tmp_path):
             assert all(torch.equal(personal[name], value) for name, value in variants[str(budget)].items())
 
 
+@pytest.mark.slow
 def test_a_budgets_ensemble_has_its_clients_statistics_where_these_are_local(tmp_path):
     _, loop = run(tmp_path, SplitMix(BUDGETS), max_epochs=1, buffers="local")
     for client in range(len(CLIENTS)):
@@ -180,7 +183,7 @@ def test_what_is_outside_of_the_ensemble_is_trained_by_all(tmp_path):
     assert len({name for name in changed if "heads" in name}) == 1
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_all_bases_in_one_is_federated_averaging(tmp_path):
     single = Module(bases(1), optimizer=SGD)
     first, _ = run(tmp_path, SplitMix([1]), single)
@@ -188,7 +191,7 @@ def test_all_bases_in_one_is_federated_averaging(tmp_path):
     assert all(torch.equal(value, weights(second)[name]) for name, value in weights(first).items())
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_low_rank_bases(tmp_path):
     module = Module(bases(), optimizer=SGD)
     rank = LowRank(MatrixProduct(), rank=1, role="weight", summary=False)
@@ -209,18 +212,19 @@ def test_an_ensemble_on_its_own():
     ensemble.active = None
     with torch.autocast("cpu", torch.bfloat16):
         assert ensemble(inputs).dtype == torch.bfloat16
-    with pytest.raises(MisconfigurationException, match="bases must be at least 1, but is 0"):
+    with pytest.raises(MisconfigurationException, match=r"bases.*0"):
         Ensemble(base, 0)
 
 
+@pytest.mark.slow
 def test_refuses(tmp_path):
-    with pytest.raises(MisconfigurationException, match="module holds none"):
+    with pytest.raises(MisconfigurationException, match=r"lightning_lowrank\.Ensemble"):
         run(tmp_path, SplitMix(), Module())
     with pytest.raises(MisconfigurationException, match="module holds 2"):
         run(tmp_path, SplitMix(), Module(nn.Sequential(bases(), bases())))
-    with pytest.raises(MisconfigurationException, match="trains 9 bases, and the Ensemble has 4"):
+    with pytest.raises(MisconfigurationException, match=r"SplitMix.*9.*4"):
         run(tmp_path, SplitMix())
-    with pytest.raises(MisconfigurationException, match="optimizer_state='keep' is not possible"):
+    with pytest.raises(MisconfigurationException, match="optimizer_state='keep'"):
         run(tmp_path, SplitMix(BUDGETS), optimizer_state="keep")
     for budgets in ([0, 1], [1.5]):
         with pytest.raises(MisconfigurationException, match=r"budgets\[0\] must be"):

@@ -165,7 +165,7 @@ def test_what_crosses_the_wire(tmp_path):
     }
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("joint", [False, True])
 def test_the_fit_is_that_of_autograd_and_torchs_adam(joint):
     """Over two batches, in double, where rounding is too small for Adam to make steps of it."""
@@ -249,7 +249,7 @@ def train_client(theirs, start, client, joint, reset, kept):
     return {name: [value.detach() for value in each] for name, each in factors.items()}, personal
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @daily("sequential-True-1.8-round", "vectorized-False-1.0-never")
 @pytest.mark.parametrize(
     ("execution", "joint", "mixing", "reset"),
@@ -326,6 +326,7 @@ def test_averaged_composed_tensors(tmp_path, mixing):
         assert (before[name] - target).norm() > 2 * smallest
 
 
+@pytest.mark.slow
 def test_clients_have_equal_weights_for_factors_and_their_own_for_composed_tensors(tmp_path):
     ends = {}
     for aggregation in ("AFM", "ACT"):
@@ -353,6 +354,7 @@ def test_refit_finds_a_weight_of_its_rank_again(shape):
     assert tuple(found) == names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_refit_comes_near_to_a_weight_of_higher_rank(dtype):
     weight = composed(random_factors((8, 6, 3, 3), 9)).to(dtype)
@@ -414,6 +416,7 @@ def test_convolutions_one_after_another_and_together(tmp_path, aggregation):
     assert ends[0][2] == ends[1][2]
 
 
+@pytest.mark.slow
 def test_the_global_model_is_made_of_the_servers_factors(tmp_path):
     seen = []
 
@@ -458,12 +461,12 @@ def test_weights_changed_from_outside_get_new_factors(tmp_path):
 def test_refuses_what_it_cannot_train(tmp_path):
     low_rank = LowRank(CP(), rank=2, role="weight", summary=False)
     loop = FederatedLoop(TDPFed(), clients=2, summary=False)
-    with pytest.raises(MisconfigurationException, match="remove LowRank from `callbacks`"):
+    with pytest.raises(MisconfigurationException, match=r"LowRank.*`callbacks`"):
         fit(trainer(tmp_path, low_rank, loop), Module(), Data())
     frozen = network()
     for value in frozen.parameters():
         value.requires_grad_(value.ndim == 1)
-    with pytest.raises(MisconfigurationException, match=r"compression=1\.2.* the module has none"):
+    with pytest.raises(MisconfigurationException, match=r"compression=1\.2"):
         run(tmp_path, TDPFed(**SMALL), net=frozen)
     for value in (0.0, float("inf")):
         unsuitable = network()
@@ -472,14 +475,16 @@ def test_refuses_what_it_cannot_train(tmp_path):
             run(tmp_path, TDPFed(**SMALL), net=unsuitable)
 
 
+@pytest.mark.slow
 @daily()
 @pytest.mark.parametrize("aggregation", ["AFM", "ACT"])
 def test_a_run_that_diverges_ends_with_the_cause(tmp_path, aggregation):
     algorithm = TDPFed(**{**SMALL, "regularization": 1e6}, aggregation=aggregation)
-    with pytest.raises(MisconfigurationException, match="numbers that are not finite"):
+    with pytest.raises(MisconfigurationException, match=r"weight\.U"):
         run(tmp_path, algorithm, local_epochs=8)
 
 
+@pytest.mark.slow
 @daily()
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_follows_single_precision(tmp_path, dtype):
@@ -501,15 +506,15 @@ def test_low_precision_follows_single_precision(tmp_path, dtype):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"compression": 0.5}, "compression must be at least 1 and finite, but is 0.5"),
+        ({"compression": 0.5}, r"compression.*0\.5"),
         ({"compression": float("nan")}, "compression must be at least 1 and finite"),
-        ({"regularization": 0}, "regularization must be"),
-        ({"factor_learning_rate": 0.0}, "factor_learning_rate must be"),
-        ({"mixing": 0.0}, "mixing must be"),
-        ({"personal_steps": 0}, "personal_steps must be"),
-        ({"factor_steps": 1.5}, "factor_steps must be"),
-        ({"adam_reset": "epoch"}, "adam_reset must be one of 'batch', 'round', 'never', but is 'epoch'"),
-        ({"aggregation": "FM"}, "aggregation must be one of 'AFM', 'ACT', but is 'FM'"),
+        ({"regularization": 0}, r"regularization.*0"),
+        ({"factor_learning_rate": 0.0}, r"factor_learning_rate.*0\.0"),
+        ({"mixing": 0.0}, r"mixing.*0\.0"),
+        ({"personal_steps": 0}, r"personal_steps.*0"),
+        ({"factor_steps": 1.5}, r"factor_steps.*1\.5"),
+        ({"adam_reset": "epoch"}, r"adam_reset.*'round'.*'never'"),
+        ({"aggregation": "FM"}, r"aggregation.*'ACT'.*'FM'"),
     ],
 )
 def test_arguments_are_checked(arguments, message):

@@ -32,6 +32,7 @@ def largest_gradients(net, clients, count):
     return torch.cat([gradient.reshape(-1) for gradient in gradients]).abs().argsort(descending=True)[:count]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "share", "settings"),
     all_pairs(METHODS, [0.15, 0.4], [{}, {"execution": "vectorized"}, {"execution": "vectorized", "chunk_size": 2}]),
@@ -60,6 +61,7 @@ def test_rounds_in_plain_pytorch(tmp_path, method, share, settings):
     torch.testing.assert_close(plain.flat(module), model, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.slow
 @daily("None-RandomMask", "BatchNorm1d-SlidingWindowMask")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("norm", [None, nn.BatchNorm1d])
@@ -144,7 +146,7 @@ def test_without_the_choosing_client_the_last_choice_stays():
     assert int(unpack_bits(server.state["mask.bits"], 452).sum()) == count
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_bytes(tmp_path):
     numbers, rounds = plain.flat(network()).numel(), plain.PARTICIPANTS
     transfers = sum(map(len, rounds))
@@ -201,6 +203,7 @@ def test_the_client_knows_what_to_send_from_what_it_got(method):
     assert all(torch.equal(sent[name], value) for name, value in net.named_buffers())
 
 
+@pytest.mark.slow
 def test_accumulated_gradients_choose_too(tmp_path):
     loop = FederatedLoop(GradientMask(0.3), partition=FromIndices(plain.CLIENTS), summary=False)
     module, ends = Module(), []

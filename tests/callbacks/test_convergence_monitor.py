@@ -65,6 +65,7 @@ def test_nothing_observes_after_an_error(tmp_path):
     assert loop.algorithm.observers == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operator", [ProductSum, SumProduct, RoLoRA])
 def test_constants_are_the_smallest_that_satisfy_the_conditions(tmp_path, operator):
     seen, logged, _ = monitored(tmp_path, operator())
@@ -99,7 +100,7 @@ def test_constants_are_the_smallest_that_satisfy_the_conditions(tmp_path, operat
         assert math.sqrt(sum(parts)) == pytest.approx(figures["convergence/R"], rel=1e-6)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_each_operator_is_best_by_its_own_condition(tmp_path):
     _, sums, _ = monitored(tmp_path, ProductSum())
     _, products, _ = monitored(tmp_path, SumProduct())
@@ -108,12 +109,14 @@ def test_each_operator_is_best_by_its_own_condition(tmp_path):
     assert products[0]["convergence/P_gap"] > 0.1
 
 
+@pytest.mark.slow
 def test_layers_can_be_left_out_and_nobody_watches_afterwards(tmp_path):
     _, logged, loop = monitored(tmp_path, SumProduct(), ConvergenceMonitor(per_layer=False))
     assert {name.count("/") for name in logged[0]} == {1}
     assert len(loop.algorithm.observers) == 1
 
 
+@pytest.mark.slow
 def test_a_factor_that_stays_with_its_client_is_not_measured(tmp_path):
     with pytest.warns(UserWarning, match="ConvergenceMonitor logs nothing: with FedSA"):
         ConvergenceMonitor().on_fit_start(SimpleNamespace(callbacks=[FederatedLoop(FedLoRA(FedSA()), clients=3)]), None)

@@ -43,6 +43,7 @@ def test_prints_its_table(tmp_path, capsys):
     assert "parameters are trained" in printed
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_converted_stay_trained_or_freeze(tmp_path):
     for freeze in (False, True):
         module = Module(network(norm=nn.BatchNorm1d))
@@ -56,6 +57,7 @@ def test_weights_that_are_not_converted_stay_trained_or_freeze(tmp_path):
         assert after["net.0.factors.V"].abs().sum() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_callback", [True, False], ids=["LowRank", "FederatedLoop"])
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 def test_a_merged_module_is_trained_as_one_that_is_not(tmp_path, with_callback, training):
@@ -96,6 +98,7 @@ def test_dense_traffic_is_that_of_the_module_before(tmp_path):
     assert len(sizes) == 1
 
 
+@pytest.mark.slow
 def test_the_same_callback_serves_a_second_run(tmp_path):
     module = Module()
     low_rank = LowRank(MatrixProduct(), rank=2, summary=False)
@@ -104,7 +107,7 @@ def test_the_same_callback_serves_a_second_run(tmp_path):
     trainer(tmp_path, low_rank).test(module, Data(), verbose=False)
     trainer(tmp_path, LowRank(MatrixProduct(), rank=2, summary=False)).validate(module, Data(), verbose=False)
     assert_same(after, weights(module))
-    with pytest.raises(MisconfigurationException, match="already converted"):
+    with pytest.raises(MisconfigurationException, match=r"LowRank.*lightning_lowrank\.recover"):
         trainer(tmp_path, LowRank(MatrixProduct(), rank=3, summary=False)).validate(module, Data(), verbose=False)
     recover(module)
     fit(trainer(tmp_path, LowRank(MatrixProduct(), rank=3, summary=False), max_epochs=1), module, Data())
@@ -116,10 +119,11 @@ def test_another_seed_of_a_converted_module_is_refused():
     LowRank(MatrixProduct(), rank=2, seed=3).convert(module)
     LowRank(MatrixProduct(), rank=2, seed=3).convert(module)
     LowRank(MatrixProduct(), rank=2).convert(module)
-    with pytest.raises(MisconfigurationException, match="already converted with seed=3, and LowRank has seed=4"):
+    with pytest.raises(MisconfigurationException, match=r"seed=3.*LowRank.*seed=4"):
         LowRank(MatrixProduct(), rank=2, seed=4).convert(module)
 
 
+@pytest.mark.slow
 def test_layers_made_in_configure_model(tmp_path):
     class Late(Module):
         def __init__(self):
@@ -243,7 +247,7 @@ def test_factors_that_no_optimizer_holds_are_refused(tmp_path):
         ({"rank": 1, "ratio": 0.5}, "rank"),
         ({"ratio": 0.0}, "ratio"),
         ({"ratio": 1.5}, "ratio"),
-        ({"budget": 1e-4}, "at least"),
+        ({"budget": 1e-4}, "freeze_rest=True"),
         ({"rank": 1, "include": ["encoder"]}, "encoder"),
         ({"rank": 1, "exclude": ["nowhere"]}, "nowhere"),
         ({"rank": 1, "keep_trained": ["net.4"]}, "freeze_rest"),
@@ -255,7 +259,7 @@ def test_refusals_are_configuration_errors(tmp_path, arguments, message):
         fit(trainer(tmp_path, LowRank(MatrixProduct(), **arguments, summary=False)), Module(), Data())
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_resume_refuses_other_layers(tmp_path):
     checkpoint = pl.callbacks.ModelCheckpoint(tmp_path, "last")
     fit(trainer(tmp_path, LowRank(MatrixProduct(), rank=2, summary=False), checkpoint), Module(), Data())
@@ -287,6 +291,7 @@ def test_cnn4_at_one_thirty_second():
     assert (conversion.trainable_parameters, conversion.dense_parameters) == (12_008, 390_880)
 
 
+@pytest.mark.slow
 def test_one_client_with_low_rank_layers_is_plain_training(tmp_path):
     ends = []
     for extra in ([], [FederatedLoop(FedAvg(), clients=1, optimizer_state="keep", summary=False)]):
@@ -308,6 +313,7 @@ def test_seed_everything_seeds_the_factors():
     assert not torch.equal(draws[1], draws[2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [None, 7])
 def test_callbacks_take_the_seed_that_was_set_before_the_fit(tmp_path, given):
     seeds = []
@@ -357,7 +363,7 @@ def test_every_setting_reaches_the_layers_and_learns_in_rounds(tmp_path, factori
     torch.testing.assert_close(dense.net(batch), module.eval().net(batch))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_frobenius_decay_is_that_of_the_loss(tmp_path):
     class Decayed(Module):
         def loss(self, batch):
@@ -378,5 +384,5 @@ def test_frobenius_decay_is_that_of_the_loss(tmp_path):
 
 @pytest.mark.parametrize("decay", [-0.1, float("nan")])
 def test_a_wrong_frobenius_decay_is_refused(decay):
-    with pytest.raises(MisconfigurationException, match="frobenius_decay must be"):
+    with pytest.raises(MisconfigurationException, match="frobenius_decay"):
         LowRank(MatrixProduct(), rank=1, frobenius_decay=decay)

@@ -41,7 +41,7 @@ def attacked(folder, epsilon: float | None, seed: int, *callbacks) -> tuple[floa
     return float(area), float(advantage)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("low_rank", [False, True])
 def test_membership_inference_falls_to_chance(tmp_path, low_rank):
     layers = [LowRank(MatrixProduct(), rank=4, role="weight", summary=False)] if low_rank else []

@@ -94,6 +94,7 @@ def test_nan_is_never_the_best(tmp_path, capsys):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -115,6 +116,7 @@ def test_a_round_without_validation_has_no_figure_of_its_own(tmp_path, capsys, f
     assert f"{name} 3.0000" in fourth
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fast_steps", [True, False])
 def test_a_figure_of_training_is_of_each_round(tmp_path, capsys, fast_steps):
     constant = torch.tensor(1.0)
@@ -139,6 +141,7 @@ def test_a_metric_that_nobody_logs_is_named_once(tmp_path, capsys):
     assert [line.count(",") for line in capsys.readouterr().out.splitlines()] == [2, 2, 2]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_with_its_round_and_its_best(tmp_path, capsys):
     values = [1.0, 2.0, 3.0, 0.5]
     kept = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1)
@@ -159,6 +162,7 @@ def test_a_resumed_run_goes_on_with_its_round_and_its_best(tmp_path, capsys):
     assert progress._from == pytest.approx(1 + 2 / 6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", [[], [RoundProgress(form="none")]], ids=["none", "mute"])
 @pytest.mark.parametrize("after", [[], [RoundProgress(monitor="val_loss", form="lines")]], ids=["none", "shown"])
 def test_a_run_is_resumed_whatever_is_shown(tmp_path, before, after):
@@ -169,6 +173,7 @@ def test_a_run_is_resumed_whatever_is_shown(tmp_path, before, after):
     assert resumed.current_epoch == 2
 
 
+@pytest.mark.slow
 def test_another_fit_forgets_the_best(tmp_path):
     progress = RoundProgress()
     fit(trainer(tmp_path, federated(), progress), Scored("val_loss", [1.0, 2.0, 3.0]), Data())
@@ -183,6 +188,7 @@ def test_rounds_without_an_end(tmp_path, capsys):
     assert all(line.endswith(" so far") for line in said)
 
 
+@pytest.mark.slow
 def test_clients_that_failed_and_clients_that_step_together(tmp_path, capsys):
     loop = federated(execution="vectorized", client_dropout=0.5)
     fit(trainer(tmp_path, loop, RoundProgress(), max_epochs=4), Module(), Data())
@@ -279,12 +285,12 @@ def test_evaluation_shows_nothing(tmp_path, capsys):
 
 
 def test_refused():
-    with pytest.raises(MisconfigurationException, match=r"form must be one of 'auto', 'bar', 'lines', 'none'.*'dots'"):
+    with pytest.raises(MisconfigurationException, match=r"'bar'.*'lines'.*'none'"):
         RoundProgress(form="dots")
 
 
 def test_refused_without_rounds_or_before_them(tmp_path):
-    with pytest.raises(MisconfigurationException, match="callbacks have no FederatedLoop"):
+    with pytest.raises(MisconfigurationException, match="FederatedLoop"):
         trainer(tmp_path, RoundProgress()).fit(Module(), Data())
-    with pytest.raises(MisconfigurationException, match="RoundProgress comes before FederatedLoop"):
+    with pytest.raises(MisconfigurationException, match=r"RoundProgress.*FederatedLoop.*`callbacks`"):
         trainer(tmp_path, RoundProgress(), federated()).fit(Module(), Data())

@@ -78,7 +78,7 @@ def test_statistics_are_those_of_the_weights_at_each_validation(tmp_path):
     assert module.net[1].num_batches_tracked == 1
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_training_does_not_see_it(tmp_path):
     ends = []
     for callbacks in ([], [StaticBatchNorm()]):
@@ -92,6 +92,7 @@ def test_training_does_not_see_it(tmp_path):
         assert torch.equal(value, ends[1][0][name]) is (name not in statistic)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("execution", ["sequential", "vectorized"])
 def test_rounds_validate_the_global_model_with_its_own_statistics(tmp_path, execution):
     inputs, targets = blobs(102).tensors
@@ -126,6 +127,7 @@ def test_statistics_that_travel_are_not_changed_by_clients(tmp_path):
             assert torch.equal(seen, watch.validated[number - 1][1])
 
 
+@pytest.mark.slow
 def test_it_begins_with_a_round(tmp_path):
     inputs, targets = blobs(96).tensors
     watch, module = Watch(), Callable()
@@ -142,6 +144,7 @@ def test_it_begins_with_a_round(tmp_path):
     assert module.net[1].num_batches_tracked == 4
 
 
+@pytest.mark.slow
 def test_batches_are_in_one_random_order_and_may_be_limited(tmp_path):
     inputs, targets = blobs(97).tensors
     order = torch.argsort(targets, stable=True)
@@ -209,6 +212,7 @@ class Judged(Callable):
     on_test_epoch_start = on_validation_epoch_start
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batches", [None, 1])
 def test_every_size_has_statistics_of_its_own(tmp_path, batches):
     inputs, targets = blobs(102).tensors
@@ -229,6 +233,7 @@ def test_every_size_has_statistics_of_its_own(tmp_path, batches):
     assert torch.equal(module.net[1].running_mean.cpu(), seen[-3][1].cpu())
 
 
+@pytest.mark.slow
 def test_clients_models_have_statistics_of_their_own_samples(tmp_path):
     inputs, targets = blobs(102).tensors
     data = Data(TensorDataset(inputs, targets), batch_size=102)
@@ -280,6 +285,7 @@ def test_a_pass_over_a_clients_samples_is_shorter_than_its_training(tmp_path):
     assert module.passes.batches[-3:] == [4, 2, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("algorithm", "models"), [(FedAvg(), 1), (HeteroFL([1.0, 0.5, 0.25]), 3)])
 def test_passes_are_shorter_than_the_round(tmp_path, algorithm, models):
     module = Callable()
@@ -297,6 +303,7 @@ def test_the_advice_says_what_becomes_of_the_statistics(tmp_path, buffers, said)
         trainer(tmp_path, loop, max_epochs=1).fit(Callable(), Data())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", [HeteroFL([1.0, 0.5]), FedAvg()])
 def test_methods_whose_paper_has_it_ask_for_it(tmp_path, algorithm):
     said = []
@@ -372,7 +379,7 @@ def test_a_trial_run_takes_a_batch(tmp_path):
     assert module.net[1].num_batches_tracked == 2
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_resumed_run_is_the_same(tmp_path):
     def run(ckpt_path=None):
         module = Callable()
@@ -506,7 +513,7 @@ def test_a_forward_that_takes_more_than_a_batch_has_first_is_refused_before_the_
     callbacks = [FederatedLoop(FedAvg(), clients=2, summary=False)] * federated
     refused = TakesLengths()
     before = weights(refused)
-    with pytest.raises(MisconfigurationException, match=r"forward\(\) fails on that \(TypeError: .*'lengths'"):
+    with pytest.raises(MisconfigurationException, match=r"TakesLengths\.forward\(\).*TypeError.*'lengths'"):
         fit(trainer(tmp_path, *callbacks, StaticBatchNorm(), max_epochs=1), refused, Data())
     assert all(torch.equal(value, before[name]) for name, value in weights(refused).items())
 
@@ -522,23 +529,23 @@ def test_a_forward_that_takes_no_batch_is_refused_before_the_first_step(tmp_path
     fit(run(), TakesDictionaries(), samples)
     refused = OfDictionaries()
     before = weights(refused)
-    with pytest.raises(MisconfigurationException, match=r"forward\(\) fails on that \(TypeError.*\['x', 'y'\]"):
+    with pytest.raises(MisconfigurationException, match=r"OfDictionaries\.forward\(\).*TypeError.*linear\(\)"):
         fit(run(), refused, samples)
     assert all(torch.equal(value, before[name]) for name, value in weights(refused).items())
 
 
 def test_refuses(tmp_path):
-    with pytest.raises(MisconfigurationException, match="batches must be at least 1"):
+    with pytest.raises(MisconfigurationException, match=r"batches.*0"):
         StaticBatchNorm(batches=0)
-    with pytest.raises(MisconfigurationException, match="from_round must be at least 0"):
+    with pytest.raises(MisconfigurationException, match=r"from_round.*-1"):
         StaticBatchNorm(from_round=-1)
-    with pytest.raises(MisconfigurationException, match="Module has no BatchNorm layer"):
+    with pytest.raises(MisconfigurationException, match="BatchNorm"):
         fit(trainer(tmp_path, StaticBatchNorm()), Module(), Data())
-    with pytest.raises(MisconfigurationException, match="Module has none"):
+    with pytest.raises(MisconfigurationException, match="StaticBatchNorm"):
         fit(trainer(tmp_path, StaticBatchNorm()), Module(network(norm=nn.BatchNorm1d)), Data())
     loop = FederatedLoop(FedAvg(), clients=2, summary=False)
-    with pytest.raises(MisconfigurationException, match="StaticBatchNorm comes before FederatedLoop"):
+    with pytest.raises(MisconfigurationException, match=r"StaticBatchNorm.*FederatedLoop.*`callbacks`"):
         fit(trainer(tmp_path, StaticBatchNorm(), loop), Callable(), Data())
     loader = DataLoader(blobs(96), batch_size=8)
-    with pytest.raises(MisconfigurationException, match="over one training loader, and there are 2"):
+    with pytest.raises(MisconfigurationException, match=r"there.*2"):
         fit(trainer(tmp_path, StaticBatchNorm(), limit_val_batches=0), Several(), [loader, loader])

@@ -363,6 +363,7 @@ def test_a_seed_that_is_given_to_the_loop_stays(run, made):
     assert [yaml.safe_load((folder / "config.yaml").read_text())["seed_everything"] for folder in folders] == [1, 2]
 
 
+@pytest.mark.nightly
 def test_one_seeds_model_is_freed_before_the_next_is_made(run, monkeypatch):
     models: list[weakref.ref] = []
     alive: list[int] = []
@@ -389,7 +390,7 @@ def test_a_seed_that_fails_is_named_and_the_earlier_ones_stay(run, made, capsys,
             run(*words, "--seeds", "0", "3", "1", "2")
         assert end.value.code == f"{named}: this seed is unlucky"
     else:
-        with pytest.raises(KeyError, match="this seed is unlucky"):
+        with pytest.raises(KeyError, match="'this seed is unlucky'"):
             run(*words, "--seeds", "0", "3", "1", "2")
         assert capsys.readouterr().err.splitlines()[-1] == named
     assert len(made) == 3
@@ -405,6 +406,7 @@ def test_a_single_seed_that_fails_ends_as_any_run_does(run, capsys):
     assert "seed 1" not in str(end.value.code)
 
 
+@pytest.mark.nightly
 def test_seeds_are_for_fit_and_inspect_takes_them_from_a_recipe(run, made, capsys):
     Path("seeds.yaml").write_text(BASE + "seeds: [4, 5]\n")
     run("inspect", "--config", "seeds.yaml", "--json")
@@ -422,9 +424,7 @@ def test_seeds_are_for_fit_and_inspect_takes_them_from_a_recipe(run, made, capsy
 
 
 def test_seeds_do_not_share_a_checkpoint(run):
-    with pytest.raises(
-        SystemExit, match=r"ckpt_path='last' is the state of one run, from which the 2 runs of seeds=\[0, 1\]"
-    ):
+    with pytest.raises(SystemExit, match=r"ckpt_path='last'.*2.*seeds=\[0, 1\]"):
         run("fit", "--config", "base.yaml", "--seeds", "0", "1", "--ckpt_path", "last")
     run("inspect", "--config", "base.yaml", "--seeds", "0", "1", "--json")
 
@@ -434,7 +434,7 @@ def test_seeds_do_not_share_a_folder(run, folder):
     logger: Any = {"class_path": "CSVLogger", "init_args": {"save_dir": "runs", "version": "mine"}}
     Path("mine.yaml").write_text(yaml.safe_dump({"trainer": {"logger": [logger] if folder == "list" else logger}}))
     words = ("fit", "--config", "base.yaml", "--config", "mine.yaml", "--trainer.max_epochs", "1")
-    with pytest.raises(SystemExit, match="version='mine' is one run folder, which the 2 runs"):
+    with pytest.raises(SystemExit, match=r"version='mine'.*2"):
         run(*words, "--seeds", "0", "1")
     assert not Path("runs").exists()
     assert loop_of(run(*words, "--seeds", "6")).seed == 6
@@ -481,6 +481,7 @@ def test_commands_called_from_python_do_not_warn_of_it(run, monkeypatch, recwarn
     assert not [each for each in recwarn if "args parameter" in str(each.message)]
 
 
+@pytest.mark.nightly
 def test_one_bar_for_the_rounds(run, capsys):
     words = ("fit", "--config", "base.yaml", "--trainer.max_epochs", "1")
     shown = ("--trainer.enable_progress_bar", "true")
@@ -518,7 +519,7 @@ def test_export_loads_into_the_unconverted_network(run, capsys, dense):
     torch.testing.assert_close(outputs(plain_module(), "exported/module.safetensors"), expected)
     main(["export", str(checkpoint), "network.safetensors", "--prefix", "network."])
     torch.testing.assert_close(outputs(MLP(64, [16, 16], 10), "network.safetensors"), expected)
-    with pytest.raises(SystemExit, match="no tensor's name begins with --prefix 'nothing'"):
+    with pytest.raises(SystemExit, match=r"--prefix.*'nothing'"):
         main(["export", str(checkpoint), "nothing.safetensors", "--prefix", "nothing"])
     assert not Path("nothing.safetensors").exists()
 

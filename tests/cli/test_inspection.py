@@ -47,6 +47,7 @@ def recipe(*names: str) -> list[str]:
     return [word for name in names for word in ("--config", str(RECIPES / f"{name}.yaml"))]
 
 
+@pytest.mark.slow
 def test_the_json_has_the_documented_form(inspect, tmp_path):
     figures = inspect(*recipe("quickstart"))
     assert set(figures) == {

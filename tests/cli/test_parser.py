@@ -68,6 +68,7 @@ def test_other_processes_save_no_configuration(tmp_path, monkeypatch):
     assert not list(tmp_path.rglob("config.yaml"))
 
 
+@pytest.mark.slow
 def test_a_configuration_is_written_as_if_it_was_validated_again():
     words = ["fit", "--config", "quickstart", "--trainer.logger", "false"]
     cli = BuiltCLI(**CLI_SETTINGS, args=words)

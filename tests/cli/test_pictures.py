@@ -92,7 +92,7 @@ def recording(kind: type) -> tuple[Any, Recording]:
     return Logger(), Logger.client
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_tensorboard_has_the_pictures_when_the_fit_has_ended(tmp_path, monkeypatch):
     drawn = []
     one = plots.plot_curves
@@ -112,6 +112,7 @@ def test_tensorboard_has_the_pictures_when_the_fit_has_ended(tmp_path, monkeypat
     assert by_bytes[0][0] == pytest.approx(spent / 2)
 
 
+@pytest.mark.slow
 def test_a_round_without_validation_has_no_point(tmp_path, monkeypatch):
     drawn: list[Any] = []
     monkeypatch.setattr(plots, "plot_curves", lambda curves, *rest: drawn.append(curves) or [])
@@ -127,7 +128,7 @@ def test_a_round_without_validation_has_no_point(tmp_path, monkeypatch):
     ]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [WandbLogger, pytest.param(MLFlowLogger, marks=pytest.mark.slow)])
 def test_wandb_and_mlflow_have_the_pictures(tmp_path, kind):
     logger, client = recording(kind)
@@ -172,7 +173,7 @@ def test_a_resumed_run_draws_the_rounds_before(tmp_path, monkeypatch):
     assert list(state["rounds"]) == [0, 1]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_logger_that_fails_costs_the_pictures_alone(tmp_path, monkeypatch):
     logger, client = recording(MLFlowLogger)
 
@@ -185,6 +186,7 @@ def test_a_logger_that_fails_costs_the_pictures_alone(tmp_path, monkeypatch):
     assert trainer.current_epoch == 3
 
 
+@pytest.mark.slow
 def test_nothing_is_drawn_without_a_metric_or_a_logger_of_images(tmp_path, monkeypatch):
     monkeypatch.setattr(plots, "draw", lambda *arguments: pytest.fail("drawn"))
     fit(tmp_path, CSVLogger(tmp_path))
@@ -198,7 +200,7 @@ def test_rounds_between_pictures_are_at_least_one():
         RoundPictures(every_n_rounds=0)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("logger", "own", "added"),
     [

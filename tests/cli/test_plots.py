@@ -39,6 +39,7 @@ def picture(path: Path) -> np.ndarray:
     return pixels
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_constants_of_convergence_are_drawn_where_they_were_logged(tmp_path):
     constants = {"convergence/R": 3.0, "convergence/P": 2.0, "convergence/Q": 0.0}
@@ -76,6 +77,7 @@ def test_an_evaluation_after_a_fit_without_a_federation_is_not_drawn(tmp_path):
     assert [point.x for point in curve(runs, None, "test_acc")] == [3]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_plots_are_pictures_with_a_curve_for_each_run(tmp_path):
     few = write_run(tmp_path / "few" / "a", rows_of([0.2, 0.5, 0.6], 10_000, 10_000))
@@ -119,6 +121,7 @@ def test_narrow_pictures_have_room_for_a_curve_beside_long_names(tmp_path):
     assert shortened("a_name_of_many_letters_2", 14) == "a_name_o…ers_2"
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_deviation_is_a_band_in_the_curves_colour(tmp_path):
     def pale_blue(path: Path) -> int:
@@ -153,7 +156,7 @@ def test_many_runs_fit_the_picture(tmp_path):
     assert picture(tmp_path / "out" / "bytes.png").shape == picture(tmp_path / "out" / "rounds.png").shape
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_run_that_is_not_federated_has_no_plot_by_bytes(tmp_path):
     run = write_run(tmp_path / "run", [{"epoch": 0, "step": 5, "val_acc": 0.5}])
     written = report([run], output=tmp_path / "out", console=Console(quiet=True))

@@ -68,7 +68,7 @@ def test_a_mask_that_travels_tells_the_decoder_how_many_values_follow():
     expected = Chain([Mask(MASK), TopK(0.5), Half()]).transmit(TENSORS)
     for name, tensor in Chain([Mask(), TopK(0.5), Half()]).decode(data).items():
         assert torch.equal(tensor, expected[name])
-    with pytest.raises(DecodingError, match="'positions' of the bytes"):
+    with pytest.raises(DecodingError, match="'positions'"):
         Chain([Mask(), TopK(0.1), Half()]).decode(data)
 
 
@@ -85,6 +85,7 @@ def test_chains_in_chains_are_one_chain():
     assert nested.encode(TENSORS) == flat.encode(TENSORS)
 
 
+@pytest.mark.slow
 def test_a_chain_of_unbiased_codecs_is_unbiased():
     assert Chain([RandomK(0.5, unbiased=True), Quantize()]).unbiased
     assert not Chain([RandomK(0.5), Quantize()]).unbiased
@@ -112,16 +113,16 @@ def test_a_decoder_reserves_no_memory_for_lengths_that_it_does_not_believe():
         start += len(part)
     text = json.dumps(header).encode()
     data = len(text).to_bytes(8, "little") + text + b"".join(parts.values())
-    with pytest.raises(DecodingError, match="'levels' of the bytes has length 4"):
+    with pytest.raises(DecodingError, match=r"'levels'.*length.*4"):
         Chain([RandomK(0.5), Quantize()]).decode(data)
 
 
 def test_what_cannot_be_a_chain_is_refused():
     with pytest.raises(ValueError, match="at least one codec"):
         Chain([])
-    with pytest.raises(TypeError, match="must be instances of FloatingCodec"):
+    with pytest.raises(TypeError, match="FloatingCodec"):
         Chain([Half(), Dense()])
-    with pytest.raises(ValueError, match=r"Half has error_feedback=True, but comes after TopK\. Give"):
+    with pytest.raises(ValueError, match=r"error_feedback=True.*TopK"):
         Chain([TopK(0.1), Half(error_feedback=True)])
     assert Chain([TopK(0.1, error_feedback=True), Half()]).error_feedback
 

@@ -267,7 +267,7 @@ EXPANDING = {
 
 @pytest.mark.parametrize("build", EXPANDING.values(), ids=EXPANDING)
 def test_error_feedback_around_a_codec_that_expands_is_refused(build):
-    with pytest.raises(ValueError, match=r"error_feedback=True diverges .*(leave it out|choose a smaller one|use)"):
+    with pytest.raises(ValueError, match="error_feedback=True"):
         build()
 
 
@@ -277,14 +277,14 @@ def test_other_codecs_may_follow_one_with_error_feedback(codec):
 
 
 def test_what_cannot_be_a_channel_is_refused():
-    with pytest.raises(TypeError, match="must be instances of Codec"):
+    with pytest.raises(TypeError, match=r"codecs.*0\.1"):
         Channel(["half"])
     with pytest.raises(TypeError, match="FloatingCodec"):
         Channel([Half(), Plain()])
-    with pytest.raises(ValueError, match="Give error_feedback=True to the first codec"):
+    with pytest.raises(ValueError, match="error_feedback=True"):
         Channel([TopK(0.1), Half(error_feedback=True)])
     channel = Channel([TopK(0.1, error_feedback=True)])
-    with pytest.raises(ValueError, match=r"its own codec, RandomK, .* TopK without error_feedback=True"):
+    with pytest.raises(ValueError, match=r"RandomK.*TopK.*error_feedback=True"):
         channel.send(MESSAGE, seed=0, own=RandomK(0.1))
 
 

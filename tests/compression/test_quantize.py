@@ -15,7 +15,7 @@ def norm_of(bucket, norm):
     return bucket.abs().max() if norm == "max" else bucket.double().norm().float()
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @daily()
 @pytest.mark.parametrize(
     ("bits", "levels", "bucket_size", "norm"),
@@ -115,18 +115,18 @@ def test_a_level_beyond_the_scale_is_refused(bits, level):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"bits": 2}, "bits must be one of 8, 4, but is 2"),
-        ({"bits": 8.0}, r"bits must be one of 8, 4, but is 8\.0"),
-        ({"bucket_size": 0}, "bucket_size must be .* but is 0"),
-        ({"bucket_size": 2.0}, r"bucket_size must be .* but is 2\.0"),
+        ({"bits": 2}, r"bits.*4.*2"),
+        ({"bits": 8.0}, r"bits.*4.*8\.0"),
+        ({"bucket_size": 0}, r"bucket_size.*0"),
+        ({"bucket_size": 2.0}, r"bucket_size.*2\.0"),
         ({"norm": "l1"}, "norm must be one of 'max', 'l2', but is 'l1'"),
-        ({"seed": 2**63}, "seed must be"),
-        ({"bits": 4, "bucket_size": 49, "norm": "l2", "error_feedback": True}, "needs a bucket_size below 49"),
-        ({"bucket_size": None, "norm": "l2", "error_feedback": True}, "below 16129, but it is None"),
+        ({"seed": 2**63}, r"seed.*-2"),
+        ({"bits": 4, "bucket_size": 49, "norm": "l2", "error_feedback": True}, r"bucket_size.*49"),
+        ({"bucket_size": None, "norm": "l2", "error_feedback": True}, "bucket_size"),
     ],
 )
 def test_arguments_out_of_range_are_refused(arguments, message):
     with pytest.raises((TypeError, ValueError), match=message):
         Quantize(**arguments)
-    with pytest.raises(ValueError, match="seed must be"):
+    with pytest.raises(ValueError, match=r"seed.*-2"):
         Quantize().seeded(-(2**63) - 1)

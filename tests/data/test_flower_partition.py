@@ -48,13 +48,14 @@ class Wards(TensorDataset):
         self.ward = ["north" if row < 30 else "south" for row in range(40)]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_it_keeps_the_contract_of_partitions():
     for clients in (None, 10):
         check_partition(FlowerPartition(ByParity("label")), dataset=Wards(), clients=clients, draws=False)
     check_partition(FlowerPartition(ByParity("w"), "w", "ward"), dataset=Wards(), clients=4, draws=False)
 
 
+@pytest.mark.slow
 def test_clients_are_the_partitions():
     partitioner = ByParity("label")
     indices = FlowerPartition(partitioner).split(Wards(), clients=None, seed=0)
@@ -73,21 +74,21 @@ def test_what_it_refuses():
     assigned = ByParity("label")
     assigned.dataset = object()
     for arguments, message in (
-        ((7,), "partitioner must be an object of flwr_datasets.partitioner"),
-        ((assigned,), "has a dataset already"),
+        ((7,), r"partitioner.*flwr_datasets\.partitioner.*7"),
+        ((assigned,), "partitioner=ByParity"),
         ((ByParity("label"), None, "ward"), "column is None"),
     ):
         with pytest.raises(MisconfigurationException, match=message):
             FlowerPartition(*arguments)
     for partition, clients, message in (
-        (FlowerPartition(ByParity("label")), 3, "clients=3, but ByParity makes 10 partitions"),
-        (FlowerPartition(ByParity("colour")), None, "ByParity cannot divide 40 samples by the column 'label'"),
-        (FlowerPartition(ByParity("label", refuses=True)), None, "ValueError: too few of them"),
+        (FlowerPartition(ByParity("label")), 3, r"clients=3.*ByParity.*10"),
+        (FlowerPartition(ByParity("colour")), None, r"ByParity.*40.*'label'"),
+        (FlowerPartition(ByParity("label", refuses=True)), None, "ValueError"),
         (FlowerPartition(ByParity("label", twice=True)), None, "sample"),
     ):
         with pytest.raises(MisconfigurationException, match=message):
             partition.split(Wards(), clients, seed=0)
-    with pytest.raises(MisconfigurationException, match="needs the training set"):
+    with pytest.raises(MisconfigurationException, match="FlowerPartition"):
         FlowerPartition(ByParity("label")).split(40, clients=None, seed=0)
 
 

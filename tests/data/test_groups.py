@@ -21,9 +21,9 @@ def test_groups_of_length_are_of_one_size_and_the_shortest_is_first():
     assert LengthGroups(2)(of_lengths(4, 4, 4, 9)).tolist() == [0, 0, 0, 1]
     lists = [{"words": ["a"] * length} for length in lengths.tolist()]
     assert LengthGroups(6, field="words")(lists).tolist() == groups.tolist()
-    with pytest.raises(MisconfigurationException, match=r"must be dictionaries with 'input_ids', .* with \['words'\]"):
+    with pytest.raises(MisconfigurationException, match=r"samples.*'input_ids'.*\['words'\]"):
         LengthGroups()(lists)
-    with pytest.raises(MisconfigurationException, match="groups must be at least 2"):
+    with pytest.raises(MisconfigurationException, match=r"groups.*1"):
         LengthGroups(1)
 
 
@@ -53,7 +53,7 @@ def test_embeddings_are_means_of_the_encoders_states(tmp_path):
         with torch.no_grad():
             mean = encoder(torch.tensor([text])).last_hidden_state[0].mean(0)
         torch.testing.assert_close(row, mean / mean.norm())
-    with pytest.raises(MisconfigurationException, match="groups=8 needs as many texts, and there are 7"):
+    with pytest.raises(MisconfigurationException, match=r"groups=8.*there.*7"):
         EmbeddingGroups(folder, groups=8)(dataset)
-    with pytest.raises(MisconfigurationException, match="cannot be loaded as an encoder"):
+    with pytest.raises(MisconfigurationException, match=r"'repo_name'.*'namespace/repo_name'"):
         EmbeddingGroups(str(tmp_path / "nothing"), groups=3)(dataset)

@@ -84,7 +84,7 @@ def test_long_texts_are_cut_off_and_those_without_an_answer_dropped(tokenizer):
     with pytest.warns(UserWarning, match="2 of 3 texts have nothing to predict within max_length=6"):
         data.setup("fit")
     assert [len(data.train_set), data.train_set["speaker"]] == [1, ["ada"]]
-    with pytest.raises(MisconfigurationException, match="nothing is left to predict in any text at max_length=3"):
+    with pytest.raises(MisconfigurationException, match="max_length=3"):
         data_of(tokenizer, max_length=3).setup("fit")
 
 
@@ -98,7 +98,7 @@ def test_a_share_is_held_back_to_validate_on(tmp_path, tokenizer):
         for part in (data.train_set, data.validation_set, data.test_set)
     ]
     assert answers == [ids(" ".join(row["output"] for row in part)) for part in (rows[:8], rows[8:], rows[8:])]
-    with pytest.raises(MisconfigurationException, match=r"has 1 rows: validation=0\.5 leaves none"):
+    with pytest.raises(MisconfigurationException, match=r"1.*validation=0\.5"):
         data_of(tokenizer, ROWS[:1], validation=0.5).setup("fit")
 
 
@@ -112,17 +112,17 @@ def test_a_share_on_the_command_line_is_a_number(written, found):
 @pytest.mark.parametrize(
     ("arguments", "rows", "message"),
     [
-        ({"text": "line"}, ROWS, "prompt='is .*' and text='line': give one of prompt, messages and text"),
-        ({"prompt": "{} and"}, ROWS, "must have names of columns in its braces"),
-        ({"prompt": "{a"}, ROWS, "is no template"),
-        ({"validation": 1}, ROWS, "validation must be a name, or a share above 0 and below 1, got 1"),
-        ({"validation": 1.5}, ROWS, "validation must be a name, or a share above 0 and below 1"),
-        ({"max_length": 600}, ROWS, "max_length=600 does not fit .* takes 512"),
-        ({"prompt": "{question}"}, ROWS, r"has no column 'question' \(prompt\); it has instruction, output, speaker"),
-        ({"answer": "reply"}, ROWS, r"has no column 'reply' \(answer\)"),
-        ({}, [{"instruction": "a", "output": None}], "row 0: output is no text, but None"),
-        ({"prompt": None, "messages": "chat"}, [{"chat": "a film"}], "row 0: chat must be a list of dictionaries"),
-        ({"prompt": None, "messages": "chat"}, [{"chat": [{"role": "user"}]}], "row 0: chat must have a role and a"),
+        ({"text": "line"}, ROWS, r"prompt='is \{instruction\} and '.*text='line'"),
+        ({"prompt": "{} and"}, ROWS, r"prompt='\{\} and'.*\[''\]"),
+        ({"prompt": "{a"}, ROWS, r"prompt='\{a'"),
+        ({"validation": 1}, ROWS, r"validation.*1"),
+        ({"validation": 1.5}, ROWS, r"validation.*1\.5"),
+        ({"max_length": 600}, ROWS, r"max_length=600.*512"),
+        ({"prompt": "{question}"}, ROWS, r"dataset.*'question'"),
+        ({"answer": "reply"}, ROWS, r"dataset.*'reply'"),
+        ({}, [{"instruction": "a", "output": None}], r"dataset.*0"),
+        ({"prompt": None, "messages": "chat"}, [{"chat": "a film"}], r"dataset.*0.*'a film'"),
+        ({"prompt": None, "messages": "chat"}, [{"chat": [{"role": "user"}]}], r"dataset.*0"),
     ],
 )
 def test_what_cannot_be_read_is_named(tokenizer, arguments, rows, message):
@@ -132,20 +132,20 @@ def test_what_cannot_be_read_is_named(tokenizer, arguments, rows, message):
 
 def test_a_tokenizer_without_what_is_needed_is_refused(tmp_path, tokenizer):
     bare = str(texts.save_tokenizer(tmp_path, model_max_length=512))
-    with pytest.raises(MisconfigurationException, match="has no end token"):
+    with pytest.raises(MisconfigurationException, match=r"tokenizer\.eos_token"):
         data_of(bare).setup("fit")
-    with pytest.raises(MisconfigurationException, match="has no chat template"):
+    with pytest.raises(MisconfigurationException, match="messages='chat'"):
         data_of(bare, messages="chat", prompt=None).setup("fit")
     # This one ends a conversation in other words, so that no turn is a prefix of the next.
     template = "{% for each in messages %}{{ each['content'] }} {% endfor %}{{ 'a' if messages|length > 1 else 'bad' }}"
     other = str(texts.save_tokenizer(tmp_path / "other", model_max_length=512, chat_template=template))
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "film"}]
-    with pytest.raises(MisconfigurationException, match=r"row 0: chat is written .* in other words"):
+    with pytest.raises(MisconfigurationException, match=r"dataset.*0"):
         data_of(other, [{"chat": chat}], messages="chat", prompt=None).setup("fit")
 
 
 def test_packed_rows_are_not_grouped_by_length(tokenizer):
-    with pytest.raises(MisconfigurationException, match="packing=True and group_by_length=True exclude each other"):
+    with pytest.raises(MisconfigurationException, match=r"packing=True.*group_by_length=True"):
         data_of(tokenizer, packing=True, group_by_length=True)
 
 
@@ -161,7 +161,7 @@ def test_training_alone_is_packed(tokenizer):
     of_one_length.setup()
     for row in (tensor for batch in of_one_length.train_dataloader() for tensor in batch.values()):
         assert row.shape[1] == 24
-    with pytest.raises(ValueError, match="7 tokens does not fit into rows of max_length=6"):
+    with pytest.raises(ValueError, match=r"7.*max_length=6"):
         PackTexts(0, 6)([AnsweredTexts([[1] * 7], [[True] * 7])[0]])
     assert data.decode(torch.tensor([[*ids("a film"), END, END], ids("bad story [SEP] [PAD]")])) == [
         "a film",

@@ -144,7 +144,7 @@ def test_hidden_files_and_folders_are_no_images(images):
     [
         ({"train": 1, "Training": 1}, {}, "must hold one folder to train on, not Training, train"),
         ({"train": 1, "test": 1}, {"validation": "val"}, "validation='val' must be 'test', a share, .* test, train"),
-        ({"a": 1, "val": 1}, {"validation": "val"}, "validation='val' must be .* beside one to train on"),
+        ({"a": 1, "val": 1}, {"validation": "val"}, r"validation='val'.*'test'"),
         ({"train": 1, "train/cow": 0}, {}, "folders without an image, which would be classes: cow; remove them"),
         ({"train": 1, "test": 0}, {}, "test holds no image"),
     ],
@@ -180,11 +180,11 @@ def test_constants_may_be_given(images):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"root": "nowhere"}, "folder of images for each class"),
-        ({"channels": 2}, "channels must be 3"),
-        ({"size": [1, 2, 3]}, "one number or"),
-        ({"size": 0}, "size must be"),
-        ({"mean": [0.5]}, "mean must have 3 values"),
+        ({"root": "nowhere"}, "root='nowhere'"),
+        ({"channels": 2}, r"channels.*3.*2"),
+        ({"size": [1, 2, 3]}, r"size.*\[1, 2, 3\]"),
+        ({"size": 0}, r"size.*0"),
+        ({"mean": [0.5]}, r"mean.*3.*\[0\.5\]"),
         ({"test_share": 1.0}, "test_share must be"),
     ],
 )
@@ -195,7 +195,7 @@ def test_folders_are_checked(images, arguments, said):
 
 def test_damaged_images_are_named(images):
     (images[0] / "ant" / "broken.png").write_bytes(b"no image")
-    with pytest.raises(MisconfigurationException, match=r"broken\.png is no image"):
+    with pytest.raises(MisconfigurationException, match=r"broken\.png"):
         ImageFolder(str(images[0])).setup()
 
 
@@ -295,7 +295,7 @@ def test_files_of_other_kinds_are_refused(tmp_path, write_to, said):
 
 
 def test_a_test_set_without_samples_is_refused():
-    with pytest.raises(MisconfigurationException, match=r"test holds no sample: its inputs have the shape \(0, 2\)"):
+    with pytest.raises(MisconfigurationException, match=r"test.*0.*2"):
         Arrays((np.zeros((4, 2)), np.arange(4)), (np.zeros((0, 2)), np.zeros(0))).setup()
 
 
@@ -310,9 +310,9 @@ def test_arrays_are_federated(tmp_path):
 @pytest.mark.parametrize(
     ("train", "said"),
     [
-        ("nowhere.npz", r"must be an \.npz file"),
+        ("nowhere.npz", r"train='nowhere\.npz'"),
         (np.zeros(3), "must be \\(inputs, targets\\)"),
-        ((np.zeros((3, 2)), np.zeros(4)), "a target for each input"),
+        ((np.zeros((3, 2)), np.zeros(4)), r"train.*3"),
         ((np.array(["a"]), np.zeros(1)), "arrays of numbers"),
         ((np.zeros((0, 2)), np.zeros(0)), "train holds no sample"),
         ((np.zeros((1, 2)), np.zeros(1)), "use another share"),

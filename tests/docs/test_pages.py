@@ -1,30 +1,18 @@
-"""Readers who follow the pages word for word get where the pages say; links lead somewhere."""
+"""Readers who follow the pages word for word get where the pages say."""
 
 import functools
 import importlib
 import inspect
 import json
-import re
 import sys
-from abc import ABCMeta
-from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from torch import nn
 
-from tests.docs.page import LANGUAGES, ROOT, Reader, blocks, called, check_call
-
-DOCS = ROOT / "docs"
-PAGES = sorted(path for path in DOCS.rglob("*.md"))
-README = ROOT / "README.md"
-# Commands for who works on the package itself, and those that make what was measured. They take from minutes to days.
-NOT_FOLLOWED = {"CONTRIBUTING.md", "modules.md"}
-FOLLOWED = [page for page in [*PAGES, README] if page.name not in NOT_FOLLOWED and blocks(page)]
-CHECKED = [*(DOCS / name for name in sorted(NOT_FOLLOWED)), *sorted((ROOT / "recipes").rglob("RESULTS.md"))]
-MADE = ("methods/", "reference/", "measured/")
-"""Folders of pages that are made when the site is built, which checks links to them."""
+from tests.docs.page import CHECKED, DOCS, FOLLOWED, ROOT, Reader, blocks, called, check_call
+from tests.grids import nightly_except
 
 
 @pytest.fixture
@@ -123,6 +111,7 @@ def test_follow(page, folder, monkeypatch):
     AFTERWARDS.get(str(page.relative_to(ROOT)), lambda names: None)(vars(reader.module))
 
 
+@nightly_except("docs/CONTRIBUTING.md")
 @pytest.mark.slow
 @pytest.mark.parametrize("page", CHECKED, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_that_take_long_could_be_run(page, folder):
@@ -134,90 +123,7 @@ def test_commands_that_take_long_could_be_run(page, folder):
         check_call(call)
 
 
-TUTORIALS = [page for page in PAGES if page.parent.name == "tutorials"]
-
-
-@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
-def test_a_tutorial_is_a_notebook_of_the_same_cells(page):
-    """So that whoever opens it in Jupyter runs what `test_follow` has run."""
-    jupytext = pytest.importorskip("jupytext", reason="jupytext is not installed")
-    cells = [cell for cell in jupytext.read(page).cells if cell.cell_type == "code"]
-    wanted = [block for block in blocks(page) if block.language != "text"]
-    assert [cell.source for cell in cells] == [
-        ("%%bash\n" if block.language == "bash" else "") + block.text.rstrip() for block in wanted
-    ]
-    # A notebook writes no files of its own accord.
-    assert {(block.language, block.title) for block in wanted} <= {("python", None), ("bash", None)}
-
-
-def anchors(page: Path) -> set[str]:
-    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
-    headings = re.findall(r"^#+ (.*)$", text, flags=re.M)
-    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip()) for heading in headings}
-
-
-@pytest.mark.parametrize("page", [*PAGES, README], ids=lambda page: str(page.relative_to(ROOT)))
-def test_links(page):
-    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
-    for link in re.findall(r"\]\(([^)\s]+)\)", text):
-        path, _, anchor = link.partition("#")
-        if "://" in path:
-            continue
-        target = (page.parent / path).resolve() if path else page
-        if target.is_relative_to(DOCS) and str(target.relative_to(DOCS)).startswith(MADE):
-            continue
-        assert target.exists(), f"{page.name} links to {path}"
-        assert not anchor or anchor in anchors(target), f"{page.name} links to {link}"
-
-
-def test_every_block_has_a_language():
-    unknown = {
-        f"{page.name}:{block.line}": block.language
-        for page in [*FOLLOWED, *CHECKED]
-        for block in blocks(page)
-        if block.language not in LANGUAGES
-    }
-    assert not unknown
-
-
-def test_every_page_is_in_the_navigation():
-    navigation = (ROOT / "mkdocs.yml").read_text()
-    assert [page for page in PAGES if f"- {page.relative_to(DOCS).as_posix()}\n" not in navigation] == []
-
-
-def test_paths_of_the_repository_exist():
-    """Those that stand in a page without a link."""
-    missing = [
-        f"{page.name}: {path}"
-        for page in [*PAGES, README]
-        for path in re.findall(r"(?<![\w/.])(?:recipes|tests)/[\w/]+\.(?:yaml|py|md)", page.read_text(encoding="utf-8"))
-        if not (ROOT / path).exists()
-    ]
-    assert missing == []
-
-
 METHODS = yaml.safe_load((DOCS / "methods.yaml").read_text())
-
-
-def test_every_method_and_operator_has_a_page_and_its_paper():
-    from lightning_lowrank import aggregation, algorithms
-
-    kinds = {name: value for name, value in vars(aggregation).items() if name in aggregation.__all__}
-    operators = {
-        name for name, kind in kinds.items() if isinstance(kind, ABCMeta) and issubclass(kind, aggregation.Operator)
-    }
-    wanted = {*algorithms.__all__, *operators} - {"Operator"}
-    assert METHODS.keys() == wanted
-    citations = (DOCS / "citations.md").read_text()
-    assert [name for name in wanted if f"`{name}`" not in citations] == []
-
-
-def test_every_method_was_measured():
-    curves = json.loads((DOCS / "curves.json").read_text())["methods"]
-    assert curves.keys() == METHODS.keys()
-    for name, curve in curves.items():
-        assert {len(values) for values in curve.values()} == {30}, name
-        assert curve["bytes"] == sorted(curve["bytes"]), name
 
 
 @pytest.mark.slow
@@ -232,7 +138,7 @@ def test_a_method_is_measured_again(folder, monkeypatch):
         assert found[metric] == pytest.approx(known[metric][:3], abs=0.1)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("part", range(4))
 def test_recipes_of_the_gallery(part, folder, monkeypatch):
     """Two batches of each, as `fast_dev_run` has it; the methods' own tests say what they learn."""

@@ -94,6 +94,7 @@ ATTACKS = {
 }
 
 
+@pytest.mark.slow
 @daily("ALIE-vectorized", "model replacement-sequential")
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize(("attack", "forge", "poisoned"), ATTACKS.values(), ids=ATTACKS)
@@ -103,6 +104,7 @@ def test_attack_is_what_is_written_out(tmp_path, attack, forge, poisoned, execut
     assert loop.coordinator.attackers == {*attack.clients}
 
 
+@pytest.mark.slow
 def test_noise_has_its_spread_and_its_own_draws(tmp_path):
     kept = []
 
@@ -123,6 +125,7 @@ def test_noise_has_its_spread_and_its_own_draws(tmp_path):
     assert drawn.std().item() == pytest.approx(0.5, rel=0.1)
 
 
+@pytest.mark.slow
 def test_a_robust_rule_takes_away_what_attackers_do(tmp_path):
     rounds = [[0, 1, 2, 3]] * 2
     honest, _ = federated(tmp_path, FedAvg(), rounds=rounds)
@@ -142,6 +145,7 @@ def test_a_round_is_resumed_with_what_is_held_back(tmp_path, execution):
     resumed_ends(tmp_path, FedAvg, execution, aggregator=NormBound(), attackers=ALIE([1], 1.0), uplink=[Half()])
 
 
+@pytest.mark.slow
 def test_rules_see_changes_of_what_clients_started_from(tmp_path):
     # Far from zero a bound on values would be another.
     bound = NormBound(0.01)
@@ -172,7 +176,7 @@ def test_clients_without_samples_are_not_drawn():
     sizes = [0, 3, 0, 5, 1, 0]
     assert SignFlip(3).members(sizes, 0) == SignFlip(1.0).members(sizes, 1) == (1, 3, 4)
     assert SignFlip([0, 1]).members(sizes, 0) == (0, 1)
-    with pytest.raises(MisconfigurationException, match="4 attackers are more than the 3 clients that have samples"):
+    with pytest.raises(MisconfigurationException, match=r"4.*attackers.*3"):
         SignFlip(4).members(sizes, 0)
 
 
@@ -204,14 +208,14 @@ def test_what_names_no_clients_is_refused(given):
         (lambda: SignFlip(0), "clients must be at least 1"),
         (lambda: SignFlip(1.5), "clients must be above 0 and at most 1"),
         (lambda: SignFlip([]), "clients must be a number or share of clients, or a list"),
-        (lambda: SignFlip([1, 1]), "list of different ids"),
-        (lambda: SignFlip(scale=0), "scale must be above 0"),
-        (lambda: GaussianNoise(std=-1), "std must be above 0"),
-        (lambda: ALIE(deviations=0), "deviations must be above 0"),
-        (lambda: LabelFlip(classes=1), "classes must be at least 2"),
-        (lambda: SignFlip([7]).members([1] * 5, 0), r"SignFlip names \[7\], and clients go from 0 to 4"),
-        (lambda: SignFlip(6).members([1] * 5, 0), "6 attackers are more than the 5 clients"),
-        (lambda: FederatedLoop(FedAvg(), clients=4, attackers="flip"), "attackers must be an Attack such as"),
+        (lambda: SignFlip([1, 1]), r"\[1, 1\]"),
+        (lambda: SignFlip(scale=0), r"scale.*0"),
+        (lambda: GaussianNoise(std=-1), r"std.*-1"),
+        (lambda: ALIE(deviations=0), r"deviations.*0"),
+        (lambda: LabelFlip(classes=1), r"classes.*1"),
+        (lambda: SignFlip([7]).members([1] * 5, 0), r"SignFlip.*\[7\].*0"),
+        (lambda: SignFlip(6).members([1] * 5, 0), r"6.*attackers.*5"),
+        (lambda: FederatedLoop(FedAvg(), clients=4, attackers="flip"), r"attackers.*'flip'"),
     ],
 )
 def test_arguments_are_checked(make, message):
@@ -239,9 +243,9 @@ def test_labels_are_replaced_in_every_form_of_batch():
     honest = [inputs, labels]
     assert poison(honest, torch.tensor([0, 2, 4]).numpy()) is honest
     for batch in (inputs, [inputs, labels.float()], {"x": inputs}, [inputs, torch.tensor(1)]):
-        with pytest.raises(MisconfigurationException, match="LabelFlip replaces integer labels, and finds none"):
+        with pytest.raises(MisconfigurationException, match="LabelFlip"):
             poison(batch, rows)
-    with pytest.raises(MisconfigurationException, match="flips labels from 0 to 2, and one is 7"):
+    with pytest.raises(MisconfigurationException, match=r"LabelFlip.*0.*7"):
         poison([inputs, torch.tensor([7, 0, 0])], rows)
 
 
@@ -273,7 +277,7 @@ def test_unlabelled_data_are_refused(tmp_path):
 
     data = TensorDataset(torch.randn(12, 6))
     loop = FederatedLoop(FedAvg(), clients=2, attackers=LabelFlip(1), summary=False)
-    with pytest.raises(MisconfigurationException, match="LabelFlip needs the number of classes"):
+    with pytest.raises(MisconfigurationException, match="LabelFlip"):
         fit(trainer(tmp_path, loop, limit_val_batches=0), Reconstructs(), Data(data))
 
 
@@ -283,10 +287,10 @@ def test_unlabelled_data_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        (SCAFFOLD, "SCAFFOLD and aggregator=CoordinateMedian.* do not go together: changes of control variates"),
-        (partial(GradientMask, 0.5), "GradientMask .* one client chooses the coordinates"),
-        (partial(RandomCoordinates, 0.5, 0.5), "RandomCoordinates .* by masks beside the values"),
-        (partial(HeteroFL, [1.0]), "HeteroFL .* by counts beside the values"),
+        (SCAFFOLD, r"SCAFFOLD.*aggregator=CoordinateMedian\(\)"),
+        (partial(GradientMask, 0.5), r"GradientMask.*aggregator=CoordinateMedian\(\)"),
+        (partial(RandomCoordinates, 0.5, 0.5), r"RandomCoordinates.*aggregator=CoordinateMedian\(\).*numbers"),
+        (partial(HeteroFL, [1.0]), r"HeteroFL.*aggregator=CoordinateMedian\(\).*numbers"),
     ],
 )
 def test_methods_whose_messages_a_rule_does_not_see_are_refused(tmp_path, method, message):
@@ -302,7 +306,7 @@ def test_cohorts_that_are_too_small_are_refused_before_the_first_step(tmp_path):
             steps.append(0)
             return super().training_step(*arguments)
 
-    with pytest.raises(MisconfigurationException, match=r"Krum with byzantine=1 needs at least 5 vectors.* 2 arrivals"):
+    with pytest.raises(MisconfigurationException, match=r"byzantine=1.*there.*2"):
         federated(tmp_path, FedAvg(), aggregator=Krum(1), make_module=Counted)
     assert not steps
 
@@ -314,13 +318,14 @@ def test_a_cohort_that_shrinks_too_far_is_refused(tmp_path):
             return loss * torch.nan if len(batch[1]) == 6 else loss
 
     settings = {"rounds": [[1, 2, 3]], "make_module": Fails}
-    with pytest.raises(MisconfigurationException, match=r"byzantine=1 needs at least 3 vectors.* 2 arrivals"):
+    with pytest.raises(MisconfigurationException, match=r"byzantine=1.*there.*2"):
         federated(tmp_path, FedAvg(), aggregator=TrimmedMean(1), **settings)
     # A share of two is none.
     _, loop = federated(tmp_path, FedAvg(), aggregator=TrimmedMean(0.34), **settings)
     assert list(loop.coordinator.failed) == [3]
 
 
+@pytest.mark.slow
 def test_batch_statistics_are_aggregated_too(tmp_path):
     settings = {"norm": nn.BatchNorm1d, "attackers": SignFlip([2]), "aggregator": CoordinateMedian()}
     ends = [federated(tmp_path, FedAvg(), execution, rounds=[[0, 1, 2]], **settings)[0] for execution in EXECUTIONS]

@@ -54,7 +54,7 @@ def trained(tmp_path, algorithm, net=Shifted, rounds=1, lr=0.1, **settings):
     return module
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", NO_EFFECT, ids=["NormBound", "CenteredClipping", "ClientPrivacy"])
 @pytest.mark.parametrize(
     ("make", "buffers"),
@@ -75,7 +75,7 @@ def test_bounds_above_all_changes_do_nothing(tmp_path, make, buffers, settings):
         torch.testing.assert_close(weights(bounded)[name], value, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("share_down", [1.0, 0.5])
 def test_an_attacker_turns_its_own_change_alone(tmp_path, share_down):
     attackers = SignFlip([0])
@@ -117,6 +117,7 @@ def test_clients_that_train_nothing_change_nothing(tmp_path, algorithm, settings
     assert max(seen.changes) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("execution", ["sequential", "vectorized"])
 @pytest.mark.parametrize("algorithm", [FedAvg(), RandomMask(0.5)], ids=["FedAvg", "RandomMask"])
 @pytest.mark.parametrize("rule", [NormBound(), CoordinateMedian(), Krum(0)], ids=["NormBound", "median", "Krum"])

@@ -19,7 +19,7 @@ from tests.algorithms.written_out import (
     resumed_ends,
     sgd,
 )
-from tests.grids import daily
+from tests.grids import nightly_except
 from tests.helpers import Data, Module, blobs, fit, trainer, weights
 
 
@@ -44,6 +44,7 @@ class Clipped(WeightedMean):
         super().add_stacks(stacks, [min(weight, self.most) for weight in weights])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("chunk_size", [None, 2])
 def test_a_rule_of_the_users_own(tmp_path, execution, chunk_size):
@@ -61,6 +62,7 @@ def test_a_rule_of_the_users_own(tmp_path, execution, chunk_size):
     assert loop.server.aggregator is not rule
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_its_arguments_come_with_it(tmp_path, execution):
     ended, _ = federated(tmp_path, FedAvg(), execution, aggregator=Clipped(15.0))
@@ -68,15 +70,15 @@ def test_its_arguments_come_with_it(tmp_path, execution):
     assert_close(ended, expected)
 
 
-@pytest.mark.medium
-@daily("case1-vectorized")
+@pytest.mark.slow
+@nightly_except("case1-vectorized")
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("method", [FedAvg, partial(FedAvgM, momentum=0.5), partial(FedProx, 0.1)])
 def test_a_round_is_resumed_with_what_has_arrived(tmp_path, execution, method):
     resumed_ends(tmp_path, method, execution, aggregator=Median())
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_channel_and_a_rule_go_together(tmp_path):
     channels = {"uplink": [TopK(0.3, error_feedback=True)], "downlink": [TopK(0.5, error_feedback=True)]}
     ends = [federated(tmp_path, FedAvg(), name, aggregator=Median(), **channels)[0] for name in EXECUTIONS]
@@ -85,7 +87,7 @@ def test_a_channel_and_a_rule_go_together(tmp_path):
     assert not torch.allclose(plain["0.weight"], ends[0]["0.weight"])
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("method", [SCAFFOLD, FedDyn])
 def test_clients_that_are_never_drawn_do_not_count(tmp_path, execution, method):
@@ -106,5 +108,5 @@ def test_clients_that_are_never_drawn_do_not_count(tmp_path, execution, method):
 
 
 def test_a_rule_must_be_one():
-    with pytest.raises(MisconfigurationException, match="aggregator must be an Aggregator"):
+    with pytest.raises(MisconfigurationException, match=r"aggregator.*'median'"):
         FederatedLoop(FedAvg(), clients=len(CLIENTS), aggregator="median")

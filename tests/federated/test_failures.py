@@ -16,7 +16,7 @@ from lightning_lowrank.aggregation import WeightedMean
 from lightning_lowrank.federated import Algorithm
 from lightning_lowrank.federated.algorithm import inherits
 from lightning_lowrank.federated.offload import flatten_state
-from tests.algorithms.methods import LOW_RANK, METHODS
+from tests.algorithms.methods import LOW_RANK, METHODS, each_method
 from tests.grids import daily
 from tests.helpers import Data, Module, assert_same, blobs, trainer, weights
 
@@ -123,10 +123,8 @@ def fail_at_the_end(algorithm: Algorithm):
     return algorithm
 
 
-@pytest.mark.medium
-@daily("SCAFFOLD-sequential", "Ditto-vectorized", "FedMUD-sequential", "FedLoRA-FLoRA-vectorized")
-@pytest.mark.parametrize("execution", ["sequential", "vectorized"])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("execution", [pytest.param("sequential", marks=pytest.mark.nightly), "vectorized"])
+@each_method()
 def test_a_client_that_fails_is_as_if_not_drawn(tmp_path, name, execution):
     # Clients that step together round otherwise than one alone, and some methods amplify that.
     dtype = torch.float64 if execution == "vectorized" else torch.float32
@@ -144,6 +142,7 @@ def test_a_client_that_fails_is_as_if_not_drawn(tmp_path, name, execution):
     assert_left_out(failed, expected, tolerance=1e-9 if execution == "vectorized" else 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -175,6 +174,7 @@ def test_where_all_clients_diverge_the_round_says_so(tmp_path, execution):
         run(tmp_path, module, execution=execution)
 
 
+@pytest.mark.slow
 def test_what_a_codec_makes_infinite_is_dropped(tmp_path):
     class Large(Poisoned):
         value = 1e30
@@ -184,6 +184,7 @@ def test_what_a_codec_makes_infinite_is_dropped(tmp_path):
     assert [each["federated/failed"] for each in figures] == [0, 1, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fast_steps", [True, False])
 @pytest.mark.parametrize("optimizer_state", ["reset", "keep"])
 def test_an_error_in_a_step_ends_its_client_alone(tmp_path, fast_steps, optimizer_state):
@@ -214,6 +215,7 @@ class Unreadable(Dataset):
         return tuple(tensor[index] for tensor in self.tensors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_a_sample_that_cannot_be_read_ends_its_client_alone(tmp_path, shuffle):
     failed = run(tmp_path, data=Data(Unreadable(), shuffle=shuffle))
@@ -238,6 +240,7 @@ def test_workers_go_on_after_a_sample_that_cannot_be_read(tmp_path, workers):
     assert_same(weights(failed[0]), weights(expected[0]))
 
 
+@pytest.mark.slow
 def test_clients_that_step_together_fail_together(tmp_path):
     class Fails(Module):
         def training_step(self, batch, batch_idx):
@@ -250,7 +253,7 @@ def test_clients_that_step_together_fail_together(tmp_path):
     assert "which step together: LookupError: no luck" in said
     assert figures[ROUND]["federated/failed"] == figures[ROUND]["federated/clients"] == 2
     assert all(value.isfinite().all() for value in weights(module).values())
-    with pytest.raises(MisconfigurationException, match=r"answers of 0 of 4 clients and needs min_clients=1") as error:
+    with pytest.raises(MisconfigurationException, match=r"0.*4.*min_clients=1") as error:
         run(tmp_path, Fails(), execution="vectorized")
     assert isinstance(error.value.__cause__, LookupError)
 
@@ -317,15 +320,16 @@ def test_a_servers_error_ends_the_fit(tmp_path):
         run(tmp_path, algorithm=Fails())
 
 
+@pytest.mark.slow
 def test_a_round_needs_its_least_number_of_answers(tmp_path):
-    with pytest.raises(MisconfigurationException, match=r"answers of 3 of 4 clients and needs min_clients=4"):
+    with pytest.raises(MisconfigurationException, match=r"3.*4.*min_clients=4"):
         run(tmp_path, FailsInTheStep(), min_clients=4)
     run(tmp_path, FailsInTheStep(), min_clients=3)
-    with pytest.raises(MisconfigurationException, match="min_clients=5 is more than a round's 4 clients"):
+    with pytest.raises(MisconfigurationException, match=r"min_clients=5.*4"):
         run(tmp_path, min_clients=5)
-    with pytest.raises(MisconfigurationException, match="min_clients must be 1 or more, got 0"):
+    with pytest.raises(MisconfigurationException, match=r"min_clients.*1.*0"):
         FederatedLoop(FedAvg(), min_clients=0)
-    with pytest.raises(MisconfigurationException, match="on_client_error must be one of"):
+    with pytest.raises(MisconfigurationException, match=r"on_client_error.*'ignore'"):
         FederatedLoop(FedAvg(), on_client_error="ignore")
 
 
@@ -337,11 +341,12 @@ def test_a_model_that_overflows_is_an_error(tmp_path):
 
     module = Module()
     start = weights(module)
-    with pytest.raises(MisconfigurationException, match=r"global model of round 0 .* come from Doubles"):
+    with pytest.raises(MisconfigurationException, match=r"0.*'net\.0\.weight'.*4"):
         run(tmp_path, module, algorithm=Doubles())
     assert_same(start, weights(module))
 
 
+@pytest.mark.slow
 def test_an_infinite_mask_is_a_buffer_like_others(tmp_path):
     class Masked(Module):
         def __init__(self):
@@ -358,11 +363,11 @@ def test_weights_that_are_all_zero_are_refused():
     mean = WeightedMean()
     mean.add({"w": torch.zeros(2)}, 0.0)
     mean.add({"w": torch.ones(2)}, 0.0)
-    with pytest.raises(ValueError, match="weights of all 2 arrivals are 0"):
+    with pytest.raises(ValueError, match=r"2.*arrivals.*0"):
         mean.result()
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @daily("steps0-step")
 @pytest.mark.parametrize("failing", ["step", "end"])
 @pytest.mark.parametrize("steps", [(13, 14, 15, 17), (12, 16, 18)], ids=["steps0", "steps1"])

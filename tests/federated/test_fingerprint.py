@@ -52,7 +52,7 @@ from lightning_lowrank.federated import Algorithm
 from lightning_lowrank.federated.fingerprint import describe, differences, flatten
 from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.layers import LowRankSettings
-from tests.algorithms.methods import LOW_RANK, METHODS
+from tests.algorithms.methods import LOW_RANK, METHODS, each_method
 from tests.grids import daily
 from tests.helpers import Data, Module, assert_same, blobs, fit, network, trainer, weights
 
@@ -282,13 +282,11 @@ def test_changed_arguments_of_a_part(tmp_path, name, part):
 
 def test_an_argument_that_no_attribute_has(tmp_path):
     run(tmp_path, {"algorithm": Renamed()}, max_epochs=1)
-    with pytest.raises(MisconfigurationException, match=r"algorithm\.step: 1\.0 in the checkpoint, 0\.5 now"):
+    with pytest.raises(MisconfigurationException, match=r"algorithm\.step.*1\.0.*0\.5"):
         run(tmp_path, {"algorithm": Renamed(0.5)}, checkpoint=tmp_path / "epoch=0.ckpt")
 
 
-@pytest.mark.medium
-@daily("SCAFFOLD", "TDPFed")
-@pytest.mark.parametrize("name", METHODS)
+@each_method()
 def test_changed_arguments_of_a_method(tmp_path, name):
     entry = METHODS[name]
     low_rank = LOW_RANK[entry.forms[0]]
@@ -463,13 +461,14 @@ def test_a_callback_that_changes_training(tmp_path):
 
     run(tmp_path, {}, module=normed(), data=Data(drop_last=True))
     again = trainer(tmp_path, FederatedLoop(FedAvg(), **COMMON), StaticBatchNorm())
-    with pytest.raises(MisconfigurationException, match=r"callbacks\.StaticBatchNorm: nothing in the checkpoint"):
+    with pytest.raises(MisconfigurationException, match=r"callbacks\.StaticBatchNorm.*'StaticBatchNorm'"):
         fit(again, normed(), Data(drop_last=True), ckpt_path=tmp_path / "epoch=0.ckpt")
 
 
 # What is allowed, and what is said
 
 
+@pytest.mark.slow
 def test_one_error_names_all_changes_and_each_may_be_allowed(tmp_path):
     run(tmp_path, BASE)
     other = {**BASE, "clients_per_round": 3, "algorithm": FedAvgM(lr=0.5), "local_steps": 2}
@@ -497,6 +496,7 @@ def test_inside_a_round_nothing_may_change(tmp_path):
         run(tmp_path, changed, module=Module(), checkpoint=tmp_path / "step=3.ckpt")
 
 
+@pytest.mark.slow
 def test_what_cannot_be_told_apart_is_said(tmp_path):
     run(tmp_path, {"weighting": lambda client: 1.0})
     loop = FederatedLoop(FedAvg(), weighting=lambda client: 2.0, **COMMON)
@@ -505,10 +505,11 @@ def test_what_cannot_be_told_apart_is_said(tmp_path):
         again.fit(Module(optimizer=SGD), Data(), ckpt_path=tmp_path / "epoch=0.ckpt")
 
 
+@pytest.mark.slow
 def test_functions_of_the_client_are_compared_by_what_they_give(tmp_path):
     run(tmp_path, {"client_settings": {0: {"lr": 0.1}, 1: {"lr": 0.1}, 2: {"lr": 0.1}, 3: {"lr": 0.1}}})
     run(tmp_path, {"client_settings": lambda client: {"lr": 0.1}}, checkpoint=tmp_path / "epoch=0.ckpt")
-    with pytest.raises(MisconfigurationException, match=r"client_settings\.0\.lr: 0\.1 in the checkpoint, 0\.2 now"):
+    with pytest.raises(MisconfigurationException, match=r"client_settings\.0.*0\.1.*0\.2"):
         run(tmp_path, {"client_settings": lambda client: {"lr": 0.2}}, checkpoint=tmp_path / "epoch=0.ckpt")
 
 
@@ -518,6 +519,7 @@ def test_checkpoints_hold_plain_python(tmp_path):
     assert saved["trainer"]["gradient_clip_algorithm"] == "norm"
 
 
+@pytest.mark.slow
 def test_a_random_reading_is_no_difference(tmp_path):
     class Noisy(TensorDataset):
         draws = torch.Generator()
@@ -531,6 +533,7 @@ def test_a_random_reading_is_no_difference(tmp_path):
     run(tmp_path, {}, data=Data(Noisy(*blobs().tensors)), checkpoint=tmp_path / "epoch=0.ckpt")
 
 
+@pytest.mark.slow
 def test_the_process_draws_as_without_a_checkpoint(tmp_path):
     torch.manual_seed(3)
     run(tmp_path, {}, max_epochs=1)

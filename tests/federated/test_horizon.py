@@ -98,6 +98,7 @@ def test_a_decay_to_zero_ends_at_zero(tmp_path, limit, cohort, execution):
     assert last_rate(run) == pytest.approx(0, abs=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grouped", ["accumulate_grad_batches", "scheduler"])
 def test_a_decay_counts_groups_of_accumulated_batches(tmp_path, grouped):
     module, arguments, callbacks = Scheduled(), {}, []
@@ -118,6 +119,7 @@ SCHEDULES: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_usual_schedules_end(tmp_path, schedule, recwarn):
     run = trainer(tmp_path, federated(execution="auto"))
@@ -157,6 +159,7 @@ def test_a_length_asked_for_in_setup(tmp_path):
     assert last_rate(run) == pytest.approx(0, abs=1e-9)
 
 
+@pytest.mark.slow
 def test_a_resumed_decay_goes_on_to_zero(tmp_path):
     saves = ModelCheckpoint(tmp_path, every_n_train_steps=16, filename="inside")
     fit(trainer(tmp_path, federated(), saves), Scheduled(), Data())
@@ -174,6 +177,7 @@ def test_a_fit_without_steps_left(tmp_path):
     assert module.given == [4, 1]
 
 
+@pytest.mark.slow
 def test_a_second_fit_has_a_decay_of_its_own(tmp_path):
     loop = federated()
     run = trainer(tmp_path, loop)
@@ -191,6 +195,7 @@ LENGTHS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", LENGTHS)
 def test_a_schedule_of_another_length_is_warned_of(tmp_path, case):
     length, schedule, said = LENGTHS[case]
@@ -200,6 +205,7 @@ def test_a_schedule_of_another_length_is_warned_of(tmp_path, case):
         run.fit(Scheduled(length, schedule), Data())
 
 
+@pytest.mark.slow
 def test_groups_by_kept_moments_are_warned_of(tmp_path):
     loop = federated(execution="vectorized", optimizer_state="keep", clients_per_round=2)
     with pytest.warns(UserWarning, match="is a guess.*Set max_epochs"):
@@ -214,10 +220,11 @@ def test_a_frequency_of_steps_is_refused(tmp_path):
             return configured
 
     module = EveryThird(schedule=lambda optimizer, steps: StepLR(optimizer, 1))
-    with pytest.raises(MisconfigurationException, match=r"frequency=3, .*batches of a round.*frequency=1"):
+    with pytest.raises(MisconfigurationException, match=r"frequency=3.*frequency=1"):
         fit(trainer(tmp_path, federated()), module, Data())
 
 
+@pytest.mark.slow
 def test_rounds_shorter_than_the_logging_interval_are_told_of_once(tmp_path, recwarn):
     run = trainer(tmp_path, federated(clients_per_round=1), max_epochs=8, logger=CSVLogger(tmp_path))
     run.fit(Module(), Data())

@@ -105,6 +105,7 @@ def test_max_steps_cuts_a_round_that_is_still_aggregated(tmp_path):
     assert figures == {"clients": 3, "failed": 0, "samples": sum(SIZES[:3])}
 
 
+@pytest.mark.slow
 def test_max_time(tmp_path):
     module, seen = Module(), Seen()
     run = trainer(tmp_path, loop(), seen, max_epochs=10_000, max_time={"seconds": 0.2})
@@ -162,6 +163,7 @@ def test_the_clock_of_time_based_validation_goes_on_from_round_to_round(tmp_path
     assert len(seen.validated) == steps // 5 == 2
 
 
+@pytest.mark.slow
 def test_validation_inside_a_round_sees_the_last_global_model(tmp_path):
     module, seen, plain = Module(), Seen(), Module()
     before = weights(module.net)
@@ -197,6 +199,7 @@ def test_a_round_shorter_than_the_interval_is_validated_at_its_end(tmp_path):
     assert run.val_check_interval == interval
 
 
+@pytest.mark.slow
 def test_sanity_check(tmp_path):
     module, plain = Module(), Module()
     fit(trainer(tmp_path, loop(), num_sanity_val_steps=-1), module, Data())
@@ -204,6 +207,7 @@ def test_sanity_check(tmp_path):
     assert_same(weights(module), weights(plain))
 
 
+@pytest.mark.slow
 def test_barebones(tmp_path):
     module, plain = Module(), Module()
     fit(pl.Trainer(barebones=True, max_epochs=3, callbacks=[loop()], accelerator="cpu"), module, Data())
@@ -211,7 +215,7 @@ def test_barebones(tmp_path):
     assert_same(weights(module), weights(plain))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_bf16_mixed_and_true(tmp_path):
     for precision, dtype in (("bf16-mixed", torch.float32), ("bf16-true", torch.bfloat16)):
         module = Module()
@@ -356,7 +360,7 @@ def test_refuses_readers_of_weights_before_the_loop(tmp_path, reader):
 def test_refuses_trial_fits(tmp_path, tuner):
     module = Module()
     module.batch_size = 8
-    with pytest.raises(MisconfigurationException, match="trial fits"):
+    with pytest.raises(MisconfigurationException, match="FederatedLoop"):
         fit(trainer(tmp_path, loop(), tuner), module, Data())
 
 

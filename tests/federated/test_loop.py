@@ -145,7 +145,7 @@ class ScheduledManually(ManualModule):
         return optimizers, [torch.optim.lr_scheduler.StepLR(each, 1) for each in optimizers]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_only_schedulers_of_manual_optimization_are_warned_of(tmp_path, recwarn):
     for module, said in ((ManualModule(), 0), (ScheduledManually(), 1)):
         recwarn.clear()
@@ -170,6 +170,7 @@ class OddSteps(Module):
             optimizer.step()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("callbacks", "acting"),
     [
@@ -192,7 +193,7 @@ def alternating_optimizers(net: nn.Module) -> list[torch.optim.Optimizer]:
     return [first, torch.optim.Adam(net[4].parameters(), lr=0.01)]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_manual_optimization_with_several_optimizers(tmp_path):
     module = ManualModule()
     fit(trainer(tmp_path, loop()), module, Data())
@@ -218,6 +219,7 @@ def test_manual_optimization_with_several_optimizers(tmp_path):
     assert_same(weights(module.net), weights(net))
 
 
+@pytest.mark.slow
 def test_one_client_that_keeps_its_optimizer_is_plain_training(tmp_path):
     plain, federated = (
         Module(optimizer=MOMENTUM, scheduler=STEP_LR),
@@ -231,6 +233,7 @@ def test_one_client_that_keeps_its_optimizer_is_plain_training(tmp_path):
     assert_same(weights(plain), weights(federated))
 
 
+@pytest.mark.slow
 def test_kept_optimizer_state_returns_to_its_client(tmp_path):
     module = Module(optimizer=MOMENTUM)
     kept = loop(optimizer_state="keep", participants=[[0, 1], [1], [0, 1]])
@@ -267,6 +270,7 @@ def test_stepwise_schedulers_run_within_each_client(tmp_path):
     assert [rate for number, rate in seen if number == 1] == [pytest.approx(0.1 / 8)]
 
 
+@pytest.mark.slow
 def test_every_source_of_the_loader_gives_the_same_run(tmp_path):
     class WithLoader(Module):
         def train_dataloader(self) -> DataLoader:
@@ -281,11 +285,11 @@ def test_every_source_of_the_loader_gives_the_same_run(tmp_path):
 
 
 def test_clients_that_all_hold_less_than_a_batch_are_refused(tmp_path):
-    with pytest.raises(MisconfigurationException, match=r"drop_last=True each needs batch_size=43 .* largest holds 42"):
+    with pytest.raises(MisconfigurationException, match=r"drop_last=True.*batch_size=43.*holds"):
         fit(trainer(tmp_path, loop()), Module(), Data(batch_size=43, drop_last=True))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_batch_size_collate_workers_and_drop_last_are_the_users(tmp_path):
     seen = []
 
@@ -316,7 +320,7 @@ class Noisy(TensorDataset):
         return inputs + torch.randn(inputs.shape), targets
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_randomness_depends_on_round_client_and_step_alone(tmp_path):
     data = Noisy(*blobs().tensors)
     ends = []
@@ -369,7 +373,7 @@ def test_what_others_change_between_rounds_is_what_the_next_round_starts_from(tm
     assert len(sent) == 4
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_client_sampling(tmp_path):
     drawn: dict[int, list[tuple[int, ...]]] = {}
 
@@ -385,6 +389,7 @@ def test_client_sampling(tmp_path):
     assert drawn[0] != drawn[1]
 
 
+@pytest.mark.slow
 def test_sampling_weights_and_availability(tmp_path):
     sampling = FederatedLoop(
         FedAvg(),
@@ -405,6 +410,7 @@ def test_sampling_weights_and_availability(tmp_path):
     assert all(len(ids) == 2 for ids in drawn)
 
 
+@pytest.mark.slow
 def test_failed_clients_receive_and_never_answer(tmp_path):
     failing = FederatedLoop(FedAvg(), clients=8, client_dropout=0.5, summary=False)
     counts = []
@@ -450,7 +456,7 @@ def test_empty_and_single_sample_clients(tmp_path):
     assert not torch.equal(before["net.0.weight"], module.net[0].weight)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_dirichlet_clients_learn(tmp_path):
     learning = FederatedLoop(
         FedAvg(), clients=6, clients_per_round=3, partition=Dirichlet(0.3), local_epochs=2, summary=False
@@ -507,6 +513,7 @@ def test_the_trainer_is_given_back(tmp_path):
     assert data.validation_loaders_made <= 2
 
 
+@pytest.mark.slow
 def test_a_second_fit_goes_on(tmp_path):
     twice, once = Module(optimizer=MOMENTUM), Module(optimizer=MOMENTUM)
     fitted = trainer(tmp_path, loop(optimizer_state="keep"), max_epochs=1)
@@ -525,6 +532,7 @@ def test_a_second_fit_of_other_data_is_noticed(tmp_path):
         fit(fitted, module, Data(blobs(50)))
 
 
+@pytest.mark.slow
 def test_the_loader_is_renewed_when_the_user_asks_for_it(tmp_path):
     class Counting(Data):
         made = 0
@@ -556,6 +564,7 @@ class OfLists(Dataset):
         return [self.inputs[indices], self.targets[indices]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("execution", ["sequential", "vectorized"])
 def test_batch_samplers_are_divided_as_batch_sizes_are(tmp_path, execution):
     ends, lists = [], OfLists()
@@ -579,6 +588,7 @@ def by_weight(*weights):
     return DataLoader(blobs(), batch_size=8, sampler=WeightedRandomSampler(weights, 103))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("execution", ["sequential", "vectorized"])
 def test_clients_draw_by_weights(tmp_path, execution):
     """Where only one sample of each client has a weight, clients train on it alone, as often as they hold samples."""
@@ -606,7 +616,7 @@ def test_held_out_samples_of_a_weighted_loader_are_all_judged(tmp_path):
 
 def test_clients_whose_weights_are_zero_are_named(tmp_path):
     zeros = [0.0 if 5 <= sample < 69 else 1.0 for sample in range(103)]
-    with pytest.raises(MisconfigurationException, match=r"weight 0 to all samples of 2 clients: \[1, 2\]\. Give"):
+    with pytest.raises(MisconfigurationException, match=r"weight.*0.*2"):
         fit(trainer(tmp_path, FederatedLoop(FedAvg(), partition=FromIndices(UNEVEN))), Module(), by_weight(*zeros))
 
 
@@ -642,7 +652,7 @@ def test_refuses_no_loader(tmp_path):
         ({"clients": 4, "clients_per_round": 1.5}, "clients_per_round"),
         ({"clients": 4, "clients_per_round": 0}, "clients_per_round"),
         ({"clients": 4, "local_epochs": 0}, "local_epochs"),
-        ({"clients": 4, "local_epochs": 2, "local_steps": 3}, "not both"),
+        ({"clients": 4, "local_epochs": 2, "local_steps": 3}, "local_steps=3"),
         ({"clients": 4, "weighting": "size"}, "weighting"),
         ({"clients": 4, "buffers": "keep"}, "buffers"),
         ({"clients": 4, "optimizer_state": "average"}, "optimizer_state"),
@@ -650,11 +660,11 @@ def test_refuses_no_loader(tmp_path):
         ({"clients": 4, "participants": [[0, 0]]}, "twice"),
         ({"clients": 4, "participants": [[0]], "clients_per_round": 1}, "clients_per_round"),
         ({"clients": 4, "partition": "iid"}, "partition"),
-        ({"clients": 4, "algorithm": "FedAvg"}, "algorithm must be an Algorithm"),
-        ({"clients": 4, "sampling_weights": torch.tensor([1.0, -1.0])}, r"not negative, got \[1\.0, -1\.0\]"),
-        ({"clients": 4, "sampling_weights": np.ones((2, 2))}, "sampling_weights must be a list with a number"),
-        ({"clients": 4, "sampling_weights": lambda client: 1}, "sampling_weights must be a list with a number"),
-        ({"clients": 4, "availability": np.full(4, 90.0)}, r"in \[0, 1\], got \[90\.0"),
+        ({"clients": 4, "algorithm": "FedAvg"}, r"algorithm.*'FedAvg'"),
+        ({"clients": 4, "sampling_weights": torch.tensor([1.0, -1.0])}, r"sampling_weights.*\[1\.0, -1\.0\]"),
+        ({"clients": 4, "sampling_weights": np.ones((2, 2))}, "sampling_weights"),
+        ({"clients": 4, "sampling_weights": lambda client: 1}, "sampling_weights"),
+        ({"clients": 4, "availability": np.full(4, 90.0)}, r"\[0, 1\].*\[90\.0, 90\.0, 90\.0, 90\.0\]"),
         ({"clients": 4, "availability": {0: 0.5}}, "availability must be a list with a number .* or a function"),
         ({"clients": 4, "availability": 0.5}, "availability must be a list with a number"),
     ],

@@ -59,7 +59,7 @@ def masked_rounds(double: bool, absent: float = -torch.inf) -> dict[str, torch.T
     return weights(net)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_masked_clients_are_those_of_a_plain_loop(tmp_path):
     module, _ = run(tmp_path, "sequential", objective=MASK(), double=False)
     assert_same(bare(weights(module)), masked_rounds(double=False))
@@ -72,7 +72,7 @@ def test_masked_clients_are_those_of_a_plain_loop(tmp_path):
         MASK(masking="none")
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_class_that_no_client_has_is_never_trained(tmp_path):
     def classifier():
         torch.manual_seed(1)
@@ -100,8 +100,8 @@ def test_validation_sees_all_classes(tmp_path):
 @pytest.mark.parametrize(
     ("objective", "module", "message"),
     [
-        (MaskAbsentClasses(), Module, "no submodule 'network'"),
-        (MaskAbsentClasses("net"), Module, "neither 'net' nor the module has num_classes"),
+        (MaskAbsentClasses(), Module, "'network'"),
+        (MaskAbsentClasses("net"), Module, r"'net'.*num_classes"),
         (MaskAbsentClasses(), lambda: Classifier(network(), label_smoothing=0.1), r"label_smoothing=0\.1 spreads"),
     ],
 )
@@ -123,7 +123,7 @@ def test_masking_needs_labels(tmp_path):
             return nn.functional.mse_loss(self.net(batch["inputs"]), batch["wanted"])
 
     loop = FederatedLoop(FedAvg(), clients=2, objective=MASK(), summary=False)
-    with pytest.raises(MisconfigurationException, match="needs labels"):
+    with pytest.raises(MisconfigurationException, match="MaskAbsentClasses"):
         fit(trainer(tmp_path, loop, max_epochs=1, limit_val_batches=0), Regression(), Data(Unlabelled()))
 
 
@@ -141,7 +141,7 @@ def test_classes_that_are_strings_need_their_numbers(tmp_path):
         return FederatedLoop(FedAvg(), clients=2, objective=MASK(), labels=labels, summary=False)
 
     settings = {"max_epochs": 1, "limit_val_batches": 0}
-    with pytest.raises(MisconfigurationException, match=r"are strings, such as 'down'.* give FederatedLoop\(labels="):
+    with pytest.raises(MisconfigurationException, match=r"FederatedLoop.*labels"):
         fit(trainer(tmp_path, loop(), **settings), Module(), Data(Named()))
     numbers = loop(lambda dataset: [dataset[index][1] for index in range(20)])
     fit(trainer(tmp_path, numbers, **settings), Module(), Data(Named()))
@@ -150,9 +150,9 @@ def test_classes_that_are_strings_need_their_numbers(tmp_path):
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        ([4, 0, 7, 4], r"labels from 0 to 3, for classes=4, and client 2 has others: \[4, 7\]"),
-        ([-1, 0], r"client 2 has others: \[-1\]"),
-        ([0.5, 1.0], r"client 2 has others: \[0\.5, 1\.0\]"),
+        ([4, 0, 7, 4], r"0.*classes=4.*2"),
+        ([-1, 0], r"classes=4.*2.*\[-1\]"),
+        ([0.5, 1.0], r"classes=4.*2.*\[0\.5, 1\.0\]"),
     ],
 )
 def test_labels_that_are_no_classes_are_refused(labels, message):
@@ -162,7 +162,7 @@ def test_labels_that_are_no_classes_are_refused(labels, message):
 
 
 def test_an_objective_must_be_one():
-    with pytest.raises(MisconfigurationException, match="objective must be an Objective"):
+    with pytest.raises(MisconfigurationException, match=r"objective.*FedDyn\(\)"):
         FederatedLoop(FedAvg(), clients=2, objective=FedDyn())
 
 
@@ -195,7 +195,7 @@ class Scaled(Objective):
         return training_step() * step.round_state["factor"]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_an_objective_and_a_methods_own_loss_go_together(tmp_path):
     ends = [run(tmp_path, execution, Pulled, objective=Scaled(), local_epochs=2)[0] for execution in EXECUTIONS]
     assert_close(weights(ends[0]), weights(ends[1]))
@@ -244,6 +244,7 @@ def test_a_loss_that_manual_optimization_does_not_see_is_refused(tmp_path, setti
         run(tmp_path, "sequential", module=ByHand, double=False, **settings)
 
 
+@pytest.mark.slow
 def test_masked_logits_are_those_of_manual_optimization_too(tmp_path):
     module, _ = run(tmp_path, "sequential", module=ByHand, objective=MASK(), double=False)
     assert_same(bare(weights(module)), masked_rounds(double=False))
@@ -256,6 +257,7 @@ def test_an_objective_is_resumed_inside_a_round(tmp_path, execution):
     resumed_ends(tmp_path / "own", Pulled, execution, objective=Scaled())
 
 
+@pytest.mark.slow
 def test_the_training_step_is_given_back_after_an_error(tmp_path):
     class Failing(Module):
         def training_step(self, batch, batch_idx):
@@ -270,6 +272,7 @@ def test_the_training_step_is_given_back_after_an_error(tmp_path):
         assert "training_step" not in vars(module)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_a_step_may_return_more_than_its_loss(tmp_path, execution):
     class Extras(Module):
@@ -298,7 +301,7 @@ def test_calls_are_recorded_and_repeated_with_other_weights():
     assert torch.equal(other, torch.arange(4.0).expand(5, 4))
     assert not other.requires_grad
     assert_same(before, weights(module))
-    with pytest.raises(MisconfigurationException, match=r"no submodule 'head'; it has \['net'\]"):
+    with pytest.raises(MisconfigurationException, match=r"'head'.*\['net'\]"):
         part_of(module, "head")
 
 
@@ -319,6 +322,7 @@ class SummedLoss(FedAvg):
         return super().end(client)
 
 
+@pytest.mark.slow
 def test_an_objective_writes_to_round_states_wherever_clients_stand_in_the_stack(tmp_path):
     """The clients of one batch size are not neighbours: 24, 20 and 12 samples in batches of 8, twice."""
     partition = FromIndices([range(24), range(24, 44), range(44, 56)])

@@ -74,21 +74,22 @@ def registry(monkeypatch):
     monkeypatch.setattr(optimizers, "_ELEMENTWISE", list(optimizers._ELEMENTWISE))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_registered_optimizer_steps_clients_together(tmp_path, registry):
-    with pytest.raises(MisconfigurationException, match=r"Lion is not known .*register_elementwise"):
+    with pytest.raises(MisconfigurationException, match=r"lightning_lowrank\.federated\.register_elementwise"):
         run(tmp_path, "vectorized", module=partial(Module, optimizer=Lion))
     assert register_elementwise(Lion) is Lion
     ends = both(tmp_path, module=partial(Module, optimizer=Lion), optimizer_state="keep")
     assert ends[1][1].execution == "vectorized"
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", ["reset", "keep"])
 def test_subclasses_of_known_optimizers_step_clients_together(tmp_path, kept):
     both(tmp_path, module=partial(Module, optimizer=partial(Doubled, lr=0.05, momentum=0.9)), optimizer_state=kept)
 
 
+@pytest.mark.slow
 def test_an_unknown_optimizer_makes_auto_train_one_after_another(tmp_path, capsys):
     _, loop, _ = run(tmp_path, "auto", module=partial(Module, optimizer=Lion))
     assert loop.rounds.execution.name == "sequential"
@@ -129,7 +130,7 @@ def kept_run(tmp_path, name, module=Module, rounds=4, ckpt_path=None, callbacks=
     return fitted, loop
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("execution", ["sequential", "vectorized"])
 @pytest.mark.parametrize("name", ["FedMUD", "FLoRA", "CoLR"])
 def test_moments_of_old_factors_do_not_move_new_ones(tmp_path, name, execution):
@@ -143,7 +144,7 @@ def test_moments_of_old_factors_do_not_move_new_ones(tmp_path, name, execution):
         assert torch.allclose(weight, ends[1][each], atol=1e-9), each
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DRAWN)
 def test_moments_of_old_factors_are_forgotten_in_every_execution_and_after_resuming(tmp_path, name):
     keep = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
@@ -193,7 +194,7 @@ def test_subspaces_go_with_their_moments():
 
 def test_what_is_registered_must_be_a_class_of_optimizers(registry):
     for wrong in (Lion([nn.Parameter(torch.zeros(1))]), nn.Linear, "Lion"):
-        with pytest.raises(TypeError, match="kind must be a class"):
+        with pytest.raises(TypeError, match=r"torch\.optim\.Optimizer"):
             register_elementwise(wrong)
 
 
@@ -219,7 +220,7 @@ def test_a_fresh_state_is_that_of_a_new_optimizer(optimizer):
 
 
 def test_an_option_that_no_optimizer_has_is_named(tmp_path):
-    with pytest.raises(MisconfigurationException, match=r"client 1: the optimizer has no option 'rate', but \['betas'"):
+    with pytest.raises(MisconfigurationException, match=r"1.*optimizer.*'rate'"):
         run(
             tmp_path,
             "sequential",
@@ -230,7 +231,7 @@ def test_an_option_that_no_optimizer_has_is_named(tmp_path):
     assert FederatedLoop(FedAvg(), clients=2, client_settings={1: {"rate": 0.1}}).options_of(1) == {"rate": 0.1}
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("execution", ["sequential", "vectorized"])
 def test_yaml_lists_are_the_tuples_that_optimizers_have(tmp_path, execution):
     adam = partial(Module, optimizer=partial(torch.optim.AdamW, lr=0.01))

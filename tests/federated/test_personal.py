@@ -57,6 +57,7 @@ def run(tmp_path, algorithm, personal_test, execution="sequential", callbacks=()
     return module, loop, fitted
 
 
+@pytest.mark.slow
 @daily("LocalTraining-sequential", "FedAvg-vectorized")
 @pytest.mark.parametrize("execution", ["sequential", "vectorized"])
 @pytest.mark.parametrize("algorithm", [FedAvg, LocalTraining])
@@ -79,6 +80,7 @@ def test_on_the_validation_samples_of_its_labels(tmp_path, execution, algorithm)
     assert tested
 
 
+@pytest.mark.slow
 def test_a_merged_module_shows_clients_own_models(tmp_path):
     low_rank = LowRank(MatrixProduct(), rank=2, freeze_rest=True, summary=False)
     loop = FederatedLoop(LocalTraining(), clients=2, personal_test="matched_labels", summary=False)
@@ -93,6 +95,7 @@ def test_a_merged_module_shows_clients_own_models(tmp_path):
     assert torch.equal(module.net[0].merged_weight, weight)
 
 
+@pytest.mark.slow
 def test_on_what_it_holds_out(tmp_path):
     parts = [list(range(40)), list(range(40, 103))]
     module, loop, fitted = run(
@@ -105,6 +108,7 @@ def test_on_what_it_holds_out(tmp_path):
     assert fitted.callback_metrics["federated/samples"] == 77
 
 
+@pytest.mark.slow
 def test_a_checkpoint_may_be_chosen_by_it(tmp_path):
     best = ModelCheckpoint(tmp_path / "best", monitor="personal/val_acc", mode="max")
     run(tmp_path, FedAvg(), "matched_labels", callbacks=[best])
@@ -137,7 +141,7 @@ def test_labels_are_matched_by_their_names(tmp_path):
     assert judged == [{1, 2, 3, 4}, {1}, {2}, {3}]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_training_is_the_same_with_and_without(tmp_path):
     first, _, _ = run(tmp_path, FedAvg(), None)
     second, _, _ = run(tmp_path, FedAvg(), "matched_labels")
@@ -153,6 +157,7 @@ class Two(FedAvg):
         }
 
 
+@pytest.mark.slow
 def test_further_global_models(tmp_path):
     _, _, fitted = run(tmp_path, Two(), None)
     figures = fitted.callback_metrics
@@ -162,7 +167,7 @@ def test_further_global_models(tmp_path):
 
 @pytest.mark.parametrize("wrong", ["labels", 0.0, 1.0, 2])
 def test_wrong_arguments(wrong):
-    with pytest.raises(MisconfigurationException, match="personal_test must be"):
+    with pytest.raises(MisconfigurationException, match=r"personal_test.*'matched_labels'"):
         FederatedLoop(FedAvg(), clients=2, personal_test=wrong)
 
 
@@ -214,6 +219,7 @@ class Judged(Module):
         self.log("val_acc", -loss)
 
 
+@pytest.mark.slow
 def test_the_worst_tenth_goes_by_what_is_better(tmp_path):
     saves = [ModelCheckpoint(tmp_path, monitor=f"personal/{name}", mode="min") for name in ("val_watched", "val_acc")]
     loop = FederatedLoop(
@@ -231,7 +237,7 @@ def test_the_worst_tenth_goes_by_what_is_better(tmp_path):
     assert "lower is better by ModelCheckpoint(mode='min') and higher is better by its name" in said[1]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(("algorithm", "share"), [(FedAvg, 0.2), (partial(HeteroFL, [1.0, 0.5]), None)])
 def test_there_are_no_figures_of_weights_that_the_last_round_did_not_leave(tmp_path, algorithm, share):
     saved = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
@@ -275,7 +281,7 @@ def test_a_fit_that_judges_no_client_says_so_once(tmp_path, settings, said):
     assert sum("personal_test=0.2 judges clients' own models where" in str(each.message) for each in told) == said
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "init", "part"),
     [
@@ -307,7 +313,7 @@ def test_figures_of_a_global_model_with_a_part_that_stays_with_clients(tmp_path,
     )
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_nothing_is_said_of_other_weights_where_only_the_global_model_is_judged(tmp_path):
     saved = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
     module, _, fitted = run(tmp_path, FedAvg(), None, callbacks=[saved])
@@ -329,6 +335,7 @@ class Listing(Module):
         self.log("count", float(sum(self.seen)))
 
 
+@pytest.mark.slow
 def test_what_a_validations_start_resets_is_each_clients_own(tmp_path):
     class Paired(Listing):
         def on_validation_end(self):

@@ -177,7 +177,7 @@ def test_a_method_without_a_seed_is_not_called():
     assert held.rng.random() == first
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @daily()
 @pytest.mark.parametrize("name", ["numpy", "monai", "albumentations"])
 def test_rounds_are_the_same_again_together_and_with_workers(tmp_path, name):
@@ -198,7 +198,7 @@ class Callable(Module):
         return self.net(inputs)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_statistics_are_those_of_clients_that_step_together(tmp_path):
     ends, dataset = [], DATASETS["numpy"]()
     for execution in ("sequential", "vectorized"):

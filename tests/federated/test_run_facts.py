@@ -41,7 +41,7 @@ def of_rounds(logger: CSVLogger) -> tuple[list[float], list[float] | None]:
     return found["first_round"], found.get("seconds")
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_fit_that_goes_on_counts_from_its_first_round(tmp_path, begin):
     logger = CSVLogger(tmp_path / "runs")
     run = begin(logger)
@@ -57,7 +57,7 @@ def test_a_fit_that_goes_on_counts_from_its_first_round(tmp_path, begin):
     assert of_rounds(logger) == ([1], first)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_the_seconds_of_a_fit_that_did_not_end_are_not_known(tmp_path, begin):
     logger = CSVLogger(tmp_path / "runs")
     run = begin(logger, stops := Stops())
@@ -70,7 +70,7 @@ def test_the_seconds_of_a_fit_that_did_not_end_are_not_known(tmp_path, begin):
     assert of_rounds(logger) == ([1], None)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_run_that_goes_on_elsewhere_begins_where_it_does(tmp_path, begin):
     logger = CSVLogger(tmp_path / "runs", version=0)
     run = begin(logger)

@@ -13,6 +13,7 @@ from lightning_lowrank.federated import optimizers
 from tests.helpers import Data, Module, fit, trainer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, partial(ProjectedSGD, rank=1)])
 def test_a_decay_each_round_is_kept_where_the_last_client_is_not_the_longest(tmp_path, optimizer):
     decay = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
@@ -124,12 +125,11 @@ def test_an_own_option_that_steps_change_is_refused(tmp_path):
             cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)
             return [optimizer], [{"scheduler": cycle, "interval": "step"}]
 
-    with pytest.raises(
-        MisconfigurationException, match=r"client 1 sets momentum=0\.5, which a scheduler or the module"
-    ):
+    with pytest.raises(MisconfigurationException, match=r"1.*momentum=0\.5"):
         fit(trainer(tmp_path, loop), OneCycle(), Data())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheduler", ["ReduceLROnPlateau", "ExponentialLR"])
 def test_a_resumed_fit_says_that_lightning_leaves_a_plateau_out(tmp_path, scheduler):
     def made(optimizer):

@@ -28,7 +28,7 @@ from lightning_lowrank import (
     ZeroPadding,
 )
 from lightning_lowrank.federated.system import Clock
-from tests.algorithms.methods import LOW_RANK, METHODS
+from tests.algorithms.methods import LOW_RANK, METHODS, each_method
 from tests.algorithms.written_out import assert_close
 from tests.helpers import Data, Module, assert_same, blobs, fit, network, trainer, weights
 
@@ -49,6 +49,7 @@ def run(tmp_path, algorithm=None, system=None, module=None, callbacks=(), rounds
     return {name: float(value) for name, value in fitted.callback_metrics.items()}, loop, module
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("execution", ["sequential", "vectorized"])
 def test_seconds_are_those_by_hand(tmp_path, execution):
     system = SystemModel([1e3, 2e3, 4e3], download=1e4, latency=0.25, speed=[1e6, 1e5, 1e4])
@@ -104,6 +105,7 @@ def test_samples_are_those_that_are_read(tmp_path, execution, settings, samples)
     assert told == pytest.approx(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("execution", ["sequential", "vectorized"])
 @pytest.mark.parametrize("uplink", [[], [TopK(0.5)]])
 def test_who_is_late_is_left_out(tmp_path, execution, uplink):
@@ -129,7 +131,7 @@ def test_lateness_is_no_error(tmp_path):
     system = SystemModel(bandwidth=[1e6, 1.0, 1e6], deadline=30.0)
     logged, _, _ = run(tmp_path, system=system, on_client_error="raise")
     assert logged["system/late"] == 1
-    with pytest.raises(MisconfigurationException, match=r"client 1: its answer takes \d+ s, and the deadline is 30 s"):
+    with pytest.raises(MisconfigurationException, match=r"1.*4464.*deadline"):
         run(tmp_path, system=system, min_clients=3)
 
 
@@ -149,6 +151,7 @@ def count(tmp_path, algorithm, module=None, callbacks=(), clients=4, client=0, *
     return loop.coordinator.clock.operations.of_sample(loop.coordinator.info(client))
 
 
+@pytest.mark.slow
 def test_low_rank_layers_take_less(tmp_path):
     class Wide(Module):
         def __init__(self):
@@ -160,6 +163,7 @@ def test_low_rank_layers_take_less(tmp_path):
     assert count(tmp_path, FedAvg(), Wide(), [lowrank]) <= kept + 2 * 3 * 2 * (96 + 96)
 
 
+@pytest.mark.slow
 def test_clients_with_a_part_of_the_network_take_its_operations(tmp_path):
     # Half of the hidden units.
     half = [(6, 8), (8, 8), (8, 4)]
@@ -172,13 +176,14 @@ def test_clients_with_a_part_of_the_network_take_its_operations(tmp_path):
     assert small == pytest.approx(by_hand, rel=0.1)
 
 
+@pytest.mark.slow
 def test_bases_have_a_step_each(tmp_path):
     module = Module(Ensemble(network, bases=3))
     three, one = (count(tmp_path, SplitMix([3, 1]), module, client=client) for client in (0, 1))
     assert three == 3 * one == 3 * (FORWARD + BACKWARD)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_factors_of_smaller_ranks_take_less(tmp_path):
     lowrank = LowRank(MatrixProduct(), rank_ratio=0.5, train_base=True, summary=False, skip=["first"])
     dense, half, eighth = (count(tmp_path, FedHM([1.0, 0.5, 0.125]), None, [lowrank], client=each) for each in range(3))
@@ -195,6 +200,7 @@ def test_methods_with_several_passes_take_several(tmp_path):
     assert count(tmp_path, Ditto()) == 2 * count(tmp_path, FedAvg())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", [nn.Conv2d(4, 8, 3, stride=2), nn.ConvTranspose2d(4, 8, 3, stride=2)])
 def test_groups_of_convolutions_share_the_work(tmp_path, layer):
     def of(groups):
@@ -207,6 +213,7 @@ def test_groups_of_convolutions_share_the_work(tmp_path, layer):
     assert whole == 2 * half > 0
 
 
+@pytest.mark.slow
 def test_parts_that_thaw_are_counted_from_then_on(tmp_path):
     class Thaw(BaseFinetuning):
         def freeze_before_training(self, pl_module):
@@ -255,12 +262,13 @@ def test_steps_that_need_the_trainer_are_refused(tmp_path):
         def training_step(self, batch, batch_idx):
             return super().training_step(batch, batch_idx) * (1 + self.trainer.current_epoch)
 
-    with pytest.raises(MisconfigurationException, match=r"Asks\.training_step\(\) does not run without a trainer"):
+    with pytest.raises(MisconfigurationException, match=r"Asks\.training_step\(\)"):
         count(tmp_path, FedAvg(), Asks())
     logged, _, _ = run(tmp_path, system=SystemModel(speed=1e3, operations=10.0), module=Asks())
     assert logged["system/round_seconds"] == pytest.approx(40 * 10 / 1e3)
 
 
+@pytest.mark.slow
 def test_counting_changes_nothing(tmp_path):
     module = Module(network(norm=nn.BatchNorm1d, dropout=0.3))
     fresh = Module(network(norm=nn.BatchNorm1d, dropout=0.3))
@@ -269,8 +277,7 @@ def test_counting_changes_nothing(tmp_path):
     assert_same(weights(timed), weights(untimed))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", METHODS)
+@each_method()
 def test_every_method_can_be_timed(tmp_path, name):
     method = METHODS[name]
     form = LOW_RANK[method.forms[0]]
@@ -289,7 +296,7 @@ def test_every_method_can_be_timed(tmp_path, name):
     assert logged["system/seconds"] > 24 * passes * FORWARD / 1e3 / 20
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("execution", ["sequential", "vectorized"])
 def test_a_resumed_run_has_the_same_times(tmp_path, execution):
     system = SystemModel([4e3, 1e3, 2e2], latency=LogNormal(0.1), speed=LogNormal(1e6), deadline=4.0)
@@ -331,11 +338,11 @@ def test_devices_depend_on_the_seed_alone():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({}, "nothing that takes time"),
-        ({"bandwidth": 0.0}, "bandwidth must be above 0"),
-        ({"latency": -1.0}, "latency must be at least 0"),
-        ({"speed": [1.0, -1.0]}, r"speed\[1\] must be above 0"),
-        ({"bandwidth": 1.0, "deadline": 0.0}, "deadline must be above 0"),
+        ({}, r"SystemModel\(\)"),
+        ({"bandwidth": 0.0}, r"bandwidth.*0\.0"),
+        ({"latency": -1.0}, r"latency.*-1\.0"),
+        ({"speed": [1.0, -1.0]}, r"speed\[1\].*-1\.0"),
+        ({"bandwidth": 1.0, "deadline": 0.0}, r"deadline.*0\.0"),
         ({"bandwidth": 1.0, "operations": math.inf}, "operations must be"),
     ],
 )
@@ -345,13 +352,18 @@ def test_arguments_are_checked(arguments, said):
 
 
 def test_lists_are_of_all_clients(tmp_path):
-    with pytest.raises(MisconfigurationException, match="system: bandwidth has 2 numbers for 3 clients"):
+    with pytest.raises(MisconfigurationException, match=r"bandwidth.*2.*3"):
         run(tmp_path, system=SystemModel(bandwidth=[1.0, 2.0]))
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [(None, "not a CSV file"), ("a,b\n1,2\n", "no column 'up'"), ("up\n1\nfast\n", "line 3"), ("up\n-1\n", "line 2")],
+    [
+        (None, "not a CSV file"),
+        ("a,b\n1,2\n", r"csv.*'up'"),
+        ("up\n1\nfast\n", "line 3"),
+        ("up\n-1\n", "line 2"),
+    ],
 )
 def test_traces_are_checked(tmp_path, text, said):
     file = tmp_path / "trace.csv"

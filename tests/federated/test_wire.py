@@ -34,7 +34,7 @@ from lightning_lowrank.seeding import derive_seed
 from tests.algorithms import plain
 from tests.algorithms.methods import LOW_RANK, METHODS
 from tests.algorithms.plain import CLIENTS, PARTICIPANTS, double
-from tests.grids import daily, in_turn
+from tests.grids import daily, in_turn, nightly_except
 from tests.helpers import Data, Module, assert_same, fit, network, trainer, weights
 
 CHANNELS: dict[str, dict[str, Any]] = {
@@ -72,6 +72,7 @@ def as_vector(tensors: dict[str, Tensor]) -> Tensor:
     return torch.cat([value.reshape(-1) for value in tensors.values()])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [[TopK(0.1, error_feedback=True), Half()], [Quantize(8)], [Sign(error_feedback=True)]])
 def test_an_uplink_carries_changes_with_each_clients_own_residual(tmp_path, kind):
     module, loop = run(tmp_path, uplink=kind)
@@ -123,6 +124,7 @@ def drawn_run(tmp_path, name, ckpt_path=None, callbacks=(), **settings):
     return module, loop
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DRAWN)
 def test_what_belongs_to_old_factors_is_forgotten(tmp_path, monkeypatch, name):
     """Not the residual of what stays, nor a later one; also where a client sat rounds out."""
@@ -151,6 +153,7 @@ def test_what_belongs_to_old_factors_is_forgotten(tmp_path, monkeypatch, name):
     assert (forgotten > 0) == (name != "FedLoRA-SumProduct")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DRAWN)
 def test_error_feedback_without_effect_is_told_once(tmp_path, monkeypatch, name):
     said = []
@@ -160,6 +163,7 @@ def test_error_feedback_without_effect_is_told_once(tmp_path, monkeypatch, name)
     assert all("has no effect on" in each and DRAWN[name][1] in each for each in said)
 
 
+@pytest.mark.slow
 def test_old_factors_are_forgotten_in_every_execution_and_after_resuming(tmp_path):
     name = "FedMUD of two rounds"
     keep = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
@@ -171,7 +175,7 @@ def test_old_factors_are_forgotten_in_every_execution_and_after_resuming(tmp_pat
     assert_same(weights(whole), weights(again))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @daily()
 @pytest.mark.parametrize("share", [0.05, 0.5])
 def test_a_downlink_with_error_feedback_is_that_of_ef21p(tmp_path, share):
@@ -191,6 +195,7 @@ def test_a_downlink_with_error_feedback_is_that_of_ef21p(tmp_path, share):
     assert not torch.allclose(module.net[0].weight, free.net[0].weight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [[Half()], [Quantize(8)]])
 def test_a_downlink_without_error_feedback_rounds_the_values(tmp_path, kind):
     module, loop = run(tmp_path, downlink=kind)
@@ -208,7 +213,7 @@ def test_a_downlink_without_error_feedback_rounds_the_values(tmp_path, kind):
     assert loop.ledger.total_idle == 0
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @daily("eight bits up-SCAFFOLD", "both ways-case6")
 @pytest.mark.parametrize(
     ("channels", "algorithm"), in_turn(CHANNELS, [FedAvg, SCAFFOLD, partial(FedAvgM, momentum=0.5)])
@@ -227,6 +232,7 @@ def test_both_executions_agree(tmp_path, channels, algorithm):
             torch.testing.assert_close(value, states[1][name], rtol=1e-9, atol=1e-9)
 
 
+@nightly_except("eight bits up-vectorized", "half precision down-sequential")
 @pytest.mark.parametrize(("channels", "execution"), in_turn(CHANNELS, ["sequential", "vectorized"]))
 @pytest.mark.slow
 def test_a_round_is_resumed_from_each_of_its_steps(tmp_path, channels, execution):
@@ -246,6 +252,7 @@ def test_a_round_is_resumed_from_each_of_its_steps(tmp_path, channels, execution
             assert_same(kept, twin)
 
 
+@pytest.mark.slow
 @daily("average", "local")
 @pytest.mark.parametrize("buffers", ["average", "local", "reset"])
 def test_buffers_travel_exactly(tmp_path, buffers):
@@ -282,23 +289,23 @@ class Unequal(FedAvg):
 @pytest.mark.parametrize(
     ("algorithm", "channels", "message"),
     [
-        (FedAvg, {"uplink": TopK(0.1)}, "uplink must be a list of codecs"),
-        (FedAvg, {"downlink": [0.1]}, "downlink must be a list of codecs"),
-        (FedAvg, {"uplink": [Half(), TopK(0.1, error_feedback=True)]}, "error_feedback=True to the first"),
+        (FedAvg, {"uplink": TopK(0.1)}, r"uplink.*TopK.*share=0\.1"),
+        (FedAvg, {"downlink": [0.1]}, r"downlink.*\[0\.1\]"),
+        (FedAvg, {"uplink": [Half(), TopK(0.1, error_feedback=True)]}, "error_feedback=True"),
         (FedAvg, {"uplink": [Dense(), Half()]}, "leaves no floating-point values"),
-        (FedAvg, {"downlink": [TopK(0.1)]}, "set to zero .* error_feedback=True"),
+        (FedAvg, {"downlink": [TopK(0.1)]}, "error_feedback=True"),
         (FedAvg, {"downlink": [Half(), TopK(0.1)]}, "TopK would set to zero"),
         (FedAvg, {"downlink": [Chain([Half(), TopK(0.1)])]}, "Chain would set to zero"),
         (FedAvg, {"downlink": [Split(["net.0.bias"], Dense(), TopK(0.1))]}, "Split would set to zero"),
         (FedMUD, {"downlink": [Half()]}, "FedMUD .* leave out downlink"),
-        (Unequal, {"downlink": [Half(error_feedback=True)]}, "Unequal sends clients different values"),
+        (Unequal, {"downlink": [Half(error_feedback=True)]}, "error_feedback"),
         (
             partial(RandomCoordinates, 0.5, 0.5),
             {"uplink": [Half(error_feedback=True)]},
-            "RandomCoordinates and uplink=.* without error_feedback",
+            "RandomCoordinates",
         ),
-        (partial(RandomCoordinates, 0.5, 0.5), {"uplink": [TopK(0.5)]}, "RandomCoordinates sends the values .* TopK"),
-        (RandomMask, {"uplink": [Half(), Sign()]}, "RandomMask sends the values .* Sign"),
+        (partial(RandomCoordinates, 0.5, 0.5), {"uplink": [TopK(0.5)]}, r"RandomCoordinates.*TopK"),
+        (RandomMask, {"uplink": [Half(), Sign()]}, r"RandomMask.*uplink=\[Half\(\)\].*\[Quantize\(\)\]"),
     ],
 )
 def test_what_does_not_go_together_is_refused(tmp_path, algorithm, channels, message):

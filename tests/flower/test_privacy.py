@@ -6,6 +6,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_lowrank.federated import offload
 from lightning_lowrank.federated.privacy import Mechanism
 from tests.flower.helpers import run_on_sites, write_recipe
+from tests.grids import nightly_except
 
 pytestmark = pytest.mark.slow
 UNIFORM = {"weighting": "uniform"}
@@ -46,6 +47,7 @@ def test_sites_add_noise(tmp_path):
     assert found > 20.0 * 0.5 / 2
 
 
+@nightly_except()
 @pytest.mark.parametrize(
     "settings",
     [
@@ -55,10 +57,11 @@ def test_sites_add_noise(tmp_path):
     ],
 )
 def test_noise_that_others_know_is_refused(tmp_path, settings):
-    with pytest.raises(MisconfigurationException, match="server and sites all have, and could take away"):
+    with pytest.raises(MisconfigurationException, match="secure=True"):
         run_on_sites(write_recipe(tmp_path, settings), tmp_path)
 
 
+@nightly_except("True")
 @pytest.mark.parametrize("fresh", [False, True])
 def test_each_site_counts_its_own(tmp_path, fresh):
     served, _ = run_on_sites(write_recipe(tmp_path, of_samples()), tmp_path, fresh=fresh)
@@ -84,5 +87,5 @@ def test_a_site_refuses_a_round_beyond_its_budget(tmp_path):
 
 
 def test_a_site_cannot_find_the_noise(tmp_path):
-    with pytest.raises(MisconfigurationException, match="does not know in which rounds it will take part"):
+    with pytest.raises(MisconfigurationException, match="target_epsilon"):
         run_on_sites(write_recipe(tmp_path, of_samples(noise_multiplier=None, target_epsilon=5.0)), tmp_path)

@@ -14,6 +14,7 @@ from lightning_lowrank.flower.client import client_app
 from lightning_lowrank.flower.server import RemoteRounds, serve
 from tests.flower.helpers import MUD, assert_equal_runs, merged, method, run_on_sites, simulate, write_recipe
 from tests.flower.local_grid import LocalGrid
+from tests.grids import nightly_except
 
 pytestmark = pytest.mark.slow
 
@@ -55,6 +56,7 @@ def rounds_of(trainer) -> RemoteRounds:
     return next(each for each in trainer.callbacks if isinstance(each, RemoteRounds))
 
 
+@nightly_except("FedMUD")
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_killed_server_goes_on_with_the_same_results(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
@@ -75,6 +77,7 @@ def test_a_killed_server_goes_on_with_the_same_results(tmp_path, monkeypatch, na
         assert served.callback_metrics[figure] == whole.callback_metrics[figure], figure
 
 
+@pytest.mark.nightly
 def test_a_server_that_comes_back_does_not_wait_for_sites_that_were_away(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = write_recipe(tmp_path, merged(SMALL, {"federated": {"clients_per_round": None}}))
@@ -158,6 +161,7 @@ def away(recipe: Path, folder: Path):
     return prepare
 
 
+@nightly_except("4-0")
 @pytest.mark.parametrize(("keep", "failed"), [(100, 0), (4, 0), (2, 1)])
 def test_broadcasts_are_kept_for_absent_sites_until_they_are_too_old(tmp_path, monkeypatch, keep, failed):
     monkeypatch.chdir(tmp_path)
@@ -171,6 +175,7 @@ def test_broadcasts_are_kept_for_absent_sites_until_they_are_too_old(tmp_path, m
     assert sorted(rounds_of(served)._broadcasts) == [number for number in range(1, 5) if number > 3 - keep]
 
 
+@pytest.mark.nightly
 def test_a_server_that_is_killed_before_it_saves_still_has_what_sites_missed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     participants = {"federated": {"participants": [[0, 1], [1, 2], [1, 2], [1, 2], [0, 1]]}}
@@ -203,6 +208,7 @@ def test_a_server_that_is_killed_before_it_saves_still_has_what_sites_missed(tmp
         assert torch.equal(other[name], value), name
 
 
+@pytest.mark.nightly
 def test_a_round_waits_for_enough_sites(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = write_recipe(tmp_path, merged(SMALL, {"federated": {"clients_per_round": None}}))

@@ -1,15 +1,11 @@
 """Each method on an accelerator is that on the CPU, and clients that step together are those that train in turn."""
 
-import pytest
-
 from lightning_lowrank.testing.experiment import blobs
-from tests.algorithms.methods import METHODS
+from tests.algorithms.methods import each_method
 from tests.gpu.places import apart, experiment, precise, run, tolerance
 
-pytestmark = pytest.mark.slow
 
-
-@pytest.mark.parametrize("name", METHODS)
+@each_method()
 def test_methods_are_those_on_the_cpu(place, name):
     dtype = precise(place)
     of, data = experiment(name), blobs(28, dtype=dtype)

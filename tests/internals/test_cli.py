@@ -39,7 +39,7 @@ class Telling(SubcommandCLI):
         self.told.append(f"{subcommand} with more={self.config[subcommand].more}")
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_every_method_is_called():
     done = Telling(BoringModel, args=["fit", "--more=3"])
     assert done.told[-2:] == ["optimizers", "fit with more=3"]
@@ -60,7 +60,7 @@ ONE = {"subcommand": "fit", "fit": {"more": 3}}
         (["fit", "--more=3"], {"default_config_files": ["*.defaults"]}, ALL),
     ],
 )
-@pytest.mark.medium
+@pytest.mark.slow
 def test_the_subcommand_that_is_run_alone_gets_arguments(monkeypatch, args, keywords, expected):
     monkeypatch.setattr("sys.argv", ["program"] if args is not None else ["program", "fit", "--more", "3"])
     done = Telling(BoringModel, args=args, parser_kwargs=keywords)
@@ -68,7 +68,7 @@ def test_the_subcommand_that_is_run_alone_gets_arguments(monkeypatch, args, keyw
     assert done.told[-1] == "fit with more=3"
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_the_help_names_all_subcommands(capsys):
     for word in ("--help", "--no_such_option"):
         with pytest.raises(SystemExit):

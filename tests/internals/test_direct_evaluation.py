@@ -17,7 +17,7 @@ from lightning_lowrank import FedAvg, FederatedLoop, FromIndices
 from lightning_lowrank.data.images import TensorImages, collate_images
 from lightning_lowrank.internals import direct_evaluation
 from lightning_lowrank.internals.direct_evaluation import DirectEvaluation
-from tests.grids import daily
+from tests.grids import nightly_except
 from tests.helpers import Data, Module, assert_same, blobs, fit, seen, trainer, weights
 
 CLIENTS = [list(range(5)), list(range(5, 47)), list(range(47, 69)), list(range(69, 103))]
@@ -215,7 +215,8 @@ def values(fitted: pl.Trainer) -> list[dict[str, float]]:
     return [{name: float(value) for name, value in metrics.items()} for metrics in seen_by]
 
 
-@daily("plain", "several loaders", "images", "sanity")
+@pytest.mark.slow
+@nightly_except("plain", "several loaders", "images", "sanity")
 @pytest.mark.parametrize("case", CASES)
 def test_nobody_sees_a_difference(tmp_path, case, capsys):
     module, fitted, _, events = run(tmp_path / "direct", **CASES[case])
@@ -230,7 +231,7 @@ def test_nobody_sees_a_difference(tmp_path, case, capsys):
     assert names == sorted(path.name for path in (tmp_path / "direct").glob("*.ckpt"))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["validate", "test"])
 def test_evaluations_after_the_fit(tmp_path, stage):
     results, logs = [], []
@@ -251,7 +252,7 @@ def count_steps(monkeypatch) -> list[int]:
     return steps
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_usual_evaluations_are_direct_and_lightnings_own_after_the_fit(tmp_path, monkeypatch):
     steps = count_steps(monkeypatch)
     module, fitted, data, _ = run(tmp_path)
@@ -270,6 +271,7 @@ def test_usual_evaluations_are_direct_and_lightnings_own_after_the_fit(tmp_path,
         assert not {"run", "reset", "_evaluation_step"} & vars(loop).keys()
 
 
+@pytest.mark.slow
 def test_what_is_logged_passes_lightnings_checks_once_in_an_evaluation(tmp_path, monkeypatch):
     checked = []
     kind = type(trainer(tmp_path).validate_loop._results)
@@ -338,6 +340,7 @@ LEFT_TO_LIGHTNING: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", LEFT_TO_LIGHTNING)
 def test_ways_of_their_own_are_left_to_lightning(tmp_path, monkeypatch, own):
     steps = count_steps(monkeypatch)
@@ -346,7 +349,7 @@ def test_ways_of_their_own_are_left_to_lightning(tmp_path, monkeypatch, own):
     assert not steps
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_datamodules_own_transfer_is_left_to_lightning(tmp_path, monkeypatch):
     class Doubling(Data):
         def on_before_batch_transfer(self, batch, dataloader_idx):
@@ -357,6 +360,7 @@ def test_a_datamodules_own_transfer_is_left_to_lightning(tmp_path, monkeypatch):
     assert not steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fast", [True, False])
 def test_without_fast_steps_all_is_left_to_lightning(tmp_path, monkeypatch, fast):
     made = []
@@ -390,6 +394,7 @@ def test_hooks_of_one_object_are_heard(tmp_path):
     assert heard == 2 * ["module", "callback"]
 
 
+@pytest.mark.slow
 def test_a_dataset_that_changes_between_rounds_is_read_again(tmp_path):
     class Changing(pl.Callback):
         def __init__(self, dataset):

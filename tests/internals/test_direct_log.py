@@ -19,7 +19,7 @@ from lightning_lowrank import FedAvg, FederatedLoop, FromIndices
 from lightning_lowrank.federated.execution.traces import reachable
 from lightning_lowrank.internals import direct_log
 from lightning_lowrank.internals.direct_log import DirectLog, _Log
-from tests.grids import daily
+from tests.grids import nightly_except
 from tests.helpers import Data, Module, assert_same, blobs, fit, trainer, weights
 
 CLIENTS = [list(range(5)), list(range(5, 47)), list(range(47, 69)), list(range(69, 103))]
@@ -308,7 +308,8 @@ def assert_seen(found, expected):
     assert fitted.fit_loop.state_dict() == reference.fit_loop.state_dict()
 
 
-@daily("for each epoch", "from several hooks", "together")
+@pytest.mark.slow
+@nightly_except("for each epoch", "from several hooks", "together")
 @pytest.mark.parametrize("case", CASES)
 def test_nobody_sees_a_difference(tmp_path, case):
     found = run(tmp_path / "direct", **CASES[case])
@@ -342,6 +343,7 @@ def count_lightnings(monkeypatch, kind=pl.LightningModule):
     return calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("execution", ["sequential", "vectorized"])
 def test_lightning_treats_each_call_once(tmp_path, monkeypatch, execution):
     calls = count_lightnings(monkeypatch)
@@ -350,14 +352,14 @@ def test_lightning_treats_each_call_once(tmp_path, monkeypatch, execution):
     assert calls.count("loss") == 1
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_what_is_not_known_is_left_to_lightning(tmp_path, monkeypatch):
     calls = count_lightnings(monkeypatch)
     _, fitted, _, _ = run(tmp_path, module=WithMetrics)
     assert calls.count("metric") == calls.count("graph") == fitted.global_step == 45
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_one_process_means_no_synchronization(tmp_path, monkeypatch):
     class Synchronized(OnEpoch):
         def keywords(self, batch_idx):
@@ -373,7 +375,7 @@ class Overriding(OnEpoch):
         super().log(f"own {name}", value, **keywords)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_modules_own_log_is_left_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(_Log, "__call__", lambda *arguments, **keywords: pytest.fail("a direct call"))
     monkeypatch.setattr(direct_log, "_calls_fit", lambda: True)
@@ -401,6 +403,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", WRONG)
 def test_what_lightning_refuses_is_refused(tmp_path, monkeypatch, case):
     given, error = WRONG[case]
@@ -448,14 +451,14 @@ def test_who_looks_what_a_module_holds_finds_no_metric_of_the_trainer(tmp_path):
     assert added is vars(module)["log"]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_lightnings_own_is_given_back(tmp_path):
     module, fitted, _, _ = run(tmp_path, module=OnEpoch)
     assert "log" not in vars(module)
     assert not vars(fitted._logger_connector).keys() & {"on_batch_start", "on_batch_end", "update_train_step_metrics"}
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_without_fast_steps_nothing_is_replaced(tmp_path, monkeypatch):
     monkeypatch.setattr(DirectLog, "__init__", lambda *arguments: pytest.fail("a direct log"))
     run(tmp_path, fast=False)
@@ -514,7 +517,7 @@ def test_what_logs_otherwise_is_not_known(tmp_path):
     assert not known(tmp_path, barebones=True, enable_checkpointing=False)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_another_lightning_logs_itself(tmp_path, monkeypatch):
     expected = run(tmp_path / "known", module=OnEpoch)
     monkeypatch.setattr(_Log, "__call__", lambda *arguments, **keywords: pytest.fail("a direct call"))

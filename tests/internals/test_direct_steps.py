@@ -18,7 +18,7 @@ from lightning_lowrank import FedAvg, FederatedLoop, FedProx, FromIndices, PFedM
 from lightning_lowrank.internals import direct_steps
 from lightning_lowrank.internals.direct import Hooks
 from lightning_lowrank.internals.direct_steps import DirectSteps
-from tests.grids import daily
+from tests.grids import nightly_except
 from tests.helpers import Data, Module, assert_same, blobs, fit, seen, trainer, weights
 
 CLIENTS = [list(range(5)), list(range(5, 47)), list(range(47, 69)), list(range(69, 103))]
@@ -234,7 +234,8 @@ def run(
     return made, fitted, events, rows
 
 
-@daily("plain", "together")
+@pytest.mark.slow
+@nightly_except("plain", "together")
 @pytest.mark.parametrize("case", CASES)
 def test_nobody_sees_a_difference(tmp_path, case):
     module, fitted, events, rows = run(tmp_path / "direct", **CASES[case])
@@ -256,6 +257,7 @@ def test_nobody_sees_a_difference(tmp_path, case):
         assert ours == theirs
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_round_is_resumed_from_each_of_its_steps(tmp_path):
     whole, fitted, _, _ = run(tmp_path / "whole")
@@ -329,6 +331,7 @@ LEFT_TO_LIGHTNING: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", LEFT_TO_LIGHTNING)
 def test_ways_of_their_own_are_left_to_lightning(tmp_path, monkeypatch, own):
     monkeypatch.setattr(DirectSteps, "_step", lambda *arguments: pytest.fail("a direct step"))
@@ -337,6 +340,7 @@ def test_ways_of_their_own_are_left_to_lightning(tmp_path, monkeypatch, own):
     assert fitted.global_step > 0
 
 
+@pytest.mark.slow
 def test_a_datamodules_own_transfer_is_left_to_lightning(tmp_path, monkeypatch):
     class Doubling(Data):
         def on_before_batch_transfer(self, batch, dataloader_idx):
@@ -352,7 +356,7 @@ def test_a_methods_updates_of_a_modules_own_kind_are_left_to_lightning(tmp_path,
     run(tmp_path, module=OwnUpdate, algorithm=lambda: PFedMe(personal_steps=2), trainer={"max_epochs": 1})
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", [FedAvg, PFedMe])
 def test_usual_steps_are_direct_and_lightnings_own_after_the_fit(tmp_path, monkeypatch, algorithm):
     steps = []
@@ -443,7 +447,7 @@ class Idle(torch.optim.SGD):
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_an_optimizer_that_asks_for_no_gradients_is_refused(tmp_path, fast):
-    with pytest.raises(MisconfigurationException, match="closure hasn't been executed"):
+    with pytest.raises(MisconfigurationException, match=r"HINT.*`optimizer_closure\(\)`"):
         run(tmp_path, module=Quiet, arguments={"optimizer": lambda p: Idle(p, lr=0.1)}, fast=fast)
 
 
@@ -482,8 +486,8 @@ def test_another_lightning_is_not_known(tmp_path, monkeypatch, change):
     assert not known(tmp_path)
 
 
-@pytest.mark.medium
-@daily("another_part")
+@pytest.mark.slow
+@nightly_except("another_part")
 @pytest.mark.parametrize("change", [another_release, another_fetcher, another_part, another_call])
 def test_steps_of_another_lightning_are_left_to_it(tmp_path, monkeypatch, change):
     expected, _, _, _ = run(tmp_path / "known", module=Quiet)
@@ -493,7 +497,7 @@ def test_steps_of_another_lightning_are_left_to_it(tmp_path, monkeypatch, change
     assert_same(weights(module), weights(expected))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_without_fast_steps_every_step_is_left_to_lightning(tmp_path, monkeypatch):
     found = []
     for fast_steps in (True, False):
@@ -506,6 +510,7 @@ def test_without_fast_steps_every_step_is_left_to_lightning(tmp_path, monkeypatc
     assert_same(*found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "own", [{"precision": "bf16-mixed"}, {"precision": "16-mixed"}, {"strategy": "client_parallel"}], ids=str
 )

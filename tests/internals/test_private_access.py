@@ -80,7 +80,7 @@ def test_no_import_of_private_names():
     assert not found
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_no_use_of_private_names():
     own, others = own_names(), names_of_others()
     found = [

@@ -202,6 +202,7 @@ torch.save(found["sequential"], sys.argv[1] + "/weights.pt")
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_torch_that_does_not_tell_of_mapped_tensors(tmp_path):
     subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path)], check=True)
@@ -412,7 +413,7 @@ def test_backward_passes_are_those_of_torch(monkeypatch):
     internals.run_backward(weight.sum())
     assert torch.equal(weight.grad, 2 * weight.detach() + 1), "gradients are added to those that are there"
     assert len(ran) == 2, "torch runs backward passes in another way: run_backward leaves everything around them"
-    with pytest.raises(RuntimeError, match="does not require grad"):
+    with pytest.raises(RuntimeError, match=r"0.*grad_fn"):
         internals.run_backward(torch.zeros(()))
     with pytest.raises(RuntimeError, match="scalar outputs"):
         internals.run_backward(weight * 1)

@@ -90,6 +90,7 @@ def assert_replayed(traced, function, tensors, sizes):
         assert not one.requires_grad
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_replayed_for_several_sizes(name, dtype):
@@ -100,6 +101,7 @@ def test_replayed_for_several_sizes(name, dtype):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_replayed_gradients(dtype):
     def tensors(clients, samples):
@@ -110,12 +112,14 @@ def test_replayed_gradients(dtype):
         assert_replayed(traced, gradients, tensors(clients, samples), {"clients": clients, "samples": samples})
 
 
+@pytest.mark.slow
 def test_a_traced_size_of_one_is_fixed():
     traced = Traced(views, given(1, 5), NAMES)
     assert_replayed(traced, views, given(1, 7), {"clients": 1, "samples": 7})
     assert not traced.holds({"clients": 2, "samples": 5})
 
 
+@pytest.mark.slow
 def test_a_trace_of_more_does_not_hold_for_one():
     """Torch takes a size of 1 in another way: strides are others, and it is expanded."""
     assert not Traced(views, given(3, 5), NAMES).holds({"clients": 1, "samples": 5})
@@ -167,6 +171,7 @@ def test_constants_are_the_tensors_themselves():
     assert any(constant is table for constant in traced.constants)
 
 
+@pytest.mark.slow
 def test_tracing_leaves_arguments_and_random_numbers_alone():
     tensors = given(3, 5)
     before, state = [tensor.clone() for tensor in tensors], torch.get_rng_state()
@@ -261,6 +266,7 @@ def test_no_compiler(monkeypatch):
     assert "C++ compiler" in tracing.can_compile(torch.device("cpu"))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.skipif(bool(tracing.can_compile(torch.device("cpu"))), reason="there is no compiler")
 def test_compiled():

@@ -78,6 +78,7 @@ def outputs(module):
         return module.eval().net(blobs(40, seed=8).tensors[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "settings", "whole"),
     [
@@ -117,6 +118,7 @@ def test_a_clients_own_model_is_the_judged_one_or_refused(tmp_path, method, sett
             load_dense(tmp_path / "run.ckpt", Module(make()), client=client)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "rank"), [(Ditto(), None), (FedLoRA(FedSA()), 4)], ids=["Ditto", "FedSA"])
 @pytest.mark.parametrize("apart", [False, True])
 def test_a_clients_own_layer_has_its_values_under_every_name(tmp_path, method, rank, apart):
@@ -130,10 +132,11 @@ def test_a_clients_own_layer_has_its_values_under_every_name(tmp_path, method, r
     torch.testing.assert_close(outputs(plain), own_outputs(loop, module, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("buffers", ["local", "average"])
 def test_a_model_whose_statistics_are_computed_when_it_is_judged_is_refused(tmp_path, buffers):
     run(tmp_path, FedPer(BIAS), StaticBatchNorm(), buffers=buffers)
-    with pytest.raises(SystemExit, match=r"client 1's own model cannot be taken from .*: StaticBatchNorm computes"):
+    with pytest.raises(SystemExit, match=r"1.*run\.ckpt.*StaticBatchNorm"):
         main(["export", str(tmp_path / "run.ckpt"), str(tmp_path / "own.safetensors"), "--client", "1"])
     assert not (tmp_path / "own.safetensors").exists()
     load_dense(tmp_path / "run.ckpt", Module(normalized()))

@@ -171,15 +171,13 @@ def test_the_command_writes_the_runs_figures(tmp_path, hub, capsys):
 
 
 def test_what_is_no_adapter_is_refused(tmp_path, hub):
-    with pytest.raises(MisconfigurationException, match=r"holds no adapter: it has no adapter_config\.json"):
+    with pytest.raises(MisconfigurationException, match=r"adapter_config\.json"):
         push_adapter(tmp_path, "me/mood", endpoint=hub)
     assert not Hub.asked
     Hub.repositories["me/other"] = {"adapter_config.json": b"{}", "adapter_model.bin": b""}
     kept = adapter(tmp_path / "kept")[1]
     before = (kept / "adapter_config.json").read_bytes()
-    with pytest.raises(
-        MisconfigurationException, match=r"me/other holds no adapter: it has no adapter_model\.safetensors"
-    ):
+    with pytest.raises(MisconfigurationException, match=r"adapter_model\.safetensors"):
         pull_adapter("me/other", kept, endpoint=hub)
     assert (kept / "adapter_config.json").read_bytes() == before
     from huggingface_hub.errors import RepositoryNotFoundError

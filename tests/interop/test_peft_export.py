@@ -170,11 +170,11 @@ def test_a_saved_module_whose_name_others_end_with_is_refused(tmp_path):
 
     net = Net()
     convert(net, MatrixProduct(), rank=1, include=["body"], freeze_rest=True, keep_trained=["head"])
-    with pytest.raises(MisconfigurationException, match=r"head was trained whole.*would take forehead for it"):
+    with pytest.raises(MisconfigurationException, match=r"PEFT.*modules_to_save"):
         export_adapter(net, tmp_path / "folder")
     adapted = nn.ModuleDict({"body": nn.ModuleDict({"head": nn.Linear(4, 4)}), "head": nn.Linear(4, 4)})
     convert(adapted, MatrixProduct(), rank=1, include=["body"], freeze_rest=True, keep_trained=["head"])
-    with pytest.raises(MisconfigurationException, match=r"head was trained whole.*would take body\.head for it"):
+    with pytest.raises(MisconfigurationException, match=r"PEFT.*modules_to_save.*body\.head"):
         export_adapter(adapted, tmp_path / "folder")
     assert not (tmp_path / "folder").exists()
 
@@ -221,7 +221,7 @@ def test_what_differs_from_the_base_is_written_where_the_base_is_given(tmp_path)
     converted.line.fold()
     assert config_of(export_adapter(converted, tmp_path, base=base))["rank_pattern"] == {"^line": 1}
     same_function(converted, peft().PeftModel.from_pretrained(copy.deepcopy(base), tmp_path), inputs)
-    with pytest.raises(MisconfigurationException, match=r"base has no stem\.weight of shape \(6, 3, 3, 3\)"):
+    with pytest.raises(MisconfigurationException, match=r"stem\.weight.*6.*3"):
         export_adapter(converted, tmp_path, base=Tokens())
 
 
@@ -287,9 +287,7 @@ def test_different_dropouts_and_dense_modules_are_refused(tmp_path):
         export_adapter(net, tmp_path)
     convert(net, MatrixProduct(), rank=1, dropout=0.1)
     net[1].dropout = 0.5
-    with pytest.raises(
-        MisconfigurationException, match=r"one lora_dropout for all layers, and these have \[0.1, 0.5\]"
-    ):
+    with pytest.raises(MisconfigurationException, match=r"lora_dropout.*\[0\.1, 0\.5\]"):
         export_adapter(net, tmp_path)
 
 
@@ -317,13 +315,13 @@ def test_names_are_relative_to_the_network_in_a_lightning_module(tmp_path):
 
     names = config_of(export_adapter(module, tmp_path, prefix=""))["target_modules"]
     assert names == ["backbone.0", "backbone.2"]
-    with pytest.raises(MisconfigurationException, match=r"prefix is 'nothing', and .* are backbone, head"):
+    with pytest.raises(MisconfigurationException, match=r"prefix.*'nothing'"):
         export_adapter(module, tmp_path, prefix="nothing")
     module.head.requires_grad_(True)
-    with pytest.raises(MisconfigurationException, match=r"head.weight, head.bias are trained outside 'backbone'"):
+    with pytest.raises(MisconfigurationException, match=r"head\.weight.*head\.bias.*'backbone'"):
         export_adapter(module, tmp_path)
     module.head.requires_grad_(False)
-    with pytest.raises(MisconfigurationException, match=r"backbone.0, backbone.2 are trained outside 'head'"):
+    with pytest.raises(MisconfigurationException, match=r"backbone\.0.*backbone\.2.*'head'"):
         export_adapter(module, tmp_path, prefix="head.")
 
 
@@ -395,7 +393,7 @@ def test_a_buffer_beside_adapters_is_refused_where_it_has_changed(tmp_path, impo
         module = import_adapter(tmp_path / "folder", Centred())
         export_adapter(module, tmp_path / "folder")
     module.center += 1
-    with pytest.raises(MisconfigurationException, match=r"center has changed, .* To go on, export dense"):
+    with pytest.raises(MisconfigurationException, match=r"center.*PEFT.*modules_to_save.*`lightning-lowrank export`"):
         export_adapter(module, tmp_path / "none")
 
 
@@ -442,7 +440,7 @@ def test_a_state_that_is_no_tensor_is_refused_where_it_would_be_saved(tmp_path, 
         module = peft().get_peft_model(module, peft().LoraConfig(target_modules=["0"], modules_to_save=["1"]))
     else:
         convert(module, MatrixProduct(), rank=1, include=["0"])
-    with pytest.raises(MisconfigurationException, match=r"1\._extra_state of what is saved whole is no tensor"):
+    with pytest.raises(MisconfigurationException, match=r"base_model\.model\.1.*_extra_state.*whole"):
         export_adapter(module, tmp_path / "folder")
     if not wrapped:
         export_adapter(module, tmp_path / "folder", base=base)

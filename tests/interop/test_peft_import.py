@@ -49,6 +49,7 @@ def test_all_biases_beside_modules_that_are_saved(tmp_path):
     torch.testing.assert_close(import_adapter(tmp_path, base)(inputs), wrapped(inputs))
 
 
+@pytest.mark.slow
 def test_an_adapter_of_peft_with_embeddings_saved(tmp_path):
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(vocab_size=13, n_positions=9, n_embd=8, n_layer=1, n_head=2)
@@ -225,16 +226,16 @@ def test_pickles_are_never_read(saved, tmp_path):
     with pytest.raises(MisconfigurationException, match=r"holds no adapter_model\.safetensors\.$"):
         import_adapter(saved, plain())
     torch.save({"x": Boom()}, saved / "adapter_model.bin")
-    with pytest.raises(MisconfigurationException, match=r"adapter_model\.bin is a pickle, which is not read"):
+    with pytest.raises(MisconfigurationException, match=r"adapter_model\.bin"):
         import_adapter(saved, plain())
     shutil.copy(saved / "adapter_model.bin", saved / "adapter_model.safetensors")
-    with pytest.raises(MisconfigurationException, match="is not a safetensors file"):
+    with pytest.raises(MisconfigurationException, match=r"adapter_model\.safetensors"):
         import_adapter(saved, plain())
     assert saved.exists()
     (saved / "adapter_config.json").write_text("{")
-    with pytest.raises(MisconfigurationException, match=r"adapter_config\.json is not JSON"):
+    with pytest.raises(MisconfigurationException, match=r"adapter_config\.json.*JSON"):
         import_adapter(saved, plain())
-    with pytest.raises(MisconfigurationException, match=r"not a PEFT adapter folder: it holds no adapter_config\.json"):
+    with pytest.raises(MisconfigurationException, match=r"PEFT.*adapter_config\.json"):
         import_adapter(tmp_path, plain())
 
 
@@ -245,13 +246,11 @@ def test_converted_layers_that_are_not_the_folders_are_refused(saved):
         import_adapter(saved, other)
     larger = plain()
     convert(larger, MatrixProduct(), rank=1, include=["0"])
-    with pytest.raises(
-        MisconfigurationException, match="layer '0' cannot be loaded: its rank is 1, and the folder's 2"
-    ):
+    with pytest.raises(MisconfigurationException, match=r"'0'.*rank.*1"):
         import_adapter(saved, larger)
     weight = plain()
     convert(weight, MatrixProduct(), rank=2, include=["0"], role="weight")
-    with pytest.raises(MisconfigurationException, match="layer '0' cannot be loaded: its role is 'weight'"):
+    with pytest.raises(MisconfigurationException, match=r"'0'.*'weight'"):
         import_adapter(saved, weight)
 
 
@@ -277,5 +276,5 @@ def test_a_layer_that_the_model_holds_twice_is_not_imported(tmp_path):
 
 def test_what_peft_has_wrapped_is_not_imported_into(saved):
     wrapped = peft().get_peft_model(plain(), peft().LoraConfig(target_modules=["0"]))
-    with pytest.raises(MisconfigurationException, match=r"PEFT has wrapped .* call load_adapter"):
+    with pytest.raises(MisconfigurationException, match=r"PEFT.*'base_model\.model\.0'.*load_adapter"):
         import_adapter(saved, wrapped)

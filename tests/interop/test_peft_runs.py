@@ -51,6 +51,7 @@ def federated(tmp_path, operator, **settings):
     return base, module
 
 
+@pytest.mark.slow
 def test_a_federated_runs_model_from_module_checkpoint_and_command(tmp_path, capsys):
     base, module = federated(tmp_path, ProductSum())
     export_adapter(module, tmp_path / "module")
@@ -67,6 +68,7 @@ def test_a_federated_runs_model_from_module_checkpoint_and_command(tmp_path, cap
         assert not torch.allclose(outputs, base.eval()(inputs), atol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_clients_own_adapter(tmp_path, capsys):
     base, module = federated(tmp_path, FedSA())
     cli.main(["export", str(tmp_path / "run.ckpt"), str(tmp_path / "own"), "--format", "peft", "--client", "1"])
@@ -85,20 +87,20 @@ def test_a_clients_own_adapter(tmp_path, capsys):
         cli.main(["export", str(tmp_path / "run.ckpt"), str(tmp_path / "own"), "--format", "peft", "--client", "7"])
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_what_no_adapter_can_be_is_refused_first(tmp_path):
     module = Module(network())
     lowrank = LowRank(BlockKronecker(), rank=1, role="update", summary=False)
     run = trainer(tmp_path, lowrank, FederatedLoop(FedMUD(), clients=2, summary=False), max_epochs=2)
     fit(run, module, Data())
     run.save_checkpoint(tmp_path / "run.ckpt")
-    with pytest.raises(MisconfigurationException, match=r"PEFT cannot express .*BlockKronecker"):
+    with pytest.raises(MisconfigurationException, match=r"PEFT.*net\.0.*factorization.*grid=False"):
         export_adapter(module, tmp_path / "folder")
-    with pytest.raises(SystemExit, match=r"PEFT cannot express .*BlockKronecker"):
+    with pytest.raises(SystemExit, match=r"PEFT.*net\.0.*factorization.*grid=False"):
         cli.main(["export", str(tmp_path / "run.ckpt"), str(tmp_path / "folder"), "--format", "peft"])
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("operator", [FedEx(), FedMUD()], ids=["FedEx", "FedMUD"])
 def test_runs_that_changed_the_frozen_weights_are_refused(tmp_path, operator):
     base, module = federated(tmp_path, operator)
@@ -132,6 +134,7 @@ def test_runs_that_changed_the_frozen_weights_are_refused(tmp_path, operator):
     assert not (tmp_path / "folder").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operator", [FLoRA(), FedEx(), ProductSum()], ids=["FLoRA", "FedEx", "ProductSum"])
 def test_what_peft_would_save_without_the_changed_base(tmp_path, operator):
     """The fit says so, and each way out that messages name has the whole model."""
@@ -158,7 +161,7 @@ def test_what_peft_would_save_without_the_changed_base(tmp_path, operator):
         assert not torch.allclose(onto_old.eval()(inputs), module.net.eval()(inputs), atol=1e-3)
     with pytest.raises(MisconfigurationException, match=r"folds updates into the frozen weights"):
         export_adapter(module, tmp_path / "folder")
-    with pytest.raises(MisconfigurationException, match=r"module that PEFT wrapped, .* base=pretrained_network"):
+    with pytest.raises(MisconfigurationException, match=r"PEFT.*`lightning-lowrank export`.*--config"):
         adapter_checkpoint(tmp_path / "run.ckpt", tmp_path / "folder")
     export_adapter(module, tmp_path / "folder", base=base)
     same_function(module.net, peft().PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "folder"), inputs)
@@ -172,11 +175,12 @@ def test_what_peft_would_save_without_the_changed_base(tmp_path, operator):
     same_function(module.net, loaded, inputs)
 
 
+@pytest.mark.slow
 def test_a_frozen_module_does_not_tell_what_was_trained(tmp_path):
     base, module = federated(tmp_path, ProductSum())
     module.freeze()
     network_alone = module.net
-    with pytest.raises(MisconfigurationException, match=r"no factor requires a gradient, as after freeze\(\)"):
+    with pytest.raises(MisconfigurationException, match=r"freeze\(\)"):
         export_adapter(network_alone, tmp_path / "folder")
     export_adapter(network_alone, tmp_path / "folder", base=base)
     export_adapter(module, tmp_path / "noted")
@@ -203,7 +207,7 @@ def plain_run(tmp_path, callback, module=None, epochs=3, **arguments):
     return module
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("resume", [False, True], ids=["one run", "resumed"])
 @pytest.mark.parametrize(
     "when",
@@ -225,7 +229,7 @@ def test_what_was_trained_in_a_part_of_a_run_is_exported(tmp_path, when, resume)
         same_function(module.net, loaded, torch.randn(9, 6))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_updates_that_are_folded_in_a_run_are_refused_from_its_checkpoints(tmp_path):
     def fold(module):
         for _, layer in low_rank_layers(module):
@@ -267,7 +271,7 @@ def test_statistics_outside_of_the_network_are_not_left_out(tmp_path):
 
     module = Normed()
     LowRank(MatrixProduct(), rank=1, init="lora", freeze_rest=True, summary=False).convert(module)
-    with pytest.raises(MisconfigurationException, match=r"before\.running_mean is trained outside 'body'"):
+    with pytest.raises(MisconfigurationException, match=r"before\.running_mean.*'body'"):
         export_adapter(module, tmp_path)
 
 
@@ -276,11 +280,11 @@ def test_checkpoints_that_do_not_describe_their_layers_are_refused(tmp_path):
     checkpoint = torch.load(tmp_path / "run.ckpt", weights_only=True)
     del checkpoint["callbacks"]
     torch.save(checkpoint, tmp_path / "bare.ckpt")
-    with pytest.raises(MisconfigurationException, match=r"bare\.ckpt does not describe the layers of its module"):
+    with pytest.raises(MisconfigurationException, match=r"bare\.ckpt"):
         adapter_checkpoint(tmp_path / "bare.ckpt", tmp_path / "folder")
     checkpoint["state_dict"]["net.0.lora_A.default.weight"] = torch.zeros(1)
     torch.save(checkpoint, tmp_path / "wrapped.ckpt")
-    with pytest.raises(MisconfigurationException, match=r"wrapped\.ckpt is of a module that PEFT wrapped"):
+    with pytest.raises(MisconfigurationException, match=r"wrapped\.ckpt.*PEFT"):
         adapter_checkpoint(tmp_path / "wrapped.ckpt", tmp_path / "folder")
 
 

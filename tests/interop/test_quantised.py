@@ -151,7 +151,7 @@ def stored(net):
 INPUTS = torch.randn(9, 6, generator=torch.Generator().manual_seed(2))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @daily("FLoRA()-stand-in")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("operator", [ProductSum(), SumProduct(), FLoRA(), FedEx(), CoLR()], ids=repr)

@@ -231,7 +231,7 @@ def test_a_rank_above_the_largest_is_what_allow_larger_allows():
     """FedLoRA-M of the authors of FedSLoP: rank 15 also for a head of ten outputs."""
     model = nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10))
     how = {"rank": 15, "freeze_rest": True, "init": "uniform", "init_scale": 15**-0.5}
-    with pytest.raises(ValueError, match=r"layer '2': rank 15 is more .*, 10, and freeze_rest=True would freeze it"):
+    with pytest.raises(ValueError, match=r"'2'.*rank.*15"):
         convert(copy.deepcopy(model), PRODUCT, **how)
     inputs = torch.randn(5, 784)
     before = model(inputs)
@@ -256,16 +256,16 @@ def test_a_rank_above_the_largest_is_refused_elsewhere():
         factorization = arguments.pop("factorization")
         conversion = convert(model, factorization, rank={"0": 2, "1": 9}, allow_larger=True, **arguments)
         assert [spec.name for spec in conversion.specs] == ["0"]
-    with pytest.raises(ValueError, match="from 1 to 3"):
+    with pytest.raises(ValueError, match=r"rank.*1"):
         LowRankLinear.from_dense(nn.Linear(4, 3), PRODUCT, rank=9, role="weight")
-    with pytest.raises(ValueError, match="from 1 to 3"):
+    with pytest.raises(ValueError, match=r"rank.*1"):
         LowRankLinear.from_dense(nn.Linear(4, 3), PRODUCT, rank=2.5)
 
 
 def test_freeze_rest_keeps_no_layer_frozen_for_its_rank():
     model = nn.Sequential(nn.Linear(30, 20), nn.Linear(20, 3))
     how = {"rank": 3, "freeze_rest": True}
-    with pytest.raises(ValueError, match=r"layer '1': rank 3 would train 69 numbers, .* would freeze it"):
+    with pytest.raises(ValueError, match=r"'1'.*rank.*3"):
         convert(copy.deepcopy(model), PRODUCT, **how)
     for left in ({"keep_trained": ["1"]}, {"exclude": ["1"]}):
         conversion = convert(copy.deepcopy(model), PRODUCT, **how, **left)
@@ -336,13 +336,11 @@ def test_keep_trained_is_refused_where_it_does_nothing(tower):
     before = snapshot(tower)
     with pytest.raises(ValueError, match=r"keep_trained=\['head'\] .* set freeze_rest=True"):
         convert(tower, PRODUCT, rank=2, keep_trained=["head"])
-    with pytest.raises(ValueError, match=r"keep_trained has 'haed', which matches no trained parameter .* head"):
+    with pytest.raises(ValueError, match=r"keep_trained.*'haed'"):
         convert(tower, PRODUCT, rank=2, freeze_rest=True, keep_trained=["haed"])
-    with pytest.raises(
-        ValueError, match=r"keep_trained has 'fc1\.weight', which matches no trained parameter that is not"
-    ):
+    with pytest.raises(ValueError, match=r"keep_trained.*'fc1\.weight'"):
         convert(tower, PRODUCT, rank=2, freeze_rest=True, keep_trained=["fc1.weight"])
-    with pytest.raises(TypeError, match="keep_trained must be a list of strings"):
+    with pytest.raises(TypeError, match=r"keep_trained.*'head'"):
         convert(tower, PRODUCT, rank=2, freeze_rest=True, keep_trained="head")
     assert snapshot(tower) == before
 
@@ -472,7 +470,7 @@ def test_errors_have_the_reasons_of_layers_that_are_left_alone(settings, message
 
 def test_a_budget_counts_factors_that_may_be_larger_than_the_weight():
     model = nn.Sequential(nn.Linear(64, 1, bias=False), nn.Linear(64, 1, bias=False), nn.Linear(8, 8, bias=False))
-    with pytest.raises(ValueError, match=r"cannot be met.* with rank 1 in each of those it is 146"):
+    with pytest.raises(ValueError, match=r"budget=0\.7.*134.*192.*0"):
         convert(model, MatrixProduct(), budget=0.7, allow_larger=True)
 
 
@@ -811,7 +809,7 @@ def test_some_projections_of_an_attention_and_its_copies():
 def test_what_needs_a_layer_to_be_called_is_refused_for_attention(settings):
     model = nn.TransformerEncoderLayer(16, 2, 32)
     before = snapshot(model)
-    with pytest.raises(ValueError, match=r"no effect on self_attn\.in_proj, self_attn\.out_proj"):
+    with pytest.raises(ValueError, match=r"self_attn\.in_proj.*self_attn\.out_proj"):
         convert(model, MatrixProduct(), rank=2, **settings)
     assert snapshot(model) == before
     convert(model, MatrixProduct(), rank=2, exclude=["self_attn"], **settings)
@@ -919,7 +917,7 @@ def test_dense_state_dict_names_what_is_missing(tower):
     conversion = convert(tower, MatrixProduct(), rank=1)
     state = tower.state_dict()
     del state["fc1.factors.U"]
-    with pytest.raises(ValueError, match=r"lacks \['fc1\.factors\.U'\] of the low-rank layer 'fc1'"):
+    with pytest.raises(ValueError, match=r"state_dict.*\['fc1\.factors\.U'\].*'fc1'"):
         dense_state_dict(state, conversion.specs)
 
 
@@ -934,7 +932,7 @@ def test_dense_state_dict_keeps_other_tensors(tower):
 def test_converting_again_after_recovering(tower, batch):
     convert(tower, MatrixProduct(), rank=2)
     expected = tower(batch)
-    with pytest.raises(ValueError, match=r"low-rank layers already \(encoder\.0\.0, .*recover\(model\)"):
+    with pytest.raises(ValueError, match=r"encoder\.0.*0.*encoder\.1"):
         convert(tower, MatrixProduct(), rank=2)
     convert(recover(tower), BlockKronecker(), rank=2)
     assert torch.equal(tower(batch), expected)
@@ -944,7 +942,7 @@ def test_weights_without_numbers_to_decompose_are_refused():
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(12, 20), nn.Linear(20, 4), nn.Linear(20, 4).requires_grad_(False))
     for init in ("spectral", "uniform"):
-        with pytest.raises(ValueError, match="0, 1: its weight is on the meta device"):
+        with pytest.raises(ValueError, match=r"0.*1.*weight"):
             convert(model, MatrixProduct(), rank=2, role="weight", init=init)
     convert(model, MatrixProduct(), rank=2, role="weight", init="uniform", init_scale=0.1)
     assert model[0].factors["U"].is_meta
@@ -952,7 +950,7 @@ def test_weights_without_numbers_to_decompose_are_refused():
     coarse[0].to(torch.float8_e4m3fn)
     conversion = convert(coarse, MatrixProduct(), rank=2, convert_frozen=True)
     assert conversion.layers[0].reason == "its weight is of type torch.float8_e4m3fn"
-    with pytest.raises(TypeError, match=r"must be a Factorization such as MatrixProduct\(\), got 'CP'"):
+    with pytest.raises(TypeError, match=r"MatrixProduct\(\).*'CP'"):
         convert(nn.Sequential(nn.Linear(4, 4)), "CP", rank=2)  # type: ignore[arg-type]
 
 
@@ -1026,48 +1024,51 @@ def test_printed_table_is_aligned(tower):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({}, "exactly one of rank, rank_ratio, ratio and budget must be given, but none is"),
+        ({}, r"rank_ratio.*budget"),
         ({"rank": 1, "ratio": 0.5}, "rank and ratio are"),
         ({"rank": 1, "ratio": 0.5, "budget": 0.5}, "rank and ratio and budget are"),
-        ({"rank": 0}, "rank must be at least 1, but is 0"),
-        ({"rank": 2.0}, "rank must be an integer"),
-        ({"rank": {"fc1": 0}}, r"rank\['fc1'\] must be at least 1, but is 0"),
-        ({"rank": 99}, "can be converted .*encoder.0.0: rank 99 is more than the largest of such a weight, 9"),
-        ({"ratio": 0}, "ratio must be above 0 and at most 1, but is 0"),
-        ({"ratio": 1.01}, "ratio must be above 0 and at most 1"),
-        ({"ratio": {"fc1": -1}}, r"ratio\['fc1'\] must be above 0"),
-        ({"budget": 0}, "budget must be above 0"),
-        ({"budget": 1.5}, "budget must be above 0 and at most 1"),
-        ({"budget": math.nan}, "budget must be above 0"),
-        ({"budget": 0.001}, "budget=0.001 cannot be met"),
-        ({"budget": 0.5, "budget_rule": "best"}, "budget_rule must be"),
-        ({"budget": 0.5, "budget_unit": "bits"}, "budget_unit must be"),
-        ({"budget": 0.5, "budget_unit": "bytes"}, "budget in bytes must be at least 1 and finite, but is 0.5"),
-        ({"budget": 10, "budget_unit": "parameters"}, "budget=10 cannot be met: it allows 10 of .* parameters"),
-        ({"budget": 10, "budget_unit": "bytes"}, "budget=10 cannot be met: it allows 10 of .* bytes"),
-        ({"budget": 0.5, "allocation": "greedy"}, "allocation must be"),
-        ({"budget": 0.5, "budget_rule": "authors", "allocation": "singular_values"}, "authors.* needs budget_unit"),
+        ({"rank": 0}, r"rank.*0"),
+        ({"rank": 2.0}, r"rank.*2\.0"),
+        ({"rank": {"fc1": 0}}, r"rank.*\['fc1'\].*0"),
+        ({"rank": 99}, r"encoder\.0.*0.*rank"),
+        ({"ratio": 0}, r"ratio.*0"),
+        ({"ratio": 1.01}, r"ratio.*1\.01"),
+        ({"ratio": {"fc1": -1}}, r"ratio.*\['fc1'\].*-1"),
+        ({"budget": 0}, r"budget.*0"),
+        ({"budget": 1.5}, r"budget.*1\.5"),
+        ({"budget": math.nan}, r"budget.*0"),
+        ({"budget": 0.001}, r"budget=0\.001"),
+        ({"budget": 0.5, "budget_rule": "best"}, r"budget_rule.*'best'"),
+        ({"budget": 0.5, "budget_unit": "bits"}, r"budget_unit.*'bits'"),
+        ({"budget": 0.5, "budget_unit": "bytes"}, r"budget.*0\.5"),
+        ({"budget": 10, "budget_unit": "parameters"}, r"budget=10.*10.*1,525"),
+        ({"budget": 10, "budget_unit": "bytes"}, r"budget=10.*10.*6,100"),
+        ({"budget": 0.5, "allocation": "greedy"}, "'greedy'"),
+        (
+            {"budget": 0.5, "budget_rule": "authors", "allocation": "singular_values"},
+            r'budget_rule="authors".*"share"',
+        ),
         ({"rank": 1, "allocation": "singular_values"}, "divide a budget, but rank is given"),
-        ({"rank": 1, "budget_rule": "authors"}, "budget_rule='authors'.* divide a budget, but rank is given"),
-        ({"budget": 0.5, "train_base": True}, "train_base=True trains the weights beside"),
-        ({"rank_ratio": 0}, "rank_ratio must be above 0 and at most 1, but is 0"),
-        ({"rank": 1, "alpha": 0}, "alpha must be"),
-        ({"rank": 1, "role": "weight", "init_scale": 2}, "init_scale=2 is the bound of uniform draws"),
+        ({"rank": 1, "budget_rule": "authors"}, r"budget_rule='authors'.*allocation='uniform'.*rank"),
+        ({"budget": 0.5, "train_base": True}, "train_base=True"),
+        ({"rank_ratio": 0}, r"rank_ratio.*0"),
+        ({"rank": 1, "alpha": 0}, r"alpha.*0"),
+        ({"rank": 1, "role": "weight", "init_scale": 2}, "init_scale=2"),
         ({"rank": 1, "alpha": 1, "role": "weight"}, 'role is "weight"'),
         ({"rank": 1, "dropout": 1.0}, "dropout must be"),
         ({"rank": 1, "dropout": 0.1, "role": "weight"}, 'role is "weight"'),
         ({"rank": 1, "rank_stabilized": True}, "alpha is None"),
-        ({"rank": 1, "init": "lora", "role": "weight"}, 'init="lora" is for'),
-        ({"rank": 1, "init": "lora", "decouple": True}, 'init="lora" is for'),
-        ({"rank": 1, "half_frozen": "W"}, "half_frozen must be"),
-        ({"rank": 1, "compute": "fast"}, "compute must be"),
+        ({"rank": 1, "init": "lora", "role": "weight"}, 'init="lora"'),
+        ({"rank": 1, "init": "lora", "decouple": True}, 'init="lora"'),
+        ({"rank": 1, "half_frozen": "W"}, r"half_frozen.*'W'"),
+        ({"rank": 1, "compute": "fast"}, "'fast'"),
         ({"rank": 1, "skip": ["middle"]}, "skip may hold"),
-        ({"rank": 1, "decouple": True, "half_frozen": True}, "exclude each other"),
-        ({"rank": 1, "role": "both"}, "role must be"),
+        ({"rank": 1, "decouple": True, "half_frozen": True}, "half_frozen=True"),
+        ({"rank": 1, "role": "both"}, "'both'"),
         ({"rank": 1, "init": "spectral"}, 'needs role="weight"'),
-        ({"rank": 1, "init_scale": -1}, "init_scale must be"),
+        ({"rank": 1, "init_scale": -1}, r"init_scale.*-1"),
         ({"ratio": 1.0}, "no layer of the model can be converted"),
-        ({"rank": 1, "exclude": ["*"]}, "can be converted .*in exclude"),
+        ({"rank": 1, "exclude": ["*"]}, r"encoder\.0.*0.*encoder\.1"),
     ],
 )
 def test_wrong_arguments_are_refused_and_change_nothing(tower, settings, message):
@@ -1084,7 +1085,7 @@ def test_a_string_in_place_of_a_list_is_refused(tower, settings):
 
 
 def test_a_layer_itself_cannot_be_converted_or_recovered_in_place():
-    with pytest.raises(TypeError, match="wrap it"):
+    with pytest.raises(TypeError, match=r"nn\.Sequential"):
         convert(nn.Linear(4, 4), MatrixProduct(), rank=1)
     with pytest.raises(TypeError, match="to_dense"):
         recover(LowRankLinear.from_dense(nn.Linear(4, 4), MatrixProduct(), 1))
@@ -1100,7 +1101,7 @@ def test_models_without_such_layers_and_uninitialised_layers_are_refused():
 def test_a_failure_while_building_layers_changes_nothing():
     model = nn.Sequential(nn.Linear(9, 9), nn.Conv2d(8, 8, 3))
     before = snapshot(model)
-    with pytest.raises(ValueError, match="layer '1': compute=\"contracted\" is not possible"):
+    with pytest.raises(ValueError, match=r"'1'.*compute=.contracted."):
         convert(model, BlockKronecker(), rank=1, compute="contracted")
     assert snapshot(model) == before
 
@@ -1198,7 +1199,7 @@ def test_frozen_layers_are_converted_where_that_is_asked_for():
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4)).requires_grad_(False)
     model[2].requires_grad_(True)
     settings = {"rank": 1, "exclude": ["2"], "init": "lora"}
-    with pytest.raises(ValueError, match=r"no layer .* its weight is frozen \(set convert_frozen=True"):
+    with pytest.raises(ValueError, match=r"0.*1.*weight"):
         convert(model, MatrixProduct(), **settings)
     conversion = convert(model, MatrixProduct(), **settings, convert_frozen=True)
     assert [name for name, _ in low_rank_layers(model)] == ["0", "1"]

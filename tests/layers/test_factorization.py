@@ -149,6 +149,7 @@ def valid_ranks(factorization, shape, half_frozen=False):
     return ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("factorization", "shape"),
     [
@@ -259,6 +260,7 @@ def test_dtype_and_precision_of_decompose(factorization, dtype):
         assert errors[0] < errors[1] + (0.01 + 8 * torch.finfo(dtype).eps) * weight.norm().item()
 
 
+@pytest.mark.slow
 @pairwise(strength=1)
 @every_factorization
 @pytest.mark.parametrize("shape", [(6, 4), (4, 2, 3, 3)], ids=str)
@@ -311,13 +313,13 @@ def test_ranks_out_of_range_are_refused(factorization, rank):
     for refuse in (factorization.check_rank, factorization.ratio_for_rank):
         with pytest.raises(ValueError, match=rf"rank must be an integer from 1 to \d+ .*{rank}"):
             refuse((6, 4), rank)
-    with pytest.raises(ValueError, match="rank must be"):
+    with pytest.raises(ValueError, match=r"rank.*1"):
         factorization.decompose(torch.ones(6, 4), rank)
 
 
 @pytest.mark.parametrize(("factorization", "ratio"), in_turn(FORMS, [0, -0.1, math.nan, math.inf]))
 def test_ratios_out_of_range_are_refused(factorization, ratio):
-    with pytest.raises(ValueError, match="ratio must be"):
+    with pytest.raises(ValueError, match=r"ratio.*0"):
         factorization.rank_for_ratio((6, 4), ratio)
 
 
@@ -368,7 +370,7 @@ def test_unknown_values_of_half_frozen_are_refused(factorization, half_frozen):
     for ask in (factorization.trained_factors, factorization.max_rank):
         with pytest.raises(ValueError, match=rf'half_frozen must be False, True, "U" or "V", but is {half_frozen!r}'):
             ask((6, 4), half_frozen)
-    with pytest.raises(ValueError, match="half_frozen must be"):
+    with pytest.raises(ValueError, match=r'half_frozen.*"U"'):
         factorization.rank_for_ratio((6, 4), 0.5, half_frozen)
 
 
@@ -584,7 +586,7 @@ def test_a_subclass_registers_by_being_defined():
 
 
 def test_unknown_descriptions_are_refused():
-    with pytest.raises(ValueError, match="no factorization is named 'Tucker'; defined are BlockKronecker"):
+    with pytest.raises(ValueError, match=r"factorization.*'Tucker'.*BlockKronecker"):
         factorization_from_dict({"name": "Tucker", "arguments": {}})
     with pytest.raises(ValueError, match="keys"):
         factorization_from_dict({"name": "MatrixProduct"})
@@ -668,7 +670,7 @@ def test_permuted_product_is_a_wide_then_a_tall_convolution(kernel, padding):
 
 
 def test_unknown_layout_is_refused():
-    with pytest.raises(ValueError, match="layout must be one of 'permuted', 'channel', 'raw', but is 'mixed'"):
+    with pytest.raises(ValueError, match=r"layout.*'channel'.*'raw'"):
         MatrixProduct("mixed")
 
 
@@ -718,7 +720,7 @@ def test_kronecker_decompose_is_the_best_of_each_zero_padded_block(grid, shape):
 
 
 def test_grid_needs_a_perfect_square():
-    with pytest.raises(ValueError, match=r"rank must be a perfect square .* such as 4, but is 5"):
+    with pytest.raises(ValueError, match=r"rank.*BlockKronecker.*grid=True"):
         BlockKronecker(grid=True).check_rank((6, 4), 5)
     BlockKronecker(grid=False).check_rank((6, 4), 5)
 
@@ -773,6 +775,7 @@ def test_cp_of_a_linear_weight_is_the_matrix_product():
     assert not CP().bilinear((9, 5, 1))
 
 
+@pytest.mark.slow
 def test_cp_decompose_finds_a_weight_of_low_rank_and_beats_its_start():
     shape = (12, 10, 3, 3)
     weight = composed_by_hand(CP(), random_factors(CP(), shape, 3), shape)
@@ -834,6 +837,7 @@ def test_hadamard_rank_is_the_smallest_that_holds_the_share(shape):
         assert hadamard.rank_for_ratio(shape, (numbers - 1) / math.prod(shape)) == rank
 
 
+@pytest.mark.slow
 def test_hadamard_decompose_is_better_than_the_singular_value_decomposition():
     weight = torch.randn(24, 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     values = torch.linalg.svdvals(weight)

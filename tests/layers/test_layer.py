@@ -259,7 +259,7 @@ def test_auto_takes_the_way_that_torch_counts_fewer_for(role, recorded, through_
 
 
 def test_contraction_that_does_not_exist_is_refused():
-    with pytest.raises(ValueError, match=r'compute="contracted" is not possible: BlockKronecker.* for a Conv2d'):
+    with pytest.raises(ValueError, match=r'compute="contracted".*BlockKronecker.*grid=False'):
         low_rank(nn.Conv2d(6, 8, 3), BlockKronecker(), compute="contracted")
 
 
@@ -496,7 +496,7 @@ def test_default_scale_of_a_weight_keeps_the_standard_deviation(modifier, factor
     assert layer.weight.std().item() == pytest.approx(std, rel=0.15)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @daily("MatrixProduct(layout='permuted')-decoupled", "BlockKronecker(grid=False)-half-frozen")
 @every_modifier
 @pytest.mark.parametrize("factorization", [MatrixProduct(), BlockKronecker()], ids=str)
@@ -615,12 +615,12 @@ def test_update_takes_values_for_the_trained_factors(modifier):
     other = copy.deepcopy(layer)
     scramble(other)
     torch.testing.assert_close(layer.update(dict(other.factors.items())), weight_by_hand(other) - other.frozen_weight)
-    with pytest.raises(ValueError, match=r"factors must have exactly the names .* has \['W'\]"):
+    with pytest.raises(ValueError, match=r"factors.*\['W'\]"):
         layer.update({"W": torch.ones(1)})
 
 
 def test_fold_needs_a_frozen_weight():
-    with pytest.raises(ValueError, match='needs a layer of role="update"'):
+    with pytest.raises(ValueError, match='role="update"'):
         low_rank(nn.Linear(10, 8), role="weight").fold()
 
 
@@ -799,7 +799,7 @@ def test_transformer_fast_path_sees_the_effective_weight(norm_first, monkeypatch
 
 
 def test_both_modifiers_at_once_are_refused():
-    with pytest.raises(ValueError, match="decouple=True and half_frozen=True exclude each other"):
+    with pytest.raises(ValueError, match=r"decouple=True.*half_frozen=True"):
         low_rank(nn.Linear(10, 8), decouple=True, half_frozen=True)
 
 
@@ -807,12 +807,12 @@ def test_both_modifiers_at_once_are_refused():
     ("settings", "message"),
     [
         ({"init": "spectral"}, 'init="spectral" needs role="weight"'),
-        ({"init": "zeros"}, "init must be"),
-        ({"role": "delta"}, "role must be"),
-        ({"init_scale": 0}, "init_scale must be"),
-        ({"init_scale": math.nan}, "init_scale must be"),
-        ({"rank": 0}, "rank must be"),
-        ({"rank": 9, "role": "weight"}, "rank must be an integer from 1 to 8"),
+        ({"init": "zeros"}, r"init.*'zeros'"),
+        ({"role": "delta"}, "'delta'"),
+        ({"init_scale": 0}, r"init_scale.*0"),
+        ({"init_scale": math.nan}, r"init_scale.*0"),
+        ({"rank": 0}, r"rank.*0"),
+        ({"rank": 9, "role": "weight"}, r"rank.*1.*9"),
     ],
 )
 def test_settings_out_of_range_are_refused_and_change_nothing(settings, message):
@@ -825,7 +825,7 @@ def test_settings_out_of_range_are_refused_and_change_nothing(settings, message)
 def test_half_frozen_may_have_a_rank_up_to_the_rows():
     layer = low_rank(nn.Linear(3, 8), rank=8, half_frozen=True)
     assert layer.factors["V"].shape == (3, 8)
-    with pytest.raises(ValueError, match="from 1 to 3"):
+    with pytest.raises(ValueError, match=r"rank.*1.*8"):
         low_rank(nn.Linear(3, 8), rank=8, half_frozen=True, role="weight")
 
 
@@ -854,11 +854,11 @@ def test_other_modules_are_refused(module, reason):
 def test_modules_with_more_than_a_weight_are_refused():
     replaced = nn.Linear(4, 4)
     replaced.forward = lambda x: x
-    with pytest.raises(TypeError, match="forward is replaced"):
+    with pytest.raises(TypeError, match="LowRankLinear"):
         low_rank(replaced, rank=1)
     buffered = nn.Linear(4, 4)
     buffered.register_buffer("mask", torch.ones(4, 4))
-    with pytest.raises(TypeError, match="other tensors"):
+    with pytest.raises(TypeError, match="LowRankLinear"):
         low_rank(buffered, rank=1)
 
 

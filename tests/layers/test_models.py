@@ -37,7 +37,7 @@ from lightning_lowrank.layers import (
     recover,
     unmerge,
 )
-from tests.grids import all_pairs, daily, in_turn
+from tests.grids import all_pairs, in_turn, nightly_except
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
@@ -253,7 +253,8 @@ def assert_merging_is_undone(model, run):
     assert torch.equal(run(model), output)
 
 
-@daily("vit-MatrixProduct-weight", "swin-MatrixProduct-weight", "convnext-MatrixProduct-update")
+@pytest.mark.slow
+@nightly_except("vit-MatrixProduct-weight", "swin-MatrixProduct-weight", "convnext-MatrixProduct-update")
 @pytest.mark.parametrize(("make", "size", "form", "role"), ZOO)
 def test_classifiers_train_recover_and_export(make, size, form, role, tmp_path):
     model = seeded(make)
@@ -296,6 +297,7 @@ def test_every_way_to_a_dense_weight_gives_the_same_bits():
     assert torch.equal(merge(model)[0].merged_weight, exported)
 
 
+@pytest.mark.slow
 def test_a_dense_state_dict_keeps_the_versions_of_modules():
     model = models.mnasnet0_5(num_classes=10)
     conversion = convert(model, PRODUCT, ratio=0.25)
@@ -530,6 +532,7 @@ def hidden(each, ids):
     return states if pooled is None else torch.cat([states, pooled.unsqueeze(1)], dim=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "feed_forward", "everything", "role"),
     [
@@ -569,6 +572,7 @@ def test_encoders_of_hugging_face(hugging_face, make, feed_forward, everything, 
         assert_near(hidden(loaded, ids), output)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "role"), in_turn([PRODUCT, KRONECKER, PARALLEL, HADAMARD], ["update", "weight"]), ids=str
 )
@@ -622,6 +626,7 @@ def test_tied_factors_are_saved_with_save_model(hugging_face, tmp_path):
     assert second.lm_head.factors is second.transformer.wte.factors
 
 
+@pytest.mark.slow
 def test_lora_on_gpt2(hugging_face):
     model = gpt2(hugging_face).eval()
     ids = tokens(40, 2, 7)
@@ -757,6 +762,7 @@ def train_on_one_rank(rank, folder, images, labels):
     dist.destroy_process_group()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_two_processes_train_as_one_does(tmp_path):
     images, labels = random(8, 3, 9, 9), torch.arange(8)
@@ -799,6 +805,7 @@ def assert_compiles(model, batches, dynamic=None):
     torch.compiler.reset()
 
 
+@nightly_except("update-None")
 @pytest.mark.slow
 @pytest.mark.parametrize(("role", "dynamic"), [("update", None), ("weight", True)])
 def test_a_transformer_compiles_as_one_graph(role, dynamic):
@@ -809,6 +816,7 @@ def test_a_transformer_compiles_as_one_graph(role, dynamic):
     assert_compiles(holder, [random(batch, 5, 16) for batch in (2, 3, 7)], dynamic)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize(("form", "dynamic"), [(PRODUCT, None), (PARALLEL, True)])
 def test_a_resnet_compiles_as_one_graph(form, dynamic):
@@ -903,6 +911,7 @@ def test_checkpointing_gives_the_same_gradients(form, use_reentrant):
         assert_near(actual, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("merged", [False, True])
 def test_export(merged):
     model = seeded(ConvolutionalNetwork).eval()
@@ -916,6 +925,7 @@ def test_export(merged):
     assert_near(exported(images + 1), model(images + 1))
 
 
+@pytest.mark.slow
 @FORMS
 def test_tracing(form):
     model = seeded(ConvolutionalNetwork).eval()

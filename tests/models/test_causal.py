@@ -58,7 +58,7 @@ def test_the_loss_is_the_models_own(folder):
     torch.testing.assert_close(module.training_step(batch, 0), module.network(**batch).loss)
     assert module.network.training
     batch.pop("labels")
-    with pytest.raises(MisconfigurationException, match="must hold a label for each token as 'labels'"):
+    with pytest.raises(MisconfigurationException, match="'labels'"):
         module.training_step(batch, 0)
 
 
@@ -121,7 +121,7 @@ def test_packed_texts_are_seen_through_the_models_window(given):
     torch.testing.assert_close(found, alone, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_clients_of_packed_texts_step_together(tmp_path, llama):
     ends = []
     for execution in ("sequential", "vectorized"):
@@ -135,7 +135,7 @@ def test_clients_of_packed_texts_step_together(tmp_path, llama):
         torch.testing.assert_close(ends[1][name], value)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -159,10 +159,11 @@ def test_models_that_would_mix_packed_texts_are_refused(given, said):
 def test_an_attention_without_masks_of_pairs_is_refused(llama):
     module = CausalLM(llama)
     module.network.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(MisconfigurationException, match="attn_implementation='flash_attention_2' takes no mask of"):
+    with pytest.raises(MisconfigurationException, match="attn_implementation='flash_attention_2'"):
         module(packed()[1])
 
 
+@pytest.mark.slow
 def test_perplexity_counts_every_token_alike(tmp_path, llama):
     module, data = CausalLM(llama).eval(), data_of(llama)
     logged = trainer(tmp_path).validate(module, data, verbose=False)[0]
@@ -200,6 +201,7 @@ def test_answers_are_those_of_each_prompt_alone(tmp_path, folder):
     assert all(isinstance(text, str) and "[" not in text for text in data.decode(torch.stack(found[:5])))
 
 
+@pytest.mark.slow
 def test_exact_answers_are_counted(tmp_path, llama):
     module = CausalLM(llama, exact_match=True, max_new_tokens=5)
     data = data_of(llama)
@@ -299,7 +301,7 @@ class Recorded(FedLoRA):
         return message
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @daily("sequential-bf16-mixed")
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
 @pytest.mark.parametrize("execution", ["sequential", "vectorized"])

@@ -116,11 +116,11 @@ def test_vgg8_against_written_out_network(make):
 
 def test_vgg8_refuses_small_images_and_no_classes():
     assert VGG8(image_size=32)(torch.zeros(1, 3, 32, 32)).shape == (1, 10)
-    with pytest.raises(ValueError, match="image_size of VGG8 must be at least 32, but is 31"):
+    with pytest.raises(ValueError, match=r"image_size.*VGG8.*31"):
         VGG8(image_size=31)
-    with pytest.raises(ValueError, match="num_classes must be at least 1, but is 0"):
+    with pytest.raises(ValueError, match=r"num_classes.*0"):
         VGG8(num_classes=0)
-    with pytest.raises(ValueError, match="in_channels must be at least 1, but is 0"):
+    with pytest.raises(ValueError, match=r"in_channels.*0"):
         VGG8(in_channels=0)
 
 
@@ -325,9 +325,9 @@ def test_number_of_classes_is_found(network, expected):
 
 
 def test_number_of_classes_must_be_known():
-    with pytest.raises(MisconfigurationException, match="num_classes is not given, and Sequential"):
+    with pytest.raises(MisconfigurationException, match="num_classes"):
         Classifier(nn.Sequential(nn.Conv2d(1, 6, 3), nn.Flatten()))
-    with pytest.raises(MisconfigurationException, match=r"at least 2, but is 1"):
+    with pytest.raises(MisconfigurationException, match=r"num_classes.*1"):
         Classifier(MLP(), num_classes=1)
 
 
@@ -342,6 +342,7 @@ def test_example_input_array_comes_from_the_network():
     assert Classifier(nn.Linear(5, 4)).example_input_array is None
 
 
+@pytest.mark.slow
 def test_checkpoint_is_plain_data_and_loads_with_a_network(tmp_path):
     inputs, _, loader = small_data()
     model = Classifier(MLP(64, hidden=(20,)), label_smoothing=0.1)
@@ -380,6 +381,7 @@ def cli(monkeypatch, tmp_path, text, *args):
     )
 
 
+@pytest.mark.slow
 def test_yaml_with_short_class_names(monkeypatch, tmp_path):
     assert torchvision.ops.MLP.__name__ == "MLP", "another nn.Module of this short name is loaded"
     made = cli(
@@ -413,6 +415,7 @@ def test_yaml_with_short_class_names(monkeypatch, tmp_path):
     assert torch.equal(loaded.network.classifier.weight, made.model.network.classifier.weight.cpu())
 
 
+@pytest.mark.slow
 @daily()
 @pytest.mark.parametrize(
     ("data", "name", "validation", "augment"),

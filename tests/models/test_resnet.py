@@ -104,7 +104,7 @@ def test_classifier_takes_sizes_from_the_network():
     assert model.example_input_array.shape == (1, 3, 8, 8)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @daily("ResNet34")
 @pytest.mark.parametrize("network_class", REFERENCE)
 def test_short_class_name_on_the_command_line(network_class, tmp_path, monkeypatch, capsys):

@@ -96,7 +96,7 @@ def test_padding_does_not_change_a_texts_logits(folder, data):
         torch.testing.assert_close(module(alone)[0], module(together)[index], atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_figures_are_logged_as_the_image_classifier_logs_them(tmp_path, folder, data):
     module = TextClassifier(folder, optimizer=ADAMW)
     before = weights(module)
@@ -123,6 +123,7 @@ def test_predicting_needs_no_labels(folder, data):
         module.training_step(batch, 0)
 
 
+@pytest.mark.slow
 def test_the_head_is_a_function_of_the_seed_alone(folder):
     torch.manual_seed(1)
     before = torch.get_rng_state()
@@ -144,6 +145,7 @@ def test_seed_everything_seeds_the_head(folder):
     assert not torch.equal(heads[1], heads[2])
 
 
+@pytest.mark.slow
 def test_the_encoder_is_the_pretrained_one_in_training_mode_and_the_precision_asked_for(tmp_path):
     folder = texts.save_model(tmp_path, torch.bfloat16, hidden_dropout_prob=0.5)
     pretrained = transformers.BertModel.from_pretrained(folder).state_dict()
@@ -172,11 +174,11 @@ def test_a_model_that_cannot_be_loaded_is_named(tmp_path, place):
 
 def test_wrong_arguments_are_refused(folder, monkeypatch):
     for arguments, message in (
-        ({"num_labels": 0}, "num_labels must be at least 1"),
-        ({"num_labels": 1, "label_smoothing": 0.1}, "label_smoothing=0.1 is for classes"),
-        ({"num_labels": 2, "task": "mnli"}, "num_labels=2, but task='mnli' has 3"),
-        ({"task": "glue"}, "task must be one of GLUE's, cola, .* got 'glue'"),
-        ({"dtype": "int8"}, "dtype must be 'auto' or a floating point type .* got 'int8'"),
+        ({"num_labels": 0}, r"num_labels.*0"),
+        ({"num_labels": 1, "label_smoothing": 0.1}, r"label_smoothing=0\.1"),
+        ({"num_labels": 2, "task": "mnli"}, r"num_labels=2.*task='mnli'.*3"),
+        ({"task": "glue"}, r"task.*GLUE.*'glue'"),
+        ({"dtype": "int8"}, r"dtype.*'auto'.*'int8'"),
     ):
         with pytest.raises(MisconfigurationException, match=message):
             TextClassifier(folder, **arguments)
@@ -187,6 +189,7 @@ def test_wrong_arguments_are_refused(folder, monkeypatch):
         TextClassifier(folder)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_loaded_by_its_class(tmp_path, folder, data):
     module = TextClassifier(folder, num_labels=3, seed=7, label_smoothing=0.1, optimizer=ADAMW)
     fitted = trainer(tmp_path, max_epochs=1, limit_train_batches=1)
@@ -215,7 +218,7 @@ def test_a_configuration_gives_random_weights_of_the_seed(tmp_path, folder):
     assert not torch.equal(
         module.network.classifier.weight, TextClassifier(config, num_labels=3, seed=2).network.classifier.weight
     )
-    with pytest.raises(MisconfigurationException, match=r"num_labels=2, but the model that was given has 3"):
+    with pytest.raises(MisconfigurationException, match=r"num_labels=2.*3"):
         TextClassifier(config)
     assert TextClassifier(module.network, num_labels=3).network is module.network
 
@@ -223,6 +226,7 @@ def test_a_configuration_gives_random_weights_of_the_seed(tmp_path, folder):
 # What GLUE reports
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "names"),
     [
@@ -359,6 +363,7 @@ def assert_together_as_alone(tmp_path, model, data, *low_rank):
         torch.testing.assert_close(ends[1][name], value, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("traced", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_clients_step_together_where_some_have_no_padding(tmp_path, folder, monkeypatch, traced):
     made = []
@@ -370,7 +375,7 @@ def test_clients_step_together_where_some_have_no_padding(tmp_path, folder, monk
     assert bool(made) is traced
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_clients_step_together_whose_padding_has_no_mask(tmp_path):
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
     config = {"model_type": "deberta-v2", "vocab_size": 16, "pad_token_id": 0, **sizes}
@@ -379,6 +384,7 @@ def test_clients_step_together_whose_padding_has_no_mask(tmp_path):
     assert_together_as_alone(tmp_path, config, Padded(masks=False))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error:.*cannot be mapped over samples")
 def test_clipped_gradients_of_padded_sentences(folder):
     module = TextClassifier(folder).double()
@@ -397,7 +403,7 @@ def test_clipped_gradients_of_padded_sentences(folder):
         torch.testing.assert_close(found[name], value)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_absent_classes_are_masked_in_rounds(tmp_path, folder, data):
     module = TextClassifier(folder, num_labels=3, optimizer=ADAMW)
     head = module.network.classifier.bias[2].item()
@@ -411,6 +417,7 @@ def test_absent_classes_are_masked_in_rounds(tmp_path, folder, data):
 # The real MiniLM
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @needs_shared_data("SST2")
 def test_lora_on_minilm_learns_sst2(tmp_path, monkeypatch):

@@ -84,11 +84,11 @@ def test_no_decay_spares_parameters_of_one_dimension_only():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"rank": 0}, ValueError, "rank must be at least 1"),
-        ({"include": ["encodr"]}, ValueError, "include has 'encodr'.*close to it.*encoder"),
-        ({"exclude": ["embedding"]}, ValueError, "exclude has 'embedding', which matches no parameter"),
-        ({"include": "encoder"}, TypeError, "include must be a list of strings"),
-        ({"refresh_intervall": 3}, TypeError, "'refresh_intervall' is not an option.*refresh_interval"),
+        ({"rank": 0}, ValueError, r"rank.*0"),
+        ({"include": ["encodr"]}, ValueError, r"include.*'encodr'.*encoder\.2"),
+        ({"exclude": ["embedding"]}, ValueError, r"exclude.*'embedding'"),
+        ({"include": "encoder"}, TypeError, r"include.*'encoder'"),
+        ({"refresh_intervall": 3}, TypeError, r"'refresh_intervall'.*refresh_interval"),
         ({"exclude": ["*"]}, ValueError, "no parameter is left to project"),
     ],
     ids=str,
@@ -99,5 +99,5 @@ def test_wrong_arguments_for_groups_are_refused(arguments, error, message):
 
 
 def test_uninitialised_parameters_are_refused():
-    with pytest.raises(ValueError, match=r"'0\.weight' is uninitialised"):
+    with pytest.raises(ValueError, match=r"'0\.weight'"):
         projected_parameter_groups(nn.Sequential(nn.LazyLinear(3)), 2)

@@ -162,6 +162,7 @@ def test_adamw_is_adam_of_the_coefficients(options, subspace, moments, foreach):
             assert optimizer.state[parameter]["exp_avg_sq"].shape == (len(parameter), RANK)
 
 
+@pytest.mark.slow
 def test_rotated_second_moment_is_that_of_independent_coefficients():
     """The moments of many gradients with a known distribution, in the old subspace and then in the new one."""
     (parameter,) = params = parameters((3, 6))
@@ -485,11 +486,11 @@ def test_moments_that_are_taken_up_again_come_from_a_subspace_left_meanwhile(mom
 def test_gradient_subspace_can_be_asked_for_after_the_step_that_makes_it(kind):
     (parameter,) = params = parameters((6, 9))
     optimizer = optimizer_of(kind, params, subspace="gradient")
-    with pytest.raises(RuntimeError, match="gradient of the next step"):
+    with pytest.raises(RuntimeError, match=r"projection\(\).*step\(\)"):
         optimizer.projection(parameter)
     train(optimizer, params, [0])
     optimizer.refresh()
-    with pytest.raises(RuntimeError, match="gradient of the next step"):
+    with pytest.raises(RuntimeError, match=r"projection\(\).*step\(\)"):
         optimizer.projection(parameter)
 
 
@@ -602,7 +603,7 @@ def test_state_of_a_dense_optimizer_is_refused():
     params = parameters((6, 9))
     reference = torch.optim.AdamW(params)
     train(reference, params, [0])
-    with pytest.raises(ValueError, match="without projections"):
+    with pytest.raises(ValueError, match="state_dict"):
         optimizer_of(ProjectedAdamW, params).load_state_dict(reference.state_dict())
 
 
@@ -750,6 +751,7 @@ class SmallModule(pl.LightningModule):
         return DataLoader(blobs(64), batch_size=16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
@@ -803,7 +805,7 @@ def test_lightning_resumes_from_its_checkpoint_bit_for_bit(tmp_path):
     assert_same(whole.state_dict(), resumed.state_dict())
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @daily("random-ProjectedSGD-SGD-case0")
 @pytest.mark.parametrize(
     ("kind", "dense", "options"),
@@ -1062,6 +1064,7 @@ def test_a_stacked_step_takes_as_many_operations_for_any_number_of_clients(kind,
     assert counts[0] == counts[1] > 10
 
 
+@pytest.mark.slow
 @pairwise()
 @every_choice_of_moments
 @every_subspace
@@ -1143,7 +1146,7 @@ def test_stacks_of_different_numbers_of_clients_are_refused_before_any_change(ki
 
 
 def test_stacked_is_true_or_false():
-    with pytest.raises(TypeError, match="stacked must be True or False, but is 3"):
+    with pytest.raises(TypeError, match=r"stacked.*3"):
         optimizer_of(ProjectedSGD, [{"params": parameters((3, 6, 9)), "stacked": 3}])
 
 
@@ -1153,20 +1156,20 @@ def test_stacked_is_true_or_false():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"rank": 0}, ValueError, "rank must be at least 1, but is 0"),
+        ({"rank": 0}, ValueError, r"rank.*0"),
         ({"rank": 2.0}, TypeError, "rank must be an integer"),
         ({"rank": True}, TypeError, "rank must be an integer"),
-        ({"refresh_interval": 0}, ValueError, "refresh_interval must be at least 1"),
-        ({"refresh_interval": "10"}, TypeError, "refresh_interval must be an integer"),
-        ({"subspace": "svd"}, ValueError, "subspace must be one of 'random', 'gradient', but is 'svd'"),
-        ({"moments": "reset"}, ValueError, "moments must be one of 'keep', 'zero', 'rotate'"),
+        ({"refresh_interval": 0}, ValueError, r"refresh_interval.*0"),
+        ({"refresh_interval": "10"}, TypeError, r"refresh_interval.*'10'"),
+        ({"subspace": "svd"}, ValueError, r"subspace.*'gradient'.*'svd'"),
+        ({"moments": "reset"}, ValueError, r"moments.*'zero'.*'rotate'"),
         ({"seed": None}, TypeError, "seed must be an integer"),
         ({"lr": -0.1}, ValueError, "lr must be at least 0"),
         ({"lr": float("nan")}, ValueError, "lr must be at least 0"),
-        ({"lr": "0.1"}, TypeError, "lr must be a number"),
+        ({"lr": "0.1"}, TypeError, r"'0\.1'"),
         ({"lr": torch.ones(2)}, ValueError, "lr must be a number or a tensor with one element"),
-        ({"weight_decay": -1}, ValueError, "weight_decay must be at least 0"),
-        ({"foreach": "yes"}, TypeError, "foreach must be True, False or None"),
+        ({"weight_decay": -1}, ValueError, r"weight_decay.*-1"),
+        ({"foreach": "yes"}, TypeError, r"foreach.*'yes'"),
     ],
     ids=str,
 )
@@ -1184,13 +1187,13 @@ def test_options_are_checked_in_the_constructor_and_in_groups(kind, options, err
 @pytest.mark.parametrize(
     ("kind", "options", "error", "message"),
     [
-        (ProjectedSGD, {"momentum": -0.1}, ValueError, "momentum must be at least 0"),
-        (ProjectedSGD, {"nesterov": True}, ValueError, "nesterov needs a momentum above 0"),
+        (ProjectedSGD, {"momentum": -0.1}, ValueError, r"momentum.*-0\.1"),
+        (ProjectedSGD, {"nesterov": True}, ValueError, r"nesterov.*dampening=0"),
         (ProjectedSGD, {"nesterov": True, "momentum": 0.9, "dampening": 0.1}, ValueError, "dampening=0.1"),
-        (ProjectedAdamW, {"betas": (0.9, 1.0)}, ValueError, r"betas\[1\] must be at least 0 and below 1, but is 1.0"),
-        (ProjectedAdamW, {"betas": 0.9}, ValueError, "betas must be two numbers"),
+        (ProjectedAdamW, {"betas": (0.9, 1.0)}, ValueError, r"betas\[1\].*1\.0"),
+        (ProjectedAdamW, {"betas": 0.9}, ValueError, r"betas.*0\.9"),
         (ProjectedAdamW, {"eps": -1e-8}, ValueError, "eps must be at least 0"),
-        (ProjectedAdamW, {"lr": torch.tensor(0.1), "foreach": True}, ValueError, "lr must be a number with foreach"),
+        (ProjectedAdamW, {"lr": torch.tensor(0.1), "foreach": True}, ValueError, "foreach=True"),
     ],
     ids=str,
 )
@@ -1208,14 +1211,14 @@ def test_complex_parameters_and_sparse_gradients_are_refused_before_any_change(k
     assert len(optimizer.param_groups) == 1
     linear(embedding(torch.tensor([1, 2]))).sum().backward()
     before = copy.deepcopy((linear.state_dict(), optimizer.state_dict()))
-    with pytest.raises(RuntimeError, match="does not support sparse gradients"):
+    with pytest.raises(RuntimeError, match=r"sparse=False.*torch\.optim\.SparseAdam"):
         optimizer.step()
     assert_unchanged(linear, optimizer, before)
 
 
 def test_projection_of_a_stranger_and_a_seed_of_a_wrong_kind_are_refused():
     optimizer = optimizer_of(ProjectedSGD, parameters((6, 9)))
-    with pytest.raises(ValueError, match="in no group of this ProjectedSGD"):
+    with pytest.raises(ValueError, match="ProjectedSGD"):
         optimizer.projection(torch.ones(6, 9))
     with pytest.raises(TypeError, match="seed must be an integer"):
         optimizer.refresh(seed="round 3")

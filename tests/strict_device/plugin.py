@@ -22,6 +22,7 @@ _COMPARES = "the test compares or computes on the CPU with tensors of the device
 _PRODUCTS = "compiled steps end with SGD's on the CPU alone"
 _CELLS = "torch has the cells that it calls there for CUDA alone"
 _FORMATS = "convolutions of the device don't hand on the format of their images"
+_MOVED = "its part 'sites' goes on when a fit has moved the module"
 CPU_ONLY = {
     "test_differential_privacy.py::test_recurrent_layers_train_in_a_federation[LSTM": _CELLS,
     "test_differential_privacy.py::test_recurrent_layers_train_in_a_federation[GRU": _CELLS,
@@ -37,7 +38,8 @@ CPU_ONLY = {
     "test_tdpfed.py::test_weights_changed_from_outside_get_new_factors": _COMPARES,
     "test_split_mix.py::test_variants_are_smaller_ensembles": _COMPARES,
     "test_loop.py::test_norms_equal_plain_fedavg": "the loop that it is compared with runs on the CPU",
-    "test_contract.py::test_keeps_the_contract[EF21P": "its part 'sites' goes on when a fit has moved the module",
+    "test_contract.py::test_keeps_the_contract[EF21P": _MOVED,
+    "test_contract.py::test_keeps_the_contract[FedLoRA-CoLR": _MOVED,
     "test_choice.py::test_batches_of_unequal_form_are_those_of_sequential_clients[Boxes]": "its batches are not moved",
     "test_choice.py::test_channels_last_give": _FORMATS,
     "test_choice.py::test_a_step_that_takes_views": _FORMATS,

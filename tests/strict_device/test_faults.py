@@ -33,7 +33,7 @@ from lightning_lowrank.federated.execution import captures, causes, choice, grap
 from lightning_lowrank.federated.execution.distributed import ClientParallelStrategy
 from lightning_lowrank.federated.randomness import StepRandomness
 from lightning_lowrank.internals import direct_steps
-from tests.algorithms.methods import LOW_RANK, METHODS
+from tests.algorithms.methods import LOW_RANK, METHODS, each_method
 from tests.helpers import Data, Module, assert_same, fit, network, trainer, weights
 from tests.strict_device import calls as calls_of
 from tests.strict_device import device
@@ -100,7 +100,7 @@ def test_kept_moments_are_there_in_a_second_fit(tmp_path, execution):
 
 # It composes in double precision on purpose, see `TDPFed`.
 @pytest.mark.parametrize("execution", ["sequential", "vectorized"])
-@pytest.mark.parametrize("name", METHODS)
+@each_method("FedAvg", "FedMUD", "FedHM", "FedLoRA-CoLR")
 def test_every_method_does_without_float64(tmp_path, name, execution):
     method = METHODS[name]
     form = next(form for form in method.forms)

@@ -37,7 +37,7 @@ def test_a_method_of_ones_own_keeps_the_contract():
     check_algorithm(Momentum)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @daily("held copy")
 @pytest.mark.parametrize(
     "settings",
@@ -233,6 +233,7 @@ class KeepsStatistics(Algorithm):
         server.model.update(server.base.parameters(server.aggregator.result()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "part", "message"),
     [
@@ -263,13 +264,14 @@ def test_broken_methods_do_not(make, part, message):
         check_algorithm(make, parts=[part])
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_frozen_weights_are_the_same_on_every_side():
     with pytest.raises(AssertionError, match="client 0, run on its own"):
         check_algorithm(ChangesFrozenWeights, lowrank=UPDATE, parts=["sites"])
     check_algorithm(FedAvg, lowrank=UPDATE, parts=["sites", "bytes"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("claims", "part", "message"),
     [
@@ -285,6 +287,7 @@ def test_claims_too_small_or_too_large(claims, part, message):
         check_algorithm(FedAvg, claims, parts=[part])
 
 
+@pytest.mark.slow
 def test_bytes_that_are_not_those_of_federated_averaging():
     with pytest.raises(AssertionError, match=r"Claims\(same_bytes=False\) if that is meant"):
         check_algorithm(partial(Encodes, Half()), parts=["bytes"])

@@ -87,6 +87,7 @@ class Dither(RandomCodec):
         return {name: values[name].to(dtype) for name, (dtype, _) in layout.floating.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", [TernGrad(), Checksum(), Dither()])
 def test_codecs_of_ones_own_pass(codec):
     check_codec(codec, draws=30)

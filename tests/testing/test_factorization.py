@@ -64,6 +64,7 @@ class Triples(Factorization):
         return [factors["S"].unsqueeze(-1) * factors["V"].mT, factors["U"]]
 
 
+@pytest.mark.slow
 def test_a_class_of_the_users_own_with_three_factors_passes():
     check_factorization(Triples())
     check_factorization(Triples(first_rank=2), shapes=[(5, 7), (7, 5), (4, 1), (3, 2, 2, 3, 2)])

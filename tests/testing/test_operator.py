@@ -186,6 +186,7 @@ class LosesSlots(Average):
         return inputs.averaged(owned=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("operator", "exact"), [(Average(), False), (MeanOfB(), True)], ids=repr)
 def test_users_own_operator_passes(operator, exact):
     check_operator(operator, exact=exact)

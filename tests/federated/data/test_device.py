@@ -180,6 +180,7 @@ def test_a_training_set_that_cannot_be_there_is_refused(tmp_path, wanted):
         fit(trainer(tmp_path, loop, num_sanity_val_steps=0), Module(), data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("execution", ["sequential", "vectorized"])
 def test_fits_are_equal_bit_for_bit(tmp_path, execution, monkeypatch):
     def run(wanted: Any) -> Any:

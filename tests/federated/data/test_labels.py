@@ -45,7 +45,7 @@ def test_find_labels_looks_through_nested_wrappers():
 def test_find_labels_maps_strings_over_all_parts_of_a_concatenation():
     parts = [WithAttribute(2, targets=["dog", "cat"]), WithAttribute(1, targets=["bird"])]
     assert find_labels(ConcatDataset(parts)).tolist() == [2, 1, 0]
-    with pytest.raises(MisconfigurationException, match="mix strings and integers"):
+    with pytest.raises(MisconfigurationException, match="ConcatDataset"):
         find_labels(ConcatDataset([*parts, WithAttribute(1, targets=[0])]))
 
 
@@ -58,7 +58,7 @@ def test_names_of_labels_are_numbered_as_another_datasets():
     assert none is None
     assert numbered_alike(integers, None, None).tolist() == [5, 3]
     for given in ((labels, others, None), (integers, None, names)):
-        with pytest.raises(MisconfigurationException, match=r"are strings, such as '\w+', and .* integers"):
+        with pytest.raises(MisconfigurationException, match=r"FederatedLoop.*labels"):
             numbered_alike(*given)
 
 
@@ -114,7 +114,7 @@ def test_find_labels_gives_global_generators_back():
 def test_find_labels_prefers_the_users_function():
     dataset = WithAttribute(3, targets=torch.randn(3), group=["b", "a", "b"])
     assert find_labels(dataset, labels=lambda dataset: dataset.group).tolist() == [1, 0, 1]
-    with pytest.raises(MisconfigurationException, match=r"labels\(dataset\) returned 2 entries for 3 samples"):
+    with pytest.raises(MisconfigurationException, match=r"labels.*2.*3"):
         find_labels(dataset, labels=lambda dataset: [0, 1])
 
 
@@ -123,19 +123,19 @@ def test_find_labels_prefers_the_users_function():
     [
         (
             WithAttribute(2, targets=torch.tensor([0.5, 1.0])),
-            r"WithAttribute.targets holds float64.*give FederatedLoop\(labels=",
+            r"WithAttribute\.targets.*\[2\].*labels",
         ),
-        (WithAttribute(2, targets=torch.eye(2)), r"shape \[2, 2\].*one-hot vectors give FederatedLoop\(labels="),
+        (WithAttribute(2, targets=torch.eye(2)), r"\[2, 2\].*labels.*FederatedLoop"),
         (
             TensorDataset(torch.randn(2, 3), torch.tensor([[0, 1], [1, 0]])),
-            r"TensorDataset.tensors holds int64 of shape",
+            r"TensorDataset\.tensors.*\[2, 2\]",
         ),
-        ([(0, 0.5), (0, 1.5)], r"the dataset's samples holds float64.*give FederatedLoop\(labels="),
+        ([(0, 0.5), (0, 1.5)], r"\[2\].*labels.*FederatedLoop"),
         ([(0, torch.tensor([0, 1])), (0, torch.tensor([1]))], "different lengths"),
-        ([(0, "a"), (0, 1)], "mixes strings"),
-        ([1.0, 2.0], "no label can be found.*of type float"),
-        ([(1,)], "tuple of length 1"),
-        ([{"x": 1}], r"dictionaries with \['x'\]"),
+        ([(0, "a"), (0, 1)], r"labels.*FederatedLoop"),
+        ([1.0, 2.0], r"'label'.*'labels'"),
+        ([(1,)], r"length.*1"),
+        ([{"x": 1}], r"\['x'\]"),
     ],
 )
 def test_find_labels_refuses_what_is_no_label(dataset, message):

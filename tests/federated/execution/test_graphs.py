@@ -14,6 +14,7 @@ from lightning_lowrank import MOON, SCAFFOLD, FedNTD, FromIndices
 from lightning_lowrank.federated.execution import graphs
 from lightning_lowrank.federated.execution.graphs import StepGraphs
 from tests.federated.execution.runs import OPTIMIZERS, run
+from tests.grids import nightly_except
 from tests.helpers import Data, Module, blobs, network, weights
 
 
@@ -119,7 +120,8 @@ CASES = {
 }
 
 
-@pytest.mark.medium
+@nightly_except("plain", "dropout", "SCAFFOLD")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [pytest.param(name, marks=() if name in ("plain", "dropout") else pytest.mark.slow) for name in CASES],
@@ -180,13 +182,13 @@ class Counting(Module):
         return super().training_step(batch, batch_idx) * self.steps.clone()
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "reason"),
     [
         (Number, "uses the number of the step"),
         # Some ten traces.
-        pytest.param(Changing, "factor, which changes again and again", marks=pytest.mark.slow),
+        pytest.param(Changing, "factor, which changes again and again", marks=pytest.mark.nightly),
         pytest.param(Drawing, "draws from random", marks=pytest.mark.slow),
         pytest.param(OutOfTensor, "out of a tensor", marks=pytest.mark.slow),
         pytest.param(Counting, "writes into a tensor", marks=pytest.mark.slow),
@@ -214,7 +216,7 @@ def test_a_step_that_changes_to_and_fro_is_traced_for_each(tmp_path, counted):
     assert counted["reasons"] == []
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_graph_that_gives_other_values_is_dropped(tmp_path, counted, monkeypatch, caplog):
     expected = without(tmp_path)
     original = graphs.tracing.Traced.replay
@@ -227,7 +229,8 @@ def test_a_graph_that_gives_other_values_is_dropped(tmp_path, counted, monkeypat
     assert counted["reasons"] == ["its graph gives other values than the step"]
 
 
-@pytest.mark.medium
+@nightly_except()
+@pytest.mark.slow
 @pytest.mark.parametrize("leaves_out", [False, True], ids=["every replay", "all but a round's first"])
 def test_a_graph_that_gives_other_values_later_on_is_dropped(tmp_path, counted, monkeypatch, leaves_out):
     longer = {"trainer": {"max_epochs": 4}}
@@ -272,6 +275,7 @@ def test_no_graph_where_somebody_listens_between(tmp_path, counted):
     assert counted["replayed"] == counted["traced"] == 0
 
 
+@pytest.mark.slow
 def test_no_graph_where_anomalies_are_looked_for(tmp_path, counted):
     ends(tmp_path, trainer={"max_epochs": 1, "detect_anomaly": True})
     assert counted["traced"] == 0
@@ -283,6 +287,7 @@ def test_a_short_run_traces_nothing(tmp_path, monkeypatch):
     ends(tmp_path)
 
 
+@nightly_except()
 @pytest.mark.slow
 @pytest.mark.parametrize("first", [True, False])
 def test_resumes_in_the_middle_of_a_round_with_and_without_graphs(tmp_path, counted, first):

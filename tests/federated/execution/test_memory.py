@@ -27,7 +27,7 @@ def large(request, monkeypatch):
     monkeypatch.setattr(memory, "_LARGE", request.param)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.usefixtures("large")
 def test_activations_count_as_well_as_weights(tmp_path, monkeypatch):
     module = Module(convolutions())
@@ -45,6 +45,7 @@ def test_activations_count_as_well_as_weights(tmp_path, monkeypatch):
     assert loop.rounds._data.chunk_size in (6, 7)
 
 
+@pytest.mark.slow
 def test_weights_count_where_they_outweigh_activations(tmp_path, monkeypatch):
     module = Module(nn.Sequential(nn.Linear(6, 4000), nn.ReLU(), nn.Linear(4000, 4)))
     each = 6 * 4 * sum(value.numel() for value in module.parameters())
@@ -56,6 +57,7 @@ def test_weights_count_where_they_outweigh_activations(tmp_path, monkeypatch):
     assert loop.rounds._data.chunk_size == 1
 
 
+@pytest.mark.slow
 def test_a_frozen_base_is_one_for_all(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "free_memory", lambda device: 10**7)
     sizes = []
@@ -67,7 +69,7 @@ def test_a_frozen_base_is_one_for_all(tmp_path, monkeypatch):
     assert sizes[1] > 1.5 * sizes[0]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("reads", [False, True])
 def test_of_a_large_model_shapes_tell(tmp_path, monkeypatch, reads):
     """No product is computed, unless the step reads a number; the result is the same."""
@@ -95,7 +97,7 @@ def test_of_a_large_model_shapes_tell(tmp_path, monkeypatch, reads):
     assert sizes[0] == sizes[1]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.usefixtures("large")
 def test_measuring_leaves_no_trace(tmp_path):
     class Counting(Module):
@@ -131,7 +133,7 @@ def test_measuring_leaves_no_trace(tmp_path):
     assert_same(weights(one), weights(other))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_it_is_measured_once(tmp_path, monkeypatch):
     tried, measure = [], memory._bytes_of_a_step
     monkeypatch.setattr(memory, "_bytes_of_a_step", lambda *given: tried.append(1) or measure(*given))

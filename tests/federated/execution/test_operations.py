@@ -9,12 +9,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_lowrank.federated.execution.stacked_products import StackedProducts
 
-pytest.importorskip("expecttest", reason="torch's examples of its operations need expecttest")
-from torch.testing._internal import common_utils
-from torch.testing._internal.common_methods_invocations import op_db
-from torch.testing._internal.opinfo import core
-
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.nightly, pytest.mark.filterwarnings("ignore")]
 CLIENTS = 3
 EXAMPLES = 2
 RANDOM = ("normal", "bernoulli", "multinomial", "lowrank", "dropout", "fractional_max_pool", "multi_head_attention")
@@ -86,6 +81,12 @@ def differs(operation, example):
 
 
 def test_clients_together_have_the_gradients_of_clients_alone(monkeypatch):
+    # Their import takes a second, which each collection of tests would take.
+    pytest.importorskip("expecttest", reason="torch's examples of its operations need expecttest")
+    from torch.testing._internal import common_utils
+    from torch.testing._internal.common_methods_invocations import op_db
+    from torch.testing._internal.opinfo import core
+
     # torch's examples look for their test in the stack, and format it each time that they seed a device not in use.
     monkeypatch.setattr(traceback, "format_stack", lambda *_, **__: [])
     for module in (common_utils, core):

@@ -268,7 +268,7 @@ REFUSED = {
     "a generator of numpy": (lambda self: self.held, "can read", lambda: np.random.default_rng(1)),
     "a generator of random": (lambda self: self.held, "can read", lambda: random.Random(1)),
     "an array": (lambda self: self.held, "can read", lambda: np.ones(2)),
-    "an iterator": (lambda self: next(self.held), "could not put back", lambda: itertools.count()),
+    "an iterator": (lambda self: next(self.held), r"self\.held", lambda: itertools.count()),
     "bytes that may change": (lambda self: self.held[0], "can read", lambda: bytearray(b"a")),
     "a list too long to compare": (lambda self: self.held[0], "more than", lambda: list(range(20_000))),
     "a generator in a table": (lambda self: self.held, "draw from", lambda: {"draws": torch.Generator()}),
@@ -278,8 +278,8 @@ REFUSED = {
     "__dict__": (lambda self: self.__dict__["number"], "__dict__"),
     "setting a number": (lambda self: setattr(self, "number", self.number + 1), "changes self.number"),
     "setting a tensor": (lambda self: setattr(self, "constant", torch.zeros(1)), "changes self.constant"),
-    "setting what is new": (lambda self: setattr(self, "new", torch.zeros(1)), "changes self"),
-    "setting in a part": (lambda self: setattr(self.net, "extra", 5.0), "changes self.*extra"),
+    "setting what is new": (lambda self: setattr(self, "new", torch.zeros(1)), r"self\.new"),
+    "setting in a part": (lambda self: setattr(self.net, "extra", 5.0), r"self\._modules.*net\.extra"),
     "setting in an object": (lambda self: setattr(self.helper, "factor", 5.0), "changes self.helper.factor"),
     "appending": (lambda self: self.names.append("c"), "changes self.names"),
     "counting in a table": (lambda self: self.table.update(factor=3.0), "changes self.table.factor"),
@@ -331,7 +331,7 @@ def test_hooks_and_ways_of_ones_own_to_attributes_are_refused():
 
     module = Own()
     module.net[0] = Peculiar(6, 16)
-    with pytest.raises(Untraceable, match="Peculiar has a __getattribute__"):
+    with pytest.raises(Untraceable, match="__getattribute__"):
         watched(lambda self: self.net(torch.ones(6)), module)
 
 

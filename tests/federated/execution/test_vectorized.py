@@ -22,11 +22,11 @@ from lightning_lowrank import (
 from lightning_lowrank.federated.execution.stack import ClientStack
 from lightning_lowrank.federated.optimizers import _ELEMENTWISE
 from tests.federated.execution.runs import FORMS, OPTIMIZERS, UNEVEN, Double, Manual, assert_close, both, run
-from tests.grids import daily, in_turn
+from tests.grids import daily, in_turn, nightly_except
 from tests.helpers import Data, Module, fit, network, trainer, weights
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @daily("decoupled blocks-FedAvg")
 @pytest.mark.parametrize(
     ("form", "algorithm"), [*((form, FedAvg) for form in FORMS), ("update", FedMUD), ("decoupled blocks", FedMUD)]
@@ -38,6 +38,7 @@ def test_equals_sequential_for_every_form(tmp_path, form, algorithm):
 DAILY = ("ProjectedSGD",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "form"),
     [
@@ -54,7 +55,7 @@ def test_every_elementwise_optimizer_is_tested():
     assert tested == set(_ELEMENTWISE)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @daily()
 @pytest.mark.parametrize(
     "clip", [{"gradient_clip_val": 0.3}, {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}]
@@ -76,10 +77,12 @@ class Scaled(Module):
         return self.scale * super().loss(batch)
 
 
+@pytest.mark.slow
 def test_clips_with_a_parameter_without_dimensions(tmp_path):
     both(tmp_path, module=Scaled, trainer={"max_epochs": 1, "gradient_clip_val": 0.3})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer",
     [pytest.param(name, marks=() if name == "ProjectedAdamW" else pytest.mark.slow) for name in OPTIMIZERS],
@@ -111,6 +114,7 @@ def test_clients_that_keep_their_moments(tmp_path, optimizer):
 SETTINGS = {1: {"lr": 0.02, "local_epochs": 3}, 3: {"lr": 0.02, "weight_decay": 0.1}, 4: {"local_steps": 5}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("as_function", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_settings_of_single_clients(tmp_path, as_function):
     given = (lambda client: SETTINGS.get(client, {})) if as_function else SETTINGS
@@ -121,6 +125,7 @@ def test_settings_of_single_clients(tmp_path, as_function):
     assert ends[0][2].optimizers[0].param_groups[0]["lr"] == 0.05 / 4
 
 
+@pytest.mark.slow
 def test_settings_of_one_client_are_those_of_a_plain_module(tmp_path):
     decay = partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
     module = partial(Module, optimizer=OPTIMIZERS["momentum"], scheduler=decay)
@@ -135,6 +140,7 @@ def test_settings_of_one_client_are_those_of_a_plain_module(tmp_path):
     assert_close(weights(alone), weights(plain))
 
 
+@nightly_except("vectorized")
 @pytest.mark.parametrize("execution", [pytest.param("sequential", marks=pytest.mark.slow), "vectorized"])
 @pytest.mark.slow
 def test_settings_of_single_clients_are_resumed(tmp_path, execution):
@@ -149,10 +155,10 @@ def test_settings_of_single_clients_are_resumed(tmp_path, execution):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({9: {"lr": 0.1}}, r"names \[9\], and clients go from 0 to 4"),
-        ({"1": {"lr": 0.1}, 2: {}}, r"names \['1'\], and clients' ids are integers"),
-        ({1: {"local_epochs": 0}}, "local_epochs of client 1"),
-        ({1: {"local_epochs": 2, "local_steps": 2}}, "client 1 has local_epochs and local_steps: give one of them"),
+        ({9: {"lr": 0.1}}, r"client_settings.*\[9\].*0"),
+        ({"1": {"lr": 0.1}, 2: {}}, r"client_settings.*\['1'\]"),
+        ({1: {"local_epochs": 0}}, r"local_epochs.*1.*0"),
+        ({1: {"local_epochs": 2, "local_steps": 2}}, r"1.*local_epochs.*local_steps"),
     ],
 )
 def test_wrong_settings_of_single_clients(tmp_path, settings, message):
@@ -170,7 +176,7 @@ def test_clients_without_settings_of_their_own_may_be_given_none():
 
 def test_a_clients_learning_rate_and_a_schedule_of_steps(tmp_path):
     decay = partial(torch.optim.lr_scheduler.StepLR, step_size=2)
-    with pytest.raises(MisconfigurationException, match=r"sets lr=0\.02, which a scheduler or the module changes"):
+    with pytest.raises(MisconfigurationException, match=r"lr=0\.02"):
         run(
             tmp_path,
             "sequential",
@@ -238,6 +244,7 @@ def test_what_an_algorithm_does_around_a_step(tmp_path, form):
         assert "optimizer_step" not in vars(fitted.lightning_module)
 
 
+@nightly_except("vectorized")
 @pytest.mark.parametrize("execution", [pytest.param("sequential", marks=pytest.mark.slow), "vectorized"])
 @pytest.mark.slow
 def test_what_clients_keep_and_need_is_resumed(tmp_path, execution):
@@ -276,6 +283,7 @@ class OwnRanks(FedAvg):
         return super().end(client)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [pytest.param("momentum", marks=pytest.mark.slow), "AdamW"])
 def test_clients_of_different_rank_step_together(tmp_path, monkeypatch, optimizer):
     monkeypatch.setitem(FORMS, "weight", partial(LowRank, MatrixProduct(), rank=3, role="weight", summary=False))
@@ -283,21 +291,22 @@ def test_clients_of_different_rank_step_together(tmp_path, monkeypatch, optimize
 
 
 def test_an_own_way_of_stepping_needs_lightnings(tmp_path):
-    with pytest.raises(MisconfigurationException, match=r"Anchored steps .*accumulate_grad_batches=1, not 2"):
+    with pytest.raises(MisconfigurationException, match=r"accumulate_grad_batches=1.*2"):
         run(tmp_path, "sequential", algorithm=Anchored, trainer={"accumulate_grad_batches": 2})
-    with pytest.raises(MisconfigurationException, match=r"Anchored steps .*GradientAccumulationScheduler"):
+    with pytest.raises(MisconfigurationException, match="GradientAccumulationScheduler"):
         run(tmp_path, "sequential", callbacks=[GradientAccumulationScheduler({0: 1, 1: 4})], algorithm=Anchored)
     with pytest.raises(MisconfigurationException, match=r"Anchored steps .*automatic optimization"):
         run(tmp_path, "sequential", algorithm=Anchored, module=Manual)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("interval", ["epoch", "step"])
 def test_schedulers(tmp_path, interval):
     decay = partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
     both(tmp_path, module=partial(Module, scheduler=decay, interval=interval))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_equals_sequential_in_single_precision_after_twenty_rounds(tmp_path):
     momentum = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
@@ -313,6 +322,7 @@ def test_equals_sequential_in_single_precision_after_twenty_rounds(tmp_path):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "together", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(100, marks=pytest.mark.slow)]
 )
@@ -324,7 +334,7 @@ def test_the_number_that_steps_together_does_not_matter(tmp_path, together):
     assert fitted.global_step == 4 * sum(max(chunk) for chunk in chunks)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @daily("LayerNorm-average")
 @pytest.mark.parametrize(
     ("norm", "buffers"),
@@ -340,11 +350,12 @@ def test_buffers_and_norms(tmp_path, buffers, norm):
     )
 
 
+@pytest.mark.slow
 def test_sampling_weights_failures_and_local_steps(tmp_path):
     both(tmp_path, clients_per_round=3, client_dropout=0.3, local_steps=3, weighting="uniform")
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_statistics_of_a_client_alone_before_others_that_are_no_neighbours(tmp_path):
     # In the fourth step they have batches of 7, 8, 6 and 8 samples.
     ends = [0, 31, 53, 67, 75]
@@ -353,6 +364,7 @@ def test_statistics_of_a_client_alone_before_others_that_are_no_neighbours(tmp_p
     both(tmp_path, module=norm, partition=parts, local_epochs=4, data=Double(batch_size=8))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_other_datasets_and_workers(tmp_path, workers):
     class Listed(torch.utils.data.Dataset):
@@ -368,6 +380,7 @@ def test_other_datasets_and_workers(tmp_path, workers):
     both(tmp_path, data=Data(Listed(), num_workers=workers), trainer={"max_epochs": 2})
 
 
+@pytest.mark.slow
 def test_logged_values_are_the_same_means(tmp_path):
     losses = []
     for execution in ("sequential", "vectorized"):
@@ -387,7 +400,7 @@ def test_what_is_no_number_is_not_logged(tmp_path, execution):
         run(tmp_path, execution, module=Several)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_dropout_differs_between_clients_and_repeats(tmp_path):
     ends = [weights(run(tmp_path, "vectorized", module=lambda: Module(network(dropout=0.5)))[0]) for _ in range(2)]
     assert_close(*ends, tolerance=0)
@@ -437,6 +450,7 @@ def test_resumes_exactly_from_every_step(tmp_path, form, together, optimizer):
         assert again.ledger.state_dict() == loop.ledger.state_dict()
 
 
+@pytest.mark.slow
 def test_checkpoints_inside_a_round_hold_the_last_global_model(tmp_path):
     class Start(Module):
         def on_train_epoch_start(self):
@@ -450,6 +464,7 @@ def test_checkpoints_inside_a_round_hold_the_last_global_model(tmp_path):
     assert fitted.current_epoch == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limits", [{"limit_train_batches": 2}, {"max_steps": 9}, {"fast_dev_run": 3}])
 def test_rounds_that_are_cut_short(tmp_path, limits):
     if "limit_train_batches" in limits:
@@ -491,6 +506,7 @@ class Marked(FedAvg):
         base.module.whose = "server" if client is None else "client"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("execution", ["sequential", "vectorized"])
 def test_the_global_model_is_configured_wherever_it_is_seen(tmp_path, execution):
     class Watching(Module):
@@ -520,6 +536,7 @@ def test_the_global_model_is_configured_wherever_it_is_seen(tmp_path, execution)
     assert module.whose == "server"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("buffers", ["average", pytest.param("local", marks=pytest.mark.slow)])
 def test_statistics_of_clients_whose_batches_are_of_one_size_but_not_neighbours(tmp_path, buffers):
     ends = [0, 10, 32, 46, 76, 88]
@@ -533,6 +550,7 @@ class Looking(Callback):
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "deferred"),
     [

@@ -12,6 +12,7 @@ from scipy.stats import norm
 from lightning_lowrank import ClientPrivacy, DifferentialPrivacy
 from lightning_lowrank.federated.privacy import Mechanism
 from lightning_lowrank.federated.privacy.accounting import _renyi, noise_for, total_epsilon
+from tests.grids import nightly_except
 
 SETTINGS = [
     (Mechanism(1.1, 10, 1000), 100, 1e-5),
@@ -70,7 +71,7 @@ def test_epsilon_by_loss_distributions_is_the_librarys(mechanism, steps, delta):
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param("rdp", marks=pytest.mark.medium), pytest.param("pld", marks=pytest.mark.slow)]
+    "kind", [pytest.param("rdp", marks=pytest.mark.slow), pytest.param("pld", marks=pytest.mark.slow)]
 )
 def test_epsilon_of_several_mechanisms_is_the_librarys(kind):
     releases = [(Mechanism(1.1, 10, 1000), 100), (Mechanism(2.0, 20, 1000), 50), (Mechanism(1.0, 40, 40), 1)]
@@ -106,6 +107,7 @@ def test_what_a_neighbour_changes(sampling):
     assert bound <= found < 1.35 * bound
 
 
+@nightly_except("poisson")
 @pytest.mark.slow
 @pytest.mark.parametrize("sampling", ["poisson", "fixed"])
 def test_noise_is_the_least_that_will_do(sampling):
@@ -127,11 +129,11 @@ def test_nothing_costs_nothing():
     ("arguments", "said"),
     [
         ({}, "give noise_multiplier"),
-        ({"noise_multiplier": 0.0}, "noise_multiplier must be above 0"),
-        ({"target_epsilon": -1.0}, "target_epsilon must be above 0"),
-        ({"noise_multiplier": 1.0, "delta": 1.0}, "delta must be above 0 and below 1"),
-        ({"noise_multiplier": 1.0, "clip": 0.0}, "clip must be above 0"),
-        ({"noise_multiplier": 1.0, "accountant": "prv"}, "accountant must be one of 'rdp', 'pld'"),
+        ({"noise_multiplier": 0.0}, r"noise_multiplier.*0\.0"),
+        ({"target_epsilon": -1.0}, r"target_epsilon.*-1\.0"),
+        ({"noise_multiplier": 1.0, "delta": 1.0}, r"delta.*1\.0"),
+        ({"noise_multiplier": 1.0, "clip": 0.0}, r"clip.*0\.0"),
+        ({"noise_multiplier": 1.0, "accountant": "prv"}, r"accountant.*'pld'.*'prv'"),
     ],
 )
 def test_budgets_that_are_none(kind, arguments, said):
@@ -140,7 +142,7 @@ def test_budgets_that_are_none(kind, arguments, said):
 
 
 def test_a_budget_that_no_noise_keeps():
-    with pytest.raises(MisconfigurationException, match="no noise keeps 10 releases within target_epsilon=1e-09"):
+    with pytest.raises(MisconfigurationException, match=r"10.*target_epsilon=1e-09"):
         noise_for(1e-9, 1e-9, [(Mechanism(1.0, 10, 10), 10)])
 
 
@@ -151,7 +153,7 @@ def test_without_the_library(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "dp_accounting.pld", None)
     accounting.library.cache_clear()
-    with pytest.raises(MisconfigurationException, match=r"pip install 'lightning_lowrank\[privacy\]'"):
+    with pytest.raises(MisconfigurationException, match=r"privacy.*'lightning_lowrank\[privacy\]'"):
         ClientPrivacy(noise_multiplier=1.0)
     monkeypatch.undo()
     accounting.library.cache_clear()

@@ -36,7 +36,8 @@ from lightning_lowrank import (
 from lightning_lowrank.aggregation import KeepsArrivals
 from lightning_lowrank.compression import Dense, Mask
 from lightning_lowrank.federated.privacy.clients import PrivateMean
-from tests.algorithms.methods import LOW_RANK, METHODS
+from tests.algorithms.methods import LOW_RANK, METHODS, each_method
+from tests.grids import nightly_except
 from tests.helpers import Data, Module, assert_same, blobs, fit, network, trainer, weights
 
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -115,7 +116,7 @@ def test_an_update_is_clipped_as_a_whole():
     assert torch.allclose(found["b"] - noise["b"], torch.tensor(5.0 - 0.6 / 4), atol=1e-6)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_the_clip_follows_a_quantile():
     mean = mean_of({"clip": 8.0, "quantile": 0.75, "count_noise": 1.01, "clip_lr": 0.3}, sampled=100, population=200)
     norms = torch.linspace(0.0, 4.0, 100)
@@ -168,10 +169,8 @@ AVERAGING = [
 ]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name == "FedAvg" else pytest.mark.slow) for name in AVERAGING],
-)
+@pytest.mark.slow
+@each_method("FedAvg", among=AVERAGING)
 def test_one_client_changes_no_more_than_the_clip(tmp_path, name):
     """A client's data is replaced by samples that throw it far off; the seed, and with it the noise, is the same."""
     entry = METHODS[name]
@@ -261,7 +260,7 @@ def test_cohorts_vary_and_the_fit_ends_before_the_budget(tmp_path, capsys):
     fit(run, Module(small(), SGD), Data(blobs(40)), ckpt_path=tmp_path / f"epoch={private.released - 1}.ckpt")
     assert again.coordinator.private.released == private.released
     forced = loop_of(privacy={"target_epsilon": 5.0, "delta": 1e-3}, clients_per_round=1)
-    with pytest.raises(MisconfigurationException, match=r"one more would cost .* above target_epsilon=5: raise it"):
+    with pytest.raises(MisconfigurationException, match=r"5\.1.*target_epsilon=5"):
         fit(trainer(tmp_path, forced, max_epochs=50, min_epochs=50), Module(small(), SGD), Data(blobs(40)))
 
 
@@ -275,16 +274,18 @@ def test_a_fit_that_goes_on_spends_on(tmp_path):
     assert loop.coordinator.private.released == 5
 
 
+@pytest.mark.slow
 def test_a_second_run_is_refused_and_a_checkpoint_goes_on(tmp_path):
     loop, module, data = loop_of(), Module(small(), SGD), Data(blobs(40))
     fit(trainer(tmp_path, loop, ModelCheckpoint(tmp_path, "first"), max_epochs=1), module, data)
     for _ in range(2):
-        with pytest.raises(MisconfigurationException, match=r"earlier fit .* was private.* from a checkpoint"):
+        with pytest.raises(MisconfigurationException, match=r"FederatedLoop.*0"):
             fit(trainer(tmp_path, loop, max_epochs=1), module, data)
     fit(trainer(tmp_path, loop, max_epochs=2), module, data, ckpt_path=tmp_path / "first.ckpt")
     assert loop.coordinator.private.released == 2
 
 
+@nightly_except()
 @pytest.mark.slow
 @pytest.mark.parametrize("secure", [False, True])
 def test_resume_goes_on_with_budget_clip_and_cohorts(tmp_path, secure):
@@ -343,7 +344,7 @@ def test_clients_noise_in_rounds(tmp_path):
     assert stats.kstest(noise.numpy(), "norm").pvalue > 1e-4
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", ["fixed", "poisson"])
 @pytest.mark.parametrize("algorithm", [FedAvg, SCAFFOLD])
 def test_clients_without_samples_take_no_share_of_the_mean(tmp_path, sampling, algorithm):
@@ -364,7 +365,7 @@ def test_clients_without_samples_take_no_share_of_the_mean(tmp_path, sampling, a
     [[TopK(0.5)], [RandomK(0.5, unbiased=True)], [Sign()], [Quantize(bits=8)], [Half()], [Mask(), Half()], [Mask()]],
 )
 def test_clients_noise_does_not_go_through_codecs(uplink):
-    said = r"uplink=.* drops or rounds a part of the noise .* use noise_at='server'"
+    said = r"ClientPrivacy.*noise_at='clients'.*noise_at='server'"
     with pytest.raises(MisconfigurationException, match=said):
         loop_of(privacy=AT_CLIENTS, uplink=uplink)
     for exact in (Dense(), Mask(known=True)):
@@ -377,7 +378,7 @@ def test_clients_noise_does_not_go_through_codecs(uplink):
     [
         (EF21P(share_down=0.5, share_up=0.5), "32-true", "EF21P encodes each message with Split, which drops"),
         (FedBAT(), "32-true", "FedBAT encodes each message with Split, which drops"),
-        (FedAvg(), "bf16-true", r"FedAvg sends net\.weight, net\.bias in 16 bits, which round"),
+        (FedAvg(), "bf16-true", r"FedAvg.*net\.weight.*net\.bias"),
     ],
 )
 def test_clients_noise_is_not_lost_in_messages(tmp_path, algorithm, precision, said):
@@ -400,12 +401,13 @@ def test_clients_noise_goes_through_masks_of_all(tmp_path):
 
 @pytest.mark.parametrize("changed", [{"sampled": 5}, {"population": 9}])
 def test_other_rounds_are_not_counted_as_equal_ones(changed):
-    with pytest.raises(MisconfigurationException, match=r"the rounds so far drew 4 of 8 clients.*go on with the same"):
+    with pytest.raises(MisconfigurationException, match=r"4.*8.*noise_multiplier=2"):
         mean_of({}, **changed).load_state_dict(mean_of({}).state_dict())
-    with pytest.raises(MisconfigurationException, match=r"noise_multiplier=2, and later ones .* with 3"):
+    with pytest.raises(MisconfigurationException, match=r"noise_multiplier=2.*4.*8"):
         mean_of({"noise_multiplier": 3.0}).load_state_dict(mean_of({}).state_dict())
 
 
+@pytest.mark.slow
 def test_no_round_beyond_the_budget():
     mean = mean_of({"target_epsilon": 5.0})
     assert not mean.exhausted
@@ -425,12 +427,12 @@ class Median(KeepsArrivals):
     ("settings", "said"),
     [
         ({"weighting": "samples"}, "set weighting='uniform'"),
-        ({"aggregator": Median()}, "privacy adds its noise to a mean"),
+        ({"aggregator": Median()}, r"privacy.*aggregator=Median\(\)"),
         ({"availability": [1.0] * CLIENTS}, "availability changes that"),
-        ({"sampling_weights": [1.0] * CLIENTS}, "sampling_weights changes that"),
+        ({"sampling_weights": [1.0] * CLIENTS}, "sampling_weights"),
         ({"participants": [[0]]}, "participants changes that"),
-        ({"min_clients": 2}, "min_clients=2 ends a fit by the size of a cohort"),
-        ({"privacy": 3}, "privacy must be a ClientPrivacy such as"),
+        ({"min_clients": 2}, "min_clients=2"),
+        ({"privacy": 3}, r"privacy.*ClientPrivacy.*3"),
     ],
 )
 def test_settings_that_would_break_the_guarantee(settings, said):
@@ -441,15 +443,15 @@ def test_settings_that_would_break_the_guarantee(settings, said):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"noise_at": "clients"}, "needs cohorts of one size"),
-        ({"noise_at": "clients", "sampling": "fixed", "quantile": 0.5}, "counts unclipped updates on the server"),
+        ({"noise_at": "clients"}, "sampling='poisson'"),
+        ({"noise_at": "clients", "sampling": "fixed", "quantile": 0.5}, "noise_at='clients'"),
         (
             {"noise_at": "clients", "sampling": "fixed", "noise_multiplier": None, "target_epsilon": 1.0},
             "needs noise_multiplier",
         ),
-        ({"sampling": "fixed", "accountant": "pld"}, "has no bound for sampling='fixed'"),
-        ({"sampling": "uniform"}, "sampling must be one of 'poisson', 'fixed'"),
-        ({"quantile": 1.5}, "quantile must be above 0 and below 1"),
+        ({"sampling": "fixed", "accountant": "pld"}, "sampling='fixed'"),
+        ({"sampling": "uniform"}, r"sampling.*'fixed'.*'uniform'"),
+        ({"quantile": 1.5}, r"quantile.*1\.5"),
     ],
 )
 def test_arguments_that_do_not_go_together(arguments, said):
@@ -464,15 +466,15 @@ def lora(**settings):
 @pytest.mark.parametrize(
     ("loop", "module", "callbacks", "said"),
     [
-        (partial(loop_of, FedLoRA(SumProduct())), network, [lora], r"FedLoRA\(SumProduct\(.*\)\) needs each client's"),
-        (partial(loop_of, METHODS["HeteroFL"].make()), network, [], "HeteroFL needs each client's own message"),
-        (partial(loop_of, FedNova()), network, [], r"FedNova sends fednova\.norms, which must"),
+        (partial(loop_of, FedLoRA(SumProduct())), network, [lora], r"FedLoRA.*SumProduct.*split='left'"),
+        (partial(loop_of, METHODS["HeteroFL"].make()), network, [], "HeteroFL"),
+        (partial(loop_of, FedNova()), network, [], r"FedNova.*fednova\.norms"),
         (loop_of, partial(network, norm=nn.BatchNorm1d), [], r"BatchNorm \(net\.1\).*buffers='local'.*GroupNorm"),
         (
             partial(loop_of, privacy={"quantile": 0.5, "count_noise": 0.4}),
             network,
             [],
-            "count_noise=0.4 leaves nothing of noise_multiplier=1",
+            r"count_noise=0\.4.*noise_multiplier=1",
         ),
     ],
 )
@@ -493,13 +495,13 @@ class Counting(nn.Linear):
 
 
 def test_counts_are_not_sent(tmp_path):
-    with pytest.raises(MisconfigurationException, match=r"clients send 'net\.calls' of int64, which training changes"):
+    with pytest.raises(MisconfigurationException, match=r"ClientPrivacy.*'net\.calls'"):
         fit(trainer(tmp_path, loop_of()), Module(Counting(), SGD), Data(blobs(40)))
 
 
 def test_a_budget_without_an_end(tmp_path):
     loop = loop_of(privacy={"noise_multiplier": None, "target_epsilon": 1.0})
-    with pytest.raises(MisconfigurationException, match="max_epochs=-1 has no end"):
+    with pytest.raises(MisconfigurationException, match="max_epochs=-1"):
         fit(trainer(tmp_path, loop, max_epochs=-1, max_steps=5), Module(small(), SGD), Data(blobs(40)))
 
 
