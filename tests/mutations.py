@@ -8,6 +8,8 @@ checkout against the tests that cover its line, those of a change's check first 
     pytest -m "nightly or not nightly" -n 2 --cov --cov-config mutated.ini --cov-context test
     python tests/mutations.py run --seed 49ac3b5 --count 60 --coverage .coverage --output fates.json
 
+Where nothing is known of what covers a line, the tests of the folder that mirrors the file's are tried.
+
 A mutation turns a comparison, drops a branch, changes a constant or deletes a statement within a function; each kind
 is drawn equally often, its places uniformly over the package's folders but for those of `LEFT_OUT`. It keeps the number
 of lines, so that what covers a line can be read from a run without it.
@@ -145,18 +147,23 @@ def draw(seed: str, count: int) -> list[Mutation]:
     return sorted(itertools.chain(*chosen))
 
 
-def covering(coverage_file: Path, mutation: Mutation) -> set[str]:
-    """The ids of the tests that ran a line of the mutated place."""
+def covering(coverage_files: Sequence[Path], mutation: Mutation, tests: set[str]) -> set[str]:
+    """The ids, among ``tests``, of those that ran a line of the mutated place, or else of those beside it."""
     from coverage import CoverageData
 
-    data = CoverageData(str(coverage_file))
-    data.read()
-    names = [name for name in data.measured_files() if name.endswith(f"/{mutation.file}")]
-    contexts = [data.contexts_by_lineno(name) for name in names]
-    lines = range(mutation.line, mutation.last_line + 1)
-    found = {context for each in contexts for line in lines for context in each.get(line, ())}
-    # In front of the bar the test, behind it the phase; no context: at import.
-    return {context.rpartition("|")[0] for context in found} - {""}
+    found: set[str] = set()
+    for file in coverage_files:
+        data = CoverageData(str(file))
+        data.read()
+        for name in data.measured_files():
+            if name.endswith(f"/{mutation.file}"):
+                contexts = data.contexts_by_lineno(name)
+                for line in range(mutation.line, mutation.last_line + 1):
+                    found |= {context.rpartition("|")[0] for context in contexts.get(line, ())}
+    # Of another checkout, ids may begin with its folder.
+    found = {f"tests/{context.partition('tests/')[2]}" for context in found if "tests/" in context} & tests
+    mirror = f"tests/{Path(mutation.file).relative_to(PACKAGE).parent.as_posix()}/"
+    return found or {name for name in tests if name.startswith(mirror)}
 
 
 def collected(expression: str) -> set[str]:
@@ -173,7 +180,7 @@ def attempt(root: Path, tests: Sequence[str], limit: float) -> tuple[str, float]
     listed.write_text("\n".join(tests))
     options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "slow or nightly or not slow"]
     # The environment has the package of another checkout.
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
     process = subprocess.Popen(
         [sys.executable, "-m", "pytest", *options, f"--basetemp={root / 'temporary'}", "@tests.txt"],
         cwd=root,
@@ -203,7 +210,7 @@ def fate(mutation: Mutation, tiers: dict[str, list[str]], limit: float) -> dict[
     result["seconds"] = {}
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "checkout"
-        shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns(".git", "__pycache__", ".*_cache", "lightning_logs"))
+        shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns(".git", ".*_cache", "lightning_logs"))
         (Path(folder) / "shared").symlink_to(ROOT.parent / "shared")
         mutation.apply(root)
         left = limit
@@ -225,7 +232,7 @@ def main() -> None:
     parser.add_argument("what", choices=["draw", "files", "run"])
     parser.add_argument("--seed", required=True, help="any text; the same text draws the same mutations of a commit")
     parser.add_argument("--count", type=int, default=60)
-    parser.add_argument("--coverage", type=Path, help="coverage's data of a run with `--cov-context test`")
+    parser.add_argument("--coverage", type=Path, nargs="*", default=[], help="data of runs with `--cov-context test`")
     parser.add_argument("--core-seconds", type=Path, help="JSON of tests.core_seconds: quick tests are run first")
     parser.add_argument("--minutes", type=float, default=15.0, help="limit for a mutation's tests but the daily ones")
     parser.add_argument("--processes", type=int, default=2)
@@ -246,7 +253,7 @@ def main() -> None:
         fates = {int(number): each for number, each in json.loads(arguments.output.read_text()).items()}
 
     def work(number: int) -> None:
-        covers = covering(arguments.coverage, mutations[number])
+        covers = covering(arguments.coverage, mutations[number], set().union(*members.values()))
         tiers = {
             tier: sorted(covers & ids, key=lambda name: (seconds.get(name, 1.0), name)) for tier, ids in members.items()
         }
