@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 from zipfile import BadZipFile
@@ -16,20 +16,28 @@ from torch.utils.data import TensorDataset, default_collate
 from lightning_lowrank.configuration import check_number
 from lightning_lowrank.data.splits import SplitsInMemory
 from lightning_lowrank.data.vision import hold_out
+from lightning_lowrank.federated.data.columns import Column, to_column
+from lightning_lowrank.federated.data.rows import Rows
 
 Pair = tuple[Any, Any]
+_TAKEN = ("tensors", "rows", "targets", "labels")
 
 
 class Arrays(SplitsInMemory):
     """Inputs and targets in memory: NumPy arrays or tensors, or ``.npz`` files with the arrays ``x`` and ``y``.
 
-    What NumPy makes an array of, such as a data frame, is one. The first dimension is that of the samples.
+    What NumPy makes an array of, such as a data frame, is one. The first dimension is that of the samples. Further
+    arrays of a file or dictionary are columns of integers or strings with one entry for each sample, which are divided
+    as the samples are: of a column ``client``, ``ByKey("client")`` makes natural clients. Each is an attribute of the
+    splits' datasets.
+
     Floating-point numbers of 64 bits become 32, as modules have them, and integer or boolean targets of one dimension
     64, as losses take class indices; other types stay. Where targets are integers, splits have every class as nearly in
     the same proportion as can be.
 
     Args:
-        train: Training inputs and targets, or the path of an ``.npz`` file. The file has two arrays: ``x`` and ``y``.
+        train: Training inputs and targets; or a dictionary with the arrays ``x``, ``y`` and columns; or the path of an
+            ``.npz`` file with such arrays.
         test: Those of the test set. ``None``: ``test_share`` of the training samples is held out.
         test_share: Share of the training samples for testing, where ``test`` is not given.
         validation: ``"test"``: validation on the test set. A share: so much of the training samples is held out.
@@ -54,8 +62,8 @@ class Arrays(SplitsInMemory):
 
     def __init__(
         self,
-        train: str | Pair,
-        test: str | Pair | None = None,
+        train: str | Pair | Mapping[str, Any],
+        test: str | Pair | Mapping[str, Any] | None = None,
         test_share: float = 0.2,
         validation: Literal["test"] | float = "test",
         batch_size: int = 64,
@@ -74,47 +82,69 @@ class Arrays(SplitsInMemory):
         """Divide the samples, unless that has been done."""
         if self.train_set is not None:
             return
-        train = _pair(self._train, "train")
+        train = _samples(self._train, "train")
         if self._test is None:
             train, test = self._held_out(train, self.test_share, "test_share")
         else:
-            test = _pair(self._test, "test")
-        self.validation_set = self.test_set = TensorDataset(*test)
+            test = _samples(self._test, "test")
+        self.validation_set = self.test_set = test
         if self.validation != "test":
-            train, validation = self._held_out(train, self.validation, "validation")
-            self.validation_set = TensorDataset(*validation)
-        self.train_set = TensorDataset(*train)
+            train, self.validation_set = self._held_out(train, self.validation, "validation")
+        self.train_set = train
 
     def collate(self) -> Callable[[Sequence[Any]], Any]:
         """Return torch's own."""
         return cast(Callable[[Sequence[Any]], Any], default_collate)
 
-    def _held_out(
-        self, pair: tuple[Tensor, Tensor], share: float, argument: str
-    ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        inputs, targets = pair
+    def _held_out(self, samples: TensorDataset, share: float, argument: str) -> tuple[TensorDataset, TensorDataset]:
+        targets = samples.tensors[1]
         classes = targets.ndim == 1 and not targets.is_floating_point()
         groups = targets if classes else torch.zeros(len(targets))
         kept, held_out = hold_out(groups, share, self.seed, argument, "samples")
-        return (inputs[kept], targets[kept]), (inputs[held_out], targets[held_out])
+        return _selected(samples, kept), _selected(samples, held_out)
 
 
-def _pair(given: str | Pair, argument: str) -> tuple[Tensor, Tensor]:
+def _dataset(tensors: Sequence[Tensor], rows: Rows, columns: Mapping[str, Column]) -> TensorDataset:
+    """Return a plain `TensorDataset`, whose batches can be read as a whole, with what is known beside its tensors."""
+    dataset = TensorDataset(*tensors)
+    vars(dataset).update(columns, rows=rows)
+    return dataset
+
+
+def _selected(dataset: TensorDataset, kept: Tensor) -> TensorDataset:
+    columns = {name: value[kept.numpy()] for name, value in vars(dataset).items() if isinstance(value, np.ndarray)}
+    return _dataset([tensor[kept] for tensor in dataset.tensors], vars(dataset)["rows"].select(kept), columns)
+
+
+def _samples(given: str | Pair | Mapping[str, Any], argument: str) -> TensorDataset:
+    source = argument
     if isinstance(given, (str, Path)):
         try:
             # Without pickles, which could run anything.
             file = np.load(given, allow_pickle=False)
             if isinstance(file, np.ndarray):
                 raise ValueError("it holds one array without a name")
+            source = f"{argument}={str(given)!r}"
             with file:
-                given = file["x"], file["y"]
-        except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
+                given = dict(file)
+        except (OSError, ValueError, EOFError, BadZipFile) as error:
             raise MisconfigurationException(
                 f"{argument}={str(given)!r} must be an .npz file with the arrays x and y: {error}"
             ) from error
+    columns: dict[str, Any] = {}
+    if isinstance(given, Mapping):
+        lacking = [name for name in ("x", "y") if name not in given]
+        if lacking:
+            form = "a dictionary" if source == argument else "an .npz file"
+            raise MisconfigurationException(
+                f"{source} must be {form} with the arrays x and y: it has {sorted(map(str, given))}"
+            )
+        columns = {name: value for name, value in given.items() if name not in ("x", "y")}
+        given = given["x"], given["y"]
     if not isinstance(given, (tuple, list)) or len(given) != 2:
         raise MisconfigurationException(
-            f"{argument} must be (inputs, targets) or the path of an .npz file, got {type(given).__name__}"
+            f"{argument} must be (inputs, targets), a dictionary with x and y, or the path of an .npz file, got"
+            f" {type(given).__name__}"
         )
     inputs, targets = (_tensor(each, argument) for each in given)
     if inputs.ndim < 1 or targets.ndim < 1 or len(inputs) != len(targets):
@@ -124,7 +154,18 @@ def _pair(given: str | Pair, argument: str) -> tuple[Tensor, Tensor]:
     if not len(inputs):
         raise MisconfigurationException(f"{argument} holds no sample: its inputs have the shape {tuple(inputs.shape)}")
     classes = targets.ndim == 1 and not (targets.is_floating_point() or targets.is_complex())
-    return inputs, targets.long() if classes else targets
+    held = {name: _column(value, name, source, len(inputs)) for name, value in columns.items()}
+    return _dataset([inputs, targets.long() if classes else targets], Rows.all(len(inputs)), held)
+
+
+def _column(given: Any, name: str, source: str, samples: int) -> Column:
+    """Return one integer or string for each sample."""
+    if name in _TAKEN or not name.isidentifier() or hasattr(TensorDataset, name):
+        raise MisconfigurationException(f"{source}: no column can have the name {name!r}: give it another one")
+    column = to_column(given, f"{source}: {name}", "give one integer or string for each sample")
+    if len(column) != samples:
+        raise MisconfigurationException(f"{source}: {name} has {len(column)} entries for {samples} samples")
+    return column
 
 
 def _tensor(given: Any, argument: str) -> Tensor:

@@ -23,7 +23,8 @@ class FlowerPartition(Partition):
 
     The partitioner sees a `datasets.Dataset` with one row for each sample, and in it one column, by which it may
     divide. The samples themselves are not read, so that any dataset can be divided. Samples that the partitioner leaves
-    out are unused. It draws by its own seed; the experiment's seed changes nothing. Needs the extra ``datasets``.
+    out are unused. It draws by its own seed; the experiment's seed changes nothing. Clients of a
+    ``NaturalIdPartitioner`` have its ids as names. Needs the extra ``datasets``.
 
     Args:
         partitioner: A partitioner that has no dataset yet. It is copied, and stays as it is.
@@ -87,10 +88,15 @@ class FlowerPartition(Partition):
 
     def assign(self, size: int, clients: int, seed: int, labels: Tensor | None, keys: Column | None) -> ClientIndices:
         """See `Partition.assign`."""
-        parts = self._asked(
-            keys, lambda partitioner: [partitioner.load_partition(client)[_ROW][:] for client in range(clients)]
-        )
-        return ClientIndices([sorted(part) for part in parts], size)
+
+        def divide(partitioner: Any) -> tuple[list[list[int]], list[str | int] | None]:
+            parts = [sorted(partitioner.load_partition(client)[_ROW][:]) for client in range(clients)]
+            # Of a NaturalIdPartitioner.
+            names = getattr(partitioner, "partition_id_to_natural_id", None)
+            return parts, [names[client] for client in range(clients)] if names else None
+
+        parts, names = self._asked(keys, divide)
+        return ClientIndices(parts, size, names)
 
     def _asked(self, keys: Column | None, question: Callable[[Any], Any]) -> Any:
         """Return the answer of a copy of the partitioner that has the column."""

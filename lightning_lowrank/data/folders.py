@@ -14,6 +14,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 from lightning_lowrank.arguments import listed
 from lightning_lowrank.data.images import TensorImages
 from lightning_lowrank.data.own_images import OwnImages, Pictures, choose_splits
+from lightning_lowrank.data.tables import Table
 
 _TRAIN_NAMES = ("train", "training")
 
@@ -24,13 +25,17 @@ class ImageFolder(OwnImages):
     ``root`` holds either the classes' folders, or a folder ``train`` (or ``training``) of such folders, and beside it
     ``test`` (or ``testing``) and ``val`` (or ``valid``, ``validation``), in capitals or not. Without test images
     ``val`` is tested on, and without both ``test_share`` is held out. Classes are numbered in the order of their names.
-    Files in folders below a class's count too; hidden files and folders and ``__MACOSX`` do not.
+    Hidden files and folders and ``__MACOSX`` do not count.
+
+    With ``clients=True`` there is a folder for each client, and in it the classes' folders: ``client/class/image``.
+    ``ByKey("client")`` makes natural clients of them.
 
     A split's dataset has an attribute ``files``, the images' paths below ``root``, of which `ByKey` makes natural
-    clients: ``ByKey(lambda dataset: [name.split("_")[0] for name in dataset.files])``.
+    clients too: ``ByKey(lambda dataset: [name.split("_")[0] for name in dataset.files])``.
 
     Args:
         root: The folder.
+        clients: Whether the classes' folders lie in a folder for each client.
         validation: ``"test"``: validation on the test images. A share: so much of the training images is held out. Or
             the name of a folder in ``root``. ``None``: ``val`` where there is ``test`` too, or else ``"test"``.
         **kwargs: Arguments of `OwnImages`: ``size``, ``channels``, ``test_share``, ``mean``, ``std``, ``memory_limit``,
@@ -38,9 +43,10 @@ class ImageFolder(OwnImages):
             ``limit_samples``, ``seed``, ``normalize``.
 
     Raises:
-        MisconfigurationException: If an argument is out of range; if ``root`` is no such folder, a class has no
-            training image, other images have classes that these do not have, a split comes out empty; and, when images
-            are read, if one cannot be, or they differ in size and ``size`` is not given.
+        MisconfigurationException: If an argument is out of range; if ``root`` is no such folder, or images lie in
+            folders of the classes' folders; if a class has no training image, other images have classes that these do
+            not have, or a split comes out empty; and, when images are read, if one cannot be, or they differ in size
+            and ``size`` is not given.
 
     Example:
         >>> import pathlib, tempfile
@@ -54,10 +60,10 @@ class ImageFolder(OwnImages):
         (['cat', 'dog'], (3, 16, 16), 8, 2)
     """
 
-    def __init__(self, root: str, validation: float | str | None = None, **kwargs: Any) -> None:
+    def __init__(self, root: str, validation: float | str | None = None, clients: bool = False, **kwargs: Any) -> None:
         named = validation is None or isinstance(validation, str)
         super().__init__(validation="test" if named else validation, **kwargs)
-        self.root = root
+        self.root, self.clients = root, clients
         folder = Path(root).expanduser()
         try:
             held = _folders(folder)
@@ -65,7 +71,7 @@ class ImageFolder(OwnImages):
             if len(trains) > 1:
                 raise MisconfigurationException(f"root={root!r} must hold one folder to train on, not {listed(trains)}")
             self._train_folder = folder / trains[0] if trains else folder
-            self.classes = _folders(self._train_folder)
+            self.classes = self._class_names(self._train_folder)
         except OSError as error:
             raise MisconfigurationException(f"{_wanted(root)}: {error}") from error
         if not self.classes:
@@ -82,6 +88,12 @@ class ImageFolder(OwnImages):
         self._validation_folder = None if apart is None else folder / apart
         self._test_folder = None if test is None else folder / test
 
+    def _class_names(self, folder: Path) -> list[str]:
+        """Return the names of the classes' folders in a split's folder."""
+        if not self.clients:
+            return _folders(folder)
+        return sorted({name for client in _folders(folder) for name in _folders(folder / client)})
+
     def find_splits(self) -> tuple[Pictures, Pictures | None, Pictures | None]:
         """List the files."""
         others = self._test_folder, self._validation_folder
@@ -89,19 +101,21 @@ class ImageFolder(OwnImages):
         return self._listed(self._train_folder), test, validation
 
     def _listed(self, folder: Path) -> _Files:
-        classes = _folders(folder)
+        classes = self._class_names(folder)
         unknown = sorted(set(classes) - set(self.classes))
         if unknown:
             raise MisconfigurationException(
                 f"{folder} has classes that {self._train_folder} does not have: {listed(unknown)}"
             )
         numbers = {name: number for number, name in enumerate(self.classes)}
-        wanted = {name: numbers[name] for name in classes}
-        found = [
-            (file, target)
-            for file, target in (make_dataset(folder, wanted, IMG_EXTENSIONS, allow_empty=True) if wanted else ())
-            if not any(map(_is_hidden, Path(file).relative_to(folder).parts))
-        ]
+        found = []
+        for parent in (folder / client for client in _folders(folder)) if self.clients else (folder,):
+            wanted = {name: numbers[name] for name in _folders(parent)}
+            for file, target in make_dataset(parent, wanted, IMG_EXTENSIONS, allow_empty=True) if wanted else ():
+                parts = Path(file).relative_to(parent).parts
+                if not any(map(_is_hidden, parts)):
+                    self._check_depth(folder, file, len(parts))
+                    found.append((file, target))
         if not found:
             raise MisconfigurationException(f"{folder} holds no image: {', '.join(IMG_EXTENSIONS)} are read")
         empty = sorted(set(classes) - {self.classes[target] for _, target in found})
@@ -110,7 +124,19 @@ class ImageFolder(OwnImages):
                 f"{folder} has folders without an image, which would be classes: {listed(empty)}; remove them"
                 f" ({', '.join(IMG_EXTENSIONS)} are read)"
             )
-        return _Files(found, Path(self.root).expanduser())
+        clients = [Path(file).relative_to(folder).parts[0] for file, _ in found] if self.clients else None
+        return _Files(found, Path(self.root).expanduser(), clients)
+
+    def _check_depth(self, folder: Path, file: str, depth: int) -> None:
+        """Refuse an image in a folder of a class's folder, which may be that of a class where clients' are meant."""
+        if depth > 2:
+            form, remedy = "class/image", "for folders of clients, client/class/image, set clients=True"
+            if self.clients:
+                form, remedy = "client/class/image", "move its folders' images up"
+            raise MisconfigurationException(
+                f"{folder} must hold {form}, with clients={self.clients}, and holds"
+                f" {Path(file).relative_to(folder)}: {remedy}"
+            )
 
 
 def _folders(folder: Path) -> list[str]:
@@ -127,10 +153,10 @@ def _wanted(root: str) -> str:
 
 
 class _Files(Pictures):
-    """Files, each with its class index."""
+    """Files, each with its class index and, where folders name them, its client."""
 
-    def __init__(self, files: Sequence[tuple[str, int]], root: Path) -> None:
-        self._files, self._root = files, root
+    def __init__(self, files: Sequence[tuple[str, int]], root: Path, clients: Sequence[str] | None = None) -> None:
+        self._files, self._root, self._clients = files, root, clients
         self.targets = torch.tensor([target for _, target in files])
 
     def open(self, row: int) -> Image.Image:
@@ -140,7 +166,10 @@ class _Files(Pictures):
         return self._files[row][0]
 
     def select(self, rows: Sequence[int]) -> _Files:
-        return _Files([self._files[row] for row in rows], self._root)
+        clients = None if self._clients is None else [self._clients[row] for row in rows]
+        return _Files([self._files[row] for row in rows], self._root, clients)
 
     def describe(self, images: TensorImages) -> None:
+        if self._clients is not None:
+            images.columns = Table({"client": self._clients}, str(self._root))
         images.files = [Path(path).relative_to(self._root).as_posix() for path, _ in self._files]

@@ -6,6 +6,7 @@ import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_lowrank.data.tables import Table
 from lightning_lowrank.data.text_splits import TextSplits, names_of_parts
 from lightning_lowrank.data.tokenized import AnsweredTexts, PackTexts, PadTexts
+from lightning_lowrank.data.vision import hold_out
 
 ALPACA = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request."
@@ -47,8 +49,8 @@ class Instructions(TextSplits):
             the tokenizer itself.
         train: Name of the training file in ``root``, by default ``train.jsonl``; with ``dataset`` of the split, by
             default ``train``.
-        validation: The same to validate on: ``validation.jsonl``, or ``validation``. A share between 0 and 1 takes the
-            last rows of the training file or split, and trains on the others.
+        validation: The same to validate on: ``validation.jsonl``, or ``validation``. A share between 0 and 1 holds so
+            much of the training file or split out, rows that ``seed`` draws, and trains on the others.
         test: The same that ``test`` and ``predict`` read: ``test.jsonl``, or ``test``. Default: what is validated on.
         max_length: Tokens at which a text is cut off.
         dataset: As for `TextClassification`.
@@ -61,6 +63,9 @@ class Instructions(TextSplits):
         packing: Whether training batches put several texts into a row of ``max_length``.
         group_by_length: As for `TextClassification`.
         pad_to_multiple_of: As for `TextClassification`; packed rows too.
+        stratify: Column of values, such as the clients, of each of which the same share is held out. ``None``: all rows
+            are drawn alike.
+        seed: Seed of what is held out.
 
     Raises:
         MisconfigurationException: If an argument is out of range, a file, split or column is missing, a row is
@@ -93,6 +98,8 @@ class Instructions(TextSplits):
         packing: bool = False,
         group_by_length: bool = False,
         pad_to_multiple_of: int | None = None,
+        stratify: str | None = None,
+        seed: int = 0,
     ) -> None:
         given = {"prompt": prompt, "messages": messages, "text": text}
         chosen = [f"{name}={value!r}" for name, value in given.items() if value is not None]
@@ -117,7 +124,12 @@ class Instructions(TextSplits):
             group_by_length=group_by_length,
             pad_to_multiple_of=pad_to_multiple_of,
         )
-        self.share = share
+        if stratify is not None and share is None:
+            raise MisconfigurationException(
+                f"stratify={stratify!r} says how a share is held out, and validation={validation!r} is none: give one"
+                " such as validation=0.1, or leave out stratify"
+            )
+        self.share, self.stratify, self.seed = share, stratify, seed
         self._held_back = {"validate", *(() if test is not None else ("test",))} if share is not None else set()
         self.packing = packing
         self.messages = messages
@@ -152,12 +164,13 @@ class Instructions(TextSplits):
         table = super().read(part)
         if self.share is None or not (part == "fit" or part in self._held_back):
             return table
-        first = len(table) - max(1, round(len(table) * self.share))
-        if first < 1:
-            raise MisconfigurationException(
-                f"{table.source} has {len(table)} rows: validation={self.share} leaves none"
-            )
-        return table.select(range(first) if part == "fit" else range(first, len(table)))
+        groups = torch.zeros(len(table), dtype=torch.int64)
+        if self.stratify is not None:
+            values = [str(value) for value in table[table.find((self.stratify,), "stratify")]]
+            numbers = {value: number for number, value in enumerate(dict.fromkeys(values))}
+            groups = torch.tensor([numbers[value] for value in values])
+        kept, held_out = hold_out(groups, self.share, self.seed, "validation", f"rows of {table.source}")
+        return table.select((kept if part == "fit" else held_out).tolist())
 
     def check_tokenizer(self, tokenizer: Any) -> None:
         """Check that it has an end token, and a template where conversations need one."""

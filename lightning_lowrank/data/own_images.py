@@ -21,6 +21,7 @@ from torchvision.transforms.functional import pil_to_tensor
 from lightning_lowrank.configuration import check_integer, check_number
 from lightning_lowrank.data.images import TensorImages
 from lightning_lowrank.data.vision import VisionDataModule, hold_out
+from lightning_lowrank.federated.data.rows import Rows
 
 _VALIDATION_NAMES = ("val", "valid", "validation")
 _TEST_NAMES = ("test", "testing", *_VALIDATION_NAMES)
@@ -32,6 +33,8 @@ class Pictures:
     """Images that are not decoded yet, and the class index of each."""
 
     targets: Tensor
+    rows: Rows | None = None
+    """Which of those that were found they are; ``None``: all of them."""
 
     def open(self, row: int) -> Image.Image:
         """Return an image.
@@ -157,12 +160,12 @@ class OwnImages(VisionDataModule):
         for split, pictures in found.items():
             kept = self._within_limit(len(pictures.targets))
             if kept is not None:
-                found[split] = pictures.select(kept.tolist())
+                found[split] = _selected(pictures, kept)
         return found
 
     def _held_out(self, pictures: PicturesT, share: float, argument: str) -> tuple[PicturesT, PicturesT]:
         kept, held_out = hold_out(pictures.targets, share, self.seed, argument, "images")
-        return pictures.select(kept.tolist()), pictures.select(held_out.tolist())
+        return _selected(pictures, kept), _selected(pictures, held_out)
 
     def _images(self, split: str, pixels: Tensor, augment: bool) -> TensorImages:
         images = TensorImages(
@@ -173,7 +176,9 @@ class OwnImages(VisionDataModule):
             crop_padding=self.crop_padding if augment else 0,
             mirror=self.mirror and augment,
         )
-        self._pictures[split].describe(images)
+        pictures = self._pictures[split]
+        images.rows = _rows(pictures)
+        pictures.describe(images)
         return images
 
     def _decode(self, pictures: Pictures) -> Tensor:
@@ -222,6 +227,16 @@ class OwnImages(VisionDataModule):
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         file = str(Path(folder) / "pixels")
         return torch.from_file(file, shared=True, size=math.prod(shape), dtype=torch.uint8).view(shape)
+
+
+def _rows(pictures: Pictures) -> Rows:
+    return Rows.all(len(pictures.targets)) if pictures.rows is None else pictures.rows
+
+
+def _selected(pictures: PicturesT, kept: Tensor) -> PicturesT:
+    selected = pictures.select(kept.tolist())
+    selected.rows = _rows(pictures).select(kept)
+    return selected
 
 
 def choose_splits(

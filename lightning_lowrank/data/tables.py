@@ -16,6 +16,7 @@ from typing import Any
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank.arguments import listed
+from lightning_lowrank.federated.data.rows import Rows
 from lightning_lowrank.interop.extras import import_extra
 
 
@@ -25,8 +26,9 @@ class Table:
     Args:
         columns: The columns by name.
         source: What the rows came from, for messages.
-        first_line: Line of the file that the first row stood in; ``None``: rows are counted from 0.
+        first_line: Line of the file that its first row stands in; ``None``: rows are counted from 0.
         classes: Names of the classes in the order of their numbers, by column, where the source says them.
+        rows: The rows of the source that these are. ``None``: all of them.
 
     Example:
         >>> table = Table({"text": ["good", "bad"], "speaker": ["ada", "ben"]}, "train.tsv", first_line=2)
@@ -40,11 +42,13 @@ class Table:
         source: str,
         first_line: int | None = None,
         classes: Mapping[str, Sequence[str]] | None = None,
+        rows: Rows | None = None,
     ) -> None:
         self._columns = dict(columns)
         self.source = source
         self.first_line = first_line
         self.classes = dict(classes or {})
+        self.rows = Rows.all(len(self)) if rows is None else rows
 
     @property
     def column_names(self) -> list[str]:
@@ -59,9 +63,10 @@ class Table:
 
     def place(self, row: int) -> str:
         """Say where a row came from."""
+        number = int(self.rows.numbers[row]) if row < len(self.rows.numbers) else row
         if self.first_line is None:
-            return f"{self.source}, row {row}"
-        return f"{self.source}, line {self.first_line + row}"
+            return f"{self.source}, row {number}"
+        return f"{self.source}, line {self.first_line + number}"
 
     def find(self, names: Sequence[str], argument: str) -> str:
         """Return the first of these names that a column has.
@@ -78,9 +83,9 @@ class Table:
         return found
 
     def select(self, rows: Sequence[int]) -> Table:
-        """Return the table of some of the rows; these say no lines of a file."""
+        """Return the table of some of the rows."""
         columns = {name: [column[row] for row in rows] for name, column in self._columns.items()}
-        return Table(columns, self.source, classes=self.classes)
+        return Table(columns, self.source, self.first_line, self.classes, self.rows.select(list(rows)))
 
 
 class HasColumns:
@@ -88,6 +93,9 @@ class HasColumns:
 
     columns: Any = None
     """What else is known of each sample, if anything; of as many rows as there are samples."""
+
+    rows: Rows | None = None
+    """The rows of the file or split that the samples come from, where that is known."""
 
     @property
     def column_names(self) -> list[str]:

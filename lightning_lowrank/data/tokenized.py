@@ -75,6 +75,7 @@ class TokenizedTexts(HasColumns, Dataset[dict[str, Any]]):
         self._ends = list(accumulate(map(len, input_ids), initial=0))
         self._types = None if token_types is None else _flat(token_types, np.int8)
         self.columns = columns
+        self.rows = None if columns is None else columns.rows
         self.lengths = torch.tensor(self._ends).diff()
 
     def __len__(self) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_lowrank.configuration import check_integer, check_number
 from lightning_lowrank.data.images import TensorImages, collate_images
 from lightning_lowrank.data.splits import SplitsInMemory
+from lightning_lowrank.federated.data.rows import Rows
 
 
 class VisionDataModule(SplitsInMemory):
@@ -83,19 +84,28 @@ class VisionDataModule(SplitsInMemory):
         """
         raise NotImplementedError(f"{type(self).__name__} must define load_images")
 
+    def load_split(self, train: bool) -> tuple[Tensor, Tensor, Rows]:
+        """Read one of the two official splits, and the row of each image.
+
+        By default it is `load_images`, whose images are all of the split's rows.
+        """
+        images, targets = self.load_images(train)
+        return images, targets, Rows.all(len(images))
+
     def setup(self, stage: str | None = None) -> None:
         """Load what ``stage`` reads (``None``: everything), unless it is loaded already."""
         validates_on_test = self.validation == "test"
         if self.test_set is None and (validates_on_test or stage in (None, "test", "predict")):
-            self.test_set = self._dataset(*self.load_images(train=False), augment=False)
+            self.test_set = self._dataset(*self.load_split(train=False), augment=False)
         trains = stage in (None, "fit") or (stage == "validate" and not validates_on_test)
         if trains and self.train_set is None:
-            images, targets = self.load_images(train=True)
+            images, targets, rows = self.load_split(train=True)
             if not isinstance(self.validation, str):
                 kept, held_out = hold_out(targets, self.validation, self.seed, "validation", "training images")
-                self.validation_set = self._dataset(images[held_out], targets[held_out], augment=False)
-                images, targets = images[kept], targets[kept]
-            self.train_set = self._dataset(images, targets, augment=self.augment)
+                apart = images[held_out], targets[held_out], rows.select(held_out)
+                self.validation_set = self._dataset(*apart, augment=False)
+                images, targets, rows = images[kept], targets[kept], rows.select(kept)
+            self.train_set = self._dataset(images, targets, rows, augment=self.augment)
         if validates_on_test:
             self.validation_set = self.test_set
 
@@ -110,11 +120,11 @@ class VisionDataModule(SplitsInMemory):
         order = torch.randperm(samples, generator=torch.Generator().manual_seed(self.seed))
         return order[: self.limit_samples].sort().values
 
-    def _dataset(self, images: Tensor, targets: Tensor, augment: bool) -> TensorImages:
+    def _dataset(self, images: Tensor, targets: Tensor, rows: Rows, augment: bool) -> TensorImages:
         kept = self._within_limit(len(images))
         if kept is not None:
-            images, targets = images[kept], targets[kept]
-        return TensorImages(
+            images, targets, rows = images[kept], targets[kept], rows.select(kept)
+        dataset = TensorImages(
             images,
             targets,
             mean=self.mean if self.normalize else [0.0] * len(self.mean),
@@ -123,6 +133,8 @@ class VisionDataModule(SplitsInMemory):
             crop_padding=self.crop_padding if augment else 0,
             mirror=self.mirror and augment,
         )
+        dataset.rows = rows
+        return dataset
 
 
 class Digits(VisionDataModule):
@@ -161,6 +173,7 @@ class Digits(VisionDataModule):
         super().__init__(validation=validation, **kwargs)
         check_number("test_share", test_share, above=0, below=1)
         self.test_share = test_share
+        self._rows: dict[bool, Rows] = {}
 
     def load_images(self, train: bool) -> tuple[Tensor, Tensor]:
         """Return the images that are (``train``) or are not in the training share."""
@@ -175,7 +188,13 @@ class Digits(VisionDataModule):
             raise MisconfigurationException(
                 f"test_share={self.test_share} leaves no {'training' if train else 'test'} image"
             )
+        self._rows[train] = Rows(rows, len(images))
         return images[rows], targets[rows]
+
+    def load_split(self, train: bool) -> tuple[Tensor, Tensor, Rows]:
+        """Return these images, and their rows among all 1,797."""
+        images, targets = self.load_images(train)
+        return images, targets, self._rows.get(train, Rows.all(len(images)))
 
 
 def stratified_split(targets: Tensor, share: float, seed: int) -> tuple[Tensor, Tensor]:

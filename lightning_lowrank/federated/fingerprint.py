@@ -29,6 +29,8 @@ from lightning_lowrank.federated.settings import FederatedSettings
 _LONGEST_LIST = 32
 _DEEPEST = 8
 _SPEED_ONLY = ("foreach", "fused", "capturable", "differentiable")
+_COUNT_OR_SHARE = ("clients_per_round", "limit_train_batches", "overfit_batches", "trainer.overfit_batches")
+"""Settings of which an integer is a count and a float a share."""
 _OF_THE_TRAINER = (
     "precision",
     "accumulate_grad_batches",
@@ -188,8 +190,30 @@ def differences(saved: Mapping[str, Any], present: Mapping[str, Any]) -> dict[st
     found: dict[str, tuple[Any, Any]] = {}
     for name in [*before, *(name for name in now if name not in before)]:
         values = before.get(name, _NOTHING), now.get(name, _NOTHING)
-        if values[0] != values[1] and not _is_within(name, found):
+        if (values[0] != values[1] or _is_other_kind(name, *values)) and not _is_within(name, found):
             found[name] = values
+    return found
+
+
+def _is_other_kind(name: str, before: Any, now: Any) -> bool:
+    """Return whether equal numbers mean two things: 1.0 is all of the clients, and 1 is one of them."""
+    if isinstance(before, bool) != isinstance(now, bool):
+        return True
+    return name in _COUNT_OR_SHARE and type(before) is not type(now)
+
+
+def with_defaults(saved: Mapping[str, Any], present: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a fingerprint with what an older release did not know: the default of a setting, else what is now."""
+    fields = {field.name: field for field in dataclasses.fields(FederatedSettings)}
+    found = dict(saved)
+    for name in present.keys() - saved.keys():
+        field = fields.get(name)
+        if field is None:
+            found[name] = present[name]
+        elif field.default_factory is not dataclasses.MISSING:
+            found[name] = describe(field.default_factory())
+        elif field.default is not dataclasses.MISSING:
+            found[name] = describe(field.default)
     return found
 
 
@@ -219,7 +243,7 @@ def check_same_experiment(
     Raises:
         MisconfigurationException: If something differs that is not allowed to, or anything inside a round.
     """
-    found = differences(saved, present)
+    found = differences(with_defaults(saved, present), present)
     refused = [name for name in found if round_open or not _is_within(name, allowed)]
     if refused:
         values = {name: [_short(value) for value in found[name]] for name in refused}
@@ -253,7 +277,8 @@ def prepare_loading(settings: FederatedSettings, trainer: Any) -> Callable[[], N
         if "fingerprint" in state:
             present = {**describe(settings), "callbacks": _callbacks(trainer)}
             known = [name for name in present if name not in ("class", "client_settings", "execution")]
-            saved, present = ({name: each[name] for name in known} for each in (state["fingerprint"], present))
+            saved = with_defaults(state["fingerprint"], present)
+            saved, present = ({name: each[name] for name in known} for each in (saved, present))
             fits = _shapes(checkpoint["state_dict"]) == _shapes(module.state_dict())
             if not fits or saved["callbacks"] != present["callbacks"]:
                 check_same_experiment(saved, present, settings.allow_changes, state["progress"]["round_open"])

@@ -97,8 +97,14 @@ def test_a_share_is_held_back_to_validate_on(tmp_path, tokenizer):
         [part[index]["labels"][-2].item() for index in range(len(part))]
         for part in (data.train_set, data.validation_set, data.test_set)
     ]
-    assert answers == [ids(" ".join(row["output"] for row in part)) for part in (rows[:8], rows[8:], rows[8:])]
-    with pytest.raises(MisconfigurationException, match=r"1.*validation=0\.5"):
+    # Eight rows to train on and the other two, in the order of the file.
+    told = ids(" ".join(row["output"] for row in rows))
+    assert [len(each) for each in answers] == [8, 2, 2]
+    assert answers[1] == answers[2]
+    assert sorted(answers[0] + answers[1]) == sorted(told)
+    assert all(each == sorted(each, key=told.index) for each in answers)
+    assert answers[1] != told[8:]
+    with pytest.raises(MisconfigurationException, match=r"validation=0\.5.*1"):
         data_of(tokenizer, ROWS[:1], validation=0.5).setup("fit")
 
 

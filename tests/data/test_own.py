@@ -159,14 +159,14 @@ def test_folders_of_splits_are_checked(tmp_path, files, arguments, said):
 
 def test_images_of_other_sizes_are_scaled_where_that_is_asked_for(images):
     folder, _ = images
-    write(folder / "cow" / "deep", "wide.jpg", np.full((10, 30), 200, np.uint8))
+    write(folder / "cow", "wide.jpg", np.full((10, 30), 200, np.uint8))
     with pytest.raises(MisconfigurationException, match=r"30×10 pixels .* give size=8"):
         ImageFolder(str(folder), test_share=0.1).setup()
     data = ImageFolder(str(folder), size=[6, 4], channels=1, test_share=0.1)
     data.setup()
     assert data.train_set.images.shape[1:] == (1, 6, 4)
     sets = (data.train_set, data.test_set)
-    (grey,) = (each.images[each.files.index("cow/deep/wide.jpg")] for each in sets if "cow/deep/wide.jpg" in each.files)
+    (grey,) = (each.images[each.files.index("cow/wide.jpg")] for each in sets if "cow/wide.jpg" in each.files)
     assert (grey == 200).all()
 
 
@@ -282,7 +282,7 @@ def test_what_numpy_makes_an_array_of_is_one():
     ("write_to", "said"),
     [
         (lambda path: np.save(path, np.zeros((3, 3))), "it holds one array without a name"),
-        (lambda path: np.savez(path, X=np.zeros(3), y=np.zeros(3)), "x is not a file in the archive"),
+        (lambda path: np.savez(path, X=np.zeros(3), y=np.zeros(3)), r"\['X', 'y'\]"),
         (lambda path: path.write(b""), "No data left"),
         (lambda path: path.write(b"PK\x03\x04nothing"), "not a zip file"),
     ],

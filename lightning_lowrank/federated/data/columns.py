@@ -24,6 +24,7 @@ def find_column(
     pick: Callable[[Any], Any],
     what: str,
     advice: str,
+    classes: bool = False,
 ) -> Column:
     """Return the first attribute that has one entry for each sample, or else a column, or what `pick` finds in samples.
 
@@ -39,8 +40,9 @@ def find_column(
         pick: Returns a sample's entry.
         what: What is read, for the progress bar.
         advice: Last part of error messages: what would work.
+        classes: Whether a column of a ``ClassLabel`` of `datasets` is read as the names of its classes.
     """
-    values = _stored_values(dataset, names, columns, advice)
+    values = _stored_values(dataset, names, columns, advice, classes)
     if values is None:
         # A console of its own: only one live display fits on a console, and the trainer's bar may be one.
         console = Console(stderr=True)
@@ -53,6 +55,9 @@ def find_column(
 
 def call_on(dataset: Dataset, function: Callable[[Any], Any], name: str, advice: str) -> Column:
     """Return a user's function of the dataset as a column; ``name`` is the argument that holds it."""
+    if getattr(type(dataset), "stands_in", False):
+        # The user's function knows the user's dataset, and nothing of what reads it.
+        dataset = dataset.dataset  # type: ignore[attr-defined]
     with isolate_rng(include_cuda=torch.cuda.is_initialized()):
         values = to_column(function(dataset), f"{name}(dataset)", advice)
     if len(values) != length_of(dataset):
@@ -102,7 +107,9 @@ def describe(sample: Any) -> str:
     return f"of type {type(sample).__name__}"
 
 
-def _stored_values(dataset: Dataset, names: Sequence[str], columns: Sequence[str], advice: str) -> Column | None:
+def _stored_values(
+    dataset: Dataset, names: Sequence[str], columns: Sequence[str], advice: str, classes: bool
+) -> Column | None:
     """Return the first of the attributes and columns with one entry for each sample, looking through wrappers."""
     for name in names:
         values = getattr(dataset, name, None)
@@ -115,12 +122,13 @@ def _stored_values(dataset: Dataset, names: Sequence[str], columns: Sequence[str
         if isinstance(held, list) and name in held:
             # The format of a datasets.Dataset is for its samples.
             stored: Any = dataset.with_format(None) if hasattr(dataset, "with_format") else dataset
-            return to_column(stored[name][:], f"{type(dataset).__name__}[{name!r}]", advice)
+            column = to_column(stored[name][:], f"{type(dataset).__name__}[{name!r}]", advice)
+            return _class_names(dataset, name, column) if classes else column
     if isinstance(dataset, Subset):
-        values = _stored_values(dataset.dataset, names, columns, advice)
+        values = _stored_values(dataset.dataset, names, columns, advice, classes)
         return None if values is None else values[[int(index) for index in dataset.indices]]
     if isinstance(dataset, ConcatDataset):
-        parts = [_stored_values(part, names, columns, advice) for part in dataset.datasets]
+        parts = [_stored_values(part, names, columns, advice, classes) for part in dataset.datasets]
         found = [part for part in parts if part is not None]
         if len(found) == len(parts):
             # numpy would turn integers into strings.
@@ -128,6 +136,16 @@ def _stored_values(dataset: Dataset, names: Sequence[str], columns: Sequence[str
                 raise MisconfigurationException(f"the parts of a ConcatDataset mix strings and integers: {advice}")
             return np.concatenate(found)
     return None
+
+
+def _class_names(dataset: Any, name: str, column: Column) -> Column:
+    """Return the names of the classes for a column that holds the numbers of a ``ClassLabel``; others as they are."""
+    features = getattr(dataset, "features", None) or getattr(getattr(dataset, "columns", None), "features", None)
+    kind = features.get(name) if isinstance(features, Mapping) else None
+    names = getattr(kind, "names", None)
+    if not names or column.dtype.kind not in "iu" or not ((column >= 0) & (column < len(names))).all():
+        return column
+    return np.asarray(names)[column]
 
 
 def _is_column(values: Any, size: int) -> bool:

@@ -181,13 +181,15 @@ class ClientIndices:
         headers, columns = ["samples"], [self.sizes]
         if labels is not None:
             present, codes = torch.unique(check_labels(labels, self.size), return_inverse=True)
-            counts = self.label_counts(codes, len(present))
             if len(present) <= _MAX_SUMMARY_LABELS:
                 headers += [str(label) for label in present.tolist()]
-                columns += list(counts.T)
+                columns += list(self.label_counts(codes, len(present)).T)
             else:
+                # Most clients hold few of many labels.
+                held = torch.unique(self._owners() * len(present) + codes[self.indices])
                 headers.append("labels held")
-                columns.append((counts > 0).sum(1))
+                columns.append(torch.bincount(held // len(present), minlength=len(self)))
+                labels_held = len(torch.unique(held % len(present)))
         values = torch.stack(columns, 1)
 
         table = Table(
@@ -210,7 +212,7 @@ class ClientIndices:
         if shown < len(self):
             table.add_row(*(["..."] + [""] * len(headers)))
         if "labels held" in headers:
-            totals = [len(self.indices), int((counts.sum(0) > 0).sum())]
+            totals = [len(self.indices), labels_held]
         else:
             totals = values.sum(0).tolist()
         table.add_section()

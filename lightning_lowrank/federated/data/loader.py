@@ -531,6 +531,8 @@ def _check_weights(sampler: WeightedRandomSampler, samples: int, needed: str) ->
 class _ReadByLists(Subset):
     """A whole dataset whose ``__getitem__`` returns the batch of a list of indices."""
 
+    stands_in = True
+
     def __init__(self, dataset: Dataset) -> None:
         super().__init__(dataset, range(len(dataset)))  # type: ignore[arg-type]
 

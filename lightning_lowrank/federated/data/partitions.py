@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -29,9 +29,13 @@ from lightning_lowrank.arguments import Configured
 from lightning_lowrank.federated.data.columns import Column, call_on, describe, find_column, length_of, to_column
 from lightning_lowrank.federated.data.indices import ClientIndices, index_tensor
 from lightning_lowrank.federated.data.labels import check_labels, find_labels
+from lightning_lowrank.federated.data.rows import Rows, rows_of
 from lightning_lowrank.seeding import generator
 
 _MAX_DRAWS = 1000
+_JUDGED = (3, 10, 30, 100)
+"""After how many draws it is judged whether there is any hope of one that has enough samples for each client."""
+_HOPELESS = 1e-9
 _GROUP_ADVICE = "groups must return one integer or string for each sample of the dataset."
 _KEY_ADVICE = "keys must be one integer or string for each sample; ByKey takes a function dataset -> keys."
 
@@ -156,8 +160,8 @@ def _deal(codes: Tensor, counts: Tensor, draws: torch.Generator) -> ClientIndice
     """Give client j ``counts[k, j]`` random samples of class k, for codes 0 to classes - 1."""
     clients = torch.arange(counts.shape[1])
     owners = torch.full_like(codes, -1)
-    for code, row in enumerate(counts):
-        members = (codes == code).nonzero().flatten()
+    members_of = codes.argsort(stable=True).split(torch.bincount(codes, minlength=len(counts)).tolist())
+    for members, row in zip(members_of, counts, strict=True):
         shuffled = members[torch.randperm(len(members), generator=draws)]
         owners[shuffled[: int(row.sum())]] = torch.repeat_interleave(clients, row)
     return _from_owners(owners, counts.shape[1])
@@ -220,7 +224,8 @@ class Dirichlet(_ByGroup):
     Args:
         alpha: Concentration, above 0. Small: each label sits with few clients. Large: close to `IID` in labels.
         min_samples: Fewest samples of a client. The whole division is drawn again until every client has them, 1,000
-            times at most. With 0, some clients may have no samples.
+            times at most; fewer where the first draws show that no other one will do, but for a chance of one in 1e9.
+            With 0, some clients may have no samples.
         capped: Labels are visited in ascending order, and a client that already holds the mean number of samples
             (training set / clients) or more gets none of the next label: its share becomes zero and the others' are
             scaled up to sum to one. That keeps the sizes closer together, and is what most published code does.
@@ -262,14 +267,22 @@ class Dirichlet(_ByGroup):
             )
         _, codes, class_sizes = self._sorted(labels, keys)
         draws = generator(seed, "partition", "shares")
-        for _ in range(_MAX_DRAWS):
+        made = enough = 0
+        while made < _MAX_DRAWS:
             counts = self._draw_counts(class_sizes.tolist(), clients, draws)
-            if int(counts.sum(0).min()) >= self.min_samples:
+            fitting = int((counts.sum(0) >= self.min_samples).sum())
+            if fitting == clients:
                 return _deal(codes, counts, generator(seed, "partition", "samples"))
+            made, enough = made + 1, enough + fitting
+            # Where one client has more the others have less, so that all have enough at most as often as if each did
+            # on its own. Five more than were seen had enough, as another sample of clients might show.
+            share = (enough + 5) / (made * clients + 5)
+            if made in _JUDGED and _MAX_DRAWS * share**clients < _HOPELESS:
+                break
         raise MisconfigurationException(
-            f"none of {_MAX_DRAWS:,} draws of Dirichlet(alpha={self.alpha}) over clients={clients} gave every"
-            f" client min_samples={self.min_samples} of {size} samples: raise alpha, or lower min_samples or"
-            " clients."
+            f"none of {made:,} draws of Dirichlet(alpha={self.alpha}) over clients={clients} gave every"
+            f" client min_samples={self.min_samples} of {size} samples, and {enough / (made * clients):.0%} of the"
+            " clients had them: raise alpha, or lower min_samples or clients."
         )
 
     def _draw_counts(self, class_sizes: list[int], clients: int, draws: torch.Generator) -> Tensor:
@@ -389,13 +402,14 @@ def _chosen(names: list[Any], mask: Tensor) -> list[Any]:
 class ByKey(Partition):
     """Natural clients: one for each different key, such as a writer, speaker or hospital.
 
-    Clients are numbered in ascending order of their keys, which the result keeps as its ``names``. All samples are
-    assigned and nothing is drawn.
+    Clients are numbered in ascending order of their keys, numbers in names by their value (``u2`` before ``u10``). The
+    result keeps the keys as its ``names``. All samples are assigned and nothing is drawn.
 
     Args:
         key: Where the samples' keys are. A name: that attribute of the dataset if it holds one entry for each sample,
             or else that column of a `datasets.Dataset` or of a dataset of `lightning_lowrank.data` (both found through
-            `torch.utils.data.Subset` and `torch.utils.data.ConcatDataset` as well), or else that field of the
+            `torch.utils.data.Subset` and `torch.utils.data.ConcatDataset` as well; a ``ClassLabel`` gives the names of
+            its classes), or else that field of the
             samples, which must be dictionaries (one pass over the dataset). Or a function that takes the dataset and
             returns one key for each sample. Keys are integers or strings.
 
@@ -421,7 +435,7 @@ class ByKey(Partition):
         """Return the key of each sample, an array of integers or strings."""
         if callable(self.key):
             return call_on(dataset, self.key, "key", _KEY_ADVICE)
-        return find_column(dataset, (self.key,), (self.key,), self._key_of, self.key, _KEY_ADVICE)
+        return find_column(dataset, (self.key,), (self.key,), self._key_of, self.key, _KEY_ADVICE, classes=True)
 
     def _key_of(self, sample: Any) -> Any:
         if isinstance(sample, Mapping) and self.key in sample:
@@ -441,7 +455,11 @@ class ByKey(Partition):
             raise MisconfigurationException(
                 "ByKey needs the key of each sample: give keys=, or the dataset instead of its size."
             )
-        return np.unique(keys, return_inverse=True)
+        names, codes = np.unique(keys, return_inverse=True)
+        if names.dtype.kind != "U":
+            return names, codes
+        order = np.array(sorted(range(len(names)), key=lambda place: natural(names[place])), dtype=np.int64)
+        return names[order], order.argsort()[codes]
 
     def assign(self, size: int, clients: int, seed: int, labels: Tensor | None, keys: Column | None) -> ClientIndices:
         """See `Partition.assign`."""
@@ -452,10 +470,15 @@ class ByKey(Partition):
 class FromIndices(Partition):
     """A division that was made elsewhere; nothing is drawn, and samples that it leaves out are unused.
 
+    Indices number the samples of the training set. Where a data module of this package holds samples out for tests or
+    validation, or drops some, they number the rows of its file, split or arrays: a client then has those of its rows
+    that are left to train on.
+
     Args:
         indices: The sample indices of each client: a list with a list for each client; or a dictionary from the
-            clients' names to such lists, numbered in ascending order of the names (as numbers where all names are
-            integers without leading zeros, such as JSON's ``"0"`` to ``"10"``), which the result keeps; or the path of
+            clients' names, strings or integers, to such lists, numbered in ascending order of the names, numbers in
+            them by their value (``u2`` before ``u10``), which the result keeps (as integers where all are written so,
+            such as JSON's ``"0"`` to ``"10"``); or the path of
             a ``.json`` or ``.pt`` file that holds either (``.pt`` as written by `torch.save`, tensors or plain lists).
 
     Raises:
@@ -485,6 +508,36 @@ class FromIndices(Partition):
             raise MisconfigurationException("indices is empty: give the sample indices of at least one client.")
         self._lists = [index_tensor(part, client) for client, part in enumerate(content)]
 
+    def split(
+        self,
+        dataset: Dataset | int,
+        clients: int | None,
+        seed: int,
+        labels: Tensor | None = None,
+        keys: Sequence[Any] | Tensor | np.ndarray | None = None,
+    ) -> ClientIndices:
+        """See `Partition.split`."""
+        rows = None if isinstance(dataset, int) else rows_of(dataset)
+        if rows is None:
+            return super().split(dataset, clients, seed, labels, keys)
+        self.count_clients(clients, None)
+        return self._of_rows(rows)
+
+    def _of_rows(self, rows: Rows) -> ClientIndices:
+        """Return the samples of the clients' rows."""
+        given = ClientIndices(self._lists, rows.total, self._names)
+        samples = rows.positions()[given.indices]
+        known = samples >= 0
+        missing = len(samples) - int(known.sum())
+        if missing:
+            rank_zero_info(
+                f"FromIndices: {missing:,} of the {len(samples):,} rows that indices names are not in the training set:"
+                " they are held out, or were dropped."
+            )
+        clients = torch.repeat_interleave(torch.arange(len(given)), given.sizes)[known]
+        sizes = torch.bincount(clients, minlength=len(given))
+        return ClientIndices(samples[known], len(rows.numbers), self._names, sizes=sizes)
+
     def count_clients(self, clients: int | None, keys: Column | None) -> int:
         """Return the number of lists."""
         return _agreed(clients, len(self._lists), f"indices has {len(self._lists)} lists, one for each client")
@@ -507,17 +560,36 @@ def _read_indices(path: Path) -> Any:
     raise MisconfigurationException(f"indices names {str(path)!r}: only .json and .pt files can be read.")
 
 
+def natural(name: Any) -> tuple[tuple[int, int, str], ...]:
+    """The key by which names are sorted so that the numbers in them ascend.
+
+    Example:
+        >>> sorted(["u10", "u2", 3, "u1b"], key=natural)
+        [3, 'u1b', 'u2', 'u10']
+    """
+    parts = re.split("([0-9]+)", str(name))
+    found = tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts if part)
+    # "007" and "7" differ.
+    return (*found, (2, 0, str(name)))
+
+
 def _sorted_clients(content: Mapping[Any, Any]) -> dict[Any, Any]:
     """Sort by name, as numbers where all names are integers as Python writes them."""
+    other = [name for name in content if isinstance(name, bool) or not isinstance(name, (str, Integral))]
+    if other:
+        raise MisconfigurationException(
+            f"the names of the clients in indices must be strings or integers, got {other[0]!r} of type"
+            f" {type(other[0]).__name__}."
+        )
     # Others, such as "007", are names that a number would change, or make equal to another's.
     if all(isinstance(name, str) and re.fullmatch("0|[1-9][0-9]*", name) for name in content):
         content = {int(name): part for name, part in content.items()}
-    try:
-        return dict(sorted(content.items(), key=lambda item: item[0]))
-    except TypeError as error:
+    twice = sorted({str(name) for name in content if isinstance(name, Integral) and str(name) in content})
+    if twice:
         raise MisconfigurationException(
-            "the names of the clients in indices must be all strings or all integers."
-        ) from error
+            f"indices names the client {twice[0]} twice, as an integer and as a string: give it one name."
+        )
+    return {name: content[name] for name in sorted(content, key=natural)}
 
 
 def _standard_gamma(alpha: Tensor, draws: torch.Generator) -> Tensor:

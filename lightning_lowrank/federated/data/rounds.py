@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, SequentialSampler
+from torch.utils.data import DataLoader, Dataset, SequentialSampler, Subset
 
 from lightning_lowrank.arguments import first_ten
 from lightning_lowrank.federated.attacks import LabelPoison
@@ -38,6 +38,21 @@ from lightning_lowrank.internals.lightning import batch_transfer
 from lightning_lowrank.seeding import derive_seed, generator
 
 _COMPARED_SAMPLES = 16
+_MOST_STORED = 2**31
+
+
+def _stored(dataset: Any) -> str | None:
+    """Return a digest of all tensors and arrays that a dataset holds in memory; ``None`` where it holds none."""
+    parts: list[Any] = []
+    while isinstance(dataset, Subset):
+        parts.append(np.asarray(dataset.indices))
+        dataset = dataset.dataset
+    held = vars(dataset) if hasattr(dataset, "__dict__") else {}
+    for name, value in held.items():
+        for each in value if name == "tensors" else [value]:
+            if isinstance(each, (Tensor, np.ndarray)) and each.nbytes <= _MOST_STORED:
+                parts.append(each)
+    return digest([describe(each) for each in parts]) if parts else None
 
 
 class RoundData:
@@ -118,6 +133,10 @@ class RoundData:
     @property
     def loader(self) -> RoundLoader:
         """The round's loader; the training set is divided when that has not been done."""
+        return self.load()
+
+    def load(self) -> RoundLoader:
+        """Return the round's loader, and divide the training set when that has not been done."""
         epoch = self._trainer.current_epoch
         renew = self._every_n_epochs and epoch - self._loader_epoch >= self._every_n_epochs
         if self._loader is not None and not renew:
@@ -177,7 +196,7 @@ class RoundData:
             return None
         self._attackers = attack.members(indices.sizes.tolist(), self.settings.experiment_seed)
         try:
-            labels = find_labels(dataset)
+            labels = find_labels(dataset, self.settings.labels)
         except MisconfigurationException:
             labels = None
         samples = torch.cat([indices[client] for client in self._attackers])
@@ -201,7 +220,7 @@ class RoundData:
     def divided(self) -> ClientIndices:
         """Return which training samples each client has, dividing them where that has not been done."""
         if self.indices is None:
-            assert self.loader is not None
+            self.load()
         assert self.indices is not None
         return self.indices
 
@@ -216,6 +235,7 @@ class RoundData:
                 "partition": f"{len(indices)} clients, digest {indices.digest()}",
                 "labels": self._labels_of_division,
                 "content": self._content(loader),
+                "stored": _stored(loader.dataset),
             }
         return {
             **self._fingerprint,

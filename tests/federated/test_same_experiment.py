@@ -1,0 +1,87 @@
+"""What a resumed run is refused for, where two values are equal in Python and not in what they mean."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.utils.data import Subset, TensorDataset
+
+from lightning_lowrank import FedAvg, FederatedLoop
+from lightning_lowrank.federated.fingerprint import differences, with_defaults
+from tests.helpers import Data, Module, blobs, fit, trainer
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("name", ["clients_per_round", "limit_train_batches"])
+@pytest.mark.parametrize("pair", [(1.0, 1), (1, 1.0), (True, 1)])
+def test_all_is_not_one(name, pair):
+    before, now = pair
+    assert differences({name: before}, {name: now}) == {name: (before, now)}
+    assert not differences({name: before}, {name: before})
+
+
+def test_a_rate_may_be_written_as_a_whole_number():
+    assert not differences({"algorithm": {"class": "FedAvgM", "lr": 1}}, {"algorithm": {"class": "FedAvgM", "lr": 1.0}})
+
+
+def test_a_setting_that_an_older_release_did_not_know_has_its_default():
+    present = {"min_clients": 1, "uplink": [], "stored": "a digest", "clients": 3}
+    assert with_defaults({"clients": 3}, present) == present
+    older = with_defaults({"clients": 3}, {**present, "min_clients": 2})
+    assert differences(older, {**present, "min_clients": 2}) == {"min_clients": (1, 2)}
+
+
+def run(tmp_path, data, checkpoint=None, **settings):
+    loop = FederatedLoop(FedAvg(), **{"clients": 4, "seed": 0, "summary": False, **settings})
+    kept = [] if checkpoint else [ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)]
+    made = trainer(tmp_path, loop, *kept, max_epochs=2, limit_val_batches=0)
+    fit(made, Module(), Data(data), ckpt_path=checkpoint)
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda data: data, lambda data: Subset(data, range(len(data)))], ids=["all", "subset"]
+)
+def test_a_few_other_samples_are_noticed(tmp_path, wrap):
+    run(tmp_path, wrap(blobs(400)))
+    inputs, targets = (tensor.clone() for tensor in blobs(400).tensors)
+    inputs[100:103] += 1
+    with pytest.raises(MisconfigurationException, match="stored"):
+        run(tmp_path, wrap(TensorDataset(inputs, targets)), checkpoint=tmp_path / "epoch=0.ckpt")
+    run(tmp_path, wrap(blobs(400)), checkpoint=tmp_path / "epoch=0.ckpt")
+
+
+def test_one_client_in_place_of_all_is_noticed(tmp_path):
+    run(tmp_path, blobs(40), clients_per_round=1.0)
+    with pytest.raises(MisconfigurationException, match=r"clients_per_round.*1\.0.*1"):
+        run(tmp_path, blobs(40), checkpoint=tmp_path / "epoch=0.ckpt", clients_per_round=1)
+
+
+@pytest.mark.slow
+def test_a_fit_without_asserts_is_the_same(tmp_path):
+    """`python -O` leaves asserts out, and with them what they do."""
+    script = (
+        "import torch\n"
+        "from lightning_lowrank import FedAvg, FederatedLoop\n"
+        "from tests.helpers import Data, Module, fit, trainer\n"
+        "loop = FederatedLoop(FedAvg(), clients=3, seed=0, summary=False)\n"
+        "module = Module()\n"
+        "fit(trainer('.', loop, max_epochs=2), module, Data())\n"
+        "print(loop.indices.digest(), [value.sum().item() for value in module.state_dict().values()])\n"
+    )
+    printed = []
+    for options in ((), ("-O",)):
+        done = subprocess.run(
+            [sys.executable, *options, "-c", script],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        printed.append(done.stdout.splitlines()[-1])
+    assert printed[0] == printed[1]
