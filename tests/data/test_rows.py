@@ -266,3 +266,11 @@ def test_users_functions_get_the_users_dataset():
 
     assert ByKey(key).split(check_loader(loader).dataset, clients=None, seed=0).names == ("north", "south")
     assert seen == [own]
+
+
+def test_rows_that_are_all_held_out_are_refused():
+    data, _, _ = arrays(None)
+    data.setup()
+    held_out = sorted(set(range(SAMPLES)) - set(data.train_set.rows.numbers.tolist()))
+    with pytest.raises(MisconfigurationException, match=rf"indices.*{len(held_out)}"):
+        FromIndices([held_out]).split(data.train_set, clients=None, seed=0)

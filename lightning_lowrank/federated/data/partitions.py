@@ -529,6 +529,12 @@ class FromIndices(Partition):
         samples = rows.positions()[given.indices]
         known = samples >= 0
         missing = len(samples) - int(known.sum())
+        if len(samples) and missing == len(samples):
+            raise MisconfigurationException(
+                f"indices names {missing:,} rows, and none of them is in the training set, which has"
+                f" {len(rows.numbers):,} of the {rows.total:,} rows: they are held out or dropped, or left out by"
+                " limit_samples."
+            )
         if missing:
             rank_zero_info(
                 f"FromIndices: {missing:,} of the {len(samples):,} rows that indices names are not in the training set:"
