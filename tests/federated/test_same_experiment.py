@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import Subset, TensorDataset
@@ -85,3 +86,17 @@ def test_a_fit_without_asserts_is_the_same(tmp_path):
         assert done.returncode == 0, done.stderr[-3000:]
         printed.append(done.stdout.splitlines()[-1])
     assert printed[0] == printed[1]
+
+
+class Caching(TensorDataset):
+    """Keeps what was read of it in an array of its own."""
+
+    def __getitem__(self, index):
+        self.read = getattr(self, "read", torch.zeros(len(self)))
+        self.read[index] = 1
+        return super().__getitem__(index)
+
+
+def test_a_dataset_that_fills_a_cache_is_resumed(tmp_path):
+    run(tmp_path, Caching(*blobs(40).tensors))
+    run(tmp_path, Caching(*blobs(40).tensors), checkpoint=tmp_path / "epoch=0.ckpt")

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, SequentialSampler, Subset
+from torch.utils.data import DataLoader, Dataset, SequentialSampler, Subset, TensorDataset
 
 from lightning_lowrank.arguments import first_ten
 from lightning_lowrank.federated.attacks import LabelPoison
@@ -42,17 +42,21 @@ _MOST_STORED = 2**31
 
 
 def _stored(dataset: Any) -> str | None:
-    """Return a digest of all tensors and arrays that a dataset holds in memory; ``None`` where it holds none."""
+    """Return a digest of all that a `TensorDataset`, or a dataset with an attribute ``deterministic``, holds in memory.
+
+    Others, of which it is ``None``, may fill their tensors while they are read, so that a resumed run has other ones.
+    """
     parts: list[Any] = []
     while isinstance(dataset, Subset):
         parts.append(np.asarray(dataset.indices))
         dataset = dataset.dataset
-    held = vars(dataset) if hasattr(dataset, "__dict__") else {}
-    for name, value in held.items():
-        for each in value if name == "tensors" else [value]:
-            if isinstance(each, (Tensor, np.ndarray)) and each.nbytes <= _MOST_STORED:
-                parts.append(each)
-    return digest([describe(each) for each in parts]) if parts else None
+    if isinstance(dataset, TensorDataset):
+        held: list[Any] = list(dataset.tensors)
+    elif hasattr(dataset, "deterministic"):
+        held = [value for value in vars(dataset).values() if isinstance(value, (Tensor, np.ndarray))]
+    else:
+        return None
+    return digest([describe(each) for each in [*parts, *held] if each.nbytes <= _MOST_STORED])
 
 
 class RoundData:
