@@ -1,18 +1,18 @@
 """Mutations of the package, and whether its tests notice them.
 
-A check of the test suite, by hand: ``draw`` lists mutations that a seed draws, ``run`` tries each in a copy of the
-checkout against the tests that cover its line, those of a change's check first and the nightly ones where it survives::
+A check of the test suite, by hand: ``draw`` lists mutations that a seed draws; ``cover`` runs tests in a copy of the
+checkout that notes which test reaches which place; ``run`` tries each mutation in a copy, against the tests that reach
+its place, those of a change's check first and the nightly ones where it survives::
 
-    python tests/mutations.py draw --seed 49ac3b5 --count 60
-    python tests/mutations.py files --seed 49ac3b5 --count 60 > mutated.ini
-    pytest -m "nightly or not nightly" -n 2 --cov --cov-config mutated.ini --cov-context test
-    python tests/mutations.py run --seed 49ac3b5 --count 60 --coverage .coverage --output fates.json
+    python tests/mutations.py draw --seed 17c22be --count 60
+    python tests/mutations.py cover --seed 17c22be --count 60 --reached reached.txt --pytest "-n 2"
+    python tests/mutations.py run --seed 17c22be --count 60 --reached reached.txt --output fates.json
 
-Where nothing is known of what covers a line, the tests of the folder that mirrors the file's are tried.
+A place that no test reached is tried against the tests of the folder that mirrors its file's.
 
 A mutation turns a comparison, drops a branch, changes a constant or deletes a statement within a function; each kind
 is drawn equally often, its places uniformly over the package's folders but for those of `LEFT_OUT`. It keeps the number
-of lines, so that what covers a line can be read from a run without it.
+of lines.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import itertools
 import json
 import os
 import random
+import shlex
 import shutil
 import subprocess
 import sys
@@ -147,23 +148,89 @@ def draw(seed: str, count: int) -> list[Mutation]:
     return sorted(itertools.chain(*chosen))
 
 
-def covering(coverage_files: Sequence[Path], mutation: Mutation, tests: set[str]) -> set[str]:
-    """The ids, among ``tests``, of those that ran a line of the mutated place, or else of those beside it."""
-    from coverage import CoverageData
+def marked(text: str, mutations: dict[int, Mutation]) -> str:
+    """A file's text with a line before the statement of each numbered mutation that notes its number."""
+    bodies = [
+        body
+        for node in ast.walk(ast.parse(text))
+        for field in ("body", "orelse", "finalbody")
+        for body in [getattr(node, field, None)]
+        if isinstance(body, list)
+    ]
+    lines = text.splitlines(keepends=True)
+    before: dict[int, list[int]] = {}
+    for number, mutation in mutations.items():
+        # Of the statements around the place the innermost that begins a line: an `elif` has no line before it.
+        around = [
+            each
+            for body in bodies
+            for each in body
+            if each.lineno <= mutation.line <= each.end_lineno
+            and not lines[each.lineno - 1].lstrip().startswith("elif")
+        ]
+        inner = max(around, key=lambda each: each.lineno)
+        first = min([inner.lineno, *(each.lineno for each in getattr(inner, "decorator_list", []))])
+        before.setdefault(first - 1, []).append(number)
+    for place, numbers in sorted(before.items(), reverse=True):
+        indent = lines[place][: len(lines[place]) - len(lines[place].lstrip())]
+        lines.insert(place, f"{indent}__import__('{PACKAGE}._reached', fromlist=['note']).note({numbers})\n")
+    return "".join(lines)
 
-    found: set[str] = set()
-    for file in coverage_files:
-        data = CoverageData(str(file))
-        data.read()
-        for name in data.measured_files():
-            if name.endswith(f"/{mutation.file}"):
-                contexts = data.contexts_by_lineno(name)
-                for line in range(mutation.line, mutation.last_line + 1):
-                    found |= {context.rpartition("|")[0] for context in contexts.get(line, ())}
-    # Of another checkout, ids may begin with its folder.
-    found = {f"tests/{context.partition('tests/')[2]}" for context in found if "tests/" in context} & tests
+
+NOTES = """
+import os
+
+_SEEN = set()
+
+
+def note(numbers):
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
+    for number in numbers:
+        if test and (number, test) not in _SEEN:
+            _SEEN.add((number, test))
+            with open({file!r}, "a") as stream:
+                stream.write(f"{{number}} {{test}}\\n")
+"""
+
+
+def cover(mutations: Sequence[Mutation], reached: Path, options: Sequence[str]) -> int:
+    """Run pytest where each place notes the tests that reach it, appended to the file ``reached``, for its status."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = copied(Path(folder))
+        (root / PACKAGE / "_reached.py").write_text(NOTES.format(file=str(reached.resolve())))
+        for file in {each.file for each in mutations}:
+            numbered = {number: each for number, each in enumerate(mutations) if each.file == file}
+            (root / file).write_text(marked((root / file).read_text(), numbered))
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options]
+        return subprocess.run(command, cwd=root, env=environment(root)).returncode
+
+
+def copied(folder: Path) -> Path:
+    """A copy of the checkout in a folder, with what the tests find beside it."""
+    root = folder / "checkout"
+    shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns(".git", ".*_cache", "lightning_logs"))
+    (folder / "shared").symlink_to(ROOT.parent / "shared")
+    return root
+
+
+def environment(root: Path) -> dict[str, str]:
+    """The environment of a process that imports the package of the checkout ``root``, whatever is installed."""
+    return {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
+
+
+def read(reached: Path | None) -> dict[int, set[str]]:
+    """The ids of the tests that reach each mutation's place, by the mutation's number."""
+    found: dict[int, set[str]] = {}
+    for line in [] if reached is None else reached.read_text().splitlines():
+        number, _, test = line.partition(" ")
+        found.setdefault(int(number), set()).add(test)
+    return found
+
+
+def mirrored(mutation: Mutation, tests: set[str]) -> set[str]:
+    """The ids, among ``tests``, of those in the folder that mirrors a mutation's."""
     mirror = f"tests/{Path(mutation.file).relative_to(PACKAGE).parent.as_posix()}/"
-    return found or {name for name in tests if name.startswith(mirror)}
+    return {name for name in tests if name.startswith(mirror)}
 
 
 def collected(expression: str) -> set[str]:
@@ -179,12 +246,10 @@ def attempt(root: Path, tests: Sequence[str], limit: float) -> tuple[str, float]
     listed = root / "tests.txt"
     listed.write_text("\n".join(tests))
     options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "slow or nightly or not slow"]
-    # The environment has the package of another checkout.
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
     process = subprocess.Popen(
         [sys.executable, "-m", "pytest", *options, f"--basetemp={root / 'temporary'}", "@tests.txt"],
         cwd=root,
-        env=environment,
+        env=environment(root),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -209,9 +274,7 @@ def fate(mutation: Mutation, tiers: dict[str, list[str]], limit: float) -> dict[
     result["tests"] = {tier: len(tests) for tier, tests in tiers.items()}
     result["seconds"] = {}
     with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder) / "checkout"
-        shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns(".git", ".*_cache", "lightning_logs"))
-        (Path(folder) / "shared").symlink_to(ROOT.parent / "shared")
+        root = copied(Path(folder))
         mutation.apply(root)
         left = limit
         for tier, tests in tiers.items():
@@ -227,25 +290,26 @@ def fate(mutation: Mutation, tiers: dict[str, list[str]], limit: float) -> dict[
 
 
 def main() -> None:
-    """Draw, name the files of, or try mutations."""
+    """Draw, cover or try mutations."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("what", choices=["draw", "files", "run"])
+    parser.add_argument("what", choices=["draw", "cover", "run"])
     parser.add_argument("--seed", required=True, help="any text; the same text draws the same mutations of a commit")
     parser.add_argument("--count", type=int, default=60)
-    parser.add_argument("--coverage", type=Path, nargs="*", default=[], help="data of runs with `--cov-context test`")
+    parser.add_argument("--reached", type=Path, help="file of lines that `cover` appends to and `run` reads")
     parser.add_argument("--core-seconds", type=Path, help="JSON of tests.core_seconds: quick tests are run first")
     parser.add_argument("--minutes", type=float, default=15.0, help="limit for a mutation's tests but the daily ones")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--only", type=int, nargs="*", help="numbers of mutations, from 0")
     parser.add_argument("--output", type=Path, help="JSON file of fates, written after each")
+    parser.add_argument("--pytest", type=shlex.split, default=[], help="options of pytest for `cover`")
     arguments = parser.parse_args()
     mutations = draw(arguments.seed, arguments.count)
     if arguments.what == "draw":
         print(*(f"{number} {each}" for number, each in enumerate(mutations)), sep="\n")
         return
-    if arguments.what == "files":
-        print("[run]\ninclude =", *(f"    */{name}" for name in sorted({each.file for each in mutations})), sep="\n")
-        return
+    if arguments.what == "cover":
+        sys.exit(cover(mutations, arguments.reached, arguments.pytest))
+    reached = read(arguments.reached)
     seconds = {} if arguments.core_seconds is None else json.loads(arguments.core_seconds.read_text())
     members = {"daily": collected(DAILY), "check": collected(CHECK), "nightly": collected(NIGHTLY)}
     fates: dict[int, dict[str, Any]] = {}
@@ -253,7 +317,8 @@ def main() -> None:
         fates = {int(number): each for number, each in json.loads(arguments.output.read_text()).items()}
 
     def work(number: int) -> None:
-        covers = covering(arguments.coverage, mutations[number], set().union(*members.values()))
+        tests = set().union(*members.values())
+        covers = reached.get(number, set()) & tests or mirrored(mutations[number], tests)
         tiers = {
             tier: sorted(covers & ids, key=lambda name: (seconds.get(name, 1.0), name)) for tier, ids in members.items()
         }

@@ -48,6 +48,7 @@ def run(folder: Path, script: str, *words: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
 
 
+@pytest.mark.nightly
 def test_it_is_the_newer_package_itself(tmp_path):
     script = """
 from lightning_lowrank import alias_pytorch_lightning

@@ -327,7 +327,7 @@ def made_small(names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> list[
         options += ["--model.init_args.network.init_args.width", "16"]
     if names[-1].startswith("fedhm/split_mix"):
         options += ["--model.init_args.network.init_args.base.init_args.width", "4"]
-    if names[0] == "tdpfed/cifar10":
+    if names[0].startswith("tdpfed/"):
         monkeypatch.setattr(CP, "decompose", decompose_once)
     if names[-1] == "fedmud/local":
         # Each client's model is judged.
@@ -417,7 +417,6 @@ def test_variants_differ_from_one_another_in_what_they_are_named_for():
 
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.slow
 def test_quickstart_is_accurate_at_a_fraction_of_the_traffic(run):
     quiet = ("--trainer.enable_progress_bar", "false")
     recipe = configs(("quickstart",))
@@ -447,7 +446,6 @@ def test_quickstart_is_accurate_at_a_fraction_of_the_traffic(run):
 
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.slow
 def test_the_quickstart_withstands_attackers(run):
     quiet = ("--trainer.enable_progress_bar", "false", "--federated.execution", "vectorized")
 

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.grids import nightly_except
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -157,6 +159,7 @@ def write_run(folder: Path, config: str, rounds: int, began: int = 1, best: int 
     )
 
 
+@nightly_except("--100-took", "seed_everything: 0-seed_everything: 7-100-took")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("replaced", "by", "rounds", "said"),
@@ -194,6 +197,7 @@ def test_a_run_is_taken_if_its_configuration_is_the_recipes(data, tmp_path, prin
     }
 
 
+@nightly_except("lora_aggregation")
 @pytest.mark.slow
 @pytest.mark.parametrize("folder", ["tdpfed", "lora_aggregation"])
 def test_a_run_is_likely_of_its_own_recipes_whatever_its_numbers_look_like(data, folder):

@@ -17,6 +17,7 @@ import torch
 
 import lightning_lowrank
 from tests.cli.run_folders import rows_of, write_run
+from tests.grids import nightly_except
 
 ROOT = Path(lightning_lowrank.__file__).parents[1]
 FRESH = """
@@ -76,7 +77,6 @@ def test_the_package_imports_nothing_until_a_name_is_used():
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 def test_the_first_name_imports_all_so_that_short_names_are_known():
     _, modules = fresh("from lightning_lowrank import LowRank")
     assert {f"lightning_lowrank.algorithms.{name}" for name in ("fedmud", "split_mix", "tdpfed")} <= modules
@@ -101,6 +101,7 @@ def test_report_imports_no_torch(tmp_path):
     assert not modules & HEAVY
 
 
+@nightly_except("peft")
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["safetensors", pytest.param("peft", marks=pytest.mark.slow)])
 def test_export_imports_no_lightning(tmp_path, form):
@@ -119,7 +120,6 @@ def test_export_imports_no_lightning(tmp_path, form):
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 def test_inspect_imports_no_other_command():
     recipe = ROOT / "recipes" / "quickstart.yaml"
     printed, modules = fresh(COMMAND, "inspect", "--config", recipe)
@@ -128,7 +128,6 @@ def test_inspect_imports_no_other_command():
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 @pytest.mark.parametrize("columns", [60, 140])
 def test_the_overview_is_the_help_of_the_whole_parser(columns):
     printed, _ = fresh(COMMAND, "--help", columns=columns)

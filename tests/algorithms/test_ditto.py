@@ -22,7 +22,7 @@ from tests.algorithms.written_out import (
     mean,
     own_state,
 )
-from tests.grids import all_pairs, daily, in_turn
+from tests.grids import all_pairs, daily, in_turn, nightly_except
 from tests.helpers import Data, Module, assert_same, fit, network, trainer, weights
 
 OPTIMIZERS = {
@@ -135,6 +135,7 @@ def test_no_pull_is_training_alone_and_a_pull_leads_to_the_global_model(tmp_path
     assert_close(own_state(loop, 0), alone)
 
 
+@nightly_except("Adagrad-vectorized")
 @pytest.mark.parametrize(("optimizer", "execution"), in_turn(["momentum", "AdamW", "Adagrad"], EXECUTIONS))
 @pytest.mark.slow
 def test_personal_models_and_their_moments_are_resumed(tmp_path, optimizer, execution):

@@ -249,7 +249,7 @@ def test_a_step_that_16_bit_scaling_skips_leaves_the_magnitude():
     assert any(float(value) != 0 for value in client.round_state["exponent"].values())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_learns_with_adam_and_a_parameter_that_is_not_used(tmp_path):
     class Unused(Module):
         def __init__(self):

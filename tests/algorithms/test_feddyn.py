@@ -22,7 +22,7 @@ from tests.algorithms.written_out import (
     mean,
     resumed_ends,
 )
-from tests.grids import daily
+from tests.grids import daily, nightly_except
 
 
 @pytest.mark.slow
@@ -56,6 +56,7 @@ def test_rounds_follow_the_paper(tmp_path, execution, weighting):
         assert_close(bare(kept_by(loop, client)["linear"]), linear[client])
 
 
+@nightly_except("sequential")
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.slow
 def test_a_round_is_resumed_from_each_of_its_steps(tmp_path, execution):

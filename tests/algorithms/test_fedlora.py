@@ -38,7 +38,7 @@ from lightning_lowrank.federated.algorithm import detached
 from lightning_lowrank.federated.state import copy_into, trained_tensors
 from lightning_lowrank.layers import low_rank_layers
 from lightning_lowrank.registry import registered
-from tests.grids import daily, in_turn
+from tests.grids import daily, in_turn, nightly_except
 from tests.helpers import Data, Module, assert_same, blobs, fit, network, trainer, weights
 
 CLIENTS = [list(range(40)), list(range(40, 60)), list(range(60, 103))]
@@ -252,6 +252,12 @@ class Sites:
         )
 
 
+@nightly_except(
+    "CoLR(trained_factor='A'), {}",
+    "FLoRA(), {}",
+    "LoRAA2(), {'upload_ranks': 4}",
+    "SumProduct(split='left', method='exact'), {'levels': (1.0, 0.5)}",
+)
 @pytest.mark.slow
 @daily("FLoRA(), {}", "CoLR(trained_factor='A'), {}")
 @pytest.mark.parametrize(

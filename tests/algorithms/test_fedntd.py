@@ -21,7 +21,7 @@ from tests.algorithms.written_out import (
     resumed_ends,
     stepped,
 )
-from tests.grids import daily
+from tests.grids import daily, nightly_except
 from tests.helpers import Data, Module, blobs, fit, network, trainer
 
 
@@ -60,6 +60,7 @@ def test_rounds_follow_the_paper(tmp_path, execution, temperature):
     assert_close(ended, values)
 
 
+@nightly_except("sequential")
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.slow
 def test_a_round_is_resumed_from_each_of_its_steps(tmp_path, execution):

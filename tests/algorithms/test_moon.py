@@ -23,7 +23,7 @@ from tests.algorithms.written_out import (
     resumed_ends,
     stepped,
 )
-from tests.grids import daily
+from tests.grids import daily, nightly_except
 from tests.helpers import network
 
 
@@ -69,6 +69,7 @@ def test_rounds_follow_the_paper(tmp_path, execution):
         assert_close(bare(kept_by(loop, client)["last"]), last[client])
 
 
+@nightly_except("sequential")
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.slow
 def test_a_round_is_resumed_from_each_of_its_steps(tmp_path, execution):

@@ -23,6 +23,7 @@ from lightning_lowrank import (
 from lightning_lowrank.federated.messages import dense_bytes
 from lightning_lowrank.layers import LowRankLinear, low_rank_layers
 from lightning_lowrank.models import CNN4, Classifier
+from tests.grids import nightly_except
 from tests.helpers import Data, Module, assert_same, fit, network, trainer, weights
 
 
@@ -332,6 +333,11 @@ def test_callbacks_take_the_seed_that_was_set_before_the_fit(tmp_path, given):
     assert seeds == ([(1, 1, 1), (2, 2, 2)] if given is None else [(7, 7, 7)] * 2)
 
 
+@nightly_except(
+    "CP()-{'ratio': 0.6, 'role': 'weight'}",
+    "MatrixProduct(layout='permuted')-{'rank_ratio': 0.2, 'role': 'weight', 'compute': 'dense', 'frobenius_decay':"
+    " 0.001}",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("factorization", "arguments"),

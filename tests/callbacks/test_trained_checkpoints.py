@@ -26,6 +26,7 @@ from lightning_lowrank import (
 )
 from lightning_lowrank.internals.torch import digest_of
 from lightning_lowrank.interop.checkpoints import adapter_checkpoint, dense_checkpoint
+from tests.grids import nightly_except
 from tests.helpers import Data, Module, assert_same, fit, network, trainer, weights
 from tests.interop.helpers import LORA, peft
 
@@ -93,6 +94,7 @@ def run(folder: Path, name: str, *more, **arguments):
     return fit(trainer(folder, *callbacks, *more, saved), make(), Data(shuffle=False), **arguments)
 
 
+@nightly_except("FFA", "thawed in the end")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name if name == "Product-Sum" else pytest.param(name, marks=pytest.mark.slow) for name in RUNS]

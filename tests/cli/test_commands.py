@@ -25,6 +25,7 @@ from lightning_lowrank.federated.state import copy_into, trained_tensors
 from lightning_lowrank.layers import low_rank_layers
 from lightning_lowrank.models import MLP, Classifier
 from tests.cli.run_folders import draw_nothing
+from tests.grids import nightly_except
 from tests.helpers import assert_same, weights
 
 # Each makes runs, as from a command line.
@@ -248,6 +249,7 @@ def test_a_top_level_optimizer_trains_the_factors(run):
     assert torch.equal(layer.frozen_weight, start.frozen_weight)
 
 
+@nightly_except("ProjectedAdamW-keep")
 @pytest.mark.parametrize("kept", ["keep", "reset"])
 @pytest.mark.parametrize("name", ["ProjectedSGD", "ProjectedAdamW"])
 def test_projected_optimizers_are_known_by_name_and_resume_bit_for_bit(run, name, kept):
@@ -273,12 +275,14 @@ def test_a_top_level_scheduler_acts(run):
     assert done.trainer.optimizers[0].param_groups[0]["lr"] < 0.2
 
 
+@pytest.mark.nightly
 def test_a_top_level_optimizer_takes_a_modules_own_place_with_a_warning(run):
     with pytest.warns(UserWarning, match=r"takes the place of Classifier\.configure_optimizers"):
         done = run("fit", "--config", "base.yaml", "--optimizer", "Adam", "--optimizer.lr", "0.001")
     assert isinstance(done.trainer.optimizers[0], torch.optim.Adam)
 
 
+@nightly_except("list")
 @pytest.mark.parametrize("form", ["list", "single"])
 def test_both_callbacks_come_before_the_users(run, form):
     callback = {"class_path": "users_code.Watcher"}
@@ -313,6 +317,7 @@ def test_a_run_without_a_logger_leaves_the_working_folders_config_alone(run):
     assert not Path("runs").exists()
 
 
+@pytest.mark.nightly
 def test_seed_everything_is_the_federated_seed_unless_that_is_given(run):
     quick = ("fit", "--config", "base.yaml", "--trainer.fast_dev_run", "1")
     assert loop_of(run(*quick)).seed == 3
@@ -338,6 +343,7 @@ def test_seeds_are_runs_of_their_own_one_after_another(run, made):
     assert Path("runs/version_0/metrics.csv").read_text() != Path("runs/version_1/metrics.csv").read_text()
 
 
+@pytest.mark.nightly
 def test_each_seeds_folder_is_told(run, caplog):
     with caplog.at_level("INFO"):
         run("fit", "--config", "base.yaml", "--seeds", "4", "0", "--trainer.max_epochs", "1")
@@ -347,6 +353,7 @@ def test_each_seeds_folder_is_told(run, caplog):
     ]
 
 
+@pytest.mark.nightly
 def test_a_command_line_seed_takes_the_place_of_a_files_seeds(run, made):
     Path("seeds.yaml").write_text("seeds: [4, 5]\n")
     words = ("fit", "--config", "base.yaml", "--config", "seeds.yaml", "--trainer.max_epochs", "1")
@@ -356,6 +363,7 @@ def test_a_command_line_seed_takes_the_place_of_a_files_seeds(run, made):
     assert [loop_of(done).seed for done in made] == [9]
 
 
+@pytest.mark.nightly
 def test_a_seed_that_is_given_to_the_loop_stays(run, made):
     run("fit", "--config", "base.yaml", "--seeds", "1", "2", "--federated.seed", "5", "--trainer.max_epochs", "1")
     assert [loop_of(done).seed for done in made] == [5, 5]
@@ -379,6 +387,7 @@ def test_one_seeds_model_is_freed_before_the_next_is_made(run, monkeypatch):
     assert alive == [0, 0, 0]
 
 
+@nightly_except("ours")
 @pytest.mark.parametrize("error", ["ours", "theirs"])
 def test_a_seed_that_fails_is_named_and_the_earlier_ones_stay(run, made, capsys, error):
     callback = {"class_path": "users_code.StopsOneSeed", "init_args": {"error": error}}
@@ -423,12 +432,14 @@ def test_seeds_are_for_fit_and_inspect_takes_them_from_a_recipe(run, made, capsy
     assert '"optimizer_state_bytes"' in capsys.readouterr().out
 
 
+@pytest.mark.nightly
 def test_seeds_do_not_share_a_checkpoint(run):
     with pytest.raises(SystemExit, match=r"ckpt_path='last'.*2.*seeds=\[0, 1\]"):
         run("fit", "--config", "base.yaml", "--seeds", "0", "1", "--ckpt_path", "last")
     run("inspect", "--config", "base.yaml", "--seeds", "0", "1", "--json")
 
 
+@nightly_except("list")
 @pytest.mark.parametrize("folder", ["single", "list"])
 def test_seeds_do_not_share_a_folder(run, folder):
     logger: Any = {"class_path": "CSVLogger", "init_args": {"save_dir": "runs", "version": "mine"}}
@@ -440,6 +451,7 @@ def test_seeds_do_not_share_a_folder(run, folder):
     assert loop_of(run(*words, "--seeds", "6")).seed == 6
 
 
+@pytest.mark.nightly
 def test_seeds_without_a_logger(run, made):
     run("fit", "--config", "base.yaml", "--seeds", "0", "1", "--trainer.logger", "false", "--trainer.max_epochs", "1")
     assert [loop_of(done).seed for done in made] == [0, 1]
@@ -457,6 +469,7 @@ def test_fit_goes_on_from_a_checkpoint(run):
     assert metrics("runs/version_2")[3] == metrics("runs/version_0")[3]
 
 
+@pytest.mark.nightly
 def test_quiet_says_nothing_and_changes_nothing(run, capsys, caplog):
     Path("loud.yaml").write_text("trainer: {enable_progress_bar: true, callbacks: [class_path: RichProgressBar]}")
     words = ("fit", "--config", "base.yaml", "--config", "loud.yaml")
@@ -500,6 +513,7 @@ def test_one_bar_for_the_rounds(run, capsys):
     assert "Round 1/1" not in capsys.readouterr().out
 
 
+@nightly_except("False")
 @pytest.mark.parametrize("dense", [False, True])
 def test_export_loads_into_the_unconverted_network(run, capsys, dense):
     section = ("--lowrank", "null", "--federated.algorithm", "FedAvg") if dense else ()
@@ -524,6 +538,7 @@ def test_export_loads_into_the_unconverted_network(run, capsys, dense):
     assert not Path("nothing.safetensors").exists()
 
 
+@nightly_except("False")
 @pytest.mark.parametrize("dense", [False, True])
 def test_export_of_a_clients_own_model(run, dense):
     section = ("--lowrank", "null") if dense else ()
@@ -570,6 +585,7 @@ def test_report_is_dispatched_without_a_model(run, capsys):
     ]
 
 
+@pytest.mark.nightly
 def test_report_puts_seeds_into_one_row_and_each_shows_them(run, capsys, monkeypatch):
     draw_nothing(monkeypatch)
     run("fit", "--config", "base.yaml", "--seeds", "0", "1", "--trainer.max_epochs", "1")

@@ -98,6 +98,7 @@ FILES = {
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=pytest.mark.slow) if kind == "many figures" else kind for kind in FILES]
 )
+@pytest.mark.nightly
 def test_files_that_no_logger_wrote_have_no_round(tmp_path, kind):
     folder = write_run(tmp_path / "run", ROWS)
     (folder / "metrics.csv").write_bytes(FILES[kind])

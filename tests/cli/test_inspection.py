@@ -21,6 +21,7 @@ from lightning_lowrank.cli import main
 from lightning_lowrank.cli.inspection import inspect_run, render
 from lightning_lowrank.cli.runs import read_run
 from lightning_lowrank.models import CNN4, MLP, Classifier
+from tests.grids import nightly_except
 from tests.helpers import Data, Module, fit, network, trainer
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -132,6 +133,7 @@ def real_encoding(module: nn.Module) -> int:
     return len(safetensors.torch.save({**tensors, **dict(module.named_buffers())}))
 
 
+@nightly_except("None")
 @pytest.mark.parametrize("overlay", [None, "mud", "bkd_aad", "frozen"])
 @pytest.mark.slow
 def test_traffic_is_the_length_of_the_real_encoding(inspect, overlay):
@@ -179,6 +181,7 @@ def test_traffic_follows_the_buffer_policy(tmp_path, buffers):
         assert way["buffers"] == (0 if held_back else 16 + 16 + 1)
 
 
+@nightly_except("False")
 @pytest.mark.parametrize("lowrank", [False, True])
 @pytest.mark.slow
 def test_optimizer_state(inspect, lowrank):

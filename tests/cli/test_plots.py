@@ -40,7 +40,6 @@ def picture(path: Path) -> np.ndarray:
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 def test_the_constants_of_convergence_are_drawn_where_they_were_logged(tmp_path):
     constants = {"convergence/R": 3.0, "convergence/P": 2.0, "convergence/Q": 0.0}
     write_run(tmp_path / "runs" / "products", rows_of([0.5, 0.6], 1, 1, **constants))
@@ -78,7 +77,6 @@ def test_an_evaluation_after_a_fit_without_a_federation_is_not_drawn(tmp_path):
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 def test_the_plots_are_pictures_with_a_curve_for_each_run(tmp_path):
     few = write_run(tmp_path / "few" / "a", rows_of([0.2, 0.5, 0.6], 10_000, 10_000))
     console = Console(quiet=True)
@@ -122,7 +120,6 @@ def test_narrow_pictures_have_room_for_a_curve_beside_long_names(tmp_path):
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 def test_the_deviation_is_a_band_in_the_curves_colour(tmp_path):
     def pale_blue(path: Path) -> int:
         red, green, blue = np.moveaxis(picture(path)[..., :3], -1, 0)
@@ -147,7 +144,7 @@ def tallest_blue(path: Path) -> int:
     return int(((abs(red - 0.12) < 0.05) & (abs(green - 0.47) < 0.05) & (abs(blue - 0.71) < 0.05)).sum(axis=0).max())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_many_runs_fit_the_picture(tmp_path):
     for number in range(13):
         write_run(tmp_path / "runs" / f"run{number}", rows_of([0.1, 0.2 + number / 20], 10**number, 1))

@@ -9,7 +9,7 @@ from torchvision import transforms
 
 from lightning_lowrank.data import ImageBatch, TensorImages, collate_images
 from tests.data.helpers import all_samples
-from tests.grids import daily
+from tests.grids import daily, nightly_except
 
 
 def random_images(samples=50, shape=(3, 6, 10), **kwargs):
@@ -38,6 +38,14 @@ def test_pixel_max_is_full_intensity():
     assert image.flatten().tolist() == [-2.0, 0.0, 2.0]
 
 
+@nightly_except(
+    "1-collate_images-0",
+    "1-default_collate-0",
+    "50-collate_images-2",
+    "64-collate_images-0",
+    "64-default_collate-2",
+    "7-default_collate-2",
+)
 @daily()
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("collate_fn", [None, collate_images], ids=["default_collate", "collate_images"])

@@ -5,6 +5,7 @@ import importlib
 import inspect
 import json
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -93,10 +94,23 @@ def check_lora(names):
 
 AFTERWARDS = {"README.md": check_readme, "docs/howto/compress.md": check_compress, "docs/howto/lora.md": check_lora}
 """What the names of a page's Python must hold at its end, beyond what the page prints."""
+LONG = (
+    "docs/index.md",
+    *(f"docs/howto/{name}.md" for name in ("compare", "loggers", "lora", "scale")),
+    *(f"docs/tutorials/{name}.md" for name in ("feddyn", "pretrained", "report")),
+)
+"""Pages that take as long as all others together. They are followed nightly."""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("page", FOLLOWED, ids=lambda page: str(page.relative_to(ROOT)))
+def each_page() -> list[Any]:
+    cases = []
+    for page in FOLLOWED:
+        name = str(page.relative_to(ROOT))
+        cases.append(pytest.param(page, id=name, marks=pytest.mark.nightly if name in LONG else pytest.mark.slow))
+    return cases
+
+
+@pytest.mark.parametrize("page", each_page())
 def test_follow(page, folder, monkeypatch):
     if any("flower" in block.text for block in blocks(page) if block.language == "bash"):
         pytest.importorskip("flwr", reason="Flower needs Python 3.11")

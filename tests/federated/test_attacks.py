@@ -45,7 +45,7 @@ from tests.algorithms.written_out import (
     resumed_ends,
     sgd,
 )
-from tests.grids import daily
+from tests.grids import daily, nightly_except
 from tests.helpers import Data, Module, fit, trainer, weights
 
 CLASSES = 4
@@ -94,6 +94,14 @@ ATTACKS = {
 }
 
 
+@nightly_except(
+    "ALIE by its formula-sequential",
+    "ALIE-vectorized",
+    "label flip of so many-sequential",
+    "label flip-vectorized",
+    "scaled-sequential",
+    "sign flip-vectorized",
+)
 @pytest.mark.slow
 @daily("ALIE-vectorized", "model replacement-sequential")
 @pytest.mark.parametrize("execution", EXECUTIONS)
@@ -139,6 +147,7 @@ def test_a_robust_rule_takes_away_what_attackers_do(tmp_path):
     assert distance(robust) < distance(plain) / 5
 
 
+@nightly_except("sequential")
 @pytest.mark.slow
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_a_round_is_resumed_with_what_is_held_back(tmp_path, execution):

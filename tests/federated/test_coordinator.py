@@ -19,7 +19,6 @@ from tests.algorithms.written_out import (
     resumed_ends,
     sgd,
 )
-from tests.grids import nightly_except
 from tests.helpers import Data, Module, blobs, fit, trainer, weights
 
 
@@ -70,10 +69,9 @@ def test_its_arguments_come_with_it(tmp_path, execution):
     assert_close(ended, expected)
 
 
-@pytest.mark.slow
-@nightly_except("case1-vectorized")
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("method", [FedAvg, partial(FedAvgM, momentum=0.5), partial(FedProx, 0.1)])
+@pytest.mark.nightly
 def test_a_round_is_resumed_with_what_has_arrived(tmp_path, execution, method):
     resumed_ends(tmp_path, method, execution, aggregator=Median())
 

@@ -17,7 +17,7 @@ from lightning_lowrank.federated import Algorithm
 from lightning_lowrank.federated.algorithm import inherits
 from lightning_lowrank.federated.offload import flatten_state
 from tests.algorithms.methods import LOW_RANK, METHODS, each_method
-from tests.grids import daily
+from tests.grids import daily, nightly_except
 from tests.helpers import Data, Module, assert_same, blobs, trainer, weights
 
 PARTS = [list(range(5)), list(range(5, 30)), list(range(30, 52)), list(range(52, 75))]
@@ -224,6 +224,7 @@ def test_a_sample_that_cannot_be_read_ends_its_client_alone(tmp_path, shuffle):
     assert failed[2][ROUND]["comm/down_bytes"] == failed[2][0]["comm/down_bytes"]
 
 
+@nightly_except()
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [{"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
 def test_workers_go_on_after_a_sample_that_cannot_be_read(tmp_path, workers):
@@ -367,6 +368,7 @@ def test_weights_that_are_all_zero_are_refused():
         mean.result()
 
 
+@nightly_except("steps0-end")
 @pytest.mark.slow
 @daily("steps0-step")
 @pytest.mark.parametrize("failing", ["step", "end"])

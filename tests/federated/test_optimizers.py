@@ -26,6 +26,7 @@ from lightning_lowrank.federated import optimizers, register_elementwise
 from lightning_lowrank.federated.optimizers import KeptMoments, acts_elementwise, fresh_state
 from lightning_lowrank.layers import low_rank_layers
 from tests.federated.execution.runs import OPTIMIZERS, assert_close, both, run
+from tests.grids import nightly_except
 from tests.helpers import Data, Module, assert_same, blobs, fit, network, trainer, weights
 
 
@@ -144,6 +145,7 @@ def test_moments_of_old_factors_do_not_move_new_ones(tmp_path, name, execution):
         assert torch.allclose(weight, ends[1][each], atol=1e-9), each
 
 
+@nightly_except("CoLR", "FedSB")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DRAWN)
 def test_moments_of_old_factors_are_forgotten_in_every_execution_and_after_resuming(tmp_path, name):

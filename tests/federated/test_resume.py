@@ -25,6 +25,7 @@ from lightning_lowrank import (
     load_dense,
     recover,
 )
+from tests.grids import nightly_except
 from tests.helpers import Data, Module, assert_same, fit, network, trainer, weights
 
 ROOT = Path(__file__).parents[2]
@@ -91,6 +92,7 @@ def test_a_module_that_the_trainer_makes_double_is_not_rounded(tmp_path, low_ran
         assert_same(weights(module), weights(resumed))
 
 
+@nightly_except()
 @pytest.mark.parametrize(
     ("low_rank", "arguments"), [(False, {"val_check_interval": 0.5}), (True, {"accumulate_grad_batches": 2})]
 )
@@ -204,7 +206,7 @@ fit(run, module, Data(drop_last=True, batch_size=4))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_resume_after_sigkill(tmp_path):
     run, module, loop, _ = experiment(tmp_path / "whole", True)
     fit(run, module, Data(drop_last=True, batch_size=4))
@@ -289,7 +291,6 @@ def test_refuses_to_resume_another_experiment(tmp_path, other, message):
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 def test_kills_at_random_moments(tmp_path):
     command = [sys.executable, ROOT / "tests/benchmarks/kills.py", "--kills", "6", "--seed", "1", "--rounds", "2"]
     done = subprocess.run([*command, "--folder", tmp_path], capture_output=True, text=True, timeout=600)

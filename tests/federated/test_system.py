@@ -30,6 +30,7 @@ from lightning_lowrank import (
 from lightning_lowrank.federated.system import Clock
 from tests.algorithms.methods import LOW_RANK, METHODS, each_method
 from tests.algorithms.written_out import assert_close
+from tests.grids import nightly_except
 from tests.helpers import Data, Module, assert_same, blobs, fit, network, trainer, weights
 
 PARTS = [range(40), range(40, 56), range(56, 61)]
@@ -296,6 +297,7 @@ def test_every_method_can_be_timed(tmp_path, name):
     assert logged["system/seconds"] > 24 * passes * FORWARD / 1e3 / 20
 
 
+@nightly_except("sequential")
 @pytest.mark.slow
 @pytest.mark.parametrize("execution", ["sequential", "vectorized"])
 def test_a_resumed_run_has_the_same_times(tmp_path, execution):

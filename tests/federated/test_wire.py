@@ -213,6 +213,7 @@ def test_a_downlink_without_error_feedback_rounds_the_values(tmp_path, kind):
     assert loop.ledger.total_idle == 0
 
 
+@nightly_except("both ways-case6", "half precision down-SCAFFOLD", "sparse changes in half precision up-FedAvg")
 @pytest.mark.slow
 @daily("eight bits up-SCAFFOLD", "both ways-case6")
 @pytest.mark.parametrize(
@@ -232,7 +233,7 @@ def test_both_executions_agree(tmp_path, channels, algorithm):
             torch.testing.assert_close(value, states[1][name], rtol=1e-9, atol=1e-9)
 
 
-@nightly_except("eight bits up-vectorized", "half precision down-sequential")
+@nightly_except("eight bits up-vectorized")
 @pytest.mark.parametrize(("channels", "execution"), in_turn(CHANNELS, ["sequential", "vectorized"]))
 @pytest.mark.slow
 def test_a_round_is_resumed_from_each_of_its_steps(tmp_path, channels, execution):

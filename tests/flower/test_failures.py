@@ -30,7 +30,7 @@ from tests.flower.helpers import (
     write_recipe,
 )
 from tests.flower.local_grid import LocalGrid
-from tests.grids import daily
+from tests.grids import daily, nightly_except
 
 FAST = {
     "federated": {"clients_per_round": None, "local_epochs": 1},
@@ -94,7 +94,7 @@ def test_bad_payloads_are_refused_and_the_rounds_go_on(tmp_path, monkeypatch):
     assert all(value.isfinite().all() for value in served.lightning_module.state_dict().values())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_bad_payload_may_stop_the_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = fast(tmp_path)
@@ -106,7 +106,7 @@ def test_a_bad_payload_may_stop_the_run(tmp_path, monkeypatch):
         run_on_sites(recipe, tmp_path, prepare=prepare, on_bad_payload="stop")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_round_that_every_site_fails_ends_the_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = fast(tmp_path)
@@ -153,6 +153,7 @@ def test_a_round_that_nobody_answers_is_asked_for_again(tmp_path, monkeypatch):
     assert [kind for _, kind in grid.sent].count("train.round") == 9
 
 
+@nightly_except()
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "told"),
@@ -190,7 +191,6 @@ def test_missing_sites_are_named(tmp_path, monkeypatch):
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 def test_sites_that_are_something_else_are_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = fast(tmp_path)
@@ -255,6 +255,7 @@ def test_recipes_that_cannot_run_across_sites(tmp_path, changes, said):
         build([fast(tmp_path, changes)])
 
 
+@nightly_except("FedAvg")
 @pytest.mark.slow
 @daily("HeteroFL")
 @pytest.mark.parametrize("algorithm", ["HeteroFL", "FedAvg"])

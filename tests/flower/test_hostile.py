@@ -91,7 +91,7 @@ def test_a_hostile_site_decides_nothing(tmp_path, name):
     assert_same(silent, hostile)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_rounds_of_a_hostile_site_alone_are_passed_over(tmp_path):
     rounds = {"federated": {"participants": [[0], [1], [2]]}}
     recipe = write_recipe(tmp_path, merged(SMALL, rounds))
@@ -171,7 +171,7 @@ def test_what_flower_makes_of_a_message_is_its_sites_alone(tmp_path, monkeypatch
         assert any("client 1: it sent a bad payload: ValueError: its arrays have" in line for line in told)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_connection_that_breaks_is_no_sites_fault(tmp_path):
     def prepare(grid):
         def pull(numbers):
@@ -213,7 +213,6 @@ def test_a_node_that_never_joins_is_waited_for_once(tmp_path, monkeypatch):
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 def test_nodes_that_say_nonsense_or_nothing_hold_nobody_up(tmp_path):
     recipe = write_recipe(tmp_path, SMALL)
 
@@ -241,7 +240,6 @@ def test_nodes_that_say_nonsense_or_nothing_hold_nobody_up(tmp_path):
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 def test_double_answers_are_dropped(tmp_path):
     recipe = write_recipe(tmp_path, SMALL)
 
@@ -259,10 +257,9 @@ def test_double_answers_are_dropped(tmp_path):
     assert_same(plain, served)
 
 
-@nightly_except("FedMUD-torn")
-@pytest.mark.slow
 @pytest.mark.parametrize("harm", [Path.unlink, lambda file: file.write_bytes(b"torn")], ids=["gone", "torn"])
 @pytest.mark.parametrize("name", ["SCAFFOLD", "FedMUD"])
+@pytest.mark.nightly
 def test_a_site_without_its_file_goes_on_as_a_new_one(tmp_path, monkeypatch, name, harm):
     recipe = write_recipe(
         tmp_path, merged(SMALL, {"federated": {"algorithm": name}, "lowrank": MUD if name == "FedMUD" else None})

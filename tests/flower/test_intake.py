@@ -22,6 +22,7 @@ from tests.flower.hostile_sites import (
     fuzz_joins,
     named_targets,
 )
+from tests.grids import nightly_except
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +67,7 @@ def test_changed_answers_of_sites_that_join_move_no_other_site():
     assert sum(tally.refused.values()) > 100
 
 
+@nightly_except("FedAvg", "FedLoRA-FedSA", "GradientMask", "TDPFed")
 @each_method()
 def test_changed_messages_of_every_method_are_refused_or_taken_whole(name):
     tally = Tally()

@@ -162,6 +162,7 @@ VIOLATIONS = {
 }
 
 
+@nightly_except("classes", "max_download", "min_clients", "tensors")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", VIOLATIONS)
 def test_violations_are_refused_by_name_at_the_site(tmp_path, monkeypatch, name):
@@ -271,7 +272,7 @@ def test_the_audit_log_has_every_message(tmp_path, monkeypatch):
     assert len({entry["digest"] for entry in entries}) == len(entries)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_round_that_costs_too_much_privacy_is_refused(tmp_path, monkeypatch):
     pytest.importorskip("dp_accounting")
     monkeypatch.chdir(tmp_path)
@@ -303,7 +304,6 @@ def test_a_round_that_costs_too_much_privacy_is_refused(tmp_path, monkeypatch):
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 def test_what_samples_have_cost_counts_over_studies_and_lost_files(tmp_path, monkeypatch):
     pytest.importorskip("dp_accounting")
     monkeypatch.chdir(tmp_path)

@@ -29,6 +29,7 @@ def test_the_server_protects_clients(tmp_path):
     assert served.callback_metrics["privacy/epsilon"].item() == expected
 
 
+@pytest.mark.nightly
 def test_the_budget_ends_the_run(tmp_path):
     served, _ = run_on_sites(write_recipe(tmp_path, of_clients(target_epsilon=3.1)), tmp_path)
     rounds = served.current_epoch
@@ -61,8 +62,8 @@ def test_noise_that_others_know_is_refused(tmp_path, settings):
         run_on_sites(write_recipe(tmp_path, settings), tmp_path)
 
 
-@nightly_except("True")
 @pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.nightly
 def test_each_site_counts_its_own(tmp_path, fresh):
     served, _ = run_on_sites(write_recipe(tmp_path, of_samples()), tmp_path, fresh=fresh)
     assert served.current_epoch == 4
@@ -86,6 +87,7 @@ def test_a_site_refuses_a_round_beyond_its_budget(tmp_path):
         run_on_sites(write_recipe(tmp_path, of_samples(noise_multiplier=3.0, target_epsilon=0.2)), tmp_path / "limited")
 
 
+@pytest.mark.nightly
 def test_a_site_cannot_find_the_noise(tmp_path):
     with pytest.raises(MisconfigurationException, match="target_epsilon"):
         run_on_sites(write_recipe(tmp_path, of_samples(noise_multiplier=None, target_epsilon=5.0)), tmp_path)

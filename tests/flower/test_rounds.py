@@ -38,7 +38,6 @@ def test_is_the_simulation(tmp_path, monkeypatch, changes):
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 def test_each_message_may_find_a_new_process(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = write_recipe(tmp_path, RESETS)
@@ -68,7 +67,7 @@ SETTINGS = {
 }
 
 
-@nightly_except("learning rate decays by round-False", "kept momentum-False", "batch normalisation, averaged-False")
+@nightly_except("batch normalisation, averaged-False")
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "fresh"), in_turn(SETTINGS, [False, True]))
 def test_settings_mean_what_they_mean_in_the_simulation(tmp_path, monkeypatch, name, fresh):
@@ -150,7 +149,7 @@ RANKS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_site_states_its_own_rank(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     simulated = simulate(write_recipe(tmp_path, RANKS))
@@ -163,6 +162,7 @@ def test_a_site_states_its_own_rank(tmp_path, monkeypatch):
     assert_equal_runs(simulated, stated)
 
 
+@nightly_except()
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("operator", "rank", "said"),
@@ -191,10 +191,9 @@ class Wrapped(Classifier):
         super().__init__(peft().get_peft_model(net, config), num_classes=10)
 
 
-@nightly_except("FedSVD")
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("operator", ["FLoRA", "FedEx", "FedSVD"])
+@pytest.mark.nightly
 def test_sites_with_a_module_that_peft_wrapped(tmp_path, monkeypatch, operator):
     monkeypatch.chdir(tmp_path)
     algorithm = method("FedLoRA", operator=operator)

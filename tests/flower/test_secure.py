@@ -92,6 +92,7 @@ def spoilt_keys(node, reply):
     ],
     ids=["error", "bad answer"],
 )
+@pytest.mark.nightly
 def test_a_failure_of_one_site_may_end_the_run(tmp_path, monkeypatch, federated, settings, policy, tamper, told):
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "policy.yaml"
@@ -174,6 +175,7 @@ def test_the_others_go_on_without_a_site_that_fails_before_the_numbers(tmp_path,
         torch.testing.assert_close(secure.lightning_module.state_dict()[name], value, rtol=0, atol=1e-4)
 
 
+@pytest.mark.nightly
 def test_a_site_that_has_lost_what_it_kept_hears_it_again(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = write_recipe(
@@ -206,6 +208,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("secure", [True, False])
+@pytest.mark.nightly
 def test_a_study_goes_on_as_it_began(tmp_path, monkeypatch, secure):
     monkeypatch.chdir(tmp_path)
     recipe, state = write_recipe(tmp_path, SMALL), tmp_path / "server.ckpt"

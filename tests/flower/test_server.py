@@ -162,8 +162,8 @@ def away(recipe: Path, folder: Path):
     return prepare
 
 
-@nightly_except("4-0")
 @pytest.mark.parametrize(("keep", "failed"), [(100, 0), (4, 0), (2, 1)])
+@pytest.mark.nightly
 def test_broadcasts_are_kept_for_absent_sites_until_they_are_too_old(tmp_path, monkeypatch, keep, failed):
     monkeypatch.chdir(tmp_path)
     told: list[str] = []
@@ -245,6 +245,7 @@ def test_a_round_waits_for_enough_sites(tmp_path, monkeypatch):
         torch.testing.assert_close(served.lightning_module.state_dict()[tensor], value)
 
 
+@pytest.mark.nightly
 def test_too_few_sites_end_the_run_and_it_goes_on_later(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = write_recipe(tmp_path, merged(SMALL, {"federated": {"clients_per_round": None}}))

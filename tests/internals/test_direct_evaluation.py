@@ -215,6 +215,7 @@ def values(fitted: pl.Trainer) -> list[dict[str, float]]:
     return [{name: float(value) for name, value in metrics.items()} for metrics in seen_by]
 
 
+@nightly_except("images")
 @pytest.mark.slow
 @nightly_except("plain", "several loaders", "images", "sanity")
 @pytest.mark.parametrize("case", CASES)

@@ -308,6 +308,7 @@ def assert_seen(found, expected):
     assert fitted.fit_loop.state_dict() == reference.fit_loop.state_dict()
 
 
+@nightly_except("for each epoch")
 @pytest.mark.slow
 @nightly_except("for each epoch", "from several hooks", "together")
 @pytest.mark.parametrize("case", CASES)
@@ -321,7 +322,7 @@ def test_nobody_sees_a_difference(tmp_path, case):
         assert ours["loops"] == theirs["loops"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_round_is_resumed_from_each_of_its_steps(tmp_path):
     _, fitted, _, _ = run(tmp_path / "whole", module=Sometimes)
     for step in range(3, fitted.global_step, 3):

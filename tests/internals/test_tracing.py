@@ -9,6 +9,7 @@ from torch.func import vmap
 
 from lightning_lowrank.internals import tracing
 from lightning_lowrank.internals.tracing import Traced, Untraceable
+from tests.grids import nightly_except
 from tests.helpers import draw
 
 TABLE = torch.arange(5.0)
@@ -90,6 +91,7 @@ def assert_replayed(traced, function, tensors, sizes):
         assert not one.requires_grad
 
 
+@nightly_except()
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -267,7 +269,6 @@ def test_no_compiler(monkeypatch):
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 @pytest.mark.skipif(bool(tracing.can_compile(torch.device("cpu"))), reason="there is no compiler")
 def test_compiled():
     def tensors(clients, samples):

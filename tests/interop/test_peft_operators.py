@@ -27,7 +27,7 @@ from lightning_lowrank import (
 from lightning_lowrank.aggregation import Operator
 from lightning_lowrank.interop.checkpoints import adapter_checkpoint
 from tests.algorithms.test_fedlora_peft import CLIENTS, Labelling, bert, convolutions, data, gpt
-from tests.grids import pairwise
+from tests.grids import nightly_except, pairwise
 from tests.helpers import fit, trainer
 from tests.interop.helpers import config_of, peft, perturbed
 
@@ -101,6 +101,7 @@ CASES = [
 ]
 
 
+@nightly_except("bert-injected-FedInc", "bert-wrapped-FedSVD", "bert-wrapped-RoLoRA", "gpt-wrapped-FLoRA")
 @pytest.mark.slow
 @pairwise(strength=1)
 @pytest.mark.parametrize("operator", OPERATORS, ids=lambda each: each.__name__)
@@ -167,6 +168,7 @@ class Built(Labelling):
         super().__init__(peft().get_peft_model(own, config) if form == "wrapped" else own)
 
 
+@nightly_except("ours-True")
 @pytest.mark.slow
 @pytest.mark.parametrize(("form", "trained"), [("wrapped", True), ("ours", True), ("wrapped", False)])
 def test_the_command_builds_what_the_run_began_with(tmp_path, capsys, form, trained):

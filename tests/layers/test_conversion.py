@@ -27,6 +27,7 @@ from lightning_lowrank.layers import (
     recover,
 )
 from lightning_lowrank.seeding import derive_seed
+from tests.grids import nightly_except
 
 PRODUCT, KRONECKER = MatrixProduct(layout="raw"), BlockKronecker()
 MODIFIERS = {"plain": {}, "decoupled": {"decouple": True}, "half-frozen": {"half_frozen": True}}
@@ -554,6 +555,7 @@ RESNET_DENSE = {
 }
 
 
+@nightly_except()
 @pytest.mark.parametrize(
     ("network", "classes", "counts"),
     [

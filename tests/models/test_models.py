@@ -211,7 +211,7 @@ def test_training_on_digits_with_a_plain_trainer():
     torch.testing.assert_close(probabilities.sum(1), torch.ones(len(classes)))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_convolutional_network_learns_digits():
     torch.manual_seed(0)
 

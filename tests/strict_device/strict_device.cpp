@@ -1,7 +1,6 @@
 // A pretend accelerator: torch's PrivateUse1 device over main memory. Every operation runs the CPU's kernel after it has
 // been counted and its arguments have been checked as CUDA checks them. `device.py` says what it is for.
-#include <torch/extension.h>
-
+// torch/extension.h would take half as long again to compile.
 #include <ATen/EmptyTensor.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/CPUGeneratorImpl.h>
@@ -10,6 +9,8 @@
 #include <c10/core/Allocator.h>
 #include <c10/core/impl/alloc_cpu.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/library.h>
 
 #include <map>
 #include <mutex>

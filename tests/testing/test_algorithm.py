@@ -11,7 +11,7 @@ from lightning_lowrank.compression import Codec, Dense, Half, Quantize, TopK
 from lightning_lowrank.federated import Algorithm, Message
 from lightning_lowrank.federated.state import copy_into
 from lightning_lowrank.testing import PARTS, Claims, check_algorithm, small_module
-from tests.grids import daily
+from tests.grids import daily, nightly_except
 
 UPDATE = partial(LowRank, MatrixProduct(), rank=2, summary=False)
 
@@ -37,6 +37,7 @@ def test_a_method_of_ones_own_keeps_the_contract():
     check_algorithm(Momentum)
 
 
+@nightly_except("held copy")
 @pytest.mark.slow
 @daily("held copy")
 @pytest.mark.parametrize(

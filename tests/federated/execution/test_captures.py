@@ -188,6 +188,7 @@ def test_fits_are_equal_bit_for_bit(tmp_path, recorder, algorithm, net, more, ch
     assert_same(found, expected)
 
 
+@nightly_except("buffers")
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["results", "buffers"])
 def test_a_capture_with_other_values_is_not_used(tmp_path, recorder, monkeypatch, what):
@@ -251,8 +252,6 @@ def updated(monkeypatch):
     return found
 
 
-@nightly_except("AdamW-keep")
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "kept"),
     [
@@ -262,6 +261,7 @@ def updated(monkeypatch):
         *(pytest.param(options, "reset", marks=pytest.mark.slow) for options in OPTIMIZERS),
     ],
 )
+@pytest.mark.nightly
 def test_captures_end_with_the_optimizers_step(tmp_path, recorder, updated, options, kept):
     options, settings = OPTIMIZERS[options], {"optimizer_state": kept, "chunk_size": 2}
     expected, _ = of_optimizer(tmp_path, options, cuda_graphs=False, **settings)
@@ -280,9 +280,8 @@ class WithASpare(Module):
         self.spare = nn.Parameter(torch.ones(3))
 
 
-@nightly_except()
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", [partial(torch.optim.SGD, momentum=0.9), torch.optim.Adam])
+@pytest.mark.nightly
 def test_a_parameter_without_a_gradient_gets_no_moments(tmp_path, recorder, updated, kind):
     found = []
     for captured in (False, True):
@@ -306,9 +305,8 @@ def test_a_parameter_without_a_gradient_gets_no_moments(tmp_path, recorder, upda
     assert all(found[0])
 
 
-@nightly_except()
-@pytest.mark.slow
 @pytest.mark.parametrize(("interval", "factor"), [("epoch", 0.5), ("step", 0.95)])
+@pytest.mark.nightly
 def test_one_capture_serves_a_schedule(tmp_path, recorder, updated, interval, factor):
     records, ends = [], []
     for gamma in (1.0, factor):
@@ -332,8 +330,6 @@ def with_a_hook(optimizer):
     return torch.optim.lr_scheduler.StepLR(optimizer, 1, 1.0)
 
 
-@nightly_except("callback")
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "more"),
     [
@@ -345,6 +341,7 @@ def with_a_hook(optimizer):
     ],
     ids=["callback", "tensor", "dampening", "amsgrad", "hook"],
 )
+@pytest.mark.nightly
 def test_what_is_seen_is_not_in_the_capture(tmp_path, recorder, updated, options, more):
     found, _ = of_optimizer(tmp_path, options, **more)
     assert recorder.replays > 0
@@ -352,7 +349,7 @@ def test_what_is_seen_is_not_in_the_capture(tmp_path, recorder, updated, options
     assert_same(found, of_optimizer(tmp_path, options, cuda_graphs=False, **more)[0])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_update_that_cannot_be_captured_is_made_by_the_optimizer(tmp_path, recorder, updated, monkeypatch):
     monkeypatch.setattr(updates, "fused_sgd", lambda *given, **options: refuse(lambda: None))
     found, made = of_optimizer(tmp_path, {})

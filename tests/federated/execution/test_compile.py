@@ -80,7 +80,6 @@ def test_objects_of_a_command_line_do_not_keep_a_step_from_being_tried():
     Memory([module]).restore()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -92,6 +91,7 @@ def test_objects_of_a_command_line_do_not_keep_a_step_from_being_tried():
     ],
     ids=str,
 )
+@pytest.mark.nightly
 def test_gradients_are_multiplied_into_values(uncompiled, stepped, tmp_path, options):
     # Another rate in each step, which the present one has to be read for.
     settings = {
@@ -142,7 +142,6 @@ class LooksAtGradients(Callback):
     def on_before_optimizer_step(self, trainer, module, optimizer): ...
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -156,6 +155,7 @@ class LooksAtGradients(Callback):
     ],
     ids=["callback", "decay", "clipping", "method", "Adam"],
 )
+@pytest.mark.nightly
 def test_gradients_that_are_seen_are_made(uncompiled, stepped, monkeypatch, tmp_path, settings):
     decayed = partial(LowRank, MatrixProduct(), rank=2, frobenius_decay=0.01, summary=False)
     monkeypatch.setitem(FORMS, "decayed", decayed)
@@ -167,9 +167,9 @@ def test_gradients_that_are_seen_are_made(uncompiled, stepped, monkeypatch, tmp_
     assert_close(weights(expected), weights(found))
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(bool(tracing.can_compile(torch.device("cpu"))), reason=tracing.can_compile(torch.device("cpu")))
 @pytest.mark.parametrize("form", [pytest.param("dense", marks=pytest.mark.nightly), "update"])
+@pytest.mark.nightly
 def test_compiled_steps_are_the_steps_to_rounding(compiled_at_once, stepped, tmp_path, form):
     expected, *_ = run(tmp_path / "a", "vectorized", form=form)
     module, loop, _ = run(tmp_path / "b", "vectorized", form=form, compile=True)
@@ -181,7 +181,6 @@ def test_compiled_steps_are_the_steps_to_rounding(compiled_at_once, stepped, tmp
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 @pytest.mark.skipif(bool(tracing.can_compile(torch.device("cpu"))), reason=tracing.can_compile(torch.device("cpu")))
 def test_a_resumed_run_is_compiled_as_the_first_was(compiled_at_once, monkeypatch, tmp_path):
     saver = ModelCheckpoint(tmp_path / "saved", every_n_epochs=1, save_top_k=-1, filename="{epoch}")

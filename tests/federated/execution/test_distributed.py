@@ -298,7 +298,6 @@ def test_divides_the_longest_first_and_ties_by_id():
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 @pytest.mark.parametrize("rank", [pytest.param("0", marks=pytest.mark.nightly), "1"])
 def test_an_error_in_one_process_ends_the_others(tmp_path, rank):
     with pytest.raises(AssertionError, match=r'RuntimeError.*"out of luck"'):
@@ -312,7 +311,6 @@ def test_processes_may_be_started_by_torchrun(tmp_path, alone):
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "names"),
     [pytest.param(2, OTHERS, id="two"), pytest.param(3, [*QUICK, *OTHERS], id="three", marks=pytest.mark.nightly)],
@@ -333,6 +331,7 @@ def test_every_run_in_several_processes_is_that_of_one(tmp_path, processes, name
         pytest.param([name for name in METHODS if name not in ARCHETYPES], marks=pytest.mark.nightly, id="others"),
     ],
 )
+@pytest.mark.nightly
 def test_every_method_in_three_processes_is_that_of_one(tmp_path, methods):
     names = [f"method {name}" for name in methods]
     launch(tmp_path, 3, *names, timeout=1800)

@@ -120,7 +120,7 @@ CASES = {
 }
 
 
-@nightly_except("plain", "dropout", "SCAFFOLD")
+@nightly_except("SCAFFOLD")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
@@ -182,6 +182,7 @@ class Counting(Module):
         return super().training_step(batch, batch_idx) * self.steps.clone()
 
 
+@nightly_except("Counting-writes into a tensor")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "reason"),
@@ -207,7 +208,7 @@ def test_steps_that_no_graph_can_make(tmp_path, counted, module, reason):
     assert counted["traced"] <= 3 + graphs._MOST_CHANGES
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_step_that_changes_to_and_fro_is_traced_for_each(tmp_path, counted):
     Twice.factor = 1.0
     expected = without(tmp_path, module=Twice)
@@ -229,9 +230,8 @@ def test_a_graph_that_gives_other_values_is_dropped(tmp_path, counted, monkeypat
     assert counted["reasons"] == ["its graph gives other values than the step"]
 
 
-@nightly_except()
-@pytest.mark.slow
 @pytest.mark.parametrize("leaves_out", [False, True], ids=["every replay", "all but a round's first"])
+@pytest.mark.nightly
 def test_a_graph_that_gives_other_values_later_on_is_dropped(tmp_path, counted, monkeypatch, leaves_out):
     longer = {"trainer": {"max_epochs": 4}}
     expected = without(tmp_path, **longer)
@@ -287,9 +287,8 @@ def test_a_short_run_traces_nothing(tmp_path, monkeypatch):
     ends(tmp_path)
 
 
-@nightly_except()
-@pytest.mark.slow
 @pytest.mark.parametrize("first", [True, False])
+@pytest.mark.nightly
 def test_resumes_in_the_middle_of_a_round_with_and_without_graphs(tmp_path, counted, first):
     every = ModelCheckpoint(tmp_path / "every", "{step}", save_top_k=-1, every_n_train_steps=1)
     settings = {"module": partial(Dropped, optimizer=OPTIMIZERS["Adam"])}

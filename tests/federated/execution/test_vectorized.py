@@ -38,6 +38,7 @@ def test_equals_sequential_for_every_form(tmp_path, form, algorithm):
 DAILY = ("ProjectedSGD",)
 
 
+@nightly_except("Adadelta-dense", "Adamax-dense", "ProjectedSGD-dense", "momentum-update")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "form"),
@@ -82,6 +83,7 @@ def test_clips_with_a_parameter_without_dimensions(tmp_path):
     both(tmp_path, module=Scaled, trainer={"max_epochs": 1, "gradient_clip_val": 0.3})
 
 
+@nightly_except("Adadelta", "Adamax", "ProjectedSGD", "momentum")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer",
@@ -140,9 +142,8 @@ def test_settings_of_one_client_are_those_of_a_plain_module(tmp_path):
     assert_close(weights(alone), weights(plain))
 
 
-@nightly_except("vectorized")
 @pytest.mark.parametrize("execution", [pytest.param("sequential", marks=pytest.mark.slow), "vectorized"])
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_settings_of_single_clients_are_resumed(tmp_path, execution):
     every = ModelCheckpoint(tmp_path / "every", "{step}", save_top_k=-1, every_n_train_steps=1)
     settings = {"client_settings": SETTINGS, "trainer": {"max_epochs": 2}}
@@ -185,6 +186,7 @@ def test_a_clients_learning_rate_and_a_schedule_of_steps(tmp_path):
         )
 
 
+@nightly_except("CP")
 @pytest.mark.parametrize("form", ["update", "decoupled blocks", pytest.param("CP", marks=pytest.mark.slow)])
 @pytest.mark.slow
 def test_frobenius_decay(tmp_path, monkeypatch, form):
@@ -244,9 +246,8 @@ def test_what_an_algorithm_does_around_a_step(tmp_path, form):
         assert "optimizer_step" not in vars(fitted.lightning_module)
 
 
-@nightly_except("vectorized")
 @pytest.mark.parametrize("execution", [pytest.param("sequential", marks=pytest.mark.slow), "vectorized"])
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_clients_keep_and_need_is_resumed(tmp_path, execution):
     settings = {
         "algorithm": Anchored,
@@ -307,7 +308,6 @@ def test_schedulers(tmp_path, interval):
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 def test_equals_sequential_in_single_precision_after_twenty_rounds(tmp_path):
     momentum = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
     decay = partial(torch.optim.lr_scheduler.StepLR, step_size=5, gamma=0.8)
@@ -364,6 +364,7 @@ def test_statistics_of_a_client_alone_before_others_that_are_no_neighbours(tmp_p
     both(tmp_path, module=norm, partition=parts, local_epochs=4, data=Double(batch_size=8))
 
 
+@nightly_except("0")
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_other_datasets_and_workers(tmp_path, workers):
@@ -426,6 +427,7 @@ def test_dropout_differs_between_clients_and_repeats(tmp_path):
         assert torch.equal(seen[0][0], seen[0][1]) is (dropout == 0)
 
 
+@nightly_except("dense-None-AdamW")
 @pytest.mark.parametrize(
     ("form", "together", "optimizer"),
     [("dense", None, "AdamW"), ("update", 2, "AdamW"), ("dense", None, "ProjectedSGD")],

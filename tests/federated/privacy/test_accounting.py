@@ -62,6 +62,7 @@ def test_epsilon_is_the_librarys(mechanism, steps, delta):
     assert 0 < found < 1000
 
 
+@nightly_except()
 @pytest.mark.slow
 @pytest.mark.parametrize(("mechanism", "steps", "delta"), SETTINGS[:7])
 def test_epsilon_by_loss_distributions_is_the_librarys(mechanism, steps, delta):

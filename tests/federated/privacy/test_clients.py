@@ -37,7 +37,6 @@ from lightning_lowrank.aggregation import KeepsArrivals
 from lightning_lowrank.compression import Dense, Mask
 from lightning_lowrank.federated.privacy.clients import PrivateMean
 from tests.algorithms.methods import LOW_RANK, METHODS, each_method
-from tests.grids import nightly_except
 from tests.helpers import Data, Module, assert_same, blobs, fit, network, trainer, weights
 
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -285,9 +284,8 @@ def test_a_second_run_is_refused_and_a_checkpoint_goes_on(tmp_path):
     assert loop.coordinator.private.released == 2
 
 
-@nightly_except()
-@pytest.mark.slow
 @pytest.mark.parametrize("secure", [False, True])
+@pytest.mark.nightly
 def test_resume_goes_on_with_budget_clip_and_cohorts(tmp_path, secure):
     def made():
         settings = {"quantile": 0.5, "secure": secure, "target_epsilon": 20.0, "noise_multiplier": None}
