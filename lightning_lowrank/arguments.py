@@ -75,14 +75,14 @@ def listed(names: Sequence[str], separator: str = ", ") -> str:
     return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown
 
 
-def first_ten(numbers: Sequence[int]) -> str:
-    """Write the first ten numbers for a message, and whether there are more.
+def first_ten(values: Sequence[Any]) -> str:
+    """Write the first ten values for a message, and whether there are more.
 
     Example:
         >>> first_ten([3, 5]), first_ten(range(11))
         ('[3, 5]', '[0, 1, 2, 3, 4, 5, 6, 7, 8, 9] ...')
     """
-    return f"{[*numbers[:10]]}{' ...' if len(numbers) > 10 else ''}"
+    return f"{[*values[:10]]}{' ...' if len(values) > 10 else ''}"
 
 
 def plain(value: Any) -> Any:

@@ -117,7 +117,7 @@ def _export(parser: argparse.ArgumentParser, words: list[str]) -> None:
         help="export this attribute alone, with names relative to it: `network`; for PEFT by default the attribute"
         " that holds all low-rank layers",
     )
-    parser.add_argument("--client", type=int, default=None, help="id of a client whose own model is exported")
+    parser.add_argument("--client", default=None, help="name or id of a client whose own model is exported")
     parser.add_argument(
         "--config",
         action="append",

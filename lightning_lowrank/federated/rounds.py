@@ -100,7 +100,9 @@ class Rounds(Untraced):
         if before is not None and before.coordinator.private is not None and coordinator.private is not None:
             coordinator.private.load_state_dict(before.coordinator.private.state_dict())
         if settings.system is not None:
-            coordinator.clock = Clock(settings.system, len(samples), data.samples_read, settings.experiment_seed)
+            coordinator.clock = Clock(
+                settings.system, len(samples), data.samples_read, settings.experiment_seed, data.divided().names
+            )
             if before is not None and before.coordinator.clock is not None:
                 coordinator.clock.load_state_dict(before.coordinator.clock.state_dict())
         if restored is not None:
@@ -403,6 +405,7 @@ class Rounds(Untraced):
             "chunk_size": self._data.chunk_size,
             "progress": progress.state_dict(),
             "server": self.coordinator.state_dict(),
+            "names": list(self._data.divided().names or ()),
             "chunks": [list(chunk.clients) for chunk in plan.chunks] if plan and progress.round_open else None,
             "client_values": detached(values),
             "round_state": execution.round_state if progress.chunk_open else {},

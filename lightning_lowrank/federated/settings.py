@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from lightning_lowrank.aggregation import Aggregator, WeightedMean
-from lightning_lowrank.arguments import SAME_RESULT, Configured, listed, plain
+from lightning_lowrank.arguments import SAME_RESULT, Configured, first_ten, listed, plain
 from lightning_lowrank.buffers import treat_as_buffers
 from lightning_lowrank.compression import Codec
 from lightning_lowrank.federated.algorithm import Algorithm
@@ -80,10 +81,12 @@ class FederatedSettings(Configured):
             what it kept before the round. Clients that step together fail together if the step raises. ``"raise"``:
             the fit ends. Errors of settings, memory or the device always end it.
         min_clients: Least number of clients that must answer in a round; fewer are an error. Default 1.
-        sampling_weights: Relative chance of each client to be drawn; uniform by default.
-        participants: Ids of the clients of each round, given instead of drawn.
-        availability: For each client the chance, from 0 to 1, that it is there in a round, or a function of client id
-            and round that returns it, or True or False.
+        sampling_weights: Relative chance of each client to be drawn: a list, or a dictionary by the clients' names;
+            uniform by default.
+        participants: Clients of each round, by their ids or, as strings, their names (of `ByKey`, `FromIndices` and the
+            like); given instead of drawn.
+        availability: For each client the chance, from 0 to 1, that it is there in a round: a list, a dictionary by the
+            clients' names, or a function of client id and round that returns it, or True or False.
         system: How long clients' messages and steps would take, such as ``SystemModel(bandwidth=1.25e6, speed=1e10)``,
             and after what time the server goes on without those that are late. ``None`` (default): rounds have no time.
         labels: Function from the training dataset to its labels, for partitions by label. By default they are found
@@ -140,7 +143,8 @@ class FederatedSettings(Configured):
             worst tenth is logged. ``trainer.test`` after the fit does the same with the test loader, unless the module
             was given other weights, as by ``ckpt_path``, of which there are no clients' models: a warning says so.
             ``None``: not at all.
-        client_settings: What is otherwise for single clients, by their ids or as a function of the id:
+        client_settings: What is otherwise for single clients, by their ids or, as strings, their names; or as a
+            function of the id:
             ``local_epochs`` or ``local_steps``, and options of the optimizers such as ``lr`` or ``weight_decay``.
             A function may return ``None`` for nothing. Clients that step together have the same options.
         client_memory_limit: Bytes of tensors that all clients together keep in memory from round to round (their own
@@ -174,9 +178,9 @@ class FederatedSettings(Configured):
     client_dropout: float = 0.0
     on_client_error: Literal["drop", "raise"] = "drop"
     min_clients: int = 1
-    sampling_weights: list[float] | None = None
-    participants: list[list[int]] | None = None
-    availability: list[float] | Callable[[int, int], float] | None = None
+    sampling_weights: list[float] | dict[int | str, float] | None = None
+    participants: list[list[int | str]] | None = None
+    availability: list[float] | dict[int | str, float] | Callable[[int, int], float] | None = None
     system: SystemModel | None = None
     labels: Callable[[Dataset], Sequence[Any]] | None = None
     seed: int | None = None
@@ -187,7 +191,7 @@ class FederatedSettings(Configured):
     cuda_graphs: bool = field(default=True, metadata=SAME_RESULT)
     fast_steps: bool = field(default=True, metadata=SAME_RESULT)
     data_on_device: bool | Literal["auto", "round"] = field(default="auto", metadata=SAME_RESULT)
-    client_settings: dict[int, dict[str, Any]] | Callable[[int], Mapping[str, Any] | None] | None = None
+    client_settings: dict[int | str, dict[str, Any]] | Callable[[int], Mapping[str, Any] | None] | None = None
     client_memory_limit: int | None = field(default=None, metadata=SAME_RESULT)
     personal_test: Literal["matched_labels"] | float | None = None
     allow_changes: list[str] = field(default_factory=list, metadata=SAME_RESULT)
@@ -197,6 +201,8 @@ class FederatedSettings(Configured):
         self.renew_seed()
         self.partition = IID() if self.partition is None else self.partition
         self.aggregator = WeightedMean() if self.aggregator is None else self.aggregator
+        # Settings as they were given and with ids for the clients' names; those of another fit may be other clients'.
+        self._named: dict[str, tuple[Any, Any]] = {}
         self._list_chances()
         self._check_parts()
         self._check_rounds()
@@ -212,9 +218,10 @@ class FederatedSettings(Configured):
                 setattr(self, name, values)
             _check(
                 values is None
-                or (isinstance(values, Sequence) and not isinstance(values, str))
+                or (isinstance(values, (Sequence, Mapping)) and not isinstance(values, str))
                 or (bool(other) and callable(values)),
-                f"{name} must be a list with a number for each client{other}, got {values!r}",
+                f"{name} must be a list with a number for each client, or a dictionary by their names{other}, got"
+                f" {values!r}",
             )
 
     def _check_parts(self) -> None:
@@ -325,13 +332,18 @@ class FederatedSettings(Configured):
         )
         _check(0 <= self.client_dropout < 1, f"client_dropout must be in [0, 1), got {self.client_dropout}")
         if self.sampling_weights is not None:
+            weights = self.sampling_weights
             _check(
-                all(math.isfinite(weight) and weight >= 0 for weight in self.sampling_weights),
+                all(
+                    math.isfinite(weight) and weight >= 0
+                    for weight in (weights.values() if isinstance(weights, Mapping) else weights)
+                ),
                 f"sampling_weights must be finite and not negative, got {self.sampling_weights}",
             )
-        if isinstance(self.availability, Sequence):
+        if isinstance(self.availability, (Sequence, Mapping)):
+            chances = self.availability
             _check(
-                all(0 <= chance <= 1 for chance in self.availability),
+                all(0 <= chance <= 1 for chance in (chances.values() if isinstance(chances, Mapping) else chances)),
                 f"availability must be chances in [0, 1], got {self.availability}",
             )
 
@@ -400,6 +412,75 @@ class FederatedSettings(Configured):
         labels, names = find_named_labels(dataset, self.labels) if needed else (None, None)
         return self.partition.split(dataset, self.clients, self.experiment_seed, labels), labels, names
 
+    def name_clients(self, names: Sequence[str | int] | None, count: int) -> None:
+        """Put ids for the clients' names in the settings, once it is known which client has which.
+
+        Args:
+            names: Names of the clients; ``None``: they have none.
+            count: Number of clients.
+
+        Raises:
+            MisconfigurationException: If a setting names a client that there is not, or one twice, or lacks one.
+        """
+        shown = list(range(count) if names is None else names)
+        ids = {} if names is None else {str(name): client for client, name in enumerate(names)}
+
+        def id_of(client: Any, setting: str) -> int:
+            if isinstance(client, str):
+                known = (
+                    f"the clients are {first_ten(list(ids))}" if ids else f"they have none, and ids 0 to {count - 1}"
+                )
+                near = difflib.get_close_matches(client, ids, 1)
+                meant = f" Did you mean {near[0]!r}?" if near else ""
+                _check(client in ids, f"{setting} names the client {client!r}, and {known}.{meant}")
+                return ids[client]
+            return client
+
+        def by_id(given: Mapping[Any, Any], setting: str) -> dict[int, Any]:
+            found = {id_of(client, setting): value for client, value in given.items()}
+            _check(len(found) == len(given), f"{setting} names a client twice, by its id and its name: {list(given)}")
+            return found
+
+        def of_each(given: Mapping[Any, Any], setting: str) -> list[Any]:
+            found = by_id(given, setting)
+            unknown = [client for client in found if client not in range(count)]
+            _check(not unknown, f"{setting} names {unknown}, and clients go from 0 to {count - 1}")
+            lacking = [name for client, name in enumerate(shown) if client not in found]
+            _check(not lacking, f"{setting} lacks {len(lacking)} of {count} clients: {first_ten(lacking)}")
+            return [found[client] for client in range(count)]
+
+        def of_rounds(given: Sequence[Sequence[Any]], setting: str) -> list[list[int]]:
+            found = [[id_of(client, setting) for client in clients] for clients in given]
+            for number, clients in enumerate(found):
+                _check(len(set(clients)) == len(clients), f"{setting}[{number}] names a client twice: {given[number]}")
+            return found
+
+        ways: dict[str, tuple[type, Callable[..., Any]]] = {
+            "sampling_weights": (Mapping, of_each),
+            "availability": (Mapping, of_each),
+            "participants": (Sequence, of_rounds),
+            "client_settings": (Mapping, by_id),
+        }
+        for setting, (kind, way) in ways.items():
+            given, found = self._named.get(setting, (None, None))
+            if found is None or getattr(self, setting) is not found:
+                given = getattr(self, setting)
+            if isinstance(given, kind):
+                self._named[setting] = given, way(given, setting)
+                setattr(self, setting, self._named[setting][1])
+
+    def drawing(self) -> dict[str, Any]:
+        """Return the arguments of `RoundPlanner` that say who is drawn, once `name_clients` has put ids for names."""
+        privacy = self.privacy
+        return {
+            "seed": self.experiment_seed,
+            "sampling_weights": self.sampling_weights,
+            "participants": self.participants,
+            "availability": self.availability,
+            "poisson": privacy is not None and privacy.poisson,
+            "sampling_seed": None if privacy is None else privacy.sampling_seed,
+        }
+
     def cohort_size(self, count: int) -> int:
         """Return how many of ``count`` clients a round draws.
 
@@ -410,7 +491,8 @@ class FederatedSettings(Configured):
             values = getattr(self, name)
             if isinstance(values, Sequence):
                 _check(len(values) == count, f"{name} has {len(values)} entries for {count} clients")
-        unknown = {client for ids in self.participants or () for client in ids if not 0 <= client < count}
+        named = [client for each in self.participants or () for client in each]
+        unknown = {client for client in named if not isinstance(client, str) and not 0 <= client < count}
         _check(not unknown, f"participants names {sorted(unknown)}, and clients go from 0 to {count - 1}")
         share = self.clients_per_round
         drawn = count if share is None else max(1, round(share * count)) if isinstance(share, float) else share
@@ -423,12 +505,11 @@ class FederatedSettings(Configured):
         """Return the ids of those of ``count`` clients that may have settings of their own."""
         if callable(self.client_settings):
             return range(count)
-        named = list(self.client_settings or ())
+        named = [client for client in self.client_settings or () if not isinstance(client, str)]
         wrong = [client for client in named if not isinstance(client, Integral) or isinstance(client, bool)]
         _check(
             not wrong,
-            f"client_settings names {wrong}, and clients' ids are integers, such as 0: keys of JSON, and of YAML in"
-            " quotes, are strings.",
+            f"client_settings names {wrong}, and clients' ids are integers, such as 0, and their names strings.",
         )
         unknown = [client for client in named if not 0 <= client < count]
         _check(not unknown, f"client_settings names {unknown}, and clients go from 0 to {count - 1}")

@@ -11,6 +11,7 @@ import csv
 import math
 import warnings
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from typing_extensions import override
 
-from lightning_lowrank.arguments import Configured
+from lightning_lowrank.arguments import Configured, first_ten
 from lightning_lowrank.configuration import check_number
 from lightning_lowrank.federated.algorithm import Algorithm
 from lightning_lowrank.federated.objective import loss_of
@@ -41,6 +42,10 @@ class Distribution(Configured, ABC):
     @abstractmethod
     def draw(self, clients: int, generator: torch.Generator) -> Tensor:
         """Return a number for each client, ``[clients]`` in float64."""
+
+    def draw_named(self, clients: int, generator: torch.Generator, names: Sequence[str | int] | None) -> Tensor:
+        """Return a number for each client, given what the clients are called; by default as `draw` does."""
+        return self.draw(clients, generator)
 
 
 class LogNormal(Distribution):
@@ -106,14 +111,18 @@ class Trace(Distribution):
     r"""Numbers that were measured on devices, a column of a CSV file with a header.
 
     Client ``i`` has row ``i``; where there are more clients than rows, the rows are used again from the first. So
-    several columns of one file are of the same device.
+    several columns of one file are of the same device. With ``client`` a client has the row of its own name.
 
     Args:
         path: The file.
         column: The column's name in the header.
+        client: Name of a column with the clients' names, as `ByKey`, `FromIndices` or the data call them. ``None``:
+            rows are those of the clients in the order of their ids.
 
     Raises:
-        MisconfigurationException: If there is no such file or column, or a value is no number above 0.
+        MisconfigurationException: If there is no such file or column, a value is no number above 0, or a client's name
+            occurs twice. When a fit begins: if clients have no names, or one has no row; or if ``client`` is not given
+            and a column holds the names of all clients.
 
     Example:
         >>> import tempfile, pathlib
@@ -123,17 +132,24 @@ class Trace(Distribution):
         [1000000.0, 2000000.0, 1000000.0]
     """
 
-    def __init__(self, path: str, column: str) -> None:
-        self.path, self.column = path, column
+    def __init__(self, path: str, column: str, client: str | None = None) -> None:
+        self.path, self.column, self.client = path, column, client
         try:
             with open(path, newline="") as file:
                 rows = list(csv.DictReader(file))
         except (OSError, UnicodeDecodeError, csv.Error) as error:
             raise MisconfigurationException(f"path={path!r} is not a CSV file that can be read: {error}") from error
         header = list(rows[0]) if rows else []
-        if column not in header:
+        for name in (column, *(() if client is None else (client,))):
+            if name not in header:
+                raise MisconfigurationException(
+                    f"{path} has no column {name!r}: its first line must name it, and has {header}"
+                )
+        self._columns = {name: [row[name] for row in rows] for name in header if name is not None}
+        if client is not None and len(set(self._columns[client])) < len(rows):
+            counts = Counter(self._columns[client])
             raise MisconfigurationException(
-                f"{path} has no column {column!r}: its first line must name it, and has {header}"
+                f"{path} has several rows of client={client!r} {counts.most_common(1)[0][0]!r}: leave one for each"
             )
         self._values = []
         for line, row in enumerate(rows, start=2):
@@ -152,9 +168,34 @@ class Trace(Distribution):
         return torch.tensor([self._values[client % len(self._values)] for client in range(clients)]).double()
 
     @override
+    def draw_named(self, clients: int, generator: torch.Generator, names: Sequence[str | int] | None) -> Tensor:
+        wanted = None if names is None else [str(name) for name in names]
+        if self.client is None:
+            holding = [name for name, values in self._columns.items() if wanted and set(wanted) <= set(values)]
+            if holding and self._columns[holding[0]][:clients] != wanted:
+                raise MisconfigurationException(
+                    f"{self.path} has the clients' names in its column {holding[0]!r}, and without client= client i has"
+                    f" row i, whatever its name: give Trace(..., client={holding[0]!r})"
+                )
+            return self.draw(clients, generator)
+        if wanted is None:
+            raise MisconfigurationException(
+                f"Trace(client={self.client!r}) goes by the clients' names, and they have none: leave out client, or"
+                " use a partition that names them, such as ByKey"
+            )
+        rows = dict(zip(self._columns[self.client], self._values, strict=True))
+        missing = [name for name in wanted if name not in rows]
+        if missing:
+            raise MisconfigurationException(
+                f"{self.path} has no row of {len(missing)} clients in its column {self.client!r}: {first_ten(missing)}"
+            )
+        return torch.tensor([rows[name] for name in wanted], dtype=torch.float64)
+
+    @override
     def result_arguments(self) -> dict[str, Any]:
         # The file may be elsewhere when a run is resumed.
-        return {"column": self.column, "values": self._values}
+        names = {} if self.client is None else {"names": self._columns[self.client]}
+        return {"column": self.column, "values": self._values, **names}
 
 
 Amount = float | list[float] | Distribution
@@ -231,10 +272,11 @@ class SystemModel(Configured):
         self.bandwidth, self.download, self.latency, self.speed = bandwidth, download, latency, speed
         self.operations, self.deadline = operations, deadline
 
-    def draw(self, clients: int, seed: int) -> dict[str, list[float]]:
+    def draw(self, clients: int, seed: int, names: Sequence[str | int] | None = None) -> dict[str, list[float]]:
         """Return what each of so many clients has: ``"up"``, ``"down"``, ``"latency"`` and ``"speed"``.
 
-        It depends on the seed alone. What takes no time is infinitely fast.
+        It depends on the seed alone, and on the clients' ``names`` where a `Trace` goes by them. What takes no time is
+        infinitely fast.
 
         Raises:
             MisconfigurationException: If a list has another length.
@@ -246,7 +288,7 @@ class SystemModel(Configured):
             if isinstance(amount, Distribution):
                 # Where one distribution serves both directions, a client has one line.
                 purpose = "up" if amount is self.bandwidth else name
-                drawn[name] = amount.draw(clients, generator(seed, "system", purpose)).tolist()
+                drawn[name] = amount.draw_named(clients, generator(seed, "system", purpose), names).tolist()
             elif isinstance(amount, (list, tuple)):
                 if len(amount) != clients:
                     raise MisconfigurationException(
@@ -285,10 +327,18 @@ class Clock:
         clients: Number of clients.
         samples_read: Returns how many samples a client reads in so many steps of a round.
         seed: Seed of the experiment.
+        names: Names of the clients, where they have any.
     """
 
-    def __init__(self, model: SystemModel, clients: int, samples_read: Callable[[int, int], int], seed: int) -> None:
-        drawn = model.draw(clients, seed)
+    def __init__(
+        self,
+        model: SystemModel,
+        clients: int,
+        samples_read: Callable[[int, int], int],
+        seed: int,
+        names: Sequence[str | int] | None = None,
+    ) -> None:
+        drawn = model.draw(clients, seed, names)
         columns = (drawn["up"], drawn["down"], drawn["latency"], drawn["speed"])
         self._clients = [_Client(*values) for values in zip(*columns, strict=True)]
         self._model = model

@@ -306,15 +306,12 @@ class RemoteRounds(Callback):
             self._go_on_from(state["sites"])
         for client, rank in self.members.ranks().items():
             self.algorithm.set_rank(client, rank)
+        # Sites know nothing of the names that data in one place give.
+        self.loop.name_clients(None, len(self.members.samples))
         self._planner = RoundPlanner(
-            seed=self.loop.experiment_seed,
+            **self.loop.drawing(),
             batches=np.array(self.members.batches),
             per_round=self.loop.cohort_size(len(self.members.samples)),
-            sampling_weights=self.loop.sampling_weights,
-            participants=self.loop.participants,
-            availability=self.loop.availability,
-            poisson=self.loop.privacy is not None and self.loop.privacy.poisson,
-            sampling_seed=None if self.loop.privacy is None else self.loop.privacy.sampling_seed,
         )
         server.clients, drawn = self._planner.eligible, self._planner.drawn
         if self.min_sites > drawn:

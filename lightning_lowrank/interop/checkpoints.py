@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_lowrank.aggregation.adapters import find_adapters
 from lightning_lowrank.aliases import under_all_names
-from lightning_lowrank.arguments import listed
+from lightning_lowrank.arguments import first_ten, listed
 from lightning_lowrank.configuration import misconfigured
 from lightning_lowrank.internals.torch import digest_of
 from lightning_lowrank.interop.peft_export import (
@@ -34,7 +34,9 @@ TRAINED_CHECKPOINTS = "TrainedCheckpoints"
 _ADAPTER = re.compile(r"\.(base_layer|modules_to_save|lora_\w+|ia3_l|vera_lambda_\w|prompt_encoder)\b")
 
 
-def dense_checkpoint(path: str | Path, client: int | None = None, module: nn.Module | None = None) -> dict[str, Tensor]:
+def dense_checkpoint(
+    path: str | Path, client: int | str | None = None, module: nn.Module | None = None
+) -> dict[str, Tensor]:
     """Return the unconverted module's state dict from a checkpoint of a converted one; see `load_dense`.
 
     The state dict of a run without `LowRank` is returned unchanged. What a checkpoint of `TrainedCheckpoints` leaves
@@ -93,7 +95,7 @@ def put_back(checkpoint: dict[str, Any], own: Mapping[str, Tensor | None], where
 def adapter_checkpoint(
     path: str | Path,
     folder: str | Path,
-    client: int | None = None,
+    client: int | str | None = None,
     prefix: str | None = None,
     module: nn.Module | None = None,
 ) -> Path:
@@ -160,7 +162,7 @@ def _put_back_frozen(checkpoint: dict[str, Any], layers: Sequence[LayerSpec], mo
     put_back(checkpoint, own, "the module")
 
 
-def _read(path: str | Path, client: int | None) -> dict[str, Any]:
+def _read(path: str | Path, client: int | str | None) -> dict[str, Any]:
     """Return a checkpoint; with ``client``, its own values replace the global ones."""
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
@@ -184,6 +186,7 @@ def _read(path: str | Path, client: int | None) -> dict[str, Any]:
         raise misconfigured(f"{path} is no checkpoint of a Lightning trainer: it has no state_dict.")
     if client is not None:
         loop = checkpoint.get("callbacks", {}).get("FederatedLoop", {})
+        client = _id_of(client, loop.get("names", ()), path)
         server = loop.get("server", {})
         kept = server.get("clients", {})
         # Some operators of FedLoRA make a pair for each client, which the server keeps.
@@ -203,6 +206,17 @@ def _read(path: str | Path, client: int | None) -> dict[str, Any]:
         saved, everywhere = checkpoint["state_dict"], under_all_names(own[client], server["aliases"])
         saved.update({name: value for name, value in everywhere.items() if name in saved})
     return checkpoint
+
+
+def _id_of(client: int | str, names: Sequence[str | int], path: str | Path) -> int:
+    """Return the id of a client that is given by its id or its name; a name of digits comes before an id."""
+    ids = {str(name): number for number, name in enumerate(names)}
+    if isinstance(client, str) and client in ids:
+        return ids[client]
+    if isinstance(client, str) and not client.isdigit():
+        known = f"its clients are {first_ten(list(ids))}" if ids else "its clients have no names: give an id"
+        raise misconfigured(f"client={client!r} is not in {path}: {known}.")
+    return int(client)
 
 
 def _objects_in(path: str | Path) -> list[str]:
@@ -252,16 +266,16 @@ def _refuse_unlike_judged(
     )
 
 
-def load_dense(path: str | Path, module: nn.Module, client: int | None = None) -> nn.Module:
+def load_dense(path: str | Path, module: nn.Module, client: int | str | None = None) -> nn.Module:
     """Load a checkpoint of a converted module into the plain one, and return it.
 
     Args:
         path: A checkpoint that a trainer with `LowRank` wrote.
         module: A new, unconverted module of the same class. For a checkpoint of `TrainedCheckpoints`, with the frozen
             weights that the run began with.
-        client: Id of a client whose own model, as ``personal_test`` judges it, is used instead of the global one. The
-            checkpoint must hold all of it: no statistics of `StaticBatchNorm`, nor a part of the global model for a
-            client of smaller width or rank.
+        client: Id, or name, of a client whose own model, as ``personal_test`` judges it, is used instead of the global
+            one. The checkpoint must hold all of it: no statistics of `StaticBatchNorm`, nor a part of the global model
+            for a client of smaller width or rank.
 
     Raises:
         MisconfigurationException: If the file cannot be read, the checkpoint does not describe its layers, it leaves

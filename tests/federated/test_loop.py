@@ -665,7 +665,7 @@ def test_refuses_no_loader(tmp_path):
         ({"clients": 4, "sampling_weights": np.ones((2, 2))}, "sampling_weights"),
         ({"clients": 4, "sampling_weights": lambda client: 1}, "sampling_weights"),
         ({"clients": 4, "availability": np.full(4, 90.0)}, r"\[0, 1\].*\[90\.0, 90\.0, 90\.0, 90\.0\]"),
-        ({"clients": 4, "availability": {0: 0.5}}, "availability must be a list with a number .* or a function"),
+        ({"clients": 4, "availability": {0: 1.5}}, r"availability.*1\.5"),
         ({"clients": 4, "availability": 0.5}, "availability must be a list with a number"),
     ],
 )

@@ -331,6 +331,7 @@ class RoundData:
     def _divide(self, dataset: Dataset) -> ClientIndices:
         settings = self.settings
         indices, self.label_values, self.label_names = settings.divide(dataset)
+        settings.name_clients(indices.names, len(indices))
         self._labels_of_division = None if self.label_values is None else digest(describe(self.label_values))
         if isinstance(settings.personal_test, float):
             indices, self.held_out = hold_out(indices, settings.personal_test, settings.experiment_seed)
@@ -367,15 +368,10 @@ class RoundData:
                 f"participants names clients that have nothing to train on: {sorted(asked_idle)}"
             )
         return RoundPlanner(
-            seed=settings.experiment_seed,
+            **settings.drawing(),
             batches=batches,
             per_round=per_round,
-            sampling_weights=settings.sampling_weights,
-            participants=settings.participants,
-            availability=settings.availability,
             failure_probability=settings.client_dropout,
-            poisson=settings.privacy is not None and settings.privacy.poisson,
-            sampling_seed=None if settings.privacy is None else settings.privacy.sampling_seed,
             truncate=truncate,
             chunk_size=self.chunk_size,
             samples=samples,
