@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import itertools
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from lightning.pytorch.plugins.precision import DoublePrecision
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lightning_lowrank.arguments import SAME_RESULT, Configured, recorded_arguments
 from lightning_lowrank.federated.settings import FederatedSettings
@@ -215,6 +217,29 @@ def with_defaults(saved: Mapping[str, Any], present: Mapping[str, Any]) -> dict[
         elif field.default is not dataclasses.MISSING:
             found[name] = describe(field.default)
     return found
+
+
+def refuse_other_shapes(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+    """Refuse to load a state dict of another network by the names of what differs; a pre-hook of `load_state_dict`.
+
+    Raises:
+        MisconfigurationException: If a tensor of the state dict has another shape than the module's own.
+    """
+    own = itertools.chain(module.named_parameters(), module.named_buffers())
+    shapes = {name: tuple(value.shape) for name, value in own if not is_lazy(value)}
+    found = {
+        name: f"{tuple(value.shape)} in the checkpoint, {shapes[name]} now"
+        for name, value in state.items()
+        if isinstance(value, Tensor) and name in shapes and tuple(value.shape) != shapes[name]
+    }
+    if found:
+        lines = [f"  {name}: {said}" for name, said in found.items()]
+        more = [f"  and {len(lines) - 5} more"] if len(lines) > 5 else []
+        raise MisconfigurationException(
+            "the checkpoint is of another network: tensors have other shapes\n"
+            + "\n".join([*lines[:5], *more])
+            + "\nResume with the network, and the ranks, of the run that wrote it."
+        )
 
 
 class _Nothing:

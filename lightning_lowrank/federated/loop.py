@@ -44,6 +44,7 @@ from lightning_lowrank.federated.fingerprint import (
     check_same_experiment,
     fingerprint,
     prepare_loading,
+    refuse_other_shapes,
 )
 from lightning_lowrank.federated.horizon import Horizon
 from lightning_lowrank.federated.messages import Ledger
@@ -264,6 +265,7 @@ class FederatedLoop(FederatedSettings, Callback):
         restore(accumulate_per_client(trainer, lambda: progress.group_begins, lambda: progress.group_ends))
         # A plain function: torch marks the hook, and a deepcopy of the module must not copy this callback.
         restore(pl_module.register_state_dict_post_hook(lambda *state: self._show_global_state(*state)).remove)
+        restore(pl_module.register_load_state_dict_pre_hook(refuse_other_shapes).remove)
         if processes is None and self.fast_steps:
             restore(DirectSteps(trainer, lambda batch: self.rounds.execution.gradients(batch)).restore)
             restore(DirectLog(trainer).restore)
@@ -482,6 +484,22 @@ class FederatedLoop(FederatedSettings, Callback):
             return {}
         fingerprint = {**self._fingerprint, "data": self._data.fingerprint()}
         return {**self._rounds.state_dict(), "fingerprint": fingerprint}
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Refuse to go on from a fit that had no rounds.
+
+        Raises:
+            MisconfigurationException: If a fit was to go on from a checkpoint that no `FederatedLoop` was there for.
+        """
+        if trainer.state.fn == "fit" and self.state_key not in checkpoint.get("callbacks", {}):
+            raise MisconfigurationException(
+                f"ckpt_path={str(trainer.ckpt_path)!r} is of a fit without FederatedLoop, of its"
+                f" epoch {checkpoint.get('epoch', 0) + 1}: rounds would be counted from there, and of what clients keep"
+                " there is nothing. Load its weights into the module, as by"
+                " module.load_state_dict(torch.load(path)['state_dict']), and fit without ckpt_path."
+            )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take `state_dict`'s result, to be installed when the fit begins.

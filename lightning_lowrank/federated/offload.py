@@ -87,7 +87,8 @@ def save(value: Mapping[str, Any], path: Path) -> None:
     metadata = {"structure": json.dumps(description), "devices": json.dumps([str(each.device) for each in tensors])}
     stored = {str(number): each.cpu().contiguous().clone() for number, each in enumerate(tensors)}
     unfinished = path.with_suffix(".part")
-    safetensors.torch.save_file(stored, unfinished, metadata=metadata)
+    # save_file() writes a file of a random name first, which a process that is killed leaves behind.
+    unfinished.write_bytes(safetensors.torch.save(stored, metadata=metadata))
     unfinished.replace(path)
 
 

@@ -1,7 +1,10 @@
 """What a resumed run is refused for, where two values are equal in Python and not in what they mean."""
 
 import ast
+import multiprocessing
 import os
+import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +13,11 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
 from torch.utils.data import Subset, TensorDataset
 
 from lightning_lowrank import FedAvg, FederatedLoop
+from lightning_lowrank.federated import offload
 from lightning_lowrank.federated.fingerprint import differences, with_defaults
 from tests.helpers import Data, Module, blobs, fit, trainer
 
@@ -113,3 +118,49 @@ class Caching(TensorDataset):
 def test_a_dataset_that_fills_a_cache_is_resumed(tmp_path):
     run(tmp_path, Caching(*blobs(40).tensors))
     run(tmp_path, Caching(*blobs(40).tensors), checkpoint=tmp_path / "epoch=0.ckpt")
+
+
+def plain_fit(tmp_path, module, *callbacks, **options):
+    made = trainer(tmp_path, *callbacks, max_epochs=4, limit_val_batches=0)
+    fit(made, module, Data(blobs(40)), **options)
+
+
+def test_a_wider_network_is_refused_by_name(tmp_path):
+    run(tmp_path, blobs(40))
+    wider = Module(nn.Sequential(nn.Linear(4, 9), nn.ReLU(), nn.Linear(9, 3)))
+    loop = FederatedLoop(FedAvg(), clients=4, seed=0, summary=False)
+    with pytest.raises(MisconfigurationException, match=r"(?s)net\.0\.weight.*\(16, 6\).*\(9, 4\).*net\.2\.weight"):
+        plain_fit(tmp_path, wider, loop, ckpt_path=tmp_path / "epoch=0.ckpt")
+
+
+@pytest.mark.parametrize("rounds", [1, 4])
+def test_a_fit_without_rounds_is_not_gone_on_with(tmp_path, rounds):
+    made = trainer(tmp_path, ModelCheckpoint(tmp_path, "plain"), max_epochs=rounds, limit_val_batches=0)
+    fit(made, Module(), Data(blobs(40)))
+    loop = FederatedLoop(FedAvg(), clients=4, seed=0, summary=False)
+    with pytest.raises(MisconfigurationException, match=rf"(?s)ckpt_path.*plain\.ckpt.*{rounds}"):
+        plain_fit(tmp_path, Module(), loop, ckpt_path=tmp_path / "plain.ckpt")
+    # Its weights may be judged.
+    trainer(tmp_path, FederatedLoop(FedAvg(), clients=4, summary=False)).validate(
+        Module(), Data(blobs(40)), ckpt_path=tmp_path / "plain.ckpt", verbose=False
+    )
+
+
+def test_a_process_that_is_killed_leaves_no_file_of_a_random_name(tmp_path):
+    """It is killed by the limit of a file's size, in the middle of a client's second state."""
+    path = tmp_path / "client.safetensors"
+    offload.save({"values": torch.zeros(10)}, path)
+
+    def save_more():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        offload.save({"values": torch.zeros(1_000_000)}, path)
+
+    child = multiprocessing.get_context("fork").Process(target=save_more)
+    child.start()
+    child.join()
+    assert child.exitcode == -signal.SIGXFSZ
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["client.part", "client.safetensors"]
+    assert torch.equal(offload.load(path)["values"], torch.zeros(10))
+    offload.save({"values": torch.ones(10)}, path)
+    assert [each.name for each in tmp_path.iterdir()] == ["client.safetensors"]
