@@ -127,6 +127,14 @@ WRITTEN_OUT = {
     ),
     "NNM, trimmed mean": (TrimmedMean(3, [NNM(3)]), lambda: np.sort(mixed(X, 3), axis=0)[3:-3].mean(axis=0)),
     "NNM, Krum": (Krum(3, [NNM(3)]), lambda: mixed(X, 3)[scores(mixed(X, 3), 3).argmin()]),
+    "NNM of others, Multi-Krum": (
+        MultiKrum(1, before=[NNM(3)]),
+        lambda: mixed(X, 3)[np.argsort(scores(mixed(X, 3), 1))[:10]].mean(axis=0),
+    ),
+    "NNM twice, Krum": (
+        Krum(3, [NNM(2), NNM(1)]),
+        lambda: mixed(mixed(X, 2), 1)[scores(mixed(mixed(X, 2), 1), 3).argmin()],
+    ),
     "NNM, geometric median": (
         GeometricMedian(iterations=5000, before=[NNM(3)]),
         lambda: geometric_median(mixed(X, 3), np.ones(11)),

@@ -1,6 +1,7 @@
 """Simulated time: a round's seconds are those computed by hand, and clients that are late are left out."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -327,6 +328,12 @@ def test_distributions():
     assert logs.std() == pytest.approx(0.5, rel=0.02)
     kinds = DeviceClasses([1.0, 2.0], shares=[3, 1]).draw(20_000, draws)
     assert (kinds == 1.0).double().mean() == pytest.approx(0.75, rel=0.02)
+
+
+@pytest.mark.parametrize("shares", [[1.0], [1.0, 1.0, 1.0], [-1.0, 2.0], [0.0, 0.0], [1.0, math.inf]])
+def test_shares_that_are_none_are_refused(shares):
+    with pytest.raises(MisconfigurationException, match=rf"shares.*{re.escape(str(shares))}"):
+        DeviceClasses([1e6, 1e7], shares)
 
 
 def test_devices_depend_on_the_seed_alone():

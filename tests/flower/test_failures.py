@@ -94,7 +94,7 @@ def test_bad_payloads_are_refused_and_the_rounds_go_on(tmp_path, monkeypatch):
     assert all(value.isfinite().all() for value in served.lightning_module.state_dict().values())
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_a_bad_payload_may_stop_the_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = fast(tmp_path)

@@ -1,5 +1,8 @@
 """What a site permits: refused by name, before anything is built, trained or sent; and its audit log."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -270,6 +273,18 @@ def test_the_audit_log_has_every_message(tmp_path, monkeypatch):
     parameters = 64 * 16 + 16 + 16 * 16 + 16 + 16 * 10 + 10
     assert all(entry["bytes"] > 4 * parameters for entry in entries[2:])
     assert len({entry["digest"] for entry in entries}) == len(entries)
+
+
+def test_the_audit_logs_digest_is_of_every_value():
+    flwr = pytest.importorskip("flwr.app", reason="Flower needs Python 3.11")
+    from lightning_lowrank.flower.client import _measured
+
+    def digest(values, name="a"):
+        record = flwr.ArrayRecord({name: flwr.Array(np.array(values, dtype=np.float32))})
+        return _measured(SimpleNamespace(content=flwr.RecordDict({"tensors": record})))[1]["digest"]
+
+    assert digest([1.0, 2.0]) == digest([1.0, 2.0])
+    assert len({digest([1.0, 2.0]), digest([1.0, 2.5]), digest([2.0, 1.0]), digest([1.0, 2.0], "b")}) == 4
 
 
 @pytest.mark.nightly
