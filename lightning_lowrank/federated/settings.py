@@ -427,9 +427,8 @@ class FederatedSettings(Configured):
 
         def id_of(client: Any, setting: str) -> int:
             if isinstance(client, str):
-                known = (
-                    f"the clients are {first_ten(list(ids))}" if ids else f"they have none, and ids 0 to {count - 1}"
-                )
+                known = f"they have ids, integers from 0 to {count - 1}, and no names"
+                known = f"the clients are {first_ten(list(ids))}" if ids else known
                 near = difflib.get_close_matches(client, ids, 1)
                 meant = f" Did you mean {near[0]!r}?" if near else ""
                 _check(client in ids, f"{setting} names the client {client!r}, and {known}.{meant}")

@@ -157,7 +157,7 @@ def test_settings_of_single_clients_are_resumed(tmp_path, execution):
     ("settings", "message"),
     [
         ({9: {"lr": 0.1}}, r"client_settings.*\[9\].*0"),
-        ({"1": {"lr": 0.1}, 2: {}}, r"client_settings.*\['1'\]"),
+        ({"1": {"lr": 0.1}, 2: {}}, r"client_settings.*'1'"),
         ({1: {"local_epochs": 0}}, r"local_epochs.*1.*0"),
         ({1: {"local_epochs": 2, "local_steps": 2}}, r"1.*local_epochs.*local_steps"),
     ],
