@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -161,9 +161,9 @@ class Adapter(ABC):
         left, right = (self.matrix(name, tensors[self.parameters[name]]) for name in ("B", "A"))
         return LowRankPair(left[:, :rank], right[:rank], scaling)
 
-    def tensors(self, pair: LowRankPair, scaling: float) -> dict[str, Tensor]:
+    def tensors(self, pair: LowRankPair, scaling: float, folded: Collection[Name]) -> dict[str, Tensor]:
         """Return a pair's factors by the parameters' names, for a scaling, filled with zeros to the adapter's rank."""
-        full = pair.resized(self.rank, scaling)
+        full = pair.resized(self.rank, scaling, folded)
         return {self.parameters[name]: self.value(name, getattr(full, name)).contiguous() for name in ("B", "A")}
 
 
@@ -207,9 +207,9 @@ class _LayerAdapter(Adapter):
         matrix = layer.factorization.as_matrix(weight)
         return matrix.T if layer.first_is_input else matrix
 
-    def tensors(self, pair: LowRankPair, scaling: float) -> dict[str, Tensor]:
+    def tensors(self, pair: LowRankPair, scaling: float, folded: Collection[Name]) -> dict[str, Tensor]:
         """Return a pair's factors as `Adapter.tensors` does, with zeros for the padding of an embedding."""
-        found = super().tensors(pair, scaling)
+        found = super().tensors(pair, scaling, folded)
         return {
             self.parameters[which]: self._without_padding(factor, found[self.parameters[which]])
             for which, factor in self._factors.items()

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lightning_lowrank.aggregation.inputs import BOTH, NEITHER, Broadcast, Factors, LayerInputs
+from lightning_lowrank.aggregation.inputs import BOTH, NEITHER, ONLY_B, Broadcast, Factors, LayerInputs
 from lightning_lowrank.aggregation.pairs import LowRankPair, check_rank
 from lightning_lowrank.arguments import Configured, recorded_arguments
 from lightning_lowrank.seeding import derive_seed, generator
@@ -31,7 +31,8 @@ class Operator(Configured, ABC):
 
     Attributes:
         broadcasts: ``"common"``: clients of one rank and scaling receive the same pair, and one outside the
-            cohort receives ``server.resized(rank, scaling)``. ``"personal"``: each client has its own pair.
+            cohort receives ``server.resized(rank, scaling, absorbing(round))``. ``"personal"``: each client has its
+            own pair.
         redraws: Whether the pairs that clients receive are drawn by :meth:`fresh`, and need not be sent.
         changes_base: Whether there is a change of the base weight, which every client needs, also outside the cohort.
         mixed_ranks: Whether clients of different ranks can be aggregated.
@@ -62,6 +63,10 @@ class Operator(Configured, ABC):
     def sent_down_of_change(self, round: int) -> Factors:
         """Return the factors of the base weight's change that the server sends after a round; by default none."""
         return NEITHER
+
+    def absorbing(self, round: int) -> Factors:
+        """Return the factors that absorb a difference of clients' scalings, each an equal share; by default ``B``."""
+        return ONLY_B
 
     @torch.no_grad()
     def aggregate(

@@ -7,7 +7,7 @@ weight's own size is the one that :meth:`LowRankPair.product` returns, and no op
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,6 +18,8 @@ from lightning_lowrank.aggregation.aggregator import float64_device, to_float64
 from lightning_lowrank.arguments import check_integer, check_number
 
 __all__ = ["LowRankPair"]
+
+_ONLY_B: frozenset[Literal["B", "A"]] = frozenset({"B"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +81,9 @@ class LowRankPair:
         working = working_dtype(self.B.dtype)
         return (self.scaling * (self.B.to(working) @ self.A.to(working))).to(self.B.dtype)
 
-    def resized(self, rank: int, scaling: float | None = None, folded: Literal["B", "A"] = "B") -> LowRankPair:
+    def resized(
+        self, rank: int, scaling: float | None = None, folded: Collection[Literal["B", "A"]] = _ONLY_B
+    ) -> LowRankPair:
         """Return the first ``rank`` columns of ``B`` and rows of ``A``, for a given scaling.
 
         The server sends its pair to clients of another rank in this form. A larger rank is filled with zeros; such
@@ -88,7 +92,7 @@ class LowRankPair:
         Args:
             rank: The rank of the result, at least 1.
             scaling: The scaling of the result. By default the pair's own.
-            folded: The factor that absorbs the difference of the scalings. Default: ``"B"``.
+            folded: The factors that absorb the difference of the scalings, each an equal share. Default: ``B``.
 
         Raises:
             TypeError: If the rank is not an integer or the scaling not a number.
@@ -106,7 +110,8 @@ class LowRankPair:
         left, right = padded(self.B[:, :rank], rank, 1), padded(self.A[:rank], rank, 0)
         factors = {"B": left, "A": right}
         if wanted != self.scaling:
-            factors[folded] = to_float64(factors[folded]) * (self.scaling / wanted)
+            share = (self.scaling / wanted) ** (1 / len(folded))
+            factors.update({name: to_float64(factors[name]) * share for name in folded})
         left, right = (factor.to(self.B.dtype).to(self.B.device).clone() for factor in factors.values())
         return LowRankPair(left, right, wanted)
 

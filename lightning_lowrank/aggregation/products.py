@@ -79,6 +79,10 @@ class SumProduct(Operator):
         clients = tuple(received[target] for target in inputs.targets)
         return Broadcast(clients, found.split(largest, self.split, inputs.scaling, inputs.dtype))
 
+    @override
+    def absorbing(self, round: int) -> Factors:
+        return BOTH if self.split == "balanced" else ONLY_B
+
     def _terms(self, inputs: LayerInputs) -> tuple[Sequence[LowRankPair], Tensor]:
         """Return pairs and weights whose weighted sum of products is decomposed."""
         return inputs.pairs, inputs.weights
@@ -369,6 +373,10 @@ class CoLR(Operator):
 
     @override
     def sent_down_of_change(self, round: int) -> Factors:
+        return self.trained(round)
+
+    @override
+    def absorbing(self, round: int) -> Factors:
         return self.trained(round)
 
     @override

@@ -6,6 +6,7 @@ clients of different rank, what a client keeps, and changes of the base weight.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ __all__ = ["AggregatedRound", "FedLoRA"]
 Name = Literal["B", "A"]
 _NAMES: tuple[Name, Name] = ("B", "A")
 # Stands for both factors of a change in messages where the matrix takes fewer bytes than they.
+_LONGEST_PERIOD = 256
 _PRODUCT = "product"
 
 
@@ -456,18 +458,19 @@ class FedLoRA(Algorithm):
         """Return the pairs with which a client of a level starts a round from these values."""
         return {
             layer: adapter.pair(known, adapter.rank, self._scalings[layer]).resized(
-                self._rank(adapter, level), self._scaling(adapter, level), self._absorbing(round_number)
+                self._rank(adapter, level), self._scaling(adapter, level), self.operator.absorbing(round_number)
             )
             for layer, adapter in self._adapters.items()
         }
 
     def _take(self, server: Server, clients: Sequence[int], found: Mapping[str, Broadcast]) -> None:
         change: dict[str, Tensor] = {}
+        absorbing = self.operator.absorbing(server.round)
         for layer, result in found.items():
             adapter, scaling = self._adapters[layer], self._scalings[layer]
-            server.model.update(adapter.tensors(result.server, scaling))
+            server.model.update(adapter.tensors(result.server, scaling, absorbing))
             if result.change is not None:
-                of_layer = result.change.resized(result.change.rank, scaling, self._absorbing(server.round))
+                of_layer = result.change.resized(result.change.rank, scaling, absorbing)
                 names = self.operator.sent_down_of_change(server.round)
                 # The factors of many clients side by side can take more bytes than the matrix, which is in single
                 # precision as the product of factors of 16 bits is.
@@ -481,12 +484,18 @@ class FedLoRA(Algorithm):
             if self.operator.broadcasts == "personal" and self.operator.sent_up(server.round) == set(_NAMES):
                 pairs = server.state.setdefault("pairs", {})
                 for client, pair in zip(clients, result.clients, strict=True):
-                    pairs.setdefault(client, {}).update(adapter.tensors(pair, scaling))
+                    pairs.setdefault(client, {}).update(adapter.tensors(pair, scaling, absorbing))
         if change:
             self.announce(server, change)
         server.model.update(server.base.state.get("factors", {}))
+        down = self.operator.sent_down(server.round)
+        if not self._alternates and down != self.operator.sent_down(0):
+            raise MisconfigurationException(
+                f"{self.operator!r} sends {sorted(down)} after round {server.round}, and after each of the first"
+                f" {_LONGEST_PERIOD} rounds {sorted(self.operator.sent_down(0))}: let it change in one of those too."
+            )
         if self._alternates:
-            changed = dict.fromkeys(self.operator.sent_up(server.round), server.round + 1)
+            changed = dict.fromkeys(down, server.round + 1)
             server.state["versions"] = {**self._versions(server), **changed}
 
     def model_for(self, server: Server, client: ClientInfo) -> Mapping[str, Tensor]:
@@ -536,12 +545,13 @@ class FedLoRA(Algorithm):
         came = {parameter: values[parameter] for parameter in self._factors if parameter in values}
         level = self._level(client)
         known = self._known_by(client)
-        absorbing = self._absorbing(client.round)
+        absorbing = self.operator.absorbing(client.round)
         for parameter, (adapter, name) in self._factors.items():
             rank = self._rank(adapter, level)
             value = came[parameter] if parameter in came else adapter.slots(name, known[parameter], rank)
             # Values from the server and from the client's state are for the scaling of the full rank.
-            ratio = self._scalings[adapter.name] / adapter.scaling if name == absorbing else 1.0
+            ratio = self._scalings[adapter.name] / adapter.scaling
+            ratio = ratio ** (1 / len(absorbing)) if name in absorbing else 1.0
             values[parameter] = self._padded(adapter, name, value, ratio)
         values.update({name: known[name] for name in self._kept})
         copy_into(client.model, values)
@@ -560,7 +570,7 @@ class FedLoRA(Algorithm):
         level = self._level(client)
         sent = {name: value for name, value in client.base.sent_up(model).items() if name not in self._factors}
         personal = {name: sent.pop(name).detach().clone() for name in sorted(self._kept)}
-        up, absorbing = self.operator.sent_up(client.round), self._absorbing(client.round)
+        up, absorbing = self.operator.sent_up(client.round), self.operator.absorbing(client.round)
         selected = self._selected(client)
         for parameter, (adapter, name) in self._factors.items():
             if name in up:
@@ -571,7 +581,8 @@ class FedLoRA(Algorithm):
                     sent[f"{adapter.name}.slots"] = slots.to(torch.int32)
                 sent[parameter] = value
             elif name in self.operator.trained(client.round):
-                ratio = adapter.scaling / self._scalings[adapter.name] if name == absorbing else 1.0
+                ratio = adapter.scaling / self._scalings[adapter.name]
+                ratio = ratio ** (1 / len(absorbing)) if name in absorbing else 1.0
                 personal[parameter] = self._padded(adapter, name, model[parameter], ratio).clone()
         if personal:
             client.state["personal"] = personal
@@ -606,17 +617,14 @@ class FedLoRA(Algorithm):
                 dtype=like.dtype,
                 device=like.device,
             )
-            drawn |= adapter.tensors(pair, scaling)
+            drawn |= adapter.tensors(pair, scaling, self.operator.absorbing(number))
         base.state.update({"factors": drawn, "draw": number})
 
-    def _absorbing(self, round_number: int) -> Name:
-        """Return the factor that absorbs a difference of scalings: ``B``, unless it is drawn and stays as drawn."""
-        return "A" if self.operator.redraws and "B" not in self.operator.trained(round_number) else "B"
-
-    @property
+    @functools.cached_property
     def _alternates(self) -> bool:
-        """Whether rounds train different factors, so that a client may lack the changes of several rounds."""
-        return self.operator.trained(0) != self.operator.trained(1)
+        """Whether rounds send different factors, so that a client may lack the changes of several rounds."""
+        first = self.operator.sent_down(0)
+        return any(self.operator.sent_down(number) != first for number in range(1, _LONGEST_PERIOD))
 
     def _versions(self, server: Server) -> dict[str, int]:
         """Return the round before which each factor changed last; -1 if every side has it from the start."""

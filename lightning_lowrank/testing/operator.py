@@ -184,10 +184,12 @@ class _Check:
         require(result.server.shape == _SHAPE, f"the server's pair is of a {result.server.shape} weight")
         if self.operator.broadcasts == "common":
             for pair in result.clients:
-                own = result.server.resized(pair.rank, pair.scaling)
-                _require_close(
-                    _dense(pair), _dense(own), "broadcasts is 'common', and a client does not get the server's"
-                )
+                own = result.server.resized(pair.rank, pair.scaling, self.operator.absorbing(self.round))
+                said = "broadcasts is 'common', and a client does not get the server's"
+                _require_close(_dense(pair), _dense(own), said)
+                for name in ("B", "A"):
+                    said = f"a client's {name} is not the server's at its scaling: absorbing() says what differs"
+                    _require_close(getattr(pair, name).double(), getattr(own, name).double(), said)
 
     def exactness(self, result: Broadcast, pairs: Sequence[LowRankPair]) -> None:
         if self.exact:

@@ -78,6 +78,7 @@ def check(tmp_path, execution, make, norm=None, rounds=ROUNDS, keep=False):
     return ended, loop, settings
 
 
+@nightly_except("Adagrad-False-sequential", "AdamW-True-vectorized", "SGD-False-sequential", "momentum-True-sequential")
 @pytest.mark.slow
 @daily("momentum-True-sequential", "Adagrad-True-vectorized")
 @pytest.mark.parametrize(("optimizer", "keep", "execution"), all_pairs(OPTIMIZERS, [False, True], EXECUTIONS))

@@ -20,18 +20,20 @@ from lightning_lowrank import (
     FedInc,
     FedLoRA,
     FedSA,
+    FedSVD,
     FLoRA,
     FromIndices,
     LoRAA2,
     LowRank,
     MatrixProduct,
     ProductSum,
+    RaFLoRA,
     RoLoRA,
     SumProduct,
     ZeroPadding,
     load_dense,
 )
-from lightning_lowrank.aggregation import Operator, find_adapters
+from lightning_lowrank.aggregation import LowRankPair, Operator, find_adapters
 from lightning_lowrank.algorithms import fedlora
 from lightning_lowrank.federated import Base, ClientContext, ClientInfo, Message, Server
 from lightning_lowrank.federated.algorithm import detached
@@ -51,13 +53,17 @@ class Wire(Callback):
     """Records what crosses the wire and what clients trained, by round and client, and the weights by round."""
 
     def __init__(self, loop):
-        self.down, self.up, self.trained, self.effective = {}, {}, {}, []
+        self.down, self.up, self.trained, self.effective, self.started = {}, {}, {}, [], {}
         algorithm = loop.algorithm
         begin, end = algorithm.begin, algorithm.end
 
         def watched_begin(client, message):
             self.down[client.round, client.id] = detached(message.tensors)
             begin(client, message)
+            self.started[client.round, client.id] = {
+                name: adapter.pair(detached(client.model), adapter.rank, adapter.scaling)
+                for name, adapter in find_adapters(client.base.module).items()
+            }
 
         def watched_end(client):
             message = end(client)
@@ -282,6 +288,57 @@ def test_a_client_needs_nothing_but_its_messages(tmp_path, make):
     module = Module(network(), optimizer=small_steps)
     fit(trainer(tmp_path, low_rank(), loop, max_epochs=len(rounds), **DOUBLE), module, Data(double))
     assert sites.heard == set(range(len(rounds)))
+
+
+OPERATORS = [kind for kind in registered(Operator).values() if kind.__module__.startswith("lightning_lowrank")]
+STARTS = [
+    *(kind() for kind in OPERATORS),
+    *(FedSVD(2), FedSVD(3), CoLR("A")),
+    *(kind(split="balanced") for kind in (SumProduct, RaFLoRA)),
+]
+
+
+@nightly_except(
+    *("equal-FedSVD(period=2)", "equal-FedSVD(period=3)", "equal-RoLoRA()", "equal-FedSA()"),
+    *("mixed-FedSVD(period=3)", "mixed-SumProduct(split='balanced', method='exact')", "mixed-CoLR(trained_factor='A')"),
+)
+@pytest.mark.slow
+@pytest.mark.parametrize("operator", STARTS, ids=repr)
+@pytest.mark.parametrize("ranks", [[4, 4, 4], [4, 2, 1]], ids=["equal", "mixed"])
+def test_a_client_starts_from_what_the_operator_says(tmp_path, operator, ranks):
+    """From its own pair after a round that it took part in, else from the server's at its rank and scaling."""
+    mixed = len(set(ranks)) > 1
+    if mixed and not operator.mixed_ranks:
+        pytest.skip("it takes clients of one rank")
+    cohorts = [[0, 1], [1], [0, 2], [1, 2], [2], [0, 1], [0, 1, 2], [2]]
+    algorithm = FedLoRA(operator, **({"ranks": ranks} if mixed else {}))
+    _, _, wire, seen = federate(
+        tmp_path, algorithm, rank=4, rounds=8, participants=cohorts, seed=0, optimizer=small_steps
+    )
+    own, compared = {}, 0
+    for aggregated, cohort, following in zip(seen, cohorts, cohorts[1:], strict=False):
+        for layer, result in aggregated.broadcasts.items():
+            for client, pair in zip(cohort, result.clients, strict=True):
+                if operator.broadcasts == "personal" and "B" not in operator.sent_up(0):
+                    # The server does not know it.
+                    trained = wire.trained[aggregated.round, client][f"{layer}.factors.U"]
+                    pair = LowRankPair(trained[:, : pair.rank], pair.A, pair.scaling)
+                own[client, layer] = pair
+            for client in following:
+                start = wire.started[aggregated.round + 1, client][layer]
+                rank = own[client, layer].rank if (client, layer) in own else min(ranks[client], start.rank)
+                shared = result.server.resized(rank, start.scaling, operator.absorbing(aggregated.round))
+                expected = shared if client not in cohort else own[client, layer]
+                if operator.broadcasts == "personal" and client not in cohort:
+                    if (client, layer) not in own:
+                        continue
+                    alone = "B" not in operator.sent_up(0)
+                    expected = LowRankPair(own[client, layer].B, (shared if alone else own[client, layer]).A, 1.0)
+                for name in ("B", "A"):
+                    value = getattr(expected.resized(start.rank, expected.scaling), name)
+                    torch.testing.assert_close(getattr(start, name), value, rtol=1e-9, atol=1e-9)
+                compared += 1
+    assert compared >= 3 * 7
 
 
 @pytest.mark.slow
@@ -624,9 +681,6 @@ def trained_on_tokens(tmp_path, operator, tied=False):
 
 
 # Other test files define operators too.
-OPERATORS = [kind for kind in registered(Operator).values() if kind.__module__.startswith("lightning_lowrank")]
-
-
 @pytest.mark.parametrize("operator", OPERATORS, ids=lambda kind: kind.__name__)
 def test_the_padding_of_an_embedding_stays(tmp_path, operator):
     module, loop, wire = trained_on_tokens(tmp_path, operator())

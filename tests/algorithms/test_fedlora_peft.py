@@ -168,7 +168,7 @@ CASES = [
 ]
 
 
-@nightly_except("bert-case0-case0", "bert-case4-case4", "convolutions-case12-case12", "gpt-case9-case9")
+@nightly_except("bert-case0-case0", "gpt-case9-case9")
 @pytest.mark.slow
 @daily("bert-case0-case0", "convolutions-case6-case6")
 @pytest.mark.parametrize(("network", "operator", "settings"), CASES)

@@ -21,7 +21,6 @@ from lightning_lowrank import (
 from lightning_lowrank.federated.state import ClientInfo
 from lightning_lowrank.models import CNN4, MLP, Classifier, ResNet18
 from tests.algorithms.written_out import own_model
-from tests.grids import nightly_except
 from tests.helpers import Data, Module, blobs, fit, trainer, weights
 
 CLIENTS = [list(range(21)), list(range(21, 31)), list(range(31, 65)), list(range(65, 80)), list(range(80, 90))]
@@ -335,9 +334,8 @@ def test_gradients_outside_of_the_slice_are_dropped_even_where_they_are_no_numbe
     assert_close(weights(module), weights(run(tmp_path, HeteroFL([0.6]), max_epochs=1)[0]), tolerance=0)
 
 
-@nightly_except("sequential")
-@pytest.mark.slow
 @pytest.mark.parametrize("execution", ["sequential", "vectorized"])
+@pytest.mark.nightly
 def test_resumes_with_its_scalers(tmp_path, execution):
     settings = {"participants": PARTICIPANTS, "execution": execution}
     kept = ModelCheckpoint(tmp_path / execution, "{step}", save_top_k=-1, every_n_train_steps=3)

@@ -8,6 +8,7 @@ from torch.utils.data import TensorDataset
 
 from lightning_lowrank import FederatedLoop, FedLoRA, FromIndices, NormBound
 from tests.algorithms.methods import LOW_RANK, METHODS, each_method
+from tests.grids import nightly_except
 from tests.helpers import Data, Module, blobs, fit, trainer
 
 PARTS = [range(30), range(30, 60), range(60, 80), range(80, 103)]
@@ -50,6 +51,7 @@ def protected(algorithm):
 PROTECTED = [name for name, method in METHODS.items() if protected(method.make())]
 
 
+@nightly_except("FedAvg", "FedLoRA-CoLR", "FedMUD", "TDPFed")
 @pytest.mark.slow
 @each_method("FedMUD", "FedHM", "FedBAT", "FedLoRA-CoLR", among=PROTECTED)
 def test_what_is_cut_off_leaves_the_model_where_it_was(tmp_path, name):
@@ -60,6 +62,7 @@ def test_what_is_cut_off_leaves_the_model_where_it_was(tmp_path, name):
     assert before.std(dim=0).max() > 0.01
 
 
+@nightly_except("FedAvg", "FedLoRA-CoLR", "FedMUD", "TDPFed")
 @each_method(among=PROTECTED)
 def test_a_bound_that_cuts_nothing_off_is_the_mean(tmp_path, name):
     bounded, mean = (outputs(tmp_path, name, aggregator=rule)[-1] for rule in (NormBound(1e9), None))

@@ -110,7 +110,7 @@ def test_each_base_learns_on_its_own(tmp_path, capacity, execution):
     assert module.net.active is None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_clients_have_the_bases_of_their_budget_drawn_in_each_round(tmp_path):
     algorithm = Watching(BUDGETS)
     run(tmp_path, algorithm, max_epochs=40)

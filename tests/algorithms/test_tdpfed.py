@@ -15,7 +15,7 @@ from lightning_lowrank.algorithms.tdpfed import factor_gradients, refit
 from lightning_lowrank.federated.state import Base, ClientInfo, Server, trained_tensors
 from lightning_lowrank.models import MLP, VGG8
 from tests.algorithms.written_out import kept_by, own_model
-from tests.grids import daily
+from tests.grids import daily, nightly_except
 from tests.helpers import Data, Module, blobs, fit, network, trainer, weights
 
 CLIENTS = [list(range(40)), list(range(40, 60)), list(range(60, 103)), []]
@@ -249,6 +249,7 @@ def train_client(theirs, start, client, joint, reset, kept):
     return {name: [value.detach() for value in each] for name, each in factors.items()}, personal
 
 
+@nightly_except("sequential-False-1.0-round", "vectorized-True-1.8-round")
 @pytest.mark.slow
 @daily("sequential-True-1.8-round", "vectorized-False-1.0-never")
 @pytest.mark.parametrize(
@@ -396,6 +397,7 @@ def convolutions():
     )
 
 
+@nightly_except("ACT")
 @pytest.mark.slow
 @pytest.mark.parametrize("aggregation", ["AFM", "ACT"])
 def test_convolutions_one_after_another_and_together(tmp_path, aggregation):
