@@ -361,9 +361,8 @@ def export_wrapped(
                 f"init_lora_weights={config.init_lora_weights!r} changed the base weights when PEFT wrapped the model,"
                 f" {_PART}"
             )
-        if moved:
-            # Loading the folder must not change the base weights again.
-            config.init_lora_weights = True
+        # Loading the folder must not change the base weights again, nor draw what its ranks may not allow.
+        config.init_lora_weights = True
         adapted = _put_changes(inner, adapter, config, tensors, base, sums, f"{inside}." if inside else "")
     if base is not None:
         # Trained biases are written under their own names, those of modules to save under the names of before.
@@ -458,12 +457,16 @@ def _put_changes(
             key = re.sub(rf"\.{re.escape(adapter)}(?=\.weight$|$)", "", found.parameters[which])  # type: ignore[index]
             assert PREFIX + key in tensors, key
             tensors[PREFIX + key] = found.value(which, value)  # type: ignore[arg-type]
-        rank, place = len(A), f"^{re.escape(layer)}"
-        ranks[place], alphas[place] = rank, math.sqrt(rank) if config.use_rslora else rank
-    config.rank_pattern, config.alpha_pattern = config.rank_pattern | ranks, config.alpha_pattern | alphas
-    if len(ranks) == len(adapters) > 0:
-        # No layer has the one of before.
-        config.r, config.lora_alpha = max(ranks.values()), max(alphas.values())
+        ranks[layer] = len(A)
+        alphas[layer] = math.sqrt(len(A)) if config.use_rslora else float(len(A))
+    if ranks:
+        # One pattern for each layer: PEFT takes the first that matches, which may be one of the user's.
+        for layer, found in adapters.items():
+            if layer not in ranks:
+                ranks[layer] = found.rank
+                alphas[layer] = found.scaling * (math.sqrt(found.rank) if config.use_rslora else found.rank)
+        config.r, config.rank_pattern = _most_common(ranks)
+        config.lora_alpha, config.alpha_pattern = _most_common(alphas)
     return adapters
 
 

@@ -125,6 +125,56 @@ def test_the_adapter_of_each_operator_is_whole_on_the_original_base(tmp_path, ne
         check(network, module, base, tmp_path / "other")
 
 
+class Numbered(nn.Module):
+    """Layers of which one's name is a part of another's, and a pattern for one may match others."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleDict({"q": nn.Linear(6, 6), "v": nn.Linear(6, 6)}) for _ in range(11))
+
+    def forward(self, inputs):
+        for layer in self.layers:
+            inputs = inputs + torch.tanh(layer["v"](layer["q"](inputs)))
+        return inputs
+
+
+PATTERNS = [{}, {"q": 4}, {"0.q": 4}, {r".*\.1\d?\.q": 4}, {"layers.1.v": 4, "v": 6}, {r"layers\.(0|10)\.\w": 4}]
+CHANGED = [[], ["layers.1.q"], ["layers.0.q", "layers.10.v"], ["layers.1.v", "layers.3.q"]]
+
+
+@pytest.mark.parametrize("number", range(30))
+def test_ranks_and_scalings_of_ones_own_patterns_are_kept(tmp_path, number):
+    ranks, alphas = PATTERNS[number % 6], PATTERNS[(number // 5 + number) % 6]
+    changed = CHANGED[number % 4]
+    torch.manual_seed(number)
+    base = Numbered()
+    config = peft().LoraConfig(
+        r=2,
+        lora_alpha=3,
+        target_modules=["q", "v"] if number % 3 else r"layers\.(0|1|10)\.(q|v)",
+        rank_pattern=ranks,
+        alpha_pattern={name: value + 1.5 for name, value in alphas.items()},
+        use_rslora=number % 2 == 1,
+        init_lora_weights=[True, "orthogonal", "gaussian"][number % 3],
+    )
+    wrapped = peft().get_peft_model(copy.deepcopy(base), config)
+    draws = torch.Generator().manual_seed(number)
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            inner = name.replace("base_model.model.", "").replace(".base_layer.weight", "")
+            if "lora_" in name:
+                parameter.normal_(0, 0.3, generator=draws)
+            elif inner in changed:
+                # Of rank 3, which is no layer's own.
+                parameter.add_(torch.randn(6, 3, generator=draws) @ torch.randn(3, 6, generator=draws))
+    inputs = torch.randn(5, 6, generator=draws)
+    for given in [{"base": base}] + ([] if changed else [{}]):
+        folder = export_adapter(wrapped, tmp_path / f"adapter_{len(given)}", **given)
+        loaded = peft().PeftModel.from_pretrained(copy.deepcopy(base), folder)
+        with torch.no_grad():
+            torch.testing.assert_close(loaded(inputs), wrapped(inputs), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["wrapped", "ours"])
 def test_a_change_of_weights_of_16_bits_is_that_before_rounding(tmp_path, form):
