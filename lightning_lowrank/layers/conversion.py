@@ -133,14 +133,12 @@ def _make_low_rank(model: nn.Module, chosen: Sequence[Candidate], settings: Laye
         for weight, requires_grad in trained:
             weight.requires_grad_(requires_grad)
         raise ValueError(f"layer {layer.name!r}: {error}") from None
-    replace_modules(model, {layer.module: built[layer.name] for layer in chosen if not layer.projection})
+    replace_modules({layer.module: built[layer.name] for layer in chosen if not layer.projection})
     attentions: dict[nn.Module, dict[str, LowRankLayer]] = {}
     for layer in chosen:
         if layer.projection:
             attentions.setdefault(layer.module, {})[layer.projection] = built[layer.name]
-    replace_modules(
-        model, {dense: LowRankMultiheadAttention.from_dense(dense, attentions[dense]) for dense in attentions}
-    )
+    replace_modules({dense: LowRankMultiheadAttention.from_dense(dense, attentions[dense]) for dense in attentions})
 
 
 def _build(layer: Candidate, settings: LayerSettings, seed: int, built: Mapping[str, LowRankLayer]) -> LowRankLayer:

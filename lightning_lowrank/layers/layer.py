@@ -30,7 +30,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_lowrank.internals.torch import COMPILED, TABLES, own_buffers, own_children, own_parameters
+from lightning_lowrank.internals.torch import (
+    COMPILED,
+    TABLES,
+    has_hooks,
+    own_buffers,
+    own_children,
+    own_parameters,
+    version_of,
+)
 from lightning_lowrank.layers.factorization import Factorization, HalfFrozen
 from lightning_lowrank.layers.factorization.base import working_precision
 from lightning_lowrank.layers.settings import Compute, LayerSettings, Role, update_scale
@@ -127,6 +135,7 @@ class LowRankLayer(nn.Module):
     folded: bool
     train_base: bool
     _contracted: dict[tuple[Any, ...], bool]
+    _merged_of: dict[int, int]
 
     def __init__(self, *arguments: object, **keywords: object) -> None:
         raise TypeError(
@@ -145,6 +154,8 @@ class LowRankLayer(nn.Module):
         dtype = module.get_parameter("weight").dtype
         if not dtype.is_floating_point or dtype.itemsize < 2:
             return f"its weight is of type {dtype}"
+        if has_hooks(module.get_parameter("weight")):
+            return "its weight has a hook (Tensor.register_hook)"
         return ""
 
     @classmethod
@@ -215,7 +226,7 @@ class LowRankLayer(nn.Module):
         layer.active = "both"
         layer.trainable, layer.train_base = weight.requires_grad, settings.train_base
         layer.folded = False
-        layer._contracted = {}
+        layer._contracted, layer._merged_of = {}, {}
         if layer.compute == "contracted" and not layer._can_contract():
             raise ValueError(
                 f'compute="contracted" is not possible: {factorization!r} has no contracted form for a '
@@ -284,7 +295,8 @@ class LowRankLayer(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The effective dense weight, composed at each use unless the layer is merged."""
-        if self.merged_weight is not None:
+        if self._is_merged():
+            assert self.merged_weight is not None
             return self.merged_weight
         if self.role == "update":
             return (self.frozen_weight + self.update()).to(self.frozen_weight.dtype)
@@ -360,10 +372,29 @@ class LowRankLayer(nn.Module):
 
         The factors and the frozen weight stay as they are, so :meth:`unmerge` restores the layer bit for bit
         and state dicts are the same as before. A merged layer does not train: ``train()``, loading a state dict,
-        :meth:`fold`, :meth:`reset_factors`, and a fit with `LowRank` or `FederatedLoop` unmerge it.
+        :meth:`fold`, :meth:`reset_factors`, a fit with `LowRank` or `FederatedLoop`, and any change of its factors in
+        place unmerge it.
         """
         self.unmerge()
         self.merged_weight = self.weight.detach().clone()
+        self._merged_of = self._versions()
+
+    def _versions(self) -> dict[int, int]:
+        """Return how often each tensor of which the weight is composed has been changed in place."""
+        return {id(value): version_of(value) for name, value in self.named_parameters() if name != "bias"}
+
+    def _is_merged(self) -> bool:
+        """Return whether the layer is merged, which it no longer is once its factors have changed."""
+        if self.merged_weight is None:
+            return False
+        if not torch.compiler.is_compiling():
+            now = self._versions()
+            if now.keys() != self._merged_of.keys():
+                # A copy of the layer, or one on another device, has tensors of its own.
+                self._merged_of = now
+            elif now != self._merged_of:
+                self.unmerge()
+        return self.merged_weight is not None
 
     def unmerge(self) -> None:
         """Undo :meth:`merge`: compose the weight at each use again."""
@@ -476,7 +507,8 @@ class LowRankLayer(nn.Module):
                 convolution).
         """
         bias = own_parameters(self).get("bias")
-        if self.merged_weight is not None:
+        if self._is_merged():
+            assert self.merged_weight is not None
             return self._apply_dense(input, self.merged_weight, bias, *geometry)
         if self.active == "base":
             return self._apply_dense(input, self.frozen_weight, bias, *geometry)
@@ -534,10 +566,15 @@ class LowRankLayer(nn.Module):
 
         With ``compute="auto"`` the multiply-adds of the forward pass are compared and, where gradients are
         recorded, also those of the backward pass: a gradient of the composed weight, which the contracted
-        way does not need, costs as much as the layer itself.
+        way does not need, costs as much as the layer itself. Where torch compiles, exports or traces the layer, the
+        answer goes by the weight's shape alone, so that it holds for inputs of every size.
         """
         if self.compute != "auto":
             return self.compute == "contracted"
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():
+            each = self.factorization.multiply_adds(self.weight_shape, self.rank) if self._can_contract() else None
+            sets = 2 if self.decouple else 1
+            return each is not None and sets * each < math.prod(self.weight_shape)
         if any(isinstance(size, torch.SymInt) for size in input.shape):
             # Tracing for many sizes notes for which of them the answer holds.
             return bool(self._takes_less_contracted(input, *geometry))

@@ -89,10 +89,11 @@ def unmerge(model: nn.Module) -> nn.Module:
 
 @torch.inference_mode(False)
 def recover(model: nn.Module) -> nn.Module:
-    """Replace every low-rank layer by the dense layer with the same weight, in place.
+    """Turn every low-rank layer into the dense layer with the same weight, in place.
 
     The dense weights are new parameters, trainable where the weights were before the conversion; biases and
-    hooks are the layers' own. Other parameters that ``freeze_rest`` froze stay frozen.
+    hooks are the layers' own. Other parameters that ``freeze_rest`` froze stay frozen. Nothing of this package is
+    left in the model, which ``torch.load`` reads without it.
 
     Args:
         model: A converted model. One without low-rank layers is returned unchanged.
@@ -127,12 +128,15 @@ def recover(model: nn.Module) -> nn.Module:
                 if isinstance(projection, LowRankLayer):
                     weight = dense.get_parameter(f"{name}_weight")
                     setattr(dense, f"{name}_weight", tied.setdefault(projection.factors, weight))
-    replace_modules(model, attentions)
+    replace_modules(attentions)
     layers: dict[nn.Module, nn.Module] = {}
     for _, layer in low_rank_layers(model):
         layers[layer] = plain = layer.to_dense(hooks=True)
         plain.weight = tied.setdefault(layer.factors, plain.get_parameter("weight"))
-    replace_modules(model, layers)
+    replace_modules(layers)
+    for part in model.modules():
+        for name in ("frozen_for_factors", "buffers_before_training"):
+            vars(part).pop(name, None)
     return model
 
 
@@ -200,9 +204,8 @@ def _dense_weight(spec: LayerSpec, tensors: Mapping[str, Tensor]) -> Tensor:
     return (tensors["frozen_weight"] + change).to(tensors["frozen_weight"].dtype)
 
 
-def replace_modules(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> None:
-    """Replace the modules under all their names."""
-    for parent in list(model.modules()):
-        for name, child in list(own_children(parent).items()):
-            if child is not None and child in replacements:
-                parent.add_module(name, replacements[child])
+def replace_modules(replacements: Mapping[nn.Module, nn.Module]) -> None:
+    """Let modules become others. The objects stay the same, so that a plain list or a bound method has them too."""
+    for module, other in replacements.items():
+        object.__setattr__(module, "__dict__", vars(other))
+        object.__setattr__(module, "__class__", type(other))
