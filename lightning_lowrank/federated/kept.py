@@ -41,7 +41,12 @@ class Kept:
         self._containers: dict[str, list[Any]] = {}
         self._tensors: dict[str, Tensor] = {}
         module = trainer.lightning_module
-        optimizers = [each for each in trainer.optimizers if not type(each).__module__.startswith("lightning_lowrank.")]
+        # Clients that train alone begin with what `Starts` has of the optimizers.
+        optimizers = [
+            each
+            for each in trainer.optimizers
+            if not with_module and not type(each).__module__.startswith("lightning_lowrank.")
+        ]
         # Schedulers are brought back for each client.
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         apart = [*module.parameters(), *module.buffers(), *trainer.optimizers, *schedulers]

@@ -7,6 +7,7 @@ states are stacked as their parameters are.
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -17,12 +18,16 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_lowrank.federated.objects import walk
+from lightning_lowrank.federated.offload import flatten_state
 from lightning_lowrank.federated.state import State
 from lightning_lowrank.optim import ProjectedAdamW, ProjectedSGD
 from lightning_lowrank.optim.deferred import CHANGE
 
 _CURRENT_IN = "moments.current"
 _SHARED = ("step", "mu_product")
+_OF_EVERY_OPTIMIZER = vars(Optimizer([nn.Parameter(torch.empty(0))], {})).keys() | {"step", "_opt_called"}
+"""What torch and its schedulers keep on each optimizer."""
 _SCHEDULED = ("lr", "initial_lr", "momentum", "betas", "weight_decay")
 _ELEMENTWISE: list[type[Optimizer]] = [
     torch.optim.SGD,
@@ -43,7 +48,8 @@ def register_elementwise(kind: type[Optimizer]) -> type[Optimizer]:
     """Declare that an optimizer acts on each number alone, so that clients may step together with it.
 
     Its state must consist of tensors shaped as their parameter, of scalar tensors named ``step``, and of plain Python.
-    Subclasses count as well, as do those of torch's own elementwise optimizers.
+    Subclasses count as well, as do those of torch's own elementwise optimizers, but for those with a ``step`` of their
+    own.
 
     Args:
         kind: The class of the optimizer.
@@ -75,7 +81,8 @@ def register_elementwise(kind: type[Optimizer]) -> type[Optimizer]:
 
 def acts_elementwise(optimizer: Optimizer) -> bool:
     """Return whether an optimizer is known to act on each number alone."""
-    return isinstance(optimizer, tuple(_ELEMENTWISE))
+    step = inspect.unwrap(type(optimizer).step)
+    return any(isinstance(optimizer, kind) and step is inspect.unwrap(kind.step) for kind in _ELEMENTWISE)
 
 
 def counters(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -104,6 +111,99 @@ def fresh_state(optimizer: Optimizer) -> defaultdict[Tensor, Any]:
                 start = torch.full_like(parameter, group["initial_accumulator_value"], requires_grad=False)
                 state[parameter] = {"step": torch.tensor(0.0), "sum": start}
     return state
+
+
+class Starts:
+    """What optimizers hold as `configure_optimizers` made them, beside their groups, for each client to begin with.
+
+    It is their state, and attributes such as counters, slow weights or an optimizer inside. Modules are shared, and
+    generators of random numbers go on.
+
+    Args:
+        optimizers: The trainer's optimizers, before a step.
+        keeps: Whether each client keeps what it ends with.
+
+    Raises:
+        MisconfigurationException: If an attribute cannot be copied, or not be kept.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], keeps: bool) -> None:
+        self._optimizers = optimizers
+        self._names = [vars(optimizer).keys() - _OF_EVERY_OPTIMIZER for optimizer in optimizers]
+        for optimizer, names in zip(optimizers, self._names, strict=True):
+            for name in sorted(names):
+                self._check(optimizer, name, keeps)
+        self._states = [self._copied(optimizer, dict(optimizer.state)) for optimizer in optimizers]
+        self._attributes = self.attributes()
+
+    def _check(self, optimizer: Optimizer, name: str, keeps: bool) -> None:
+        value = vars(optimizer)[name]
+        where = f"{type(optimizer).__name__}.{name}"
+        try:
+            self._copied(optimizer, value)
+            if keeps:
+                flatten_state(value)
+        except (TypeError, RuntimeError, ValueError, AttributeError, NotImplementedError) as error:
+            what = "each client begins with a copy of what the optimizer holds"
+            if keeps:
+                what = (
+                    "with optimizer_state='keep' each client keeps what the optimizer holds, tensors and plain Python"
+                )
+            raise MisconfigurationException(
+                f"{what}, and {where} is {value!r}: {error} Keep it in the optimizer's state or param_groups."
+            ) from error
+
+    def _copied(self, optimizer: Optimizer, value: Any) -> Any:
+        """Return a copy that holds the same parameters, groups and generators."""
+        same = [optimizer, optimizer.param_groups, *optimizer.param_groups, *_parameters_of(optimizer)]
+        lasting = (torch.Generator, nn.Module)
+        held = walk("", value, lambda kind: False, is_whole=lambda item: isinstance(item, lasting))
+        same += [item for _, item in held if isinstance(item, lasting)]
+        return copy.deepcopy(value, {id(item): item for item in same})
+
+    def attributes(self) -> list[dict[str, Any]]:
+        """Return copies of the optimizers' own attributes."""
+        return [
+            self._copied(optimizer, {name: vars(optimizer)[name] for name in names if name in vars(optimizer)})
+            for optimizer, names in zip(self._optimizers, self._names, strict=True)
+        ]
+
+    def begin(self) -> None:
+        """Give the optimizers back what they held."""
+        self.give(self._attributes)
+        for optimizer, state in zip(self._optimizers, self._states, strict=True):
+            optimizer.state.update(self._copied(optimizer, state))
+
+    def give(self, attributes: Sequence[Mapping[str, Any]]) -> None:
+        """Give the optimizers copies of attributes."""
+        for optimizer, names, own in zip(self._optimizers, self._names, attributes, strict=True):
+            if names:
+                for name in vars(optimizer).keys() - _OF_EVERY_OPTIMIZER:
+                    del vars(optimizer)[name]
+                vars(optimizer).update(self._copied(optimizer, dict(own)))
+
+    def state_dict(self) -> list[dict[str, Any]] | None:
+        """Return the optimizers' own attributes, or ``None`` where there are others than tensors and plain Python."""
+        found = self.attributes()
+        try:
+            flatten_state(found)
+        except TypeError:
+            return None
+        return found
+
+    def load_state_dict(self, state: list[dict[str, Any]] | None) -> None:
+        """Give the optimizers what `state_dict` returned.
+
+        Raises:
+            MisconfigurationException: If it returned ``None``.
+        """
+        if state is None:
+            raise MisconfigurationException(
+                "the checkpoint was saved inside a client's steps, and does not have what"
+                f" {' and '.join(type(each).__name__ for each in self._optimizers)} holds beside tensors and plain"
+                " Python: resume from one that was saved between clients."
+            )
+        self.give(state)
 
 
 class KeptMoments:
@@ -174,13 +274,21 @@ def _without(groups: Sequence[Sequence[Any]], gone: Collection[int]) -> list[tup
     return [tuple(None if next(places) in gone else entry for entry in group) for group in groups]
 
 
-def begin(optimizers: Sequence[Optimizer], states: Sequence[State], stacked: bool) -> None:
+def begin(
+    optimizers: Sequence[Optimizer], states: Sequence[State], stacked: bool, starts: Starts | None = None
+) -> None:
     """Give optimizers the states with which clients start, fresh or as `keep` has put them into the clients' states.
 
-    Clients whose states are ``stacked`` have one `KeptMoments.key`.
+    Clients whose states are ``stacked`` have one `KeptMoments.key`; others begin with what optimizers held at their
+    ``starts``.
     """
-    for number, optimizer in enumerate(optimizers):
+    for optimizer in optimizers:
         optimizer.state = fresh_state(optimizer)
+    if starts is not None:
+        starts.begin()
+        if "attributes" in states[0]:
+            starts.give(states[0]["attributes"])
+    for number, optimizer in enumerate(optimizers):
         kept = [state.get("optimizers", {}).get(number, {}) for state in states]
         parameters = _parameters_of(optimizer)
         for index in kept[0]:
@@ -196,8 +304,12 @@ def begin(optimizers: Sequence[Optimizer], states: Sequence[State], stacked: boo
                 group["subspaces"] = subspaces[position] if subspaces else (None,) * len(group["params"])
 
 
-def keep(optimizers: Sequence[Optimizer], state: State, place: int | None = None) -> None:
+def keep(optimizers: Sequence[Optimizer], state: State, place: int | None = None, starts: Starts | None = None) -> None:
     """Put the optimizer states with which a client ends into what it keeps, given its ``place`` in stacks if any."""
+    if starts is not None:
+        attributes = starts.attributes()
+        if any(attributes):
+            state["attributes"] = attributes
     state["optimizers"] = {
         number: {
             # Not the optimizer's own dictionary, whose tensors Lightning moves to the CPU at the end of a fit.

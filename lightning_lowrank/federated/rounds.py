@@ -35,7 +35,7 @@ from lightning_lowrank.federated.failures import ClientsFailed, described, is_of
 from lightning_lowrank.federated.isolation import ClientSteps, Isolation
 from lightning_lowrank.federated.messages import Ledger, dense_bytes
 from lightning_lowrank.federated.offload import ClientStates
-from lightning_lowrank.federated.optimizers import ClientOptions, KeptMoments
+from lightning_lowrank.federated.optimizers import ClientOptions, KeptMoments, Starts
 from lightning_lowrank.federated.personal import FurtherModels
 from lightning_lowrank.federated.progress import Progress
 from lightning_lowrank.federated.schedulers import SchedulersPerClient
@@ -91,6 +91,8 @@ class Rounds(Untraced):
             states = ClientStates(kept, settings.client_memory_limit)
         else:
             server, ledger, states = (getattr(before.coordinator, name) for name in ("server", "ledger", "states"))
+        # Before a step of theirs is tried.
+        starts = Starts(trainer.optimizers, settings.optimizer_state == "keep")
         planner = data.planner
         server.base.optimizers, server.clients = trainer.optimizers, planner.eligible
         coordinator = make(settings, server, samples, states, ledger, data.labels_of)
@@ -124,6 +126,7 @@ class Rounds(Untraced):
         data.group_key = self._group_key
         previous = None if before is None else before.execution
         self.execution: Execution = choose_execution(trainer, coordinator, data, processes, restored, previous)
+        self.execution.starts = starts
         if processes is not None:
             check_processes(processes, trainer, self._algorithm, settings.experiment_seed, data)
 
@@ -137,6 +140,7 @@ class Rounds(Untraced):
         """Go on with optimizers and schedulers that the trainer has set up anew."""
         self._schedulers = SchedulersPerClient(trainer)
         self.coordinator.server.base.optimizers = trainer.optimizers
+        self.execution.starts = Starts(trainer.optimizers, self._settings.optimizer_state == "keep")
         self._moments = KeptMoments(self._module, trainer.optimizers, self._algorithm.drawn_in)
         self.coordinator.setup()
 
@@ -187,6 +191,7 @@ class Rounds(Untraced):
             chunk, round_state = plan.chunks[progress.chunk], self._to_device(state["round_state"])
             execution.resume(chunk, self._step_in_chunk(), values, round_state)
             self._isolation.load_state_dict(self._to_device(state["unsaved_buffers"]))
+            execution.starts.load_state_dict(self._to_device(state["attributes"]))
             execution.before = self._to_device(state["before"])
             for name, gradient in self._to_device(state["gradients"]).items():
                 self._module.get_parameter(name).grad = gradient
@@ -410,6 +415,7 @@ class Rounds(Untraced):
             "client_values": detached(values),
             "round_state": execution.round_state if progress.chunk_open else {},
             "unsaved_buffers": self._isolation.state_dict() if progress.chunk_open else {},
+            "attributes": execution.starts.state_dict() if progress.chunk_open else [],
             "before": execution.before if progress.chunk_open else {},
             "gradients": self._gradients(),
             "common_options": self._options.common,

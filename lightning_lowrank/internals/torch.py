@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ContextDecorator, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import SGD, Optimizer
 from torch.optim.adam import adam
 from torch.overrides import has_torch_function
@@ -434,6 +436,45 @@ def own_parameters(module: nn.Module) -> MutableMapping[str, Any]:
 def own_buffers(module: nn.Module) -> MutableMapping[str, Any]:
     """Return the table of the buffers that a module holds itself, for reading and writing; see `own_parameters`."""
     return module._buffers
+
+
+def has_hooks(tensor: Tensor) -> bool:
+    """Return whether somebody is told of a tensor's gradient, as by `Tensor.register_hook`."""
+    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+def module_hooks(module: nn.Module) -> bool:
+    """Return whether somebody is told of a module's calls or of gradients in it."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+def sharing_memory(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, str]]:
+    """Return the names of tensors, each two objects, that have an element in common in memory."""
+    places: dict[int, list[tuple[int, int, str]]] = {}
+    for name, tensor in named:
+        if tensor.layout is torch.strided and not tensor.is_meta and not is_lazy(tensor) and tensor.numel():
+            begin = int(tensor.storage_offset())
+            end = begin + sum(
+                int(size - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+            )
+            try:
+                storage = tensor.untyped_storage().data_ptr()
+            except (RuntimeError, NotImplementedError):
+                # A tensor class of its own, or one that has no numbers.
+                continue
+            places.setdefault(storage, []).append((begin * tensor.itemsize, end * tensor.itemsize, name))
+    found = []
+    for spans in places.values():
+        spans.sort()
+        found += [(before[2], after[2]) for before, after in itertools.pairwise(spans) if after[0] <= before[1]]
+    return found
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how often a tensor has been changed in place, always 0 for those of the inference mode."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def own_children(module: nn.Module) -> MutableMapping[str, Any]:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric, MetricCollection
 
 from lightning_lowrank import FedAvg, FederatedLoop, FromIndices, MaskAbsentClasses
+from lightning_lowrank.federated import optimizers
 from lightning_lowrank.federated.execution import traces
 from lightning_lowrank.internals.torch import TorchDispatchMode
 from lightning_lowrank.testing.experiment import blobs
@@ -398,8 +399,6 @@ def test_patterns_of_other_parameters_are_refused(patterns, said):
         (Weighted, r"attributes of the module: table\.weight"),
         (Normalized, r"attributes of the module: scale\.mean"),
         (Shadowed, r"attributes of the module: shadow\.values\.0"),
-        (WithCounted, r"beside its state: Counted\.steps"),
-        (WithAround, r"beside its state: Around\.inner\.state"),
         (ByGlobalStep, "scale of ByGlobalStep reads global_step"),
         (ByNumberOfBatches, r"reads trainer\.num_training_batches, .*trainer\.is_last_batch"),
         (ByLengthOfLoader, r"reads trainer\.train_dataloader, .*trainer\.is_last_batch"),
@@ -414,10 +413,13 @@ def test_nothing_is_said_of_what_no_client_leaves():
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="training changes|steps change")
         federated(Remembering)
+        federated(WithCounted)
+        federated(WithAround)
         federated(Base, execution="vectorized")
 
 
-def test_what_optimizers_keep_is_named_where_clients_step_together():
+def test_what_optimizers_keep_is_named_where_clients_step_together(monkeypatch):
+    monkeypatch.setattr(optimizers, "_ELEMENTWISE", [*optimizers._ELEMENTWISE, Counted])
     with pytest.warns(UserWarning, match=r"beside its state: Counted\.steps"):
         federated(WithCounted, execution="vectorized")
 

@@ -84,10 +84,20 @@ def test_a_registered_optimizer_steps_clients_together(tmp_path, registry):
     assert ends[1][1].execution == "vectorized"
 
 
+class Plain(torch.optim.SGD):
+    """A variant of one of torch's that steps as it does."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kept", ["reset", "keep"])
-def test_subclasses_of_known_optimizers_step_clients_together(tmp_path, kept):
-    both(tmp_path, module=partial(Module, optimizer=partial(Doubled, lr=0.05, momentum=0.9)), optimizer_state=kept)
+def test_subclasses_of_known_optimizers_step_clients_together(tmp_path, kept, registry):
+    made = partial(Plain, lr=0.05, momentum=0.9)
+    both(tmp_path, module=partial(Module, optimizer=made), optimizer_state=kept)
+    doubled = partial(Module, optimizer=partial(Doubled, lr=0.05, momentum=0.9))
+    with pytest.raises(MisconfigurationException, match=r"Doubled.*register_elementwise"):
+        run(tmp_path, "vectorized", module=doubled)
+    register_elementwise(Doubled)
+    both(tmp_path, module=doubled, optimizer_state=kept)
 
 
 @pytest.mark.slow
@@ -95,6 +105,150 @@ def test_an_unknown_optimizer_makes_auto_train_one_after_another(tmp_path, capsy
     _, loop, _ = run(tmp_path, "auto", module=partial(Module, optimizer=Lion))
     assert loop.rounds.execution.name == "sequential"
     assert "Lion is not known to act on each number alone" in " ".join(capsys.readouterr().out.split())
+
+
+class Counted(torch.optim.SGD):
+    """Steps less and less, by a counter of its own."""
+
+    def __init__(self, parameters, lr=0.1):
+        super().__init__(parameters, lr)
+        self.steps, self.seen = 0, []
+
+    def step(self, closure=None):
+        self.steps += 1
+        self.seen.append(self.steps)
+        for group in self.param_groups:
+            group["lr"] = 0.1 / len(self.seen)
+        return super().step(closure)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Slow weights beside an optimizer inside (Zhang et al., 2019)."""
+
+    def __init__(self, parameters, lr=0.1):
+        self.inner = torch.optim.Adam(parameters, lr)
+        super().__init__([{"params": group["params"]} for group in self.inner.param_groups], {"lr": lr})
+        self.slow = {value: value.detach().clone() for group in self.param_groups for value in group["params"]}
+        self.number = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = self.inner.step(closure)
+        self.number += 1
+        if self.number % 3 == 0:
+            for value, slow in self.slow.items():
+                value.copy_(slow.lerp_(value, 0.5))
+        return loss
+
+
+class Prepared(torch.optim.Optimizer):
+    """Makes its state when it is made."""
+
+    def __init__(self, parameters, lr=0.1):
+        super().__init__(parameters, {"lr": lr})
+        for group in self.param_groups:
+            for value in group["params"]:
+                self.state[value] = {"momentum": torch.zeros_like(value), "number": 0}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        with torch.enable_grad():
+            loss = closure()
+        for group in self.param_groups:
+            for value in group["params"]:
+                state = self.state[value]
+                state["number"] += 1
+                state["momentum"].mul_(0.9).add_(value.grad)
+                value.sub_(group["lr"] / state["number"] * state["momentum"])
+        return loss
+
+
+def of_torch():
+    own = {"LBFGS": {"lr": 0.1, "max_iter": 2}, "SGD": {"lr": 0.1, "momentum": 0.9}, "Rprop": {"lr": 1e-3}}
+    # Muon takes matrices alone, and SparseAdam sparse gradients.
+    left = {"Optimizer", "SparseAdam", "Muon"}
+    kinds = {name: kind for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
+    return {
+        name: partial(kind, **own.get(name, {"lr": 0.01}))
+        for name, kind in sorted(kinds.items())
+        if issubclass(kind, torch.optim.Optimizer) and name not in left
+    }
+
+
+def of_others():
+    try:
+        import pytorch_optimizer as others
+    except ImportError:
+        return {}
+    names = ("Lion", "Ranger", "AdaBelief", "Prodigy", "ScheduleFreeAdamW")
+    return {
+        "pytorch_optimizer.Lookahead": lambda p: others.Lookahead(others.AdamP(p, lr=0.01)),
+        **{f"pytorch_optimizer.{name}": partial(getattr(others, name), lr=0.01) for name in names},
+    }
+
+
+ALONE = {**of_torch(), "Counted": Counted, "Lookahead": Lookahead, "Prepared": Prepared, **of_others()}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_each_client_begins_with_the_optimizer_as_it_was_made(tmp_path, name):
+    """Two clients after each other are two plain fits."""
+    parts, ends = [range(40), range(40, 70)], []
+    for part in parts:
+        torch.manual_seed(0)
+        module = Module(network(), optimizer=ALONE[name])
+        data = Data(torch.utils.data.Subset(blobs(), part), shuffle=False)
+        fit(trainer(tmp_path, max_epochs=2, limit_val_batches=0), module, data)
+        ends.append(weights(module))
+    ended = []
+
+    class Watched(FedAvg):
+        def end(self, client):
+            ended.append({name: value.detach().clone() for name, value in client.model.items()})
+            return super().end(client)
+
+    torch.manual_seed(0)
+    module = Module(network(), optimizer=ALONE[name])
+    loop = FederatedLoop(Watched(), partition=FromIndices(parts), local_epochs=2, summary=False)
+    fit(trainer(tmp_path, loop, max_epochs=1, limit_val_batches=0), module, Data(shuffle=False))
+    for found, expected in zip(ended, ends, strict=True):
+        assert_close(found, expected)
+
+
+@pytest.mark.parametrize("kind", [Counted, Lookahead])
+def test_what_an_optimizer_holds_is_kept_or_refused(tmp_path, kind):
+    """With ``optimizer_state="keep"`` one client's rounds are one fit; an optimizer inside is not to be kept."""
+    loop = FederatedLoop(FedAvg(), clients=1, optimizer_state="keep", summary=False)
+    rounds, plain = (Module(network(), optimizer=kind) for _ in range(2))
+    plain.load_state_dict(rounds.state_dict())
+    made = trainer(tmp_path, loop, max_epochs=3, limit_val_batches=0)
+    if kind is Lookahead:
+        with pytest.raises(MisconfigurationException, match=r"optimizer_state='keep'.*Lookahead\.inner"):
+            fit(made, rounds, Data(shuffle=False))
+        return
+    fit(made, rounds, Data(shuffle=False))
+    fit(trainer(tmp_path, max_epochs=3, limit_val_batches=0), plain, Data(shuffle=False))
+    assert_close(weights(rounds), weights(plain))
+
+
+@pytest.mark.parametrize("kind", [Counted, Lookahead])
+def test_a_client_goes_on_inside_its_steps_with_what_the_optimizer_holds(tmp_path, kind):
+    saver = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1)
+
+    def run(*callbacks, **options):
+        torch.manual_seed(0)
+        loop = FederatedLoop(FedAvg(), clients=2, summary=False, seed=0)
+        module = Module(network(), optimizer=kind)
+        made = trainer(tmp_path, loop, *callbacks, max_epochs=1, limit_val_batches=0)
+        return weights(fit(made, module, Data(), **options))
+
+    whole = run(saver)
+    inside = tmp_path / "step=3.ckpt"
+    if kind is Lookahead:
+        with pytest.raises(MisconfigurationException, match="Lookahead"):
+            run(ckpt_path=inside)
+        return
+    assert_same(run(ckpt_path=inside), whole)
 
 
 CLIENTS = [list(range(first, 40, 4)) for first in range(4)]
@@ -203,7 +357,8 @@ def test_what_is_registered_must_be_a_class_of_optimizers(registry):
 def test_what_acts_on_each_number_alone():
     parameters = [nn.Parameter(torch.ones(2, 3))]
     assert all(acts_elementwise(make(parameters)) for make in OPTIMIZERS.values())
-    assert acts_elementwise(Doubled(parameters, lr=0.1))
+    assert acts_elementwise(Plain(parameters, lr=0.1))
+    assert not acts_elementwise(Doubled(parameters, lr=0.1))
     assert not acts_elementwise(torch.optim.LBFGS(parameters))
     assert not acts_elementwise(torch.optim.Adafactor(parameters))
 

@@ -18,6 +18,7 @@ from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.execution.traces import Untraced
 from lightning_lowrank.federated.failures import ClientsFailed, turn_of
 from lightning_lowrank.federated.messages import Message
+from lightning_lowrank.federated.optimizers import Starts
 from lightning_lowrank.federated.state import ClientContext, State, copied_state, copy_into, trained_tensors
 from lightning_lowrank.internals.lightning import is_training
 from lightning_lowrank.layers import keep_frozen
@@ -52,6 +53,8 @@ class Execution(Untraced, ABC):
     """Whether training steps are run with other tensors in the module's place, as `DifferentialPrivacy` does."""
     compiled: bool = False
     """Whether steps are compiled, which checkpoints keep."""
+    starts: Starts
+    """What each client's optimizers begin with."""
     channels_last: bool = False
     """Whether training steps see images with their channels last in memory, which checkpoints keep."""
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ThroughputMonitor
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ThroughputMonitor
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -17,6 +17,7 @@ from lightning_lowrank.federated.algorithm import Algorithm, inherits
 from lightning_lowrank.federated.data.sampling import NeedsPoissonBatches
 from lightning_lowrank.federated.optimizers import acts_elementwise
 from lightning_lowrank.internals.lightning import overridden_transfer, overrides
+from lightning_lowrank.internals.torch import has_hooks, module_hooks, sharing_memory
 
 _HOOKS = (
     "configure_gradient_clipping",
@@ -151,6 +152,18 @@ def unsupported_reason(trainer: Any, module: pl.LightningModule) -> str:
         return "the module optimizes manually"
     if trainer.accumulate_grad_batches != 1:
         return f"accumulate_grad_batches={trainer.accumulate_grad_batches} ends a group at each client's own last batch"
+    scheduled = next((each for each in trainer.callbacks if isinstance(each, GradientAccumulationScheduler)), None)
+    if scheduled is not None and set(scheduled.scheduling.values()) != {1}:
+        return f"{type(scheduled).__name__}({scheduled.scheduling}) ends a group at each client's own last batch"
+    hooked = [name for name, value in module.named_parameters() if has_hooks(value)]
+    if hooked:
+        return f"the parameter {hooked[0]} has a hook (Tensor.register_hook), which expects one client's gradient"
+    hooked = [name or type(module).__name__ for name, part in module.named_modules() if module_hooks(part)]
+    if hooked:
+        return f"the module {hooked[0]} has a hook, which expects one client's tensors"
+    shared = sharing_memory(module.named_parameters())
+    if shared:
+        return f"the parameters {' and '.join(shared[0])} lie in the same memory, which stacks of clients' do not"
     for optimizer in trainer.optimizers:
         if not acts_elementwise(optimizer):
             return (

@@ -66,7 +66,7 @@ class Sequential(Execution):
         """Make the module the chunk's one client."""
         client = self._install(chunk)
         self._begin_client(client, self.coordinator.send(self.coordinator.info(client.id)))
-        optimizers.begin(self.base.optimizers, [client.state], stacked=False)
+        optimizers.begin(self.base.optimizers, [client.state], stacked=False, starts=self.starts)
 
     def resume(self, chunk: Chunk, number: int, values: Mapping[str, Tensor], round_state: State) -> None:
         """Go on with the client that was open when a checkpoint was saved."""
@@ -119,7 +119,7 @@ class Sequential(Execution):
             self.drop()
             return {client.id: error}
         if self.settings.optimizer_state == "keep":
-            optimizers.keep(self.base.optimizers, client.state)
+            optimizers.keep(self.base.optimizers, client.state, starts=self.starts)
         self.clients, self.round_state = [], {}
         return {}
 
