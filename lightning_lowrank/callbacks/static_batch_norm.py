@@ -85,6 +85,12 @@ class StaticBatchNorm(Configured, Callback, CompletesModels):
         check_namespace(trainer, pl_module)
         if stage != "fit":
             return
+        loop = _loop_of(trainer)
+        if loop is not None and loop.privacy is not None:
+            raise MisconfigurationException(
+                f"StaticBatchNorm computes statistics of all clients' samples, and {loop.privacy!r} adds no noise to"
+                " them: take GroupNorm in the place of BatchNorm, or leave one of them out."
+            )
         self._layers = [
             layer for layer in pl_module.modules() if isinstance(layer, BATCH_NORMS) and layer.track_running_stats
         ]

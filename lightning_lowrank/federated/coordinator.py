@@ -350,11 +350,12 @@ class Coordinator:
             message = Message(tensors, message.codec)
             check_carries_noise(message, type(self.algorithm).__name__)
         packet = self.wire.up(client, message, received)
-        tensors = dict(message.tensors)
+        tensors, allowed = dict(message.tensors), set(self.infinite)
         if self.settings.uplink or message.codec is not None:
-            codec = type(packet.codec).__name__
-            tensors |= {f"{name} as {codec} sends it": value for name, value in packet.received.items()}
-        name = not_finite(tensors, self.infinite)
+            sends = f"as {type(packet.codec).__name__} sends it"
+            tensors |= {f"{name} {sends}": value for name, value in packet.received.items()}
+            allowed |= {f"{name} {sends}" for name in self.infinite}
+        name = not_finite(tensors, allowed)
         if name is not None:
             raise NotFiniteError(f"its {name} holds numbers that are not finite")
         return packet

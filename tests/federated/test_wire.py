@@ -233,9 +233,8 @@ def test_both_executions_agree(tmp_path, channels, algorithm):
             torch.testing.assert_close(value, states[1][name], rtol=1e-9, atol=1e-9)
 
 
-@nightly_except("eight bits up-vectorized")
 @pytest.mark.parametrize(("channels", "execution"), in_turn(CHANNELS, ["sequential", "vectorized"]))
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_round_is_resumed_from_each_of_its_steps(tmp_path, channels, execution):
     settings = {"execution": execution, **CHANNELS[channels]}
     if execution == "vectorized":
@@ -312,3 +311,21 @@ class Unequal(FedAvg):
 def test_what_does_not_go_together_is_refused(tmp_path, algorithm, channels, message):
     with pytest.raises(MisconfigurationException, match=message):
         run(tmp_path, algorithm, **channels)
+
+
+class Masked(Module):
+    """Has a mask of -inf above the diagonal as a buffer that is saved."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
+
+
+@pytest.mark.parametrize("execution", ["sequential", "vectorized"])
+@pytest.mark.parametrize("codecs", [[], [Half()], [Quantize(8)], [TopK(0.5), Quantize(4)]], ids=repr)
+def test_a_mask_of_minus_infinity_drops_no_client(tmp_path, codecs, execution):
+    loop = FederatedLoop(FedAvg(), clients=3, uplink=codecs, execution=execution, summary=False, seed=0)
+    module = Masked()
+    fit(trainer(tmp_path, loop, max_epochs=2, limit_val_batches=0), module, Data())
+    assert not loop.coordinator.failed
+    assert torch.equal(module.mask, torch.full((3, 3), -torch.inf).triu(1))

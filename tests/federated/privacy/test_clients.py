@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 
 from lightning_lowrank import (
     EF21P,
+    FFA,
     SCAFFOLD,
     ClientPrivacy,
     FedAvg,
@@ -30,6 +31,7 @@ from lightning_lowrank import (
     RandomK,
     RandomMask,
     Sign,
+    StaticBatchNorm,
     SumProduct,
     TopK,
 )
@@ -515,3 +517,49 @@ def test_an_arrival_that_is_taken_back_leaves_nothing():
         each.add(zero, zero)
     assert torch.equal(mean.release(zero, zero, 0)["w"], other.release(zero, zero, 0)["w"])
     assert mean.clip == other.clip
+
+
+class Normalised(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), norm(8), nn.ReLU(), nn.Linear(8, 4))
+
+    def forward(self, inputs):
+        return self.layers(inputs)
+
+
+@pytest.mark.parametrize(
+    ("net", "low_rank", "algorithm", "settings"),
+    [
+        (network, None, FedAvg, {}),
+        (partial(Normalised, nn.BatchNorm1d), None, FedAvg, {"buffers": "local"}),
+        (partial(Normalised, partial(nn.GroupNorm, 2)), None, SCAFFOLD, {}),
+        (network, LOW_RANK["lora"], partial(FedLoRA, FFA()), {}),
+        (network, None, FedAvgM, {"uplink": [Quantize(8)]}),
+    ],
+    ids=["plain", "local statistics", "control variates", "LoRA", "quantised"],
+)
+def test_what_is_released_does_not_depend_on_one_clients_data(tmp_path, net, low_rank, algorithm, settings):
+    """At a noise of 10,000 clips all else is lost: what of one client's data is left is of the size of its clip."""
+    given = {"noise_multiplier": 1e4, "clip": 1.0}
+    ends = []
+    for data in (blobs(40), blobs(40)):
+        if ends:
+            data.tensors[0][PARTS[0]] = 50 * torch.randn(len(PARTS[0]), 6)
+        torch.manual_seed(0)
+        module = Module(net())
+        loop = loop_of(algorithm(), {**given}, seed=0, **settings)
+        made = [] if low_rank is None else [low_rank()]
+        fit(trainer(tmp_path, *made, loop, max_epochs=2, limit_val_batches=0), module, Data(data))
+        ends.append({name: value.double() for name, value in module.state_dict().items()})
+    first, second = ends
+    moved = max((value - second[name]).abs().max().item() for name, value in first.items())
+    assert max(value.abs().max().item() for value in first.values()) > 100
+    assert moved < 1e-4 * max(value.abs().max().item() for value in first.values())
+
+
+def test_statistics_of_all_clients_samples_are_not_released(tmp_path):
+    module = Module(Normalised(nn.BatchNorm1d))
+    callbacks = [loop_of(buffers="local"), StaticBatchNorm()]
+    with pytest.raises(MisconfigurationException, match=r"StaticBatchNorm.*ClientPrivacy"):
+        fit(trainer(tmp_path, *callbacks, max_epochs=1), module, Data())
