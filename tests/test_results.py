@@ -197,9 +197,8 @@ def test_a_run_is_taken_if_its_configuration_is_the_recipes(data, tmp_path, prin
     }
 
 
-@nightly_except("lora_aggregation")
-@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["tdpfed", "lora_aggregation"])
+@pytest.mark.nightly
 def test_a_run_is_likely_of_its_own_recipes_whatever_its_numbers_look_like(data, folder):
     keys = list(dict.fromkeys(cell.key for cell in results.cells(data[0]) if cell.key is not None))
     for key in (key for key in keys if key.recipes[0].startswith(f"{folder}/")):

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.grids import nightly_except
 from tests.zoo import registry
 from tests.zoo.bases import LitClassifier, tensors
 from tests.zoo.compare import WAYS, Outcome, Row, _compare, examine, first_sentence, mean
@@ -26,6 +27,7 @@ def gallery(name):
         pytest.skip(str(missing))
 
 
+@nightly_except("BERT with padded batches")
 @pytest.mark.slow
 @pytest.mark.parametrize(("file", "name"), CHOSEN, ids=[name for _, name in CHOSEN])
 def test_module_has_no_fault(file, name):

@@ -299,7 +299,7 @@ def test_epsilon_is_logged_and_the_fit_ends_before_the_budget(tmp_path):
         )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_noise_is_found_for_the_steps(tmp_path):
     callback = DifferentialPrivacy(target_epsilon=3.0)
     run = trainer(tmp_path, callback, max_epochs=3)

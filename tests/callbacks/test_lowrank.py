@@ -216,7 +216,7 @@ def test_a_module_with_setup_whose_layers_are_all_converted_is_fitted_again(tmp_
     assert len(dict(low_rank_layers(module))) == 3
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_layers_inside_a_compiled_module_are_found_again(tmp_path):
     class Compiled(Module):
         def setup(self, stage):

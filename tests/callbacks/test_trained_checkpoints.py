@@ -94,7 +94,7 @@ def run(folder: Path, name: str, *more, **arguments):
     return fit(trainer(folder, *callbacks, *more, saved), make(), Data(shuffle=False), **arguments)
 
 
-@nightly_except("FFA", "thawed in the end")
+@nightly_except("FFA")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name if name == "Product-Sum" else pytest.param(name, marks=pytest.mark.slow) for name in RUNS]

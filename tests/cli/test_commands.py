@@ -249,9 +249,9 @@ def test_a_top_level_optimizer_trains_the_factors(run):
     assert torch.equal(layer.frozen_weight, start.frozen_weight)
 
 
-@nightly_except("ProjectedAdamW-keep")
 @pytest.mark.parametrize("kept", ["keep", "reset"])
 @pytest.mark.parametrize("name", ["ProjectedSGD", "ProjectedAdamW"])
+@pytest.mark.nightly
 def test_projected_optimizers_are_known_by_name_and_resume_bit_for_bit(run, name, kept):
     projected = (*BARE[:4], "users_code.Bare", "--optimizer", name, "--optimizer.lr", "0.02", "--optimizer.rank", "5")
     projected += ("--optimizer.refresh_interval", "7", "--lowrank", "null")
@@ -387,8 +387,8 @@ def test_one_seeds_model_is_freed_before_the_next_is_made(run, monkeypatch):
     assert alive == [0, 0, 0]
 
 
-@nightly_except("ours")
 @pytest.mark.parametrize("error", ["ours", "theirs"])
+@pytest.mark.nightly
 def test_a_seed_that_fails_is_named_and_the_earlier_ones_stay(run, made, capsys, error):
     callback = {"class_path": "users_code.StopsOneSeed", "init_args": {"error": error}}
     Path("mine.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks": [callback]}}))
@@ -571,6 +571,7 @@ def test_export_of_tied_weights(run):
     assert torch.equal(loaded["turned"], shared.T)
 
 
+@pytest.mark.nightly
 def test_report_is_dispatched_without_a_model(run, capsys):
     run("fit", "--config", "base.yaml")
     capsys.readouterr()
@@ -704,6 +705,7 @@ def test_a_users_own_mistake_keeps_its_traceback(run):
     assert "users_code.py" in "".join(traceback.format_exception(failure.value))
 
 
+@pytest.mark.nightly
 def test_a_root_folder_moves_logs_and_checkpoints(run):
     run("fit", "--config", "base.yaml", "--trainer.default_root_dir", "there")
     assert {path.name for path in Path("there/runs/version_0").iterdir()} >= {

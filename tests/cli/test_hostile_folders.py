@@ -157,7 +157,7 @@ def test_names_are_no_commands_of_a_terminal(tmp_path, capsys, monkeypatch):
     assert "$\\frac" in printed
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_names_and_figures_that_no_plot_can_show(tmp_path):
     curves = {
         "$\\frac{": [Point(1.0, 0.5), Point(2.0, 1e308), Point(3.0, float("nan")), Point(4.0, float("inf"), 1e308)],

@@ -181,9 +181,8 @@ def test_traffic_follows_the_buffer_policy(tmp_path, buffers):
         assert way["buffers"] == (0 if held_back else 16 + 16 + 1)
 
 
-@nightly_except("False")
 @pytest.mark.parametrize("lowrank", [False, True])
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_optimizer_state(inspect, lowrank):
     arguments = recipe("quickstart") if lowrank else recipe("quickstart", "quickstart_dense")
     figures = inspect(*arguments)
@@ -196,7 +195,7 @@ def test_optimizer_state(inspect, lowrank):
     assert adam["optimizer_state_bytes"] == 8 * trainable + 4 * trained_tensors
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_projected_momentum_is_rank_over_in_of_dense_momentum(inspect):
     """The biases' momentum is dense; the weights' are out × rank, also of convolutions."""
     arguments = [
@@ -377,7 +376,7 @@ def test_callbacks_that_rule_out_rounds_are_problems(inspect):
     assert "StochasticWeightAveraging ends with a pass over the training set" in problem
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_method_that_needs_static_batch_norm_says_so_before_the_run(inspect):
     recipes = recipe("fedhm/cifar10", "fedhm/heterofl")
     assert inspect(*recipes)["notes"] == []

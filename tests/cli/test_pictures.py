@@ -129,8 +129,8 @@ def test_a_round_without_validation_has_no_point(tmp_path, monkeypatch):
     ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", [WandbLogger, pytest.param(MLFlowLogger, marks=pytest.mark.slow)])
+@pytest.mark.nightly
 def test_wandb_and_mlflow_have_the_pictures(tmp_path, kind):
     logger, client = recording(kind)
     fit(tmp_path, logger)
@@ -158,7 +158,7 @@ def test_pictures_every_few_rounds_and_once_at_the_end(tmp_path):
     assert steps[0] < steps[1] == trainer.global_step
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_resumed_run_draws_the_rounds_before(tmp_path, monkeypatch):
     drawn = []
     one = plots.plot_curves

@@ -228,7 +228,7 @@ def test_each_curve_has_its_name_at_its_end(tmp_path, monkeypatch):
     assert plot_curves({"a": curves["b"]}, ROUNDS, "val_acc", tmp_path / "one.png") == [tmp_path / "one.png"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_simulated_seconds_have_a_picture_where_they_were_logged(tmp_path):
     seconds = [{"epoch": number, "system/seconds": 60.0 * (number + 1)} for number in range(2)]
     write_run(tmp_path / "runs" / "a", rows_of([0.2, 0.5], 1, 1) + seconds)

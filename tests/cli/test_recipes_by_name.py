@@ -79,7 +79,7 @@ def test_a_package_without_recipes_says_so(monkeypatch, tmp_path):
         find("quickstart")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_wheel_runs_its_recipes_in_any_folder(tmp_path):
     pytest.importorskip("hatchling")
 

@@ -97,7 +97,7 @@ AFTERWARDS = {"README.md": check_readme, "docs/howto/compress.md": check_compres
 LONG = (
     "docs/index.md",
     *(f"docs/howto/{name}.md" for name in ("compare", "loggers", "lora", "scale")),
-    *(f"docs/tutorials/{name}.md" for name in ("feddyn", "pretrained", "report")),
+    *(f"docs/tutorials/{name}.md" for name in ("compress", "feddyn", "pretrained", "report", "ten_minutes")),
 )
 """Pages that take as long as all others together. They are followed nightly."""
 

@@ -147,9 +147,8 @@ def test_a_robust_rule_takes_away_what_attackers_do(tmp_path):
     assert distance(robust) < distance(plain) / 5
 
 
-@nightly_except("sequential")
-@pytest.mark.slow
 @pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.nightly
 def test_a_round_is_resumed_with_what_is_held_back(tmp_path, execution):
     resumed_ends(tmp_path, FedAvg, execution, aggregator=NormBound(), attackers=ALIE([1], 1.0), uplink=[Half()])
 

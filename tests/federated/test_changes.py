@@ -20,6 +20,7 @@ from lightning_lowrank import (
     SlidingWindowMask,
 )
 from lightning_lowrank.federated.attacks import Attack
+from tests.grids import nightly_except
 from tests.helpers import Data, Module, fit, network, trainer, weights
 
 # Of no effect: changes are smaller, the model and its buffer are larger, and the noise is below rounding.
@@ -54,6 +55,13 @@ def trained(tmp_path, algorithm, net=Shifted, rounds=1, lr=0.1, **settings):
     return module
 
 
+@nightly_except(
+    "EF21P, reset-CenteredClipping",
+    "EF21P-ClientPrivacy",
+    "FedAvg, reset-ClientPrivacy",
+    "RandomMask-ClientPrivacy",
+    "SlidingWindowMask, reset-NormBound",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", NO_EFFECT, ids=["NormBound", "CenteredClipping", "ClientPrivacy"])
 @pytest.mark.parametrize(
@@ -117,6 +125,12 @@ def test_clients_that_train_nothing_change_nothing(tmp_path, algorithm, settings
     assert max(seen.changes) < 1e-6
 
 
+@nightly_except(
+    "Krum-FedAvg-sequential",
+    "NormBound-FedAvg-sequential",
+    "NormBound-RandomMask-vectorized",
+    "median-RandomMask-vectorized",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("execution", ["sequential", "vectorized"])
 @pytest.mark.parametrize("algorithm", [FedAvg(), RandomMask(0.5)], ids=["FedAvg", "RandomMask"])

@@ -7,9 +7,11 @@ import pytest
 
 from lightning_lowrank import FederatedLoop
 from tests.algorithms.methods import LOW_RANK, METHODS, each_method
+from tests.grids import nightly_except
 from tests.helpers import Data, Module, assert_same, fit, trainer, weights
 
 
+@nightly_except("FedAvg", "FedLoRA-CoLR", "FedMUD", "MOON", "TDPFed")
 @pytest.mark.slow
 @each_method("FedAvg", "FedHM", "FedLoRA-CoLR", "FedMUD", "FedSLoP", "SplitMix")
 def test_a_loop_is_copied_and_pickled_after_a_fit(tmp_path, name):

@@ -123,6 +123,16 @@ def fail_at_the_end(algorithm: Algorithm):
     return algorithm
 
 
+@nightly_except(
+    "FedAvg-vectorized",
+    "FedDyn-vectorized",
+    "FedLoRA-FedSA-vectorized",
+    "FedLoRA-RBLA-vectorized",
+    "FedSB-vectorized",
+    "GradientMask-vectorized",
+    "SCAFFOLD-vectorized",
+    "TDPFed-vectorized",
+)
 @pytest.mark.parametrize("execution", [pytest.param("sequential", marks=pytest.mark.nightly), "vectorized"])
 @each_method()
 def test_a_client_that_fails_is_as_if_not_drawn(tmp_path, name, execution):

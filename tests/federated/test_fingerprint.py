@@ -53,7 +53,7 @@ from lightning_lowrank.federated.fingerprint import describe, differences, flatt
 from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.layers import LowRankSettings
 from tests.algorithms.methods import LOW_RANK, METHODS, each_method
-from tests.grids import daily
+from tests.grids import daily, nightly_except
 from tests.helpers import Data, Module, assert_same, blobs, fit, network, trainer, weights
 
 COMMON: dict[str, Any] = {"clients": 4, "clients_per_round": 2, "summary": False}
@@ -264,6 +264,9 @@ PARTS: dict[str, Any] = {
 }
 
 
+@nightly_except(
+    "ALIE", "GaussianNoise", "InnerProduct", "MaskAbsentClasses", "MultiKrum", "RandomK", "Sign", "TrimmedMean"
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "part"), [pytest.param(name, part, id=type(part).__name__) for name, all in PARTS.items() for part in all]
@@ -286,6 +289,7 @@ def test_an_argument_that_no_attribute_has(tmp_path):
         run(tmp_path, {"algorithm": Renamed(0.5)}, checkpoint=tmp_path / "epoch=0.ckpt")
 
 
+@nightly_except("FedAvg", "FedLoRA-CoLR", "FedMUD", "MOON", "TDPFed")
 @each_method()
 def test_changed_arguments_of_a_method(tmp_path, name):
     entry = METHODS[name]

@@ -13,7 +13,6 @@ from lightning_lowrank.federated.objective import Call, add_to_loss, loss_of, pa
 from lightning_lowrank.federated.state import Base, ClientContext
 from lightning_lowrank.models import Classifier
 from tests.algorithms.written_out import assert_close, bare, resumed_ends
-from tests.grids import nightly_except
 from tests.helpers import Data, Module, assert_same, blobs, fit, network, trainer, weights
 
 EXECUTIONS = ["sequential", "vectorized"]
@@ -251,9 +250,8 @@ def test_masked_logits_are_those_of_manual_optimization_too(tmp_path):
     assert_same(bare(weights(module)), masked_rounds(double=False))
 
 
-@nightly_except("sequential")
 @pytest.mark.parametrize("execution", EXECUTIONS)
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_objective_is_resumed_inside_a_round(tmp_path, execution):
     resumed_ends(tmp_path, FedAvg, execution, objective=MASK())
     resumed_ends(tmp_path / "own", Pulled, execution, objective=Scaled())

@@ -13,7 +13,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_lowrank import FedAvg, FederatedLoop, FromIndices
 from lightning_lowrank.federated import offload
 from lightning_lowrank.federated.offload import ClientStates
-from tests.grids import nightly_except
 from tests.helpers import Data, Module, assert_same, fit, trainer, weights
 
 UNEVEN = [list(range(5)), list(range(5, 47)), list(range(47, 69)), list(range(69, 102)), [102]]
@@ -69,10 +68,9 @@ def test_those_at_work_last_stay_in_memory():
     assert states[4]["model"].tolist() == [0.0] * 3
 
 
-@nightly_except("0-sequential")
-@pytest.mark.slow
 @pytest.mark.parametrize("execution", ["sequential", "vectorized"])
 @pytest.mark.parametrize("limit", [0, 2000])
+@pytest.mark.nightly
 def test_a_run_is_the_same_with_a_limit(tmp_path, execution, limit):
     def run(limit, ckpt_path=None, callbacks=()):
         loop = FederatedLoop(

@@ -15,7 +15,7 @@ from lightning_lowrank.federated.data.blocks import Request
 from lightning_lowrank.federated.data.loader import SeededBatches
 from lightning_lowrank.federated.randomness import OwnGenerators
 from tests.federated.execution.runs import UNEVEN
-from tests.grids import daily
+from tests.grids import daily, nightly_except
 from tests.helpers import Module, blobs, fit, network, trainer, weights
 
 GENERATORS = {
@@ -177,6 +177,7 @@ def test_a_method_without_a_seed_is_not_called():
     assert held.rng.random() == first
 
 
+@nightly_except("albumentations")
 @pytest.mark.slow
 @daily()
 @pytest.mark.parametrize("name", ["numpy", "monai", "albumentations"])

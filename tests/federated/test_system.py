@@ -279,6 +279,7 @@ def test_counting_changes_nothing(tmp_path):
     assert_same(weights(timed), weights(untimed))
 
 
+@nightly_except("FedAvg", "FedHM", "FedLoRA-ProductSum", "FedSLoP", "RandomCoordinates", "TDPFed")
 @each_method()
 def test_every_method_can_be_timed(tmp_path, name):
     method = METHODS[name]

@@ -121,7 +121,7 @@ def test_a_round_that_every_site_fails_ends_the_run(tmp_path, monkeypatch):
         run_on_sites(recipe, tmp_path, prepare=prepare)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_site_that_does_not_answer_is_left_behind(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = fast(tmp_path)
@@ -133,7 +133,7 @@ def test_a_site_that_does_not_answer_is_left_behind(tmp_path, monkeypatch):
     assert served.callback_metrics["federated/failed"] == 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_round_that_nobody_answers_is_asked_for_again(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = fast(tmp_path, {"federated": {"algorithm": "SCAFFOLD"}, "trainer": {"max_epochs": 2}})

@@ -130,9 +130,8 @@ def test_a_second_node_does_not_take_a_clients_place(tmp_path, monkeypatch):
     assert served.callback_metrics["federated/clients"] == 3
 
 
-@nightly_except("forged")
-@pytest.mark.slow
 @pytest.mark.parametrize("harm", ["unreadable", "bomb", "forged"])
+@pytest.mark.nightly
 def test_what_flower_makes_of_a_message_is_its_sites_alone(tmp_path, monkeypatch, harm):
     recipe = write_recipe(tmp_path, merged(SMALL, {"trainer": {"max_epochs": 1}}))
     told = []
@@ -196,7 +195,7 @@ class Clock:
         self.now += seconds
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_node_that_never_joins_is_waited_for_once(tmp_path, monkeypatch):
     clock = Clock()
     monkeypatch.setattr("lightning_lowrank.flower.server.time", clock)

@@ -67,7 +67,7 @@ def test_changed_answers_of_sites_that_join_move_no_other_site():
     assert sum(tally.refused.values()) > 100
 
 
-@nightly_except("FedAvg", "FedLoRA-FedSA", "GradientMask", "TDPFed")
+@nightly_except("FedAvg", "TDPFed")
 @each_method()
 def test_changed_messages_of_every_method_are_refused_or_taken_whole(name):
     tally = Tally()

@@ -106,6 +106,7 @@ def test_is_the_simulation(tmp_path, monkeypatch, name, form):
     both(tmp_path, monkeypatch, method, form)
 
 
+@nightly_except("FedBAT", "FedSB", "TDPFed")
 @each_method(but=[*KEEPS, "FedLoRA-RBLA"])
 def test_each_message_may_find_a_new_process(tmp_path, monkeypatch, name):
     both(tmp_path, monkeypatch, METHODS[name], METHODS[name].forms[0], fresh=True)

@@ -165,7 +165,7 @@ VIOLATIONS = {
 }
 
 
-@nightly_except("classes", "max_download", "min_clients", "tensors")
+@nightly_except("classes", "tensors")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", VIOLATIONS)
 def test_violations_are_refused_by_name_at_the_site(tmp_path, monkeypatch, name):

@@ -21,6 +21,7 @@ def of_samples(**arguments):
     return {"trainer": {"callbacks": [{"class_path": "DifferentialPrivacy", "init_args": given}]}}
 
 
+@pytest.mark.nightly
 def test_the_server_protects_clients(tmp_path):
     # Poisson sampling may draw none of three sites in a round.
     served, _ = run_on_sites(write_recipe(tmp_path, of_clients()), tmp_path)

@@ -77,7 +77,7 @@ def test_settings_mean_what_they_mean_in_the_simulation(tmp_path, monkeypatch, n
     assert_equal_runs(simulate(recipe), served)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_site_that_was_away_catches_up(tmp_path, monkeypatch):
     """Client 0 is drawn in rounds 0 and 4; its node is gone in rounds 1 to 3, and comes back as another node."""
     monkeypatch.chdir(tmp_path)
@@ -109,7 +109,7 @@ def test_a_site_that_was_away_catches_up(tmp_path, monkeypatch):
         torch.testing.assert_close(served.lightning_module.state_dict()[name], value, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_sites_with_data_of_their_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = write_recipe(tmp_path, {"federated": {"clients": 2, "clients_per_round": None}})
@@ -119,7 +119,7 @@ def test_sites_with_data_of_their_own(tmp_path, monkeypatch):
     assert "val_acc" not in served.callback_metrics
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_checkpoint_is_a_global_model_that_loads_into_the_plain_module(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     logger = {"class_path": "CSVLogger", "init_args": {"save_dir": "runs", "name": "sites"}}

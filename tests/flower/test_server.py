@@ -14,7 +14,6 @@ from lightning_lowrank.flower.client import client_app
 from lightning_lowrank.flower.server import RemoteRounds, serve
 from tests.flower.helpers import MUD, assert_equal_runs, merged, method, run_on_sites, simulate, write_recipe
 from tests.flower.local_grid import LocalGrid
-from tests.grids import nightly_except
 
 pytestmark = pytest.mark.slow
 
@@ -57,8 +56,8 @@ def rounds_of(trainer) -> RemoteRounds:
     return next(each for each in trainer.callbacks if isinstance(each, RemoteRounds))
 
 
-@nightly_except("FedMUD")
 @pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.nightly
 def test_a_killed_server_goes_on_with_the_same_results(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     recipe = write_recipe(tmp_path, merged(SMALL, RECIPES[name]))
@@ -125,6 +124,7 @@ def test_a_study_waits_for_the_end_of_the_server_before_it(tmp_path, monkeypatch
         """The lock is given back."""
 
 
+@pytest.mark.nightly
 def test_a_state_of_another_recipe_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     state = tmp_path / "server.ckpt"

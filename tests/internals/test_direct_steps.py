@@ -258,7 +258,6 @@ def test_nobody_sees_a_difference(tmp_path, case):
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 def test_a_round_is_resumed_from_each_of_its_steps(tmp_path):
     whole, fitted, _, _ = run(tmp_path / "whole")
     # One is saved after every third step; the fifteenth ends a round.
@@ -331,6 +330,7 @@ LEFT_TO_LIGHTNING: dict[str, dict[str, Any]] = {
 }
 
 
+@nightly_except("64-true", "bf16", "optimizer_step", "strategy")
 @pytest.mark.slow
 @pytest.mark.parametrize("own", LEFT_TO_LIGHTNING)
 def test_ways_of_their_own_are_left_to_lightning(tmp_path, monkeypatch, own):
@@ -356,6 +356,7 @@ def test_a_methods_updates_of_a_modules_own_kind_are_left_to_lightning(tmp_path,
     run(tmp_path, module=OwnUpdate, algorithm=lambda: PFedMe(personal_steps=2), trainer={"max_epochs": 1})
 
 
+@nightly_except("FedAvg")
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", [FedAvg, PFedMe])
 def test_usual_steps_are_direct_and_lightnings_own_after_the_fit(tmp_path, monkeypatch, algorithm):

@@ -103,6 +103,7 @@ def test_replayed_for_several_sizes(name, dtype):
         )
 
 
+@nightly_except()
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_replayed_gradients(dtype):

@@ -12,7 +12,6 @@ from lightning_lowrank.aggregation import KeepsArrivals
 from lightning_lowrank.federated.execution import captures, graphs, updates, vectorized
 from lightning_lowrank.federated.execution.captures import Captures
 from lightning_lowrank.federated.execution.stack import ClientStack
-from tests.grids import nightly_except
 from tests.helpers import Data, Module, assert_same, blobs, fit, network, trainer, weights
 from tests.recorder import OnTheCPU
 
@@ -167,8 +166,6 @@ def run(tmp_path, algorithm, net, **settings):
     return weights(module), loop
 
 
-@nightly_except()
-@pytest.mark.slow
 @pytest.mark.parametrize("chunk_size", [4, 3, 2])
 @pytest.mark.parametrize(
     ("algorithm", "net", "more"),
@@ -179,6 +176,7 @@ def run(tmp_path, algorithm, net, **settings):
         (FedAvg, "plain", {"aggregator": Median()}),
     ],
 )
+@pytest.mark.nightly
 def test_fits_are_equal_bit_for_bit(tmp_path, recorder, algorithm, net, more, chunk_size):
     expected, _ = run(tmp_path, algorithm, net, chunk_size=chunk_size, cuda_graphs=False, **more)
     assert recorder.records == 0
@@ -188,9 +186,8 @@ def test_fits_are_equal_bit_for_bit(tmp_path, recorder, algorithm, net, more, ch
     assert_same(found, expected)
 
 
-@nightly_except("buffers")
-@pytest.mark.slow
 @pytest.mark.parametrize("what", ["results", "buffers"])
+@pytest.mark.nightly
 def test_a_capture_with_other_values_is_not_used(tmp_path, recorder, monkeypatch, what):
     expected, _ = run(tmp_path, FedAvg, "statistics", cuda_graphs=False)
     record = recorder.record

@@ -125,7 +125,7 @@ class Composed(nn.Module):
         return functional.linear(inputs, functional.linear(self.left, self.right))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_gradients_are_made_of_values_before_the_step(uncompiled, stepped, tmp_path):
     expected, *_ = run(tmp_path / "a", "vectorized", module=lambda: Module(Composed()))
     found, *_ = run(tmp_path / "b", "vectorized", module=lambda: Module(Composed()), compile=True)

@@ -217,7 +217,7 @@ def test_a_step_that_changes_to_and_fro_is_traced_for_each(tmp_path, counted):
     assert counted["reasons"] == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_graph_that_gives_other_values_is_dropped(tmp_path, counted, monkeypatch, caplog):
     expected = without(tmp_path)
     original = graphs.tracing.Traced.replay

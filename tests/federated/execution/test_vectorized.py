@@ -83,7 +83,7 @@ def test_clips_with_a_parameter_without_dimensions(tmp_path):
     both(tmp_path, module=Scaled, trainer={"max_epochs": 1, "gradient_clip_val": 0.3})
 
 
-@nightly_except("Adadelta", "Adamax", "ProjectedSGD", "momentum")
+@nightly_except("Adadelta", "momentum")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer",
@@ -427,12 +427,11 @@ def test_dropout_differs_between_clients_and_repeats(tmp_path):
         assert torch.equal(seen[0][0], seen[0][1]) is (dropout == 0)
 
 
-@nightly_except("dense-None-AdamW")
 @pytest.mark.parametrize(
     ("form", "together", "optimizer"),
     [("dense", None, "AdamW"), ("update", 2, "AdamW"), ("dense", None, "ProjectedSGD")],
 )
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_resumes_exactly_from_every_step(tmp_path, form, together, optimizer):
     decay = partial(torch.optim.lr_scheduler.StepLR, step_size=3, gamma=0.7)
     settings = {

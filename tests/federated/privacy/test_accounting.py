@@ -71,6 +71,7 @@ def test_epsilon_by_loss_distributions_is_the_librarys(mechanism, steps, delta):
     assert found <= mechanism.epsilon(steps, delta) + 1e-6
 
 
+@nightly_except("pld")
 @pytest.mark.parametrize(
     "kind", [pytest.param("rdp", marks=pytest.mark.slow), pytest.param("pld", marks=pytest.mark.slow)]
 )
