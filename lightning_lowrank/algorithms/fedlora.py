@@ -36,6 +36,7 @@ from lightning_lowrank.configuration import check_patterns
 from lightning_lowrank.federated.algorithm import Algorithm, LocalStep, detached
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, Server, State, copy_into
+from lightning_lowrank.internals.torch import sharing_memory
 from lightning_lowrank.patterns import matches
 from lightning_lowrank.seeding import derive_seed
 
@@ -199,6 +200,17 @@ class FedLoRA(Algorithm):
             raise MisconfigurationException(
                 f"FedLoRA: {frozen[0]} does not require a gradient: leave both factors trainable; the operator chooses"
                 " which are trained."
+            )
+        shared = sharing_memory((name, trained[name]) for name in self._factors)
+        operator = self.operator
+        both = (
+            len(way(number)) for way in (operator.trained, operator.sent_up, operator.sent_down) for number in (0, 1)
+        )
+        if shared and min(both) < 2:
+            one, other = shared[0]
+            raise MisconfigurationException(
+                f"{operator!r} does not treat A and B alike, and {one} and {other} lie in the same memory, the one an A"
+                " and the other a B: use ProductSum() or SumProduct(), or leave one of the layers out."
             )
         others = [name for name in trained if name not in self._factors]
         check_patterns("keep", self.keep, others, "trained parameter outside the adapters")

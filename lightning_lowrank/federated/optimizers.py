@@ -129,7 +129,13 @@ class Starts:
 
     def __init__(self, optimizers: Sequence[Optimizer], keeps: bool) -> None:
         self._optimizers = optimizers
-        self._names = [vars(optimizer).keys() - _OF_EVERY_OPTIMIZER for optimizer in optimizers]
+        # Those of this package hold nothing of a client's.
+        self._names = [
+            set()
+            if isinstance(optimizer, (ProjectedSGD, ProjectedAdamW))
+            else vars(optimizer).keys() - _OF_EVERY_OPTIMIZER
+            for optimizer in optimizers
+        ]
         for optimizer, names in zip(optimizers, self._names, strict=True):
             for name in sorted(names):
                 self._check(optimizer, name, keeps)

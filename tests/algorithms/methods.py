@@ -265,7 +265,8 @@ def hooks(algorithm: Algorithm) -> frozenset[str]:
     """The hooks that a method overrides; of `FedLoRA`, whose own are always the same, those of its operator."""
     if isinstance(algorithm, algorithms.FedLoRA):
         operator = algorithm.operator
-        own = {name for name in vars(aggregation.Operator) if not name.startswith("_")}
+        # Which factor absorbs a difference of scalings is arithmetic.
+        own = {name for name in vars(aggregation.Operator) if not name.startswith("_")} - {"absorbing"}
         found = {name for name in own if getattr(type(operator), name) is not getattr(aggregation.Operator, name)}
         return frozenset(f"operator.{name}" for name in found) | ({"levels"} if len(algorithm.levels) > 1 else set())
     functions = [name for name, value in vars(Algorithm).items() if inspect.isfunction(value) and name[0] != "_"]

@@ -35,7 +35,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import safetensors.torch
 import torch
 from json_option import add_json_option, write_json
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -111,8 +110,9 @@ class Writes:
 
     def __init__(self, last: int | None, share: float) -> None:
         self.last, self.share, self.done = last, share, 0
-        self._save, self._save_file = torch.save, safetensors.torch.save_file
-        torch.save, safetensors.torch.save_file = self.save, self.save_file
+        self._save, self._write_bytes = torch.save, Path.write_bytes
+        torch.save = self.save
+        Path.write_bytes = lambda path, data: self.write_bytes(path, data)
 
     def _counted(self, write: Callable[[Any], None], file: Any) -> bool:
         self.done += 1
@@ -129,10 +129,10 @@ class Writes:
         if not self._counted(lambda content: self._save(value, content, **keywords), file):
             self._save(value, file, **keywords)
 
-    def save_file(self, tensors: Any, path: Any, metadata: Any = None) -> None:
+    def write_bytes(self, path: Path, data: bytes) -> int:
         with open(path, "wb") as file:
-            self._counted(lambda content: content.write(safetensors.torch.save(tensors, metadata)), file)
-        self._save_file(tensors, path, metadata)
+            self._counted(lambda content: content.write(data), file)
+        return self._write_bytes(path, data)
 
 
 def run(setup: Setup, folder: Path, checkpoint: Path | None, batches: Batches, rounds: int) -> dict[str, Any]:

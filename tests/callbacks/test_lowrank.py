@@ -392,3 +392,30 @@ def test_frobenius_decay_is_that_of_the_loss(tmp_path):
 def test_a_wrong_frobenius_decay_is_refused(decay):
     with pytest.raises(MisconfigurationException, match="frobenius_decay"):
         LowRank(MatrixProduct(), rank=1, frobenius_decay=decay)
+
+
+class Reading(Module):
+    """Computes with weights that it read before they were converted."""
+
+    def __init__(self, some):
+        super().__init__(nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 4)))
+        self.read = [layer.weight for layer in (self.net[0], self.net[2])][: 1 if some else 2]
+
+    def training_step(self, batch, batch_idx):
+        inputs, targets = batch
+        hidden = torch.relu(nn.functional.linear(inputs, self.read[0]))
+        outputs = nn.functional.linear(hidden, self.read[1]) if len(self.read) > 1 else self.net[2](hidden)
+        return nn.functional.cross_entropy(outputs, targets)
+
+
+@pytest.mark.parametrize("some", [False, True])
+def test_factors_without_a_gradient_are_named(tmp_path, some):
+    low_rank = LowRank(MatrixProduct(), rank=2, role="weight", allow_larger=True, summary=False)
+    loop = FederatedLoop(FedAvg(), clients=2, execution="sequential", summary=False)
+    made = trainer(tmp_path, low_rank, loop, max_epochs=1, limit_val_batches=0)
+    if some:
+        with pytest.warns(UserWarning, match=r"factors of net\.0.*exclude=\['net\.0'\]"):
+            made.fit(Reading(some), Data())
+        return
+    with pytest.raises(MisconfigurationException, match=r"factors of net\.0 and net\.2|factors of net\.0, net\.2"):
+        fit(made, Reading(some), Data())

@@ -96,7 +96,7 @@ AFTERWARDS = {"README.md": check_readme, "docs/howto/compress.md": check_compres
 """What the names of a page's Python must hold at its end, beyond what the page prints."""
 LONG = (
     "docs/index.md",
-    *(f"docs/howto/{name}.md" for name in ("compare", "loggers", "lora", "scale")),
+    *(f"docs/howto/{name}.md" for name in ("compare", "deploy", "loggers", "lora", "scale")),
     *(f"docs/tutorials/{name}.md" for name in ("compress", "feddyn", "pretrained", "report", "ten_minutes")),
 )
 """Pages that take as long as all others together. They are followed nightly."""
@@ -116,6 +116,9 @@ def test_follow(page, folder, monkeypatch):
         pytest.importorskip("flwr", reason="Flower needs Python 3.11")
     if any("import optuna" in block.text for block in blocks(page)):
         pytest.importorskip("optuna", reason="Optuna is not installed")
+    if any("import onnxruntime" in block.text for block in blocks(page)):
+        pytest.importorskip("onnxscript", reason="onnxscript is not installed")
+        pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
     reader = Reader(folder)
     monkeypatch.setitem(sys.modules, "page", reader.module)
     for name in ("WandbLogger", "MLFlowLogger"):

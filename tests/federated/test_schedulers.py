@@ -27,9 +27,11 @@ def test_a_decay_each_round_is_kept_where_the_last_client_is_not_the_longest(tmp
 class Counted(torch.optim.SGD):
     """Counts steps in its groups, as schedule-free optimizers and Prodigy do, and says what it found."""
 
+    seen = []  # noqa: RUF012 of all clients: what an optimizer holds itself is begun with each of them
+
     def __init__(self, params, lr):
         super().__init__(params, lr)
-        self.seen = []
+        self.seen.clear()
         for group in self.param_groups:
             group["k"], group["in_place"] = 0, torch.zeros(())
 
