@@ -363,12 +363,32 @@ def check_what_it_says(names: tuple[str, ...], made: LowRankCLI) -> None:
             assert layer.half_frozen == variant.endswith("frozen")
 
 
-@each_recipe([names for names in first_with(set) if names not in FITTED])
+# Overlays of single settings of a method, by what they come after.
+SINGLE = {
+    names[:2]: [other for other in COMBINATIONS if other[:2] == names[:2] and len(other) == 3]
+    for names in COMBINATIONS
+    if len(names) == 3 and names[0].startswith(("fedmud/fmnist", "tdpfed/"))
+}
+LATER = {names for group in SINGLE.values() for names in group if names not in FITTED}
+
+
+@each_recipe([names for names in first_with(set) if names not in FITTED and names not in LATER])
 @pytest.mark.filterwarnings("ignore")
 def test_recipe_is_built(run, names, monkeypatch):
     # Only the factors' shapes are looked at, and the nearest ones take seconds to find.
     monkeypatch.setattr(CP, "decompose", some_factors)
     check_what_it_says(names, run("inspect", *configs(names), *made_small(names, monkeypatch)))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("first", [pytest.param(each, id="+".join(each), marks=marks(each)) for each in SINGLE])
+def test_overlays_of_single_settings_are_read_one_after_another(run, first, monkeypatch):
+    """Each takes the place of the one before; the last one's values are those that are built."""
+    monkeypatch.setattr(CP, "decompose", some_factors)
+    every = [names[2] for names in SINGLE[first]]
+    built = run("inspect", *configs((*first, *every)), *made_small((*first, every[-1]), monkeypatch))
+    check_what_it_says((*first, every[-1]), built)
 
 
 @each_recipe(FITTED)

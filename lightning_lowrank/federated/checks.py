@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import lightning.pytorch as pl
@@ -27,6 +28,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.func import jvp
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_lowrank.aggregation.adapters import find_adapters
@@ -175,6 +177,20 @@ def check_manual_optimization(settings: FederatedSettings, module: pl.LightningM
     raise MisconfigurationException(
         f"{acting}, which a module that optimizes manually does not let it: use automatic optimization."
     )
+
+
+def refuse_lazy(module: nn.Module) -> None:
+    """Refuse a module that has layers without a shape.
+
+    Raises:
+        MisconfigurationException: If it has.
+    """
+    lazy = [name for name, value in chain(module.named_parameters(), module.named_buffers()) if is_lazy(value)]
+    if lazy:
+        raise MisconfigurationException(
+            f"{listed(lazy)} {'have' if len(lazy) > 1 else 'has'} no shape yet, as lazy layers have none before their"
+            " first batch: call the module once, module(example), before the fit."
+        )
 
 
 def check_local_update(algorithm: Algorithm, trainer: pl.Trainer) -> None:

@@ -60,6 +60,7 @@ class Isolation:
         self._unwritten = Unwritten({})
         self._kept: Kept | None = None
         self._named: set[str] = set()
+        self._rewritten: set[str] = set()
         self._to_watch = _WATCHED_CLIENTS
 
     def begin_round(self, live: Mapping[str, Tensor]) -> None:
@@ -80,7 +81,8 @@ class Isolation:
 
     def watch(self) -> None:
         """Remember what the open client must not change."""
-        self._unwritten = Unwritten(self._frozen, sums=self._to_watch == _WATCHED_CLIENTS)
+        self._rewritten |= self._unwritten.rewritten
+        self._unwritten = Unwritten(self._frozen, self._to_watch == _WATCHED_CLIENTS, self._rewritten)
         self._kept = Kept(self._trainer, with_module=not self._stacked) if self._to_watch else None
         if self._kept is not None:
             self._kept.watch()

@@ -29,6 +29,7 @@ from lightning_lowrank.federated.checks import (
     check_optimizers,
     goes_on_from,
     notes,
+    refuse_lazy,
     resume_notes,
     warn_of_changed_base,
 )
@@ -314,6 +315,7 @@ class FederatedLoop(FederatedSettings, Callback):
 
     def on_fit_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
         """Check the optimizers, divide the training set, and let the algorithm look at the module."""
+        refuse_lazy(pl_module)
         unmerge(pl_module)
         check_optimizers(trainer, pl_module)
         for note in notes(pl_module, self.buffers, trainer.lr_scheduler_configs):

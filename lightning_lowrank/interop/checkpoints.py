@@ -271,8 +271,8 @@ def load_dense(path: str | Path, module: nn.Module, client: int | str | None = N
 
     Args:
         path: A checkpoint that a trainer with `LowRank` wrote.
-        module: A new, unconverted module of the same class. For a checkpoint of `TrainedCheckpoints`, with the frozen
-            weights that the run began with.
+        module: A new, unconverted module of the same class, compiled or not. For a checkpoint of `TrainedCheckpoints`,
+            with the frozen weights that the run began with.
         client: Id, or name, of a client whose own model, as ``personal_test`` judges it, is used instead of the global
             one. The checkpoint must hold all of it: no statistics of `StaticBatchNorm`, nor a part of the global model
             for a client of smaller width or rank.
@@ -283,5 +283,14 @@ def load_dense(path: str | Path, module: nn.Module, client: int | str | None = N
             of one.
         RuntimeError: If the checkpoint is of another architecture; torch names the tensors that do not fit.
     """
-    module.load_state_dict(dense_checkpoint(path, client, module))
+    state = dense_checkpoint(path, client, module)
+    own = {_uncompiled(name): name for name in module.state_dict()}
+    renamed = {own.get(_uncompiled(name), name): value for name, value in state.items()}
+    # The dictionary that is read has the versions of its layers too.
+    module.load_state_dict(state if renamed.keys() == state.keys() else renamed)
     return module
+
+
+def _uncompiled(name: str) -> str:
+    """Return the name that a tensor has where nothing is compiled; `torch.compile` puts a module around another."""
+    return name.replace("_orig_mod.", "")

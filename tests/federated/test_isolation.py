@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
+from torch.nn.utils import parametrize
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric, MetricCollection
 
@@ -422,6 +423,50 @@ def test_what_optimizers_keep_is_named_where_clients_step_together(monkeypatch):
     monkeypatch.setattr(optimizers, "_ELEMENTWISE", [*optimizers._ELEMENTWISE, Counted])
     with pytest.warns(UserWarning, match=r"beside its state: Counted\.steps"):
         federated(WithCounted, execution="vectorized")
+
+
+class Half(nn.Module):
+    def forward(self, weight):
+        return weight / 2
+
+
+class Parametrized(Base):
+    """Puts a parametrization on and off in each step, as PEFT does for parameters that are no layers' weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.fixed = nn.Linear(4, 4)
+        self.fixed.requires_grad_(False)
+
+    def scale(self, batch_idx):
+        parametrize.register_parametrization(self.fixed, "weight", Half())
+        found = 1 + self.fixed.weight.sum() * 0
+        parametrize.remove_parametrizations(self.fixed, "weight", leave_parametrized=False)
+        return found
+
+
+def test_a_parametrization_that_is_put_on_and_off_changes_nothing():
+    torch.testing.assert_close(federated(Parametrized).state_dict(), expected(Parametrized))
+
+
+def test_clients_of_such_a_module_do_not_step_together():
+    class Trained(Parametrized):
+        def __init__(self):
+            super().__init__()
+            self.fixed.requires_grad_(True)
+
+    with pytest.raises(MisconfigurationException, match=r"cannot map.*fixed\.weight.*parametrization"):
+        federated(Trained, execution="vectorized")
+
+
+def test_layers_without_a_shape_are_refused():
+    class Lazy(Base):
+        def __init__(self):
+            super().__init__()
+            self.late = nn.LazyLinear(4)
+
+    with pytest.raises(MisconfigurationException, match=r"late\.weight"):
+        federated(Lazy)
 
 
 def test_a_buffer_that_changes_its_shape_is_refused():

@@ -256,7 +256,7 @@ CHANGES = {
     "no codec": {"loop": {"uplink": []}},
     "downlink": {"loop": {"downlink": [Quantize(8)]}},
     "robust rule": {"loop": {"aggregator": NormBound(1.0)}},
-    "participants": {"loop": {"participants": [[0, 1, 2]] * 2}},
+    "participants": {"loop": {"participants": [[0, 1, 2]] * 2, "clients_per_round": None}},
     "weights of clients": {"loop": {"sampling_weights": [1.0, 1.0, 1.0, 2.0]}},
     "availability": {"loop": {"availability": [1.0, 1.0, 1.0, 0.5]}},
     "failures": {"loop": {"client_dropout": 0.1}},
@@ -312,5 +312,7 @@ def first_round(tmp_path_factory):
 @pytest.mark.parametrize("change", CHANGES)
 def test_no_change_is_accepted_in_silence(tmp_path, first_round, change):
     made(tmp_path, first_round)
-    with pytest.raises(MisconfigurationException):
+    # The changed run is one by itself.
+    made(tmp_path, None, **CHANGES[change])
+    with pytest.raises(MisconfigurationException, match="checkpoint"):
         made(tmp_path, first_round, **CHANGES[change])

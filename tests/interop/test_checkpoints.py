@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
@@ -11,6 +12,7 @@ from lightning_lowrank import (
     RBLA,
     Ditto,
     Ensemble,
+    FedAvg,
     FederatedLoop,
     FedHM,
     FedInc,
@@ -147,3 +149,19 @@ def test_a_model_that_was_judged_before_statistics_are_static_is_given(tmp_path)
     plain = load_dense(tmp_path / "run.ckpt", Module(normalized()), client=1)
     torch.testing.assert_close(outputs(plain), own_outputs(loop, module, 1))
     assert not torch.equal(weights(plain)["net.1.running_mean"], torch.zeros(16))
+
+
+@pytest.mark.parametrize("compiled", ["run", "plain", "both"])
+def test_a_compiled_modules_run_loads_into_a_plain_one(tmp_path, compiled):
+    def module(compiles):
+        net = network()
+        return Module(torch.compile(net, backend="eager") if compiles else net)
+
+    trained = module(compiled != "plain")
+    loop = FederatedLoop(FedAvg(), clients=2, summary=False, execution="sequential")
+    low_rank = LowRank(MatrixProduct(), rank=2, role="update", allow_larger=True, summary=False)
+    saver = ModelCheckpoint(tmp_path, "run")
+    fit(trainer(tmp_path, low_rank, loop, saver, max_epochs=1, limit_val_batches=0), trained, Data())
+    plain = load_dense(tmp_path / "run.ckpt", module(compiled != "run"))
+    inputs = blobs().tensors[0]
+    torch.testing.assert_close(plain.net(inputs), trained.net(inputs), rtol=1e-5, atol=1e-5)

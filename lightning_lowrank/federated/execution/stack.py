@@ -473,6 +473,8 @@ class ClientStack(Untraced):
                 table[key] = values[name]
             yield
             for table, key, name in self._homes:
+                if key not in table:
+                    raise CannotMap(f"it takes {name} out of its module, as a parametrization that is put on and off")
                 if table[key] is not values[name]:
                     # A step may assign a buffer where others change it in place.
                     with torch.no_grad():

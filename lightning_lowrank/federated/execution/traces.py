@@ -148,13 +148,18 @@ class Unwritten:
         sums: Whether the first look also sees what is written through ``tensor.data``. Of more than 16.8
             million numbers it reads about so many, evenly spaced parts of each tensor: what writes there, such as a
             moving average, writes whole tensors, and a large base would take seconds.
+        rewritten: Names of tensors that are known to be written with the values that they had, as by a parametrization
+            that is put on and off; what was found of them so far is `rewritten`.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], sums: bool = False) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], sums: bool = False, rewritten: Collection[str] = ()) -> None:
         self._tensors = tensors = {name: value for name, value in tensors.items() if not quantised_to_4_bits(value)}
         self._marks = {name: written(value) for name, value in tensors.items()}
         self._every = max(1, math.ceil(sum(value.numel() for value in tensors.values()) / _SUMMED_AT_MOST))
-        self._sums = {name: _sums(value, self._every) for name, value in tensors.items()} if sums else {}
+        summed = tensors if sums else {name: value for name, value in tensors.items() if name in rewritten}
+        self._sums = {name: _sums(value, self._every) for name, value in summed.items()}
+        self._known = dict(self._sums) if self._every == 1 else {}
+        self.rewritten: set[str] = set()
 
     @property
     def has_sums(self) -> bool:
@@ -164,12 +169,16 @@ class Unwritten:
     def changed(self) -> list[str]:
         """Return the names of the tensors that have been written."""
         sums, self._sums = self._sums, {}
-        return [
-            name
-            for name, value in self._tensors.items()
-            if written(value) != self._marks[name]
-            or (name in sums and not torch.equal(_sums(value, self._every), sums[name]))
-        ]
+        changed = []
+        for name, value in self._tensors.items():
+            mark = written(value)
+            if mark != self._marks[name] and name in self._known:
+                sums = {**sums, name: self._known[name]}
+                self._marks[name] = mark
+                self.rewritten.add(name)
+            if mark != self._marks[name] or (name in sums and not torch.equal(_sums(value, self._every), sums[name])):
+                changed.append(name)
+        return changed
 
     def check(self) -> None:
         """Refuse what has been written.

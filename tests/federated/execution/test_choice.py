@@ -155,7 +155,8 @@ class Recording(Module):
         self.draws, self.luck = torch.Generator(), random.Random(0)
         self.register_buffer("unsaved", torch.zeros(6), persistent=False)
         self.teacher = network().requires_grad_(False)
-        self.net[1].register_forward_hook(lambda *_: self.losses.append(0.0))
+        call = self.net[1].forward
+        self.net[1].forward = lambda inputs: self.losses.append(0.0) or call(inputs)
 
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)

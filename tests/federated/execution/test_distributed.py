@@ -29,6 +29,9 @@ from tests.federated.execution import parallel_runs
 from tests.federated.execution.parallel_runs import RUNS, UNEVEN, run
 from tests.helpers import Module, trainer
 
+# The runs are made once, where all tests of them are.
+pytestmark = pytest.mark.xdist_group("processes")
+
 QUICK = ["fedavg", "scaffold", "tdpfed", "vectorized", "idle", "metrics", "channels", "unlucky"]
 RESUMED = [("fedavg", "ended"), ("tdpfed", "validated"), ("idle", "ended"), ("channels", "ended")]
 OTHERS = [
