@@ -143,6 +143,7 @@ def runs(tree: Path) -> dict[str, Callable[[Path], dict[str, Any]]]:
 
 def make(tree: Path, only: list[str], output: Path) -> None:
     """Make the runs with the package of ``tree``, and save what they end with."""
+    import lightning.pytorch  # noqa: F401 sets its logger's level
     import torch
 
     import lightning_lowrank

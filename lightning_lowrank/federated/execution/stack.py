@@ -527,8 +527,12 @@ def captured_logs(
                 " mean, for instance"
             )
         captured[name] = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
-        names = ("prog_bar", "logger", "on_step", "on_epoch")
-        settings[name] = {**dict(zip(names, arguments, strict=False)), **keywords}
+        names = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
+        given = settings[name] = {**dict(zip(names, arguments, strict=False)), **keywords}
+        if given.get("reduce_fx", "mean") not in ("mean", "avg", torch.mean):
+            raise CannotMap(
+                f"it logs {name!r} with reduce_fx={given['reduce_fx']!r}, which would be taken of the clients' means"
+            )
 
     attributes = vars(module)
     previous = attributes.get("log")

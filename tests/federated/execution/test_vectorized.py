@@ -574,3 +574,17 @@ def test_steps_in_a_subspace_are_deferred_where_nobody_looks(tmp_path, monkeypat
     module = partial(Module, optimizer=OPTIMIZERS["ProjectedSGD"])
     both(tmp_path, **{"module": module, "trainer": {"max_epochs": 2}, **settings})
     assert any(kept) is deferred
+
+
+class Summing(Module):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("largest", loss, on_step=False, on_epoch=True, reduce_fx="max")
+        return loss
+
+
+def test_figures_that_are_no_means_are_refused(tmp_path):
+    with pytest.raises(MisconfigurationException, match=r"'largest'.*reduce_fx='max'"):
+        run(tmp_path, "vectorized", module=Summing)
+    _, loop, _ = run(tmp_path, "auto", module=Summing)
+    assert loop.rounds.execution.name == "sequential"
