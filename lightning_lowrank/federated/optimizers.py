@@ -163,9 +163,17 @@ class Starts:
         """Return a copy that holds the same parameters, groups and generators."""
         same = [optimizer, optimizer.param_groups, *optimizer.param_groups, *_parameters_of(optimizer)]
         lasting = (torch.Generator, nn.Module)
-        held = walk("", value, lambda kind: False, is_whole=lambda item: isinstance(item, lasting))
-        same += [item for _, item in held if isinstance(item, lasting)]
-        return copy.deepcopy(value, {id(item): item for item in same})
+        held = [
+            item for _, item in walk("", value, lambda kind: False, is_whole=lambda item: isinstance(item, lasting))
+        ]
+        same += [item for item in held if isinstance(item, lasting)]
+        memo: dict[int, Any] = {id(item): item for item in same}
+        # What torch copies of an optimizer is its state and groups alone.
+        inside = [item for item in held if isinstance(item, Optimizer) and item is not optimizer]
+        memo |= {id(item): type(item).__new__(type(item)) for item in inside}
+        for item in inside:
+            vars(memo[id(item)]).update(copy.deepcopy(vars(item), memo))
+        return copy.deepcopy(value, memo)
 
     def attributes(self) -> list[dict[str, Any]]:
         """Return copies of the optimizers' own attributes."""
@@ -184,9 +192,11 @@ class Starts:
         """Give the optimizers copies of attributes."""
         for optimizer, names, own in zip(self._optimizers, self._names, attributes, strict=True):
             if names:
-                for name in vars(optimizer).keys() - _OF_EVERY_OPTIMIZER:
+                # Its groups may be those of an optimizer inside.
+                copied = self._copied(optimizer, dict(own))
+                for name in vars(optimizer).keys() - _OF_EVERY_OPTIMIZER - copied.keys():
                     del vars(optimizer)[name]
-                vars(optimizer).update(self._copied(optimizer, dict(own)))
+                vars(optimizer).update(copied)
 
     def state_dict(self) -> list[dict[str, Any]] | None:
         """Return the optimizers' own attributes, or ``None`` where there are others than tensors and plain Python."""

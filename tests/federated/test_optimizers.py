@@ -1,5 +1,6 @@
 """Which optimizers clients may step together with, and the states in which these start."""
 
+import contextlib
 from functools import partial
 
 import pytest
@@ -126,7 +127,8 @@ class Lookahead(torch.optim.Optimizer):
     """Slow weights beside an optimizer inside (Zhang et al., 2019)."""
 
     def __init__(self, parameters, lr=0.1):
-        self.inner = torch.optim.Adam(parameters, lr)
+        # With what it holds itself.
+        self.inner = Counted(parameters, lr)
         super().__init__([{"params": group["params"]} for group in self.inner.param_groups], {"lr": lr})
         self.slow = {value: value.detach().clone() for group in self.param_groups for value in group["params"]}
         self.number = 0
@@ -176,12 +178,17 @@ def of_torch():
 
 
 def of_others():
+    found = {}
+    with contextlib.suppress(ImportError):
+        from transformers.optimization import Adafactor
+
+        found["transformers.Adafactor"] = partial(Adafactor, lr=0.01, relative_step=False, scale_parameter=False)
     try:
         import pytorch_optimizer as others
     except ImportError:
-        return {}
+        return found
     names = ("Lion", "Ranger", "AdaBelief", "Prodigy", "ScheduleFreeAdamW")
-    return {
+    return found | {
         "pytorch_optimizer.Lookahead": lambda p: others.Lookahead(others.AdamP(p, lr=0.01)),
         **{f"pytorch_optimizer.{name}": partial(getattr(others, name), lr=0.01) for name in names},
     }
