@@ -449,6 +449,16 @@ def test_a_parametrization_that_is_put_on_and_off_changes_nothing():
     torch.testing.assert_close(federated(Parametrized).state_dict(), expected(Parametrized))
 
 
+def test_an_exchange_of_two_numbers_is_a_change():
+    tensors = {"held": torch.arange(6.0)}
+    unwritten = traces.Unwritten(tensors, sums=True)
+    tensors["held"].copy_(torch.arange(6.0))
+    assert unwritten.changed() == []
+    assert unwritten.rewritten == {"held"}
+    tensors["held"].copy_(torch.tensor([1.0, 0.0, 2.0, 3.0, 4.0, 5.0]))
+    assert unwritten.changed() == ["held"]
+
+
 def test_clients_of_such_a_module_do_not_step_together():
     class Trained(Parametrized):
         def __init__(self):

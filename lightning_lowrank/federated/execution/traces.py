@@ -158,7 +158,10 @@ class Unwritten:
         self._every = max(1, math.ceil(sum(value.numel() for value in tensors.values()) / _SUMMED_AT_MOST))
         summed = tensors if sums else {name: value for name, value in tensors.items() if name in rewritten}
         self._sums = {name: _sums(value, self._every) for name, value in summed.items()}
-        self._known = dict(self._sums) if self._every == 1 else {}
+        # By these a tensor that was written is told from one that was written with what it held, in the same order.
+        self._known = (
+            {name: _sums(value, 1, by_place=True) for name, value in summed.items()} if self._every == 1 else {}
+        )
         self.rewritten: set[str] = set()
 
     @property
@@ -172,12 +175,15 @@ class Unwritten:
         changed = []
         for name, value in self._tensors.items():
             mark = written(value)
-            if mark != self._marks[name] and name in self._known:
-                sums = {**sums, name: self._known[name]}
+            if mark == self._marks[name]:
+                same = name not in sums or torch.equal(_sums(value, self._every), sums[name])
+            else:
+                same = name in self._known and torch.equal(_sums(value, 1, by_place=True), self._known[name])
+            if not same:
+                changed.append(name)
+            elif mark != self._marks[name]:
                 self._marks[name] = mark
                 self.rewritten.add(name)
-            if mark != self._marks[name] or (name in sums and not torch.equal(_sums(value, self._every), sums[name])):
-                changed.append(name)
         return changed
 
     def check(self) -> None:
@@ -196,8 +202,11 @@ class Unwritten:
             )
 
 
-def _sums(tensor: Tensor, every: int) -> Tensor:
-    """Return sums of parts of a tensor, which unlike `written` see what is written through ``tensor.data``."""
+def _sums(tensor: Tensor, every: int, by_place: bool = False) -> Tensor:
+    """Return sums of parts of a tensor, which unlike `written` see what is written through ``tensor.data``.
+
+    With ``by_place`` each number counts by its place, so that an exchange of two is seen too.
+    """
     wide = torch.complex128 if tensor.is_complex() else torch.float64
     if not has_float64(tensor.device.type):
         wide = tensor.dtype
@@ -205,6 +214,9 @@ def _sums(tensor: Tensor, every: int) -> Tensor:
     parts = tensor.detach().flatten().split(_SUMMED_AT_ONCE)[::every]
     sums = torch.empty(len(parts), dtype=wide, device=tensor.device)
     for part, own in zip(parts, sums, strict=True):
+        if by_place:
+            exact = torch.float64 if has_float64(part.device.type) else torch.float32
+            part = part * torch.arange(1, len(part) + 1, dtype=exact, device=part.device)
         torch.sum(part, 0, dtype=wide, out=own)
     return sums
 
