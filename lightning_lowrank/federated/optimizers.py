@@ -186,7 +186,8 @@ class Starts:
         """Give the optimizers back what they held."""
         self.give(self._attributes)
         for optimizer, state in zip(self._optimizers, self._states, strict=True):
-            optimizer.state.update(self._copied(optimizer, state))
+            if state:
+                optimizer.state.update(self._copied(optimizer, state))
 
     def give(self, attributes: Sequence[Mapping[str, Any]]) -> None:
         """Give the optimizers copies of attributes."""

@@ -98,6 +98,8 @@ class Partition(Configured, ABC):
         """
         if isinstance(dataset, int):
             size = _check_count("size", dataset, 1)
+        elif (found := self.divide_rows(dataset, clients)) is not None:
+            return found
         else:
             size = _check_count("the number of samples of dataset", length_of(dataset), 1)
             if self.needs_labels and labels is None:
@@ -121,6 +123,10 @@ class Partition(Configured, ABC):
             )
         labels = None if labels is None else check_labels(labels, size)
         return self.assign(size, clients, seed, labels, key_array)
+
+    def divide_rows(self, dataset: Dataset, clients: int | None) -> ClientIndices | None:
+        """Return the clients' samples by the rows of the file that they come from, or ``None`` to go by samples."""
+        return None
 
     def find_keys(self, dataset: Dataset) -> Sequence[Any] | Column | None:
         """Return the key of each sample, or ``None`` for a partition that takes no keys."""
@@ -508,18 +514,11 @@ class FromIndices(Partition):
             raise MisconfigurationException("indices is empty: give the sample indices of at least one client.")
         self._lists = [index_tensor(part, client) for client, part in enumerate(content)]
 
-    def split(
-        self,
-        dataset: Dataset | int,
-        clients: int | None,
-        seed: int,
-        labels: Tensor | None = None,
-        keys: Sequence[Any] | Tensor | np.ndarray | None = None,
-    ) -> ClientIndices:
-        """See `Partition.split`."""
-        rows = None if isinstance(dataset, int) else rows_of(dataset)
+    def divide_rows(self, dataset: Dataset, clients: int | None) -> ClientIndices | None:
+        """See `Partition.divide_rows`."""
+        rows = rows_of(dataset)
         if rows is None:
-            return super().split(dataset, clients, seed, labels, keys)
+            return None
         self.count_clients(clients, None)
         return self._of_rows(rows)
 

@@ -158,10 +158,8 @@ class Unwritten:
         self._every = max(1, math.ceil(sum(value.numel() for value in tensors.values()) / _SUMMED_AT_MOST))
         summed = tensors if sums else {name: value for name, value in tensors.items() if name in rewritten}
         self._sums = {name: _sums(value, self._every) for name, value in summed.items()}
-        # By these a tensor that was written is told from one that was written with what it held, in the same order.
-        self._known = (
-            {name: _sums(value, 1, by_place=True) for name, value in summed.items()} if self._every == 1 else {}
-        )
+        # Sums of all numbers tell a tensor that was written from one that was written with what it held.
+        self._known = dict(self._sums) if self._every == 1 else {}
         self.rewritten: set[str] = set()
 
     @property
@@ -175,13 +173,11 @@ class Unwritten:
         changed = []
         for name, value in self._tensors.items():
             mark = written(value)
-            if mark == self._marks[name]:
-                same = name not in sums or torch.equal(_sums(value, self._every), sums[name])
-            else:
-                same = name in self._known and torch.equal(_sums(value, 1, by_place=True), self._known[name])
-            if not same:
+            is_written = mark != self._marks[name]
+            before = (self._known if is_written else sums).get(name)
+            if is_written if before is None else not torch.equal(_sums(value, self._every), before):
                 changed.append(name)
-            elif mark != self._marks[name]:
+            elif is_written:
                 self._marks[name] = mark
                 self.rewritten.add(name)
         return changed
@@ -202,10 +198,10 @@ class Unwritten:
             )
 
 
-def _sums(tensor: Tensor, every: int, by_place: bool = False) -> Tensor:
+def _sums(tensor: Tensor, every: int) -> Tensor:
     """Return sums of parts of a tensor, which unlike `written` see what is written through ``tensor.data``.
 
-    With ``by_place`` each number counts by its place, so that an exchange of two is seen too.
+    Where all parts are summed, each number counts by its place in its part, so that an exchange of two is seen too.
     """
     wide = torch.complex128 if tensor.is_complex() else torch.float64
     if not has_float64(tensor.device.type):
@@ -214,7 +210,7 @@ def _sums(tensor: Tensor, every: int, by_place: bool = False) -> Tensor:
     parts = tensor.detach().flatten().split(_SUMMED_AT_ONCE)[::every]
     sums = torch.empty(len(parts), dtype=wide, device=tensor.device)
     for part, own in zip(parts, sums, strict=True):
-        if by_place:
+        if every == 1:
             exact = torch.float64 if has_float64(part.device.type) else torch.float32
             part = part * torch.arange(1, len(part) + 1, dtype=exact, device=part.device)
         torch.sum(part, 0, dtype=wide, out=own)
