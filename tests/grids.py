@@ -1,8 +1,9 @@
 """Covering sets of test cases, where the full grid would guard the same thing many times.
 
 Most faults need one value or two together, not one of each axis. :func:`all_pairs` and :func:`in_turn` return the cases
-of a test; :func:`pairwise` and :func:`nightly_except` mark the cases that are not needed as nightly, so that the full
-grid is still run before a release. :func:`daily` marks cases as slow, which a change's check still runs.
+of a test; :func:`pairwise`, :func:`each_of` and :func:`nightly_except` mark the cases that are not needed as nightly,
+so that the full grid is still run before a release. :func:`daily` marks cases as slow, which a change's check still
+runs.
 """
 
 from __future__ import annotations
@@ -108,6 +109,20 @@ def daily(*ids: str) -> Callable[[Any], Any]:
 def nightly_except(*ids: str) -> Callable[[Any], Any]:
     """Mark the cases of a test as nightly but for those with these ids, or the first one. See :func:`daily`."""
     return lambda test: _but_for(ids, test, pytest.mark.nightly)
+
+
+def each_of(step: int) -> Callable[[Any], Any]:
+    """Mark the cases of a test as nightly but for the first one and each that comes ``step`` cases later.
+
+    It stands above the ``parametrize`` decorators. A step that has no divisor in common with the lengths of the axes
+    meets each of their values.
+    """
+
+    def decorate(test: Any) -> Any:
+        rows = _rows(test)
+        return _parametrize(test, rows, set(list(rows)[::step]), pytest.mark.nightly)
+
+    return decorate
 
 
 def _but_for(ids: Sequence[str], test: Any, mark: pytest.MarkDecorator) -> Any:

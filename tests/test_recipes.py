@@ -327,8 +327,8 @@ def made_small(names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> list[
     options = ["--data.eval_batch_size", "100", *files_of(names)]
     if names[0].startswith(("fedhm/", "tdpfed/cifar10", "fedmud/cifar", "fedmud/tiny_imagenet")):
         options += ["--data.batch_size", "4"]
-    if names[-1].startswith(("fedhm/fedhm", "fedhm/heterofl", "fedhm/local")):
-        # The base and its other overlays have the network of the paper's width.
+    if names[-1].startswith(("fedhm/fedhm", "fedhm/heterofl", "fedhm/local", "fedhm/cifar100", "fedhm/tiny")):
+        # CIFAR-10's base and its other overlays have the network of the paper's width.
         options += ["--model.init_args.network.init_args.width", "16"]
     if names[-1].startswith("fedhm/split_mix"):
         options += ["--model.init_args.network.init_args.base.init_args.width", "4"]
@@ -363,13 +363,24 @@ def check_what_it_says(names: tuple[str, ...], made: LowRankCLI) -> None:
             assert layer.half_frozen == variant.endswith("frozen")
 
 
-# Overlays of single settings of a method, by what they come after.
-SINGLE = {
-    names[:2]: [other for other in COMBINATIONS if other[:2] == names[:2] and len(other) == 3]
-    for names in COMBINATIONS
-    if len(names) == 3 and names[0].startswith(("fedmud/fmnist", "tdpfed/"))
-}
-LATER = {names for group in SINGLE.values() for names in group if names not in FITTED}
+def form_of(content: Any) -> Any:
+    """What an overlay names, without its numbers and texts: keys, and classes."""
+    if not isinstance(content, dict):
+        return type(content).__name__
+    return tuple((key, value if key == "class_path" else form_of(value)) for key, value in sorted(content.items()))
+
+
+def alike() -> list[list[tuple[str, ...]]]:
+    """Combinations that no fit builds, of the same files but for the last, which names the same, if it is new."""
+    groups: dict[Any, list[tuple[str, ...]]] = {}
+    for names in first_with(set):
+        if len(names) > 1 and names not in FITTED:
+            groups.setdefault((names[:-1], form_of(content_of(RECIPES / f"{names[-1]}.yaml"))), []).append(names)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+ALIKE = alike()
+LATER = {names for group in ALIKE for names in group}
 
 
 @each_recipe([names for names in first_with(set) if names not in FITTED and names not in LATER])
@@ -382,13 +393,12 @@ def test_recipe_is_built(run, names, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("first", [pytest.param(each, id="+".join(each), marks=marks(each)) for each in SINGLE])
-def test_overlays_of_single_settings_are_read_one_after_another(run, first, monkeypatch):
+@pytest.mark.parametrize("group", [pytest.param(each, id="+".join(each[-1]), marks=marks(each[-1])) for each in ALIKE])
+def test_overlays_alike_are_read_one_after_another(run, group, monkeypatch):
     """Each takes the place of the one before; the last one's values are those that are built."""
     monkeypatch.setattr(CP, "decompose", some_factors)
-    every = [names[2] for names in SINGLE[first]]
-    built = run("inspect", *configs((*first, *every)), *made_small((*first, every[-1]), monkeypatch))
-    check_what_it_says((*first, every[-1]), built)
+    names = (*group[0][:-1], *(each[-1] for each in group))
+    check_what_it_says(group[-1], run("inspect", *configs(names), *made_small(group[-1], monkeypatch)))
 
 
 @each_recipe(FITTED)

@@ -22,7 +22,6 @@ CHOSEN = (
     "federated/execution/test_vectorized.py",
     "federated/test_coordinator.py",
     "federated/test_copies.py",
-    "federated/test_optimizers.py",
     "federated/test_personal.py",
     "federated/test_randomness.py",
     "federated/test_resume.py",

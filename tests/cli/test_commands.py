@@ -25,7 +25,7 @@ from lightning_lowrank.federated.state import copy_into, trained_tensors
 from lightning_lowrank.layers import low_rank_layers
 from lightning_lowrank.models import MLP, Classifier
 from tests.cli.run_folders import draw_nothing
-from tests.grids import nightly_except
+from tests.grids import each_of, nightly_except
 from tests.helpers import assert_same, weights
 
 # Each makes runs, as from a command line.
@@ -632,6 +632,7 @@ def test_what_is_no_command_is_told_all_of_them(run, capsys, words, said):
 FLOOR = ("--lowrank.rank", "null", "--lowrank.budget", "0.001")
 
 
+@each_of(4)
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -21,7 +21,7 @@ from lightning_lowrank.cli import main
 from lightning_lowrank.cli.inspection import inspect_run, render
 from lightning_lowrank.cli.runs import read_run
 from lightning_lowrank.models import CNN4, MLP, Classifier
-from tests.grids import nightly_except
+from tests.grids import each_of, nightly_except
 from tests.helpers import Data, Module, fit, network, trainer
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -82,6 +82,7 @@ def test_the_json_has_the_documented_form(inspect, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@each_of(4)
 @pytest.mark.parametrize(
     ("recipes", "more", "trainable"),
     [

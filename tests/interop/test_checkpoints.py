@@ -29,6 +29,7 @@ from lightning_lowrank import (
 )
 from lightning_lowrank.cli import main
 from lightning_lowrank.federated.state import copy_into, trained_tensors
+from tests.grids import each_of
 from tests.helpers import Data, Module, blobs, fit, network, trainer, weights
 from tests.interop.helpers import LORA
 
@@ -81,6 +82,7 @@ def outputs(module):
 
 
 @pytest.mark.slow
+@each_of(4)
 @pytest.mark.parametrize(
     ("method", "settings", "whole"),
     [

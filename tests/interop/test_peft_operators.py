@@ -27,7 +27,7 @@ from lightning_lowrank import (
 from lightning_lowrank.aggregation import Operator
 from lightning_lowrank.interop.checkpoints import adapter_checkpoint
 from tests.algorithms.test_fedlora_peft import CLIENTS, Labelling, bert, convolutions, data, gpt
-from tests.grids import nightly_except, pairwise
+from tests.grids import each_of, nightly_except, pairwise
 from tests.helpers import fit, trainer
 from tests.interop.helpers import config_of, peft, perturbed
 
@@ -143,6 +143,7 @@ CHANGED = [[], ["layers.1.q"], ["layers.0.q", "layers.10.v"], ["layers.1.v", "la
 
 
 @pytest.mark.slow
+@each_of(5)
 @pytest.mark.parametrize("number", range(30))
 def test_ranks_and_scalings_of_ones_own_patterns_are_kept(tmp_path, number):
     ranks, alphas = PATTERNS[number % 6], PATTERNS[(number // 5 + number) % 6]
@@ -421,6 +422,7 @@ class Causal(Labelling):
 
 
 @pytest.mark.slow
+@each_of(3)
 @pytest.mark.parametrize("tying", [False, True])
 @pytest.mark.parametrize(
     ("form", "operator"),

@@ -26,7 +26,7 @@ from lightning_lowrank.layers import (
 )
 from lightning_lowrank.registry import registered
 from lightning_lowrank.testing import check_factorization
-from tests.grids import all_pairs, in_turn, pairwise
+from tests.grids import all_pairs, each_of, in_turn, pairwise
 
 VARIANTS = {
     "MatrixProduct": [{"layout": "permuted"}, {"layout": "channel"}, {"layout": "raw"}],
@@ -150,6 +150,7 @@ def valid_ranks(factorization, shape, half_frozen=False):
 
 
 @pytest.mark.slow
+@each_of(3)
 @pytest.mark.parametrize(
     ("factorization", "shape"),
     [

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -28,9 +29,6 @@ from tests.algorithms.methods import ARCHETYPES, METHODS
 from tests.federated.execution import parallel_runs
 from tests.federated.execution.parallel_runs import RUNS, UNEVEN, run
 from tests.helpers import Module, trainer
-
-# The runs are made once, where all tests of them are.
-pytestmark = pytest.mark.xdist_group("processes")
 
 QUICK = ["fedavg", "scaffold", "tdpfed", "vectorized", "idle", "metrics", "channels", "unlucky"]
 RESUMED = [("fedavg", "ended"), ("tdpfed", "validated"), ("idle", "ended"), ("channels", "ended")]
@@ -125,17 +123,28 @@ def assert_resumed(alone: Mapping[str, Any], together: list[dict[str, Any]]) -> 
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("alone")
-    return {"folder": folder, **{name: run(name, 1, folder / name) for name in (*QUICK, "inside")}}
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the runs of one process and of two, made by the first of the test session's processes."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "runs"
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "whole").exists():
+            names = (*QUICK, "inside")
+            torch.save({name: run(name, 1, folder / "alone" / name) for name in names}, folder / "alone.pt")
+            resumed = [f"{name}@{checkpoint(folder / 'alone', name, 0, when)}" for name, when in RESUMED]
+            launch(folder / "two", 2, *QUICK, *resumed, "inside", "stopped")
+            (folder / "whole").touch()
+    return folder
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory, alone: dict[str, Any]) -> Path:
-    folder = tmp_path_factory.mktemp("two")
-    resumed = [f"{name}@{checkpoint(alone['folder'], name, 0, when)}" for name, when in RESUMED]
-    launch(folder, 2, *QUICK, *resumed, "inside", "stopped")
-    return folder
+def alone(made: Path) -> dict[str, Any]:
+    return {"folder": made / "alone", **torch.load(made / "alone.pt", weights_only=False)}
+
+
+@pytest.fixture(scope="module")
+def two(made: Path) -> Path:
+    return made / "two"
 
 
 def checkpoint(folder: Path, name: str, epoch: int, when: str) -> Path:
