@@ -21,7 +21,7 @@ from filelock import FileLock
 FIRST = "0" * 64
 """What the first line has as the hash of the line before it."""
 
-_COLUMNS = ("time", "direction", "kind", "round", "bytes", "epsilon", "digest", "reason")
+_COLUMNS = ("number", "time", "direction", "kind", "round", "bytes", "epsilon", "digest", "reason")
 _LONGEST_LINE = 65536
 _LONGEST_TEXT = 2000
 
@@ -36,7 +36,9 @@ class AuditLog:
         >>> import tempfile
         >>> log = AuditLog(Path(tempfile.mkdtemp()) / "audit.jsonl")
         >>> log.append(direction="received", kind="train.round", round=0, bytes=1024)
+        0
         >>> log.append(direction="sent", kind="train.round", round=0, bytes=512)
+        1
         >>> audit = read_audit(log.file)
         >>> [entry["direction"] for entry in audit.entries], audit.faults
         (['received', 'sent'], [])
@@ -45,10 +47,14 @@ class AuditLog:
     def __init__(self, file: Path) -> None:
         self.file = file
 
-    def append(self, **entry: Any) -> None:
-        """Append a line of plain values; time, number and hashes are added."""
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{self.file}.lock"), self.file.open("a+b") as file:
+    def append(self, **entry: Any) -> int:
+        """Append a line of plain values, and return its number; time, number and hashes are added.
+
+        Raises:
+            OSError: If the file cannot be written, or is a link.
+        """
+        self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with FileLock(f"{self.file}.lock", mode=0o600), open(self.file, "a+b", opener=_open_no_link) as file:
             last, whole = _last(file)
             now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")
             content = {
@@ -62,6 +68,11 @@ class AuditLog:
             file.write(line if whole else b"\n" + line)
             file.flush()
             os.fsync(file.fileno())
+            return int(content["number"])
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o600)
 
 
 @dataclass

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from lightning_lowrank.older_lightning import alias_pytorch_lightning
 
@@ -250,7 +250,62 @@ def _audit(parser: argparse.ArgumentParser, words: list[str]) -> None:
         raise misconfigured(f"{options.log} is not as a site wrote it: {'; '.join(faults[:5])}{more}.")
 
 
+def _bridge() -> Any:
+    """Return the bridge to Flower, if that is installed."""
+    from lightning_lowrank.configuration import misconfigured
+
+    try:
+        return import_module(_FLOWER)
+    except ImportError as error:
+        raise misconfigured(str(error)) from error
+
+
+def _resolve(parser: argparse.ArgumentParser, words: list[str]) -> None:
+    parser.add_argument("recipes", nargs="+", help="a recipe's path or name; a later one changes an earlier one")
+    parser.add_argument("--output", type=Path, default=Path("resolved.yaml"), help="the file to write")
+    options = parser.parse_args(words)
+    from lightning_lowrank.cli.recipes import find
+    from lightning_lowrank.interop.files import replacing
+
+    text, _ = _bridge().resolve([Path(find(each)) for each in options.recipes])
+    with replacing(options.output) as part:
+        part.write_text(text, encoding="utf-8")
+    print(f"wrote {options.output}: each site approves it by `lightning-lowrank flower approve {options.output}`")
+
+
+def _approve(parser: argparse.ArgumentParser, words: list[str]) -> None:
+    parser.add_argument("recipe", type=Path, help="a file that `flower resolve` or `flower` has written")
+    parser.add_argument("--policy", type=Path, required=True, help="the site's policy; `approved` is made beside it")
+    parser.add_argument("--client", type=int, default=0, help="the site's partition-id")
+    parser.add_argument("--state-dir", type=Path, default=None, help="as the SuperNode is told it")
+    parser.add_argument("--new-account", action="store_true", help="the samples are others than in all earlier studies")
+    parser.add_argument("--yes", action="store_true", help="do not ask")
+    options = parser.parse_args(words)
+    from lightning_lowrank.cli.approval import Approvals, read_plain, sentences, state_folder
+    from lightning_lowrank.configuration import misconfigured
+
+    for file in (options.recipe, options.policy):
+        if not file.is_file():
+            raise misconfigured(f"{file}: there is no such file.")
+    data = options.recipe.read_bytes()
+    print(*sentences(read_plain(data, str(options.recipe))), sep="\n")
+    if not options.yes and input("Approve? [y/N] ").strip().lower() not in ("y", "yes"):
+        raise misconfigured("nothing was approved.")
+    approvals = Approvals(options.policy.parent / "approved")
+    folder = state_folder({} if options.state_dir is None else {"state-dir": options.state_dir})
+    approvals.begin_account(folder / f"privacy_client_{options.client}.json", options.new_account)
+    print(f"approved: {approvals.keep(data)}")
+
+
 def _flower(parser: argparse.ArgumentParser, words: list[str]) -> None:
+    step = {"resolve": _resolve, "approve": _approve}.get(words[0] if words else "")
+    if step is not None:
+        step(argparse.ArgumentParser(prog=f"{parser.prog} {words[0]}"), words[1:])
+        return
+    parser.epilog = (
+        "`flower resolve RECIPE` writes the file alone that sites approve; `flower approve FILE --policy POLICY` shows"
+        " it at a site, and keeps it."
+    )
     parser.add_argument(
         "--config",
         action="append",
@@ -261,13 +316,7 @@ def _flower(parser: argparse.ArgumentParser, words: list[str]) -> None:
     options = parser.parse_args(words)
     from lightning_lowrank.cli.recipes import find
 
-    try:
-        bridge = import_module(_FLOWER)
-    except ImportError as error:
-        from lightning_lowrank.configuration import misconfigured
-
-        raise misconfigured(str(error)) from error
-    bridge.write_project([Path(find(each)) for each in options.config], options.output)
+    _bridge().write_project([Path(find(each)) for each in options.config], options.output)
     print(f"wrote {options.output}: start it with `flwr run {options.output}`")
 
 

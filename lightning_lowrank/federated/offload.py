@@ -8,6 +8,7 @@ writes the least recently used ones to disk when all of them exceed a limit. A r
 from __future__ import annotations
 
 import json
+import secrets
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -86,8 +87,8 @@ def save(value: Mapping[str, Any], path: Path) -> None:
     description, tensors = flatten_state(value)
     metadata = {"structure": json.dumps(description), "devices": json.dumps([str(each.device) for each in tensors])}
     stored = {str(number): each.cpu().contiguous().clone() for number, each in enumerate(tensors)}
-    unfinished = path.with_suffix(".part")
-    # save_file() writes a file of a random name first, which a process that is killed leaves behind.
+    unfinished = path.with_suffix(f".{secrets.token_hex(8)}.part")
+    # save_file() writes a file beside this one, which a process that is killed leaves behind.
     unfinished.write_bytes(safetensors.torch.save(stored, metadata=metadata))
     unfinished.replace(path)
 

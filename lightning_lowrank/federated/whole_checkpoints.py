@@ -46,7 +46,9 @@ class WholeCheckpoints(TorchCheckpointIO):
             for each in target.parent.glob(f".*{target.suffix}.*{_UNFINISHED}")
         )
         try:
-            with unfinished.open("wb") as file:
+            # Whoever may write into the folder may have put a link there.
+            unfinished.unlink(missing_ok=True)
+            with unfinished.open("xb") as file:
                 torch.save(checkpoint, file)
                 file.flush()
                 os.fsync(file.fileno())

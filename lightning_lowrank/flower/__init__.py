@@ -30,7 +30,8 @@ if find_spec("flwr") is None:
 
 from lightning_lowrank.flower.client import client_app
 from lightning_lowrank.flower.project import write_project
+from lightning_lowrank.flower.recipe import resolve
 from lightning_lowrank.flower.server import RemoteRounds, server_app
 from lightning_lowrank.flower.site import Site
 
-__all__ = ["RemoteRounds", "Site", "client_app", "server_app", "write_project"]
+__all__ = ["RemoteRounds", "Site", "client_app", "resolve", "server_app", "write_project"]

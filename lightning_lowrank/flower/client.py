@@ -17,16 +17,21 @@ from flwr.clientapp.typing import ClientAppCallable
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from lightning_lowrank.cli.approval import read_own, state_folder
 from lightning_lowrank.cli.audit import AuditLog
 from lightning_lowrank.compression import DecodingError, Dense
 from lightning_lowrank.flower.messages import JOIN, LISTEN, TRAIN, Fields, field_of, pack, unpack
 from lightning_lowrank.flower.policy import Policy, PolicyViolation
 from lightning_lowrank.flower.secure import read_request, write_answer
 from lightning_lowrank.flower.site import Site
-from lightning_lowrank.internals.flower import configuration_of, is_secure, secaggplus_mod, state_folder
+from lightning_lowrank.internals.flower import configuration_of, is_secure, secaggplus_mod
+from lightning_lowrank.interop.files import private_files
 
 __all__ = ["client_app"]
 
+_NO_POLICY = (
+    "this site has no policy: it runs whatever recipe the server sends. --node-config 'policy=\"FILE\"' ends that."
+)
 _LOST = "client {} has lost what it kept of earlier rounds, and goes on as a new one."
 
 
@@ -40,47 +45,55 @@ def client_app(recipe: str | Path) -> ClientApp:
     - ``num-partitions``: number of clients, which is then compared with the recipe's.
     - ``own-data``: whether the data that the recipe names are here this site's alone. Default false: every site holds
       the whole of them and takes its part by the recipe's partition.
-    - ``rank``: the rank of the site's client, for `FedLoRA` with operators that take clients of different rank; by
-      default what the recipe gives it.
-    - ``data-root``: the datamodule's argument ``root`` here.
+    - ``site``: a YAML file of what this site fills in: a value for each name that the recipe leaves to sites, such as
+      ``train: patients.csv``, entries of the trainer such as ``accelerator: gpu``, and ``rank``, the rank of the site's
+      client for methods of clients of different rank.
+    - ``data-root``: the folder that holds all files and folders of ``site``; ``root`` is it, unless ``site`` says more.
     - ``state-dir``: folder for what the site keeps from round to round, by default
       ``$FLWR_HOME/lightning_lowrank``. It holds a file for each study and client, which a site that was restarted
       needs, and which a study that goes on in another run of Flower finds again. A site whose file is gone or damaged
       goes on as a new client, and both sides say so.
-    - ``policy``: the file of the site's `Policy`, YAML or TOML. It is read before each message. Without it everything
-      is permitted.
+    - ``policy``: the file of the site's `Policy`, YAML or TOML. It is read before each message. Beside it is the folder
+      of the recipes that the site has approved, and it runs no other. Without it the site runs what the server sends.
     - ``audit-log``: the site's audit log, by default ``audit_client_<partition-id>.jsonl`` in ``state-dir``. It gets a
       line for each message that was received, sent or refused; ``lightning-lowrank audit FILE`` reads it.
+
+    An error of this site's is told to the server by its class, and by the number of the log's entry that has its text.
 
     Args:
         recipe: The recipe's file.
     """
-    sites: dict[tuple[str, int], Site] = {}
+    sites: dict[tuple[str, int, int, int], Site] = {}
     last: Site | None = None
 
     def guard(message: Message, context: Context, answer: ClientAppCallable) -> Message:
         """Answer a message within the site's policy, and write both into its audit log."""
         nonlocal last
         last = None
-        config = context.node_config
-        default = state_folder(config) / f"audit_client_{config.get('partition-id', 'unknown')}.jsonl"
-        log = AuditLog(Path(str(config.get("audit-log", default))))
-        about = {"kind": message.metadata.message_type, "run": str(context.run_id)}
-        received, entry = _measured(message)
-        log.append(direction="received", **about, **entry)
-        try:
-            policy = _policy_of(context)
-            policy.check_download(received)
-            if is_secure(message.content):
-                policy.check_protocol(configuration_of(message.content))
-            reply = answer(message, context)
-            sent, entry = _measured(reply)
-            policy.check_upload(sent)
-        except Exception as error:
-            refused = isinstance(error, PolicyViolation)
-            log.append(direction="refused" if refused else "failed", **about, reason=str(error))
-            raise
-        log.append(direction="sent", **about, **entry, epsilon=None if last is None else last.epsilon)
+        with private_files():
+            config = context.node_config
+            default = state_folder(config) / f"audit_client_{config.get('partition-id', 'unknown')}.jsonl"
+            log = AuditLog(Path(str(config.get("audit-log", default))))
+            about = {"kind": message.metadata.message_type, "run": str(context.run_id)}
+            received, entry = _measured(message)
+            log.append(direction="received", **about, **entry)
+            most = None
+            try:
+                policy = _policy_of(context)
+                most = policy.max_upload
+                policy.check_download(received)
+                if is_secure(message.content):
+                    policy.check_protocol(configuration_of(message.content))
+                reply = answer(message, context)
+                sent, entry = _measured(reply)
+                policy.check_upload(sent)
+            except Exception as error:
+                direction = "refused" if isinstance(error, PolicyViolation) else "failed"
+                number = log.append(direction=direction, **about, reason=str(error))
+                told = _AtSite(error, number, most)
+                log.append(direction="sent", **about, **told.entry)
+                raise told from error
+            log.append(direction="sent", **about, **entry, epsilon=None if last is None else last.epsilon)
         return reply
 
     app = ClientApp(mods=[guard])
@@ -98,19 +111,20 @@ def client_app(recipe: str | Path) -> ClientApp:
             raise DecodingError(f"the study's name is {study[:40]!r}, and should be 16 hexadecimal digits.")
         policy = _policy_of(context)
         policy.check_request(fields)
-        key = study, client
+        seed, rounds = field_of(fields, "seed", int), field_of(fields, "rounds", int)
+        key = study, client, seed, rounds
         if key not in sites:
-            root, rank = _setting(config, "data-root", str), _setting(config, "rank", int)
-            if rank is not None and rank < 1:
-                raise MisconfigurationException(f"rank={rank} of this site's --node-config must be 1 or more.")
             sites[key] = Site(
                 recipe,
                 client,
                 state_folder(config) / f"study_{study}_client_{client}.safetensors",
                 clients=_setting(config, "num-partitions", int),
                 own_data=_setting(config, "own-data", bool) or False,
-                data_root=root,
-                rank=rank,
+                data_root=_setting(config, "data-root", str),
+                policy=policy,
+                own=read_own(_setting(config, "site", str)),
+                seed=None if seed < 0 else seed,
+                rounds=rounds,
             )
         nonlocal last
         last = sites[key]
@@ -120,6 +134,8 @@ def client_app(recipe: str | Path) -> ClientApp:
     @app.query(JOIN.split(".")[1])
     def join(message: Message, context: Context) -> Message:
         fields, _ = unpack(message)
+        if "policy" not in context.node_config:
+            rank_zero_warn(_NO_POLICY)
         return Message(pack(site_of(fields, context).join()), reply_to=message)
 
     @app.query(LISTEN.split(".")[1])
@@ -186,6 +202,21 @@ def _setting(config: Mapping[str, Any], name: str, kind: type) -> Any:
             f"{name} of this site's --node-config must be written like {name}={written}, got {value!r}."
         )
     return value
+
+
+class _AtSite(Exception):
+    """What the server hears of an error, within the site's largest message."""
+
+    def __init__(self, error: Exception, number: int, most: int | None) -> None:
+        told = f"{type(error).__name__[:40]}: this site did not do it, and entry {number} of its log says why"
+        # Flower sends the class as well.
+        super().__init__(told if most is None else told[: max(0, most - len(_as_sent(type(self), "")))])
+        sent = _as_sent(type(self), str(self)).encode()
+        self.entry = {"bytes": len(sent), "digest": hashlib.sha256(sent).hexdigest()}
+
+
+def _as_sent(kind: type, text: str) -> str:
+    return f"{kind}:<'{text}'>"
 
 
 def _policy_of(context: Context) -> Policy:

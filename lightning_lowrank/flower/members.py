@@ -119,6 +119,8 @@ class Members:
     def _check_owner(self, client: int, new: _Owner) -> None:
         """Refuse a node for a client that is another one's."""
         if self.begun:
+            if client not in self._owners:
+                raise DecodingError(f"client {client}: the study has begun without it")
             other = next(
                 (each for each, owner in self._owners.items() if owner.node == new.node and each != client), None
             )
@@ -145,25 +147,30 @@ class Members:
                 " site whose state file is gone is known again only if its SuperNode authenticates itself"
             )
 
-    def complete(self) -> int | None:
-        """Return the number of clients once the sites of all are there, otherwise ``None``."""
-        if self._clients is not None:
-            return self._clients if len(self.connected) == self._clients else None
+    @property
+    def expected(self) -> int:
+        """The number of clients: what the recipe says, or most of the sites that are there; 0 if nobody is."""
         said = [self._owners[client].clients for client in self.connected]
-        most = max(set(said), key=said.count, default=0)
-        there = sum(client < most and self._owners[client].clients == most for client in self.connected)
-        return most if most and there == most and 2 * there > len(said) else None
+        return self._clients or max(set(said), key=said.count, default=0)
 
-    def begin(self, count: int) -> None:
-        """Begin the run with so many clients, and settle how much each of them counts."""
+    def complete(self) -> bool:
+        """Return whether the sites of all clients are there."""
+        most, said = self.expected, [self._owners[client].clients for client in self.connected]
+        there = sum(client < most and self._owners[client].clients == most for client in self.connected)
+        return bool(most) and there == most and (self._clients is not None or 2 * there > len(said))
+
+    def begin(self, count: int, absent: Collection[int] = ()) -> None:
+        """Begin the run with so many clients, and settle how much each counts: those that are absent do not at all."""
         self.connected = {client: node for client, node in self.connected.items() if client < count}
-        owners = [self._owners[client] for client in range(count)]
-        self._owners = dict(enumerate(owners))
-        self.samples = believed([owner.samples for owner in owners], self._count_bound)
-        self.batches = believed([owner.batches for owner in owners], self._count_bound)
+        known = set(range(count)) - set(absent)
+        self._owners = {client: owner for client, owner in sorted(self._owners.items()) if client in known}
+        for name in ("samples", "batches"):
+            claims = believed([getattr(owner, name) for owner in self._owners.values()], self._count_bound)
+            counts = dict(zip(self._owners, claims, strict=True))
+            setattr(self, name, [counts.get(client, 0) for client in range(count)])
         self.unbelieved = [
             client
-            for client, owner in enumerate(owners)
+            for client, owner in self._owners.items()
             if (owner.samples, owner.batches) != (self.samples[client], self.batches[client])
         ]
 

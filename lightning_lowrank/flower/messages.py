@@ -206,7 +206,7 @@ def take_options(optimizers: Sequence[Optimizer], text: str) -> None:
         raise DecodingError(f"the round's optimizer options are of other optimizers: {error}") from error
 
 
-def signature(module: nn.Module, recipe: str) -> dict[str, Any]:
+def signature(module: nn.Module, recipe: bytes) -> dict[str, Any]:
     """Return by what the server recognises a site that runs something else; ``module`` is not trained yet.
 
     These are hashes of the recipe and of names, types and shapes of all that is trained and frozen, and the norms of
@@ -216,7 +216,7 @@ def signature(module: nn.Module, recipe: str) -> dict[str, Any]:
     layout = [[name, str(value.dtype), list(value.shape)] for name, value in sorted(module.state_dict().items())]
     frozen = [value for name, value in sorted(module.named_parameters()) if name not in trained]
     return {
-        "recipe": hashlib.sha256(recipe.encode()).hexdigest(),
+        "recipe": hashlib.sha256(recipe).hexdigest(),
         "layout": hashlib.sha256(json.dumps([layout, sorted(trained)]).encode()).hexdigest(),
         "frozen": [float(value.detach().double().norm()) for value in frozen],
     }

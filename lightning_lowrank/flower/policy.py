@@ -6,9 +6,7 @@ they are asked for against it before they build, train or send anything.
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
@@ -22,13 +20,12 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_lowrank.callbacks import DifferentialPrivacy
+from lightning_lowrank.cli.approval import Approvals, EachOnce
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.privacy import ClientPrivacy
 from lightning_lowrank.flower.messages import Fields, field_of
 from lightning_lowrank.patterns import matches
 
-_DOTTED = re.compile(r"[A-Za-z_]\w*(\.\w+)+")
-_LARGEST_PART = 2**20
 # Rounding to 16 bits enlarges a norm by less.
 _ROUNDING = 1.01
 
@@ -40,6 +37,8 @@ class PolicyViolation(MisconfigurationException):
 @dataclass(frozen=True)
 class Policy:
     """What a site permits. An entry that is ``None`` or left out permits everything.
+
+    A site whose policy is in a file runs the recipes alone that its administrator has approved; see `approved`.
 
     Args:
         min_clients: Least number of sites in a mean: the server must say that it makes no round of fewer. A server that
@@ -59,9 +58,8 @@ class Policy:
             largest shape. A tensor of fewer dimensions fits if its last ones do.
         modules: Which parts of the model may be trained: patterns of which one must match each trained parameter or
             buffer, as in `LowRank`'s ``include``: names, runs of their parts between dots, wildcards.
-        classes: What the recipe may name that is imported and called: patterns of class paths such as
-            ``["lightning_lowrank.*", "torch.optim.*"]``. Naming a class runs its code. A text or a file that may stand
-            for a part of the recipe is held against it too; a file of more than a megabyte may not be named.
+        max_rounds: Largest number of rounds that the server may say that a study has, and most of them that the site
+            trains in. Default: what the server says.
 
     Raises:
         MisconfigurationException: If an entry is of another type or out of range.
@@ -83,11 +81,11 @@ class Policy:
     max_upload: int | None = None
     tensors: Mapping[str, Sequence[int]] | None = None
     modules: Sequence[str] | None = None
-    classes: Sequence[str] | None = None
+    max_rounds: int | None = None
     source: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        for name in ("min_clients", "max_download", "max_upload"):
+        for name in ("min_clients", "max_download", "max_upload", "max_rounds"):
             value = getattr(self, name)
             _check(value is None or (type(value) is int and value >= 1), name, "a whole number, 1 or more", value)
         for name in ("clip", "max_epsilon", "max_delta"):
@@ -97,9 +95,7 @@ class Policy:
             _check(optional or above, name, "a number above 0", value)
         _check(self.max_delta < 1, "max_delta", "below 1", self.max_delta)
         _check(type(self.secure_aggregation) is bool, "secure_aggregation", "true or false", self.secure_aggregation)
-        for name in ("modules", "classes"):
-            value = getattr(self, name)
-            _check(value is None or _are_texts(value), name, "a list of patterns", value)
+        _check(self.modules is None or _are_texts(self.modules), "modules", "a list of patterns", self.modules)
         wanted = "patterns with the largest shape of each, such as {'network.*': [512, 512]}"
         are_shapes = isinstance(self.tensors, Mapping) and all(
             isinstance(pattern, str)
@@ -119,7 +115,7 @@ class Policy:
         path = Path(file)
         try:
             text = path.read_text(encoding="utf-8")
-            found = tomllib.loads(text) if path.suffix == ".toml" else yaml.load(text, _EachOnce)
+            found = tomllib.loads(text) if path.suffix == ".toml" else yaml.load(text, EachOnce)
         except (OSError, UnicodeDecodeError, yaml.YAMLError, tomllib.TOMLDecodeError) as error:
             raise MisconfigurationException(f"the site's policy {path} cannot be read: {error}") from error
         known = [each.name for each in fields(cls) if each.name != "source"]
@@ -154,18 +150,18 @@ class Policy:
             raise self._violation("max_upload", f"{self.max_upload:,}", f"its answer has {nbytes:,} bytes")
 
     def check_request(self, request: Fields) -> None:
-        """Refuse a request of a server that would make a mean of too few sites.
+        """Refuse a request of a server that would make a mean of too few sites, or too many rounds.
 
         Raises:
             PolicyViolation: If it would.
             DecodingError: If it does not say.
         """
-        if self.min_clients is None:
-            return
-        promised = field_of(request, "min_sites", int)
-        if promised < self.min_clients:
-            told = f"the server makes a round of as few as {promised} (min-sites, or the recipe's min_clients)"
+        promised, rounds, cohort = (field_of(request, name, int) for name in ("min_sites", "rounds", "cohort"))
+        if self.min_clients is not None and min(promised, cohort) < self.min_clients:
+            told = f"the server makes a round of as few as {min(promised, cohort)} (min-sites, or the cohort)"
             raise self._violation("min_clients", self.min_clients, told)
+        if self.max_rounds is not None and rounds > self.max_rounds:
+            raise self._violation("max_rounds", self.max_rounds, f"the server says that there are {rounds:,} rounds")
 
     def check_plain(self) -> None:
         """Refuse to answer where the server would see the answer.
@@ -196,25 +192,19 @@ class Policy:
             if count is not None and not (type(count) is int and count >= self.min_clients):
                 raise self._violation("min_clients", self.min_clients, told.format(count))
 
-    def check_recipe(self, text: str, folder: str | Path = ".") -> None:
-        """Refuse a recipe that names what may not be imported; nothing is imported for it.
-
-        Args:
-            text: The recipe.
-            folder: Where it is, from which it may name files.
+    def approved(self, recipe: bytes) -> bytes:
+        """Return the site's own copy of a recipe that it has approved; without a policy file, the recipe itself.
 
         Raises:
-            PolicyViolation: If it does.
+            PolicyViolation: If it has not approved it. The message is for the site alone: it has what differs.
         """
-        if self.classes is None:
-            return
-        try:
-            for path in _names(yaml.safe_load(text), Path(folder)):
-                if not any(fnmatchcase(path, pattern) for pattern in self.classes):
-                    raise self._violation("classes", list(self.classes), f"the recipe names {path[:100]!r}")
-        except (yaml.YAMLError, RecursionError) as error:
-            told = f"the recipe cannot be read: {str(error)[:100]}"
-            raise self._violation("classes", list(self.classes), told) from error
+        if not self.source:
+            return recipe
+        approvals = Approvals(Path(self.source).parent / "approved")
+        copy = approvals.own_copy(recipe)
+        if copy is None:
+            raise PolicyViolation(f"the recipe is not approved; {approvals.difference(recipe)}.")
+        return copy
 
     def check_privacy(self, clients: ClientPrivacy | None, samples: DifferentialPrivacy | None) -> None:
         """Refuse a recipe whose privacy is less than what the site asks for.
@@ -347,76 +337,3 @@ def _norm(changes: Mapping[str, Tensor]) -> float:
     if not changes:
         return 0.0
     return float(torch.stack([change.norm() for change in changes.values()]).norm())
-
-
-def _names(content: Any, folder: Path) -> Iterable[str]:
-    """Yield what a recipe names that may be imported: class paths, and dotted names of installed packages.
-
-    jsonargparse takes a text of YAML, or a file that has it, in place of any part of a recipe.
-    """
-    # What was seen is kept: another object may have the number of one that has gone.
-    seen: dict[int, Any] = {}
-    read: set[Path] = set()
-    pending = [("", content)]
-    while pending:
-        key, value = pending.pop()
-        if isinstance(value, str):
-            if key.rpartition(".")[2] == "class_path" or (
-                _DOTTED.fullmatch(value) and _is_installed(value.partition(".")[0])
-            ):
-                yield value
-            for file in {Path(value), folder / value, Path(value).expanduser()} - read:
-                read.add(file)
-                pending.append((key, _content_of(file)))
-            pending.append((key, _structured(value)))
-        elif isinstance(value, Path):
-            # It is too large to look into.
-            yield str(value)
-        elif isinstance(value, (dict, list)) and id(value) not in seen:
-            # Aliases may stand for one part many times.
-            seen[id(value)] = value
-            pending.extend(
-                [(str(name), each) for name, each in value.items()]
-                if isinstance(value, dict)
-                else [(key, each) for each in value]
-            )
-
-
-def _content_of(file: Path) -> Any:
-    """Return the parts of a recipe that a file holds, if it may hold any; the file itself if it is too large to say."""
-    try:
-        if not file.is_file():
-            return None
-        if file.stat().st_size > _LARGEST_PART:
-            return file
-        return _structured(file.read_text(encoding="utf-8"), whole=True)
-    except (OSError, ValueError, RuntimeError):
-        # No file has such a name, or there is no text in it.
-        return None
-
-
-def _structured(text: str, whole: bool = False) -> Any:
-    """Return what a text of YAML stands for if that is more than a text; ``whole``: a file's, which may be one too."""
-    try:
-        found = yaml.safe_load(text)
-    except yaml.YAMLError:
-        return None
-    return found if isinstance(found, (dict, list)) or (whole and isinstance(found, str)) else None
-
-
-class _EachOnce(yaml.SafeLoader):
-    """Refuses mappings that have a key twice, of which only the last would count."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        twice = [key for number, key in enumerate(keys) if key in keys[:number]]
-        if twice:
-            raise yaml.constructor.ConstructorError(None, None, f"{twice[0]!r} is there twice", node.start_mark)
-        return super().construct_mapping(node, deep)
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):
-        return True

@@ -1,4 +1,4 @@
-"""The Flower project of a recipe: three small files that ``flwr run`` sends to the server and to every site."""
+"""The Flower project of a recipe: four small files that ``flwr run`` sends to the server and to every site."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+import yaml
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_lowrank.flower.recipe import build
+from lightning_lowrank.flower.recipe import resolve
 
 _LONGEST_NAME = 32
 
@@ -44,6 +45,9 @@ count-bound = 10.0         # a site that claims so many times the median site's 
 nodes = ""                 # ids of the clients' nodes, "1234,5678,...", as `flwr supernode register` prints them
 secure-aggregation = false # let the server see the sum of a round's answers alone (methods that need no more)
 secure-range = 8.0         # with it, the largest number of a site's change
+rounds = 0                 # number of rounds; 0: the recipe's trainer.max_epochs
+cohort = 0                 # number of clients that a round draws; 0: the recipe's federated.clients_per_round
+seed = -1                  # seed_everything; -1: the recipe's
 validate = true            # judge the global model on the server's own validation data, if the recipe has any
 """
 
@@ -65,7 +69,8 @@ client = client_app(recipe)
 def write_project(configs: Sequence[str | Path], output: str | Path) -> None:
     """Write the project that runs a recipe across sites.
 
-    Everything that the recipe names is built once, so that what cannot work is refused here.
+    Everything that the recipe names is built once, so that what cannot work is refused here. Sites approve the file
+    ``recipe.yaml``; ``server.yaml`` has what this machine fills in where sites have values of their own.
 
     Args:
         configs: YAML files as ``lightning-lowrank fit`` takes them, of which later ones change earlier ones.
@@ -78,7 +83,7 @@ def write_project(configs: Sequence[str | Path], output: str | Path) -> None:
     if missing:
         raise MisconfigurationException(f"{missing[0]} is not a recipe: there is no such file.")
     output = Path(output)
-    recipe = build(configs)
+    text, own = resolve(configs)
     output.mkdir(parents=True, exist_ok=True)
     # Flower's names begin with a letter and hold letters, digits and hyphens.
     name = re.sub(r"[^A-Za-z0-9]+", "-", output.resolve().name).strip("-")
@@ -87,4 +92,5 @@ def write_project(configs: Sequence[str | Path], output: str | Path) -> None:
     project = _PROJECT.format(name=name, padding=" " * max(1, 16 - len(name)))
     (output / "pyproject.toml").write_text(project, encoding="utf-8")
     (output / "flower_app.py").write_text(_APP, encoding="utf-8")
-    (output / "recipe.yaml").write_text(recipe.text, encoding="utf-8")
+    (output / "recipe.yaml").write_text(text, encoding="utf-8")
+    (output / "server.yaml").write_text(yaml.safe_dump(own, sort_keys=False, allow_unicode=True), encoding="utf-8")

@@ -2,25 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from pydoc import locate
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
+import yaml
+from lightning.pytorch.callbacks import (
+    Checkpoint,
+    DeviceStatsMonitor,
+    EarlyStopping,
+    LearningRateMonitor,
+    ModelSummary,
+    ProgressBar,
+    Timer,
+)
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_lowrank.callbacks import StaticBatchNorm
+from lightning_lowrank.callbacks import RoundProgress, StaticBatchNorm
+from lightning_lowrank.cli.approval import check_reads_nothing, left_to_sites
 from lightning_lowrank.cli.parser import CLI_SETTINGS, BuiltCLI, LowRankCLI, RecipeParser
+from lightning_lowrank.cli.pictures import RoundPictures
 from lightning_lowrank.federated.loop import FederatedLoop
 from lightning_lowrank.federated.wire import Wire
+
+# What watches a whole run has nothing to see in one client's round.
+ONLY_OF_WHOLE_RUNS = (
+    *(Checkpoint, DeviceStatsMonitor, EarlyStopping, LearningRateMonitor, ModelSummary, ProgressBar, Timer),
+    *(RoundPictures, RoundProgress),
+)
+# Of the trainer: what each party sets for itself, and of that what has a default for all.
+OWN_OF_TRAINER = (
+    *("accelerator", "devices", "precision", "limit_train_batches"),
+    *("strategy", "num_nodes", "logger", "profiler", "plugins", "default_root_dir"),
+)
+_WITH_DEFAULT = OWN_OF_TRAINER[:4]
+_NOT_OF_A_STUDY = ("ckpt_path", "weights_only", "seeds", "config")
 
 
 @dataclass
 class Recipe:
-    """What a recipe describes, built; its whole text, defaults included, and its ``federated`` section."""
+    """What a recipe describes, built; its whole content, defaults included, and its ``federated`` section."""
 
-    text: str
+    content: dict[str, Any]
     module: pl.LightningModule
     datamodule: pl.LightningDataModule | None
     trainer: Any
@@ -33,14 +59,17 @@ class _RaisingParser(RecipeParser):
         raise MisconfigurationException((message or "").strip().removeprefix("lightning-lowrank: "))
 
 
-def build(configs: Sequence[str | Path], options: Sequence[str] = ()) -> Recipe:
-    """Build what YAML files describe, and further options such as ``--trainer.logger=false``, for a run across sites.
+def build(given: Mapping[str, Any] | Sequence[str | Path]) -> Recipe:
+    """Build what a recipe's content describes, or what YAML files do, for a run across sites.
 
     Raises:
         MisconfigurationException: If the recipe cannot be built, or cannot run across sites; it says why.
     """
-    words = [word for config in configs for word in ("--config", str(config))]
-    cli = BuiltCLI(**{**CLI_SETTINGS, "parser_class": _RaisingParser}, args=["fit", *words, *options])
+    if isinstance(given, Mapping):
+        args: Any = {"subcommand": "fit", "fit": dict(given)}
+    else:
+        args = ["fit", *(word for config in given for word in ("--config", str(config)))]
+    cli = BuiltCLI(**{**CLI_SETTINGS, "parser_class": _RaisingParser}, args=args)
     trainer: Any = cli.trainer
     loop = next((callback for callback in trainer.callbacks if isinstance(callback, FederatedLoop)), None)
     if loop is None:
@@ -50,8 +79,37 @@ def build(configs: Sequence[str | Path], options: Sequence[str] = ()) -> Recipe:
     _check(cli, loop)
     # What does not go together is refused here, before any data are read.
     Wire(loop.algorithm, loop.uplink, loop.downlink)
-    text = cli.parser_of("fit").dump(cli.config["fit"], skip_none=False)
-    return Recipe(text, cli.model, cli.datamodule, trainer, loop)
+    content = yaml.safe_load(cli.parser_of("fit").dump(cli.config["fit"], skip_none=False))
+    return Recipe(content, cli.model, cli.datamodule, trainer, loop)
+
+
+def resolve(configs: Sequence[str | Path]) -> tuple[str, dict[str, Any]]:
+    """Return a recipe's text for a site's approval, and what its author's machine has for it.
+
+    The text has all defaults and is plain: nothing is left to be read. What is a site's own stands in it as
+    ``{site: NAME}``, with a ``default`` where another site can have the same; see `lightning_lowrank.cli.approval`.
+
+    Args:
+        configs: YAML files, of which later ones change earlier ones.
+
+    Returns:
+        The text, and the author's own values: ``site``, ``trainer`` and ``callbacks`` that watch a whole run.
+
+    Raises:
+        MisconfigurationException: If the recipe cannot run across sites, or names a file or an address elsewhere.
+    """
+    content = build(configs).content
+    for name in _NOT_OF_A_STUDY:
+        content.pop(name, None)
+    trainer, site = content["trainer"], dict[str, Any]()
+    own = {"site": site, "trainer": {name: trainer.pop(name) for name in OWN_OF_TRAINER if name in trainer}}
+    callbacks = trainer["callbacks"] or []
+    whole = [each for each in callbacks if issubclass(locate(each["class_path"]), ONLY_OF_WHOLE_RUNS)]  # type: ignore[arg-type]
+    trainer["callbacks"] = [each for each in callbacks if each not in whole]
+    content = left_to_sites(content, site)
+    content["trainer"] |= {name: {"site": name, "default": own["trainer"][name]} for name in _WITH_DEFAULT}
+    check_reads_nothing(content)
+    return yaml.safe_dump(content, sort_keys=False, allow_unicode=True), {**own, "callbacks": whole}
 
 
 def check_optimizers(trainer: pl.Trainer, module: pl.LightningModule) -> None:

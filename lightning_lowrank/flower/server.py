@@ -29,6 +29,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_lowrank.arguments import first_ten
+from lightning_lowrank.cli.approval import filled, read_plain, section_of, state_folder
 from lightning_lowrank.compression import DecodingError, Packet
 from lightning_lowrank.configuration import check_choice
 from lightning_lowrank.federated.checks import check_callbacks, local_part_advice, notes, static_batch_norm_advice
@@ -65,9 +66,9 @@ from lightning_lowrank.flower.secure import (
     secure_mean,
     with_changes,
 )
-from lightning_lowrank.internals.flower import bounded_arrays, is_of_link, is_passing, state_folder
+from lightning_lowrank.internals.flower import bounded_arrays, is_of_link, is_passing
 from lightning_lowrank.internals.lightning import TrainLoaderSource, count_steps, log_figures
-from lightning_lowrank.interop.files import replacing
+from lightning_lowrank.interop.files import private_files, private_folder, replacing
 
 OnBadPayload = Literal["skip", "stop"]
 
@@ -82,6 +83,7 @@ _WAIT_FOR_NEW = 60.0
 _ASK_AGAIN = 60.0
 # Seconds: how long a server waits for another of its study to end. One whose SuperLink was killed takes some to notice.
 _WAIT_FOR_END = 60.0
+_NO_END = 2**31 - 1
 
 
 @dataclass
@@ -113,7 +115,7 @@ class RemoteRounds(Callback):
 
     Args:
         loop: The recipe's ``federated`` section.
-        recipe: The recipe's text, which the sites must have too.
+        recipe: The recipe's bytes, which the sites must have too.
         grid: Flower's way to the sites.
         start_timeout: Seconds to wait for all sites at the start, and for an answer at all in a round.
         round_timeout: Seconds to wait for the sites' answers in a round.
@@ -134,6 +136,7 @@ class RemoteRounds(Callback):
         nodes: Flower's ids of all clients' nodes, in the clients' order and with commas between, as
             ``flwr supernode register`` prints them. Default: the first node that joins as a client is its site.
         broadcasts: Where broadcasts are kept, by round; in memory by default.
+        seed: ``seed_everything`` of the study, which sites are told; -1: the recipe's.
 
     Raises:
         MisconfigurationException: If sites are missing at the start, run something else, or claim the same client; if
@@ -143,7 +146,7 @@ class RemoteRounds(Callback):
     def __init__(
         self,
         loop: FederatedLoop,
-        recipe: str,
+        recipe: bytes,
         grid: Grid,
         start_timeout: float = 600.0,
         round_timeout: float = 3600.0,
@@ -157,6 +160,7 @@ class RemoteRounds(Callback):
         secure_aggregation: bool = False,
         secure_range: float = 8.0,
         broadcasts: MutableMapping[int, bytes] | None = None,
+        seed: int = -1,
     ) -> None:
         check_choice("on-bad-payload", on_bad_payload, OnBadPayload)
         seconds = (("start-timeout", start_timeout), ("round-timeout", round_timeout))
@@ -175,7 +179,9 @@ class RemoteRounds(Callback):
         self.count_bound = count_bound
         self.nodes = _node_ids(nodes)
         self.recipe = recipe
+        self.seed = seed
         self.grid = grid
+        self._rounds = 0
         self.start_timeout = start_timeout
         self.round_timeout = round_timeout
         if 0 < min_sites < loop.least_answers:
@@ -265,7 +271,7 @@ class RemoteRounds(Callback):
                 another ``secure_aggregation``: sites answer a round that they have made as they did then.
         """
         sites = state_dict.get("sites")
-        recipe = hashlib.sha256(self.recipe.encode()).hexdigest()
+        recipe = hashlib.sha256(self.recipe).hexdigest()
         if sites is None or sites["signature"]["recipe"] != recipe:
             raise MisconfigurationException("the checkpoint is not of a run of this recipe across sites.")
         began = sites["secure_aggregation"]
@@ -291,6 +297,7 @@ class RemoteRounds(Callback):
         """Wait for the sites, and let the algorithm look at the module."""
         check_all_are_trained(trainer, pl_module)
         check_optimizers(trainer, pl_module)
+        self._rounds = _NO_END if (trainer.max_epochs or -1) < 0 else int(trainer.max_epochs)  # type: ignore[arg-type]
         advice = static_batch_norm_advice(self.algorithm, trainer, pl_module, self.loop.buffers, _WITHOUT_STATISTICS)
         for note in notes(pl_module, self.loop.buffers, trainer.lr_scheduler_configs) + advice:
             rank_zero_warn(note)
@@ -404,21 +411,28 @@ class RemoteRounds(Callback):
         """Wait until the site of every client has joined."""
         deadline = time.monotonic() + self.start_timeout
         members = self.members
-        while (count := members.complete()) is None:
+        while not members.complete():
             self._meet(wait=0.0)
-            if members.complete() is None and time.monotonic() > deadline:
-                count = self.loop.clients
-                missing = [client for client in range(count or 0) if client not in members.connected]
-                wrong = [reason for _, reason in self._refused.values()]
-                raise MisconfigurationException(
-                    f"the recipe has {count if count is not None else 'an unknown number of'} clients, and after"
-                    f" {self.start_timeout:g} s the sites of {len(members.connected)} have joined; missing are"
-                    f" {first_ten(missing)}. Start one SuperNode for each with"
-                    " --node-config 'partition-id=...', or wait longer with start-timeout."
-                    + (f" Left out: a site cannot take part: {'; '.join(wrong[:10])}." if wrong else "")
-                )
+            if not members.complete() and time.monotonic() > deadline:
+                break
             time.sleep(self.poll)
-        members.begin(count)
+        count = members.expected
+        missing = [client for client in range(count) if client not in members.connected]
+        wrong = [reason for _, reason in self._refused.values()]
+        refused = f" Left out: a site cannot take part: {'; '.join(wrong[:10])}." if wrong else ""
+        if not count or count - len(missing) < self.min_sites:
+            raise MisconfigurationException(
+                f"the recipe has {count or 'an unknown number of'} clients, and after {self.start_timeout:g} s the"
+                f" sites of {len(members.connected)} have joined, of {self.min_sites} that are needed (min-sites);"
+                f" missing are {first_ten(missing)}. Start one SuperNode for each with"
+                f" --node-config 'partition-id=...', or wait longer with start-timeout.{refused}"
+            )
+        if missing:
+            rank_zero_warn(
+                f"the study begins without the sites of clients {first_ten(missing)}, which have not come within"
+                f" {self.start_timeout:g} s, and take no part in it.{refused}"
+            )
+        members.begin(count, absent=missing)
         for client in members.unbelieved:
             samples, batches = members.claimed(client)
             rank_zero_warn(
@@ -426,7 +440,7 @@ class RemoteRounds(Callback):
                 f" {self.count_bound:g} times the median site's: it counts as {members.samples[client]:,} samples and"
                 f" {members.batches[client]:,} batches. If it is right, give a larger count-bound."
             )
-        rank_zero_info(f"{count} sites have joined")
+        rank_zero_info(f"{count - len(missing)} sites have joined")
 
     def _meet(self, wait: float) -> None:
         """Let the nodes join that are new; wait so many seconds for their answers, which may also come later.
@@ -677,7 +691,9 @@ class RemoteRounds(Callback):
         return pack(self._told(fields), payloads)
 
     def _told(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        return {"study": self.study, "min_sites": self.min_sites, **fields}
+        count = len(self.members.samples) or self.loop.clients or len(list(self.grid.get_node_ids()))
+        about = {"rounds": self._rounds, "cohort": self.loop.cohort_size(count), "seed": self.seed}
+        return {"study": self.study, "min_sites": self.min_sites, **about, **fields}
 
     def _exchange(self, requests: Mapping[int, tuple[str, RecordDict]], most: int) -> dict[int, Message | Silence]:
         """Send messages to nodes, and return each one's reply of at most so many bytes, or why there is none."""
@@ -804,57 +820,96 @@ class _KeepState(Checkpoint):
         trainer.save_checkpoint(self._file)
 
 
-def serve(recipe: str | Path, grid: Grid, validate: bool = True, state: Path | None = None, **settings: Any) -> Any:
+def serve(
+    recipe: str | Path,
+    grid: Grid,
+    validate: bool = True,
+    state: Path | None = None,
+    rounds: int = 0,
+    cohort: int = 0,
+    seed: int = -1,
+    **settings: Any,
+) -> Any:
     """Run a recipe across the sites that a grid reaches, and return the trainer, whose module is the global model.
 
     Args:
-        recipe: The recipe's file.
+        recipe: The recipe's file. What this machine has for the names that the recipe leaves to each party, and for its
+            trainer, stands in ``server.yaml`` beside it, if that is there.
         grid: Flower's way to the sites.
         validate: Whether the server judges the global model; otherwise it reads no data.
         state: File to save the server's state in after each round. If it is there, the run goes on from it. It is
             deleted when the run has ended as it should. ``None``: nothing is saved.
+        rounds: Number of rounds; 0: the recipe's ``trainer.max_epochs``.
+        cohort: Number of clients that a round draws; 0: the recipe's ``federated.clients_per_round``.
+        seed: ``seed_everything``; -1: the recipe's.
         settings: Further arguments of `RemoteRounds`.
 
     Raises:
         MisconfigurationException: If the state belongs to a run that is still going on a minute later.
     """
-    if state is None:
-        return _serve(recipe, grid, validate, None, settings)
-    state.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(f"{state}.lock")
-    try:
+    for name, count, least in (("rounds", rounds, 0), ("cohort", cohort, 0), ("seed", seed, -1)):
+        if type(count) is not int or count < least:
+            raise MisconfigurationException(f"{name} must be a whole number, {least} or more, got {count!r}")
+    own = {"rounds": rounds, "cohort": cohort, "seed": seed, "validate": validate}
+    run = functools.partial(_serve, Path(recipe), grid, state, own, settings)
+    with private_files():
+        if state is None:
+            return run()
+        private_folder(state.parent)
+        lock = FileLock(f"{state}.lock", mode=0o600)
         try:
-            lock.acquire(timeout=0)
+            try:
+                lock.acquire(timeout=0)
+            except Timeout:
+                rank_zero_info(f"another process saves this study's state in {state}; its end is waited for")
+                lock.acquire(timeout=_WAIT_FOR_END)
         except Timeout:
-            rank_zero_info(f"another process saves this study's state in {state}; its end is waited for")
-            lock.acquire(timeout=_WAIT_FOR_END)
-    except Timeout:
-        raise MisconfigurationException(
-            f"this study is going on in another process, which saves its state in {state}: wait for its end, or give"
-            " this one another name (study)."
-        ) from None
-    try:
-        return _serve(recipe, grid, validate, state, settings)
-    finally:
-        lock.release()
+            raise MisconfigurationException(
+                f"this study is going on in another process, which saves its state in {state}: wait for its end, or"
+                " give this one another name (study)."
+            ) from None
+        try:
+            return run()
+        finally:
+            lock.release()
 
 
-def _serve(recipe: str | Path, grid: Grid, validate: bool, state: Path | None, settings: Mapping[str, Any]) -> Any:
-    built = build([recipe], () if validate else ("--trainer.limit_val_batches=0",))
+def _content(recipe: Path, rounds: int, cohort: int, seed: int, validate: bool) -> dict[str, Any]:
+    """Return a recipe's content with what is this machine's own, and what this run has in place of the recipe's."""
+    file = recipe.with_name("server.yaml")
+    own = read_plain(file.read_bytes(), str(file)) if file.is_file() else {}
+    content: dict[str, Any] = filled(read_plain(recipe.read_bytes(), str(recipe)), own.get("site", {}))
+    trainer = {**(content.get("trainer") or {}), **own.get("trainer", {})}
+    trainer["callbacks"] = [*(trainer.get("callbacks") or []), *own.get("callbacks", [])]
+    for section, name, value, given in (
+        (trainer, "max_epochs", rounds, rounds),
+        (trainer, "limit_val_batches", 0, not validate),
+        (section_of(content, "federated"), "clients_per_round", cohort, cohort),
+        (content, "seed_everything", seed, seed >= 0),
+    ):
+        if given:
+            section[name] = value
+    return {**content, "trainer": trainer}
+
+
+def _serve(recipe: Path, grid: Grid, state: Path | None, own: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
+    built, validate = build(_content(recipe, **own)), own["validate"]
+    said = built.content.get("seed_everything")
     kept = None if state is None else _Kept(state.with_suffix(".broadcasts"), begin=not state.exists())
-    rounds = RemoteRounds(built.loop, Path(recipe).read_text(encoding="utf-8"), grid, broadcasts=kept, **settings)
+    seed = said if type(said) is int else -1
+    rounds = RemoteRounds(built.loop, recipe.read_bytes(), grid, broadcasts=kept, seed=seed, **settings)
     callbacks = built.trainer.callbacks
     callbacks[callbacks.index(built.loop)] = rounds
-    data: dict[str, Any] = {"datamodule": built.datamodule} if validate else {"train_dataloaders": _NoBatch()}
+    fit: dict[str, Any] = {"datamodule": built.datamodule} if validate else {"train_dataloaders": _NoBatch()}
     if state is not None:
         callbacks.append(_KeepState(state))
         if state.exists():
             rank_zero_info(f"the study goes on from {state}; to begin it anew, delete that file")
-            data["ckpt_path"] = state
+            fit["ckpt_path"] = state
     with warnings.catch_warnings():
         for told in ("train_dataloader yielded None", "Detected call of `lr_scheduler.step\\(\\)` before"):
             warnings.filterwarnings("ignore", f".*{told}.*")
-        built.trainer.fit(built.module, **data)
+        built.trainer.fit(built.module, **fit)
     if state is not None and kept is not None and built.trainer.state.finished:
         state.unlink(missing_ok=True)
         kept.clear()
@@ -873,6 +928,9 @@ _SETTINGS = (
     "secure-aggregation",
     "secure-range",
     "validate",
+    "rounds",
+    "cohort",
+    "seed",
 )
 
 
@@ -880,7 +938,7 @@ def server_app(recipe: str | Path) -> ServerApp:
     """Return the ``ServerApp`` of a recipe.
 
     It reads from the run's configuration (``flwr run --run-config 'round-timeout=60.0'``) the arguments of
-    `RemoteRounds` that `write_project` writes into the project, and ``validate``.
+    `RemoteRounds` that `write_project` writes into the project, ``validate``, ``rounds``, ``cohort`` and ``seed``.
     After each round it saves its state in the folder ``state-dir``, by default ``$FLWR_HOME/lightning_lowrank``, in a
     file that is named by ``study`` and the recipe's digest. A run that is started again goes on from there.
 

@@ -15,22 +15,14 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import (
-    Callback,
-    Checkpoint,
-    DeviceStatsMonitor,
-    EarlyStopping,
-    LearningRateMonitor,
-    ModelSummary,
-    ProgressBar,
-    Timer,
-)
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from lightning_lowrank.callbacks import DifferentialPrivacy, RoundProgress
-from lightning_lowrank.cli.pictures import RoundPictures
+from lightning_lowrank.callbacks import DifferentialPrivacy
+from lightning_lowrank.cli.account import Spending
+from lightning_lowrank.cli.approval import filled, read_plain
 from lightning_lowrank.compression import Dense, Packet
 from lightning_lowrank.federated import offload
 from lightning_lowrank.federated.coordinator import Coordinator
@@ -40,37 +32,21 @@ from lightning_lowrank.federated.data.planner import RoundPlan
 from lightning_lowrank.federated.failures import described
 from lightning_lowrank.federated.loop import FederatedLoop
 from lightning_lowrank.federated.messages import Message
-from lightning_lowrank.federated.privacy.accounting import Mechanism
 from lightning_lowrank.federated.site import SiteCoordinator
 from lightning_lowrank.federated.state import Base, ClientContext, State, copy_into, trained_tensors
 from lightning_lowrank.flower.messages import signature, take_options
 from lightning_lowrank.flower.policy import Policy
-from lightning_lowrank.flower.recipe import Recipe, build, check_optimizers
+from lightning_lowrank.flower.recipe import ONLY_OF_WHOLE_RUNS, OWN_OF_TRAINER, Recipe, build, check_optimizers
 from lightning_lowrank.flower.secure import changes_of
-from lightning_lowrank.flower.spending import Spending
 from lightning_lowrank.internals.lightning import drop_schedulers, make_one_epoch
+from lightning_lowrank.interop.files import private_folder, without_link
 
 __all__ = ["Site"]
 
-_QUIET = (
-    "--trainer.logger=false",
-    "--trainer.enable_progress_bar=false",
-    "--trainer.enable_model_summary=false",
-    "--trainer.num_sanity_val_steps=0",
-    "--trainer.limit_val_batches=0",
-)
-# What watches a whole run has nothing to see in one client's round.
-_ONLY_OF_WHOLE_RUNS = (
-    Checkpoint,
-    DeviceStatsMonitor,
-    EarlyStopping,
-    LearningRateMonitor,
-    ModelSummary,
-    ProgressBar,
-    RoundPictures,
-    RoundProgress,
-    Timer,
-)
+_QUIET = {
+    **dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False),
+    **dict.fromkeys(("num_sanity_val_steps", "limit_val_batches"), 0),
+}
 
 
 @dataclass
@@ -87,6 +63,7 @@ class _Kept:
         base: `Base.state`, where broadcasts change it.
         frozen: The frozen parameters, where changes have been folded into them.
         secret: What tells the server after a restart that this is the same site.
+        seed: The study's seed.
     """
 
     followed: int = -1
@@ -97,6 +74,7 @@ class _Kept:
     base: State = field(default_factory=dict)
     frozen: dict[str, Tensor] = field(default_factory=dict)
     secret: str = field(default_factory=lambda: secrets.token_hex(16))
+    seed: int = -1
 
 
 @dataclass
@@ -123,17 +101,21 @@ class Site:
     needs is in one file, which never leaves the site: what the client keeps, its last answer, broadcasts that it heard
     and has not needed yet, and what earlier broadcasts have changed of what every side holds.
 
+    Under a policy of a file the site builds its own copy of a recipe that it has approved, and nothing of any other.
+
     Args:
-        recipe: The recipe.
+        recipe: The recipe that the server sent.
         client: Number of this site's client, from 0.
-        state: The file; it need not be there yet.
+        state: The file, ``*.safetensors``; it need not be there yet.
         clients: Number of clients of the federation; ``None``: the recipe says.
         own_data: The recipe's data, read here, is this site's alone. Otherwise all sites hold the recipe's whole data,
             and this one takes its part by the recipe's partition.
-        data_root: What the datamodule's argument ``root`` is here; ``None``: what the recipe says.
+        data_root: Folder that holds what the recipe leaves to sites, such as the datamodule's ``root``.
         policy: What the site permits; by default everything.
-        rank: The rank that this site's client has, for methods of clients of different rank; ``None``: what the recipe
-            gives it.
+        own: What this site fills in: values of the names that the recipe leaves to sites, entries of `OWN_OF_TRAINER`
+            for the trainer, and ``rank``, the rank of this site's client, for methods of clients of different rank.
+        seed: ``seed_everything`` of the study; ``None``: the recipe's.
+        rounds: Number of the study's rounds.
 
     Raises:
         MisconfigurationException: If the recipe cannot run across sites, or there is no such client.
@@ -148,21 +130,28 @@ class Site:
         own_data: bool = False,
         data_root: str | None = None,
         policy: Policy | None = None,
-        rank: int | None = None,
+        own: Mapping[str, Any] | None = None,
+        seed: int | None = None,
+        rounds: int = 2**31 - 1,
     ) -> None:
         self.client = client
         self.round: _Round
         self.epsilon: float | None = None
-        """What the site's samples have cost in all studies, after the last round of this process that counted it."""
+        """What the site's samples have cost in all studies, by the last round of this process that counted it."""
         self.policy = Policy() if policy is None else policy
-        self._recipe = Path(recipe)
+        self._recipe = Path(recipe).read_bytes()
         self._clients = clients
         self._own_data = own_data
         self._data_root = data_root
-        self._rank = rank
-        self._file = Path(state)
+        self._own = dict(own or {})
+        self._rank: int | None = self._own.get("rank")
+        self.seed, self.rounds = seed, rounds
+        self._file = without_link(Path(state))
+        if self._file.suffix != ".safetensors":
+            raise MisconfigurationException(
+                f"state={str(state)!r} must be named *.safetensors: other files are others'."
+            )
         self._spending = Spending(self._file.parent / f"privacy_client_{client}.json")
-        self._charged: tuple[Mechanism, int, float] | None = None
         self._built: Recipe | None = None
         # The policy that what is built was held against; the site's may have changed since.
         self._held_against = self.policy
@@ -232,6 +221,8 @@ class Site:
             PolicyViolation: If the site's policy does not permit what the server or the recipe asks for.
         """
         self._check_again()
+        if not 0 <= number < self.rounds:
+            raise MisconfigurationException(f"round {number} was asked of a study of {self.rounds} rounds, from 0.")
         kept = self._kept
         if number < kept.followed:
             raise MisconfigurationException(
@@ -247,18 +238,14 @@ class Site:
                 )
             return _bytes(kept.upload)
         heard = {number: b"", **{early: _bytes(data) for early, data in kept.pending.items()}, **broadcasts}
-        self._charged = None
         self.round = _Round([heard[each] for each in sorted(heard) if kept.followed < each <= number], options, secure)
         try:
             loop = self._fit(number)
         except BaseException:
-            # What this round has changed already goes with it.
+            # What this round has changed already goes with it; what it has cost stays counted.
             self._built = None
             self._load()
-            self._take_back()
             raise
-        if self._charged is not None:
-            self.epsilon = self._charged[2]
         kept.followed = number
         kept.pending = {later: data for later, data in kept.pending.items() if later > number}
         kept.upload, kept.secure = _tensor(self.round.upload), secure
@@ -268,11 +255,13 @@ class Site:
         return self.round.upload
 
     def _build(self) -> Recipe:
-        options = list(_QUIET)
-        if self._data_root is not None:
-            options.append(f"--data.init_args.root={self._data_root}")
-        self._check_recipe()
-        recipe = build([self._recipe], options)
+        content = filled(read_plain(self.policy.approved(self._recipe), "the recipe"), self._own, self._data_root)
+        given = {name: self._own[name] for name in OWN_OF_TRAINER if name in self._own}
+        content["trainer"] = {**(content.get("trainer") or {}), **_QUIET, **given}
+        content["seed_everything"] = content.get("seed_everything") if self.seed is None else self.seed
+        recipe = build(content)
+        if _private(recipe) is not None and self.policy.source:
+            self._spending.check()
         loop = recipe.loop
         self.policy.check_privacy(loop.privacy, _private(recipe))
         if self._own_data:
@@ -290,17 +279,14 @@ class Site:
         # The server goes on without a site that fails.
         loop.on_client_error, loop.min_clients = "raise", 1
         loop.clients_per_round = loop.sampling_weights = loop.availability = loop.client_memory_limit = None
-        kept = [callback for callback in recipe.trainer.callbacks if not isinstance(callback, _ONLY_OF_WHOLE_RUNS)]
+        kept = [callback for callback in recipe.trainer.callbacks if not isinstance(callback, ONLY_OF_WHOLE_RUNS)]
         recipe.trainer.callbacks = [_ConstantSchedules(), *kept]
         return recipe
 
-    def _check_recipe(self) -> None:
-        self.policy.check_recipe(self._recipe.read_text(encoding="utf-8"), self._recipe.parent)
-
     def _check_again(self) -> None:
-        """Hold a recipe that is built against a policy that is another by now."""
+        """Hold a recipe that is built against a policy that is another by now, and against what is approved by now."""
+        self.policy.approved(self._recipe)
         if self._built is not None and self.policy != self._held_against:
-            self._check_recipe()
             self.policy.check_privacy(self._built.loop.privacy, _private(self._built))
             self._held_against = self.policy
 
@@ -329,14 +315,7 @@ class Site:
             epsilon = self._spending.epsilon(private.delta, private.accountant, (mechanism, steps))
             self.policy.check_cost(epsilon, private.delta, steps)
             self._spending.charge(mechanism, steps)
-        self._charged = mechanism, steps, epsilon
-
-    def _take_back(self) -> None:
-        """Take back the charge for a round of which nothing leaves the site."""
-        if self._charged is not None:
-            mechanism, steps, _ = self._charged
-            with self._spending.held():
-                self._spending.charge(mechanism, -steps)
+        self.epsilon = epsilon
 
     def restore(self, coordinator: Coordinator) -> None:
         """Give a base that is new what this site has followed before."""
@@ -345,7 +324,7 @@ class Site:
             return
         self._base = base
         self.policy.check_trained(trained_tensors(base.module))
-        self._signature = signature(base.module, self._recipe.read_text(encoding="utf-8"))
+        self._signature = signature(base.module, self._recipe)
         base.state = dict(self._kept.base)
         copy_into(dict(base.module.named_parameters()), self._kept.frozen)
         coordinator.states[self.client] = self._kept.client
@@ -361,7 +340,9 @@ class Site:
             }
 
     def _load(self) -> None:
-        self._kept = _Kept()
+        self._kept = _Kept(seed=-1 if self.seed is None else self.seed)
+        for part in self._file.parent.glob(f"{self._file.stem}.*.part"):
+            part.unlink()
         if not self._file.exists():
             return
         try:
@@ -377,11 +358,15 @@ class Site:
                 f" ({described(error)}). It is now {damaged.name}, and the site goes on as a new client: what it kept"
                 " of earlier rounds is lost."
             )
-        else:
-            self._kept = kept
+            return
+        if kept.seed != self._kept.seed:
+            raise MisconfigurationException(
+                f"the study began with seed={kept.seed}, and is now to go on with {self.seed}."
+            )
+        self._kept = kept
 
     def _save(self) -> None:
-        self._file.parent.mkdir(parents=True, exist_ok=True)
+        private_folder(self._file.parent)
         offload.save(vars(self._kept), self._file)
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,12 +37,6 @@ except ImportError:
 
 _LINKS = ("httpx", "httpcore", "grpc")
 _RAISED_BY_SITE = ("CLIENT_APP_RAISED_EXCEPTION", "LOAD_CLIENT_APP_EXCEPTION", "INVALID_FAB")
-
-
-def state_folder(config: Mapping[str, Any]) -> Path:
-    """Return where a party keeps its state: ``state-dir`` of its configuration, by default below Flower's own home."""
-    home = Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr")
-    return Path(str(config.get("state-dir", home / "lightning_lowrank")))
 
 
 def is_passing(error: Error) -> bool:

@@ -1,8 +1,9 @@
-"""Writing files that are there whole or not at all."""
+"""Writing files that are there whole or not at all, and that other users cannot read or exchange."""
 
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +22,7 @@ def replacing(path: Path) -> Iterator[Path]:
     """
     # The file that a link points to is replaced, not the link.
     target = path.resolve()
-    part = target.with_name(f".{target.name}.{os.getpid()}.part")
+    part = target.with_name(f".{target.name}.{secrets.token_hex(8)}.part")
     try:
         if target.exists() and not target.is_file():
             kind = "a folder" if target.is_dir() else "no regular file"
@@ -34,3 +35,38 @@ def replacing(path: Path) -> Iterator[Path]:
             part.unlink(missing_ok=True)
     except (OSError, SafetensorError) as error:
         raise misconfigured(f"{path} cannot be written, and what was there is left as it was: {error}.") from error
+
+
+def private_folder(folder: Path) -> Path:
+    """Make a folder that no other user can read or write, and return it.
+
+    Raises:
+        MisconfigurationException: If there is a link in its place, or another user's folder.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.lstat()
+    if folder.is_symlink() or (hasattr(os, "getuid") and found.st_uid != os.getuid()):
+        raise misconfigured(f"{folder} is a link or another user's: what a site keeps must be in a folder of its own")
+    folder.chmod(0o700)
+    return folder
+
+
+def without_link(file: Path) -> Path:
+    """Return a file of a site's own.
+
+    Raises:
+        MisconfigurationException: If there is a link in its place.
+    """
+    if file.is_symlink():
+        raise misconfigured(f"{file} is a link, which a site does not follow: put the file itself there")
+    return file
+
+
+@contextmanager
+def private_files() -> Iterator[None]:
+    """Have all files that this process makes readable by their owner alone, and folders too."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)

@@ -12,6 +12,8 @@ import torch
 import yaml
 from torch import nn
 
+from lightning_lowrank.cli.approval import Approvals
+from lightning_lowrank.cli.audit import read_audit
 from lightning_lowrank.flower.client import client_app
 from lightning_lowrank.flower.recipe import build
 from lightning_lowrank.flower.server import serve
@@ -90,6 +92,21 @@ def simulate(recipe: Path) -> Any:
         built = build([recipe])
         built.trainer.fit(built.module, datamodule=built.datamodule)
     return built.trainer
+
+
+def approve(folder: Path, recipe: Path, policy: str = "min_clients: 1\n") -> str:
+    """Write a site's policy, approve a recipe beside it, and return the policy's path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "policy.yaml"
+    file.write_text(policy)
+    Approvals(folder / "approved").keep(recipe.read_bytes())
+    return str(file)
+
+
+def reasons(folder: Path) -> list[str]:
+    """Return what the audit logs in a folder say of errors, which servers do not hear."""
+    logs = sorted(folder.rglob("audit_client_*.jsonl"))
+    return [entry["reason"] for log in logs for entry in read_audit(log).entries if "reason" in entry]
 
 
 def run_on_sites(

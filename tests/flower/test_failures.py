@@ -3,15 +3,18 @@
 import os
 import sys
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord
+from flwr.clientapp import ClientApp
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank import FederatedLoop, algorithms
 from lightning_lowrank.cli import main
+from lightning_lowrank.cli.approval import filled, read_plain
 from lightning_lowrank.compression import Dense
 from lightning_lowrank.federated import loop
 from lightning_lowrank.flower import server
@@ -187,7 +190,29 @@ def test_a_site_whose_update_is_not_finite_is_left_out(tmp_path, monkeypatch, se
 def test_missing_sites_are_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(MisconfigurationException, match=r"has 3 clients, and after 0.1 s .* missing are \[2\]"):
-        run_on_sites(fast(tmp_path), tmp_path, clients=2, start_timeout=0.1)
+        run_on_sites(fast(tmp_path), tmp_path, clients=2, start_timeout=0.1, min_sites=3)
+
+
+@pytest.mark.slow
+def test_a_study_begins_with_the_sites_that_are_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe = fast(tmp_path, {"federated": {"clients_per_round": None}})
+
+    def hostile(grid):
+        """Client 1 raises an error at each message."""
+        grid.nodes[102] = ClientApp(mods=[lambda message, context, answer: 1 / 0]), grid.nodes[102][1]
+
+    served, _ = run_on_sites(recipe, tmp_path, prepare=hostile, start_timeout=0.1, min_sites=2)
+    assert served.callback_metrics["federated/clients"] == 2
+    assert served.callback_metrics["federated/failed"] == 0
+    alone = simulate(
+        fast(tmp_path, {"federated": {"clients_per_round": None, "participants": [[0, 2]] * 2}}, "two.yaml")
+    )
+    for name, value in alone.lightning_module.state_dict().items():
+        torch.testing.assert_close(served.lightning_module.state_dict()[name], value, rtol=1e-5, atol=1e-6)
+    # One that comes when it has begun is told so.
+    members = next(each for each in served.callbacks if isinstance(each, RemoteRounds)).members
+    assert members.samples[1] == 0
 
 
 @pytest.mark.nightly
@@ -226,7 +251,7 @@ def test_fewer_sites_than_the_recipe_needs_are_refused(tmp_path):
 def test_settings_are_checked():
     for settings in ({"on_bad_payload": "ignore"}, {"round_timeout": 0.0}, {"start_timeout": -1.0}):
         with pytest.raises(MisconfigurationException, match=next(iter(settings)).replace("_", "-")):
-            RemoteRounds(None, "", LocalGrid(), **settings)  # type: ignore[arg-type]
+            RemoteRounds(None, b"", LocalGrid(), **settings)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
@@ -318,11 +343,15 @@ def test_the_command_writes_a_project(tmp_path, monkeypatch, capsys):
     config, _ = load_and_validate(folder / "pyproject.toml")
     assert config["project"]["name"] == "my-run-2"
     assert build_fab_from_disk(folder)
-    built = build([folder / "recipe.yaml"])
+    content = read_plain((folder / "recipe.yaml").read_bytes(), "it")
+    own = read_plain((folder / "server.yaml").read_bytes(), "it")
+    built = build(filled(content, own["site"]))
     assert built.trainer.max_epochs == 7
     assert type(built.loop.algorithm) is algorithms.FedMUD
     # The whole recipe, written out, is the same recipe.
-    assert built.text == (folder / "recipe.yaml").read_text()
+    assert built.content["federated"] == content["federated"]
+    main(["flower", "resolve", str(base), str(overlay), "--output", "resolved.yaml"])
+    assert Path("resolved.yaml").read_bytes() == (folder / "recipe.yaml").read_bytes()
 
 
 @pytest.mark.slow

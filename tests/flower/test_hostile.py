@@ -59,6 +59,7 @@ def here(tmp_path, monkeypatch):
 
 def test_a_torn_file_is_put_aside_and_told(tmp_path):
     file = tmp_path / "state.safetensors"
+    Path("recipe.yaml").touch()
     site = Site("recipe.yaml", 0, file)
     site.listen({0: b"first", 1: b"second"})
     whole, secret = file.read_bytes(), site._kept.secret

@@ -229,14 +229,14 @@ def test_signatures_tell_what_differs():
             parameter.data.mul_(scale)
         return made
 
-    mine = signature(network(), "a: 1")
-    theirs = dict(unpack(sent(pack(signature(network(scale=1.0001), "a: 1"))))[0])
+    mine = signature(network(), b"a: 1")
+    theirs = dict(unpack(sent(pack(signature(network(scale=1.0001), b"a: 1"))))[0])
     assert difference(mine, theirs) == ""
-    assert difference(mine, signature(network(), "a: 2")) == "it runs another recipe"
-    assert "names, types or shapes" in difference(mine, signature(network(width=9), "a: 1"))
-    assert "other values" in difference(mine, signature(network(scale=1.1), "a: 1"))
+    assert difference(mine, signature(network(), b"a: 2")) == "it runs another recipe"
+    assert "names, types or shapes" in difference(mine, signature(network(width=9), b"a: 1"))
+    assert "other values" in difference(mine, signature(network(scale=1.1), b"a: 1"))
     thawed = network()
     thawed.requires_grad_(True)
-    assert "names, types or shapes" in difference(mine, signature(thawed, "a: 1"))
+    assert "names, types or shapes" in difference(mine, signature(thawed, b"a: 1"))
     assert difference(mine, {"recipe": mine["recipe"], "layout": mine["layout"]}) == "it freezes other parameters"
     assert difference(mine, {}) == "it runs another recipe"

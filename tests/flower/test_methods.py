@@ -31,28 +31,28 @@ TOGETHER = {"participants": PARTICIPANTS, "partition": FromIndices(UNEVEN)}
 
 
 def recipe(
-    tmp_path: Path, method: Method, form: str, options=(), norm=None, data=None, callbacks=lambda: (), **settings
+    tmp_path: Path, method: Method, form: str, limits=None, norm=None, data=None, callbacks=lambda: (), **settings
 ) -> Recipe:
     low_rank = [] if LOW_RANK[form] is None else [LOW_RANK[form]()]
     loop = FederatedLoop(method.make(), summary=False, **{**TOGETHER, **method.settings, **settings})
     module = Module(method.network(norm=norm), optimizer=method.optimizer)
-    limits = {"limit_val_batches": 0} if "--trainer.limit_val_batches=0" in options else {}
-    fitted = trainer(tmp_path, *low_rank, loop, *callbacks(), num_sanity_val_steps=0, **limits)
-    return Recipe("", module, Data() if data is None else data(), fitted, loop)
+    fitted = trainer(tmp_path, *low_rank, loop, *callbacks(), num_sanity_val_steps=0, **(limits or {}))
+    return Recipe({}, module, Data() if data is None else data(), fitted, loop)
 
 
 def on_sites(tmp_path, monkeypatch, method: Method, form: str, **settings):
     """Run a method between sites."""
     grid_settings = {name: settings.pop(name) for name in ("fresh", "prepare", "round_timeout") if name in settings}
 
-    def build(configs, options=()):
+    def build(content):
         torch.manual_seed(5)
-        return recipe(tmp_path, method, form, options, **settings)
+        limits = {name: content["trainer"][name] for name in ("limit_val_batches",) if name in content["trainer"]}
+        return recipe(tmp_path, method, form, limits, **settings)
 
     for module in ("site", "server"):
         monkeypatch.setattr(f"lightning_lowrank.flower.{module}.build", build)
     text = tmp_path / "recipe.yaml"
-    text.write_text("in Python")
+    text.write_text("in: Python")
     served, _ = run_on_sites(text, tmp_path, **grid_settings)
     return served
 

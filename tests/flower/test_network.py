@@ -22,6 +22,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from lightning_lowrank.cli import main
 from lightning_lowrank.cli.audit import read_audit
 from lightning_lowrank.flower import write_project
 from tests.flower.helpers import LORA, MUD, simulate, write_recipe
@@ -227,12 +228,24 @@ def final_state(folder: Path) -> dict[str, torch.Tensor]:
     return torch.load(checkpoint, weights_only=True)["state_dict"]
 
 
+def approved(folder: Path, recipe: Path, client: int, policy: str) -> str:
+    """Let a site's administrator write a policy and approve a recipe, and return what its SuperNode is told."""
+    file = folder / f"site{client}" / "policy.yaml"
+    file.parent.mkdir()
+    file.write_text(policy)
+    state = ("--state-dir", str(folder / "flwr" / "lightning_lowrank"))
+    main(["flower", "approve", str(recipe), "--policy", str(file), "--client", str(client), *state, "--yes"])
+    return f'policy="{file}"'
+
+
 def test_run_over_tls_is_the_simulation(network, tmp_path):
+    """Resolve, approve, start, finish, audit."""
     written = recipe(tmp_path, "FedLoRA")
     write_project([written], tmp_path / "app")
     network.start_superlink()
     for client in range(3):
-        network.start_node(client)
+        policy = f"max_rounds: {ROUNDS}\nmax_upload: 1_000_000\nmax_download: 1_000_000\n"
+        network.start_node(client, config=approved(tmp_path, tmp_path / "app" / "recipe.yaml", client, policy))
     run = network.start("flwr", "flwr", "run", str(tmp_path / "app"), "--stream")
     wait_for(network, lambda: len(rounds_made(tmp_path)) == ROUNDS)
     # A row is written before the round's checkpoint, which takes the place of the round before's.
@@ -252,6 +265,36 @@ def test_run_over_tls_is_the_simulation(network, tmp_path):
     ):
         assert float(served[-1][name]) == float(simulated.callback_metrics[name])
     assert all(float(row["federated/failed"]) == 0 for row in served)
+    for client in range(3):
+        audit = read_audit(network.home / "lightning_lowrank" / f"audit_client_{client}.jsonl")
+        assert audit.faults == []
+        assert {entry["direction"] for entry in audit.entries} == {"received", "sent"}
+
+
+@pytest.mark.nightly
+def test_a_recipe_of_one_other_character_is_refused_by_all(network, tmp_path):
+    written = recipe(tmp_path, "FedLoRA")
+    write_project([written], tmp_path / "app")
+    configs = [approved(tmp_path, tmp_path / "app" / "recipe.yaml", client, "max_rounds: 9\n") for client in range(3)]
+    sent = tmp_path / "app" / "recipe.yaml"
+    sent.write_text(sent.read_text().replace("lr: 0.1", "lr: 0.2"))
+    network.start_superlink()
+    for client in range(3):
+        network.start_node(client, config=configs[client])
+    config = "start-timeout=60.0"
+    network.start("flwr", "flwr", "run", str(tmp_path / "app"), "--stream", "--run-config", config)
+    logs = [network.home / "lightning_lowrank" / f"audit_client_{client}.jsonl" for client in range(3)]
+
+    def refused(log: Path) -> list[str]:
+        entries = read_audit(log).entries if log.exists() else []
+        return [entry["reason"] for entry in entries if entry["direction"] == "refused"]
+
+    deadline = time.monotonic() + LIMIT
+    while not all(map(refused, logs)):
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+    assert all("lr: 0.2" in refused(log)[0] for log in logs)
+    assert not rounds_made(tmp_path)
 
 
 # The site of client 2 answers as it likes; otherwise the app is the one that `write_project` writes.
@@ -294,8 +337,8 @@ def test_hostile_and_killed_sites_and_a_killed_server(network, tmp_path):
     written = recipe(tmp_path, "FedMUD", clients_per_round=3)
     write_project([written], tmp_path / "app")
     (tmp_path / "app" / "flower_app.py").write_text(HOSTILE_APP)
-    policy = tmp_path / "policy.yaml"
-    policy.write_text("min_clients: 2\nmodules: [network]\nmax_upload: 100_000\n")
+    policy = "min_clients: 2\nmodules: [network]\nmax_upload: 100_000\n"
+    configs = [approved(tmp_path, tmp_path / "app" / "recipe.yaml", client, policy) for client in range(2)]
     kept = network.home / "lightning_lowrank"
     nodes: list[subprocess.Popen] = []
 
@@ -309,7 +352,7 @@ def test_hostile_and_killed_sites_and_a_killed_server(network, tmp_path):
         return superlink
 
     def start_node(client: int) -> subprocess.Popen:
-        config = "hostile=true" if client == 2 else f'policy="{policy}"'
+        config = "hostile=true" if client == 2 else configs[client]
         return network.start_node(
             client, "--auth-supernode-private-key", str(tmp_path / f"site{client}"), config=config
         )

@@ -5,7 +5,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank.federated import offload
 from lightning_lowrank.federated.privacy import Mechanism
-from tests.flower.helpers import run_on_sites, write_recipe
+from tests.flower.helpers import reasons, run_on_sites, write_recipe
 from tests.grids import nightly_except
 
 pytestmark = pytest.mark.slow
@@ -84,8 +84,9 @@ def test_a_site_refuses_a_round_beyond_its_budget(tmp_path):
     ]
     assert served.current_epoch == 4
     assert max(steps) > 0
-    with pytest.raises(MisconfigurationException, match=r"no site made round .*steps of client .* have cost"):
+    with pytest.raises(MisconfigurationException, match="no site made round"):
         run_on_sites(write_recipe(tmp_path, of_samples(noise_multiplier=3.0, target_epsilon=0.2)), tmp_path / "limited")
+    assert "have cost" in reasons(tmp_path / "limited")[-1]
 
 
 @pytest.mark.nightly

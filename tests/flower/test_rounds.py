@@ -1,5 +1,7 @@
 """The two halves of the bridge in one process: what a run across sites does is what its simulation does."""
 
+import re
+
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -15,6 +17,7 @@ from tests.flower.helpers import (
     NORMALISED,
     assert_equal_runs,
     method,
+    reasons,
     run_on_sites,
     simulate,
     write_recipe,
@@ -149,6 +152,13 @@ RANKS = {
 }
 
 
+def with_rank(folder, rank, clients):
+    """Return what SuperNodes are told, of which some clients' have a file that states a rank."""
+    file = folder / "site.yaml"
+    file.write_text(f"rank: {rank}\n")
+    return lambda client: {"site": str(file)} if client in clients else {}
+
+
 @pytest.mark.nightly
 def test_a_site_states_its_own_rank(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -158,7 +168,7 @@ def test_a_site_states_its_own_rank(tmp_path, monkeypatch):
     # The recipe knows of none; the sites' own give the same.
     plain = {**RANKS, "federated": {**RANKS["federated"], "algorithm": method("FedLoRA", operator="SumProduct")}}
     recipe = write_recipe(tmp_path, plain, "plain.yaml")
-    stated, _ = run_on_sites(recipe, tmp_path, node_config=lambda client: {"rank": 1} if client else {})
+    stated, _ = run_on_sites(recipe, tmp_path, node_config=with_rank(tmp_path, 1, [1, 2]))
     assert_equal_runs(simulated, stated)
 
 
@@ -168,7 +178,7 @@ def test_a_site_states_its_own_rank(tmp_path, monkeypatch):
     ("operator", "rank", "said"),
     [
         ("SumProduct", 3, r"1.*rank.*3"),
-        ("SumProduct", 0, r"rank=0.*--node-config.*1"),
+        ("SumProduct", 0, r"rank of .*got 0"),
         ("ProductSum", 1, r"rank=1.*1.*ProductSum\(\)"),
     ],
 )
@@ -176,8 +186,9 @@ def test_a_rank_that_a_site_cannot_have_leaves_it_out(tmp_path, monkeypatch, ope
     monkeypatch.chdir(tmp_path)
     algorithm = {"federated": {**RANKS["federated"], "algorithm": method("FedLoRA", operator=operator)}}
     recipe = write_recipe(tmp_path, {**RANKS, **algorithm})
-    with pytest.raises(MisconfigurationException, match=said):
-        run_on_sites(recipe, tmp_path, node_config=lambda client: {"rank": rank} if client == 1 else {})
+    with pytest.raises(MisconfigurationException) as told:
+        run_on_sites(recipe, tmp_path, node_config=with_rank(tmp_path, rank, [1]), min_sites=3)
+    assert re.search(said, "; ".join([str(told.value), *reasons(tmp_path)]))
 
 
 class Wrapped(Classifier):

@@ -14,7 +14,7 @@ from lightning_lowrank.flower.messages import TRAIN, options_of
 from lightning_lowrank.flower.secure import SECURE
 from lightning_lowrank.flower.site import Site
 from lightning_lowrank.internals.flower import configuration_of
-from tests.flower.helpers import LORA, MUD, merged, method, run_on_sites, write_recipe
+from tests.flower.helpers import LORA, MUD, approve, merged, method, reasons, run_on_sites, write_recipe
 from tests.grids import nightly_except
 
 pytestmark = pytest.mark.slow
@@ -36,9 +36,8 @@ RECIPES = {
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_secure_sum_is_the_mean_in_clear(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
-    file = tmp_path / "policy.yaml"
-    file.write_text("secure_aggregation: true\nmin_clients: 2\n")
     recipe = write_recipe(tmp_path, merged(SMALL, RECIPES[name]))
+    file = approve(tmp_path / "site", recipe, "secure_aggregation: true\nmin_clients: 2\n")
     clear, _ = run_on_sites(recipe, tmp_path / "clear")
     secure, _ = run_on_sites(
         recipe,
@@ -87,7 +86,7 @@ def spoilt_keys(node, reply):
 @pytest.mark.parametrize(
     ("federated", "settings", "policy", "tamper", "told"),
     [
-        ({"on_client_error": "raise"}, {}, "max_upload: 5000", None, "the site's policy has max_upload=5,000"),
+        ({"on_client_error": "raise"}, {}, "max_upload: 5000", None, "PolicyViolation: this site did not do it"),
         ({}, {"on_bad_payload": "stop"}, "min_clients: 2", spoilt_keys, "it sent a bad answer: its keys are none"),
     ],
     ids=["error", "bad answer"],
@@ -95,9 +94,8 @@ def spoilt_keys(node, reply):
 @pytest.mark.nightly
 def test_a_failure_of_one_site_may_end_the_run(tmp_path, monkeypatch, federated, settings, policy, tamper, told):
     monkeypatch.chdir(tmp_path)
-    file = tmp_path / "policy.yaml"
-    file.write_text(policy)
     recipe = write_recipe(tmp_path, merged(SMALL, {"federated": federated}))
+    file = approve(tmp_path / "site", recipe, policy)
     with pytest.raises(MisconfigurationException, match=f"round 0: the site of client 0 failed: .*{told}"):
         run_on_sites(
             recipe,
@@ -244,8 +242,8 @@ def test_a_site_gives_its_last_answer_in_the_form_that_it_has(tmp_path, monkeypa
 
 def test_a_site_refuses_to_answer_in_clear(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    file = tmp_path / "policy.yaml"
-    file.write_text("secure_aggregation: true\n")
     recipe = write_recipe(tmp_path, SMALL)
-    with pytest.raises(MisconfigurationException, match="policy has secure_aggregation=true"):
-        run_on_sites(recipe, tmp_path, node_config=lambda client: {"policy": str(file)})
+    file = approve(tmp_path / "site", recipe, "secure_aggregation: true\n")
+    with pytest.raises(MisconfigurationException, match=r"no site made round 0: .*PolicyViolation"):
+        run_on_sites(recipe, tmp_path, node_config=lambda client: {"policy": file})
+    assert "policy has secure_aggregation=true" in reasons(tmp_path)[-1]

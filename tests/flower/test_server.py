@@ -267,4 +267,4 @@ def test_too_few_sites_end_the_run_and_it_goes_on_later(tmp_path, monkeypatch):
 def test_settings_are_checked():
     for settings in ({"min_sites": -1}, {"min_sites": 1.5}, {"keep_broadcasts": 0}):
         with pytest.raises(MisconfigurationException, match=next(iter(settings)).replace("_", "-")):
-            RemoteRounds(None, "", LocalGrid(), **settings)  # type: ignore[arg-type]
+            RemoteRounds(None, b"", LocalGrid(), **settings)  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
 """What a site's samples have cost, over all studies that it takes part in.
 
-`Site` charges each private round here before it trains, and takes the charge back if the round fails. Servers name
-studies and sites keep a state for each, so that only a file that belongs to no study counts all of them.
+`Site` charges each private round here before it trains, and a round that fails stays counted, since servers can have
+rounds fail. Servers name studies and sites keep a state for each, so that only a file of no study counts all of them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from filelock import FileLock
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank.federated.privacy.accounting import Accountant, Mechanism, total_epsilon
-from lightning_lowrank.interop.files import replacing
+from lightning_lowrank.interop.files import private_folder, replacing, without_link
 
 __all__ = ["Spending"]
 
@@ -26,7 +26,7 @@ class Spending:
     """The private steps that a client's samples have been used for, in a file of its own.
 
     Args:
-        file: The file; it need not be there yet. Whoever has other samples from now on may delete it.
+        file: The file; it need not be there yet. `check` refuses to go on without it.
 
     Example:
         >>> import tempfile
@@ -49,16 +49,30 @@ class Spending:
         return total_epsilon([*self._read().items(), *([] if more is None else [more])], delta, accountant)
 
     def charge(self, mechanism: Mechanism, steps: int) -> None:
-        """Count so many steps; fewer than 0 take an earlier charge back."""
+        """Count so many steps, 0 or more."""
         spent = self._read()
         spent[mechanism] = spent.get(mechanism, 0) + steps
         self._write(spent)
 
+    def check(self) -> None:
+        """Refuse to go on without a file that can be read.
+
+        Raises:
+            MisconfigurationException: If it is not there, or damaged.
+        """
+        if not self._file.exists():
+            raise MisconfigurationException(
+                f"{self._file}, by which this site counts what its samples have cost, is not there: put it back from a"
+                " copy. `lightning-lowrank flower approve --new-account` begins one for samples that no study has used."
+            )
+        self._read()
+
     @contextmanager
     def held(self) -> Iterator[None]:
         """Keep other processes of this site from charging."""
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{self._file}.lock"):
+        private_folder(self._file.parent)
+        without_link(self._file)
+        with FileLock(f"{self._file}.lock", mode=0o600):
             yield
 
     def _read(self) -> dict[Mechanism, int]:

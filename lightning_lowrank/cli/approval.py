@@ -1,0 +1,350 @@
+"""The recipes that a site has approved, by their bytes.
+
+A site's administrator keeps one with ``lightning-lowrank flower approve FILE``. It is read as plain YAML, and nothing
+that it names is imported. The site's app asks `Approvals` for the recipe that a server sent, and runs the site's copy.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lightning_lowrank.configuration import misconfigured
+from lightning_lowrank.interop.files import private_files, private_folder, replacing, without_link
+
+_LARGEST = 2**20
+_SHOWN_LINES = 12
+_LONGEST_LINE = 160
+_COMPARED_LINES = 2000
+# Arguments of any class that name what is on a party's disk, or how it is read.
+_OWN = ("root", "train", "validation", "test", "indices", "model", "tokenizer", "dataset", "num_workers")
+# Of these, names of splits are not files, and stay.
+_SPLITS = ("train", "validation", "test")
+_PLAIN_NAME = re.compile(r"\w[\w.-]*")
+_FILE_OR_ADDRESS = re.compile(r"(\w+://|[/~\\]|\.{1,2}[/\\]|\w:\\).*", re.DOTALL)
+# Names below data-root whose values are what the module or the data set opens, even where there is nothing yet.
+_OPENED = ("root", "model", "tokenizer", "indices")
+
+
+def state_folder(config: Mapping[str, Any]) -> Path:
+    """Return where a party keeps its state: ``state-dir`` of its configuration, by default below Flower's own home."""
+    home = Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr")
+    return Path(str(config.get("state-dir", home / "lightning_lowrank")))
+
+
+class EachOnce(yaml.SafeLoader):
+    """Refuses mappings that have a key twice, of which only the last would count."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Return a mapping's content."""
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        twice = [key for number, key in enumerate(keys) if key in keys[:number]]
+        if twice:
+            raise yaml.constructor.ConstructorError(None, None, f"{twice[0]!r} is there twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def read_plain(data: bytes, what: str) -> dict[str, Any]:
+    """Return the mapping that YAML bytes describe, without anything that a reader would have to resolve.
+
+    Args:
+        data: The bytes.
+        what: Their name, for errors.
+
+    Raises:
+        MisconfigurationException: If they are no YAML of text in UTF-8, have a tag, an anchor, an alias or a key twice,
+            are no mapping, or are longer than 1 MiB.
+
+    Example:
+        >>> read_plain(b"a: {b: [1, 2.5, text]}", "the recipe")
+        {'a': {'b': [1, 2.5, 'text']}}
+    """
+    try:
+        if len(data) > _LARGEST:
+            raise ValueError(f"it has {len(data):,} bytes, and at most {_LARGEST:,} are read")
+        text = data.decode()
+        for event in yaml.parse(text, yaml.SafeLoader):
+            found = [getattr(event, name, None) for name in ("anchor", "tag")]
+            if isinstance(event, yaml.AliasEvent) or any(found):
+                raise ValueError(f"it has the tag, anchor or alias {next(filter(None, found))!r}")
+        content = yaml.load(text, EachOnce)
+        if not isinstance(content, dict):
+            raise ValueError(f"it is a {type(content).__name__}, and not a mapping")
+    except (ValueError, TypeError, yaml.YAMLError, RecursionError) as error:
+        raise misconfigured(f"{what} cannot be read as plain YAML: {escaped(str(error), 300)}") from error
+    return content
+
+
+def escaped(text: str, longest: int = _LONGEST_LINE) -> str:
+    """Return a line that a log or a terminal takes for nothing else than text, of bounded length."""
+    line = text[: longest + 1].encode("unicode_escape").decode()
+    return line if len(line) <= longest else f"{line[:longest]} ..."
+
+
+class Approvals:
+    """The folder ``approved`` beside a site's policy: a file for each recipe, named by its SHA-256.
+
+    Args:
+        folder: The folder; it need not be there yet.
+
+    Example:
+        >>> import tempfile
+        >>> approvals = Approvals(Path(tempfile.mkdtemp()) / "approved")
+        >>> file = approvals.keep(b"trainer: {max_epochs: 3}")
+        >>> approvals.own_copy(b"trainer: {max_epochs: 3}")
+        b'trainer: {max_epochs: 3}'
+        >>> approvals.own_copy(b"trainer: {max_epochs: 4}") is None
+        True
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def keep(self, data: bytes) -> Path:
+        """Approve a recipe, and return the file with its bytes."""
+        private_folder(self.folder)
+        file = self._file(data)
+        with replacing(without_link(file)) as part, private_files():
+            part.write_bytes(data)
+        return file
+
+    def begin_account(self, file: Path, anew: bool) -> None:
+        """Write the account of what a site's samples have cost, before the site's first approval.
+
+        Args:
+            file: The account.
+            anew: Whether it begins at nothing, whatever there was: for samples that no study has used.
+
+        Raises:
+            MisconfigurationException: If it is not there, and recipes are approved: it was lost.
+        """
+        if file.exists() and not anew:
+            return
+        if not anew and any(self.folder.glob("*.yaml")):
+            raise misconfigured(
+                f"{file}, by which this site counts what its samples have cost, is not there, though recipes are"
+                " approved: put it back from a copy. --new-account begins one for samples that no study has used."
+            )
+        private_folder(file.parent)
+        with replacing(without_link(file)) as part, private_files():
+            part.write_text("[]", encoding="utf-8")
+
+    def own_copy(self, data: bytes) -> bytes | None:
+        """Return the site's copy of a recipe, ``None`` if it has not approved it."""
+        file = self._file(data)
+        if not file.is_file():
+            return None
+        copy = file.read_bytes()
+        # A file that was changed is no approval of anything.
+        return copy if copy == data else None
+
+    def difference(self, data: bytes) -> str:
+        """Return how a recipe differs from the nearest approved one: a few escaped lines, to be read by the site."""
+        lines = _lines(data)
+        files = sorted(self.folder.glob("*.yaml"))
+        if not files:
+            return "nothing is approved"
+        near = max(files, key=lambda file: len(set(lines) & set(_lines(file.read_bytes()))))
+        changed = list(difflib.unified_diff(_lines(near.read_bytes()), lines, lineterm="", n=0))[2:]
+        shown = [escaped(line) for line in changed if not line.startswith("@@")]
+        more = f"; and {len(shown) - _SHOWN_LINES:,} more" if len(shown) > _SHOWN_LINES else ""
+        return f"beside {near.name[:16]}: " + "; ".join(shown[:_SHOWN_LINES]) + more
+
+    def _file(self, data: bytes) -> Path:
+        return self.folder / f"{hashlib.sha256(data).hexdigest()}.yaml"
+
+
+def _lines(data: bytes) -> list[str]:
+    return [
+        line[: 10 * _LONGEST_LINE] for line in data[:_LARGEST].decode(errors="replace").splitlines()[:_COMPARED_LINES]
+    ]
+
+
+def read_own(file: str | None) -> dict[str, Any]:
+    """Return what a site's file fills in.
+
+    Raises:
+        MisconfigurationException: If it cannot be read, or states a rank that is none.
+    """
+    own = {} if file is None else read_plain(Path(file).read_bytes(), f"the site's file {file}")
+    rank = own.get("rank")
+    if rank is not None and not (type(rank) is int and rank >= 1):
+        raise misconfigured(f"rank of {file} must be a whole number, 1 or more, got {rank!r}.")
+    return own
+
+
+def filled(content: Any, own: Mapping[str, Any], data_root: str | None = None) -> Any:
+    """Return a recipe's content with each name of the site's own in place of ``{site: NAME, default: VALUE}``.
+
+    Args:
+        content: The content.
+        own: The values, by name.
+        data_root: A folder in which files and folders that are the site's own must be, once links are followed.
+            ``None``: they may be anywhere.
+
+    Raises:
+        MisconfigurationException: If a name has neither a value nor a default, or its value leaves ``data_root``.
+
+    Example:
+        >>> filled({"lr": 0.1, "num_workers": {"site": "num_workers", "default": 0}}, {"num_workers": 4})
+        {'lr': 0.1, 'num_workers': 4}
+    """
+    if isinstance(content, list):
+        return [filled(each, own, data_root) for each in content]
+    if not isinstance(content, dict):
+        return content
+    if "site" not in content or not content.keys() <= {"site", "default"}:
+        return {key: filled(value, own, data_root) for key, value in content.items()}
+    name = content["site"]
+    if name not in own and "default" not in content and not (name == "root" and data_root is not None):
+        raise misconfigured(f"the recipe leaves {name!r} to each site: give it in the file that the site names as site")
+    value = own.get(name, content.get("default", "."))
+    if data_root is None or not isinstance(value, str):
+        return value
+    folder = Path(data_root).resolve()
+    place = (folder / value).resolve()
+    if not place.is_relative_to(folder):
+        raise misconfigured(f"{name}={value!r} of this site is {str(place)!r}, outside of data-root={data_root!r}")
+    return str(place) if name in _OPENED or place.is_file() else value
+
+
+def left_to_sites(content: Any, own: dict[str, Any]) -> Any:
+    """Return a recipe's content with names in place of what is each site's own; `filled` is its inverse.
+
+    Args:
+        content: The content.
+        own: The values go here, by name.
+
+    Raises:
+        MisconfigurationException: If one name has two values.
+
+    Example:
+        >>> own = {}
+        >>> left_to_sites({"data": {"root": "/data", "train": "a.csv", "num_workers": 2}}, own)["data"]["train"]
+        {'site': 'train', 'default': 'a.csv'}
+        >>> own
+        {'root': '/data', 'train': 'a.csv', 'num_workers': 2}
+    """
+    if isinstance(content, list):
+        return [left_to_sites(each, own) for each in content]
+    if not isinstance(content, dict):
+        return content
+    left = {}
+    for name, value in content.items():
+        is_split = name in _SPLITS and isinstance(value, str) and not set("./\\") & set(value)
+        if name not in _OWN or is_split or not (isinstance(value, str) or name == "num_workers"):
+            left[name] = left_to_sites(value, own)
+            continue
+        if own.setdefault(name, value) != value:
+            raise misconfigured(
+                f"{name} is {own[name]!r} in one place of the recipe and {value!r} in another, and a site has one value"
+                " for it: make them equal."
+            )
+        shared = name != "root" and (not isinstance(value, str) or _PLAIN_NAME.fullmatch(value))
+        left[name] = {"site": name, **({"default": value} if shared else {})}
+    return left
+
+
+def check_reads_nothing(content: Any) -> None:
+    """Refuse a recipe that names a file of this machine's, or what looks like a path or an address.
+
+    Raises:
+        MisconfigurationException: If it does; the message has the place.
+    """
+    for place, value in places_of(content):
+        if isinstance(value, str) and (_FILE_OR_ADDRESS.fullmatch(value) or _is_file(value)):
+            raise misconfigured(
+                f"{place}={value!r} is a file or an address, and a site approves a recipe that reads nothing else:"
+                f" leave it out, or give it as one of {', '.join(_OWN)}, which each site fills in."
+            )
+
+
+def _is_file(text: str) -> bool:
+    try:
+        return Path(text).is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def places_of(content: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each part of a recipe that is no mapping and no list, and each name of the site's own, with its place.
+
+    Example:
+        >>> list(places_of({"a": [{"b": 1}, {"site": "root"}]}))
+        [('a.0.b', 1), ('a.1', {'site': 'root'})]
+    """
+    below = f"{path}." if path else ""
+    if isinstance(content, list):
+        for number, each in enumerate(content):
+            yield from places_of(each, f"{below}{number}")
+    elif isinstance(content, dict) and "site" not in content:
+        for key, each in content.items():
+            yield from places_of(each, f"{below}{key}")
+    else:
+        yield path, content
+
+
+def sentences(content: Mapping[str, Any]) -> list[str]:
+    """Return what a recipe says, for whoever approves it: each sentence is a line of printable text."""
+    federated, trainer = section_of(content, "federated"), section_of(content, "trainer")
+    callbacks = trainer.get("callbacks") or []
+    callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+    private = [each for each in callbacks if isinstance(each, dict) and "Privacy" in str(each.get("class_path"))]
+    places = list(places_of(content))
+    left = [
+        f"{value.get('site')} ({path}" + (f", else {value['default']!r})" if "default" in value else ")")
+        for path, value in places
+        if isinstance(value, dict) and value
+    ]
+    code = sorted({str(value) for path, value in places if _names_code(path, value)})
+    said = [
+        f"Data: {_said(content.get('data'))}, divided by {_said(federated.get('partition'))}.",
+        f"Model: {_said(content.get('model'))}.",
+        f"Low rank: {_said(content.get('lowrank'))}.",
+        f"Method: {_said(federated.get('algorithm'))}; {federated.get('clients')} clients, of which"
+        f" {federated.get('clients_per_round') or 'all'} a round, {trainer.get('max_epochs')} rounds of"
+        f" {federated.get('local_epochs')} local epochs, and no round of fewer than"
+        f" {federated.get('min_clients') or 1} clients.",
+        f"Callbacks: {'; '.join(map(_said, callbacks)) or 'none'}.",
+        "What leaves in each round: what the method sends of the tensors that are trained, through"
+        f" {_said(federated.get('uplink')) if federated.get('uplink') else 'no codec'}; at the start the numbers of"
+        " samples and steps.",
+        f"Privacy: {_said(federated['privacy']) if federated.get('privacy') else 'no noise on what leaves'};"
+        f" {_said(private[0]) if private else 'no count of what rounds cost the samples'}.",
+        f"This site fills in: {', '.join(left) or 'nothing'}.",
+        f"Code that is imported and run: {', '.join(code) or 'none'}.",
+    ]
+    return [escaped(each, 2000) for each in said]
+
+
+def _names_code(path: str, value: Any) -> bool:
+    dotted = isinstance(value, str) and "." in value and all(part.isidentifier() for part in value.split("."))
+    return dotted or path.rpartition(".")[2] == "class_path"
+
+
+def section_of(content: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the arguments of a section of a recipe, which may name its class as well; empty if there is none."""
+    found = content.get(name)
+    found = found.get("init_args", found) if isinstance(found, dict) else {}
+    return found if isinstance(found, dict) else {}
+
+
+def _said(value: Any) -> str:
+    """Return a part of a recipe as its class would be called, without what is left at ``None``."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(_said, value))}]"
+    if not isinstance(value, dict):
+        return str(value)
+    if "site" in value:
+        return f"this site's {value['site']}"
+    arguments = value.get("init_args", {}) if "class_path" in value else value
+    given = arguments.items() if isinstance(arguments, dict) else ()
+    inside = ", ".join(f"{name}={_said(each)}" for name, each in given if each is not None)
+    return f"{str(value.get('class_path', '')).rpartition('.')[2]}({inside})"

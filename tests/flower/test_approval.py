@@ -1,0 +1,492 @@
+"""A site runs the recipes that it has approved, byte by byte, and tells the server nothing else."""
+
+import http.server
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from flwr.app import Message
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_lowrank.cli import main
+from lightning_lowrank.cli.account import Spending
+from lightning_lowrank.cli.approval import check_reads_nothing, filled, read_plain, sentences
+from lightning_lowrank.cli.audit import AuditLog, read_audit
+from lightning_lowrank.flower.client import client_app
+from lightning_lowrank.flower.messages import JOIN, LISTEN, TRAIN, pack
+from lightning_lowrank.flower.policy import Policy, PolicyViolation
+from lightning_lowrank.flower.recipe import resolve
+from lightning_lowrank.flower.site import Site
+from tests.flower.attacks import hostile_recipes
+from tests.flower.helpers import approve, merged, method, reasons, run_on_sites, write_recipe
+from tests.flower.local_grid import LocalGrid
+
+SMALL = {
+    "federated": {"clients_per_round": None, "local_epochs": 1},
+    "data": {"init_args": {"limit_samples": 60}},
+    "trainer": {"max_epochs": 2, "limit_val_batches": 0},
+}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def web(tmp_path):
+    """A server within the site's network, and what it was asked for."""
+    asked = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"SECRET")
+
+        do_HEAD = do_GET
+
+        def log_message(self, *arguments):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}", asked
+    server.shutdown()
+
+
+def tree(folder):
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and not path.name.endswith(".lock")
+    }
+
+
+ATTACKS = tuple(hostile_recipes(Path("/tmp"), Path("/tmp/m"), Path("/tmp/s"), "http://x", write=False))
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_recipe_that_is_not_approved_is_not_even_parsed(tmp_path, web, attack):
+    """What each did on 49ac3b5, with the policy of its page, stands in docs/CONTRIBUTING.md."""
+    address, asked = web
+    app, state, secret = tmp_path / "app", tmp_path / "state", tmp_path / "secret.txt"
+    secret.write_text("SECRET")
+    state.mkdir(mode=0o700)
+    (state / "privacy_client_0.json").write_text("[]")
+    recipe = hostile_recipes(app, tmp_path / "marker", secret, address)[attack]
+    (app / "recipe.yaml").write_bytes(recipe)
+    file = approve(tmp_path / "site", write_recipe(tmp_path, {}, "honest.yaml"))
+    before = tree(tmp_path)
+    site = Site(app / "recipe.yaml", 0, state / "study.safetensors", policy=Policy.load(file))
+    for ask in (site.join, lambda: site.train(0, {}, "[]")):
+        with pytest.raises(PolicyViolation, match="not approved") as told:
+            ask()
+        assert len(str(told.value)) < 4000
+        assert str(told.value).isprintable()
+    assert not (tmp_path / "marker").exists()
+    assert asked == []
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.slow
+def test_a_recipe_that_is_changed_by_one_character_is_refused_by_all(tmp_path):
+    recipe = write_recipe(tmp_path, SMALL)
+    files = [approve(tmp_path / f"site{client}", recipe) for client in range(3)]
+    served, _ = run_on_sites(recipe, tmp_path / "honest", node_config=lambda client: {"policy": files[client]})
+    assert served.callback_metrics["federated/failed"] == 0
+    changed = tmp_path / "changed.yaml"
+    changed.write_text(recipe.read_text().replace("lr: 0.1", "lr: 0.2"))
+    with pytest.raises(MisconfigurationException, match="sites of 0 have joined") as told:
+        run_on_sites(changed, tmp_path / "changed", node_config=lambda client: {"policy": files[client]})
+    assert str(told.value).count("PolicyViolation") == 3
+    assert "lr" not in str(told.value).replace("lightning_lowrank", "")
+    found = reasons(tmp_path / "changed")
+    assert len(found) == 3
+    for reason in found:
+        assert "-        lr: 0.1" in reason
+        assert "+        lr: 0.2" in reason
+
+
+def test_the_sites_copy_is_what_runs(tmp_path):
+    recipe = write_recipe(tmp_path, SMALL)
+    policy = Policy.load(approve(tmp_path / "site", recipe))
+    (copy,) = (tmp_path / "site" / "approved").iterdir()
+    assert policy.approved(recipe.read_bytes()) == copy.read_bytes()
+    # A copy that was changed under its name is no approval.
+    copy.write_bytes(copy.read_bytes() + b" ")
+    for data in (recipe.read_bytes(), copy.read_bytes()):
+        with pytest.raises(PolicyViolation, match="not approved"):
+            policy.approved(data)
+    copy.unlink()
+    with pytest.raises(PolicyViolation, match="nothing is approved"):
+        policy.approved(recipe.read_bytes())
+    assert Policy().approved(b"anything") == b"anything"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "!!python/object/apply:os.system [touch]",
+        "a: &x 1\nb: *x",
+        "a: 1\na: 2",
+        "[1]",
+        "text",
+        "a: [",
+        "[" * 5000,
+        "a: !t 1",
+    ],
+)
+def test_plain_yaml_alone_is_read(text):
+    with pytest.raises(MisconfigurationException, match=r"^it cannot be read as plain YAML"):
+        read_plain(text.encode(), "it")
+
+
+def test_text_alone_is_read():
+    for data in (b"\xff\xfe", b"a: \x00", b"a: 1\n" + b"#" * 2**21):
+        with pytest.raises(MisconfigurationException, match="plain YAML"):
+            read_plain(data, "it")
+
+
+@pytest.mark.slow
+def test_resolve_leaves_to_sites_what_is_theirs(tmp_path):
+    logger = method("lightning.pytorch.loggers.CSVLogger", save_dir="runs/here")
+    trainer = {
+        "logger": logger,
+        "precision": "bf16-mixed",
+        "enable_checkpointing": True,
+        "callbacks": [method("ModelCheckpoint", dirpath="kept")],
+    }
+    data = {"class_path": "MNIST", "init_args": {"root": "/data/mnist", "num_workers": 3}}
+    text, own = resolve([write_recipe(tmp_path, merged(SMALL, {"trainer": trainer, "data": data}))])
+    content = read_plain(text.encode(), "it")
+    assert content["data"]["init_args"]["root"] == {"site": "root"}
+    assert content["data"]["init_args"]["num_workers"] == {"site": "num_workers", "default": 3}
+    assert content["trainer"]["precision"] == {"site": "precision", "default": "bf16-mixed"}
+    assert not {"logger", "default_root_dir", "strategy", "plugins", "profiler"} & content["trainer"].keys()
+    assert content["trainer"]["callbacks"] == []
+    assert own["site"] == {"root": "/data/mnist", "num_workers": 3}
+    assert own["trainer"]["logger"]["init_args"]["save_dir"] == "runs/here"
+    assert [each["init_args"]["dirpath"] for each in own["callbacks"]] == ["kept"]
+    assert "/data" not in text
+    said = "\n".join(sentences(content))
+    for part in ("MNIST(root=this site's root", "FedAvg", "3 clients", "2 rounds", "torch.optim.SGD", "no noise"):
+        assert part in said
+    with pytest.raises(MisconfigurationException, match="root"):
+        filled(content, {})
+    assert filled(content, {}, str(tmp_path))["data"]["init_args"]["root"] == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "value", ["/etc/passwd", "~/x", "../secret.txt", "./x", "http://a/b", "file://x", "here.txt", "C:\\x"]
+)
+def test_resolve_refuses_files_and_addresses(tmp_path, value):
+    Path("here.txt").touch()
+    with pytest.raises(MisconfigurationException, match=r"data\.prompt="):
+        check_reads_nothing({"data": {"prompt": value}})
+    check_reads_nothing({"data": {"prompt": "A question/an answer: {text}", "pattern": "network.*"}})
+
+
+def test_what_a_site_fills_in_stays_below_its_data_root(tmp_path):
+    root = tmp_path / "data"
+    (root / "model").mkdir(parents=True)
+    (root / "train.csv").touch()
+    (tmp_path / "secret.txt").touch()
+    (root / "link").symlink_to(tmp_path)
+    content = {"train": {"site": "train", "default": "train.csv"}, "model": {"site": "model"}}
+    assert filled(content, {"model": "model"}, str(root)) == {
+        "train": str(root / "train.csv"),
+        "model": str(root / "model"),
+    }
+    for value in ("../secret.txt", str(tmp_path / "secret.txt"), "link/secret.txt", "link", "/etc/passwd"):
+        for name in ("train", "model"):
+            with pytest.raises(MisconfigurationException, match="data-root"):
+                filled(content, {"model": "model", name: value}, str(root))
+
+
+def test_approve_shows_and_keeps(tmp_path, monkeypatch, capsys):
+    policy = tmp_path / "site" / "policy.yaml"
+    policy.parent.mkdir()
+    policy.write_text("min_clients: 2\n")
+    recipe = write_recipe(tmp_path, {"data": {"init_args": {"note": "\x1b[2J\u202e evil\nApproved"}}})
+    words = ["flower", "approve", str(recipe), "--policy", str(policy), "--state-dir", str(tmp_path / "state")]
+    monkeypatch.setattr("builtins.input", lambda *prompt: "n")
+    with pytest.raises(SystemExit, match="nothing was approved"):
+        main(words)
+    assert not (tmp_path / "site" / "approved").exists()
+    main([*words, "--yes"])
+    printed = capsys.readouterr().out
+    assert "\x1b" not in printed
+    assert "\u202e" not in printed
+    assert Policy.load(policy).approved(recipe.read_bytes()) == recipe.read_bytes()
+    account = tmp_path / "state" / "privacy_client_0.json"
+    assert account.read_text() == "[]"
+    for path, mode in ((account, 0o600), (account.parent, 0o700), (policy.parent / "approved", 0o700)):
+        assert stat.S_IMODE(path.stat().st_mode) == mode
+    with pytest.raises(SystemExit, match="no such file"):
+        main([*words[:2], "none.yaml", *words[3:], "--yes"])
+
+
+@pytest.mark.slow
+def test_approve_imports_nothing_of_a_recipe(tmp_path):
+    import subprocess
+    import sys
+
+    (tmp_path / "policy.yaml").touch()
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("model: {class_path: antigravity.Model}\ntrainer: {callbacks: [{class_path: this.Zen}]}\n")
+    words = ["flower", "approve", str(recipe), "--policy", "policy.yaml", "--state-dir", "state", "--yes"]
+    code = (
+        f"import sys; from lightning_lowrank.cli import main; main({words!r});"
+        "assert not {'this', 'antigravity', 'flwr', 'jsonargparse'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "antigravity.Model" in done.stdout
+
+
+def asked(fields, kind=JOIN, payloads=None):
+    return kind, pack({"study": "0" * 16, "min_sites": 2, "rounds": 2, "cohort": 2, "seed": 3, **fields}, payloads)
+
+
+def answer(app, kind, content, config, run_config=None):
+    """Return a site's answer to a message, and the error that the server hears of it."""
+    grid = LocalGrid()
+    node = grid.start(app, **config)
+    grid.nodes[node][1].run_config.update(run_config or {})
+    (number,) = grid.push_messages([Message(content, dst_node_id=node, message_type=kind)])
+    (reply,) = grid.pull_messages([number])
+    return reply, reply.error.reason if reply.has_error() else ""
+
+
+MESSAGES = {
+    "a study that is a path": {"study": "../../../../tmp/x"},
+    "a study with a line": {"study": "0" * 15 + "\n"},
+    "rounds without end": {"rounds": 2**40},
+    "rounds as a text": {"rounds": "2"},
+    "a seed as a text": {"seed": "3; touch"},
+    "a cohort of one": {"cohort": 1},
+    "a promise of one": {"min_sites": 1},
+    "no seed": {"seed": True},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MESSAGES)
+def test_a_message_that_is_none_is_refused_and_tells_nothing(tmp_path, name):
+    recipe = write_recipe(tmp_path, SMALL)
+    policy = approve(tmp_path / "site", recipe, "min_clients: 2\nmax_rounds: 10\n")
+    before = tree(tmp_path)
+    config = {"partition_id": 0, "state_dir": str(tmp_path / "state"), "policy": policy}
+    _, told = answer(client_app(recipe), *asked(MESSAGES[name]), config)
+    assert "this site did not do it, and entry 1 of its log says why" in told
+    assert str(next(iter(MESSAGES[name].values()))) not in told.replace("entry 1 of", "")
+    after = tree(tmp_path)
+    assert after.keys() - before.keys() == {"state/audit_client_0.jsonl"}
+
+
+@pytest.mark.slow
+def test_a_run_configuration_changes_nothing_at_a_site(tmp_path):
+    recipe = write_recipe(tmp_path, SMALL)
+    changed = tmp_path / "changed.yaml"
+    changed.write_text(recipe.read_text() + " ")
+    policy = approve(tmp_path / "site", recipe)
+    config = {"partition_id": 0, "state_dir": str(tmp_path / "state"), "policy": policy}
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "policy.yaml").write_text("min_clients: 1\n")
+    for name, value in {
+        "policy": str(tmp_path / "other" / "policy.yaml"),
+        "data-root": "/",
+        "state-dir": str(tmp_path / "other"),
+        "audit-log": str(tmp_path / "other" / "log.jsonl"),
+        "partition-id": 1,
+        "site": str(tmp_path / "changed.yaml"),
+        "own-data": True,
+    }.items():
+        _, told = answer(client_app(changed), *asked({}), config, {name: value})
+        assert "PolicyViolation" in told
+    assert [path.name for path in (tmp_path / "other").iterdir()] == ["policy.yaml"]
+    assert len(read_audit(tmp_path / "state" / "audit_client_0.jsonl").entries) == 7 * 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [TRAIN, LISTEN])
+def test_rounds_of_no_study_are_refused(tmp_path, kind):
+    recipe = write_recipe(tmp_path, SMALL)
+    policy = approve(tmp_path / "site", recipe)
+    config = {"partition_id": 0, "state_dir": str(tmp_path / "state"), "policy": policy}
+    app = client_app(recipe)
+    for fields, payloads in (
+        ({"round": 2, "options": "[]", "heard": -1, "lost": False}, {2: b"x"}),
+        ({"round": -1, "options": "[]", "heard": -1, "lost": False}, None),
+        ({"round": 0, "options": "[" * 10**5, "heard": -1, "lost": False}, {0: b""}),
+        ({"round": 0, "options": "[[{}]]", "heard": -1, "lost": False}, {0: b"\x80\x04cos\nsystem\n"}),
+        ({"round": 0, "options": "[]", "heard": "x", "lost": False}, None),
+    ):
+        _, told = answer(app, *asked(fields, kind, payloads), config)
+        assert told or kind == LISTEN
+        assert "options" not in told
+    if kind == TRAIN:
+        assert all(entry["direction"] != "sent" or entry["bytes"] < 300 for entry in log_of(tmp_path))
+
+
+def log_of(folder):
+    return read_audit(folder / "state" / "audit_client_0.jsonl").entries
+
+
+class LeakyData(torch.utils.data.Dataset):
+    """Fails with a patient's line in its error."""
+
+
+@pytest.mark.slow
+def test_an_error_says_nothing_of_the_data(tmp_path, monkeypatch):
+    recipe = write_recipe(tmp_path, SMALL)
+    policy = approve(tmp_path / "site", recipe, "max_upload: 200\n")
+    config = {"partition_id": 0, "state_dir": str(tmp_path / "state"), "policy": policy}
+
+    def fails(site):
+        raise ValueError("Jane Doe, 1971, HIV positive. " * 30_000)
+
+    monkeypatch.setattr(Site, "join", fails)
+    _, told = answer(client_app(recipe), *asked({}), config)
+    assert "Jane" not in told
+    assert len(told) <= 200
+    received, failed, sent = log_of(tmp_path)
+    assert (received["direction"], failed["direction"], sent["direction"]) == ("received", "failed", "sent")
+    assert failed["reason"].startswith("Jane Doe")
+    assert sent["bytes"] == len(told)
+    assert len(sent["digest"]) == 64
+
+
+def test_a_site_without_a_policy_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(Site, "join", lambda site: {})
+    recipe = write_recipe(tmp_path, SMALL)
+    with pytest.warns(UserWarning, match="runs whatever recipe the server sends"):
+        answer(client_app(recipe), *asked({}), {"partition_id": 0, "state_dir": str(tmp_path / "state")})
+
+
+@pytest.mark.slow
+def test_what_a_site_and_a_server_keep_is_theirs_alone(tmp_path):
+    private = method("DifferentialPrivacy", noise_multiplier=1.0, delta=1e-6, secure=True)
+    recipe = write_recipe(tmp_path, merged(SMALL, {"trainer": {"callbacks": [private], "enable_checkpointing": True}}))
+    seen: dict[str, int] = {}
+
+    def look(node, message):
+        for path in [*(tmp_path / "state").rglob("*"), *(tmp_path / "server").rglob("*")]:
+            seen[str(path)] = stat.S_IMODE(path.stat().st_mode)
+
+    run_on_sites(
+        recipe, tmp_path, prepare=lambda grid: setattr(grid, "before", look), state=tmp_path / "server" / "s.ckpt"
+    )
+    assert {Path(name).suffix for name in seen} >= {".json", ".jsonl", ".safetensors", ".lock", ".ckpt"}
+    wrong = {name: oct(mode) for name, mode in seen.items() if mode not in (0o600, 0o700)}
+    assert not wrong
+    assert not list(tmp_path.rglob("*.part"))
+
+
+def test_links_are_not_followed(tmp_path):
+    target, state = tmp_path / "target", tmp_path / "state"
+    target.write_text("theirs")
+    state.mkdir()
+    recipe = write_recipe(tmp_path, SMALL)
+    for name in ("audit.jsonl", "study.safetensors", "privacy_client_0.json"):
+        (state / name).symlink_to(target)
+    with pytest.raises(OSError, match="audit"):
+        AuditLog(state / "audit.jsonl").append(direction="received")
+    with pytest.raises(MisconfigurationException, match="is a link"):
+        Site(recipe, 0, state / "study.safetensors")
+    with pytest.raises(MisconfigurationException, match="is a link"), Spending(state / "privacy_client_0.json").held():
+        """Not reached."""
+    (tmp_path / "other").symlink_to(state)
+    with pytest.raises(MisconfigurationException, match="link"):
+        Site(recipe, 0, tmp_path / "other" / "a.safetensors").listen({0: b"x"})
+    with pytest.raises(MisconfigurationException, match=r"\*\.safetensors"):
+        Site(recipe, 0, state / "privacy_client_1.json")
+    assert target.read_text() == "theirs"
+
+
+CHECKPOINTS = {
+    "a pickle": b"\x80\x04cposix\nsystem\n(S'touch marker'\ntR.",
+    "cut": b"\x08\x00\x00\x00\x00\x00\x00\x00{}",
+    "a length of exabytes": b"\xff" * 8 + b"{}",
+    "no bytes": b"",
+    "a structure of another kind": None,
+    "nested without end": None,
+}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_a_study_file_that_was_exchanged_makes_a_new_client(tmp_path, name):
+    import safetensors.torch
+
+    file = tmp_path / "study.safetensors"
+    data = CHECKPOINTS[name]
+    if data is None:
+        structure = '["plain", {"__reduce__": "os.system"}]' if "kind" in name else "[" * 10**5
+        data = safetensors.torch.save({"0": torch.zeros(1)}, metadata={"structure": structure, "devices": '["cpu"]'})
+    file.write_bytes(data)
+    with pytest.warns(UserWarning, match="goes on as a new client"):
+        site = Site(write_recipe(tmp_path, SMALL), 0, file)
+    assert site.heard == -1
+    assert not (tmp_path / "marker").exists()
+
+
+@pytest.mark.slow
+def test_a_study_has_the_seed_with_which_it_began(tmp_path):
+    recipe = write_recipe(tmp_path, SMALL)
+    Site(recipe, 0, tmp_path / "study.safetensors", seed=3).join()
+    Site(recipe, 0, tmp_path / "study.safetensors", seed=3).join()
+    with pytest.raises(MisconfigurationException, match="seed=3"):
+        Site(recipe, 0, tmp_path / "study.safetensors", seed=4)
+
+
+@pytest.mark.slow
+def test_rounds_cohort_and_seed_travel_beside_the_recipe(tmp_path):
+    recipe = write_recipe(tmp_path, SMALL)
+    files = [approve(tmp_path / f"site{client}", recipe, "max_rounds: 3\nmin_clients: 2\n") for client in range(3)]
+    config = {"node_config": lambda client: {"policy": files[client]}, "min_sites": 2}
+    served, _ = run_on_sites(recipe, tmp_path, rounds=3, cohort=2, seed=8, **config)
+    same, _ = run_on_sites(
+        write_recipe(
+            tmp_path,
+            merged(SMALL, {"seed_everything": 8, "federated": {"clients_per_round": 2}, "trainer": {"max_epochs": 3}}),
+            "same.yaml",
+        ),
+        tmp_path / "same",
+        min_sites=2,
+    )
+    assert served.current_epoch == same.current_epoch == 3
+    for name, value in same.lightning_module.state_dict().items():
+        assert torch.equal(served.lightning_module.state_dict()[name], value)
+    with pytest.raises(MisconfigurationException, match="PolicyViolation"):
+        run_on_sites(recipe, tmp_path / "long", rounds=4, cohort=2, **config)
+    with pytest.raises(MisconfigurationException, match="cohort"):
+        run_on_sites(recipe, tmp_path, cohort=2.5, **config)
+
+
+@pytest.mark.parametrize("kind", ["npz", "indices"])
+def test_a_data_file_with_a_pickle_runs_nothing(tmp_path, kind):
+    import numpy as np
+
+    from lightning_lowrank import FromIndices
+    from lightning_lowrank.data import Arrays
+
+    class Touches:
+        def __reduce__(self):
+            return Path.touch, (tmp_path / "marker",)
+
+    file = tmp_path / f"data.{'npz' if kind == 'npz' else 'json'}"
+    evil = np.array([Touches()], dtype=object)
+    if kind == "npz":
+        np.savez(file, x=evil, y=np.zeros(1))
+        with pytest.raises((MisconfigurationException, ValueError)):
+            Arrays(train=str(file)).setup("fit")
+    else:
+        np.savez(tmp_path / "data.npz", evil)
+        (tmp_path / "data.npz").rename(file)
+        with pytest.raises((MisconfigurationException, ValueError)):
+            FromIndices(str(file))
+    assert not (tmp_path / "marker").exists()
