@@ -28,6 +28,7 @@ import warnings
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from unittest import mock
 
 import yaml
 
@@ -186,7 +187,8 @@ class Reader:
         with self._listening():
             try:
                 sys.path[:] = [*([str(self.folder)] if importable else []), *(p for p in path if p != str(self.folder))]
-                main(words)
+                with mock.patch("builtins.input", return_value="y"):
+                    main(words)
             except SystemExit as end:
                 if end.code not in (0, None):
                     raise RuntimeError(f"lightning-lowrank {' '.join(words)}: {end.code}") from end

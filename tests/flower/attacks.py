@@ -1,7 +1,11 @@
 """What a hostile server may send in place of the recipe that a site has approved.
 
 Each recipe tries to leave a marker file, to read a secret, or to change what the site keeps, when it is read or built.
-The files beside it are those of the server's app.
+The files beside it are those of the server's app, on the path of modules; ``evil.py`` leaves the marker.
+
+On 49ac3b5, under the policy that its page recommended, these succeeded: torch's own starter of processes, a file that a
+file names, all three addresses and a checkpoint's class left the marker; a file's and a page's text stood in the error; the
+account was moved; aliases of a billion parts filled the memory; a large recipe was read. Others failed there.
 """
 
 from __future__ import annotations
@@ -28,8 +32,9 @@ def hostile_recipes(folder: Path, marker: Path, secret: Path, address: str, writ
     """
     touch = ["touch", str(marker)]
     command = f"import pathlib; pathlib.Path({str(marker)!r}).touch()"
-    popen = method("lightning_lowrank.facts.subprocess.Popen", args=touch)
+    popen = {"class_path": "lightning_lowrank.facts.subprocess.Popen", "dict_kwargs": {"args": touch}}
     images = {"class_path": "HuggingFaceImages", "init_args": {"dataset": popen}}
+    evil = {"class_path": "evil.Evil"}
     handler = method(
         "torch.distributed.elastic.multiprocessing.subprocess_handler.SubprocessHandler",
         entrypoint="touch",
@@ -43,11 +48,12 @@ def hostile_recipes(folder: Path, marker: Path, secret: Path, address: str, writ
     if write:
         inner = folder / "parts"
         inner.mkdir(parents=True, exist_ok=True)
-        (inner / "callbacks.yaml").write_text(yaml.safe_dump([popen]))
+        (inner / "callbacks.yaml").write_text(yaml.safe_dump([evil]))
         (inner / "trainer.yaml").write_text("callbacks: callbacks.yaml\n")
-        (folder / "data.yaml").write_text(yaml.safe_dump(images))
-        evil = {"hyper_parameters": {"_class_path": popen["class_path"], **popen["init_args"]}, "state_dict": {}}
-        torch.save({**evil, "pytorch-lightning_version": "2.6.0"}, folder / "evil.ckpt")
+        (folder / "data.yaml").write_text(yaml.safe_dump(evil))
+        (folder / "evil.py").write_text(f"{command}\n\nclass Evil:\n    pass\n")
+        hyper_parameters = {"hyper_parameters": {"_class_path": "evil.Evil"}, "state_dict": {}}
+        torch.save({**hyper_parameters, "pytorch-lightning_version": "2.6.0"}, folder / "evil.ckpt")
         torch.save(_Touches(str(marker)), folder / "pickle.pt")
     nested = BASE["model"]["init_args"]["network"]
 
@@ -64,7 +70,7 @@ def hostile_recipes(folder: Path, marker: Path, secret: Path, address: str, writ
         "a module that a permitted one imports": changed(data=images),
         "torch's own starter of processes": changed(data=merged(images, {"init_args": {"dataset": handler}})),
         "torch's own runner of code": changed(data=merged(images, {"init_args": {"dataset": graph}})),
-        "a network that is a command": with_network(popen),
+        "a network of the app's": with_network(evil),
         "a file that a file names": changed(trainer="parts/trainer.yaml"),
         "an fsspec address": changed(data=f"simplecache::file://{folder}/data.yaml"),
         "a file's address": changed(data=f"file://{folder}/data.yaml"),
@@ -75,7 +81,7 @@ def hostile_recipes(folder: Path, marker: Path, secret: Path, address: str, writ
         "a file in an error": changed(trainer={"callbacks": str(secret)}),
         "a page in an error": changed(trainer={"callbacks": f"{address}/secret"}),
         "a file beside the data": changed(
-            data={"class_path": "ArrayData", "init_args": {"train": f"../{secret.name}"}},
+            data={"class_path": "Arrays", "init_args": {"train": f"../{secret.name}"}},
         ),
         # State.
         "the site's own account as a study": changed(
@@ -96,15 +102,15 @@ def hostile_recipes(folder: Path, marker: Path, secret: Path, address: str, writ
         # What a reader may stumble over.
         "a tag": f"{whole}evil: !!python/object/apply:os.system ['touch {marker}']\n".encode(),
         "aliases of a billion parts": "\n".join(aliases).encode(),
-        "a key twice": f"{whole}data: {json.dumps(images)}\n".encode(),
+        "a key twice": f"{whole}data: {json.dumps(evil)}\n".encode(),
         "a deep one": b"[" * 100_000,
         "a large one": whole.encode() + b"#" * 2**23,
         "no text": b"\xff\xfe\x00" + whole.encode("utf-16"),
         "one more space": whole.replace("seed_everything: 3", "seed_everything:  3").encode(),
         "one other digit": whole.replace("seed_everything: 3", "seed_everything: 4").encode(),
-        "a callback": changed(trainer={"callbacks": [popen]}),
-        "a plugin": changed(trainer={"plugins": [popen]}),
-        "a logger": changed(trainer={"logger": popen}),
+        "a callback": changed(trainer={"callbacks": [evil]}),
+        "a plugin": changed(trainer={"plugins": [evil]}),
+        "a logger": changed(trainer={"logger": evil}),
         "another network": with_network(merged(nested, {"init_args": {"hidden": [8]}})),
     }
 

@@ -71,7 +71,6 @@ ATTACKS = tuple(hostile_recipes(Path("/tmp"), Path("/tmp/m"), Path("/tmp/s"), "h
 
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_a_recipe_that_is_not_approved_is_not_even_parsed(tmp_path, web, attack):
-    """What each did on 49ac3b5, with the policy of its page, stands in docs/CONTRIBUTING.md."""
     address, asked = web
     app, state, secret = tmp_path / "app", tmp_path / "state", tmp_path / "secret.txt"
     secret.write_text("SECRET")

@@ -230,7 +230,7 @@ def final_state(folder: Path) -> dict[str, torch.Tensor]:
 
 def approved(folder: Path, recipe: Path, client: int, policy: str) -> str:
     """Let a site's administrator write a policy and approve a recipe, and return what its SuperNode is told."""
-    file = folder / f"site{client}" / "policy.yaml"
+    file = folder / f"policy{client}" / "policy.yaml"
     file.parent.mkdir()
     file.write_text(policy)
     state = ("--state-dir", str(folder / "flwr" / "lightning_lowrank"))
