@@ -8,7 +8,6 @@ writes the least recently used ones to disk when all of them exceed a limit. A r
 from __future__ import annotations
 
 import json
-import secrets
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -82,13 +81,19 @@ def unflatten_state(description: list[Any], tensors: Sequence[Tensor]) -> Any:
     return content
 
 
-def save(value: Mapping[str, Any], path: Path) -> None:
-    """Write ``value`` to ``path``, by way of a second file, so that a write that fails leaves the first one whole."""
+def save(value: Mapping[str, Any], path: Path, part: Path | None = None) -> None:
+    """Write ``value`` to ``path``, by way of a second file, so that a write that fails leaves the first one whole.
+
+    Args:
+        value: Nested dictionaries, lists and tuples of tensors and plain Python.
+        path: The file.
+        part: The second file, in the same folder. Default: ``path`` with the suffix ``.part``.
+    """
     description, tensors = flatten_state(value)
     metadata = {"structure": json.dumps(description), "devices": json.dumps([str(each.device) for each in tensors])}
     stored = {str(number): each.cpu().contiguous().clone() for number, each in enumerate(tensors)}
-    unfinished = path.with_suffix(f".{secrets.token_hex(8)}.part")
-    # save_file() writes a file beside this one, which a process that is killed leaves behind.
+    unfinished = path.with_suffix(".part") if part is None else part
+    # save_file() writes a file of a random name first, which a process that is killed leaves behind.
     unfinished.write_bytes(safetensors.torch.save(stored, metadata=metadata))
     unfinished.replace(path)
 

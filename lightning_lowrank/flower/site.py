@@ -367,7 +367,7 @@ class Site:
 
     def _save(self) -> None:
         private_folder(self._file.parent)
-        offload.save(vars(self._kept), self._file)
+        offload.save(vars(self._kept), self._file, self._file.with_suffix(f".{secrets.token_hex(8)}.part"))
 
 
 class _FlowerCoordinator(SiteCoordinator):

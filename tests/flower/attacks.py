@@ -4,8 +4,8 @@ Each recipe tries to leave a marker file, to read a secret, or to change what th
 The files beside it are those of the server's app, on the path of modules; ``evil.py`` leaves the marker.
 
 On 49ac3b5, under the policy that its page recommended, these succeeded: torch's own starter of processes, a file that a
-file names, all three addresses and a checkpoint's class left the marker; a file's and a page's text stood in the error; the
-account was moved; aliases of a billion parts filled the memory; a large recipe was read. Others failed there.
+file names, all three addresses and a checkpoint's class left the marker; a file's and a page's text stood in the error;
+the account was moved; aliases of a billion parts filled the memory; a large recipe was read. Others failed there.
 """
 
 from __future__ import annotations
