@@ -236,6 +236,8 @@ def left_to_sites(content: Any, own: dict[str, Any]) -> Any:
         return [left_to_sites(each, own) for each in content]
     if not isinstance(content, dict):
         return content
+    if "site" in content and content.keys() <= {"site", "default"}:
+        raise misconfigured(f"the recipe has {content!r}, which stands for a site's own value: give the value")
     left = {}
     for name, value in content.items():
         is_split = name in _SPLITS and isinstance(value, str) and not set("./\\") & set(value)

@@ -340,6 +340,10 @@ _WITHOUT_MODEL: dict[str, tuple[Callable[[argparse.ArgumentParser, list[str]], N
     "audit": (_audit, "Read and verify a site's audit log: every message that it was sent and has sent."),
     "report": (_report, "Compare runs: tables, and accuracy against rounds and bytes, on one page."),
     "recipes": (_recipes, "List the recipes that come with the package: `fit --config NAME` runs one."),
-    "flower": (_flower, "Write the Flower project of a recipe: `flwr run OUTPUT` then runs it across sites."),
+    "flower": (
+        _flower,
+        "Write the Flower project of a recipe: `flwr run OUTPUT` then runs it across sites, which have approved it by"
+        " `flower approve`.",
+    ),
 }
 """The commands that need no model section: what each does, and a summary for the help."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import logging
 import re
 import zlib
 from collections.abc import Mapping
@@ -24,7 +26,7 @@ from lightning_lowrank.flower.messages import JOIN, LISTEN, TRAIN, Fields, field
 from lightning_lowrank.flower.policy import Policy, PolicyViolation
 from lightning_lowrank.flower.secure import read_request, write_answer
 from lightning_lowrank.flower.site import Site
-from lightning_lowrank.internals.flower import configuration_of, is_secure, secaggplus_mod
+from lightning_lowrank.internals.flower import configuration_of, error_reply, is_secure, secaggplus_mod
 from lightning_lowrank.interop.files import private_files
 
 __all__ = ["client_app"]
@@ -69,16 +71,14 @@ def client_app(recipe: str | Path) -> ClientApp:
     def guard(message: Message, context: Context, answer: ClientAppCallable) -> Message:
         """Answer a message within the site's policy, and write both into its audit log."""
         nonlocal last
-        last = None
+        last, config, most = None, context.node_config, None
+        about = {"kind": message.metadata.message_type, "run": str(context.run_id)}
+        default = state_folder(config) / f"audit_client_{config.get('partition-id', 'unknown')}.jsonl"
+        log = AuditLog(Path(str(config.get("audit-log", default))))
         with private_files():
-            config = context.node_config
-            default = state_folder(config) / f"audit_client_{config.get('partition-id', 'unknown')}.jsonl"
-            log = AuditLog(Path(str(config.get("audit-log", default))))
-            about = {"kind": message.metadata.message_type, "run": str(context.run_id)}
-            received, entry = _measured(message)
-            log.append(direction="received", **about, **entry)
-            most = None
             try:
+                received, entry = _measured(message)
+                log.append(direction="received", **about, **entry)
                 policy = _policy_of(context)
                 most = policy.max_upload
                 policy.check_download(received)
@@ -87,14 +87,18 @@ def client_app(recipe: str | Path) -> ClientApp:
                 reply = answer(message, context)
                 sent, entry = _measured(reply)
                 policy.check_upload(sent)
+                log.append(direction="sent", **about, **entry, epsilon=None if last is None else last.epsilon)
+                return reply
             except Exception as error:
-                direction = "refused" if isinstance(error, PolicyViolation) else "failed"
-                number = log.append(direction=direction, **about, reason=str(error))
-                told = _AtSite(error, number, most)
-                log.append(direction="sent", **about, **told.entry)
-                raise told from error
-            log.append(direction="sent", **about, **entry, epsilon=None if last is None else last.epsilon)
-        return reply
+                logging.getLogger(__name__).exception("this site did not do what a message asks for")
+                told = f"{type(error).__name__[:40]}: this site did not do it, and its log cannot be written"
+                with contextlib.suppress(OSError):
+                    direction = "refused" if isinstance(error, PolicyViolation) else "failed"
+                    number = log.append(direction=direction, **about, reason=str(error))
+                    told = f"{told.partition(',')[0]}, and entry {number} of its log says why"[:most]
+                    entry = {"bytes": len(told.encode()), "digest": hashlib.sha256(told.encode()).hexdigest()}
+                    log.append(direction="sent", **about, **entry)
+                return error_reply(message, told[:most])
 
     app = ClientApp(mods=[guard])
 
@@ -202,21 +206,6 @@ def _setting(config: Mapping[str, Any], name: str, kind: type) -> Any:
             f"{name} of this site's --node-config must be written like {name}={written}, got {value!r}."
         )
     return value
-
-
-class _AtSite(Exception):
-    """What the server hears of an error, within the site's largest message."""
-
-    def __init__(self, error: Exception, number: int, most: int | None) -> None:
-        told = f"{type(error).__name__[:40]}: this site did not do it, and entry {number} of its log says why"
-        # Flower sends the class as well.
-        super().__init__(told if most is None else told[: max(0, most - len(_as_sent(type(self), "")))])
-        sent = _as_sent(type(self), str(self)).encode()
-        self.entry = {"bytes": len(sent), "digest": hashlib.sha256(sent).hexdigest()}
-
-
-def _as_sent(kind: type, text: str) -> str:
-    return f"{kind}:<'{text}'>"
 
 
 def _policy_of(context: Context) -> Policy:

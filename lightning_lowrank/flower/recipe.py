@@ -103,7 +103,8 @@ def resolve(configs: Sequence[str | Path]) -> tuple[str, dict[str, Any]]:
         content.pop(name, None)
     trainer, site = content["trainer"], dict[str, Any]()
     own = {"site": site, "trainer": {name: trainer.pop(name) for name in OWN_OF_TRAINER if name in trainer}}
-    callbacks = trainer["callbacks"] or []
+    given = trainer["callbacks"] or []
+    callbacks = given if isinstance(given, list) else [given]
     whole = [each for each in callbacks if issubclass(locate(each["class_path"]), ONLY_OF_WHOLE_RUNS)]  # type: ignore[arg-type]
     trainer["callbacks"] = [each for each in callbacks if each not in whole]
     content = left_to_sites(content, site)

@@ -691,8 +691,10 @@ class RemoteRounds(Callback):
         return pack(self._told(fields), payloads)
 
     def _told(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        count = len(self.members.samples) or self.loop.clients or len(list(self.grid.get_node_ids()))
-        about = {"rounds": self._rounds, "cohort": self.loop.cohort_size(count), "seed": self.seed}
+        count = len(self.members.samples) or self.loop.clients
+        # Until it is known how many clients there are, `min_sites` alone bounds a round.
+        cohort = self.loop.cohort_size(count) if count else _NO_END
+        about = {"rounds": self._rounds, "cohort": cohort, "seed": self.seed}
         return {"study": self.study, "min_sites": self.min_sites, **about, **fields}
 
     def _exchange(self, requests: Mapping[int, tuple[str, RecordDict]], most: int) -> dict[int, Message | Silence]:

@@ -195,7 +195,12 @@ class Site:
         }
 
     def listen(self, broadcasts: Mapping[int, bytes]) -> None:
-        """Keep broadcasts of rounds that this site sits out, until it trains again."""
+        """Keep broadcasts of rounds that this site sits out, until it trains again.
+
+        Raises:
+            PolicyViolation: If the site has not approved the recipe.
+        """
+        self.policy.approved(self._recipe)
         for number, data in broadcasts.items():
             if number > self._kept.followed:
                 self._kept.pending[number] = _tensor(data)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-from flwr.app import Array, Context, Error, RecordDict
+from flwr.app import Array, Context, Error, Message, RecordDict
 
 try:
     from flwr.common import constant as _constant
@@ -47,6 +47,12 @@ def is_passing(error: Error) -> bool:
     """
     codes = getattr(_constant, "ErrorCode", None)
     return error.code not in [getattr(codes, name, None) for name in _RAISED_BY_SITE]
+
+
+def error_reply(message: Message, reason: str) -> Message:
+    """Return the answer of a site whose code has failed, with no other text than ``reason``."""
+    codes = getattr(_constant, "ErrorCode", None)
+    return Message(Error(getattr(codes, _RAISED_BY_SITE[0], 2), reason), reply_to=message)
 
 
 def is_of_link(error: Exception) -> bool:

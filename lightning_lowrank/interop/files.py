@@ -38,16 +38,19 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def private_folder(folder: Path) -> Path:
-    """Make a folder that no other user can read or write, and return it.
+    """Return a folder in which no other user can exchange files; a new one is made with the rights 0700.
 
     Raises:
-        MisconfigurationException: If there is a link in its place, or another user's folder.
+        MisconfigurationException: If there is a link in its place, another user's folder, or one that others may write.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.lstat()
-    if folder.is_symlink() or (hasattr(os, "getuid") and found.st_uid != os.getuid()):
-        raise misconfigured(f"{folder} is a link or another user's: what a site keeps must be in a folder of its own")
-    folder.chmod(0o700)
+    others = hasattr(os, "getuid") and (found.st_uid != os.getuid() or found.st_mode & 0o022)
+    if folder.is_symlink() or others:
+        raise misconfigured(
+            f"{folder} is a link, another user's, or writable by others: what a party keeps must be in a folder of its"
+            " own, such as one that it makes itself"
+        )
     return folder
 
 

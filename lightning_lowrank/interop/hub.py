@@ -122,7 +122,7 @@ def _config_of(folder: Path, where: str | None = None) -> dict[str, Any]:
             raise misconfigured(f"{place} holds no adapter: it has no {name}, as export_adapter writes it.")
     try:
         found = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise misconfigured(f"{place} holds no adapter: {CONFIG_FILE} is no JSON ({error}).") from error
     if not isinstance(found, dict):
         raise misconfigured(f"{place} holds no adapter: {CONFIG_FILE} is no JSON object.")

@@ -236,7 +236,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise misconfigured(f"{folder} is not a PEFT adapter folder: it holds no {CONFIG_FILE}.")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise misconfigured(f"{path} is not JSON: {error}.") from error
     kind = config.get("peft_type") if isinstance(config, dict) else None
     if kind != "LORA":

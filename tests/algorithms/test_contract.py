@@ -78,8 +78,8 @@ def cases():
         if daily:
             found.append(pytest.param(name, form, daily, id=f"{name}-{form}-daily"))
         others = [part for part in PARTS if part not in daily]
-        if not first and name in EVERY_FORM:
-            # To learn takes a form other than a method's first one as long as half of the parts.
+        if (first and name not in {*ARCHETYPES, *DAILY}) or (not first and name in EVERY_FORM):
+            # To learn takes as long as half of the other parts.
             others.remove("learns")
             found.append(pytest.param(name, form, ["learns"], id=f"{name}-{form}-learns", marks=pytest.mark.nightly))
         mark = pytest.mark.slow if first or name in EVERY_FORM else pytest.mark.nightly

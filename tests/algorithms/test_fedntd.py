@@ -63,6 +63,7 @@ def test_rounds_follow_the_paper(tmp_path, execution, temperature):
 @nightly_except("sequential")
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_round_is_resumed_from_each_of_its_steps(tmp_path, execution):
     resumed_ends(tmp_path, partial(FedNTD, logits="net"), execution)
 

@@ -244,6 +244,7 @@ def test_slices_are_the_same_networks_made_narrower(tmp_path, make, shape, rate)
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_sizes_of_fedhms_comparison(tmp_path):
     """FedHM's Table 2 has 11.17, 2.80 and 1.37 million parameters; it rounds to the nearest number of channels."""
     sent = {}

@@ -72,6 +72,7 @@ def test_rounds_follow_the_paper(tmp_path, execution):
 @nightly_except("sequential")
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_round_is_resumed_from_each_of_its_steps(tmp_path, execution):
     resumed_ends(tmp_path, partial(MOON, "net.2", mu=2.0), execution)
 

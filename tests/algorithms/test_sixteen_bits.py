@@ -149,6 +149,7 @@ class Sixteen(Casting):
 @nightly_except("FLoRA")
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["FLoRA", "FedMUD"])
+@pytest.mark.nightly
 def test_sites_and_resumed_runs_have_the_same_sum(method):
     """The sum is part of what every side holds, so that all round alike."""
     form = {"rank": 2, "init": "lora", "freeze_rest": True, "allow_larger": True, "summary": False}

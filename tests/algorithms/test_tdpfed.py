@@ -400,6 +400,7 @@ def convolutions():
 @nightly_except("ACT")
 @pytest.mark.slow
 @pytest.mark.parametrize("aggregation", ["AFM", "ACT"])
+@pytest.mark.nightly
 def test_convolutions_one_after_another_and_together(tmp_path, aggregation):
     ends = []
     for execution in ("sequential", "vectorized"):

@@ -311,6 +311,7 @@ def test_noise_is_found_for_the_steps(tmp_path):
 @nightly_except("False")
 @pytest.mark.slow
 @pytest.mark.parametrize("federated", [False, True])
+@pytest.mark.nightly
 def test_resume_is_exact(tmp_path, federated):
     def made():
         loop = FederatedLoop(FedAvg(), clients=4, clients_per_round=2, local_epochs=2, summary=False)

@@ -270,6 +270,7 @@ def test_resume_refuses_other_layers(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_torchvision_network(tmp_path):
     from torchvision.models import mobilenet_v3_small
 

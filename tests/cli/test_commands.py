@@ -264,6 +264,7 @@ def test_projected_optimizers_are_known_by_name_and_resume_bit_for_bit(run, name
     assert_same(weights(whole.model), weights(resumed.model))
 
 
+@pytest.mark.nightly
 def test_a_top_level_scheduler_acts(run):
     done = run(*BARE, "--lr_scheduler", "StepLR", "--lr_scheduler.step_size", "1", "--lr_scheduler.gamma", "0.5")
     assert done.trainer.optimizers[0].param_groups[0]["lr"] == 0.2 * 0.5**2
@@ -457,6 +458,7 @@ def test_seeds_without_a_logger(run, made):
     assert [loop_of(done).seed for done in made] == [0, 1]
 
 
+@pytest.mark.nightly
 def test_fit_goes_on_from_a_checkpoint(run):
     whole = run("fit", "--config", "base.yaml", "--trainer.max_epochs", "4")
     half = run("fit", "--config", "base.yaml", "--trainer.max_epochs", "2")

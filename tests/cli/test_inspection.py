@@ -118,6 +118,7 @@ def test_fedmuds_ranks_on_fmnist(inspect):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_svhn_has_a_floor_that_is_named(inspect, capsys):
     with pytest.raises(SystemExit) as exit_of:
         inspect(*recipe("fedmud/svhn", "fedmud/mud"))

@@ -139,6 +139,7 @@ def test_wandb_and_mlflow_have_the_pictures(tmp_path, kind):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_constants_of_the_monitor_are_drawn(tmp_path):
     logger = TensorBoardLogger(tmp_path, name="board")
     loop = FederatedLoop(FedLoRA(ProductSum()), clients=4, clients_per_round=2, summary=False)
@@ -211,6 +212,7 @@ def test_rounds_between_pictures_are_at_least_one():
         pytest.param("TensorBoardLogger", True, False, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.nightly
 def test_the_command_line_adds_it_where_a_logger_shows_images(tmp_path, logger, own, added):
     words = ["fit", "--config", "recipes/quickstart.yaml", "--trainer.max_epochs=1", "--quiet"]
     words += [f"--trainer.logger={logger}", f"--trainer.logger.save_dir={tmp_path}"]

@@ -102,6 +102,7 @@ def test_the_plots_are_pictures_with_a_curve_for_each_run(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_narrow_pictures_have_room_for_a_curve_beside_long_names(tmp_path):
     for number in range(3):
         name = f"a_name_of_many_letters_{number}"

@@ -145,6 +145,7 @@ def test_missing_files_name_the_folder_and_the_remedy(datamodule_class, tmp_path
 
 @pytest.mark.parametrize("datamodule_class", [MNIST, FashionMNIST])
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_real_images(datamodule_class, no_network):
     if not (REAL_DATA / datamodule_class.__name__ / "raw").is_dir():
         pytest.skip(f"no {datamodule_class.__name__} files beside the repository")

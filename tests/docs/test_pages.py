@@ -96,7 +96,11 @@ AFTERWARDS = {"README.md": check_readme, "docs/howto/compress.md": check_compres
 """What the names of a page's Python must hold at its end, beyond what the page prints."""
 LONG = (
     "docs/index.md",
-    *(f"docs/howto/{name}.md" for name in ("compare", "deploy", "loggers", "lora", "scale")),
+    "docs/simulated_time.md",
+    *(
+        f"docs/howto/{name}.md"
+        for name in ("compare", "compress", "deploy", "loggers", "lora", "parts", "scale", "sweeps")
+    ),
     *(f"docs/tutorials/{name}.md" for name in ("compress", "feddyn", "pretrained", "report", "ten_minutes")),
 )
 """Pages that take as long as all others together. They are followed nightly."""

@@ -88,6 +88,7 @@ def test_a_channel_and_a_rule_go_together(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("method", [SCAFFOLD, FedDyn])
+@pytest.mark.nightly
 def test_clients_that_are_never_drawn_do_not_count(tmp_path, execution, method):
     own = [list(range(first, 40, 4)) for first in range(4)]
     ends = []

@@ -237,6 +237,7 @@ def test_a_sample_that_cannot_be_read_ends_its_client_alone(tmp_path, shuffle):
 @nightly_except()
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [{"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
+@pytest.mark.nightly
 def test_workers_go_on_after_a_sample_that_cannot_be_read(tmp_path, workers):
     class Always(Unreadable):
         def __getitem__(self, index):

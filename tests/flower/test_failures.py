@@ -98,6 +98,7 @@ def test_bad_payloads_are_refused_and_the_rounds_go_on(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_bad_payload_may_stop_the_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = fast(tmp_path)
@@ -284,6 +285,7 @@ def test_recipes_that_cannot_run_across_sites(tmp_path, changes, said):
 @pytest.mark.slow
 @daily("HeteroFL")
 @pytest.mark.parametrize("algorithm", ["HeteroFL", "FedAvg"])
+@pytest.mark.nightly
 def test_a_method_that_needs_static_batch_norm_says_what_sites_can_have(tmp_path, monkeypatch, algorithm):
     monkeypatch.chdir(tmp_path)
     said: list[str] = []

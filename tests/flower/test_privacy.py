@@ -58,6 +58,7 @@ def test_sites_add_noise(tmp_path):
         of_samples(secure=False),
     ],
 )
+@pytest.mark.nightly
 def test_noise_that_others_know_is_refused(tmp_path, settings):
     with pytest.raises(MisconfigurationException, match="secure=True"):
         run_on_sites(write_recipe(tmp_path, settings), tmp_path)

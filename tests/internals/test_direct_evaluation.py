@@ -234,6 +234,7 @@ def test_nobody_sees_a_difference(tmp_path, case, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["validate", "test"])
+@pytest.mark.nightly
 def test_evaluations_after_the_fit(tmp_path, stage):
     results, logs = [], []
     for fast in (True, False):
@@ -343,6 +344,7 @@ LEFT_TO_LIGHTNING: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("own", LEFT_TO_LIGHTNING)
+@pytest.mark.nightly
 def test_ways_of_their_own_are_left_to_lightning(tmp_path, monkeypatch, own):
     steps = count_steps(monkeypatch)
     settings = LEFT_TO_LIGHTNING[own]
@@ -396,6 +398,7 @@ def test_hooks_of_one_object_are_heard(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_dataset_that_changes_between_rounds_is_read_again(tmp_path):
     class Changing(pl.Callback):
         def __init__(self, dataset):

@@ -406,6 +406,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", WRONG)
+@pytest.mark.nightly
 def test_what_lightning_refuses_is_refused(tmp_path, monkeypatch, case):
     given, error = WRONG[case]
     monkeypatch.setattr(Wrong, "wrong", given)
@@ -460,6 +461,7 @@ def test_lightnings_own_is_given_back(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_without_fast_steps_nothing_is_replaced(tmp_path, monkeypatch):
     monkeypatch.setattr(DirectLog, "__init__", lambda *arguments: pytest.fail("a direct log"))
     run(tmp_path, fast=False)
@@ -519,6 +521,7 @@ def test_what_logs_otherwise_is_not_known(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_another_lightning_logs_itself(tmp_path, monkeypatch):
     expected = run(tmp_path / "known", module=OnEpoch)
     monkeypatch.setattr(_Log, "__call__", lambda *arguments, **keywords: pytest.fail("a direct call"))

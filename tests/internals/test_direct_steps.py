@@ -333,6 +333,7 @@ LEFT_TO_LIGHTNING: dict[str, dict[str, Any]] = {
 @nightly_except("64-true", "bf16", "optimizer_step", "strategy")
 @pytest.mark.slow
 @pytest.mark.parametrize("own", LEFT_TO_LIGHTNING)
+@pytest.mark.nightly
 def test_ways_of_their_own_are_left_to_lightning(tmp_path, monkeypatch, own):
     monkeypatch.setattr(DirectSteps, "_step", lambda *arguments: pytest.fail("a direct step"))
     settings = LEFT_TO_LIGHTNING[own]
@@ -490,6 +491,7 @@ def test_another_lightning_is_not_known(tmp_path, monkeypatch, change):
 @pytest.mark.slow
 @nightly_except("another_part")
 @pytest.mark.parametrize("change", [another_release, another_fetcher, another_part, another_call])
+@pytest.mark.nightly
 def test_steps_of_another_lightning_are_left_to_it(tmp_path, monkeypatch, change):
     expected, _, _, _ = run(tmp_path / "known", module=Quiet)
     monkeypatch.setattr(DirectSteps, "_step", lambda *arguments: pytest.fail("a direct step"))
@@ -515,6 +517,7 @@ def test_without_fast_steps_every_step_is_left_to_lightning(tmp_path, monkeypatc
 @pytest.mark.parametrize(
     "own", [{"precision": "bf16-mixed"}, {"precision": "16-mixed"}, {"strategy": "client_parallel"}], ids=str
 )
+@pytest.mark.nightly
 def test_mixed_precision_and_processes_of_their_own_devices(tmp_path, monkeypatch, own):
     made, step = [], DirectSteps._step
     monkeypatch.setattr(DirectSteps, "_step", lambda *arguments: made.append(step(*arguments)))

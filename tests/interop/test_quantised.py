@@ -243,6 +243,7 @@ def test_what_cannot_keep_a_change_is_refused_before_the_first_round(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("operator", [FLoRA(), FedEx()], ids=repr)
+@pytest.mark.nightly
 def test_clients_that_step_together_have_what_is_kept_beside(tmp_path, operator):
     """What a traced step reads of it is that of its round."""
     _, module, _ = federate(tmp_path, quantised("stand-in"), operator, rounds=4)

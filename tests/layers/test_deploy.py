@@ -66,6 +66,7 @@ def test_a_layer_in_onnx_takes_batches_of_every_size(tmp_path, dense, form, role
 @nightly_except("linear-MatrixProduct-weight")
 @pytest.mark.slow
 @pytest.mark.parametrize(("dense", "form", "role"), CASES, ids=names)
+@pytest.mark.nightly
 def test_a_compiled_layer_has_few_graphs(dense, form, role):
     layer, _ = layer_of(dense, form, role)
     torch._dynamo.reset()

@@ -46,6 +46,7 @@ def test_parameters_are_torchvisions_but_for_the_stem(network_class):
 @pytest.mark.slow
 @daily("ResNet18")
 @pytest.mark.parametrize("network_class", REFERENCE)
+@pytest.mark.nightly
 def test_forward_is_torchvisions_without_max_pooling_behind_the_same_stem(network_class):
     torch.manual_seed(0)
     ours = network_class(in_channels=2, num_classes=5, image_size=16).double()

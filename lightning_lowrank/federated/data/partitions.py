@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import pickle
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -558,10 +559,16 @@ def _read_indices(path: Path) -> Any:
     if path.suffix == ".json":
         try:
             return json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise MisconfigurationException(f"indices names {str(path)!r}, which is no valid JSON: {error}.") from error
     if path.suffix == ".pt":
-        return torch.load(path, map_location="cpu", weights_only=True)
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
+            raise MisconfigurationException(
+                f"indices names {str(path)!r}, which is cut, or holds more than tensors and plain Python: torch.save"
+                " lists or a dictionary of lists there."
+            ) from error
     raise MisconfigurationException(f"indices names {str(path)!r}: only .json and .pt files can be read.")
 
 

@@ -323,6 +323,7 @@ def with_hook(hook, sizes, kind=Callback):
 @pytest.mark.parametrize(
     "hook", ["on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_train_batch_end"]
 )
+@pytest.mark.nightly
 def test_callbacks_of_users_see_each_clients_steps(tmp_path, monkeypatch, capsys, hook):
     monkeypatch.setattr(choice, "time_both", lambda *given: (2.0, 1.0))
     alone, fallen, lambdas, together = [], [], [], []

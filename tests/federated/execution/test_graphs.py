@@ -126,6 +126,7 @@ CASES = {
     "case",
     [pytest.param(name, marks=() if name in ("plain", "dropout") else pytest.mark.slow) for name in CASES],
 )
+@pytest.mark.nightly
 def test_equals_a_fit_without_graphs(tmp_path, counted, case):
     settings = dict(CASES[case])
     if settings.pop("data_size", None):
@@ -195,6 +196,7 @@ class Counting(Module):
         pytest.param(Counting, "writes into a tensor", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.nightly
 def test_steps_that_no_graph_can_make(tmp_path, counted, module, reason):
     results = []
     for fitted in (without, ends):

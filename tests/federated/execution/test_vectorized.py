@@ -89,6 +89,7 @@ def test_clips_with_a_parameter_without_dimensions(tmp_path):
     "optimizer",
     [pytest.param(name, marks=() if name == "ProjectedAdamW" else pytest.mark.slow) for name in OPTIMIZERS],
 )
+@pytest.mark.nightly
 def test_clients_that_keep_their_moments(tmp_path, optimizer):
     settings = {
         "form": "update",
@@ -189,6 +190,7 @@ def test_a_clients_learning_rate_and_a_schedule_of_steps(tmp_path):
 @nightly_except("CP")
 @pytest.mark.parametrize("form", ["update", "decoupled blocks", pytest.param("CP", marks=pytest.mark.slow)])
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_frobenius_decay(tmp_path, monkeypatch, form):
     made = FORMS[form]
     monkeypatch.setitem(FORMS, form, partial(made, frobenius_decay=0.05))
@@ -235,6 +237,7 @@ class Anchored(FedAvg):
 
 @pytest.mark.parametrize("form", ["dense", "update"])
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_what_an_algorithm_does_around_a_step(tmp_path, form):
     ends = both(tmp_path, form=form, algorithm=Anchored, local_epochs=2)
     for client in range(len(UNEVEN)):
@@ -340,6 +343,7 @@ def test_the_number_that_steps_together_does_not_matter(tmp_path, together):
     ("norm", "buffers"),
     [(nn.BatchNorm1d, "average"), (nn.BatchNorm1d, "local"), (nn.BatchNorm1d, "reset"), (nn.LayerNorm, "average")],
 )
+@pytest.mark.nightly
 def test_buffers_and_norms(tmp_path, buffers, norm):
     both(
         tmp_path,
@@ -480,6 +484,7 @@ def test_rounds_that_are_cut_short(tmp_path, limits):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_torchvision_network(tmp_path):
     from torchvision.models import shufflenet_v2_x0_5
 

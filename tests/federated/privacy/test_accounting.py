@@ -65,6 +65,7 @@ def test_epsilon_is_the_librarys(mechanism, steps, delta):
 @nightly_except()
 @pytest.mark.slow
 @pytest.mark.parametrize(("mechanism", "steps", "delta"), SETTINGS[:7])
+@pytest.mark.nightly
 def test_epsilon_by_loss_distributions_is_the_librarys(mechanism, steps, delta):
     found = mechanism.epsilon(steps, delta, "pld")
     assert found == pytest.approx(of_the_library(mechanism, steps, delta, PLDAccountant), abs=1e-6)
@@ -75,6 +76,7 @@ def test_epsilon_by_loss_distributions_is_the_librarys(mechanism, steps, delta):
 @pytest.mark.parametrize(
     "kind", [pytest.param("rdp", marks=pytest.mark.slow), pytest.param("pld", marks=pytest.mark.slow)]
 )
+@pytest.mark.nightly
 def test_epsilon_of_several_mechanisms_is_the_librarys(kind):
     releases = [(Mechanism(1.1, 10, 1000), 100), (Mechanism(2.0, 20, 1000), 50), (Mechanism(1.0, 40, 40), 1)]
     accountant = {"rdp": RdpAccountant, "pld": PLDAccountant}[kind]()
@@ -112,6 +114,7 @@ def test_what_a_neighbour_changes(sampling):
 @nightly_except("poisson")
 @pytest.mark.slow
 @pytest.mark.parametrize("sampling", ["poisson", "fixed"])
+@pytest.mark.nightly
 def test_noise_is_the_least_that_will_do(sampling):
     runs = [(Mechanism(1.0, 5, 100, sampling), 20), (Mechanism(1.0, 5, 50, sampling), 30)]
     noise = noise_for(3.0, 1e-4, runs)
