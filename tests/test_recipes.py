@@ -295,8 +295,9 @@ def first_with(each: Callable[[tuple[str, ...]], set[Any]]) -> list[tuple[str, .
     return chosen
 
 
-# A fit builds what it fits.
-FITTED = first_with(methods_of)
+# A fit builds what it fits. Fits of the largest networks are nightly.
+LARGE = (("fedmud/tiny_imagenet_resnet18",), ("tdpfed/cifar10", "tdpfed/afm_cifar10", "tdpfed/mixing_1_4"))
+FITTED = [names for names in first_with(methods_of) if names not in LARGE]
 
 
 def each_recipe(slow: list[tuple[str, ...]]) -> pytest.MarkDecorator:
@@ -383,7 +384,7 @@ ALIKE = alike()
 LATER = {names for group in ALIKE for names in group}
 
 
-@each_recipe([names for names in first_with(set) if names not in FITTED and names not in LATER])
+@each_recipe([names for names in (*LARGE, *first_with(set)) if names not in FITTED and names not in LATER])
 @pytest.mark.filterwarnings("ignore")
 def test_recipe_is_built(run, names, monkeypatch):
     # Only the factors' shapes are looked at, and the nearest ones take seconds to find.

@@ -34,6 +34,10 @@ class PolicyViolation(MisconfigurationException):
     """What was asked of a site is against its policy."""
 
 
+class NotApproved(PolicyViolation):
+    """The server's recipe is none that the site has approved."""
+
+
 @dataclass(frozen=True)
 class Policy:
     """What a site permits. An entry that is ``None`` or left out permits everything.
@@ -196,14 +200,14 @@ class Policy:
         """Return the site's own copy of a recipe that it has approved; without a policy file, the recipe itself.
 
         Raises:
-            PolicyViolation: If it has not approved it. The message is for the site alone: it has what differs.
+            NotApproved: If it has not approved it. The message is for the site alone: it has what differs.
         """
         if not self.source:
             return recipe
         approvals = Approvals(Path(self.source).parent / "approved")
         copy = approvals.own_copy(recipe)
         if copy is None:
-            raise PolicyViolation(f"the recipe is not approved; {approvals.difference(recipe)}.")
+            raise NotApproved(f"the recipe is not approved; {approvals.difference(recipe)}.")
         return copy
 
     def check_privacy(self, clients: ClientPrivacy | None, samples: DifferentialPrivacy | None) -> None:

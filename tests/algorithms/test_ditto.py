@@ -125,6 +125,7 @@ def test_personal_statistics_are_their_own_whatever_the_global_ones_do(tmp_path,
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_no_pull_is_training_alone_and_a_pull_leads_to_the_global_model(tmp_path):
     distances = []
     for strength in (0.0, 0.3, 1.0):

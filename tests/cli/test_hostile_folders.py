@@ -172,6 +172,7 @@ def test_names_and_figures_that_no_plot_can_show(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_changed_bytes_of_a_folder_never_raise_more_than_a_message(tmp_path, monkeypatch):
     draw_nothing(monkeypatch)
     draws = random.Random(0)

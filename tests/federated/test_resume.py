@@ -97,6 +97,7 @@ def test_a_module_that_the_trainer_makes_double_is_not_rounded(tmp_path, low_ran
     ("low_rank", "arguments"), [(False, {"val_check_interval": 0.5}), (True, {"accumulate_grad_batches": 2})]
 )
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_resume_from_every_checkpoint(tmp_path, low_rank, arguments):
     run, module, loop, figures = experiment(tmp_path, low_rank, **arguments)
     fit(run, module, Data(drop_last=True, batch_size=4))

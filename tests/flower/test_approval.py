@@ -3,6 +3,7 @@
 import http.server
 import json
 import pickle
+import re
 import stat
 import threading
 from pathlib import Path
@@ -20,6 +21,7 @@ from lightning_lowrank.cli.account import Spending
 from lightning_lowrank.cli.approval import check_reads_nothing, filled, read_plain, sentences
 from lightning_lowrank.cli.audit import AuditLog, read_audit
 from lightning_lowrank.data import Arrays, TextClassification
+from lightning_lowrank.flower import write_project
 from lightning_lowrank.flower.client import client_app
 from lightning_lowrank.flower.messages import JOIN, LISTEN, TRAIN, pack
 from lightning_lowrank.flower.policy import Policy, PolicyViolation
@@ -108,7 +110,7 @@ def test_a_recipe_that_is_changed_by_one_character_is_refused_by_all(tmp_path):
     changed.write_text(recipe.read_text().replace("lr: 0.1", "lr: 0.2"))
     with pytest.raises(MisconfigurationException, match="sites of 0 have joined") as told:
         run_on_sites(changed, tmp_path / "changed", node_config=lambda client: {"policy": files[client]})
-    assert str(told.value).count("PolicyViolation") == 3
+    assert str(told.value).count("NotApproved") == 3
     assert "lr" not in str(told.value).replace("lightning_lowrank", "")
     found = reasons(tmp_path / "changed")
     assert len(found) == 3
@@ -313,7 +315,7 @@ def test_a_run_configuration_changes_nothing_at_a_site(tmp_path):
         "own-data": True,
     }.items():
         _, told = answer(client_app(changed), *asked({}), config, {name: value})
-        assert "PolicyViolation" in told
+        assert "NotApproved" in told
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["policy.yaml"]
     assert len(read_audit(tmp_path / "state" / "audit_client_0.jsonl").entries) == 7 * 3
 
@@ -391,6 +393,30 @@ def test_what_a_site_and_a_server_keep_is_theirs_alone(tmp_path):
     wrong = {name: oct(mode) for name, mode in seen.items() if mode not in (0o600, 0o700)}
     assert not wrong
     assert not list(tmp_path.rglob("*.part"))
+
+
+@pytest.mark.slow
+def test_the_generated_project_works_under_the_policy_of_the_page(tmp_path):
+    pytest.importorskip("dp_accounting")
+    page = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
+    (policy,) = re.findall(r'```yaml title="policy.yaml"\n(.*?)```', page, re.DOTALL)
+    private = method("DifferentialPrivacy", noise_multiplier=4.0, delta=1e-6, secure=True)
+    logger = {"class_path": "CSVLogger", "init_args": {"save_dir": "runs", "name": "server"}}
+    trainer = {"callbacks": [private], "logger": logger, "max_epochs": 1}
+    write_project([write_recipe(tmp_path, merged(SMALL, {"trainer": trainer}))], tmp_path / "app")
+    recipe = tmp_path / "app" / "recipe.yaml"
+    files = []
+    for client in range(3):
+        folder = tmp_path / f"policy{client}"
+        folder.mkdir()
+        (folder / "policy.yaml").write_text(policy)
+        files.append(str(folder / "policy.yaml"))
+        state = ["--state-dir", str(tmp_path / "state"), "--client", str(client)]
+        main(["flower", "approve", str(recipe), "--policy", files[-1], *state, "--yes"])
+    served, _ = run_on_sites(recipe, tmp_path, min_sites=3, node_config=lambda client: {"policy": files[client]})
+    assert served.callback_metrics["federated/clients"] == 3
+    assert list(tmp_path.glob("runs/server/version_0/metrics.csv"))
+    assert not list(tmp_path.glob("runs/server/version_1"))
 
 
 def test_links_are_not_followed(tmp_path):

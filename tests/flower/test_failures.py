@@ -77,6 +77,7 @@ def tamper_with(client_node, kinds):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_bad_payloads_are_refused_and_the_rounds_go_on(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = fast(tmp_path, {"trainer": {"max_epochs": len(KINDS)}})

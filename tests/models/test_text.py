@@ -283,6 +283,7 @@ def test_a_task_is_judged_by_its_own_metrics(tmp_path, folder, task, names):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_lora_trains_factors_and_head_alone_and_sends_nothing_else(tmp_path, folder, data):
     module = TextClassifier(folder, optimizer=ADAMW)
     before = weights(module)

@@ -816,6 +816,7 @@ def test_lightning_resumes_from_its_checkpoint_bit_for_bit(tmp_path):
     ],
 )
 @every_subspace
+@pytest.mark.nightly
 def test_digits_are_learned_about_as_well_as_by_the_dense_optimizer(kind, dense, options, subspace):
     data = load_digits()
     inputs, targets = torch.tensor(data.data / 16, dtype=torch.float32), torch.tensor(data.target)
