@@ -18,6 +18,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_lowrank import (
     CP,
     FFA,
+    IID,
     MOON,
     SCAFFOLD,
     BlockKronecker,
@@ -297,6 +298,15 @@ def test_epsilon_is_logged_and_the_fit_ends_before_the_budget(tmp_path):
             Module(linear(), SGD),
             Data(blobs(64)),
         )
+
+
+@pytest.mark.slow
+def test_noise_is_found_for_a_single_round(tmp_path):
+    callback = DifferentialPrivacy(target_epsilon=3.0)
+    loop = FederatedLoop(FedAvg(), clients=2, partition=IID(), summary=False)
+    run = trainer(tmp_path, loop, callback, max_epochs=1)
+    fit(run, Module(linear(), SGD), Data(blobs(64)))
+    assert 2.99 < callback.epsilon(0) <= 3.0
 
 
 @pytest.mark.nightly

@@ -203,6 +203,17 @@ def test_names_are_spread_as_little_as_it_takes():
     assert spread_out([100.0, 100.0], 8.0, 0.0, 100.0) == [92.0, 100.0]
 
 
+def test_rounds_are_whole_numbers_and_a_band_is_explained(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *arguments, **more: figures.append(figure))
+    for spread in (0.0, 0.1):
+        plot_curves({"a": [Point(x, 0.5, spread) for x in (1, 2, 3)]}, ROUNDS, "val_acc", tmp_path / "rounds.png")
+    for figure, explained in zip(figures, (False, True), strict=True):
+        (axes,) = figure.axes
+        assert ("one standard deviation" in axes.get_title("left")) == explained
+        assert all(float(tick).is_integer() for tick in axes.get_xticks())
+
+
 @pytest.mark.slow
 def test_each_curve_has_its_name_at_its_end(tmp_path, monkeypatch):
     figures = []
