@@ -28,6 +28,7 @@ _OWN = ("root", "train", "validation", "test", "indices", "model", "tokenizer", 
 # Of these, names of splits are not files, and stay.
 _SPLITS = ("train", "validation", "test")
 _PLAIN_NAME = re.compile(r"\w[\w.-]*")
+_DOTTED = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)+")
 _FILE_OR_ADDRESS = re.compile(r"(\w+://|[/~\\]|\.{1,2}[/\\]|\w:\\).*", re.DOTALL)
 # Names below data-root whose values are what the module or the data set opens, even where there is nothing yet.
 _OPENED = ("root", "model", "tokenizer", "indices")
@@ -200,7 +201,7 @@ def filled(content: Any, own: Mapping[str, Any], data_root: str | None = None) -
         return [filled(each, own, data_root) for each in content]
     if not isinstance(content, dict):
         return content
-    if "site" not in content or not content.keys() <= {"site", "default"}:
+    if not _is_own(content):
         return {key: filled(value, own, data_root) for key, value in content.items()}
     name = content["site"]
     if name not in own and "default" not in content and not (name == "root" and data_root is not None):
@@ -236,7 +237,7 @@ def left_to_sites(content: Any, own: dict[str, Any]) -> Any:
         return [left_to_sites(each, own) for each in content]
     if not isinstance(content, dict):
         return content
-    if "site" in content and content.keys() <= {"site", "default"}:
+    if _is_own(content):
         raise misconfigured(f"the recipe has {content!r}, which stands for a site's own value: give the value")
     left = {}
     for name, value in content.items():
@@ -275,8 +276,15 @@ def _is_file(text: str) -> bool:
         return False
 
 
+def _is_own(content: Any) -> bool:
+    """Return whether a part of a recipe stands for a value of the site's own."""
+    return isinstance(content, dict) and "site" in content and content.keys() <= {"site", "default"}
+
+
 def places_of(content: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield each part of a recipe that is no mapping and no list, and each name of the site's own, with its place.
+
+    A default of the site's own has a place as well.
 
     Example:
         >>> list(places_of({"a": [{"b": 1}, {"site": "root"}]}))
@@ -286,15 +294,20 @@ def places_of(content: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(content, list):
         for number, each in enumerate(content):
             yield from places_of(each, f"{below}{number}")
-    elif isinstance(content, dict) and "site" not in content:
+    elif isinstance(content, dict) and not _is_own(content):
         for key, each in content.items():
             yield from places_of(each, f"{below}{key}")
     else:
         yield path, content
+        if _is_own(content) and "default" in content:
+            yield from places_of(content["default"], f"{below}default")
 
 
 def sentences(content: Mapping[str, Any]) -> list[str]:
-    """Return what a recipe says, for whoever approves it: each sentence is a line of printable text."""
+    """Return what a recipe says, for whoever approves it: each sentence is a line of printable text.
+
+    Names that may be imported stand in a line each, and none is left out: what looks like one within a text, too.
+    """
     federated, trainer = section_of(content, "federated"), section_of(content, "trainer")
     callbacks = trainer.get("callbacks") or []
     callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
@@ -303,9 +316,9 @@ def sentences(content: Mapping[str, Any]) -> list[str]:
     left = [
         f"{value.get('site')} ({path}" + (f", else {value['default']!r})" if "default" in value else ")")
         for path, value in places
-        if isinstance(value, dict) and value
+        if _is_own(value)
     ]
-    code = sorted({str(value) for path, value in places if _names_code(path, value)})
+    code = sorted({name for path, value in places for name in _code_of(path, value)})
     said = [
         f"Data: {_said(content.get('data'))}, divided by {_said(federated.get('partition'))}.",
         f"Model: {_said(content.get('model'))}.",
@@ -321,14 +334,17 @@ def sentences(content: Mapping[str, Any]) -> list[str]:
         f"Privacy: {_said(federated['privacy']) if federated.get('privacy') else 'no noise on what leaves'};"
         f" {_said(private[0]) if private else 'no count of what rounds cost the samples'}.",
         f"This site fills in: {', '.join(left) or 'nothing'}.",
-        f"Code that is imported and run: {', '.join(code) or 'none'}.",
     ]
-    return [escaped(each, 2000) for each in said]
+    named = ["Code that may be imported and run:", *(f"  {each}" for each in code)]
+    # A long sentence may be cut; what may run may not be.
+    return [*(escaped(each, 2000) for each in said), *(escaped(each, 10 * len(each) + 10) for each in named)]
 
 
-def _names_code(path: str, value: Any) -> bool:
-    dotted = isinstance(value, str) and "." in value and all(part.isidentifier() for part in value.split("."))
-    return dotted or path.rpartition(".")[2] == "class_path"
+def _code_of(path: str, value: Any) -> list[str]:
+    """Return what a part of a recipe names that may be imported."""
+    if path.rpartition(".")[2] == "class_path":
+        return [str(value)]
+    return _DOTTED.findall(value) if isinstance(value, str) else []
 
 
 def section_of(content: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -344,9 +360,10 @@ def _said(value: Any) -> str:
         return f"[{', '.join(map(_said, value))}]"
     if not isinstance(value, dict):
         return str(value)
-    if "site" in value:
+    if _is_own(value):
         return f"this site's {value['site']}"
-    arguments = value.get("init_args", {}) if "class_path" in value else value
-    given = arguments.items() if isinstance(arguments, dict) else ()
-    inside = ", ".join(f"{name}={_said(each)}" for name, each in given if each is not None)
+    arguments = value.get("init_args") if "class_path" in value else None
+    others = {name: each for name, each in value.items() if name not in ("class_path", "init_args")}
+    given = {**(arguments if isinstance(arguments, dict) else {}), **others}
+    inside = ", ".join(f"{name}={_said(each)}" for name, each in given.items() if each is not None)
     return f"{str(value.get('class_path', '')).rpartition('.')[2]}({inside})"

@@ -281,14 +281,16 @@ def _approve(parser: argparse.ArgumentParser, words: list[str]) -> None:
     parser.add_argument("--new-account", action="store_true", help="the samples are others than in all earlier studies")
     parser.add_argument("--yes", action="store_true", help="do not ask")
     options = parser.parse_args(words)
-    from lightning_lowrank.cli.approval import Approvals, read_plain, sentences, state_folder
+    from lightning_lowrank.cli.approval import Approvals, check_reads_nothing, read_plain, sentences, state_folder
     from lightning_lowrank.configuration import misconfigured
 
     for file in (options.recipe, options.policy):
         if not file.is_file():
             raise misconfigured(f"{file}: there is no such file.")
     data = options.recipe.read_bytes()
-    print(*sentences(read_plain(data, str(options.recipe))), sep="\n")
+    content = read_plain(data, str(options.recipe))
+    check_reads_nothing(content)
+    print(*sentences(content), sep="\n")
     if not options.yes and input("Approve? [y/N] ").strip().lower() not in ("y", "yes"):
         raise misconfigured("nothing was approved.")
     approvals = Approvals(options.policy.parent / "approved")

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 from flwr.app import Message
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
@@ -236,6 +237,30 @@ def test_approve_shows_and_keeps(tmp_path, monkeypatch, capsys):
         assert stat.S_IMODE(path.stat().st_mode) == mode
     with pytest.raises(SystemExit, match="no such file"):
         main([*words[:2], "none.yaml", *words[3:], "--yes"])
+
+
+HIDDEN = {
+    "beside a site's own": {"model": {"site": "a", "class_path": "evil.Hidden"}},
+    "a site's default": {"model": {"site": "a", "default": {"class_path": "evil.Hidden"}}},
+    "further arguments": {"model": {"class_path": "Good", "dict_kwargs": {"of": {"class_path": "evil.Hidden"}}}},
+    "a text": {"trainer": {"callbacks": '[{"class_path": "evil.Hidden"}]'}},
+    "a dotted key": {"model.class_path": "evil.Hidden"},
+    "behind many": {"a": [{"class_path": f"a.Long{'x' * 90}{number}"} for number in range(99)], "b": "evil.Hidden"},
+}
+
+
+@pytest.mark.parametrize("place", HIDDEN)
+def test_no_code_is_hidden_from_whoever_approves(place):
+    assert "  evil.Hidden" in sentences(read_plain(yaml.safe_dump(HIDDEN[place]).encode(), "it"))
+
+
+def test_a_file_by_hand_may_name_no_files(tmp_path):
+    (tmp_path / "policy.yaml").write_text("min_clients: 1\n")
+    for text in ("trainer: /etc/x.yaml", "a: {site: train, default: ../x}", "data: ['http://a/b.yaml']"):
+        (tmp_path / "recipe.yaml").write_text(text)
+        with pytest.raises(SystemExit, match="file or an address"):
+            main(["flower", "approve", "recipe.yaml", "--policy", "policy.yaml", "--state-dir", "state", "--yes"])
+    assert not (tmp_path / "approved").exists()
 
 
 @pytest.mark.slow
