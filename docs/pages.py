@@ -375,6 +375,7 @@ python docs/gallery.py
 
 It is one run of each, on a small problem, and says what a method costs, not which one is best. Settings are not tuned,
 except that LoRA's operators have the best learning rate of 0.05, 0.1, 0.2 and 0.5, and Ravan that of 0.1, 0.5, 1 and 2.
+On clients of your own they may rank otherwise: [Your federated files](../howto/files.md) reads those, and judges each.
 With equal ranks `RBLA` and `ZeroPadding` are `ProductSum`, and `RaFLoRA` is `SumProduct`: their curves are apart by
 rounding alone, which says how much a figure is worth.
 """

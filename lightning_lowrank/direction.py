@@ -88,7 +88,7 @@ def direction(name: str, metric: bool | None = None, monitors: Iterable[Monitor]
     """
     if metric is not None:
         return metric, ""
-    names = (name, f"personal/{name}", f"personal/{name}_worst10")
+    names = {name, *(f"{model}/{name}{part}" for model in ("personal", "global") for part in ("", "_worst10"))}
     said = {f"{each.owner}(mode={each.mode!r})": each.mode == "max" for each in monitors if each.name in names}
     named = by_name(name)
     if named is not None:

@@ -25,6 +25,15 @@ def pytest_collection():
     gc.disable()
 
 
+FIRST = ("tests/flower/test_network.py", "tests/test_strict_device.py", "tests/docs/test_pages.py")
+"""Files of the longest tests: begun last, one of them would run on while other processes have nothing left to do."""
+
+
+def pytest_collection_modifyitems(items):
+    """Begin with the longest tests."""
+    items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
+
+
 def pytest_collection_finish():
     """Keep what was imported out of later garbage collections, which would walk through all of it."""
     gc.freeze()

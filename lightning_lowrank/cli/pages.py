@@ -71,6 +71,7 @@ class Page:
         folders: The folders of each row.
         pictures: Files of pictures.
         narrow: PNG files of some of them for narrow screens, by the others' names without an ending.
+        clients: The table of the clients that were judged; may be empty.
     """
 
     title: str
@@ -81,6 +82,7 @@ class Page:
     folders: Mapping[str, Sequence[str]]
     pictures: Sequence[Path]
     narrow: Mapping[str, bytes] = field(default_factory=dict)
+    clients: Sequence[Column] = ()
 
 
 def write_html(page: Page, path: Path) -> Path:
@@ -110,8 +112,9 @@ def write_html(page: Page, path: Path) -> Path:
             narrow = f'<source media="(max-width: 40rem)" srcset="{_data(page.narrow[picture.stem])}">'
             image = f"<picture>{narrow}{image}</picture>"
         parts += [f"<h2>{_text(caption[0].upper() + caption[1:])}</h2>", f"<figure>{image}</figure>"]
-    if page.settings:
-        parts += ["<h2>Settings</h2>", _table(page.settings, "words")]
+    for title, table in (("Settings", page.settings), ("Clients", page.clients)):
+        if table:
+            parts += [f"<h2>{title}</h2>", _table(table, "words")]
     folders = [Column("run", [*page.folders]), Column("folders", ["\n".join(each) for each in page.folders.values()])]
     parts += ["<h2>Folders</h2>", _table(folders, "words paths")]
     if page.notes:
@@ -150,8 +153,9 @@ def write_markdown(page: Page, path: Path) -> Path:
     parts = [f"# {_markdown(page.title)}", ""]
     parts += [f"- {_markdown(each)}" for each in page.answers] + [""] * bool(page.answers)
     parts += [*_markdown_table(page.results), ""]
-    if page.settings:
-        parts += ["## Settings", "", *_markdown_table(page.settings, words=True), ""]
+    for title, table in (("Settings", page.settings), ("Clients", page.clients)):
+        if table:
+            parts += [f"## {title}", "", *_markdown_table(table, words=True), ""]
     parts += [f"- {_markdown(each)}" for each in page.notes]
     path.write_text("\n".join(parts).rstrip() + "\n", encoding="utf-8")
     return path

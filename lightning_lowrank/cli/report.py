@@ -39,6 +39,7 @@ _UNITS = {"B": 1, **{f"{prefix}B": 1000**power for power, prefix in enumerate(("
 _UNITS |= {f"{prefix}iB": 1024**power for power, prefix in enumerate(("K", "M", "G", "T"), start=1)}
 _CONSTANTS = ("R", "P", "Q")
 _MOST_SETTINGS = 8
+_SHOWN_CLIENTS = 20
 
 Groups = Mapping[str, Sequence[Run]]
 
@@ -78,7 +79,8 @@ def report(
 
     Bytes are those to and from clients that took part, in all rounds so far. Bytes that a method sent to idle clients
     (see `Algorithm.announce`) have a column of their own. So have the last values of the metric for
-    personal models (``personal/val_acc``, ``personal/val_acc_worst10``, ``personal/val_acc_std``), simulated seconds
+    personal models (``personal/val_acc``, ``personal/val_acc_worst10``, ``personal/val_acc_std``) and for the global
+    model on clients' own samples (``global/val_acc`` and so on), simulated seconds
     (``system/seconds``) and the constants of `ConvergenceMonitor`, if they were logged, and the wall time of a fit that
     was neither killed nor resumed, nor cut by ``rounds``.
 
@@ -86,6 +88,8 @@ def report(
     that differs between them is shown as mean ± sample standard deviation (n − 1); one that some of them did not log
     is left empty. The plots draw their mean, with a band of one standard deviation, over the rounds that all of them
     logged. The plots against bytes and simulated seconds use their means.
+
+    A table has the clients that the first run of each row judged last, the worst first, 20 at most.
 
     A second table has the settings: method, low-rank layers, partition, clients, codecs, samples and ranks of
     the row's first run, and all else that differs.
@@ -131,8 +135,7 @@ def report(
     grouped = [[run] for run in runs] if each else group_by_seed(runs)
     groups = dict(zip(short_names(grouped), grouped, strict=True))
 
-    judged = metric.removeprefix("personal/").removesuffix("_worst10")
-    higher, why = direction(judged, monitors=monitors(runs))
+    higher, why = direction(_judged(metric).removesuffix("_worst10"), monitors=monitors(runs))
     if target is not None and not math.isfinite(target):
         raise misconfigured(f"target must be a finite number, got {target}.")
     if target is not None and higher is None:
@@ -167,7 +170,7 @@ def report(
     pictures = draw(groups, metric, higher, output, target, budget)
     narrow = draw_narrow(groups, metric, higher, target, budget)
     folders = {name: [str(run.folder) for run in group] for name, group in groups.items()}
-    page = Page(title, sentences, notes, results, settings, folders, pictures, narrow)
+    page = Page(title, sentences, notes, results, settings, folders, pictures, narrow, _clients(groups, goal))
     written = [
         write(page, output / f"report.{kind}")
         for kind, write in (("md", write_markdown), ("html", write_html), ("csv", write_csv), ("tex", write_latex))
@@ -270,11 +273,12 @@ def _results(groups: Groups, goal: Goal) -> list[Column]:
     if goal.higher is not None:
         columns.append(_with_round(groups, f"best (round)\n{metric}", lambda run: goal.best(run.series(metric))))
     columns.append(column(f"last\n{metric}", logged(metric), ".4f"))
-    judged = metric.removeprefix("personal/")
-    for suffix in ("", "_worst10", "_std"):
-        name = f"personal/{judged}{suffix}"
-        if name != metric and any(run.last(name) is not None for run in runs):
-            columns.append(column(f"personal\n{suffix.removeprefix('_') or judged}", logged(name), ".4f"))
+    judged = _judged(metric)
+    for model in ("personal", "global"):
+        for suffix in ("", "_worst10", "_std"):
+            name = f"{model}/{judged}{suffix}"
+            if name != metric and any(run.last(name) is not None for run in runs):
+                columns.append(column(f"{model}\n{suffix.removeprefix('_') or judged}", logged(name), ".4f"))
     if goal.target is not None:
         for title, name, unit, form in (
             ("rounds", "", 1.0, "d"),
@@ -314,6 +318,42 @@ def _bytes(number: float) -> str:
         if number >= size:
             return f"{number / size:.4g} {unit}"
     return f"{number:.4g} B"
+
+
+def _judged(metric: str) -> str:
+    return metric.removeprefix("personal/").removeprefix("global/")
+
+
+def _clients(groups: Groups, goal: Goal) -> list[Column]:
+    """Return the clients of each row's first run, those with the worst values of the metric first."""
+    judged = _judged(goal.metric).removesuffix("_worst10")
+    table: list[dict[str, str]] = []
+    for name, group in groups.items():
+        rows = group[0].clients
+        of = next((each for each in (f"global/{judged}", f"personal/{judged}") if rows and each in rows[0]), None)
+
+        def worst(row: Mapping[str, str], of: str | None = of) -> float:
+            value = _number(row.get(of or "", ""))
+            return -math.inf if math.isnan(value) else -value if goal.higher is False else value
+
+        shown = sorted(rows, key=worst)[:_SHOWN_CLIENTS] if of and goal.higher is not None else rows[:_SHOWN_CLIENTS]
+        table += [{"run": name, **row} for row in shown]
+    titles = dict.fromkeys(title for row in table for title in row)
+    cells = {title: [row.get(title, "") for row in table] for title in titles}
+    # Names may look like numbers.
+    return [Column(title, [*map(_cell, texts)] if "/" in title else texts) for title, texts in cells.items()]
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def _cell(text: str) -> str:
+    value = _number(text)
+    return "" if math.isnan(value) else f"{value:.4f}"
 
 
 def _settings(groups: Groups) -> list[Column]:

@@ -26,6 +26,7 @@ _LONGEST_WORD = 40
 # What a folder may make this process hold: a run of 10,000 rounds that logs a hundred figures has a million.
 _MOST_ROUNDS = 2**31
 _MOST_FIGURES = 2_000_000
+_MOST_CLIENTS = 100_000
 _LONGEST_LINE = 2**20
 _LARGEST_CONFIG = 2**20
 _MOST_NODES = 20_000
@@ -101,6 +102,16 @@ class Run:
     def facts(self) -> dict[str, list[float]]:
         """What `FederatedLoop` wrote beside the metrics, such as ``seconds``."""
         return read_facts(self.folder)
+
+    @cached_property
+    def clients(self) -> list[dict[str, str]]:
+        """A row for each client that the last validation judged: ``client``, ``samples`` and figures, by name."""
+        try:
+            with open(self.folder / "clients.csv", newline="", errors="replace") as file:
+                rows = list(itertools.islice(csv.DictReader(_lines(file)), _MOST_CLIENTS))
+        except (OSError, csv.Error):
+            return []
+        return [{str(key): value for key, value in row.items() if isinstance(value, str)} for row in rows]
 
     @property
     def began(self) -> int | None:

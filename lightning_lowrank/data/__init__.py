@@ -1,6 +1,8 @@
 """Data for image and text classification and for language models, held in memory."""
 
 from lightning_lowrank.data.arrays import Arrays
+from lightning_lowrank.data.client_datasets import ClientDatasets
+from lightning_lowrank.data.client_files import LEAF, ClientFiles, ClientTable, FederatedHDF5
 from lightning_lowrank.data.flower_partition import FlowerPartition
 from lightning_lowrank.data.folders import ImageFolder
 from lightning_lowrank.data.groups import EmbeddingGroups, LengthGroups
@@ -24,13 +26,18 @@ from lightning_lowrank.data.vision import Digits, VisionDataModule
 __all__ = [
     "CIFAR10",
     "CIFAR100",
+    "LEAF",
     "MNIST",
     "SVHN",
     "AnsweredTexts",
     "Arrays",
+    "ClientDatasets",
+    "ClientFiles",
+    "ClientTable",
     "Digits",
     "EmbeddingGroups",
     "FashionMNIST",
+    "FederatedHDF5",
     "FlowerPartition",
     "HuggingFaceImages",
     "ImageBatch",

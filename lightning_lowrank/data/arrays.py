@@ -146,7 +146,7 @@ def _samples(given: str | Pair | Mapping[str, Any], argument: str) -> TensorData
             f"{argument} must be (inputs, targets), a dictionary with x and y, or the path of an .npz file, got"
             f" {type(given).__name__}"
         )
-    inputs, targets = (_tensor(each, argument) for each in given)
+    inputs, targets = (to_tensor(each, argument) for each in given)
     if inputs.ndim < 1 or targets.ndim < 1 or len(inputs) != len(targets):
         raise MisconfigurationException(
             f"{argument} must have a target for each input, got {tuple(inputs.shape)} and {tuple(targets.shape)}"
@@ -168,7 +168,8 @@ def _column(given: Any, name: str, source: str, samples: int) -> Column:
     return column
 
 
-def _tensor(given: Any, argument: str) -> Tensor:
+def to_tensor(given: Any, argument: str) -> Tensor:
+    """Return numbers as a tensor, 64-bit floating-point numbers with 32 bits; ``argument`` names them in a message."""
     try:
         if not isinstance(given, Tensor):
             array = np.asarray(given)

@@ -17,6 +17,7 @@ from lightning_lowrank.federated.data import (
     Dirichlet,
     FromIndices,
     LabelCount,
+    LabelTable,
     Partition,
     find_labels,
 )
@@ -27,7 +28,8 @@ from lightning_lowrank.federated.objective import MaskAbsentClasses, Objective
 from lightning_lowrank.federated.optimizers import register_elementwise
 from lightning_lowrank.federated.privacy import ClientPrivacy
 from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, Server
-from lightning_lowrank.federated.system import DeviceClasses, Distribution, LogNormal, SystemModel, Trace
+from lightning_lowrank.federated.system import DeviceClasses, Distribution, LogNormal, SystemModel
+from lightning_lowrank.federated.traces import AvailabilityTrace, Trace
 from lightning_lowrank.federated.whole_checkpoints import WholeCheckpoints
 
 __all__ = [
@@ -35,6 +37,7 @@ __all__ = [
     "IID",
     "Algorithm",
     "Attack",
+    "AvailabilityTrace",
     "Base",
     "ByKey",
     "ClientContext",
@@ -51,6 +54,7 @@ __all__ = [
     "InnerProduct",
     "LabelCount",
     "LabelFlip",
+    "LabelTable",
     "Ledger",
     "LocalStep",
     "LogNormal",

@@ -36,12 +36,14 @@ _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
 _WORST_OF = 10
 
 
-def figures(values: Mapping[int, float], name: str, higher_is_better: bool | None) -> dict[str, float]:
+def figures(
+    values: Mapping[int, float], name: str, higher_is_better: bool | None, model: str = "personal"
+) -> dict[str, float]:
     """Summarize clients' values: the mean, the worst tenth, and the spread.
 
     Each client has the same weight, whatever its number of samples. The worst tenth is rounded down to at least one
     client, and left out where it is not known whether ``higher_is_better``. A value that is not a number is worse than
-    any number.
+    any number. ``model`` says whose figures they are.
 
     Example:
         >>> figures({0: 0.5, 3: 1.0}, "val_acc", higher_is_better=True)
@@ -49,13 +51,13 @@ def figures(values: Mapping[int, float], name: str, higher_is_better: bool | Non
     """
     numbers = np.fromiter(values.values(), np.float64, len(values))
     with np.errstate(invalid="ignore"):
-        found = {f"personal/{name}": float(numbers.mean())}
+        found = {f"{model}/{name}": float(numbers.mean())}
         if higher_is_better is not None:
             # NumPy sorts NaN last, so that it is among the worst for either sign.
             sign = -1 if higher_is_better else 1
             worst = sign * np.sort(sign * numbers)[-max(1, len(numbers) // _WORST_OF) :]
-            found[f"personal/{name}_worst10"] = float(worst.mean())
-        return {**found, f"personal/{name}_std": float(numbers.std())}
+            found[f"{model}/{name}_worst10"] = float(worst.mean())
+        return {**found, f"{model}/{name}_std": float(numbers.std())}
 
 
 class CompletesModels:
@@ -142,6 +144,11 @@ class ClientEvaluation:
         self._read_requests = batch_reader(plain, SeededBatches(plain.dataset, plain.collate_fn), self._requests)
         if device_data is not None:
             self._read_requests = device_data.reader(plain, self._requests, self._read_requests)
+
+    @property
+    def samples(self) -> dict[int, int]:
+        """Number of test samples of each of `clients`."""
+        return {client: len(part) for client, part in self._indices.items()}
 
     @torch.no_grad()
     def run(

@@ -19,8 +19,10 @@ from lightning_lowrank.federated.data.loader import check_loader
 from lightning_lowrank.federated.data.rounds import RoundData
 from lightning_lowrank.federated.evaluation import ClientEvaluation, CompletesModels, figures
 from lightning_lowrank.federated.execution.distributed import ClientParallelStrategy
+from lightning_lowrank.federated.run_facts import write_client_table
 from lightning_lowrank.federated.state import changed, trained_tensors
 from lightning_lowrank.internals.lightning import log_figures, overrides
+from lightning_lowrank.seeding import generator
 
 NOT_JUDGED = (
     "the models of single clients and of further sizes are not judged, only the module's own weights. The fit logs"
@@ -97,23 +99,7 @@ class FurtherModels:
         logged: dict[str, float] = {}
         if self._settings.personal_test is not None:
             self.judged = True
-            evaluation, live = self._of_clients(loader, stage), trained_tensors(module)
-
-            def personal(client: int) -> Mapping[str, Tensor]:
-                context = coordinator.context(client, live)
-                model = algorithm.model_for(coordinator.server, coordinator.info(client))
-                return algorithm.personal_model(context, model)
-
-            assert self._data is not None
-            divided = self._data.divided()
-            found, of_metrics = self._run(evaluation, trainer, module, stage, personal, divided.__getitem__)
-            monitors = monitors_of(trainer)
-            for name, values in found.items():
-                higher, why = direction(name, of_metrics.get(name), monitors)
-                if higher is None and name not in self._of_no_direction:
-                    self._of_no_direction.add(name)
-                    rank_zero_warn(f"personal/{name}_worst10 is not logged, for its worst values are not known: {why}.")
-                logged.update(figures(values, name, higher))
+            logged.update(self._judge_clients(trainer, module, stage, loader))
         if variants:
             names, models = list(variants), list(variants.values())
             dataset: Any = check_loader(loader, training=False).dataset
@@ -124,6 +110,49 @@ class FurtherModels:
         if logged:
             log_figures(trainer, logged)
         coordinator.states.offload()
+
+    def _judge_clients(
+        self, trainer: Any, module: pl.LightningModule, stage: Literal["validate", "test"], loader: Any
+    ) -> dict[str, float]:
+        """Return the figures over clients of their own models, and of the global one where each has own test samples.
+
+        The folders of `CSVLogger`s get a table of the clients.
+        """
+        coordinator, algorithm, server = self._coordinator, self._coordinator.algorithm, self._coordinator.server
+        evaluation, live = self._of_clients(loader, stage), trained_tensors(module)
+        shown = algorithm.global_model(server)
+        own_models = False
+
+        def personal(client: int) -> Mapping[str, Tensor]:
+            nonlocal own_models
+            context = coordinator.context(client, live)
+            model = algorithm.personal_model(context, algorithm.model_for(server, coordinator.info(client)))
+            own_models = own_models or model is not shown
+            return model
+
+        assert self._data is not None
+        divided = self._data.divided()
+        judged = {"personal": self._run(evaluation, trainer, module, stage, personal, divided.__getitem__)}
+        if self._settings.personal_test == "by_client":
+            # Not again where each client's own model was the global one, in any process.
+            again = own_models or isinstance(trainer.strategy, ClientParallelStrategy)
+            judged["global"] = (
+                self._run(evaluation, trainer, module, stage, lambda client: shown, divided.__getitem__)
+                if again
+                else judged["personal"]
+            )
+        logged: dict[str, float] = {}
+        monitors = monitors_of(trainer)
+        for model, (found, of_metrics) in judged.items():
+            for name, values in found.items():
+                higher, why = direction(name, of_metrics.get(name), monitors)
+                if higher is None and name not in self._of_no_direction:
+                    self._of_no_direction.add(name)
+                    rank_zero_warn(f"{model}/{name}_worst10 is not logged, for its worst values are not known: {why}.")
+                logged.update(figures(values, name, higher, model))
+        columns = {f"{model}/{name}": values for model, (found, _) in judged.items() for name, values in found.items()}
+        write_client_table(trainer, stage, evaluation.samples, columns, divided.names)
+        return logged
 
     def _has_last_round(self, module: pl.LightningModule) -> bool:
         """Return whether a module holds the parameters of the last round's global model."""
@@ -176,15 +205,29 @@ class FurtherModels:
 
     def _of_clients(self, loader: Any, stage: str) -> ClientEvaluation:
         assert self._data is not None
-        source = loader if self._settings.personal_test == "matched_labels" else self._data.training_loader
-        return self._evaluation(f"clients {stage}", source, lambda: self._test_indices(loader))
+        source = self._data.training_loader if isinstance(self._settings.personal_test, float) else loader
+        return self._evaluation(f"clients {stage}", source, lambda: self._drawn(self._test_indices(loader)))
+
+    def _drawn(self, samples: list[Tensor]) -> list[Tensor]:
+        """Return the test samples of ``personal_clients`` clients, and none of the others."""
+        having = [client for client, part in enumerate(samples) if len(part)]
+        count = self._settings.personal_clients
+        if count is None or count >= len(having):
+            return samples
+        draws = generator(self._settings.experiment_seed, "personal clients")
+        kept = {having[place] for place in torch.randperm(len(having), generator=draws)[:count].tolist()}
+        return [part if client in kept else part[:0] for client, part in enumerate(samples)]
 
     def _test_indices(self, loader: Any) -> list[Tensor]:
         assert self._data is not None
-        if self._settings.personal_test != "matched_labels":
+        if isinstance(self._settings.personal_test, float):
             return self._data.held_out
         assert self._data.indices is not None
+        dataset: Any = check_loader(loader, training=False).dataset
+        if self._settings.personal_test == "by_client":
+            assert self._settings.partition is not None
+            return self._settings.partition.divide_evaluation(dataset, self._data.indices)
         assert self._data.label_values is not None
-        labels, names = find_named_labels(check_loader(loader, training=False).dataset, self._settings.labels)
+        labels, names = find_named_labels(dataset, self._settings.labels)
         labels = numbered_alike(labels, names, self._data.label_names)
         return matched_labels(self._data.indices, self._data.label_values, labels)

@@ -1,10 +1,13 @@
-"""Keeps the file that `lightning_lowrank.facts` describes beside a fit's metrics. `FederatedLoop` calls it."""
+"""Keeps files beside a fit's metrics: what `lightning_lowrank.facts` describes, and a table of the judged clients."""
 
 from __future__ import annotations
 
+import csv
 import math
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 from weakref import WeakSet
 
 import lightning.pytorch as pl
@@ -13,6 +16,9 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_lowrank.facts import read_facts, software, write_facts
 from lightning_lowrank.federated.data.indices import ClientIndices
 from lightning_lowrank.layers.layer import low_rank_layers
+
+CLIENT_TABLES = {"validate": "clients.csv", "test": "clients_test.csv"}
+"""Names of the tables of clients, as the last validation and the last test judged them."""
 
 # Whose folders hold facts of this process. A folder's facts may also be of an earlier run in the same place.
 _WRITTEN: WeakSet[CSVLogger] = WeakSet()
@@ -70,3 +76,34 @@ class RunFacts:
     def end(self) -> None:
         """Add the seconds that have passed."""
         self._write(time.perf_counter() - self._began)
+
+
+def write_client_table(
+    trainer: pl.Trainer,
+    stage: Literal["validate", "test"],
+    samples: Mapping[int, int],
+    columns: Mapping[str, Mapping[int, float]],
+    names: Sequence[str | int] | None,
+) -> None:
+    """Write a line for each client that was judged into the folder of each `CSVLogger`.
+
+    Args:
+        trainer: The trainer.
+        stage: What judged them.
+        samples: Number of test samples of each client.
+        columns: Each client's figures, by name.
+        names: The clients' names.
+    """
+    folders = [Path(logger.log_dir) for logger in trainer.loggers if isinstance(logger, CSVLogger)]
+    if not (folders and trainer.is_global_zero):
+        return
+    rows = [
+        [client if names is None else names[client], count, *(values.get(client, "") for values in columns.values())]
+        for client, count in samples.items()
+    ]
+    for folder in folders:
+        folder.mkdir(parents=True, exist_ok=True)
+        part = folder / f"{CLIENT_TABLES[stage]}.part"
+        with open(part, "w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([["client", "samples", *columns], *rows])
+        part.replace(folder / CLIENT_TABLES[stage])

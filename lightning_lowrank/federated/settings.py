@@ -22,6 +22,7 @@ from lightning_lowrank.aggregation import Aggregator, WeightedMean
 from lightning_lowrank.arguments import SAME_RESULT, Configured, first_ten, listed, plain
 from lightning_lowrank.buffers import treat_as_buffers
 from lightning_lowrank.compression import Codec
+from lightning_lowrank.configuration import check_integer
 from lightning_lowrank.federated.algorithm import Algorithm
 from lightning_lowrank.federated.attacks import Attack
 from lightning_lowrank.federated.data.indices import ClientIndices
@@ -136,13 +137,18 @@ class FederatedSettings(Configured):
         personal_test: What each client's own model (`Algorithm.personal_model`; for most methods the global model) is
             tested on, each time validation runs between rounds: ``"matched_labels"``: the validation samples of the
             labels that it has in its training samples; a share in (0, 1): that share of its own samples, drawn at
-            random and not trained on. Logged are the mean over clients, the mean of the worst tenth and the standard
-            deviation of each figure that ``validation_step`` logs: ``personal/val_acc``, ``personal/val_acc_worst10``,
-            ``personal/val_acc_std``. Which values are worst, ``higher_is_better`` of a logged metric object says, else
-            the ``mode`` of a callback that monitors the figure and its name; where none does, a warning says so, and no
-            worst tenth is logged. ``trainer.test`` after the fit does the same with the test loader, unless the module
-            was given other weights, as by ``ckpt_path``, of which there are no clients' models: a warning says so.
-            ``None``: not at all.
+            random and not trained on; ``"by_client"``: its own validation samples, which ``partition`` finds: by the
+            same key as `ByKey`, or by what `FromIndices` has under ``"test"``. Logged are the mean over clients, the
+            mean of the worst tenth and the standard deviation of each figure that ``validation_step`` logs:
+            ``personal/val_acc``, ``personal/val_acc_worst10``, ``personal/val_acc_std``; with ``"by_client"`` also
+            those of the global model on the same samples, ``global/val_acc`` and so on. The folder of a `CSVLogger`
+            gets ``clients.csv``, a line for each client with its name, samples and figures. Which values are worst,
+            ``higher_is_better`` of a logged metric object says, else the ``mode`` of a callback that monitors the
+            figure and its name; where none does, a warning says so, and no worst tenth is logged. ``trainer.test``
+            after the fit does the same with the test loader, unless the module was given other weights, as by
+            ``ckpt_path``, of which there are no clients' models: a warning says so. ``None``: not at all.
+        personal_clients: How many clients ``personal_test`` judges, drawn once for the whole experiment among those
+            that have test samples. ``None`` (default): all.
         client_settings: What is otherwise for single clients, by their ids or, as strings, their names; or as a
             function of the id:
             ``local_epochs`` or ``local_steps``, and options of the optimizers such as ``lr`` or ``weight_decay``.
@@ -193,7 +199,8 @@ class FederatedSettings(Configured):
     data_on_device: bool | Literal["auto", "round"] = field(default="auto", metadata=SAME_RESULT)
     client_settings: dict[int | str, dict[str, Any]] | Callable[[int], Mapping[str, Any] | None] | None = None
     client_memory_limit: int | None = field(default=None, metadata=SAME_RESULT)
-    personal_test: Literal["matched_labels"] | float | None = None
+    personal_test: Literal["matched_labels", "by_client"] | float | None = None
+    personal_clients: int | None = field(default=None, metadata=SAME_RESULT)
     allow_changes: list[str] = field(default_factory=list, metadata=SAME_RESULT)
 
     def __post_init__(self) -> None:
@@ -318,10 +325,17 @@ class FederatedSettings(Configured):
             f"weighting must be 'samples', 'uniform' or a function of the client, got {self.weighting!r}",
         )
         _check(
-            self.personal_test in (None, "matched_labels")
+            self.personal_test in (None, "matched_labels", "by_client")
             or (isinstance(self.personal_test, float) and 0 < self.personal_test < 1),
-            f"personal_test must be 'matched_labels' or a share above 0 and below 1, got {self.personal_test!r}",
+            "personal_test must be 'matched_labels', 'by_client' or a share above 0 and below 1, got"
+            f" {self.personal_test!r}",
         )
+        if self.personal_clients is not None:
+            check_integer("personal_clients", self.personal_clients)
+            _check(
+                self.personal_test is not None,
+                f"personal_clients={self.personal_clients} says how many clients personal_test judges: give it as well",
+            )
         _check(
             self.client_memory_limit is None or self.client_memory_limit >= 0,
             f"client_memory_limit must be a number of bytes, 0 or more, got {self.client_memory_limit}",

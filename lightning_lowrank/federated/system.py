@@ -7,11 +7,9 @@ steps take, and says who is too late.
 from __future__ import annotations
 
 import copy
-import csv
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from typing_extensions import override
 
-from lightning_lowrank.arguments import Configured, first_ten
+from lightning_lowrank.arguments import Configured
 from lightning_lowrank.configuration import check_number
 from lightning_lowrank.federated.algorithm import Algorithm
 from lightning_lowrank.federated.objective import loss_of
@@ -33,7 +31,7 @@ from lightning_lowrank.federated.state import Base, ClientInfo
 from lightning_lowrank.operations import multiply_adds
 from lightning_lowrank.seeding import generator
 
-__all__ = ["DeviceClasses", "Distribution", "LogNormal", "SystemModel", "Trace"]
+__all__ = ["DeviceClasses", "Distribution", "LogNormal", "SystemModel"]
 
 
 class Distribution(Configured, ABC):
@@ -107,97 +105,6 @@ class DeviceClasses(Distribution):
         return torch.tensor(self.values, dtype=torch.float64)[kinds]
 
 
-class Trace(Distribution):
-    r"""Numbers that were measured on devices, a column of a CSV file with a header.
-
-    Client ``i`` has row ``i``; where there are more clients than rows, the rows are used again from the first. So
-    several columns of one file are of the same device. With ``client`` a client has the row of its own name.
-
-    Args:
-        path: The file.
-        column: The column's name in the header.
-        client: Name of a column with the clients' names, as `ByKey`, `FromIndices` or the data call them. ``None``:
-            rows are those of the clients in the order of their ids.
-
-    Raises:
-        MisconfigurationException: If there is no such file or column, a value is no number above 0, or a client's name
-            occurs twice. When a fit begins: if clients have no names, or one has no row; or if ``client`` is not given
-            and a column holds the names of all clients.
-
-    Example:
-        >>> import tempfile, pathlib
-        >>> file = pathlib.Path(tempfile.mkdtemp()) / "phones.csv"
-        >>> _ = file.write_text("upload,download\n1e6,8e6\n2e6,5e6\n")
-        >>> Trace(str(file), "upload").draw(3, torch.Generator()).tolist()
-        [1000000.0, 2000000.0, 1000000.0]
-    """
-
-    def __init__(self, path: str, column: str, client: str | None = None) -> None:
-        self.path, self.column, self.client = path, column, client
-        try:
-            with open(path, newline="") as file:
-                rows = list(csv.DictReader(file))
-        except (OSError, UnicodeDecodeError, csv.Error) as error:
-            raise MisconfigurationException(f"path={path!r} is not a CSV file that can be read: {error}") from error
-        header = list(rows[0]) if rows else []
-        for name in (column, *(() if client is None else (client,))):
-            if name not in header:
-                raise MisconfigurationException(
-                    f"{path} has no column {name!r}: its first line must name it, and has {header}"
-                )
-        self._columns = {name: [row[name] for row in rows] for name in header if name is not None}
-        if client is not None and len(set(self._columns[client])) < len(rows):
-            counts = Counter(self._columns[client])
-            raise MisconfigurationException(
-                f"{path} has several rows of client={client!r} {counts.most_common(1)[0][0]!r}: leave one for each"
-            )
-        self._values = []
-        for line, row in enumerate(rows, start=2):
-            try:
-                value = float(row[column])
-            except (TypeError, ValueError):
-                value = math.nan
-            if not 0 < value < math.inf:
-                raise MisconfigurationException(
-                    f"{column!r} must be a finite number above 0, and in line {line} of {path} it is {row[column]!r}"
-                )
-            self._values.append(value)
-
-    @override
-    def draw(self, clients: int, generator: torch.Generator) -> Tensor:
-        return torch.tensor([self._values[client % len(self._values)] for client in range(clients)]).double()
-
-    @override
-    def draw_named(self, clients: int, generator: torch.Generator, names: Sequence[str | int] | None) -> Tensor:
-        wanted = None if names is None else [str(name) for name in names]
-        if self.client is None:
-            holding = [name for name, values in self._columns.items() if wanted and set(wanted) <= set(values)]
-            if holding and self._columns[holding[0]][:clients] != wanted:
-                raise MisconfigurationException(
-                    f"{self.path} has the clients' names in its column {holding[0]!r}, and without client= client i has"
-                    f" row i, whatever its name: give Trace(..., client={holding[0]!r})"
-                )
-            return self.draw(clients, generator)
-        if wanted is None:
-            raise MisconfigurationException(
-                f"Trace(client={self.client!r}) goes by the clients' names, and they have none: leave out client, or"
-                " use a partition that names them, such as ByKey"
-            )
-        rows = dict(zip(self._columns[self.client], self._values, strict=True))
-        missing = [name for name in wanted if name not in rows]
-        if missing:
-            raise MisconfigurationException(
-                f"{self.path} has no row of {len(missing)} clients in its column {self.client!r}: {first_ten(missing)}"
-            )
-        return torch.tensor([rows[name] for name in wanted], dtype=torch.float64)
-
-    @override
-    def result_arguments(self) -> dict[str, Any]:
-        # The file may be elsewhere when a run is resumed.
-        names = {} if self.client is None else {"names": self._columns[self.client]}
-        return {"column": self.column, "values": self._values, **names}
-
-
 Amount = float | list[float] | Distribution
 """One number for all clients, a number for each, or how they are drawn."""
 
@@ -227,6 +134,8 @@ class SystemModel(Configured):
         speed: Floating-point operations a second of a client's device (a phone has some 1e10). ``None``: steps take no
             time.
         operations: Of one sample's forward and backward pass. ``None``: they are counted.
+        seconds_per_sample: Seconds that a client takes for one sample's forward and backward pass, given instead of
+            ``speed`` and ``operations``: what was measured of one network, whatever the method and the rank.
         deadline: Seconds after which the server goes on without those that have not answered. They are dropped, as
             ``on_client_error="drop"`` says, and count as ``federated/failed``; so the round takes the whole of it, as
             it does where a client never answers (``client_dropout``). ``None``: it waits for all that answer.
@@ -249,8 +158,20 @@ class SystemModel(Configured):
         speed: Amount | None = None,
         operations: float | None = None,
         deadline: float | None = None,
+        seconds_per_sample: Amount | None = None,
     ) -> None:
-        amounts = {"bandwidth": bandwidth, "download": download, "latency": latency, "speed": speed}
+        if seconds_per_sample is not None and (speed is not None or operations is not None):
+            raise MisconfigurationException(
+                f"seconds_per_sample={seconds_per_sample!r} says what a sample takes, as speed={speed!r} and"
+                f" operations={operations!r} do: give one of them."
+            )
+        amounts = {
+            "bandwidth": bandwidth,
+            "download": download,
+            "latency": latency,
+            "speed": speed,
+            "seconds_per_sample": seconds_per_sample,
+        }
         for name, amount in amounts.items():
             if amount is None or isinstance(amount, Distribution):
                 continue
@@ -260,7 +181,7 @@ class SystemModel(Configured):
                     check_number(f"{name}[{client}]", value, **bounds)
             else:
                 check_number(name, amount, **bounds)
-        if bandwidth is None and download is None and speed is None and latency == 0:
+        if bandwidth is None and download is None and speed is None and seconds_per_sample is None and latency == 0:
             raise MisconfigurationException(
                 "SystemModel() with nothing that takes time has no clock: give bandwidth=1.25e6 (bytes a second),"
                 " latency=0.05 (seconds) or speed=1e10 (floating-point operations a second)."
@@ -270,10 +191,10 @@ class SystemModel(Configured):
         if deadline is not None:
             check_number("deadline", deadline, above=0)
         self.bandwidth, self.download, self.latency, self.speed = bandwidth, download, latency, speed
-        self.operations, self.deadline = operations, deadline
+        self.operations, self.deadline, self.seconds_per_sample = operations, deadline, seconds_per_sample
 
     def draw(self, clients: int, seed: int, names: Sequence[str | int] | None = None) -> dict[str, list[float]]:
-        """Return what each of so many clients has: ``"up"``, ``"down"``, ``"latency"`` and ``"speed"``.
+        """Return what each of so many clients has: ``"up"``, ``"down"``, ``"latency"``, ``"speed"`` and ``"sample"``.
 
         It depends on the seed alone, and on the clients' ``names`` where a `Trace` goes by them. What takes no time is
         infinitely fast.
@@ -283,6 +204,7 @@ class SystemModel(Configured):
         """
         down = self.bandwidth if self.download is None else self.download
         wanted = {"up": self.bandwidth, "down": down, "latency": self.latency, "speed": self.speed}
+        wanted["sample"] = 0.0 if self.seconds_per_sample is None else self.seconds_per_sample
         drawn = {}
         for name, amount in wanted.items():
             if isinstance(amount, Distribution):
@@ -302,7 +224,7 @@ class SystemModel(Configured):
     def _argument(self, name: str) -> str:
         if name == "down":
             return "download" if self.download is not None else "bandwidth"
-        return {"up": "bandwidth"}.get(name, name)
+        return {"up": "bandwidth", "sample": "seconds_per_sample"}.get(name, name)
 
 
 class LateError(Exception):
@@ -317,6 +239,7 @@ class _Client:
     down: float
     latency: float
     speed: float
+    sample: float
 
 
 class Clock:
@@ -339,7 +262,7 @@ class Clock:
         names: Sequence[str | int] | None = None,
     ) -> None:
         drawn = model.draw(clients, seed, names)
-        columns = (drawn["up"], drawn["down"], drawn["latency"], drawn["speed"])
+        columns = (drawn["up"], drawn["down"], drawn["latency"], drawn["speed"], drawn["sample"])
         self._clients = [_Client(*values) for values in zip(*columns, strict=True)]
         self._model = model
         self._samples_read = samples_read
@@ -373,7 +296,9 @@ class Clock:
         """Wait for what a client sends after its steps, or return that it comes too late."""
         has, deadline = self._clients[client.id], self._model.deadline
         seconds = self._sent.get(client.id, 0) / has.down + nbytes / has.up + 2 * has.latency
-        if self._model.speed is not None:
+        if has.sample:
+            seconds += self._samples_read(client.id, steps) * has.sample
+        elif self._model.speed is not None:
             seconds += self._samples_read(client.id, steps) * self._operations_of(client) / has.speed
         if deadline is not None and seconds > deadline:
             self.late += 1

@@ -13,4 +13,5 @@ def import_extra(library: str, user: str) -> ModuleType:
     try:
         return import_module(library)
     except ImportError as error:
-        raise misconfigured(f'{user} needs {library}: pip install "lightning_lowrank[{library}]" ({error})') from error
+        extra = library.partition(".")[0]
+        raise misconfigured(f'{user} needs {library}: pip install "lightning_lowrank[{extra}]" ({error})') from error

@@ -68,7 +68,7 @@ def configured(folder: Path, seed: Any, rows: list[dict[str, Any]], **more: Any)
 
 def table_of(output: Path) -> list[dict[str, str]]:
     """Return the rows of ``report.md``'s table of figures by their columns' titles."""
-    figures, _, _ = (output / "report.md").read_text().partition("## Settings")
+    figures, _, _ = (output / "report.md").read_text().partition("\n## ")
     header, _, *rows = (
         [cell.strip() for cell in line.strip().strip("|").split("|")]
         for line in figures.splitlines()

@@ -57,6 +57,25 @@ def test_best_last_rounds_and_bytes(tmp_path):
     ]
 
 
+def test_clients_are_shown_worst_first(tmp_path):
+    folder = write_run(
+        tmp_path / "runs" / "dense", [{**row, "global/val_acc": 0.5} for row in rows_of([0.1, 0.7], up=1, down=1)]
+    )
+    lines = [f"1.{client},{client},{0.5 + client / 100},{1 - client / 100}" for client in range(30)]
+    (folder / "clients.csv").write_text("\n".join(["client,samples,personal/val_acc,global/val_acc", *lines, "odd\0,"]))
+    (row,), _ = make_report([folder], tmp_path / "out")
+    assert row["global val_acc"] == "0.5000"
+    text = (tmp_path / "out" / "report.md").read_text().partition("## Clients")[2]
+    shown = [line.split(" | ")[1] for line in text.splitlines() if line.startswith("| dense")]
+    # A client without the figure comes first.
+    assert shown == ["odd\ufffd", *(f"1.{client}" for client in range(29, 10, -1))]
+    assert "0.7900 | 0.7100" in text
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "<h2>Clients</h2>" in page
+    (folder / "clients.csv").write_bytes(b"\xff\x00" * 100)
+    make_report([folder], tmp_path / "out")
+
+
 def test_a_loss_is_better_when_lower(tmp_path):
     run = write_run(tmp_path / "run", rows_of([0.1, 0.9, 0.7], 1, 1))
     (row,), _ = make_report([run], tmp_path / "out", metric="val_loss")

@@ -12,6 +12,7 @@ import torch
 import yaml
 from torch import nn
 
+from tests.docs.federated_files import write_files
 from tests.docs.page import CHECKED, DOCS, FOLLOWED, ROOT, Reader, blocks, called, check_call
 from tests.grids import nightly_except
 
@@ -123,6 +124,10 @@ def test_follow(page, folder, monkeypatch):
     if any("import onnxruntime" in block.text for block in blocks(page)):
         pytest.importorskip("onnxscript", reason="onnxscript is not installed")
         pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+    if page.name == "files.md":
+        for library in ("h5py", "ijson", "pyarrow", "transformers"):
+            pytest.importorskip(library)
+        write_files()
     reader = Reader(folder)
     monkeypatch.setitem(sys.modules, "page", reader.module)
     for name in ("WandbLogger", "MLFlowLogger"):

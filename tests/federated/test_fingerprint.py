@@ -224,12 +224,14 @@ CHANGED: dict[str, Any] = {
     "client_settings": lambda client: {"lr": 0.01} if client else {},
     "client_memory_limit": 0,
     "personal_test": 0.2,
+    "personal_clients": 2,
     "allow_changes": ["trainer"],
 }
 NEEDS = {
     "chunk_size": {"execution": "vectorized"},
     "compile": {"execution": "vectorized"},
     "participants": {"clients_per_round": None},
+    "personal_clients": {"personal_test": "matched_labels"},
     "privacy": {"weighting": "uniform"},
 }
 WITHOUT_EFFECT = {"summary", "cuda_graphs", "fast_steps", "data_on_device", "client_memory_limit", "allow_changes"}

@@ -1,11 +1,13 @@
 """Clients' own models are judged on their own test data each time validation runs between rounds."""
 
+import csv
 import warnings
 from functools import partial
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -106,6 +108,78 @@ def test_on_what_it_holds_out(tmp_path):
     expected = accuracies(module, loop, blobs(), held)
     assert fitted.callback_metrics["personal/val_acc"] == pytest.approx(float(expected.mean()))
     assert fitted.callback_metrics["federated/samples"] == 77
+
+
+OWN_PARTS = {f"ward {client}": list(range(8 * client, 8 * client + 8)) for client in range(12)}
+# Ward 3 has no test sample, and nobody trains for the last five.
+OWN_TESTS = {f"ward {client}": [] if client == 3 else list(range(3 * client, 3 * client + 3)) for client in range(12)}
+
+
+@daily("LocalTraining", "FedAvg")
+@pytest.mark.parametrize("algorithm", [FedAvg, LocalTraining])
+def test_on_its_own_test_samples(tmp_path, algorithm):
+    """Each client's own model and the global one, on what is said to be its own, and in a table."""
+    logger = CSVLogger(tmp_path, name="", version="")
+    loop = FederatedLoop(
+        algorithm(), partition=FromIndices({"train": OWN_PARTS, "test": OWN_TESTS}), personal_test="by_client",
+        local_epochs=2, summary=False, seed=1,
+    )  # fmt: skip
+    fitted, module = trainer(tmp_path, loop, logger=logger), Module()
+    fit(fitted, module, Data())
+    validation = blobs(40, seed=8)
+    names = [name for name, part in OWN_TESTS.items() if part]
+    clients = [loop.indices.names.index(name) for name in names]
+    every = accuracies(module, loop, validation, [OWN_TESTS[name] for name in loop.indices.names])
+    own = every[clients]
+    shared = torch.stack(
+        [
+            (module.net(validation.tensors[0][part]).argmax(1) == validation.tensors[1][part]).double().mean()
+            for part in OWN_TESTS.values()
+            if part
+        ]
+    )
+    logged = fitted.callback_metrics
+    for prefix, expected in (("personal", own), ("global", shared)):
+        assert logged[f"{prefix}/val_acc"] == pytest.approx(float(expected.mean()))
+        assert logged[f"{prefix}/val_acc_worst10"] == pytest.approx(float(expected.min()))
+        assert logged[f"{prefix}/val_acc_std"] == pytest.approx(float(expected.std(correction=0)))
+    assert own.equal(shared) == (algorithm is FedAvg)
+    with open(tmp_path / "clients.csv", newline="") as file:
+        table = {row["client"]: row for row in csv.DictReader(file)}
+    assert set(table) == set(names)
+    assert {row["samples"] for row in table.values()} == {"3"}
+    for place, name in enumerate(names):
+        assert float(table[name]["global/val_acc"]) == pytest.approx(float(shared[place]))
+        assert float(table[name]["personal/val_acc"]) == pytest.approx(float(own[place]))
+    assert not (tmp_path / "clients_test.csv").exists()
+    fitted.test(module, Data(), verbose=False)
+    assert "global/test_loss" in fitted.callback_metrics
+    assert (tmp_path / "clients_test.csv").is_file()
+
+
+def test_a_drawn_part_of_the_clients_is_judged(tmp_path):
+    found = []
+    for count in (None, 4, 4, 11, 50):
+        loop = FederatedLoop(
+            FedAvg(), partition=FromIndices({"train": OWN_PARTS, "test": OWN_TESTS}), personal_test="by_client",
+            personal_clients=count, summary=False, seed=1,
+        )  # fmt: skip
+        fit(trainer(tmp_path, loop, max_epochs=2, logger=CSVLogger(tmp_path, name="", version="")), Module(), Data())
+        found.append([row.split(",")[0] for row in (tmp_path / "clients.csv").read_text().splitlines()[1:]])
+    assert [len(names) for names in found] == [11, 4, 4, 11, 11]
+    assert found[1] == found[2] != found[0][:4]
+    with pytest.raises(MisconfigurationException, match="personal_clients=4"):
+        FederatedLoop(FedAvg(), clients=2, personal_clients=4)
+    with pytest.raises(MisconfigurationException, match="personal_clients"):
+        FederatedLoop(FedAvg(), clients=2, personal_test=0.5, personal_clients=0)
+
+
+def test_partitions_that_do_not_know_the_test_samples_are_refused_before_the_first_step(tmp_path):
+    loop = FederatedLoop(FedAvg(), clients=2, personal_test="by_client", summary=False)
+    fitted = trainer(tmp_path, loop)
+    with pytest.raises(MisconfigurationException, match=r"personal_test='by_client'.*IID"):
+        fit(fitted, Module(), Data())
+    assert fitted.global_step == 0
 
 
 @pytest.mark.slow

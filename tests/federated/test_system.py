@@ -1,6 +1,8 @@
 """Simulated time: a round's seconds are those computed by hand, and clients that are late are left out."""
 
+import json
 import math
+import pickle
 import re
 
 import pytest
@@ -10,6 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_lowrank import (
+    AvailabilityTrace,
     DeviceClasses,
     Ditto,
     Ensemble,
@@ -369,10 +372,10 @@ def test_lists_are_of_all_clients(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (None, "not a CSV file"),
+        (None, "no CSV file"),
         ("a,b\n1,2\n", r"csv.*'up'"),
-        ("up\n1\nfast\n", "line 3"),
-        ("up\n-1\n", "line 2"),
+        ("up\n1\nfast\n", "row 1.*fast"),
+        ("up\n-1\n", "row 0.*-1"),
     ],
 )
 def test_traces_are_checked(tmp_path, text, said):
@@ -381,3 +384,82 @@ def test_traces_are_checked(tmp_path, text, said):
         file.write_text(text)
     with pytest.raises(MisconfigurationException, match=said):
         Trace(str(file), "up")
+
+
+# FedScale's files
+
+CAPACITY = {"a": {"computation": 40.0, "communication": 8000.0}, 7: {"computation": 100, "communication": 500.5}}
+BEHAVIOUR = {
+    "a": {"duration": 1, "inactive": [10, 90], "finish_time": 100, "active": [0, 50], "model": "phone"},
+    "b": {"inactive": [30], "active": [20], "finish_time": 40},
+}
+
+
+def pickled(path, content):
+    path.write_bytes(pickle.dumps(content, 2))
+    return str(path)
+
+
+def test_capacities_of_devices_are_read(tmp_path):
+    file = pickled(tmp_path / "client_device_capacity", CAPACITY)
+    assert Trace(file, "communication", scale=125).draw(3, torch.Generator()).tolist() == [1e6, 62562.5, 1e6]
+    seconds = Trace(file, "computation", scale=0.003)
+    assert seconds.draw(2, torch.Generator()).tolist() == pytest.approx([0.12, 0.3])
+    named = Trace(file, "computation", client="device")
+    assert named.draw_named(2, torch.Generator(), [7, "a"]).tolist() == [100.0, 40.0]
+    with pytest.raises(MisconfigurationException, match=r"'speed'.*communication"):
+        Trace(file, "speed")
+    with pytest.raises(MisconfigurationException, match="scale"):
+        Trace(file, "computation", scale=0)
+    for content in ([1, 2], {}, {"a": 1}):
+        with pytest.raises(MisconfigurationException, match="dictionary from devices"):
+            Trace(pickled(tmp_path / "other", content), "computation")
+    with pytest.raises(MisconfigurationException, match=r"row 1.*None"):
+        Trace(pickled(tmp_path / "other", {"a": {"x": 1}, "b": {}}), "x")
+
+
+@pytest.mark.parametrize("execution", ["sequential", "vectorized"])
+def test_seconds_of_a_sample_are_taken_as_they_are(tmp_path, execution):
+    system = SystemModel(bandwidth=1e4, seconds_per_sample=[0.5, 2.0, 10.0])
+    logged, loop, _module = run(tmp_path, system=system, execution=execution, local_epochs=2)
+    of_each = [2 * len(part) * each for part, each in zip(PARTS, (0.5, 2.0, 10.0), strict=True)]
+    assert logged["system/round_seconds"] == pytest.approx(max(of_each) + 2 * loop.ledger.round_up / 3 / 1e4)
+    for wrong in ({"speed": 1e9}, {"operations": 5.0, "bandwidth": 1.0}):
+        with pytest.raises(MisconfigurationException, match=r"seconds_per_sample=0\.5"):
+            SystemModel(seconds_per_sample=0.5, **wrong)
+    with pytest.raises(MisconfigurationException, match="seconds_per_sample"):
+        SystemModel(seconds_per_sample=0.0)
+    assert SystemModel(seconds_per_sample=0.5).draw(2, 0)["sample"] == [0.5, 0.5]
+
+
+def test_availability_is_that_of_the_devices(tmp_path):
+    file = pickled(tmp_path / "client_behave_trace", BEHAVIOUR)
+    there = AvailabilityTrace(file, round_seconds=10)
+    assert [there(0, number) for number in range(11)] == [*[True] * 2, *[False] * 3, *[True] * 5, True]
+    assert [there(1, number) for number in range(5)] == [False, False, True, True, False]
+    assert [there(3, number) for number in range(5)] == [there(1, number) for number in range(5)]
+    for wrong in (
+        {},
+        {"a": {}},
+        {"a": {**BEHAVIOUR["b"], "active": [1, 2]}},
+        {"a": {**BEHAVIOUR["b"], "active": [35]}},
+    ):
+        with pytest.raises(MisconfigurationException, match=r"path=.*other"):
+            AvailabilityTrace(pickled(tmp_path / "other", wrong), 10)
+
+
+def test_only_clients_that_are_there_train(tmp_path):
+    traces = {
+        str(client): {"active": [10 * client], "inactive": [10 * client + 15], "finish_time": 100}
+        for client in range(3)
+    }
+    (tmp_path / "devices.json").write_text(json.dumps(traces))
+    trained = []
+
+    class Watched(FedAvg):
+        def local_update(self, step, update):
+            trained.append((step.round, *step.clients))
+            update()
+
+    run(tmp_path, Watched(), availability=AvailabilityTrace(str(tmp_path / "devices.json"), 10), rounds=3)
+    assert set(trained) == {(0, 0), (1, 0), (1, 1), (2, 1), (2, 2)}

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import Dataset
 
 from lightning_lowrank.federated import data
-from lightning_lowrank.federated.data import ClientIndices, Dirichlet, FromIndices, LabelCount, Partition
+from lightning_lowrank.federated.data import ClientIndices, Dirichlet, FromIndices, LabelCount, LabelTable, Partition
 from lightning_lowrank.seeding import generator
 from lightning_lowrank.testing import check_partition
 
@@ -49,6 +49,10 @@ PARTITIONS = {
         (LabelCount(2, groups=by_place), {"dataset": Unlabelled()}),
     ],
     "ByKey": [(data.ByKey("ward"), {"dataset": Wards(), "clients": clients, "draws": False}) for clients in (None, 3)],
+    "LabelTable": [
+        (LabelTable([[9] * 10] * 5), {"clients": None, "complete": False}),
+        (LabelTable([[1, 2] * 5] * 7, proportions=True), {}),
+    ],
     "FromIndices": [
         (
             FromIndices([[4, 0], [], [2]]),

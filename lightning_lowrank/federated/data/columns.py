@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -15,6 +15,49 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 Column: TypeAlias = np.ndarray
+
+
+class ClientColumn:
+    """The client of each sample, by its place among all clients' names.
+
+    Other than an array of names it keeps the clients' order, and those without samples.
+
+    Args:
+        names: The clients' names, strings or integers.
+        places: Place of each sample's client among ``names``: int64, shape ``[samples]``.
+
+    Example:
+        >>> column = ClientColumn(["west", "east", "north"], np.array([0, 2, 0]))
+        >>> np.asarray(column).tolist(), len(column[[1, 2]])
+        (['west', 'north', 'west'], 2)
+    """
+
+    def __init__(self, names: Sequence[str | int], places: np.ndarray) -> None:
+        self.names = tuple(names)
+        self.places = places
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, samples: Any) -> ClientColumn:
+        return ClientColumn(self.names, self.places[samples])
+
+    def __iter__(self) -> Iterator[str | int]:
+        return (self.names[place] for place in self.places.tolist())
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self.names)[self.places].astype(dtype or np.asarray(self.names).dtype)
+
+
+def client_column(dataset: Any, name: str) -> ClientColumn | None:
+    """Return the `ClientColumn` that a dataset has under a name, also through `torch.utils.data.Subset`."""
+    found = getattr(dataset, name, None)
+    if isinstance(found, ClientColumn):
+        return found
+    if not isinstance(dataset, Subset):
+        return None
+    inner = client_column(dataset.dataset, name)
+    return None if inner is None else inner[np.asarray(dataset.indices, np.int64)]
 
 
 def find_column(

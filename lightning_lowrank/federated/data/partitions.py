@@ -2,16 +2,12 @@
 
 A `Partition` assigns samples to clients and `ClientIndices` is what it returns. `IID`, `Dirichlet` and `LabelCount` are
 the synthetic splits of the federated learning literature, `ByKey` takes the clients that the data itself names
-(writers, speakers, hospitals) and `FromIndices` repeats a division made elsewhere. All draws come from generators
-derived from the seed, never from the global ones.
+(writers, speakers, hospitals). All draws come from generators derived from the seed, never from the global ones.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import pickle
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -27,10 +23,19 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lightning_lowrank.arguments import Configured
-from lightning_lowrank.federated.data.columns import Column, call_on, describe, find_column, length_of, to_column
-from lightning_lowrank.federated.data.indices import ClientIndices, index_tensor
+from lightning_lowrank.federated.data.columns import (
+    Column,
+    call_on,
+    client_column,
+    describe,
+    find_column,
+    length_of,
+    to_column,
+)
+from lightning_lowrank.federated.data.indices import ClientIndices
 from lightning_lowrank.federated.data.labels import check_labels, find_labels
-from lightning_lowrank.federated.data.rows import Rows, rows_of
+from lightning_lowrank.federated.data.plain_files import owners_in_file
+from lightning_lowrank.federated.data.rows import rows_of
 from lightning_lowrank.seeding import generator
 
 _MAX_DRAWS = 1000
@@ -47,7 +52,8 @@ def _check_count(name: str, value: int, minimum: int) -> int:
     return value
 
 
-def _agreed(clients: int | None, number: int, known: str) -> int:
+def agreed(clients: int | None, number: int, known: str) -> int:
+    """Return the number of clients that a partition knows, or refuse another one; ``known`` says how it knows."""
     if clients is not None and clients != number:
         raise MisconfigurationException(f"clients={clients}, but {known}: set clients={number}, or leave it out.")
     return number
@@ -99,7 +105,7 @@ class Partition(Configured, ABC):
         """
         if isinstance(dataset, int):
             size = _check_count("size", dataset, 1)
-        elif (found := self.divide_rows(dataset, clients)) is not None:
+        elif (found := self.divide_named(dataset, clients)) is not None:
             return found
         else:
             size = _check_count("the number of samples of dataset", length_of(dataset), 1)
@@ -125,9 +131,24 @@ class Partition(Configured, ABC):
         labels = None if labels is None else check_labels(labels, size)
         return self.assign(size, clients, seed, labels, key_array)
 
-    def divide_rows(self, dataset: Dataset, clients: int | None) -> ClientIndices | None:
-        """Return the clients' samples by the rows of the file that they come from, or ``None`` to go by samples."""
+    def divide_named(self, dataset: Dataset, clients: int | None) -> ClientIndices | None:
+        """Return the division where the dataset itself says whose each sample is, or ``None`` to go on to `assign`."""
         return None
+
+    def divide_evaluation(self, dataset: Dataset, clients: ClientIndices) -> list[Tensor]:
+        """Return which samples of an evaluation set each client is judged on: int64, there may be none.
+
+        Args:
+            dataset: The evaluation set.
+            clients: The division of the training set, as `split` returned it.
+
+        Raises:
+            MisconfigurationException: If the partition does not say whose the samples of another data set are.
+        """
+        raise MisconfigurationException(
+            f"personal_test='by_client' needs a partition that says whose the evaluation samples are too, and"
+            f" {type(self).__name__} does not: use ByKey, FromIndices with 'test', or personal_test='matched_labels'."
+        )
 
     def find_keys(self, dataset: Dataset) -> Sequence[Any] | Column | None:
         """Return the key of each sample, or ``None`` for a partition that takes no keys."""
@@ -163,7 +184,7 @@ def _from_owners(owners: Tensor, clients: int, names: Sequence[str | int] | None
     return ClientIndices(order[int(counts[0]) :], len(owners), names, sizes=counts[1:])
 
 
-def _deal(codes: Tensor, counts: Tensor, draws: torch.Generator) -> ClientIndices:
+def deal(codes: Tensor, counts: Tensor, draws: torch.Generator) -> ClientIndices:
     """Give client j ``counts[k, j]`` random samples of class k, for codes 0 to classes - 1."""
     clients = torch.arange(counts.shape[1])
     owners = torch.full_like(codes, -1)
@@ -279,7 +300,7 @@ class Dirichlet(_ByGroup):
             counts = self._draw_counts(class_sizes.tolist(), clients, draws)
             fitting = int((counts.sum(0) >= self.min_samples).sum())
             if fitting == clients:
-                return _deal(codes, counts, generator(seed, "partition", "samples"))
+                return deal(codes, counts, generator(seed, "partition", "samples"))
             made, enough = made + 1, enough + fitting
             # Where one client has more the others have less, so that all have enough at most as often as if each did
             # on its own. Five more than were seen had enough, as another sample of clients might show.
@@ -368,7 +389,7 @@ class LabelCount(_ByGroup):
             if number:
                 lucky = torch.randperm(number, generator=draws)[: class_size % number]
                 counts[label, held[:, label].nonzero().flatten()[lucky]] += 1
-        return _deal(codes, counts, draws)
+        return deal(codes, counts, draws)
 
     def _held(self, clients: int, classes: int, draws: torch.Generator) -> Tensor:
         """Return which client holds which label: bool, shape ``[clients, classes]``."""
@@ -419,6 +440,10 @@ class ByKey(Partition):
             its classes), or else that field of the
             samples, which must be dictionaries (one pass over the dataset). Or a function that takes the dataset and
             returns one key for each sample. Keys are integers or strings.
+        file: A CSV file that has the keys in its column ``key`` instead, a line for each row of the training data.
+        index: Name of a column of ``file`` with the rows' numbers, from 0. ``None``: lines are in the rows' order.
+
+    A `ClientDatasets` knows all of its clients: they keep their order then, also those without samples.
 
     Raises:
         MisconfigurationException: If the keys cannot be found, are of another type, or ``clients`` is given and is not
@@ -431,18 +456,72 @@ class ByKey(Partition):
         (('ada', 'ben'), tensor([0, 2]))
     """
 
-    def __init__(self, key: Callable[[Any], Any] | str) -> None:
+    def __init__(self, key: Callable[[Any], Any] | str, file: str | None = None, index: str | None = None) -> None:
         if not (callable(key) or isinstance(key, str)):
             raise MisconfigurationException(
                 f"key must be a name or a function of the dataset, got {key!r} of type {type(key).__name__}."
             )
-        self.key = key
+        if file is not None and not isinstance(key, str):
+            raise MisconfigurationException(f"key must be the name of a column of file={file!r}, got {key!r}.")
+        if index is not None and file is None:
+            raise MisconfigurationException(f"index={index!r} is a column of a file: give file=.")
+        self.key, self.file, self.index = key, file, index
+
+    def divide_named(self, dataset: Dataset, clients: int | None) -> ClientIndices | None:
+        """Return the division by a column that knows all clients, in their order."""
+        column = client_column(dataset, self.key) if isinstance(self.key, str) and self.file is None else None
+        if column is None or not len(column):
+            return None
+        number = self._agreed_count(clients, len(column.names))
+        return _from_owners(torch.from_numpy(column.places), number, column.names)
+
+    def divide_evaluation(self, dataset: Dataset, clients: ClientIndices) -> list[Tensor]:
+        """See `Partition.divide_evaluation`: the samples with the client's key; those of other keys go to nobody."""
+        if self.file is not None:
+            raise MisconfigurationException(
+                f"personal_test='by_client' needs the keys of the evaluation samples, and file={self.file!r} has those"
+                " of the training samples: keep them with both data sets, or use FromIndices with 'train' and 'test'."
+            )
+        column = client_column(dataset, str(self.key))
+        keys = np.asarray(self.find_keys(dataset) if column is None else column)
+        names = np.asarray(clients.names)
+        if len(keys) and (keys.dtype.kind == "U") != (names.dtype.kind == "U"):
+            raise MisconfigurationException(
+                f"key={self.key!r} is {names[0]!r} in the training set and {keys[0]!r} in the evaluation set: give both"
+                " integers, or both strings."
+            )
+        places = {name: place for place, name in enumerate(names.tolist())}
+        known, codes = np.unique(keys, return_inverse=True)
+        owners = np.array([places.get(name, -1) for name in known.tolist()], np.int64)[codes.reshape(-1)]
+        if (owners < 0).any():
+            rank_zero_info(
+                f"personal_test='by_client': {int((owners < 0).sum()):,} of the {len(owners):,} evaluation samples are"
+                " of clients that do not train."
+            )
+        return list(_from_owners(torch.from_numpy(owners), len(names)))
 
     def find_keys(self, dataset: Dataset) -> Column:
         """Return the key of each sample, an array of integers or strings."""
+        if self.file is not None:
+            return self._keys_in_file(dataset, Path(self.file))
         if callable(self.key):
             return call_on(dataset, self.key, "key", _KEY_ADVICE)
         return find_column(dataset, (self.key,), (self.key,), self._key_of, self.key, _KEY_ADVICE, classes=True)
+
+    def _keys_in_file(self, dataset: Dataset, path: Path) -> np.ndarray:
+        """Return the key of each sample, by the row that it comes from."""
+        found, index = owners_in_file(path, "file", str(self.key), self.index)
+        rows = rows_of(dataset)
+        total = length_of(dataset) if rows is None else rows.total
+        places = np.arange(len(found)) if index is None else index
+        if len(found) != total or not np.array_equal(np.sort(places), np.arange(total)):
+            raise MisconfigurationException(
+                f"file={self.file!r} must have a line for each of the {total} rows of the training data, 0 to"
+                f" {total - 1}, and has {len(found)} lines."
+            )
+        keys = np.empty(total, np.asarray(found).dtype)
+        keys[places] = found
+        return keys if rows is None else keys[rows.numbers.numpy()]
 
     def _key_of(self, sample: Any) -> Any:
         if isinstance(sample, Mapping) and self.key in sample:
@@ -454,8 +533,10 @@ class ByKey(Partition):
 
     def count_clients(self, clients: int | None, keys: Column | None) -> int:
         """Return the number of different keys."""
-        number = len(self._categories(keys)[0])
-        return _agreed(clients, number, f"key={self.key!r} has {number} different values, each a client")
+        return self._agreed_count(clients, len(self._categories(keys)[0]))
+
+    def _agreed_count(self, clients: int | None, number: int) -> int:
+        return agreed(clients, number, f"key={self.key!r} has {number} different values, each a client")
 
     def _categories(self, keys: Column | None) -> tuple[np.ndarray, np.ndarray]:
         if keys is None:
@@ -474,104 +555,6 @@ class ByKey(Partition):
         return _from_owners(torch.from_numpy(codes.astype(np.int64)), clients, names.tolist())
 
 
-class FromIndices(Partition):
-    """A division that was made elsewhere; nothing is drawn, and samples that it leaves out are unused.
-
-    Indices number the samples of the training set. Where a data module of this package holds samples out for tests or
-    validation, or drops some, they number the rows of its file, split or arrays: a client then has those of its rows
-    that are left to train on.
-
-    Args:
-        indices: The sample indices of each client: a list with a list for each client; or a dictionary from the
-            clients' names, strings or integers, to such lists, numbered in ascending order of the names, numbers in
-            them by their value (``u2`` before ``u10``), which the result keeps (as integers where all are written so,
-            such as JSON's ``"0"`` to ``"10"``); or the path of
-            a ``.json`` or ``.pt`` file that holds either (``.pt`` as written by `torch.save`, tensors or plain lists).
-
-    Raises:
-        MisconfigurationException: If the file cannot be read, an index is out of range or occurs twice, or ``clients``
-            is given and is not the number of lists.
-
-    Example:
-        >>> FromIndices({"ward b": [2, 0], "ward a": [1]}).split(4, clients=None, seed=0)[1]
-        tensor([2, 0])
-    """
-
-    def __init__(
-        self,
-        indices: Sequence[Sequence[int]] | Mapping[str, Sequence[int]] | Mapping[int, Sequence[int]] | str | Path,
-    ) -> None:
-        content = _read_indices(Path(indices)) if isinstance(indices, (str, os.PathLike)) else indices
-        self._names: list[str | int] | None = None
-        if isinstance(content, Mapping):
-            by_name = _sorted_clients(content)
-            self._names, content = list(by_name), list(by_name.values())
-        if not isinstance(content, (Sequence, Tensor)):
-            raise MisconfigurationException(
-                "indices must be a list with the sample indices of each client, a dictionary of such lists,"
-                f" or a path, got {type(content).__name__}."
-            )
-        if not len(content):
-            raise MisconfigurationException("indices is empty: give the sample indices of at least one client.")
-        self._lists = [index_tensor(part, client) for client, part in enumerate(content)]
-
-    def divide_rows(self, dataset: Dataset, clients: int | None) -> ClientIndices | None:
-        """See `Partition.divide_rows`."""
-        rows = rows_of(dataset)
-        if rows is None:
-            return None
-        self.count_clients(clients, None)
-        return self._of_rows(rows)
-
-    def _of_rows(self, rows: Rows) -> ClientIndices:
-        """Return the samples of the clients' rows."""
-        given = ClientIndices(self._lists, rows.total, self._names)
-        samples = rows.positions()[given.indices]
-        known = samples >= 0
-        missing = len(samples) - int(known.sum())
-        if len(samples) and missing == len(samples):
-            raise MisconfigurationException(
-                f"indices names {missing:,} rows, and none of them is in the training set, which has"
-                f" {len(rows.numbers):,} of the {rows.total:,} rows: they are held out or dropped, or left out by"
-                " limit_samples."
-            )
-        if missing:
-            rank_zero_info(
-                f"FromIndices: {missing:,} of the {len(samples):,} rows that indices names are not in the training set:"
-                " they are held out, or were dropped."
-            )
-        clients = torch.repeat_interleave(torch.arange(len(given)), given.sizes)[known]
-        sizes = torch.bincount(clients, minlength=len(given))
-        return ClientIndices(samples[known], len(rows.numbers), self._names, sizes=sizes)
-
-    def count_clients(self, clients: int | None, keys: Column | None) -> int:
-        """Return the number of lists."""
-        return _agreed(clients, len(self._lists), f"indices has {len(self._lists)} lists, one for each client")
-
-    def assign(self, size: int, clients: int, seed: int, labels: Tensor | None, keys: Column | None) -> ClientIndices:
-        """See `Partition.assign`."""
-        return ClientIndices(self._lists, size, self._names)
-
-
-def _read_indices(path: Path) -> Any:
-    if not path.is_file():
-        raise MisconfigurationException(f"indices names the file {str(path)!r}, which does not exist.")
-    if path.suffix == ".json":
-        try:
-            return json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise MisconfigurationException(f"indices names {str(path)!r}, which is no valid JSON: {error}.") from error
-    if path.suffix == ".pt":
-        try:
-            return torch.load(path, map_location="cpu", weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
-            raise MisconfigurationException(
-                f"indices names {str(path)!r}, which is cut, or holds more than tensors and plain Python: torch.save"
-                " lists or a dictionary of lists there."
-            ) from error
-    raise MisconfigurationException(f"indices names {str(path)!r}: only .json and .pt files can be read.")
-
-
 def natural(name: Any) -> tuple[tuple[int, int, str], ...]:
     """The key by which names are sorted so that the numbers in them ascend.
 
@@ -583,25 +566,6 @@ def natural(name: Any) -> tuple[tuple[int, int, str], ...]:
     found = tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts if part)
     # "007" and "7" differ.
     return (*found, (2, 0, str(name)))
-
-
-def _sorted_clients(content: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Sort by name, as numbers where all names are integers as Python writes them."""
-    other = [name for name in content if isinstance(name, bool) or not isinstance(name, (str, Integral))]
-    if other:
-        raise MisconfigurationException(
-            f"the names of the clients in indices must be strings or integers, got {other[0]!r} of type"
-            f" {type(other[0]).__name__}."
-        )
-    # Others, such as "007", are names that a number would change, or make equal to another's.
-    if all(isinstance(name, str) and re.fullmatch("0|[1-9][0-9]*", name) for name in content):
-        content = {int(name): part for name, part in content.items()}
-    twice = sorted({str(name) for name in content if isinstance(name, Integral) and str(name) in content})
-    if twice:
-        raise MisconfigurationException(
-            f"indices names the client {twice[0]} twice, as an integer and as a string: give it one name."
-        )
-    return {name: content[name] for name in sorted(content, key=natural)}
 
 
 def _standard_gamma(alpha: Tensor, draws: torch.Generator) -> Tensor:

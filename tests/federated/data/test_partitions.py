@@ -434,7 +434,7 @@ def test_from_indices_numbers_named_clients_in_order(given, names):
         (7, "got int"),
         ({1: [0], "1": [1]}, "twice"),
         ({None: [0]}, "NoneType"),
-        ([0, 1], r"0.*torch\.int64"),
+        ([[0], [[1]]], r"client 1.*torch\.int64"),
         ("nowhere.json", r"indices.*'nowhere\.json'"),
     ],
 )
@@ -443,7 +443,9 @@ def test_from_indices_refuses_wrong_input_at_once(given, message):
         FromIndices(given)
 
 
-@pytest.mark.parametrize(("name", "message"), [("a.json", "no valid JSON"), ("a.txt", "only .json and .pt files")])
+@pytest.mark.parametrize(
+    ("name", "message"), [("a.json", "no valid JSON"), ("a.txt", "no literal"), ("a.xlsx", r"\.json, .*\.csv")]
+)
 def test_from_indices_refuses_wrong_files(name, message, tmp_path):
     (tmp_path / name).write_text("{")
     with pytest.raises(MisconfigurationException, match=message):

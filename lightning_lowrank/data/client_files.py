@@ -1,0 +1,465 @@
+"""Readers of files of federated data: LEAF, PFLlib, TensorFlow Federated, a file or a folder for each client, tables.
+
+Each is a `ClientDatasets` that finds the clients in its files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_lowrank.arguments import listed
+from lightning_lowrank.data.client_datasets import ClientDatasets, Split, join_arrays
+from lightning_lowrank.data.tables import Table, read_table
+from lightning_lowrank.federated.data.columns import to_column
+from lightning_lowrank.federated.data.partitions import natural
+from lightning_lowrank.federated.data.plain_files import read_plain
+from lightning_lowrank.federated.data.rows import Rows
+from lightning_lowrank.interop.extras import import_extra
+
+__all__ = ["LEAF", "ClientFiles", "ClientTable", "FederatedHDF5"]
+
+_TABLES = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".parquet")
+_FILES = (".npz", *_TABLES)
+
+
+class ClientArrays(ClientDatasets):
+    """Base class of the readers: a subclass finds one client after another in ``clients``.
+
+    Args:
+        encode: A function that takes the list or array of a client's inputs and returns an array of numbers, such as
+            one that turns texts into tokens. ``None``: they are numbers.
+        shape: Shape that each input is given, such as ``[1, 28, 28]``. ``None``: that of the file.
+        **kwargs: Arguments of `ClientDatasets`: ``test_share``, ``validation``, ``batch_size``, ``eval_batch_size``,
+            ``num_workers``, ``seed``, ``collate_fn``.
+
+    Attributes:
+        classes: Names of the classes in the order of their numbers, where the targets are strings.
+
+    Raises:
+        MisconfigurationException: When files are read: if a client's inputs are no numbers, differ in shape from
+            others', or are not as many as its targets; or if there are targets to test on that nobody trains on.
+    """
+
+    def __init__(
+        self, encode: Callable[[Any], Any] | None = None, shape: list[int] | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__({"": None}, **kwargs)
+        self.encode, self.shape = encode, shape
+        self.classes: list[str] | None = None
+        self._codes: dict[str, int] = {}
+
+    def clients(self, split: Split) -> Iterator[tuple[Any, Any, Any]] | None:
+        """Return name, inputs and targets of one client after another; ``None`` where there is no such split."""
+        raise NotImplementedError(f"{type(self).__name__} must define clients")
+
+    def names(self, split: Split) -> list[Any] | None:
+        """Return all clients in their order; ``None``: that of `clients`."""
+        return None
+
+    def read(self, split: Split) -> Any:
+        """See `ClientDatasets.read`."""
+        clients = self.clients(split)
+        if clients is None:
+            return None
+        named = ((name, self._inputs(name, x), self._targets(y)) for name, x, y in clients)
+        found = join_arrays(named, self.names(split))
+        if self._codes:
+            self.classes = self.classes or sorted(self._codes)
+            other = sorted(set(self._codes) - set(self.classes))
+            if other:
+                raise MisconfigurationException(
+                    f"{type(self).__name__}: there are targets to test on that nobody trains on: {listed(other)}"
+                )
+            numbers = torch.tensor([self.classes.index(name) for name in self._codes])
+            found.tensors = (found.tensors[0], numbers[found.tensors[1]])
+        return found
+
+    def _inputs(self, name: Any, inputs: Any) -> np.ndarray:
+        try:
+            array = np.asarray(inputs if self.encode is None else self.encode(inputs))
+        except ValueError as error:
+            raise MisconfigurationException(
+                f"{type(self).__name__}: the inputs of client {name!r} differ in shape: give encode=, a function that"
+                f" makes one array of a client's inputs ({error})"
+            ) from error
+        if array.dtype.kind not in "biufc":
+            raise MisconfigurationException(
+                f"{type(self).__name__}: the inputs of client {name!r} are no numbers but {array.dtype}, such as"
+                f" {str(array.reshape(-1)[:1])[:50]}: give encode=, a function that makes numbers of a client's inputs"
+            )
+        return array if self.shape is None else array.reshape(len(array), *self.shape)
+
+    def _targets(self, targets: Any) -> np.ndarray:
+        """Return a client's targets, strings by the place at which each came first."""
+        array = np.asarray(targets)
+        if array.dtype.kind not in "USO":
+            return array
+        texts = [each.decode() if isinstance(each, bytes) else str(each) for each in array.reshape(-1).tolist()]
+        return np.array([self._codes.setdefault(text, len(self._codes)) for text in texts], np.int64)
+
+
+class LEAF(ClientArrays):
+    """Files of `LEAF <https://arxiv.org/abs/1812.01097>`_: ``users``, and for each of them ``user_data`` with x and y.
+
+    Users are read one after another into one array of 32-bit numbers, without the rest of the file in memory. Needs the
+    extra ``ijson``.
+
+    Args:
+        root: A folder with the folders ``train`` and ``test`` of ``.json`` files, as LEAF's ``preprocess.sh`` makes
+            them; a folder of such files; or one file. Without ``test``, ``test_share`` of each user's samples is held
+            out.
+        **kwargs: Arguments of `ClientArrays` and `ClientDatasets`. ``encode`` takes the list of a user's x, such as
+            texts (Shakespeare, Sent140) or names of images (CelebA).
+
+    Raises:
+        MisconfigurationException: If there is no such file, one is no JSON of this form, or a user is in two files of a
+            split; and as for `ClientArrays`.
+
+    Example:
+        >>> import json, tempfile
+        >>> file = Path(tempfile.mkdtemp()) / "data.json"
+        >>> users = {"f1": {"x": [[0.5, 1.0]] * 5, "y": [1] * 5}, "f0": {"x": [[0.0, 1.0]] * 5, "y": [0] * 5}}
+        >>> _ = file.write_text(json.dumps({"users": list(users), "num_samples": [5, 5], "user_data": users}))
+        >>> data = LEAF(str(file), shape=[2, 1])
+        >>> data.setup()
+        >>> data.train_set.client.names, len(data.train_set), data.train_set[0][0].shape
+        (('f1', 'f0'), 8, torch.Size([2, 1]))
+    """
+
+    def __init__(self, root: str, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.root = root
+
+    def names(self, split: Split) -> list[Any] | None:
+        """See `ClientArrays.names`: the users in the order of the files."""
+        found: list[Any] = []
+        for file in self._files(split) or ():
+            # Beside the data, of which nothing is kept.
+            found += next(self._parsed(file, lambda ijson, text: ijson.items(text, "users")), [])
+        return found or None
+
+    def clients(self, split: Split) -> Iterator[tuple[Any, Any, Any]] | None:
+        """See `ClientArrays.clients`."""
+        files = self._files(split)
+        if files is None:
+            return None
+
+        def user(file: Path, name: str, content: Any) -> tuple[Any, Any, Any]:
+            if not isinstance(content, Mapping) or not {"x", "y"} <= set(content):
+                raise MisconfigurationException(f"{file}: the user {name!r} must have lists x and y")
+            return name, content["x"], content["y"]
+
+        def users(ijson: Any, text: Any) -> Iterator[tuple[str, Any]]:
+            return ijson.kvitems(text, "user_data", use_float=True)
+
+        return (user(file, *entry) for file in files for entry in self._parsed(file, users))
+
+    def _inputs(self, name: Any, inputs: Any) -> np.ndarray:
+        # Whole numbers of one user are fractions of another.
+        found = super()._inputs(name, inputs)
+        return found if self.encode is not None else found.astype(np.float32)
+
+    def _files(self, split: Split) -> list[Path] | None:
+        root = Path(self.root).expanduser()
+        split_in_two = (root / "train").is_dir()
+        if split == "test" and not (split_in_two and (root / "test").is_dir()):
+            return None
+        files = [root] if root.is_file() else sorted((root / split if split_in_two else root).glob("*.json"))
+        if not files:
+            raise MisconfigurationException(
+                f"root={self.root!r} must be a .json file, or a folder of such files or with folders train and test"
+            )
+        return files
+
+    def _parsed(self, file: Path, read: Callable[[Any, Any], Iterator[Any]]) -> Iterator[Any]:
+        ijson = import_extra("ijson", type(self).__name__)
+        with open(file, "rb") as text:
+            try:
+                yield from read(ijson, _Shallow(text))
+            except (ijson.JSONError, RecursionError) as error:
+                raise MisconfigurationException(f"{file} is no valid JSON: {error}") from error
+
+
+class _Shallow:
+    """Reads a JSON file that is not nested deeply: ijson's memory grows with the square of the depth."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._depth = file, 0
+
+    def read(self, size: int = -1) -> bytes:
+        part = self._file.read(16_384 if size else 0)
+        # Brackets in texts count too, which hardly ever differ by so many.
+        self._depth += part.count(b"[") + part.count(b"{") - part.count(b"]") - part.count(b"}")
+        if self._depth > 10_000:
+            raise RecursionError("it is nested too deeply")
+        return part
+
+
+class FederatedHDF5(ClientArrays):
+    """HDF5 files of TensorFlow Federated: a group ``examples``, in it one for each client, in these its arrays.
+
+    Needs the extra ``h5py``.
+
+    Args:
+        train: The file to train on, such as ``fed_emnist_train.h5``.
+        test: The file to test on. ``None``: ``test_share`` of each client's samples is held out.
+        x: Name of the array of inputs, such as ``pixels`` (EMNIST), ``image`` (CIFAR-100) or ``snippets``.
+        y: Name of the array of targets.
+        **kwargs: Arguments of `ClientArrays` and `ClientDatasets`.
+
+    Raises:
+        MisconfigurationException: If a file is none of this form, or lacks an array; and as for `ClientArrays`.
+    """
+
+    def __init__(self, train: str, test: str | None = None, x: str = "pixels", y: str = "label", **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._paths = {"train": train, "test": test}
+        self.x, self.y = x, y
+
+    def clients(self, split: Split) -> Iterator[tuple[Any, Any, Any]] | None:
+        """See `ClientArrays.clients`."""
+        path = self._paths[split]
+        return None if path is None else self._read(path, split)
+
+    def _read(self, path: str, split: Split) -> Iterator[tuple[Any, Any, Any]]:
+        h5py = import_extra("h5py", type(self).__name__)
+        try:
+            with h5py.File(path, "r") as file:
+                for name, arrays in file["examples"].items():
+                    yield name, arrays[self.x][()], arrays[self.y][()]
+        except (OSError, KeyError) as error:
+            raise MisconfigurationException(
+                f"{split}={path!r} must be an HDF5 file with the group 'examples', and in it for each client the arrays"
+                f" x={self.x!r} and y={self.y!r}: {error}"
+            ) from error
+
+
+class ClientFiles(ClientArrays):
+    """A file for each client, or a folder with several; also the folders that PFLlib makes.
+
+    ``root`` holds the clients' files and folders, or a folder ``train`` and a folder ``test`` that do. In a client's
+    folder, a file called ``test`` is of its test data, and all others are of its training data. A client's name is that
+    of its file, without suffix, or folder; clients come in natural order (``u2`` before ``u10``).
+
+    Files are ``.npz`` with the arrays ``x`` and ``y``, or, as PFLlib's, with a dictionary of them; or tables: ``.csv``,
+    ``.tsv``, ``.jsonl``, ``.json`` and ``.parquet``, which needs the extra ``pyarrow``. Images in folders are read by
+    `ImageFolder`, with ``clients=True``.
+
+    Args:
+        root: The folder.
+        target: Name of a table's column of targets. Strings are numbered as classes, in their order.
+        features: Names of a table's columns of inputs, numbers. ``None``: all but ``target``.
+        **kwargs: Arguments of `ClientArrays` and `ClientDatasets`.
+
+    Raises:
+        MisconfigurationException: If there is no such file, one cannot be read or holds other objects, or a cell of a
+            table is no number; and as for `ClientArrays`.
+
+    Example:
+        >>> import tempfile
+        >>> root = Path(tempfile.mkdtemp())
+        >>> for name in ("west", "east"):
+        ...     np.savez(root / f"{name}.npz", x=np.random.rand(10, 3), y=np.arange(10) % 2)
+        >>> data = ClientFiles(str(root))
+        >>> data.setup()
+        >>> data.train_set.client.names, len(data.test_set)
+        (('east', 'west'), 4)
+    """
+
+    def __init__(self, root: str, target: str = "label", features: list[str] | None = None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.root, self.target, self.features = root, target, features
+
+    def clients(self, split: Split) -> Iterator[tuple[Any, Any, Any]] | None:
+        """See `ClientArrays.clients`."""
+        found = self._files(split)
+        if found is None:
+            return None
+        return ((name, *self._joined(files)) for name, files in found.items() if files)
+
+    def names(self, split: Split) -> list[Any] | None:
+        """See `ClientArrays.names`."""
+        return list(self._files(split) or ())
+
+    def _files(self, split: Split) -> dict[str, list[Path]] | None:
+        """Return each client's files of a split; ``None`` where there are none to test on."""
+        root = Path(self.root).expanduser()
+        split_in_two = (root / "train").is_dir()
+        folder = root / split if split_in_two else root
+        if split == "test" and not folder.is_dir():
+            return None
+        try:
+            entries = sorted((each for each in folder.iterdir() if not each.name.startswith(".")), key=natural)
+        except OSError as error:
+            raise MisconfigurationException(f"root={self.root!r} is no folder that can be read: {error}") from error
+        found: dict[str, list[Path]] = {}
+        for entry in entries:
+            files = [entry] if entry.is_file() else sorted(entry.iterdir())
+            chosen = [file for file in files if file.suffix in _FILES]
+            if not split_in_two:
+                tested = [file for file in chosen if file is not entry and file.stem == "test"]
+                chosen = tested if split == "test" else [file for file in chosen if file not in tested]
+            if chosen or entry.is_dir():
+                found.setdefault(entry.name if entry.is_dir() else entry.stem, []).extend(chosen)
+        if any(found.values()):
+            return found
+        if split == "test":
+            return None
+        raise MisconfigurationException(
+            f"root={self.root!r} holds no file of a client: {', '.join(_FILES)} are read, and images by ImageFolder"
+        )
+
+    def _joined(self, files: Sequence[Path]) -> tuple[Any, Any]:
+        pairs = [self._arrays(file) for file in files]
+        x, y = zip(*pairs, strict=True)
+        return (x[0], y[0]) if len(pairs) == 1 else (np.concatenate(x), np.concatenate(y))
+
+    def _arrays(self, file: Path) -> tuple[Any, Any]:
+        if file.suffix != ".npz":
+            return table_arrays(load_table(file), self.target, self.features)
+        content = read_plain(file, "root")
+        content = content.get("data", content)
+        if not isinstance(content, Mapping) or not {"x", "y"} <= set(content):
+            raise MisconfigurationException(f"{file} must have the arrays x and y, or a dictionary 'data' with them")
+        return content["x"], content["y"]
+
+
+class ClientTable(ClientArrays):
+    r"""A table with a column that says whose each row is, such as one of several hospitals' patients.
+
+    Args:
+        train: The file: ``.csv``, ``.tsv``, ``.jsonl``, ``.json`` or ``.parquet``, which needs the extra ``pyarrow``.
+        client: Name of its column of clients. They come in natural order.
+        target: Name of its column of targets. Strings are numbered as classes, in their order.
+        features: Names of its columns of inputs, numbers. ``None``: all others.
+        test: A file of rows to test on, with the same columns.
+        split: Name of a column with ``train`` and ``test`` instead; other rows are left out. ``None``, and no ``test``:
+            ``test_share`` of each client's rows is held out.
+        **kwargs: Arguments of `ClientArrays` and `ClientDatasets`.
+
+    Raises:
+        MisconfigurationException: If a file cannot be read, there is no such column, or a cell is no number; and as for
+            `ClientArrays`.
+
+    Example:
+        >>> import tempfile
+        >>> file = Path(tempfile.mkdtemp()) / "patients.csv"
+        >>> _ = file.write_text("hospital,age,ill\n" + "west,40,0\neast,50,1\n" * 5)
+        >>> data = ClientTable(str(file), client="hospital", target="ill")
+        >>> data.setup()
+        >>> data.train_set.client.names, data.train_set[0]
+        (('east', 'west'), (tensor([50.]), tensor(1)))
+    """
+
+    def __init__(
+        self,
+        train: str,
+        client: str = "client",
+        target: str = "label",
+        features: list[str] | None = None,
+        test: str | None = None,
+        split: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        if test is not None and split is not None:
+            raise MisconfigurationException(f"test={test!r} and split={split!r} both say what to test on: give one")
+        self._paths = {"train": train, "test": train if split else test}
+        self.client, self.target, self.features, self.split = client, target, features, split
+        self._rows: dict[str, Rows] = {}
+
+    def clients(self, split: Split) -> Iterator[tuple[Any, Any, Any]] | None:
+        """See `ClientArrays.clients`."""
+        path = self._paths[split]
+        if path is None:
+            return None
+        table = load_table(Path(path))
+        beside = [self.client, *([self.split] if self.split else [])]
+        for argument, name in zip(("client", "split"), beside, strict=False):
+            table.find([name], f"{argument}={name!r}")
+        chosen = np.arange(len(table))
+        if self.split is not None:
+            chosen = np.flatnonzero(np.asarray([str(each).lower() == split for each in table[self.split]]))
+        owners = to_column(table[self.client], f"{path}: {self.client}", "give one integer or string for each row")
+        names, codes = np.unique(owners[chosen], return_inverse=True)
+        x, y = table_arrays(table, self.target, self.features, beside)
+        order = np.argsort(codes, kind="stable")
+        parts = np.split(chosen[order], np.cumsum(np.bincount(codes, minlength=len(names)))[:-1]) if len(names) else []
+        named = dict(sorted(zip(names.tolist(), parts, strict=True), key=lambda entry: natural(entry[0])))
+        self._rows[split] = Rows(torch.from_numpy(np.concatenate([chosen[:0], *named.values()])), len(table))
+        return ((name, x[rows], y[rows]) for name, rows in named.items())
+
+    def read(self, split: Split) -> Any:
+        """See `ClientDatasets.read`; samples know their rows in the file."""
+        found = super().read(split)
+        if found is not None:
+            found.rows = self._rows[split]
+        return found
+
+
+def load_table(path: Path) -> Table:
+    """Read a table as `read_table` does, or a Parquet file."""
+    if path.suffix != ".parquet":
+        return read_table(path)
+    parquet = import_extra("pyarrow.parquet", "a table in a .parquet file")
+    try:
+        return Table(parquet.read_table(path).to_pydict(), str(path))
+    except (OSError, ValueError) as error:
+        raise MisconfigurationException(f"{path} is no Parquet file: {error}") from error
+
+
+def table_arrays(
+    table: Table, target: str, features: Sequence[str] | None, beside: Sequence[str] = ()
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return a table's inputs, float32 ``(rows, features)``, and its targets: integers, float32 or strings.
+
+    Args:
+        table: The table.
+        target: Its column of targets.
+        features: Its columns of inputs; ``None``: all but ``target`` and those ``beside`` them. One column alone may
+            hold lists of numbers.
+        beside: Columns that are no inputs.
+
+    Raises:
+        MisconfigurationException: If there is no such column, or a cell is no number.
+    """
+    targets = table[table.find([target], f"target={target!r}")]
+    missing = next((row for row, cell in enumerate(targets) if cell is None or cell == "" or cell != cell), None)
+    if missing is not None:
+        raise MisconfigurationException(f"{table.place(missing)}: {target!r} has no value: leave the row out")
+    chosen = [name for name in table.column_names if name not in (target, *beside)] if features is None else features
+    columns = [_numbers(table, table.find([name], f"features={list(chosen)}")) for name in chosen]
+    if not columns:
+        raise MisconfigurationException(f"{table.source} has no column of inputs beside {target!r}: give features=")
+    inputs = columns[0] if len(columns) == 1 and columns[0].ndim > 1 else np.stack(columns, 1)
+    found = np.asarray(targets)
+    for kind in (np.int64, np.float32) if found.dtype.kind in "US" else ():
+        with contextlib.suppress(ValueError):
+            return inputs, found.astype(kind)
+    return inputs, found
+
+
+def _numbers(table: Table, name: str) -> np.ndarray:
+    """Return a column of finite numbers as float32."""
+
+    def finite(cells: Any) -> np.ndarray | None:
+        with contextlib.suppress(TypeError, ValueError):
+            found = np.asarray(cells).astype(np.float32)
+            return found if np.isfinite(found).all() else None
+        return None
+
+    found = finite(table[name])
+    if found is not None:
+        return found
+    row = next((row for row, cell in enumerate(table[name]) if finite(cell) is None), 0)
+    raise MisconfigurationException(
+        f"{table.place(row)}: {name!r} must be a number, or lists of one length, got {str(table[name][row])[:50]!r}:"
+        " fill it in, leave the row out, or name the columns of numbers by features="
+    )

@@ -1,0 +1,209 @@
+"""Plain values from files: numbers, texts, arrays, and lists, dictionaries and sets of them.
+
+Partitions, data modules and traces of devices read other projects' files by `read_plain` and `read_columns`. No code of
+a file is run.
+"""
+
+from __future__ import annotations
+
+import ast
+import codecs
+import collections
+import csv
+import io
+import json
+import pickle
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+__all__ = ["owners_in_file", "read_columns", "read_plain"]
+
+_CLIENT_COLUMNS, _INDEX_COLUMNS = ("client", "client_id", "user", "user_id"), ("index", "sample")
+
+_ERRORS = (
+    *(ValueError, TypeError, KeyError, IndexError, AttributeError, EOFError, SyntaxError, RuntimeError, OSError),
+    *(MemoryError, ImportError, pickle.UnpicklingError, zipfile.BadZipFile),
+)
+"""What readers of damaged files raise."""
+
+
+def read_plain(path: Path, argument: str) -> Any:
+    """Return what a file holds, by its suffix.
+
+    ``.json``; ``.npy`` and ``.npz``, a dictionary of the latter's arrays; ``.pt`` of `torch.save`, with tensors and
+    NumPy arrays; ``.txt`` with a Python literal, as FedML and NIID-Bench write divisions; and pickles, ``.pkl``,
+    ``.pickle`` and files without a suffix, as PFLlib, FedLab and FedScale write them: with plain values and NumPy
+    arrays alone.
+
+    Args:
+        path: The file.
+        argument: Name of the argument that names it, for messages.
+
+    Raises:
+        MisconfigurationException: If there is no such file, it has another suffix, is damaged or nested too deeply, or
+            holds objects other than plain values.
+    """
+    if not path.is_file():
+        raise MisconfigurationException(f"{argument} names the file {str(path)!r}, which does not exist.")
+    if path.suffix not in _READERS:
+        raise MisconfigurationException(
+            f"{argument} names {str(path)!r}: {', '.join(filter(None, _READERS))}, .csv and pickles without a suffix"
+            " can be read."
+        )
+    kind, read = _READERS[path.suffix]
+    try:
+        return read(path)
+    except _ERRORS as error:
+        # torch's message says how the file's code could be run.
+        reason = "it is cut, or holds more than tensors, arrays and plain values" if path.suffix == ".pt" else error
+        raise MisconfigurationException(f"{argument} names {str(path)!r}, which is no {kind}: {reason}.") from error
+
+
+def read_columns(path: Path, argument: str) -> dict[str, list[str]]:
+    """Return the columns of a CSV file by their names in its first line.
+
+    Raises:
+        MisconfigurationException: If it cannot be read, or a line has another number of cells.
+    """
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            rows = [row for row in csv.reader(file) if row]
+            # FedLab's reports have a title in front.
+            rows = rows[len(rows[0]) == 1 < len(rows[1]) :] if len(rows) > 1 else rows
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise MisconfigurationException(
+            f"{argument}={str(path)!r} is no CSV file that can be read: {error}."
+        ) from error
+    header = rows[0] if rows else []
+    other = next((number for number, row in enumerate(rows) if len(row) != len(header)), None)
+    if other is not None:
+        raise MisconfigurationException(
+            f"{argument}={str(path)!r}: row {other} has {len(rows[other])} cells, and the first line names"
+            f" {len(header)} columns."
+        )
+    return {name: list(cells) for name, cells in zip(header, zip(*rows[1:], strict=True), strict=False)}
+
+
+def owners_in_file(
+    path: Path, argument: str, client: str | None, index: str | None
+) -> tuple[list[str], np.ndarray | None]:
+    """Return what the lines of a CSV file say about samples.
+
+    Args:
+        path: The file.
+        argument: Name of the argument that names it, for messages.
+        client: Name of its column of clients; ``None``: the first of some common names.
+        index: Name of its column of the samples' indices; ``None``: one of a common name, if any.
+
+    Returns:
+        The client of each line; and the index of its sample, or ``None`` where lines are those of the samples in their
+        order.
+    """
+    columns = read_columns(path, argument)
+    owners = client or next((name for name in _CLIENT_COLUMNS if name in columns), None)
+    places = index or next((name for name in _INDEX_COLUMNS if name in columns), None)
+    for what, name in (("client", owners), *((("index", places),) if places else ())):
+        if name not in columns:
+            raise MisconfigurationException(
+                f"{argument}={str(path)!r} has no column {name or list(_CLIENT_COLUMNS)!r}: give {what}=, one of"
+                f" {list(columns)}."
+            )
+    assert owners is not None
+    if places is None:
+        return columns[owners], None
+    try:
+        return columns[owners], np.array([int(value) for value in columns[places]], np.int64)
+    except ValueError as error:
+        raise MisconfigurationException(
+            f"{argument}={str(path)!r}: its column {places!r} must hold integers: {error}."
+        ) from error
+
+
+class _Unpickler(pickle.Unpickler):
+    """Admits NumPy arrays and Python's own containers."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = _ADMITTED.get((module.replace("numpy._core", "numpy.core"), name))
+        if found is None:
+            raise pickle.UnpicklingError(
+                f"it holds {module}.{name}, and of a pickle only numbers, texts, NumPy arrays, lists, dictionaries and"
+                " sets are read, because anything else may run code: save these alone"
+            )
+        return found
+
+    def persistent_load(self, key: Any) -> Any:
+        raise pickle.UnpicklingError("it refers to objects in other places")
+
+
+def _unpickled(file: BinaryIO) -> Any:
+    return _Unpickler(file).load()
+
+
+def _scalar(dtype: np.dtype, data: Any = b"") -> Any:
+    if dtype.hasobject:
+        raise pickle.UnpicklingError("it holds an object of NumPy that is no number")
+    return np.frombuffer(data if isinstance(data, bytes) else data.encode("latin1"), dtype)[0]
+
+
+def _encoded(text: str, encoding: str = "latin1") -> bytes:
+    if encoding != "latin1":
+        raise pickle.UnpicklingError(f"it encodes by {encoding!r}")
+    return codecs.encode(text, "latin1")
+
+
+_REBUILT, _FROM_BUFFER = np.zeros(0).__reduce__()[0], np.zeros(0).__reduce_ex__(5)[0]
+_PLAIN = {kind.__name__: kind for kind in (set, frozenset, list, dict, tuple, int, float, complex, bytearray)}
+_ADMITTED: dict[tuple[str, str], Any] = {
+    ("numpy.core.multiarray", "_reconstruct"): _REBUILT,
+    ("numpy.core.numeric", "_frombuffer"): _FROM_BUFFER,
+    ("numpy.core.multiarray", "scalar"): _scalar,
+    ("numpy", "ndarray"): np.ndarray,
+    ("numpy", "dtype"): np.dtype,
+    ("_codecs", "encode"): _encoded,
+    ("collections", "OrderedDict"): collections.OrderedDict,
+    ("collections", "defaultdict"): collections.defaultdict,
+    **{(module, name): kind for module in ("builtins", "__builtin__") for name, kind in _PLAIN.items()},
+}
+
+
+def _read_pickle(path: Path) -> Any:
+    return _unpickled(io.BytesIO(path.read_bytes()))
+
+
+def _read_torch(path: Path) -> Any:
+    kinds = [type(np.dtype(kind)) for kind in "?bBhHiIlLqQefd"]
+    named = [(_REBUILT, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")]
+    admitted: list[Any] = [np.ndarray, np.dtype, *kinds, *named, (codecs.encode, "_codecs.encode")]
+    with torch.serialization.safe_globals(admitted):
+        return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _read_npz(path: Path) -> dict[str, Any]:
+    with zipfile.ZipFile(path) as archive:
+        names = [name for name in archive.namelist() if name.endswith(".npy")]
+        return {name.removesuffix(".npy"): _array(io.BytesIO(archive.read(name))) for name in names}
+
+
+def _array(file: BinaryIO) -> Any:
+    """Return an array of the format ``.npy``; the value itself of one that holds a pickled value."""
+    if np.lib.format.read_magic(file) == (1, 0) and np.lib.format.read_array_header_1_0(file)[2].hasobject:
+        found = _unpickled(file)
+        return found.item() if isinstance(found, np.ndarray) and not found.ndim else found
+    file.seek(0)
+    return np.lib.format.read_array(file, allow_pickle=False)
+
+
+_READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
+    ".json": ("valid JSON", lambda path: json.loads(path.read_text(encoding="utf-8"))),
+    ".npy": ("array of NumPy", lambda path: _array(io.BytesIO(path.read_bytes()))),
+    ".npz": (".npz file", _read_npz),
+    ".pt": ("file of torch.save", _read_torch),
+    ".txt": ("literal of Python", lambda path: ast.literal_eval(path.read_text(encoding="utf-8").strip())),
+    **dict.fromkeys((".pkl", ".pickle", ""), ("pickle of plain values", _read_pickle)),
+}

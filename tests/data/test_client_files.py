@@ -1,0 +1,233 @@
+"""Each client's samples are its own, whatever files they come from."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.utils.data import IterableDataset
+
+from lightning_lowrank import ByKey, FedAvg, FederatedLoop, FromIndices
+from lightning_lowrank.data import LEAF, ClientDatasets, ClientFiles, ClientTable, FederatedHDF5
+from tests.data.federated_files import (
+    FORMS,
+    NAMES,
+    SIZES,
+    dump,
+    joined,
+    mixed,
+    read,
+    samples_of,
+    write_csv,
+    write_jsonl,
+    write_parquet,
+    written,
+)
+
+each_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+
+
+def made(form, folder):
+    for name in ("h5py", "ijson", "pyarrow"):
+        pytest.importorskip(name)
+    return form.make(folder)
+
+
+@each_form
+def test_samples_are_the_clients_own(form, tmp_path):
+    data = made(form, tmp_path)()
+    data.setup()
+    assert data.train_set.client.names == form.order
+    assert read(data.train_set) == written()["train"]
+    assert read(data.test_set) == written()["test"]
+
+
+@each_form
+def test_after_hold_outs_too(form, tmp_path):
+    data = made(form, tmp_path)(validation=0.34)
+    data.setup()
+    train, validation = read(data.train_set), read(data.validation_set)
+    assert joined(train, validation) == written()["train"]
+    assert {name: len(part) for name, part in validation.items()} == {"w10": 2, "w2": 3, "w7": 2}
+    assert read(data.test_set) == written()["test"]
+
+
+@each_form
+def test_by_key_divides_them_and_their_evaluation(form, tmp_path):
+    data = made(form, tmp_path)()
+    data.setup()
+    partition = ByKey("client")
+    indices = partition.split(data.train_set, None, 0)
+    assert indices.names == form.order
+    judged = partition.divide_evaluation(data.test_set, indices)
+    for dataset, parts, split in ((data.train_set, indices, "train"), (data.test_set, judged, "test")):
+        owners = np.asarray(dataset.client)
+        for name, part in zip(form.order, parts, strict=True):
+            assert set(owners[part.numpy()]) == {name}
+            assert len(part) == SIZES[name][split == "test"]
+
+
+def test_rows_of_a_table_are_those_of_its_file(tmp_path):
+    lines = list(mixed("train"))
+    write_csv(tmp_path / "all.csv", lines)
+    data = ClientTable(str(tmp_path / "all.csv"), client="hospital", test_share=0.3, features=["a"])
+    data.setup()
+    odd = [row for row in range(len(lines)) if row % 2]
+    indices = FromIndices({"odd": odd}).split(data.train_set, None, 0)
+    assert 0 < len(indices[0]) < len(odd)
+    values = {float(data.train_set[int(sample)][0]) for sample in indices[0]}
+    assert values <= {np.float32(lines[row]["a"]) for row in odd}
+
+
+def test_without_test_data_a_share_of_each_clients_is_held_out(tmp_path):
+    parts = {name: samples_of(name, "train") for name in NAMES}
+    data = ClientDatasets({**parts, "none": ([], []), "one": (np.ones((1, 4), np.float32), [0])}, test_share=0.5)
+    data.setup()
+    sizes = {name: len(part) for name, part in read(data.test_set).items()}
+    assert sizes == {"w10": 3, "w2": 4, "w7": 2, "none": 0, "one": 0}
+    assert joined(read(data.train_set), read(data.test_set)).items() >= written()["train"].items()
+    again = ClientDatasets({**parts, "none": ([], []), "one": (np.ones((1, 4), np.float32), [0])}, test_share=0.5)
+    again.setup()
+    assert read(again.test_set) == read(data.test_set)
+
+
+def test_clients_without_samples_keep_their_place(tmp_path):
+    pytest.importorskip("ijson")
+    users = {"b": {"x": [[1.0]] * 4, "y": [0] * 4}, "none": {"x": [], "y": []}, "a": {"x": [[2]] * 4, "y": [1] * 4}}
+    content = {"users": [*users, "absent"], "num_samples": [4, 0, 4, 0], "user_data": users}
+    (tmp_path / "all.json").write_text(json.dumps(content))
+    data = LEAF(str(tmp_path))
+    data.setup()
+    indices = ByKey("client").split(data.train_set, None, 0)
+    assert indices.names == ("b", "none", "a", "absent")
+    assert indices.sizes.tolist() == [3, 0, 3, 0]
+
+
+def test_texts_are_encoded_and_strings_numbered(tmp_path):
+    pytest.importorskip("ijson")
+    users = {"b": {"x": ["ab", "ba"], "y": ["z", "a"]}, "a": {"x": ["aa"] * 3, "y": ["z", "z", "m"]}}
+    for split in ("train", "test"):
+        (tmp_path / split).mkdir()
+        (tmp_path / split / "0.json").write_text(json.dumps({"users": list(users), "user_data": users}))
+    data = LEAF(str(tmp_path), encode=lambda texts: np.array([[ord(letter) for letter in text] for text in texts]))
+    data.setup()
+    assert data.classes == ["a", "m", "z"]
+    assert data.train_set.tensors[1].tolist() == [2, 0, 2, 2, 1]
+    assert data.train_set.tensors[0].tolist() == [[97, 98], [98, 97], [97, 97], [97, 97], [97, 97]]
+    with pytest.raises(MisconfigurationException, match=r"'b'.*encode="):
+        LEAF(str(tmp_path)).setup()
+    (tmp_path / "test" / "0.json").write_text(
+        json.dumps({"users": ["b"], "user_data": {"b": {"x": ["q"], "y": ["q"]}}})
+    )
+    with pytest.raises(MisconfigurationException, match="q"):
+        LEAF(str(tmp_path), encode=lambda texts: np.zeros((len(texts), 2))).setup()
+
+
+def test_a_list_of_numbers_is_the_inputs_of_a_table(tmp_path):
+    lines = [{"client": "ab"[row % 2], "x": [row, 0.5], "label": row} for row in range(6)]
+    write_jsonl(tmp_path / "all.jsonl", lines)
+    data = ClientTable(str(tmp_path / "all.jsonl"), test_share=0.34)
+    data.setup()
+    found = sorted(x.tolist() for part in (data.train_set, data.test_set) for x, _ in part)
+    assert found == [[float(row), 0.5] for row in range(6)]
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(())
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda folder: ClientDatasets({"a": Stream()}), r"'a'.*Stream.*list\(dataset\)"),
+        (lambda folder: ClientDatasets([1]), "train must be a dictionary"),
+        (lambda folder: ClientDatasets({"a": ([1], [1, 2])}), "'a'.*1 .* 2"),
+        (lambda folder: ClientDatasets({"a": ([1.0], [1]), "b": ([[1.0]], [1])}), r"'b'.*\[1\].*\[\]"),
+        (lambda folder: ClientDatasets({"a": ([1.0], [1])}), "test_share=0.2"),
+        (lambda folder: ClientDatasets({"a": ([1.0], [1])}, {"a": ([], [])}), "'test'"),
+        (lambda folder: ClientFiles(str(folder / "none")), "root=.*none"),
+        (lambda folder: ClientFiles(str(folder)), "holds no file"),
+        (lambda folder: LEAF(str(folder)), "root="),
+        (lambda folder: FederatedHDF5(str(folder / "none.h5")), "train=.*none.h5"),
+    ],
+)
+def test_what_is_no_data_of_clients_is_refused(make, message, tmp_path):
+    pytest.importorskip("h5py")
+    with pytest.raises(MisconfigurationException, match=message):
+        make(tmp_path).setup()
+
+
+@pytest.mark.parametrize(
+    ("cells", "keywords", "message"),
+    [
+        ("c,age,label\na,1,0\nb,,1\n", {}, r"row 1.*'age'.*''"),
+        ("c,age,label\na,1,0\n", {"target": "ill"}, "target='ill'"),
+        ("c,age,label\na,1,0\n", {"features": ["sex"]}, "features=.*sex"),
+        ("c,age,label\na,1,0\n", {"split": "fold"}, "split='fold'"),
+        ("ward,age,label\na,1,0\n", {}, "client='c'"),
+        ("c,label\na,1\n", {}, "no column of inputs"),
+        ("c,age,label\na,nan,0\n", {}, r"row 0.*'age'.*'nan'"),
+        ("c,age,label\na,1,0\nb,1,\n", {}, r"row 1.*'label'"),
+    ],
+)
+def test_tables_that_lack_something_are_refused(cells, keywords, message, tmp_path):
+    (tmp_path / "all.csv").write_text(cells)
+    with pytest.raises(MisconfigurationException, match=message):
+        ClientTable(str(tmp_path / "all.csv"), client="c", **keywords).setup()
+
+
+def test_what_is_missing_in_other_tables_is_refused(tmp_path):
+    pytest.importorskip("pyarrow")
+    row = {"client": "a", "age": 1.0, "label": 0}
+    for wrong, message in (({"age": None}, "row 1.*'age'.*None"), ({"label": None}, "row 1.*'label'")):
+        write_parquet(tmp_path / "all.parquet", [row, {**row, **wrong}])
+        with pytest.raises(MisconfigurationException, match=message):
+            ClientTable(str(tmp_path / "all.parquet")).setup()
+    write_jsonl(tmp_path / "all.jsonl", [{**row, "age": [1, 2]}, {**row, "age": [1]}])
+    with pytest.raises(MisconfigurationException, match=r"'age'.*lists"):
+        ClientTable(str(tmp_path / "all.jsonl")).setup()
+
+
+@pytest.mark.parametrize("text", ["{", '{"users": ["a"], "user_data": {"a": 3}}', "[" * 100_000, "\x00"])
+def test_damaged_json_is_refused(text, tmp_path):
+    pytest.importorskip("ijson")
+    (tmp_path / "all.json").write_text(text)
+    with pytest.raises(MisconfigurationException, match=r"all\.json"):
+        LEAF(str(tmp_path)).setup()
+
+
+class Code:
+    def __reduce__(self):
+        return (Path.touch, (Path("marker"),))
+
+
+def test_a_pickle_with_code_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train").mkdir()
+    np.savez(tmp_path / "train" / "0.npz", data=np.array({"x": Code(), "y": [1]}, dtype=object))
+    with pytest.raises(MisconfigurationException, match=r"0\.npz.*pathlib"):
+        ClientFiles(str(tmp_path)).setup()
+    assert not Path("marker").exists()
+    dump(tmp_path / "clients.pkl", {0: [1], 1: Code()})
+    with pytest.raises(MisconfigurationException, match=r"clients\.pkl.*pathlib"):
+        FromIndices(tmp_path / "clients.pkl")
+    assert not Path("marker").exists()
+
+
+def test_a_recipe_names_a_reader(tmp_path):
+    import lightning.pytorch as pl
+
+    from lightning_lowrank.models import MLP, Classifier
+
+    data = made(FORMS["LEAF"], tmp_path)(shape=[2, 2])
+    loop = FederatedLoop(FedAvg(), partition=ByKey("client"), personal_test="by_client")
+    trainer = pl.Trainer(
+        max_epochs=1, callbacks=[loop], logger=False, enable_checkpointing=False, enable_progress_bar=False
+    )
+    trainer.fit(Classifier(MLP(in_features=4, hidden=[4], out_features=3)), data)
+    assert loop.indices.names == tuple(NAMES)
+    assert trainer.callback_metrics["personal/val_acc"] == trainer.callback_metrics["global/val_acc"]
+    assert torch.isfinite(trainer.callback_metrics["val_loss"])
