@@ -231,10 +231,13 @@ NEEDS = {
     "chunk_size": {"execution": "vectorized"},
     "compile": {"execution": "vectorized"},
     "participants": {"clients_per_round": None},
-    "personal_clients": {"personal_test": "matched_labels"},
+    "personal_clients": {"personal_test": "matched_labels", "allow_changes": ["personal_test"]},
     "privacy": {"weighting": "uniform"},
 }
-WITHOUT_EFFECT = {"summary", "cuda_graphs", "fast_steps", "data_on_device", "client_memory_limit", "allow_changes"}
+WITHOUT_EFFECT = {
+    *("summary", "cuda_graphs", "fast_steps", "data_on_device", "client_memory_limit", "allow_changes"),
+    "personal_clients",
+}
 
 
 @pytest.fixture(scope="module")
