@@ -68,6 +68,27 @@ def test_a_difference_is_found():
     assert "| **differs** " in markdown([row])
 
 
+class Stale(LitClassifier):
+    """Computes with the weight that its first layer had before it was converted."""
+
+    def __init__(self, network):
+        super().__init__(network)
+        self.kept = [network[0].weight]
+
+    def forward(self, inputs):
+        return self.net[1:](nn.functional.linear(inputs, self.kept[0]))
+
+
+@pytest.mark.slow
+def test_a_layer_that_nothing_computes_with_is_found():
+    def make():
+        network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        return Stale(network), tensors(torch.randn(23, 4), torch.randint(2, (23,)))
+
+    row = examine(Exhibit("Stale", "Tests", "stale", make))
+    assert "recovered weights" in row.outcomes["low-rank sequential"].said
+
+
 def test_a_module_that_fails_on_its_own_is_no_fault_of_the_package():
     def make():
         module, loader = drifting()

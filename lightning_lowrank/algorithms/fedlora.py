@@ -124,6 +124,8 @@ class FedLoRA(Algorithm):
         ... ]
     """
 
+    handles_shared_memory = True
+
     def __init__(
         self,
         operator: Operator,

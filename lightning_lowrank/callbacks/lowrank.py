@@ -17,7 +17,7 @@ from rich.console import Console
 from torch import Tensor
 
 from lightning_lowrank.arguments import Configured, arguments_of, check_number, listed
-from lightning_lowrank.federated.checks import check_optimizers
+from lightning_lowrank.federated.checks import check_factor_gradients, check_optimizers
 from lightning_lowrank.internals.lightning import check_namespace, refuse_unseen_steps
 from lightning_lowrank.interop.peft_layout import Outline, outline
 from lightning_lowrank.layers import (
@@ -107,6 +107,7 @@ class LowRank(Configured, Callback):
         self.conversion: Conversion | None = None
         self._module: torch.nn.Module | None = None
         self._trained: set[str] = set()
+        self._unseen: set[int] = set()
         self._frozen: list[tuple[str, torch.nn.Parameter]] = []
         self._added: list[str] = []
 
@@ -195,6 +196,10 @@ class LowRank(Configured, Callback):
         self._refuse_dense(pl_module)
         unmerge(pl_module)
         check_optimizers(trainer, pl_module)
+        callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
+        # FederatedLoop looks at its clients' first step itself.
+        federated = any(callback.state_key == "FederatedLoop" for callback in callbacks)
+        self._unseen = set() if federated else set(map(id, trainer.optimizers))
 
     def _refuse_dense(self, module: pl.LightningModule) -> None:
         """Refuse a module that has made layers since the conversion."""
@@ -233,9 +238,12 @@ class LowRank(Configured, Callback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Add the Frobenius decay to the gradients."""
+        """Add the Frobenius decay to the gradients; in the first step, refuse layers that nothing computes with."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if id(optimizer) in self._unseen:
+            self._unseen.remove(id(optimizer))
+            check_factor_gradients(pl_module, lambda name, factor: factor.grad, parameters)
         if self.frobenius_decay:
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             add_frobenius_decay(pl_module, self.frobenius_decay, parameters)
 
     def on_before_stacked_step(self, module: pl.LightningModule, stacks: Mapping[str, Tensor]) -> None:

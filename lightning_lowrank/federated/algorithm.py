@@ -88,6 +88,9 @@ class Algorithm(Configured):
     needs_labels: bool = False
     """Whether the client's half reads the labels of its training samples."""
 
+    handles_shared_memory: bool = False
+    """Whether the method itself keeps or refuses two tensors that lie in one memory; see `checks.check_memory`."""
+
     static_batch_norm: bool = False
     """Whether the paper trains BatchNorm with static statistics, `StaticBatchNorm`; a fit without it warns."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -36,9 +36,9 @@ from lightning_lowrank.arguments import listed
 from lightning_lowrank.federated.algorithm import Algorithm, inherits
 from lightning_lowrank.federated.evaluation import CompletesModels
 from lightning_lowrank.federated.settings import FederatedSettings
-from lightning_lowrank.federated.state import Base, BufferPolicy
+from lightning_lowrank.federated.state import Base, BufferPolicy, trained_tensors
 from lightning_lowrank.internals.lightning import overrides
-from lightning_lowrank.internals.torch import BATCH_NORMS
+from lightning_lowrank.internals.torch import BATCH_NORMS, sharing_memory
 from lightning_lowrank.layers import low_rank_layers
 
 _READING_HOOKS = (
@@ -95,6 +95,50 @@ def check_trained(module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
             f" {listed(forgotten)}. Build the optimizer in"
             " configure_optimizers() from self.parameters() (which holds the factors by then), or freeze them with"
             " requires_grad_(False)."
+        )
+
+
+def check_factor_gradients(
+    module: nn.Module, gradient_of: Callable[[str, Tensor], Tensor | None], among: Iterable[Tensor] | None = None
+) -> None:
+    """Refuse a module of whose low-rank layers none has a gradient in its first step; name those that have none.
+
+    Args:
+        module: The module, after the first backward pass.
+        gradient_of: Returns the gradient of a factor, given its name and the factor.
+        among: The factors that the step trains; ``None``: all that are trained.
+    """
+    wanted = None if among is None else {id(each) for each in among}
+    unseen, trained = [], 0
+    for name, layer in low_rank_layers(module, tied=False):
+        named = layer.factors.named_parameters(f"{name}.factors" if name else "factors")
+        factors = [each for each in named if each[1].requires_grad and (wanted is None or id(each[1]) in wanted)]
+        if factors and layer.active != "base":
+            trained += 1
+            unseen += [name] if all(gradient_of(*each) is None for each in factors) else []
+    if not unseen:
+        return
+    said = (
+        f"the first step gives no gradient to the factors of {listed(unseen)}: the module computes with something else,"
+        " such as a weight that it read before LowRank converted the layer. Leave such layers out:"
+        f" LowRank(exclude={unseen[:3]})."
+    )
+    if len(unseen) == trained:
+        raise MisconfigurationException(said)
+    rank_zero_warn(f"{said} Layers of which only some batches make use get theirs later.")
+
+
+def check_memory(loop: Any, module: nn.Module) -> None:
+    """Refuse two tensors in one memory where the method or a codec may make two values of them."""
+    alike = inherits(loop.algorithm, "begin", "end", "receive", "personal_model") and loop.buffers == "average"
+    if loop.algorithm.handles_shared_memory or (alike and not (loop.uplink or loop.downlink)):
+        return
+    shared = sharing_memory(trained_tensors(module).items())
+    if shared:
+        raise MisconfigurationException(
+            f"{' and '.join(shared[0])} lie in the same memory, as two tensors, and {loop.algorithm!r} with"
+            f" uplink={loop.uplink!r}, downlink={loop.downlink!r} and buffers={loop.buffers!r} may make two values of"
+            " them: have one Parameter under both names, as tied weights are, or use FedAvg without codecs."
         )
 
 

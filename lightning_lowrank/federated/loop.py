@@ -26,6 +26,7 @@ from lightning_lowrank.federated.checks import (
     check_callbacks,
     check_local_update,
     check_manual_optimization,
+    check_memory,
     check_optimizers,
     goes_on_from,
     notes,
@@ -327,6 +328,7 @@ class FederatedLoop(FederatedSettings, Callback):
             rank_zero_warn(f"personal_test={self.personal_test!r} {NO_VALIDATION}")
         check_manual_optimization(self, pl_module)
         check_local_update(self.algorithm, trainer)
+        check_memory(self, pl_module)
         assert self._data is not None
         self._fingerprint = fingerprint(self, trainer, len(self._data.divided()))
         self._for_samples = any(isinstance(each, NeedsPoissonBatches) for each in trainer.callbacks)

@@ -1,5 +1,7 @@
 """LowRank as a callback: with and without federation, twice, on other people's modules."""
 
+import warnings
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -409,14 +411,41 @@ class Reading(Module):
         return nn.functional.cross_entropy(outputs, targets)
 
 
+@pytest.mark.parametrize("execution", [None, "sequential", "vectorized"])
 @pytest.mark.parametrize("some", [False, True])
-def test_factors_without_a_gradient_are_named(tmp_path, some):
+def test_factors_without_a_gradient_are_named(tmp_path, some, execution):
+    """In a fit without a federation too, and where clients step together."""
     low_rank = LowRank(MatrixProduct(), rank=2, role="weight", allow_larger=True, summary=False)
-    loop = FederatedLoop(FedAvg(), clients=2, execution="sequential", summary=False)
-    made = trainer(tmp_path, low_rank, loop, max_epochs=1, limit_val_batches=0)
+    loops = [FederatedLoop(FedAvg(), clients=2, execution=execution, summary=False)] if execution else []
+    made = trainer(tmp_path, low_rank, *loops, max_epochs=1, limit_val_batches=0)
     if some:
         with pytest.warns(UserWarning, match=r"factors of net\.0.*exclude=\['net\.0'\]"):
             made.fit(Reading(some), Data())
         return
     with pytest.raises(MisconfigurationException, match=r"factors of net\.0 and net\.2|factors of net\.0, net\.2"):
         fit(made, Reading(some), Data())
+
+
+class TwoOptimizers(Module):
+    """Trains its layers in turn, each by an optimizer of its own."""
+
+    def __init__(self):
+        super().__init__(nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 4)))
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()[batch_idx % 2]
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.net[0], self.net[2])]
+
+
+def test_each_optimizers_own_factors_are_looked_at(tmp_path):
+    low_rank = LowRank(MatrixProduct(), rank=2, role="weight", allow_larger=True, summary=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        warnings.filterwarnings("ignore", message=".*(workers|log_every_n_steps|isinstance|tips|logger).*")
+        trainer(tmp_path, low_rank, max_epochs=1, limit_val_batches=0).fit(TwoOptimizers(), Data())

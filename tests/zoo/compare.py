@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import logging
 import random
@@ -20,7 +21,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
-from lightning_lowrank import FedAvg, FederatedLoop, FromIndices, LowRank, MatrixProduct
+from lightning_lowrank import FedAvg, FederatedLoop, FromIndices, LowRank, MatrixProduct, recover
 from lightning_lowrank.federated.randomness import seed_process, step_seed
 from lightning_lowrank.layers import low_rank_layers
 from lightning_lowrank.seeding import derive_seed
@@ -224,6 +225,40 @@ def federated(
     return module, loop, [str(each.message) for each in given]
 
 
+class FirstLoss(pl.Callback):
+    """Takes the loss of a fit's first step, ``None`` where the step returns none."""
+
+    value: float | None = None
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if self.value is None and isinstance(loss, Tensor) and loss.numel() == 1:
+            self.value = float(loss)
+
+
+def _check_recovered(exhibit: Exhibit, module: pl.LightningModule, folder: str) -> str:
+    """Say how a trained low-rank module and an untouched one that has its recovered weights differ; empty if nowhere.
+
+    They would where the module goes on to compute with the layers that it had before.
+    """
+    dense, loader = _made(exhibit)
+    dense.load_state_dict(recover(copy.deepcopy(module)).state_dict())
+    losses = []
+    for each in (module, dense):
+        first = FirstLoss()
+        _fit(each, loader, [SameDraws(0), first], folder)
+        losses.append(first.value)
+    low_rank_loss, dense_loss = losses
+    if low_rank_loss is None or dense_loss is None:
+        return ""
+    tolerance = max(TOLERANCE.get(value.dtype, 1e-1) for value in module.parameters())
+    if abs(low_rank_loss - dense_loss) <= tolerance * max(1.0, abs(dense_loss)):
+        return ""
+    return f"its loss is {low_rank_loss:g}, and {dense_loss:g} of a dense module with its recovered weights"
+
+
 def _compare(found: Values, reference: Values, start: Values) -> Outcome:
     """Compare all tensors of two state dicts."""
     if found.keys() != reference.keys():
@@ -303,6 +338,8 @@ def _tries(exhibit: Exhibit, converted: bool, start: Values, frozen: Values, row
         if execution == "sequential":
             sequential.update(found)
         wrong = _check_frozen(module, frozen)
+        if converted and execution == "sequential" and not wrong:
+            wrong = _check_recovered(exhibit, module, folder)
         if wrong:
             return Outcome("differs", said=wrong, taken=taken)
         if drew and (taken == "vectorized" or loop.rounds.execution.channels_last):

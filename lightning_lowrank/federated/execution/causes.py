@@ -58,6 +58,10 @@ _CAUSES: tuple[tuple[str, str], ...] = (
         "the shape of a result in it depends on a tensor's values (indexing with a boolean mask, nonzero, unique,"
         " bincount)",
     ),
+    (
+        "a hook is registered",
+        "it registers a hook on a tensor (Tensor.register_hook), which expects one client's gradient",
+    ),
     ("saved tensors hooks|_NoopSaveInputs", "it uses gradient checkpointing, which computes again outside of the map"),
     ("setup_context|does not have vmap support", "it uses an autograd.Function that has no rule for torch.func.vmap"),
     (r"aten::(lstm|gru|rnn)", "torch cannot map its recurrent layers (nn.LSTM, nn.GRU, nn.RNN)"),

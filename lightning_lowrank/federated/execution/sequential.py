@@ -6,18 +6,17 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_lowrank.arguments import listed
 from lightning_lowrank.federated import optimizers
 from lightning_lowrank.federated.algorithm import LocalStep, detached
+from lightning_lowrank.federated.checks import check_factor_gradients
 from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.execution.base import Execution, while_training
 from lightning_lowrank.federated.execution.channels_last import ChannelsLast, explained
 from lightning_lowrank.federated.state import ClientContext, State, copy_into
-from lightning_lowrank.layers import low_rank_layers
 
 
 class Sequential(Execution):
@@ -111,31 +110,10 @@ class Sequential(Execution):
                     " from client to client: set requires_grad back at the end of each step, or change it in"
                     " on_train_epoch_start."
                 )
-            if not self._has_trained:
-                self._check_factors()
+            if not self._has_trained and self.module.automatic_optimization:
+                check_factor_gradients(self.module, lambda name, factor: factor.grad)
+            self._has_trained = True
         super().before_step()
-
-    def _check_factors(self) -> None:
-        """Refuse low-rank layers of which none has a gradient in the first step; name those of which some have."""
-        self._has_trained = True
-        if not self.module.automatic_optimization:
-            return
-        layers = [
-            (name, [*layer.factors.values()])
-            for name, layer in low_rank_layers(self.module, tied=False)
-            if layer.active != "base"
-        ]
-        trained = [(name, factors) for name, factors in layers if any(factor.requires_grad for factor in factors)]
-        unseen = [name for name, factors in trained if all(factor.grad is None for factor in factors)]
-        said = (
-            f"the first step gives no gradient to the factors of {listed(unseen)}: the module computes with something"
-            " else, such as a weight that it read before LowRank converted the layer. Leave such layers out:"
-            f" LowRank(exclude={unseen[:3]})."
-        )
-        if unseen and len(unseen) == len(trained):
-            raise MisconfigurationException(said)
-        if unseen:
-            rank_zero_warn(f"{said} Layers of which only some batches make use get theirs later.")
 
     def close(self) -> dict[int, Exception]:
         """Hand over what the client sends."""

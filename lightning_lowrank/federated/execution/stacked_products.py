@@ -31,6 +31,9 @@ _ACTIVATIONS = {
 _NUMBERS = {Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__, Tensor.item, Tensor.tolist}
 
 
+_HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
+
+
 class StackedProducts(TorchFunctionMode):
     """Computes some layers and losses in another way while a training step is mapped over clients.
 
@@ -75,6 +78,8 @@ class StackedProducts(TorchFunctionMode):
         self, function: Any, types: Any, arguments: tuple[Any, ...] = (), keywords: dict[str, Any] | None = None
     ) -> Any:
         keywords = keywords or {}
+        if function in _HOOKS:
+            raise NotImplementedError("a hook is registered on a tensor")
         if function is not F.linear:
             arguments, keywords = self._weights.changed(function, arguments, keywords)
         if self._copies and changes_in_place(function, keywords):

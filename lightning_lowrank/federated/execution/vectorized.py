@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_lowrank.federated import optimizers
 from lightning_lowrank.federated.algorithm import LocalStep, inherits
+from lightning_lowrank.federated.checks import check_factor_gradients
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.execution.base import Execution
@@ -32,6 +33,7 @@ class Vectorized(Execution):
     _stack: ClientStack | None = None
     _mapped: LocalStep | None = None
     _watch: Watch | None = None
+    _has_trained = False
 
     def __init__(self, trainer: Any, coordinator: Coordinator) -> None:
         super().__init__(trainer, coordinator)
@@ -161,6 +163,10 @@ class Vectorized(Execution):
     def before_step(self) -> None:
         """Show the gradients to callbacks that act on stacks, and to the method."""
         assert self._stack is not None
+        if not self._has_trained:
+            self._has_trained = True
+            leaves = self._stack.leaves
+            check_factor_gradients(self.module, lambda name, factor: leaves[name].grad if name in leaves else None)
         for callback in self._acting:
             callback.on_before_stacked_step(self.module, self._stack.leaves)
         super().before_step()
