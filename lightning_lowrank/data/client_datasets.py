@@ -82,6 +82,12 @@ class ClientDatasets(SplitsInMemory):
                 raise MisconfigurationException(
                     f"{name} must be a dictionary from the clients' names to their data, got {str(given)[:100]}"
                 )
+            other = next((each for each in given or () if not isinstance(each, (str, int))), "")
+            if other != "":
+                raise MisconfigurationException(
+                    f"{name}: the clients' names must be strings or integers, got {other!r} of type"
+                    f" {type(other).__name__}"
+                )
         self.test_share, self.validation, self.seed = test_share, validation, seed
         self._given, self._collate = {"train": train, "test": test}, collate_fn
 
@@ -191,7 +197,9 @@ class _Growing:
 
     def tensor(self) -> Tensor:
         self._resize(self._rows)
-        return torch.from_numpy(self._array)
+        found = torch.from_numpy(self._array)
+        # What integers and 32-bit numbers become together.
+        return found.float() if found.dtype == torch.float64 else found
 
     def _resize(self, rows: int) -> None:
         self._array.resize((rows, *self._array.shape[1:]), refcheck=False)

@@ -6,6 +6,7 @@ Each is a `ClientDatasets` that finds the clients in its files.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -54,6 +55,7 @@ class ClientArrays(ClientDatasets):
         self.encode, self.shape = encode, shape
         self.classes: list[str] | None = None
         self._codes: dict[str, int] = {}
+        self._numbered = False
 
     def clients(self, split: Split) -> Iterator[tuple[Any, Any, Any]] | None:
         """Return name, inputs and targets of one client after another; ``None`` where there is no such split."""
@@ -68,7 +70,7 @@ class ClientArrays(ClientDatasets):
         clients = self.clients(split)
         if clients is None:
             return None
-        named = ((name, self._inputs(name, x), self._targets(y)) for name, x, y in clients)
+        named = ((name, self._inputs(name, x), self._targets(name, y)) for name, x, y in clients)
         found = join_arrays(named, self.names(split))
         if self._codes:
             self.classes = self.classes or sorted(self._codes)
@@ -94,12 +96,26 @@ class ClientArrays(ClientDatasets):
                 f"{type(self).__name__}: the inputs of client {name!r} are no numbers but {array.dtype}, such as"
                 f" {str(array.reshape(-1)[:1])[:50]}: give encode=, a function that makes numbers of a client's inputs"
             )
-        return array if self.shape is None else array.reshape(len(array), *self.shape)
+        if self.shape is None or not len(array):
+            return array
+        if array[0].size != math.prod(self.shape):
+            raise MisconfigurationException(
+                f"shape={self.shape} is that of {math.prod(self.shape)} numbers, and the inputs of client {name!r} have"
+                f" the shape {list(array.shape[1:])}"
+            )
+        return array.reshape(len(array), *self.shape)
 
-    def _targets(self, targets: Any) -> np.ndarray:
+    def _targets(self, name: Any, targets: Any) -> np.ndarray:
         """Return a client's targets, strings by the place at which each came first."""
         array = np.asarray(targets)
-        if array.dtype.kind not in "USO":
+        strings = array.dtype.kind in "USO"
+        self._numbered = self._numbered or bool(len(array) and not strings)
+        if self._numbered and (strings or self._codes) and len(array):
+            raise MisconfigurationException(
+                f"{type(self).__name__}: the targets of client {name!r} are {array.dtype}, such as"
+                f" {str(array.reshape(-1)[0])[:50]!r}, and others' are not: give all numbers, or all strings"
+            )
+        if not strings:
             return array
         texts = [each.decode() if isinstance(each, bytes) else str(each) for each in array.reshape(-1).tolist()]
         return np.array([self._codes.setdefault(text, len(self._codes)) for text in texts], np.int64)
@@ -142,7 +158,10 @@ class LEAF(ClientArrays):
         found: list[Any] = []
         for file in self._files(split) or ():
             # Beside the data, of which nothing is kept.
-            found += next(self._parsed(file, lambda ijson, text: ijson.items(text, "users")), [])
+            users: Any = next(self._parsed(file, lambda ijson, text: ijson.items(text, "users")), [])
+            if not (isinstance(users, list) and all(isinstance(each, str) for each in users)):
+                raise MisconfigurationException(f"{file}: users must be a list of names, got {str(users)[:50]}")
+            found += users
         return found or None
 
     def clients(self, split: Split) -> Iterator[tuple[Any, Any, Any]] | None:
@@ -234,7 +253,7 @@ class FederatedHDF5(ClientArrays):
             with h5py.File(path, "r") as file:
                 for name, arrays in file["examples"].items():
                     yield name, arrays[self.x][()], arrays[self.y][()]
-        except (OSError, KeyError) as error:
+        except (OSError, KeyError, AttributeError, TypeError, ValueError) as error:
             raise MisconfigurationException(
                 f"{split}={path!r} must be an HDF5 file with the group 'examples', and in it for each client the arrays"
                 f" x={self.x!r} and y={self.y!r}: {error}"
@@ -276,13 +295,14 @@ class ClientFiles(ClientArrays):
     def __init__(self, root: str, target: str = "label", features: list[str] | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.root, self.target, self.features = root, target, features
+        self._table = _Columns(target, features)
 
     def clients(self, split: Split) -> Iterator[tuple[Any, Any, Any]] | None:
         """See `ClientArrays.clients`."""
         found = self._files(split)
         if found is None:
             return None
-        return ((name, *self._joined(files)) for name, files in found.items() if files)
+        return ((name, *self._joined(name, files)) for name, files in found.items() if files)
 
     def names(self, split: Split) -> list[Any] | None:
         """See `ClientArrays.names`."""
@@ -296,7 +316,7 @@ class ClientFiles(ClientArrays):
         if split == "test" and not folder.is_dir():
             return None
         try:
-            entries = sorted((each for each in folder.iterdir() if not each.name.startswith(".")), key=natural)
+            entries = sorted((each for each in folder.iterdir() if not each.name.startswith((".", "__"))), key=natural)
         except OSError as error:
             raise MisconfigurationException(f"root={self.root!r} is no folder that can be read: {error}") from error
         found: dict[str, list[Path]] = {}
@@ -316,14 +336,19 @@ class ClientFiles(ClientArrays):
             f"root={self.root!r} holds no file of a client: {', '.join(_FILES)} are read, and images by ImageFolder"
         )
 
-    def _joined(self, files: Sequence[Path]) -> tuple[Any, Any]:
+    def _joined(self, name: str, files: Sequence[Path]) -> tuple[Any, Any]:
         pairs = [self._arrays(file) for file in files]
+        if len(pairs) == 1:
+            return pairs[0]
         x, y = zip(*pairs, strict=True)
-        return (x[0], y[0]) if len(pairs) == 1 else (np.concatenate(x), np.concatenate(y))
+        try:
+            return np.concatenate(x), np.concatenate(y)
+        except ValueError as error:
+            raise MisconfigurationException(f"the files of client {name!r} differ in shape: {error}") from error
 
     def _arrays(self, file: Path) -> tuple[Any, Any]:
         if file.suffix != ".npz":
-            return table_arrays(load_table(file), self.target, self.features)
+            return self._table.arrays(load_table(file))
         content = read_plain(file, "root")
         content = content.get("data", content)
         if not isinstance(content, Mapping) or not {"x", "y"} <= set(content):
@@ -373,6 +398,7 @@ class ClientTable(ClientArrays):
             raise MisconfigurationException(f"test={test!r} and split={split!r} both say what to test on: give one")
         self._paths = {"train": train, "test": train if split else test}
         self.client, self.target, self.features, self.split = client, target, features, split
+        self._table = _Columns(target, features, [client, *([split] if split else [])])
         self._rows: dict[str, Rows] = {}
 
     def clients(self, split: Split) -> Iterator[tuple[Any, Any, Any]] | None:
@@ -381,15 +407,14 @@ class ClientTable(ClientArrays):
         if path is None:
             return None
         table = load_table(Path(path))
-        beside = [self.client, *([self.split] if self.split else [])]
-        for argument, name in zip(("client", "split"), beside, strict=False):
+        for argument, name in zip(("client", "split"), self._table.beside, strict=False):
             table.find([name], f"{argument}={name!r}")
         chosen = np.arange(len(table))
         if self.split is not None:
             chosen = np.flatnonzero(np.asarray([str(each).lower() == split for each in table[self.split]]))
         owners = to_column(table[self.client], f"{path}: {self.client}", "give one integer or string for each row")
         names, codes = np.unique(owners[chosen], return_inverse=True)
-        x, y = table_arrays(table, self.target, self.features, beside)
+        x, y = self._table.arrays(table)
         order = np.argsort(codes, kind="stable")
         parts = np.split(chosen[order], np.cumsum(np.bincount(codes, minlength=len(names)))[:-1]) if len(names) else []
         named = dict(sorted(zip(names.tolist(), parts, strict=True), key=lambda entry: natural(entry[0])))
@@ -415,35 +440,47 @@ def load_table(path: Path) -> Table:
         raise MisconfigurationException(f"{path} is no Parquet file: {error}") from error
 
 
-def table_arrays(
-    table: Table, target: str, features: Sequence[str] | None, beside: Sequence[str] = ()
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return a table's inputs, float32 ``(rows, features)``, and its targets: integers, float32 or strings.
+class _Columns:
+    """The columns of inputs and targets, the same in each of a data module's tables.
 
     Args:
-        table: The table.
-        target: Its column of targets.
-        features: Its columns of inputs; ``None``: all but ``target`` and those ``beside`` them. One column alone may
-            hold lists of numbers.
+        target: The column of targets.
+        features: The columns of inputs; ``None``: all others of the first table, which the others must have too.
         beside: Columns that are no inputs.
-
-    Raises:
-        MisconfigurationException: If there is no such column, or a cell is no number.
     """
-    targets = table[table.find([target], f"target={target!r}")]
-    missing = next((row for row, cell in enumerate(targets) if cell is None or cell == "" or cell != cell), None)
-    if missing is not None:
-        raise MisconfigurationException(f"{table.place(missing)}: {target!r} has no value: leave the row out")
-    chosen = [name for name in table.column_names if name not in (target, *beside)] if features is None else features
-    columns = [_numbers(table, table.find([name], f"features={list(chosen)}")) for name in chosen]
-    if not columns:
-        raise MisconfigurationException(f"{table.source} has no column of inputs beside {target!r}: give features=")
-    inputs = columns[0] if len(columns) == 1 and columns[0].ndim > 1 else np.stack(columns, 1)
-    found = np.asarray(targets)
-    for kind in (np.int64, np.float32) if found.dtype.kind in "US" else ():
-        with contextlib.suppress(ValueError):
-            return inputs, found.astype(kind)
-    return inputs, found
+
+    def __init__(self, target: str, features: Sequence[str] | None, beside: Sequence[str] = ()) -> None:
+        self._target, self._features, self.beside = target, features, beside
+        self._all_others = features is None
+
+    def arrays(self, table: Table) -> tuple[np.ndarray, np.ndarray]:
+        """Return inputs, float32 ``(rows, features)``, and targets: integers, float32 or strings.
+
+        A column alone may hold lists of numbers.
+
+        Raises:
+            MisconfigurationException: If there is no such column, another one, or a cell is no number.
+        """
+        targets = table[table.find([self._target], f"target={self._target!r}")]
+        missing = next((row for row, cell in enumerate(targets) if cell is None or cell == "" or cell != cell), None)
+        if missing is not None:
+            raise MisconfigurationException(f"{table.place(missing)}: {self._target!r} has no value: leave the row out")
+        others = [name for name in table.column_names if name not in (self._target, *self.beside)]
+        features = self._features = others if self._features is None else self._features
+        unknown = sorted(set(others) - set(features)) if self._all_others else []
+        if unknown:
+            raise MisconfigurationException(
+                f"{table.source} has columns that other tables do not have, {listed(unknown)}: give features="
+            )
+        columns = [_numbers(table, table.find([name], f"features={list(features)}")) for name in features]
+        if not columns:
+            raise MisconfigurationException(f"{table.source} has no column of inputs beside {self._target!r}")
+        inputs = columns[0] if len(columns) == 1 and columns[0].ndim > 1 else np.stack(columns, 1)
+        found = np.asarray(targets)
+        for kind in (np.int64, np.float32) if found.dtype.kind in "US" else ():
+            with contextlib.suppress(ValueError):
+                return inputs, found.astype(kind)
+        return inputs, found
 
 
 def _numbers(table: Table, name: str) -> np.ndarray:

@@ -144,6 +144,7 @@ class Stream(IterableDataset):
     [
         (lambda folder: ClientDatasets({"a": Stream()}), r"'a'.*Stream.*list\(dataset\)"),
         (lambda folder: ClientDatasets([1]), "train must be a dictionary"),
+        (lambda folder: ClientDatasets({1.5: ([1], [1])}), r"1\.5.*float"),
         (lambda folder: ClientDatasets({"a": ([1], [1, 2])}), "'a'.*1 .* 2"),
         (lambda folder: ClientDatasets({"a": ([1.0], [1]), "b": ([[1.0]], [1])}), r"'b'.*\[1\].*\[\]"),
         (lambda folder: ClientDatasets({"a": ([1.0], [1])}), "test_share=0.2"),
@@ -179,6 +180,50 @@ def test_tables_that_lack_something_are_refused(cells, keywords, message, tmp_pa
         ClientTable(str(tmp_path / "all.csv"), client="c", **keywords).setup()
 
 
+def test_columns_are_found_by_name_in_each_clients_table(tmp_path):
+    (tmp_path / "a.csv").write_text("age,label,weight\n" + "1,0,50\n" * 3)
+    (tmp_path / "b.csv").write_text("weight,label,age\n" + "60,1,2\n" * 3)
+    data = ClientFiles(str(tmp_path))
+    data.setup()
+    found = {tuple(x.tolist()) for x, _ in data.train_set}
+    assert found == {(1.0, 50.0), (2.0, 60.0)}
+    (tmp_path / "c.csv").write_text("age,label,weight,sex\n1,0,50,1\n")
+    with pytest.raises(MisconfigurationException, match=r"c\.csv.*sex"):
+        ClientFiles(str(tmp_path)).setup()
+    ClientFiles(str(tmp_path), features=["age", "weight"]).setup()
+    (tmp_path / "c.csv").write_text("age,label\n1,0\n")
+    with pytest.raises(MisconfigurationException, match=r"c\.csv.*weight"):
+        ClientFiles(str(tmp_path)).setup()
+
+
+def test_targets_of_two_kinds_are_refused(tmp_path):
+    (tmp_path / "a.csv").write_text("age,label\n1,0\n")
+    (tmp_path / "b.csv").write_text("age,label\n1,ill\n")
+    with pytest.raises(MisconfigurationException, match=r"client 'b'.*'ill'"):
+        ClientFiles(str(tmp_path)).setup()
+    (tmp_path / "b.csv").write_text("age,label\n1,0.5\n1,2\n")
+    data = ClientFiles(str(tmp_path), test_share=0.5)
+    data.setup()
+    assert data.train_set.dataset.tensors[1].dtype is torch.float32
+    (tmp_path / "0.csv").write_text("age,label\n1,well\n")
+    with pytest.raises(MisconfigurationException, match="client 'a'"):
+        ClientFiles(str(tmp_path)).setup()
+
+
+def test_files_of_one_client_are_joined(tmp_path):
+    (tmp_path / "a").mkdir()
+    for number in range(2):
+        np.savez(tmp_path / "a" / f"{number}.npz", x=np.full((3, 2), number), y=np.full(3, number))
+    data = ClientFiles(str(tmp_path), test_share=0.4)
+    data.setup()
+    assert sorted(int(y) for part in (data.train_set, data.test_set) for _, y in part) == [0, 0, 0, 1, 1, 1]
+    np.savez(tmp_path / "a" / "2.npz", x=np.zeros((3, 5)), y=np.zeros(3))
+    with pytest.raises(MisconfigurationException, match="client 'a'"):
+        ClientFiles(str(tmp_path)).setup()
+    with pytest.raises(MisconfigurationException, match=r"shape=\[3, 3\].*9.*client 'w2'.*\[4\]"):
+        made(FORMS["PFLlib"], tmp_path)(shape=[3, 3]).setup()
+
+
 def test_what_is_missing_in_other_tables_is_refused(tmp_path):
     pytest.importorskip("pyarrow")
     row = {"client": "a", "age": 1.0, "label": 0}
@@ -191,7 +236,9 @@ def test_what_is_missing_in_other_tables_is_refused(tmp_path):
         ClientTable(str(tmp_path / "all.jsonl")).setup()
 
 
-@pytest.mark.parametrize("text", ["{", '{"users": ["a"], "user_data": {"a": 3}}', "[" * 100_000, "\x00"])
+@pytest.mark.parametrize(
+    "text", ["{", '{"users": ["a"], "user_data": {"a": 3}}', '{"users": 3}', "[" * 100_000, "\x00"]
+)
 def test_damaged_json_is_refused(text, tmp_path):
     pytest.importorskip("ijson")
     (tmp_path / "all.json").write_text(text)

@@ -87,7 +87,8 @@ def read_columns(path: Path, argument: str) -> dict[str, list[str]]:
             f"{argument}={str(path)!r}: row {other} has {len(rows[other])} cells, and the first line names"
             f" {len(header)} columns."
         )
-    return {name: list(cells) for name, cells in zip(header, zip(*rows[1:], strict=True), strict=False)}
+    cells = zip(*rows[1:], strict=True) if rows[1:] else ((),) * len(header)
+    return {name: list(column) for name, column in zip(header, cells, strict=True)}
 
 
 def owners_in_file(
