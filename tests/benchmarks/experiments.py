@@ -28,7 +28,8 @@ The experiments (`--only`):
 The contenders (`--contenders`): plain, stacked (a loop by hand as well, whose clients step together; for the MLPs),
 default (`execution="sequential"`), auto, vectorized, compiled, pfl, flower. The last two take part in `fedavg_m` and
 `flute`, if they are installed. perturbed (for `fedmud`) is the plain loop whose initial weights are larger by one
-rounding.
+rounding. By name alone: default and vectorized without one engine of `experiments_contenders/engines.py`, such as
+default-log.
 
 Accuracies may differ by 0.005. Where the perturbed loop's are further from the plain loop's in any round, they may
 differ by as much, for rounding alone does that: batch normalisation amplifies it some tenfold in a round of `fedmud`
@@ -87,6 +88,11 @@ CONTENDERS = {
     "pfl": Contender("with_pfl", only=FEDAVG),
     "flower": Contender("with_flower", alone=True, only=FEDAVG),
 }
+# The same without one of the engines of `engines.py` each.
+OFF = ("replay", "steps", "log", "evaluation", "kept", "blocks", "torch")
+CONTENDERS |= {f"default-{engine}": CONTENDERS["default"] for engine in OFF if engine != "replay"}
+CONTENDERS |= {f"vectorized-{engine}": CONTENDERS["vectorized"] for engine in OFF}
+USUAL = [name for name in CONTENDERS if "-" not in name]
 # A round's time to the plain loop's, at most.
 LIMITS = {
     ("fedavg_m", "default"): 1.5,
@@ -278,7 +284,7 @@ def figures(outcome: Outcome) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=RECIPES, default=list(RECIPES), metavar="NAME")
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), metavar="NAME")
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=USUAL, metavar="NAME")
     default = SHARED_DATA if SHARED_DATA.exists() else Path("data")
     parser.add_argument("--root", type=Path, default=default, help=f"folder of the data sets; {default} by default")
     parser.add_argument("--threads", type=int, default=2, help="of each process; 2 by default")

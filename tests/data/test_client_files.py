@@ -96,13 +96,14 @@ def test_without_test_data_a_share_of_each_clients_is_held_out(tmp_path):
 def test_clients_without_samples_keep_their_place(tmp_path):
     pytest.importorskip("ijson")
     users = {"b": {"x": [[1.0]] * 4, "y": [0] * 4}, "none": {"x": [], "y": []}, "a": {"x": [[2]] * 4, "y": [1] * 4}}
-    content = {"users": [*users, "absent"], "num_samples": [4, 0, 4, 0], "user_data": users}
+    content = {"users": ["a", "none", "b", "absent"], "num_samples": [4, 0, 4, 0], "user_data": users}
     (tmp_path / "all.json").write_text(json.dumps(content))
     data = LEAF(str(tmp_path))
     data.setup()
     indices = ByKey("client").split(data.train_set, None, 0)
-    assert indices.names == ("b", "none", "a", "absent")
+    assert indices.names == ("a", "none", "b", "absent")
     assert indices.sizes.tolist() == [3, 0, 3, 0]
+    assert {float(data.train_set[int(sample)][0]) for sample in indices[0]} == {2.0}
 
 
 def test_texts_are_encoded_and_strings_numbered(tmp_path):

@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 
 from lightning_lowrank.cli.parser import CLI_SETTINGS, LowRankCLI
 from tests.benchmarks.contending import Rounds, contend
+from tests.benchmarks.experiments_contenders.engines import ENGINES
 from tests.benchmarks.experiments_contenders.trial import Trial
 
 
@@ -43,6 +44,9 @@ def run_recipe(trial: Trial, callbacks: Sequence[pl.Callback], arguments: Sequen
 
 
 def run(trial: Trial, rounds: Rounds) -> dict[str, Any]:
+    # A contender is called "default-log" where the engine "log" is off.
+    for engine in trial.contender.split("-")[1:]:
+        ENGINES[engine]()
     report = Report(rounds)
     done = run_recipe(trial, [report])
     return trial.finish(report.accuracies, list(done.model.network.state_dict().values()))

@@ -51,7 +51,9 @@ from tests.helpers import Data, Module, network, trainer, weights  # noqa: E402
 
 UNEVEN = FromIndices([list(range(5)), list(range(5, 47)), list(range(47, 69)), list(range(69, 102)), [102]])
 # BatchNorm cannot train on a batch of one.
-WITHOUT_ONES = FromIndices([list(range(5)), list(range(5, 47)), list(range(47, 69)), list(range(69, 100)), [100, 101]])
+OF_TWO_OR_MORE = [list(range(5)), list(range(5, 47)), list(range(47, 69)), list(range(69, 100)), [100, 101]]
+WITHOUT_ONES = FromIndices(OF_TWO_OR_MORE)
+OWN_TESTS = FromIndices({"train": OF_TWO_OR_MORE, "test": [[0, 1, 2], [3, 4], [], [10, 11, 12, 13], [30]]})
 SGD = torch.optim.SGD
 MOMENTUM = partial(SGD, lr=0.05, momentum=0.9)
 HALVED = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
@@ -194,6 +196,7 @@ RUNS: dict[str, Callable[[], dict[str, Any]]] = {
     "fedmud": _fedmud,
     "scaffold": partial(_method, "SCAFFOLD", personal_test="matched_labels"),
     "tdpfed": partial(_method, "TDPFed", personal_test="matched_labels", client_memory_limit=2000),
+    "own tests": partial(_fedavg, buffers="local", partition=OWN_TESTS, personal_test="by_client"),
     "mask": partial(_method, "GradientMask"),
     "coordinates": partial(_method, "RandomCoordinates", clients_per_round=3),
     "channels": partial(

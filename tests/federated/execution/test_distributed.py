@@ -30,7 +30,7 @@ from tests.federated.execution import parallel_runs
 from tests.federated.execution.parallel_runs import RUNS, UNEVEN, run
 from tests.helpers import Module, trainer
 
-QUICK = ["fedavg", "scaffold", "tdpfed", "vectorized", "idle", "metrics", "channels", "unlucky"]
+QUICK = ["fedavg", "own tests", "scaffold", "tdpfed", "vectorized", "idle", "metrics", "channels", "unlucky"]
 RESUMED = [("fedavg", "ended"), ("tdpfed", "validated"), ("idle", "ended"), ("channels", "ended")]
 OTHERS = [
     "attacked", "late",
