@@ -49,4 +49,4 @@ ENGINES: dict[str, Callable[[], None]] = {
     "blocks": lambda: setattr(BlockReader, "__call__", _one_by_one),
     "torch": _torchs_own,
 }
-"""What is turned off, by name: traced replay, direct steps, log and evaluation, kept batches, blocks, torch's own steps."""
+"""What is turned off, by name: traced replay; direct steps, log and evaluation; kept batches; blocks; bare kernels."""
