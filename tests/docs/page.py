@@ -273,9 +273,10 @@ def check_call(words: list[str]) -> None:
             missing = [word for word in others if word.startswith("tests/") and not (ROOT / word).exists()]
             assert not missing, f"there is no {missing}"
             return
-        # What stands after "--" goes to each fit.
-        end = others.index("--") if "--" in others else len(others)
-        _check_script(Path(name.replace(".", "/") + ".py" if is_module else name), others[:end])
+        # What stands after these goes to each fit.
+        end = min((others.index(word) for word in ("--", "--recipe-arguments") if word in others), default=len(others))
+        options = [word for word in others[: end + 1] if word != "--"]
+        _check_script(Path(name.replace(".", "/") + ".py" if is_module else name), options)
         if others[end + 1 :]:
             _parse(["fit", "--config", "recipes/finetuning/sst2.yaml", *others[end + 1 :]])
 
