@@ -49,6 +49,8 @@ class Exhibit:
         ema: Patterns of its parameters for ``FederatedLoop(ema_parameters=...)``.
         warned: A word of the warning by which the package says that such a module trains otherwise in rounds. With it a
             difference is no fault.
+        own_loss: Why its loss after training is not that of a module with the recovered weights, such as what it keeps
+            outside of its tensors; empty: it is.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Exhibit:
     double: bool = True
     warned: str = ""
     ema: tuple[str, ...] = ()
+    own_loss: str = ""
 
 
 class Gallery(list[Exhibit]):
@@ -80,11 +83,12 @@ class Gallery(list[Exhibit]):
         double: bool = True,
         warned: str = "",
         ema: tuple[str, ...] = (),
+        own_loss: str = "",
     ) -> Callable[[Callable[[], Made]], Callable[[], Made]]:
         """Return a decorator that adds what makes a module and its loader."""
 
         def add(make: Callable[[], Made]) -> Callable[[], Made]:
-            self.append(Exhibit(name, self.kind, about, make, sizes, double, warned, ema))
+            self.append(Exhibit(name, self.kind, about, make, sizes, double, warned, ema, own_loss))
             return make
 
         return add

@@ -288,7 +288,11 @@ class LitSwAV(LitViews):
         return loss
 
 
-@gallery.exhibit("SwAV", "a weight normalised in place before each batch")
+@gallery.exhibit(
+    "SwAV",
+    "a weight normalised in place before each batch",
+    own_loss="a low-rank layer composes the weight anew, without what was written into it",
+)
 def swav() -> Made:
     return LitSwAV(), views()
 

@@ -114,7 +114,7 @@ class LitByIndex(LitClassifier):
         return loss
 
 
-@gallery.exhibit("Penalty on every second batch", "the step looks at batch_idx")
+@gallery.exhibit("Penalty on every second batch", "the step looks at batch_idx", own_loss="penalises the factors")
 def by_index() -> Made:
     return LitByIndex(mlp()), rows()
 
@@ -146,7 +146,12 @@ class LitCounts(LitClassifier):
         return loss + min(1.0, self.steps / 10) * sum(value.square().sum() for value in self.parameters())
 
 
-@gallery.exhibit("Weight annealed by a counter", "a number on the module, counted in the step", warned="steps")
+@gallery.exhibit(
+    "Weight annealed by a counter",
+    "a number on the module, counted in the step",
+    warned="steps",
+    own_loss="counts on",
+)
 def counts() -> Made:
     return LitCounts(mlp()), rows()
 
@@ -184,7 +189,10 @@ class LitAttribute(LitClassifier):
 
 
 @gallery.exhibit(
-    "Running mean in an attribute", "a tensor on the module, replaced in the step", warned="attributes of the module"
+    "Running mean in an attribute",
+    "a tensor on the module, replaced in the step",
+    warned="attributes of the module",
+    own_loss="goes on with its mean",
 )
 def attribute() -> Made:
     return LitAttribute(mlp()), rows()
@@ -259,7 +267,9 @@ class LitLBFGS(LitClassifier):
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
 
 
-@gallery.exhibit("L-BFGS", "an optimizer that calls its closure several times")
+@gallery.exhibit(
+    "L-BFGS", "an optimizer that calls its closure several times", own_loss="is that after several steps of the factors"
+)
 def lbfgs() -> Made:
     return LitLBFGS(mlp()), rows()
 
