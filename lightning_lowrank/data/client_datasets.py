@@ -88,6 +88,11 @@ class ClientDatasets(SplitsInMemory):
                     f"{name}: the clients' names must be strings or integers, got {other!r} of type"
                     f" {type(other).__name__}"
                 )
+            twice = [each for each in given or () if isinstance(each, int) and str(each) in (given or ())]
+            if twice:
+                raise MisconfigurationException(
+                    f"{name} has the client {twice[0]} twice, as an integer and as a string: give it one name"
+                )
         self.test_share, self.validation, self.seed = test_share, validation, seed
         self._given, self._collate = {"train": train, "test": test}, collate_fn
 

@@ -146,6 +146,7 @@ class Stream(IterableDataset):
         (lambda folder: ClientDatasets({"a": Stream()}), r"'a'.*Stream.*list\(dataset\)"),
         (lambda folder: ClientDatasets([1]), "train must be a dictionary"),
         (lambda folder: ClientDatasets({1.5: ([1], [1])}), r"1\.5.*float"),
+        (lambda folder: ClientDatasets({7: ([1], [1]), "7": ([1], [1])}), "client 7 twice"),
         (lambda folder: ClientDatasets({"a": ([1], [1, 2])}), "'a'.*1 .* 2"),
         (lambda folder: ClientDatasets({"a": ([1.0], [1]), "b": ([[1.0]], [1])}), r"'b'.*\[1\].*\[\]"),
         (lambda folder: ClientDatasets({"a": ([1.0], [1])}), "test_share=0.2"),
