@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Literal, TypeVar
+from weakref import finalize, ref
 
 import torch
 import torch.nn.functional as F
@@ -135,6 +136,7 @@ class LowRankLayer(nn.Module):
     folded: bool
     train_base: bool
     _contracted: dict[tuple[Any, ...], bool]
+    _written = False
     _merged_of: dict[int, int]
 
     def __init__(self, *arguments: object, **keywords: object) -> None:
@@ -294,10 +296,21 @@ class LowRankLayer(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The effective dense weight, composed at each use unless the layer is merged."""
+        """The effective dense weight, composed at each use unless the layer is merged.
+
+        It is to be read: what is written into it is lost, and `forward` then raises.
+        """
         if self._is_merged():
             assert self.merged_weight is not None
             return self.merged_weight
+        found = self._composed()
+        # With a gradient, torch refuses to write into what is composed, or keeps what was written in the graph.
+        if not torch.is_grad_enabled() and not torch.compiler.is_compiling() and type(found) is Tensor:
+            # An alias has the version too, when the tensor itself is gone.
+            finalize(found, _note_writing, ref(self), found.detach(), version_of(found))
+        return found
+
+    def _composed(self) -> Tensor:
         if self.role == "update":
             return (self.frozen_weight + self.update()).to(self.frozen_weight.dtype)
         return self.update()
@@ -506,6 +519,12 @@ class LowRankLayer(nn.Module):
             *geometry: Further arguments of the dense layer's forward (``output_size`` of a transposed
                 convolution).
         """
+        if self._written:
+            raise RuntimeError(
+                f"a {type(self).__name__} had its weight of shape {list(self.weight_shape)} changed in place, as by"
+                " weight.copy_(). The weight is composed of the factors at"
+                " each use, so that the change is lost: change the factors, or leave the layer out by exclude."
+            )
         bias = own_parameters(self).get("bias")
         if self._is_merged():
             assert self.merged_weight is not None
@@ -517,7 +536,7 @@ class LowRankLayer(nn.Module):
         apart = self._factors_are_wider
         # Rounded to the frozen weight's type, their sum would lose most of a small update.
         if not contracts and not dropout and not (apart and self._adds_to_base):
-            weight = self.weight if self._adds_to_base else self.update()
+            weight = self._composed() if self._adds_to_base else self.update()
             return self._apply_dense(input, self._as_input(weight, input) if apart else weight, bias, *geometry)
         dropped = F.dropout(input, dropout) if dropout else input
         own_bias = None if self._adds_to_base else bias
@@ -691,3 +710,10 @@ def keep_frozen(model: nn.Module) -> None:
         layer.fixed.requires_grad_(False)
         if layer.role == "update" and not layer.train_base:
             layer.frozen_weight.requires_grad_(False)
+
+
+def _note_writing(layer: ref[LowRankLayer], alias: Tensor, version: int) -> None:
+    """Have a layer refuse its next call where a weight that it composed was written into."""
+    found = layer()
+    if found is not None and version_of(alias) != version:
+        found._written = True

@@ -120,3 +120,33 @@ def test_a_merged_layer_whose_factors_change_is_no_longer_merged():
     merge(model)
     with torch.inference_mode():
         assert torch.equal(model(inputs), model(inputs))
+
+
+@pytest.mark.parametrize("role", ["weight", "update"])
+def test_what_is_written_into_a_composed_weight_is_an_error(role):
+    def made():
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        convert(model, MatrixProduct(), rank=2, role=role)
+        return model, model[0]
+
+    inputs = torch.randn(3, 8)
+    for write in (
+        lambda weight: weight.copy_(torch.zeros(8, 8)),
+        lambda weight: weight.clamp_(-0.1, 0.1),
+        lambda weight: weight[0].zero_(),
+        nn.init.zeros_,
+    ):
+        model, layer = made()
+        with torch.no_grad():
+            write(layer.weight)
+        with pytest.raises(RuntimeError, match=r"changed in place.*exclude"):
+            model(inputs)
+    model, layer = made()
+    with torch.no_grad():
+        expected = model(inputs)
+        kept = layer.weight
+        kept.clone().zero_(), (2 * layer.weight).zero_()
+        torch.testing.assert_close(inputs @ kept.T + layer.bias, layer(inputs))
+    assert_same({"outputs": model(inputs)}, {"outputs": expected})
+    copied = copy.deepcopy(model)
+    assert_same({"outputs": copied(inputs)}, {"outputs": expected})

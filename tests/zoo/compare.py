@@ -360,18 +360,16 @@ def _tries(exhibit: Exhibit, converted: bool, start: Values, frozen: Values, row
     try:
         ends, drew = plain_fits(exhibit, converted, folder)
         reference = mean(ends, exhibit.sizes)
-    except MisconfigurationException as error:
-        row.outcomes |= {
-            f"{prefix}{way}": Outcome("refused", said=first_sentence(str(error)), trace=traceback.format_exc())
-            for way in ("sequential", "vectorized", "auto")
-        }
-        return
     except Exception as error:
-        if not converted:
+        # A low-rank layer does not know Lightning's exceptions.
+        refused = isinstance(error, MisconfigurationException) or "changed in place" in str(error)
+        if not (converted or refused):
             raise
-        said = f"plain Trainer.fit with LowRank: {type(error).__name__}: {first_sentence(str(error))}"
+        said = first_sentence(str(error))
+        if not refused:
+            said = f"plain Trainer.fit with LowRank: {type(error).__name__}: {said}"
         row.outcomes |= {
-            f"{prefix}{way}": Outcome("crashed", said=said, trace=traceback.format_exc())
+            f"{prefix}{way}": Outcome("refused" if refused else "crashed", said=said, trace=traceback.format_exc())
             for way in ("sequential", "vectorized", "auto")
         }
         return

@@ -288,11 +288,7 @@ class LitSwAV(LitViews):
         return loss
 
 
-@gallery.exhibit(
-    "SwAV",
-    "a weight normalised in place before each batch",
-    own_loss="a low-rank layer composes the weight anew, without what was written into it",
-)
+@gallery.exhibit("SwAV", "a weight normalised in place before each batch")
 def swav() -> Made:
     return LitSwAV(), views()
 
