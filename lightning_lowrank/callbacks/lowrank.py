@@ -239,8 +239,11 @@ class LowRank(Configured, Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         """Add the Frobenius decay to the gradients; in the first step, refuse layers that nothing computes with."""
+        first = id(optimizer) in self._unseen
+        if not (first or self.frobenius_decay):
+            return
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if id(optimizer) in self._unseen:
+        if first:
             self._unseen.remove(id(optimizer))
             check_factor_gradients(pl_module, lambda name, factor: factor.grad, parameters)
         if self.frobenius_decay:

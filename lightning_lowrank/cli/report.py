@@ -21,6 +21,7 @@ from lightning_lowrank.cli.plots import SHOWN, draw, draw_narrow
 from lightning_lowrank.cli.runs import (
     Run,
     argument,
+    as_number,
     describe,
     differing,
     find_runs,
@@ -333,8 +334,8 @@ def _clients(groups: Groups, goal: Goal) -> list[Column]:
         of = next((each for each in (f"global/{judged}", f"personal/{judged}") if rows and each in rows[0]), None)
 
         def worst(row: Mapping[str, str], of: str | None = of) -> float:
-            value = _number(row.get(of or "", ""))
-            return -math.inf if math.isnan(value) else -value if goal.higher is False else value
+            value = as_number(row.get(of or "", ""))
+            return -math.inf if value is None or math.isnan(value) else -value if goal.higher is False else value
 
         shown = sorted(rows, key=worst)[:_SHOWN_CLIENTS] if of and goal.higher is not None else rows[:_SHOWN_CLIENTS]
         table += [{"run": name, **row} for row in shown]
@@ -344,16 +345,9 @@ def _clients(groups: Groups, goal: Goal) -> list[Column]:
     return [Column(title, [*map(_cell, texts)] if "/" in title else texts) for title, texts in cells.items()]
 
 
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
-
-
 def _cell(text: str) -> str:
-    value = _number(text)
-    return "" if math.isnan(value) else f"{value:.4f}"
+    value = as_number(text)
+    return "" if value is None or math.isnan(value) else f"{value:.4f}"
 
 
 def _settings(groups: Groups) -> list[Column]:

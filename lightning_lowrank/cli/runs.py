@@ -167,9 +167,9 @@ def read_run(folder: Path) -> Run:
     try:
         with open(folder / "metrics.csv", newline="", errors="replace") as file:
             for row in csv.DictReader(_lines(file)):
-                epoch = _number(row.pop("epoch", None))
+                epoch = as_number(row.pop("epoch", None))
                 if epoch is not None and 0 <= epoch < _MOST_ROUNDS:
-                    found = {key: _number(value) for key, value in row.items() if key is not None}
+                    found = {key: as_number(value) for key, value in row.items() if key is not None}
                     figures = rounds.setdefault(int(epoch), {})
                     held -= len(figures)
                     figures.update({key: value for key, value in found.items() if value is not None})
@@ -225,7 +225,8 @@ def _lines(file: TextIO) -> Iterator[str]:
         yield line
 
 
-def _number(text: Any) -> float | None:
+def as_number(text: Any) -> float | None:
+    """Return a text as a number, ``None`` where it is none."""
     try:
         return float(text)
     except (TypeError, ValueError):

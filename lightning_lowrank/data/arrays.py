@@ -13,8 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils.data import TensorDataset, default_collate
 
-from lightning_lowrank.configuration import check_number
-from lightning_lowrank.data.splits import SplitsInMemory
+from lightning_lowrank.data.splits import SplitsInMemory, check_shares
 from lightning_lowrank.data.vision import hold_out
 from lightning_lowrank.federated.data.columns import Column, to_column
 from lightning_lowrank.federated.data.rows import Rows
@@ -72,9 +71,7 @@ class Arrays(SplitsInMemory):
         seed: int = 0,
     ) -> None:
         super().__init__(batch_size, eval_batch_size, num_workers)
-        check_number("test_share", test_share, above=0, below=1)
-        if validation != "test":
-            check_number("validation", validation, above=0, below=1, hint="'test' to validate on the test set")
+        check_shares(test_share, validation)
         self.test_share, self.validation, self.seed = test_share, validation, seed
         self._train, self._test = train, test
 

@@ -14,9 +14,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
-from lightning_lowrank.configuration import check_number
 from lightning_lowrank.data.arrays import to_tensor
-from lightning_lowrank.data.splits import SplitsInMemory
+from lightning_lowrank.data.splits import SplitsInMemory, check_shares
 from lightning_lowrank.federated.data import ClientIndices
 from lightning_lowrank.federated.data.columns import ClientColumn
 from lightning_lowrank.federated.data.evaluation_samples import hold_out
@@ -74,9 +73,7 @@ class ClientDatasets(SplitsInMemory):
         collate_fn: Callable[[Sequence[Any]], Any] | None = None,
     ) -> None:
         super().__init__(batch_size, eval_batch_size, num_workers)
-        check_number("test_share", test_share, above=0, below=1)
-        if validation != "test":
-            check_number("validation", validation, above=0, below=1, hint="'test' to validate on the test set")
+        check_shares(test_share, validation)
         for name, given in (("train", train), ("test", test)):
             if given is not None and not (isinstance(given, Mapping) and given):
                 raise MisconfigurationException(

@@ -9,7 +9,7 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from lightning_lowrank.configuration import check_integer
+from lightning_lowrank.configuration import check_integer, check_number
 
 
 class SplitsInMemory(LightningDataModule):
@@ -78,3 +78,10 @@ class SplitsInMemory(LightningDataModule):
             collate_fn=self.collate(),
             persistent_workers=self.num_workers > 0,
         )
+
+
+def check_shares(test_share: float, validation: str | float) -> None:
+    """Refuse shares to hold out that are none; ``validation`` may be ``"test"``."""
+    check_number("test_share", test_share, above=0, below=1)
+    if validation != "test":
+        check_number("validation", validation, above=0, below=1, hint="'test' to validate on the test set")
