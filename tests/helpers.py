@@ -200,3 +200,13 @@ def plain_fedavg(
         if schedule is not None:
             schedule.step()
     return weights(net)
+
+
+class SaveEachStep(pl.Callback):
+    """Saves a checkpoint after each local batch, most of them inside a client."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *arguments: Any) -> None:
+        trainer.save_checkpoint(self.folder / f"step={trainer.global_step}.ckpt")

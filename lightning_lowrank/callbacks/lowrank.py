@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
@@ -85,6 +85,9 @@ class LowRank(Configured, Callback):
         >>> from lightning_lowrank import LowRank, MatrixProduct
         >>> trainer = L.Trainer(callbacks=[LowRank(MatrixProduct(), ratio=0.25, role="weight")], logger=False)
     """
+
+    once_a_turn: ClassVar[bool] = True
+    """Its batch hooks are called between clients, where a turn of Lightning's loop is a client."""
 
     def __init__(
         self,

@@ -6,7 +6,7 @@ import importlib.util
 import math
 import sys
 import time
-from typing import Any, Literal, Protocol, cast
+from typing import Any, ClassVar, Literal, Protocol, cast
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, RichProgressBar, TQDMProgressBar
@@ -56,6 +56,9 @@ class RoundProgress(Callback):
         >>> from lightning_lowrank import FedAvg, FederatedLoop, RoundProgress
         >>> callbacks = [FederatedLoop(FedAvg(), clients=10), RoundProgress(monitor="val_loss")]
     """
+
+    once_a_turn: ClassVar[bool] = True
+    """Its batch hooks are called between clients, where a turn of Lightning's loop is a client."""
 
     def __init__(self, steps: bool = False, monitor: str | None = None, form: _Form = "auto") -> None:
         check_choice("form", form, _Form)

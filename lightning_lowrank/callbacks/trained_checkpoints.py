@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
@@ -49,6 +49,9 @@ class TrainedCheckpoints(Configured, Callback):
         >>> from lightning_lowrank import TrainedCheckpoints
         >>> trainer = L.Trainer(callbacks=[TrainedCheckpoints(), ModelCheckpoint()], logger=False, accelerator="cpu")
     """
+
+    once_a_turn: ClassVar[bool] = True
+    """Its batch hooks are called between clients, where a turn of Lightning's loop is a client."""
 
     def __init__(self) -> None:
         self._module: nn.Module | None = None

@@ -174,6 +174,9 @@ class TensorImages(HasColumns, Dataset[tuple[Tensor, int]]):
         """Fetch the samples at ``indices`` (non-negative) with one gather, normalised and augmented."""
         rows = torch.as_tensor(indices, dtype=torch.long)
         reader = _RowsOfImages(self)
+        kept = reader.made(len(rows)) if self.deterministic else None
+        if kept is not None:
+            return ImageBatch(*(tensor.index_select(0, rows) for tensor in kept))
         made = reader.make([tensor.index_select(0, rows) for tensor in reader.tensors], reader.draw(len(rows), None))
         return ImageBatch(*made)
 

@@ -323,6 +323,14 @@ class Coordinator:
             self._received[client.id] = detached(packet.received)
         return Message(packet.received)
 
+    def counted(self) -> dict[str, Any]:
+        """Return what `state_dict` has of what `send` counts and keeps."""
+        return {
+            "ledger": self.ledger.state_dict(),
+            "clock": None if self.clock is None else self.clock.state_dict(),
+            "received": dict(self._received),
+        }
+
     def send_global_model(self, clients: Sequence[ClientInfo]) -> None:
         """Send clients the global model, which they are given by the caller; see `sends_global_model`."""
         nbytes = self.broadcast(clients[0]).nbytes

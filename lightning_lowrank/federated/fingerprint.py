@@ -12,7 +12,8 @@ import hashlib
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from enum import Enum
 from typing import Any
 
@@ -27,6 +28,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_lowrank.arguments import SAME_RESULT, Configured, recorded_arguments
 from lightning_lowrank.federated.settings import FederatedSettings
+from lightning_lowrank.internals.replaced import replaced
 
 _LONGEST_LIST = 32
 _DEEPEST = 8
@@ -287,15 +289,15 @@ def check_same_experiment(
         )
 
 
-def prepare_loading(settings: FederatedSettings, trainer: Any) -> Callable[[], None]:
-    """Prepare for the moment before Lightning loads a module's values; return what ends that.
+def prepare_loading(settings: FederatedSettings, trainer: Any) -> AbstractContextManager[None]:
+    """Return what prepares, for a while, for the moment before Lightning loads a module's values.
 
     The arguments that decide about layers are compared then, for the values of other layers do not fit, or mean
     something else. Everything else is compared when the fit begins. With ``precision="64-true"`` the module becomes
     double, which Lightning does after loading: values would be rounded to 32 bits.
     """
     module = trainer.lightning_module
-    attributes, on_load_checkpoint = vars(module), module.on_load_checkpoint
+    on_load_checkpoint = module.on_load_checkpoint
 
     def check(checkpoint: dict[str, Any]) -> None:
         state = checkpoint.get("callbacks", {}).get("FederatedLoop", {})
@@ -311,8 +313,7 @@ def prepare_loading(settings: FederatedSettings, trainer: Any) -> Callable[[], N
             trainer.precision_plugin.convert_module(module)
         on_load_checkpoint(checkpoint)
 
-    attributes["on_load_checkpoint"] = check
-    return lambda: attributes.pop("on_load_checkpoint", None)
+    return replaced(module, on_load_checkpoint=check)
 
 
 def _shapes(state: Mapping[str, Any]) -> dict[str, torch.Size]:

@@ -17,8 +17,10 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning_utilities.core.apply_func import apply_to_collection
 from rich import get_console
 from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_lowrank.aliases import aliases, under_all_names
 from lightning_lowrank.federated.algorithm import inherits
@@ -49,6 +51,7 @@ from lightning_lowrank.federated.fingerprint import (
     refuse_other_shapes,
 )
 from lightning_lowrank.federated.horizon import Horizon
+from lightning_lowrank.federated.logbook import Logbook
 from lightning_lowrank.federated.messages import Ledger
 from lightning_lowrank.federated.personal import NO_VALIDATION, NOT_JUDGED, left_out, validates_rounds
 from lightning_lowrank.federated.progress import Progress
@@ -57,20 +60,23 @@ from lightning_lowrank.federated.run_facts import RunFacts
 from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.federated.state import Server
 from lightning_lowrank.federated.whole_checkpoints import install as install_whole_checkpoints
+from lightning_lowrank.internals.advance import ClientTurns, TurnLoader
 from lightning_lowrank.internals.direct_evaluation import DirectEvaluation
 from lightning_lowrank.internals.direct_log import DirectLog
 from lightning_lowrank.internals.direct_steps import DirectSteps
 from lightning_lowrank.internals.lightning import (
     TrainLoaderSource,
     accumulate_per_client,
+    accumulates,
     check_namespace,
-    count_for_schedules,
+    counted_for_schedules,
     forget_batches,
     log_figures,
     pad_epochs,
     pool_training_results,
     stops_now,
 )
+from lightning_lowrank.internals.replaced import replaced
 from lightning_lowrank.layers import unmerge
 
 
@@ -147,6 +153,10 @@ class FederatedLoop(FederatedSettings, Callback):
         self._horizon: Horizon | None = None
         self._device_data: DeviceData | None = None
         self._facts: RunFacts | None = None
+        self._turns: ClientTurns | None = None
+        self._whole: WholeBatches | None = None
+        self._resumed_inside = False
+        self._evaluation_log: Logbook | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy has, or a pickle: settings, ledger, what forbids a private fit, and no more of a fit."""
@@ -160,6 +170,9 @@ class FederatedLoop(FederatedSettings, Callback):
             "_horizon",
             "_device_data",
             "_facts",
+            "_turns",
+            "_whole",
+            "_evaluation_log",
         )
         return {name: value for name, value in vars(self).items() if name not in own}
 
@@ -248,30 +261,38 @@ class FederatedLoop(FederatedSettings, Callback):
             self._forget()
             self.renew_seed()
         self._processes = processes
-        settings: Any = trainer
         limit = trainer.limit_train_batches
         if self._data is None:
             self._data = RoundData(self, self._progress, self._on_divided)
         self._data.attach(trainer, source.user_loader, limit)
         self._keep_samples(trainer)
-        source.replace(self._data)
+        self._turns = self._turns_of(trainer)
+        progress, restore, enter = self._progress, self._restore.callback, self._restore.enter_context
+        if self._turns is None:
+            source.replace(self._data)
+            restore(source.restore)
+        else:
+            enter(source.replaced_by(self._turn_loader(trainer, self._data)))
+            enter(self._turns.installed())
         if limit != 0:
-            settings.limit_train_batches = 1.0
-        progress, restore = self._progress, self._restore.callback
-        restore(source.restore)
+            enter(replaced(trainer, limit_train_batches=1.0))
         self._horizon = Horizon(trainer, self._data)
-        self._end_counting.callback(count_for_schedules(trainer, self._horizon, self._horizon.give))
+        self._end_counting.enter_context(counted_for_schedules(trainer, self._horizon, self._horizon.give))
         restore(self._end_counting.close)
-        restore(prepare_loading(self, trainer))
-        restore(setattr, settings, "limit_train_batches", limit)
-        restore(accumulate_per_client(trainer, lambda: progress.group_begins, lambda: progress.group_ends))
+        enter(prepare_loading(self, trainer))
         # A plain function: torch marks the hook, and a deepcopy of the module must not copy this callback.
         restore(pl_module.register_state_dict_post_hook(lambda *state: self._show_global_state(*state)).remove)
         restore(pl_module.register_load_state_dict_pre_hook(refuse_other_shapes).remove)
+        if self._turns is not None:
+            if accumulates(trainer):
+                enter(self._turns.counting_groups())
+            self._whole = WholeBatches(self._device_data) if self.fast_steps else None
+            return
+        self._evaluate_fast(trainer, stage)
+        restore(accumulate_per_client(trainer, lambda: progress.group_begins, lambda: progress.group_ends))
         if processes is None and self.fast_steps:
             restore(DirectSteps(trainer, lambda batch: self.rounds.execution.gradients(batch)).restore)
             restore(DirectLog(trainer).restore)
-        self._evaluate_fast(trainer, stage)
         restore(
             pad_epochs(
                 trainer,
@@ -280,6 +301,24 @@ class FederatedLoop(FederatedSettings, Callback):
                 lambda error: self.rounds.fail(error),
             )
         )
+
+    def _turns_of(self, trainer: pl.Trainer) -> ClientTurns | None:
+        """Return what makes a turn of Lightning's loop a client, where clients train one by one in this process."""
+        by_sample = any(isinstance(each, NeedsPoissonBatches) for each in trainer.callbacks)  # type: ignore[attr-defined]
+        if self.execution != "sequential" or self._processes is not None or by_sample:
+            return None
+        return ClientTurns(trainer, self, lambda number: self.rounds.turn(number), lambda: self._resumed_inside)
+
+    def _turn_loader(self, trainer: pl.Trainer, data: RoundData) -> TurnLoader:
+        def turns() -> int:
+            # A round that nobody trains in has a turn without a client.
+            return max(1, len(data.present_plan().chunks))
+
+        def begin_epoch() -> None:
+            assert self._turns is not None
+            self._turns.begin_epoch(turns())
+
+        return TurnLoader(trainer, turns, lambda: data.training_loader, begin_epoch)
 
     def _has_released(self) -> bool:
         """Return whether the last fit has spent of a privacy budget, which a new one would not know of."""
@@ -296,6 +335,17 @@ class FederatedLoop(FederatedSettings, Callback):
     def _evaluate_fast(self, trainer: pl.Trainer, stage: str) -> None:
         if self.fast_steps and stage != "predict":
             self._restore.callback(DirectEvaluation(trainer, stage, WholeBatches(self._device_data).begin).restore)
+
+    def _read_whole(self, trainer: pl.Trainer) -> None:
+        """Have the loaders of validation that are known by now read their batches in one piece."""
+        whole = self._whole
+
+        def begin(loader: DataLoader) -> DataLoader:
+            if whole is not None and whole.reads_as_usual(loader):
+                self._restore.callback(whole.begin(loader))
+            return loader
+
+        apply_to_collection(trainer.val_dataloaders, DataLoader, begin)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Give the trainer back as it was."""
@@ -346,7 +396,7 @@ class FederatedLoop(FederatedSettings, Callback):
         if self._processes is not None:
             make = functools.partial(SharedCoordinator, self._processes, trainer)
         self._rounds = Rounds(
-            self, trainer, self._data, self._progress, self._processes, make, self._rounds, self._restored
+            self, trainer, self._data, self._progress, self._processes, make, self._rounds, self._restored, self._turns
         )
         self.ledger = self._rounds.coordinator.ledger
         self._fingerprint["execution"] = self._rounds.execution.name
@@ -370,9 +420,12 @@ class FederatedLoop(FederatedSettings, Callback):
                 rank_zero_warn(note)
             if self._progress.position and not self._progress.round_open:
                 forget_batches(trainer)
+                if self._turns is not None:
+                    self._turns.end_restored_epoch(len(self.data.present_plan().chunks) or 1)
             if not self._progress.round_open:
                 self.rounds.stop_if_spent(trainer.current_epoch)
         self._facts = RunFacts(trainer, self.indices)
+        self._read_whole(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Plan no further round, and say so where a validation was due and no client's own model was judged."""
@@ -434,6 +487,7 @@ class FederatedLoop(FederatedSettings, Callback):
         """Aggregate a round that was cut short, and log the round's figures."""
         self.rounds.pause()
         self.rounds.aggregate(between_steps=True)
+        self.rounds.end_epoch()
         if self._processes is not None:
             pool_training_results(trainer, self._processes.gather)
         log_figures(trainer, self.rounds.figures())
@@ -447,19 +501,41 @@ class FederatedLoop(FederatedSettings, Callback):
         if self._rounds is None:
             return
         self._rounds.pause()
-        if not self._progress.round_open or trainer.sanity_checking:
+        if trainer.sanity_checking:
+            return
+        if trainer.state.fn == "fit":
+            self._read_whole(trainer)
+            # Of several loaders Lightning shows each one's figures.
+            self._evaluation_log = self._rounds.logbook if len(trainer.num_val_batches) == 1 else None
+        if self._evaluation_log is not None:
+            self._evaluation_log.begin_evaluation()
+        if not self._progress.round_open:
             return
         if stops_now(trainer):
             self._rounds.aggregate()
-        else:
+        elif self._turns is None:
             self._rounds.execution.hide()
+
+    def on_validation_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Weight what is logged by the batch's size."""
+        if self._evaluation_log is not None:
+            self._evaluation_log.begin_step(batch)
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Let Lightning have what validation steps have logged."""
+        if self._evaluation_log is not None:
+            self._evaluation_log.end_evaluation()
+            self._evaluation_log = None
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Go on with the client that was interrupted, or evaluate clients' own models."""
         if self._rounds is None or trainer.sanity_checking:
             return
         if self._progress.round_open:
-            self._rounds.execution.show()
+            if self._turns is None:
+                self._rounds.execution.show()
         else:
             self._rounds.further.evaluate(trainer, pl_module, "validate")
 
@@ -488,6 +564,13 @@ class FederatedLoop(FederatedSettings, Callback):
             return {}
         fingerprint = {**self._fingerprint, "data": self._data.fingerprint()}
         return {**self._rounds.state_dict(), "fingerprint": fingerprint}
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Have a checkpoint that is saved inside a client hold the client's start, from which a resumed run goes on."""
+        if self._turns is not None:
+            self._turns.wind_back(checkpoint)
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -534,6 +617,15 @@ class FederatedLoop(FederatedSettings, Callback):
         execution = saved["execution"] if self.execution == "auto" else self.execution
         present = {**self._fingerprint, "execution": execution, "data": self._data.fingerprint()}
         check_same_experiment(saved, present, self.allow_changes, state["progress"]["round_open"])
+        if state["progress"]["round_open"]:
+            turns_are = "batches" if self._turns is None else "clients"
+            if state["turns_are"] != turns_are:
+                raise MisconfigurationException(
+                    f"the checkpoint was saved inside a round in which a turn of Lightning's loop was one of the"
+                    f" {state['turns_are']}, and with execution={self.execution!r} it is one of the {turns_are}: resume"
+                    " with the execution of the earlier run, or from a checkpoint that was saved between rounds."
+                )
+            self._resumed_inside = state["inside"]
         self._progress.load_state_dict(state["progress"])
         # A plan that was made before counts for nothing.
         self._data.plan, self._data.resumed_chunks = None, state["chunks"]

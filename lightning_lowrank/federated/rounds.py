@@ -22,6 +22,7 @@ from torch import Tensor
 from lightning_lowrank.aggregation.aggregator import home_of
 from lightning_lowrank.federated.algorithm import detached, inherits
 from lightning_lowrank.federated.coordinator import Coordinator
+from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.data.rounds import RoundData
 from lightning_lowrank.federated.execution.base import Execution
 from lightning_lowrank.federated.execution.choice import choose_execution
@@ -33,6 +34,8 @@ from lightning_lowrank.federated.execution.distributed import (
 from lightning_lowrank.federated.execution.traces import Untraced
 from lightning_lowrank.federated.failures import ClientsFailed, described, is_of_a_client
 from lightning_lowrank.federated.isolation import ClientSteps, Isolation
+from lightning_lowrank.federated.local import LocalTraining
+from lightning_lowrank.federated.logbook import Logbook
 from lightning_lowrank.federated.messages import Ledger, dense_bytes
 from lightning_lowrank.federated.offload import ClientStates
 from lightning_lowrank.federated.optimizers import ClientOptions, KeptMoments, Starts
@@ -42,8 +45,9 @@ from lightning_lowrank.federated.schedulers import SchedulersPerClient
 from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.federated.state import State
 from lightning_lowrank.federated.system import Clock, LateError, Operations
+from lightning_lowrank.internals.advance import ClientTurns
 from lightning_lowrank.internals.direct_steps import AroundUpdates
-from lightning_lowrank.internals.lightning import HeldSchedules, refuse_unseen_steps
+from lightning_lowrank.internals.lightning import HeldSchedules, leave_step, refuse_unseen_steps
 
 
 class Rounds(Untraced):
@@ -58,6 +62,8 @@ class Rounds(Untraced):
         make: Makes the server's half, from the arguments of `Coordinator`.
         before: The rounds of the fit that this one goes on from, if any.
         restored: `state_dict`'s result in the checkpoint that the fit is resumed from, if any.
+        turns: Makes each turn of Lightning's loop a client, where clients train one by one in this process alone;
+            ``None``: Lightning counts the clients' batches.
     """
 
     def __init__(
@@ -70,6 +76,7 @@ class Rounds(Untraced):
         make: Callable[..., Coordinator],
         before: Rounds | None,
         restored: Mapping[str, Any] | None,
+        turns: ClientTurns | None = None,
     ) -> None:
         self._settings = settings
         self._algorithm = settings.algorithm
@@ -127,6 +134,10 @@ class Rounds(Untraced):
         previous = None if before is None else before.execution
         self.execution: Execution = choose_execution(trainer, coordinator, data, processes, restored, previous)
         self.execution.starts = starts
+        self._local: LocalTraining | None = None
+        if turns is not None:
+            self._local = LocalTraining(trainer, turns, self.execution, data, settings.fast_steps)
+        self._uncounted: dict[str, Any] = {}
         if processes is not None:
             check_processes(processes, trainer, self._algorithm, settings.experiment_seed, data)
 
@@ -148,12 +159,14 @@ class Rounds(Untraced):
         """Let the algorithm train in its own way, where it has one, and return what ends that."""
         module, attributes = self._module, vars(self._module)
         self._isolation = Isolation(self._trainer, self.execution.stacked)
+        if not inherits(self._algorithm, "before_step"):
+            refuse_unseen_steps(self._trainer, type(self._algorithm).__name__)
+        if self._local is not None:
+            return self._local.start()
         self._held_schedules = HeldSchedules(self._trainer)
         self.execution.start()
         # After the execution, whose guard of the module's hooks it calls.
         self._steps = ClientSteps(self._trainer, self.execution)
-        if not inherits(self._algorithm, "before_step"):
-            refuse_unseen_steps(self._trainer, type(self._algorithm).__name__)
 
         def stop_execution() -> None:
             self._steps.restore()
@@ -186,6 +199,9 @@ class Rounds(Untraced):
         self._isolation.begin_round(execution.live)
         server = self.coordinator.server
         server.adopt(execution.live, shown=self._algorithm.global_model(server))
+        if self._local is not None:
+            self._local.begin_round()
+            return
         values = self._to_device(state["client_values"])
         if progress.chunk_open:
             chunk, round_state = plan.chunks[progress.chunk], self._to_device(state["round_state"])
@@ -213,6 +229,90 @@ class Rounds(Untraced):
         self.coordinator.check_answers(len(plan.clients))
         progress.round_open = True
         self._schedulers.begin_round()
+        if self._local is not None:
+            self._local.begin_round()
+
+    # A client's turn
+
+    def turn(self, number: int) -> bool:
+        """Train the client of the round's turn of this number, and after the last one aggregate.
+
+        Returns:
+            Whether the module ended the round.
+        """
+        plan, progress = self._data.current_plan(), self._progress
+        if not progress.round_open:
+            self._begin_round()
+        ends_round = False
+        if number < len(plan.chunks):
+            ends_round = self._train(plan.chunks[number])
+            progress.position, progress.chunk = plan.ends[number], number + 1
+        if ends_round or number + 1 >= len(plan.chunks):
+            self.aggregate()
+            self.end_epoch()
+        elif progress.round_open:
+            self.coordinator.show_global(self.execution.live)
+        return ends_round
+
+    @property
+    def logbook(self) -> Logbook | None:
+        """Where what is logged is collected, if a turn is a client."""
+        return None if self._local is None else self._local.logbook
+
+    def end_epoch(self) -> None:
+        """Let Lightning have what was logged of the round, also where it was cut short."""
+        if self._local is not None:
+            self._local.logbook.end_round()
+
+    def _train(self, chunk: Chunk) -> bool:
+        """Make a client begin, train it, and hand over what it sends; return whether the module ended the round."""
+        local, progress = self._local, self._progress
+        assert local is not None
+        ends_round = False
+        try:
+            self._open(chunk)
+            ends_round = local.train(chunk)
+            progress.client_steps += local.made
+            self._data.randomness.close()
+            self._isolation.end_step()
+            self._end_chunk(local.made)
+        except Exception as error:
+            begun = isinstance(error, ClientsFailed)
+            cause = error.error if isinstance(error, ClientsFailed) else error
+            if not (begun or (local.in_step and is_of_a_client(error))):
+                raise
+            if self._settings.on_client_error == "raise":
+                raise cause from None
+            progress.client_steps += 0 if begun else local.made
+            self._give_up(chunk.clients, cause)
+        return ends_round
+
+    def _give_up(self, clients: Sequence[int], error: Exception) -> None:
+        """Go on without the open client, which has failed."""
+        assert self._local is not None
+        self._data.randomness.close()
+        self._local.drop()
+        leave_step(self._trainer)
+        self.execution.drop()
+        self._options.give_back()
+        self._progress.chunk_open = False
+        self._drop(clients, error, self.execution.before)
+
+    def _open(self, chunk: Chunk) -> None:
+        """Make a chunk's clients begin."""
+        plan = self._data.current_plan()
+        self._schedulers.put_options_back()
+        if self._settings.optimizer_state == "keep":
+            for client in chunk.clients:
+                self._moments.forget(self.coordinator.states[client], plan.round)
+        self._uncounted = self.coordinator.counted()
+        self.execution.open(chunk)
+        self._schedulers.begin_client()
+        self._options.take(chunk.clients[0])
+        self._isolation.begin_client()
+        self._progress.chunk_open = True
+
+    # A turn is a batch
 
     def before_batch(self, group: int) -> None:
         """Prepare a step, of ``group`` whose gradients are accumulated; at a chunk's first, make its clients begin."""
@@ -223,15 +323,7 @@ class Rounds(Untraced):
         chunk, step = plan.chunks[progress.chunk], self._step_in_chunk()
         self._group(chunk.steps, step, group)
         if step == 0:
-            self._schedulers.put_options_back()
-            if self._settings.optimizer_state == "keep":
-                for client in chunk.clients:
-                    self._moments.forget(self.coordinator.states[client], plan.round)
-            self.execution.open(chunk)
-            self._schedulers.begin_client()
-            self._options.take(chunk.clients[0])
-            self._isolation.begin_client()
-            progress.chunk_open = True
+            self._open(chunk)
         self.execution.before_batch(step)
         self._in_client = True
 
@@ -249,17 +341,18 @@ class Rounds(Untraced):
         progress.logged_steps += progress.group_ends
         progress.position += 1
         if progress.position == plan.ends[progress.chunk]:
-            self._end_chunk()
+            self._end_chunk(self._step_in_chunk())
             progress.chunk += 1
         if progress.position == plan.total:
             self.aggregate()
 
-    def _end_chunk(self) -> None:
+    def _end_chunk(self, steps: int) -> None:
+        """Hand over what the open clients send, the longest of which has made so many steps."""
         self._isolation.end_client()
         failed = self.execution.close()
         self._options.check_unchanged(self._data.current_plan().chunks[self._progress.chunk].clients[0])
         self._options.give_back()
-        self._schedulers.end_client(self._step_in_chunk())
+        self._schedulers.end_client(steps)
         self._progress.chunk_open = False
         for client, error in failed.items():
             if isinstance(error, LateError):
@@ -310,12 +403,13 @@ class Rounds(Untraced):
         """
         if self._progress.round_open:
             self._aggregate(between_steps)
-        self._held_schedules.step()
+        if self._local is None:
+            self._held_schedules.step()
 
     def _aggregate(self, between_steps: bool) -> None:
         progress = self._progress
         if progress.chunk_open:
-            self._end_chunk()
+            self._end_chunk(self._step_in_chunk())
         if isinstance(self.coordinator, SharedCoordinator):
             mine = progress.client_steps - progress.client_steps_before
             total = self.coordinator.exchange(self._schedulers, mine, progress.logged_steps, between_steps)
@@ -401,25 +495,43 @@ class Rounds(Untraced):
                 "a checkpoint inside a round would hold the client of one process only: save between rounds, as"
                 " ModelCheckpoint does, or set devices=1."
             )
-        values, plan = execution.values() if progress.round_open else {}, self._data.plan
+        plan = self._data.plan
+        server = self.coordinator.state_dict()
+        saved = progress.state_dict()
+        if self._local is not None and progress.chunk_open:
+            # The client begins again in a run that is resumed.
+            server = {**server, **self._uncounted, "clients": {**server["clients"], **execution.before}}
+            saved["chunk_open"] = False
         return {
             "algorithm": type(self._algorithm).__name__,
             "execution": execution.name,
             "compiled": execution.compiled,
             "channels_last": execution.channels_last,
             "chunk_size": self._data.chunk_size,
-            "progress": progress.state_dict(),
-            "server": self.coordinator.state_dict(),
+            "progress": saved,
+            "server": server,
             "names": list(self._data.divided().names or ()),
             "chunks": [list(chunk.clients) for chunk in plan.chunks] if plan and progress.round_open else None,
-            "client_values": detached(values),
+            "common_options": self._options.common,
+            "schedulers": self._schedulers.state_dict(),
+            **(self._inside() if progress.round_open else {}),
+        }
+
+    def _inside(self) -> dict[str, Any]:
+        """Return what a run needs beside that is resumed inside a round."""
+        progress, execution = self._progress, self.execution
+        if self._local is not None:
+            # The open client begins again.
+            return {"turns_are": "clients", "inside": progress.chunk_open}
+        return {
+            "turns_are": "batches",
+            "inside": False,
+            "client_values": detached(execution.values()),
             "round_state": execution.round_state if progress.chunk_open else {},
             "unsaved_buffers": self._isolation.state_dict() if progress.chunk_open else {},
             "attributes": execution.starts.state_dict() if progress.chunk_open else [],
             "before": execution.before if progress.chunk_open else {},
             "gradients": self._gradients(),
-            "common_options": self._options.common,
-            "schedulers": self._schedulers.state_dict(),
         }
 
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_lowrank.internals.direct import Call, Hooks, calls_fit, has_usual_parts, in_context, is_compared_release
 from lightning_lowrank.internals.lightning import missing, overrides
-from lightning_lowrank.internals.torch import bare_step, drop_gradients, run_backward
+from lightning_lowrank.internals.torch import bare_step, drop_gradients, is_on, run_backward
 
 try:
     from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
@@ -212,7 +212,7 @@ class DirectSteps:
 
     def _on_device(self, module: pl.LightningModule, batch: Any) -> Any:
         device = self._trainer.strategy.root_device
-        if type(module).transfer_batch_to_device is _TRANSFER and _is_on(device, batch):
+        if type(module).transfer_batch_to_device is _TRANSFER and is_on(device, batch):
             return batch
         return module.transfer_batch_to_device(batch, device, 0)
 
@@ -333,16 +333,6 @@ class DirectSteps:
             # It refuses that.
             Closure(lambda: ClosureResult(None)).consume_result()
         return outputs[0]
-
-
-def _is_on(device: torch.device, batch: Any) -> bool:
-    """Return whether all that a batch holds is seen to be on a device."""
-    kind = type(batch)
-    if kind is Tensor:
-        return bool(batch.device == device)
-    if kind is list or kind is tuple:
-        return all(_is_on(device, part) for part in batch)
-    return getattr(kind, "holds_no_tensors", False)
 
 
 def _may_be_scaled(optimizer: Optimizer) -> bool:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import copy
 import operator
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -19,12 +19,13 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint, ProgressBar, Timer
 from lightning.pytorch.trainer.states import RunningStage
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
+
+from lightning_lowrank.internals.replaced import replaced
 
 try:
     from lightning.pytorch.trainer.connectors.logger_connector import result as _result
@@ -66,7 +67,7 @@ def missing(owner: Any, *paths: str) -> list[str]:
     return lacking
 
 
-def _need(what: str, instead: str, owner: Any, *paths: str) -> None:
+def need(what: str, instead: str, owner: Any, *paths: str) -> None:
     """Refuse a version of Lightning in which one of the dotted names leads from ``owner`` to nothing."""
     lacking = missing(owner, *paths)
     if lacking:
@@ -77,7 +78,7 @@ def _need(what: str, instead: str, owner: Any, *paths: str) -> None:
 
 
 def _need_together(owner: Any, *paths: str) -> None:
-    _need("strategy='client_parallel'", "use lightning 2.6, or devices=1", owner, *paths)
+    need("strategy='client_parallel'", "use lightning 2.6, or devices=1", owner, *paths)
 
 
 def check_namespace(trainer: Any, module: Any) -> None:
@@ -133,6 +134,10 @@ def batch_transfer(trainer: Any) -> Callable[[Any], Any]:
     return transfer
 
 
+HOOK = "_current_fx_name"
+"""Where a module keeps the name of the hook that is running, by which `LightningModule.log` knows who calls it."""
+
+
 class LastBatch:
     """Let ``trainer.is_last_batch`` say something else for a while, where this Lightning keeps it where it is known.
 
@@ -160,8 +165,8 @@ class TrainLoaderSource:
 
     def __init__(self, trainer: pl.Trainer) -> None:
         needed = ("instance", "dataloader", "is_defined")
-        _need("FederatedLoop", "use lightning 2.6", trainer, *(f"fit_loop._data_source.{name}" for name in needed))
-        _need("FederatedLoop", "use lightning 2.6", trainer.fit_loop, "_combined_loader", "setup_data", "max_batches")
+        need("FederatedLoop", "use lightning 2.6", trainer, *(f"fit_loop._data_source.{name}" for name in needed))
+        need("FederatedLoop", "use lightning 2.6", trainer.fit_loop, "_combined_loader", "setup_data", "max_batches")
         self._trainer: Any = trainer
         self._loop: Any = trainer.fit_loop
         self._source = self._loop._data_source
@@ -206,43 +211,44 @@ class TrainLoaderSource:
 
         self._loop.setup_data = setup_data_of_this_length
 
+    def replaced_by(self, loader: Any) -> AbstractContextManager[None]:
+        """Return what makes the trainer take ``loader`` for a while."""
+        return replaced(self._source, instance=loader)
+
     def restore(self) -> None:
         """Put the user's source back."""
         self._source.instance = self._users.instance
         del self._loop.setup_data
 
 
-def count_for_schedules(trainer: Any, loader: Any, steps: Callable[[], float]) -> Callable[[], None]:
-    """Answer what ``configure_optimizers`` asks for the length of a fit.
+@contextmanager
+def counted_for_schedules(trainer: Any, loader: Any, steps: Callable[[], float]) -> Iterator[None]:
+    """Answer what ``configure_optimizers`` asks for the length of a fit, for a while.
 
     Args:
         trainer: The trainer, whose training loader has been replaced.
-        loader: What ``trainer.train_dataloader`` is once it is loaded; ``trainer.num_training_batches`` is its length.
+        loader: What ``trainer.train_dataloader`` is; ``trainer.num_training_batches`` is its length.
         steps: Returns ``trainer.estimated_stepping_batches``.
-
-    Returns:
-        What gives Lightning's own answers back, with nothing loaded.
     """
     kind, loop = type(trainer), trainer.fit_loop
-    setup_data, max_batches = loop.setup_data, loop.max_batches
+    # A property can be answered by the class alone. Lightning's own loads the data, and modules read the others then.
+    answers = {
+        "estimated_stepping_batches": property(lambda trainer: steps()),
+        "num_training_batches": property(lambda trainer: len(loader)),
+        "train_dataloader": property(lambda trainer: loader),
+        "__module__": kind.__module__,
+    }
+    loop._combined_loader = None
+    with replaced(trainer, __class__=type(kind.__name__, (kind,), answers)):
+        yield
+    # Asked for its data, the loop has loaded those of an epoch that the fit need not begin with.
+    loop._combined_loader = None
 
-    def setup_data_for_schedules() -> None:
-        loop._combined_loader, loop.max_batches = CombinedLoader(loader), len(loader)
 
-    def restore() -> None:
-        trainer.__class__ = kind
-        loop.setup_data, loop._combined_loader, loop.max_batches = setup_data, None, max_batches
-
-    def estimated_stepping_batches(trainer: Any) -> float:
-        # Lightning's loads the data too, and modules read `num_training_batches` after it.
-        trainer.fit_loop.setup_data()
-        return steps()
-
-    loop.setup_data, loop._combined_loader = setup_data_for_schedules, None
-    # A property can be answered by the class alone.
-    answers = {"estimated_stepping_batches": property(estimated_stepping_batches), "__module__": kind.__module__}
-    trainer.__class__ = type(kind.__name__, (kind,), answers)
-    return restore
+def accumulates(trainer: Any) -> bool:
+    """Return whether gradients of several batches are accumulated, in some epoch."""
+    schedules = any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks)
+    return schedules or trainer.accumulate_grad_batches != 1
 
 
 def accumulate_per_client(
@@ -270,10 +276,9 @@ def accumulate_per_client(
     )
     epoch_loop = trainer.fit_loop.epoch_loop
     if missing(epoch_loop, *needed):
-        schedules = any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks)
-        if trainer.accumulate_grad_batches != 1 or schedules:
+        if accumulates(trainer):
             instead = "use lightning 2.6, or accumulate_grad_batches=1"
-            _need("accumulating batches per client", instead, epoch_loop, *needed)
+            need("accumulating batches per client", instead, epoch_loop, *needed)
         return lambda: None
     automatic = epoch_loop.automatic_optimization
 
@@ -355,7 +360,7 @@ def pad_epochs(
                 # What comes after a step, such as callbacks and schedulers, is nobody's step.
                 if isinstance(error, StopIteration) or current.processed != done or not failed(error):
                     raise
-            _leave_step(trainer)
+            leave_step(trainer)
             if data_fetcher.fetched == fetched:
                 data_fetcher.fetched += 1
                 data_fetcher.done = data_fetcher.fetched >= data_fetcher.length
@@ -389,7 +394,7 @@ def pad_epochs(
     return restore
 
 
-def _leave_step(trainer: Any) -> None:
+def leave_step(trainer: Any) -> None:
     """Have nothing of a step that failed stay in the trainer."""
     trainer.lightning_module._current_fx_name = None
     scaler = getattr(trainer.precision_plugin, "scaler", None)
@@ -502,6 +507,38 @@ def logged_mean(trainer: Any, name: str) -> Any:
     return metric
 
 
+def empty_results(trainer: Any) -> Any:
+    """Return an empty collection of what training steps log, such as Lightning keeps for an epoch."""
+    need("FederatedLoop", "use lightning 2.6", trainer, "fit_loop.epoch_loop._results", "_logger_connector._current_fx")
+    return type(trainer.fit_loop.epoch_loop._results)(training=True)
+
+
+@contextmanager
+def logging_as(trainer: Any, hook: str) -> Iterator[None]:
+    """Have what is logged pass for a hook's, among whose values Lightning keeps it."""
+    module, connector = trainer.lightning_module, trainer._logger_connector
+    before, module._current_fx_name = module._current_fx_name, hook
+    # Lightning resets a hook's values in an epoch's first turn where another hook has logged in between.
+    connector._current_fx = hook
+    try:
+        yield
+    finally:
+        module._current_fx_name = before
+
+
+@contextmanager
+def logging_into(trainer: Any, results: Any, batch: Any) -> Iterator[None]:
+    """Have what a step of a fit logs go into another collection for a while, with a batch to weight it by."""
+    loop, connector = trainer.fit_loop.epoch_loop, trainer._logger_connector
+    loop = loop if is_training(trainer) else loop.val_loop
+    results.batch, hook = batch, connector._current_fx
+    try:
+        with replaced(loop, _results=results):
+            yield
+    finally:
+        results.batch, connector._current_fx = None, hook
+
+
 def pool_training_results(trainer: Any, gather: Callable[[Any], Sequence[Any]]) -> None:
     """Bring together, in every process, what all of them logged in the steps of an epoch, to be reduced over it.
 
@@ -559,7 +596,7 @@ class HeldSchedules:
 
     def __init__(self, trainer: Any) -> None:
         self._loop = trainer.fit_loop.epoch_loop
-        _need("FederatedLoop", "use lightning 2.6", self._loop, "update_lr_schedulers")
+        need("FederatedLoop", "use lightning 2.6", self._loop, "update_lr_schedulers")
         self._due = False
         self._update, self._replaced = self._loop.update_lr_schedulers, vars(self._loop).get("update_lr_schedulers")
         self._loop.update_lr_schedulers = self._hold
@@ -634,7 +671,7 @@ def forget_batches(trainer: pl.Trainer) -> None:
     """
     needed = ("restarted_on_train_batch_end", "batch_progress.current.completed")
     instead = "use lightning 2.6, or resume from a checkpoint that was saved between rounds"
-    _need("resuming from a round's last batch", instead, trainer.fit_loop.epoch_loop, *needed)
+    need("resuming from a round's last batch", instead, trainer.fit_loop.epoch_loop, *needed)
     if trainer.fit_loop.epoch_loop.restarted_on_train_batch_end:
         trainer.fit_loop.epoch_loop.batch_progress.current.completed = sys.maxsize - 1
 
@@ -672,7 +709,7 @@ def synchronizes_layers(strategy: Any) -> bool:
 def make_one_epoch(trainer: Any, number: int) -> None:
     """Have the next fit make epoch ``number`` alone; -1: begin a fit and make none."""
     needed = ("epoch_progress.current.processed", "max_epochs", "_combined_loader")
-    _need("a site of Flower", "use lightning 2.6", trainer.fit_loop, *needed)
+    need("a site of Flower", "use lightning 2.6", trainer.fit_loop, *needed)
     loop = trainer.fit_loop
     done = loop.epoch_progress.current
     done.ready = done.started = done.processed = done.completed = max(number, 0)
@@ -683,7 +720,7 @@ def make_one_epoch(trainer: Any, number: int) -> None:
 
 def count_steps(trainer: Any, steps: int) -> None:
     """Let ``global_step`` count steps that others made: checkpoints are not saved where it stands still."""
-    _need("Flower's server", "use lightning 2.6", trainer.fit_loop.epoch_loop, *_COUNTED)
+    need("Flower's server", "use lightning 2.6", trainer.fit_loop.epoch_loop, *_COUNTED)
     _counted_steps(trainer).completed += steps
 
 

@@ -252,6 +252,16 @@ def is_heard(optimizer: Optimizer) -> bool:
     )
 
 
+def is_on(device: torch.device, batch: Any) -> bool:
+    """Return whether all that a batch holds is seen to be on a device."""
+    kind = type(batch)
+    if kind is Tensor:
+        return bool(batch.device == device)
+    if kind is list or kind is tuple:
+        return all(is_on(device, part) for part in batch)
+    return getattr(kind, "holds_no_tensors", False)
+
+
 def bare_step(optimizer: Optimizer) -> Callable[..., Any]:
     """Return ``optimizer.step``; where nothing listens, without what torch puts around it for hooks and profilers."""
     step = type(optimizer).step

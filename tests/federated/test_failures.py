@@ -7,7 +7,6 @@ import warnings
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import Dataset, TensorDataset
 
@@ -18,7 +17,7 @@ from lightning_lowrank.federated.algorithm import inherits
 from lightning_lowrank.federated.offload import flatten_state
 from tests.algorithms.methods import LOW_RANK, METHODS, each_method
 from tests.grids import daily, nightly_except
-from tests.helpers import Data, Module, assert_same, blobs, trainer, weights
+from tests.helpers import Data, Module, SaveEachStep, assert_same, blobs, trainer, weights
 
 PARTS = [list(range(5)), list(range(5, 30)), list(range(30, 52)), list(range(52, 75))]
 BAD, ROUND = 2, 1
@@ -389,7 +388,7 @@ def test_a_run_that_is_resumed_has_the_same_failures(tmp_path, steps, failing):
         method = method_of("SCAFFOLD", FailsInTheStep if failing == "step" else Module)
         if failing == "end":
             fail_at_the_end(method["algorithm"])
-        saving = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1)
+        saving = SaveEachStep(tmp_path)
         more = {"uplink": [TopK(0.3, error_feedback=True)], "optimizer_state": "keep"}
         return {**method, **more, **({"fit": {"ckpt_path": resume}} if resume else {"callbacks": [saving]})}
 

@@ -121,7 +121,8 @@ def test_stopping_inside_a_round_validates_the_aggregate(tmp_path):
 
     module, seen = Module(), Seen()
     fit(trainer(tmp_path, loop(), Stop(), seen, num_sanity_val_steps=0), module, Data())
-    expected = reference(first_batches({0: 1, 1: 2}))
+    # A client's batches are numbered from 0.
+    expected = reference(first_batches({0: 1, 1: 3}))
     assert_same(weights(module.net), expected)
     assert_same(seen.validated[-1], expected)
 
@@ -171,10 +172,11 @@ def test_validation_inside_a_round_sees_the_last_global_model(tmp_path):
     fit(run, module, Data())
     fit(trainer(tmp_path, loop(), max_epochs=2), plain, Data())
     assert_same(weights(module), weights(plain))
-    assert len(seen.validated) == 2 * 5
-    for inside in seen.validated[:4]:
+    # After each of four clients, the last of which ends the round.
+    assert len(seen.validated) == 2 * 4
+    for inside in seen.validated[:3]:
         assert_same(inside, before)
-    for inside in seen.validated[5:9]:
+    for inside in seen.validated[4:7]:
         assert_same(inside, seen.ended[0])
 
 
@@ -188,14 +190,13 @@ def test_a_round_shorter_than_the_interval_is_validated_at_its_end(tmp_path):
             super().on_validation_start(trainer, pl_module)
             self.places.append((trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_progress.current.ready))
 
-    lengths = [-(-size // 8) for size in SIZES]
-    rounds = sorted(range(len(SIZES)), key=lambda client: -lengths[client])
-    seen, interval = Places(), lengths[rounds[0]] - 1
+    rounds = [[0, 1, 2, 3], [2], [1, 3]]
+    seen, interval = Places(), 3
     settings = {"val_check_interval": interval, "num_sanity_val_steps": 0, "max_epochs": len(rounds)}
-    run = trainer(tmp_path, loop(participants=[[client] for client in rounds]), seen, **settings)
+    run = trainer(tmp_path, loop(participants=rounds), seen, **settings)
     fit(run, Module(), Data())
-    assert lengths[rounds[-1]] < interval
-    assert seen.places == [(number, min(interval, lengths[client])) for number, client in enumerate(rounds)]
+    # It counts clients.
+    assert seen.places == [(number, min(interval, len(clients))) for number, clients in enumerate(rounds)]
     assert run.val_check_interval == interval
 
 
@@ -256,9 +257,8 @@ def test_large_byte_counts_are_logged_exactly(tmp_path):
     counted.ledger.total_up = 0
 
     class Grow(pl.Callback):
-        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            if batch_idx == 0:
-                counted.ledger.total_up += 2**40 + 1
+        def on_train_epoch_start(self, trainer, pl_module):
+            counted.ledger.total_up += 2**40 + 1
 
     run = trainer(tmp_path, counted, Grow(), max_epochs=1)
     fit(run, Module(), Data())

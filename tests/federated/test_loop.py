@@ -7,6 +7,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.data import (
@@ -340,18 +341,18 @@ def test_randomness_depends_on_round_client_and_step_alone(tmp_path):
     assert_same(ends[0], ends[2])
 
 
-def test_the_global_generator_is_given_back_after_every_step(tmp_path):
-    before = torch.get_rng_state()
+def test_the_global_generator_is_given_back_between_clients(tmp_path):
     seen = []
 
     class Watch(pl.Callback):
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        def on_save_checkpoint(self, trainer, pl_module, checkpoint):
             seen.append(torch.equal(before, torch.get_rng_state()))
 
     module = Module(network(dropout=0.5))
     before = torch.get_rng_state()
-    fit(trainer(tmp_path, loop(), Watch(), max_epochs=1, limit_val_batches=0), module, Data())
-    assert seen == [True] * 12
+    saving = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)
+    fit(trainer(tmp_path, loop(), Watch(), saving, max_epochs=1, limit_val_batches=0), module, Data())
+    assert seen == [True] * len(PARTICIPANTS[0])
 
 
 def test_what_others_change_between_rounds_is_what_the_next_round_starts_from(tmp_path):

@@ -344,11 +344,11 @@ def test_there_are_no_figures_of_weights_that_the_last_round_did_not_leave(tmp_p
         ({"limit_val_batches": 0}, 1),
         ({"check_val_every_n_epoch": 3}, 1),
         # A validation in the midst of each round.
-        ({"val_check_interval": 5}, 1),
+        ({"val_check_interval": 2}, 1),
     ],
 )
 def test_a_fit_that_judges_no_client_says_so_once(tmp_path, settings, said):
-    loop = FederatedLoop(FedAvg(), personal_test=0.2, clients=2, summary=False)
+    loop = FederatedLoop(FedAvg(), personal_test=0.2, clients=3, summary=False)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         trainer(tmp_path, loop, max_epochs=2, **settings).fit(Module(), Data())

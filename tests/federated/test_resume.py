@@ -85,8 +85,8 @@ def test_a_module_that_the_trainer_makes_double_is_not_rounded(tmp_path, low_ran
     first.callbacks.append(save)
     fit(first, module, Data())
     files = sorted(tmp_path.glob("*.ckpt"))
-    assert len(files) == 12
-    for file in files[::3]:
+    assert len(files) == 6
+    for file in files[::2]:
         again, resumed = run()
         fit(again, resumed, Data(), ckpt_path=file)
         assert_same(weights(module), weights(resumed))
@@ -103,10 +103,10 @@ def test_resume_from_every_checkpoint(tmp_path, low_rank, arguments):
     fit(run, module, Data(drop_last=True, batch_size=4))
     files = sorted(tmp_path.glob("*.ckpt"))
     by_kind = [[file for file in files if file.name.startswith(kind)] for kind in ("step", "validated", "ended")]
-    assert len(by_kind[0]) > 12
+    assert len(by_kind[0]) >= 8
     assert len(by_kind[1]) >= 4
     assert len(by_kind[2]) == 4
-    for file in by_kind[0][::3] + by_kind[1] + by_kind[2]:
+    for file in by_kind[0][::2] + by_kind[1] + by_kind[2]:
         resumed, again, loop_again, figures_again = experiment(tmp_path, low_rank, save=False, **arguments)
         fit(resumed, again, Data(drop_last=True, batch_size=4), ckpt_path=file)
         assert_same(weights(module), weights(again))

@@ -82,13 +82,12 @@ def test_the_length_of_a_fit_is_answered_while_schedules_are_made(tmp_path, fitt
     source, kind = internals.TrainLoaderSource(fitting), type(fitting)
     fitting.fit_loop._data_source.instance = range(9)
     source.replace(range(9))
-    restore = internals.count_for_schedules(fitting, [1, 2], lambda: 17)
-    assert isinstance(fitting, kind)
-    assert fitting.estimated_stepping_batches == 17
-    fitting.fit_loop.setup_data()
-    assert fitting.train_dataloader == [1, 2]
-    assert fitting.num_training_batches == 2
-    restore()
+    with internals.counted_for_schedules(fitting, [1, 2], lambda: 17):
+        assert isinstance(fitting, kind)
+        assert fitting.estimated_stepping_batches == 17
+        fitting.fit_loop.setup_data()
+        assert fitting.train_dataloader == [1, 2]
+        assert fitting.num_training_batches == 2
     assert type(fitting) is kind
     assert fitting.train_dataloader is None
     assert fitting.estimated_stepping_batches == 3 * 9
@@ -108,6 +107,8 @@ def test_accumulation_is_counted_where_it_was(fitting):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["one batch", "several", "scheduled"])
 def test_accumulation_counted_elsewhere(tmp_path, monkeypatch, case):
+    # Where a turn is a client, nothing is counted there.
+    monkeypatch.setattr(FederatedLoop, "_turns_of", lambda loop, trainer: None)
     module, plain = Module(), Module()
     fit(trainer(tmp_path, loop()), plain, Data())
     callbacks = [GradientAccumulationScheduler({1: 2})] if case == "scheduled" else []
@@ -172,11 +173,11 @@ def test_a_step_that_fails_leaves_nothing_in_the_trainer(fitting):
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     fitting.precision_plugin.scaler = scaler
     fitting.lightning_module._current_fx_name = "training_step"
-    internals._leave_step(fitting)
+    internals.leave_step(fitting)
     scaler.scale(parameter.sum()).backward()
     scaler.unscale_(optimizer)
     scale = scaler.get_scale()
-    internals._leave_step(fitting)
+    internals.leave_step(fitting)
     scaler.unscale_(optimizer)
     assert scaler.get_scale() == scale
     assert fitting.lightning_module._current_fx_name is None

@@ -298,6 +298,11 @@ class RoundData:
         self.running = False
         self.randomness.release()
 
+    def present_plan(self) -> RoundPlan:
+        """Return the plan of the round that the trainer is in, made where that has not been done."""
+        _ = self.loader
+        return self._plan_round(self._trainer.current_epoch)
+
     def current_plan(self) -> RoundPlan:
         """Return the plan of the present round."""
         assert self.plan is not None, "Lightning asks for the loader's length, which makes the plan, before any batch"

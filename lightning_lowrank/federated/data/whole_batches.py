@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -44,6 +44,11 @@ class WholeBatches:
     def __init__(self, device_data: DeviceData | None = None) -> None:
         self._device_data = device_data
         self._kept: WeakKeyDictionary[DataLoader, _KeptBatches] = WeakKeyDictionary()
+        self._begun: WeakSet[DataLoader] = WeakSet()
+
+    def reads_as_usual(self, loader: DataLoader) -> bool:
+        """Return whether `begin` has not been called with a loader, or what it returned has been called since."""
+        return loader not in self._begun
 
     def begin(self, loader: Any) -> Callable[[], None]:
         """Have a loader read its batches so, if possible.
@@ -53,6 +58,16 @@ class WholeBatches:
         """
         if not (isinstance(loader, DataLoader) and _in_order(loader)):
             return lambda: None
+        restore = self._begin(loader)
+        self._begun.add(loader)
+
+        def end() -> None:
+            self._begun.discard(loader)
+            restore()
+
+        return end
+
+    def _begin(self, loader: DataLoader) -> Callable[[], None]:
         on_device = self._on_device(loader)
         if on_device is not None:
             return read_by(loader, on_device, pinned=False)
@@ -69,8 +84,15 @@ class WholeBatches:
         if not (deterministic and (collate is default_collate or getattr(collate, "deterministic", False))):
             return lambda: None
         kept = self._kept.setdefault(loader, _KeptBatches())
-        kept.begin([dataset, collate, *subsets])
-        return read_by(loader, kept.read)
+        owners = [dataset, collate, *subsets]
+        kept.check(owners)
+
+        def read(indices: Sequence[int], as_loader: Callable[[Sequence[int]], Any]) -> Any:
+            if not indices[0]:
+                kept.check(owners)
+            return kept.read(indices, as_loader)
+
+        return read_by(loader, read)
 
     def _on_device(self, loader: DataLoader) -> Callable[..., list[Tensor]] | None:
         """Return what makes a loader's batches on the device, if its samples are kept there and nothing is drawn."""
@@ -112,7 +134,7 @@ class _KeptBatches:
         self._attributes: list[Any] = []
         self._written: list[Any] = []
 
-    def begin(self, owners: Sequence[Any]) -> None:
+    def check(self, owners: Sequence[Any]) -> None:
         """Forget the batches if an attribute of one of the owners has changed."""
         attributes = [value for owner in owners for value in (owner, *getattr(owner, "__dict__", {}).values())]
         versions = [written(value) for value in attributes if isinstance(value, Tensor)]

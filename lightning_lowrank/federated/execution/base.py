@@ -72,7 +72,8 @@ class Execution(Untraced, ABC):
         self.round_state: State = {}
         self.before: dict[int, State] = {}
         """What the open clients kept before the round."""
-        self._own_objective = not inherits(self.algorithm, "loss") or self.settings.objective is not None
+        self.changes_objective = not inherits(self.algorithm, "loss") or self.settings.objective is not None
+        """Whether the method or the settings change the objective."""
         self._own_gradients = not inherits(self.algorithm, "before_step")
 
     def start(self) -> None:

@@ -30,7 +30,7 @@ class Sequential(Execution):
     def start(self) -> None:
         """Let the method change the objective, and put the channels of images last where that is asked."""
         own = self.module.training_step
-        step = self._with_objective(own) if self._own_objective else own
+        step = self._with_objective(own) if self.changes_objective else own
         if self.channels_last:
             step = self._with_channels_last(step)
         if step is not own:
@@ -61,7 +61,7 @@ class Sequential(Execution):
 
     def stop(self) -> None:
         """Give the module its own training step back."""
-        if self._own_objective or self.channels_last:
+        if self.changes_objective or self.channels_last:
             vars(self.module).pop("training_step", None)
 
     def open(self, chunk: Chunk) -> None:

@@ -38,7 +38,7 @@ class Vectorized(Execution):
     def __init__(self, trainer: Any, coordinator: Coordinator) -> None:
         super().__init__(trainer, coordinator)
         self._guards = ExitStack()
-        own = (self.algorithm, self.settings.objective) if self._own_objective else ()
+        own = (self.algorithm, self.settings.objective) if self.changes_objective else ()
         recorder = recorder_for(trainer.strategy.root_device) if self.settings.cuda_graphs else None
         self.graphs = StepGraphs(self.module, own, self._steps_left, Captures(recorder, copies=self._may_be_kept()))
         self.graphs.numbered.append(self)
@@ -84,7 +84,7 @@ class Vectorized(Execution):
         optimizers.begin(self.base.optimizers, [client.state for client in self.clients], stacked=True)
 
     def _make_stack(self, chunk: Chunk) -> ClientStack:
-        run = self._run_objective if self._own_objective else None
+        run = self._run_objective if self.changes_objective else None
         self._watch = self._watch or Watch(self.module)
         count, falls_back = len(chunk.clients), self.settings.execution == "auto"
         stack = self._stack = ClientStack(
@@ -117,7 +117,7 @@ class Vectorized(Execution):
             self._stack.fold(active)
             self._keep_moments(active)
             self._stack.narrow(active)
-        if self._own_objective:
+        if self.changes_objective:
             self._stack.round_state = slice_tree(self.round_state, slice(active))
 
     def _keep_moments(self, active: int) -> None:

@@ -236,11 +236,25 @@ def read_all(images: TensorImages, times: int = 3) -> Tensor:
 
 
 def as_fetched(images: TensorImages) -> Tensor:
-    return images.__getitems__(range(len(images))).images
+    return images.images.float().div(images.pixel_max).sub(images.mean).div(images.std)
 
 
 def keeps(images: TensorImages) -> bool:
     return images.normalised.of(images, 0) is not None
+
+
+def test_a_loader_reads_what_is_kept():
+    images = digits()
+    loader = DataLoader(images, 16, collate_fn=collate_images)
+    for kept in (False, True, True):
+        batches = list(loader)
+        assert torch.equal(torch.cat([inputs for inputs, _ in batches]), as_fetched(images))
+        assert keeps(images) is kept
+        # A step may write into its batch.
+        for inputs, _ in batches:
+            inputs.zero_()
+    images.images[3] = 255 - images.images[3]
+    assert torch.equal(next(iter(loader))[0], as_fetched(images)[:16])
 
 
 def test_images_are_kept_normalised_once_as_many_have_been_read_as_there_are():

@@ -567,7 +567,10 @@ def test_a_resumed_or_continued_run_keeps_the_format(tmp_path, monkeypatch):
         assert each.rounds.execution.channels_last
     for each in (module, fitted.lightning_module):
         assert_close(weights(whole), weights(each), tolerance=0)
-    _, plain, _ = run(tmp_path, "sequential", **PICTURES, ckpt_path=checkpoint, trainer={"max_epochs": 2})
+    with pytest.raises(MisconfigurationException, match=r"one of the batches, and with execution='sequential'"):
+        run(tmp_path, "sequential", **PICTURES, ckpt_path=checkpoint, trainer={"max_epochs": 2})
+    between = max(tmp_path.glob("step=*.ckpt"), key=lambda file: int(file.stem.split("=")[1]))
+    _, plain, _ = run(tmp_path, "sequential", **PICTURES, ckpt_path=between, trainer={"max_epochs": 3})
     assert not plain.rounds.execution.channels_last
 
 

@@ -1,0 +1,216 @@
+"""A client's local training: its batches, the hooks around each, and the steps.
+
+`Rounds.turn` calls `LocalTraining.train` for each client that trains in the live module.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.optim import Optimizer
+
+from lightning_lowrank.federated.algorithm import inherits
+from lightning_lowrank.federated.data.planner import Chunk
+from lightning_lowrank.federated.data.rounds import RoundData
+from lightning_lowrank.federated.execution.base import Execution
+from lightning_lowrank.federated.logbook import Logbook
+from lightning_lowrank.internals.advance import ClientTurns, loss_of
+from lightning_lowrank.internals.lightning import HOOK, batch_transfer, overridden_transfer, overrides
+from lightning_lowrank.internals.replaced import replaced
+from lightning_lowrank.internals.torch import bare_step, drop_gradients, is_heard, is_on, run_backward
+
+_UNSEEN = ("on_before_zero_grad", "on_before_backward", "on_after_backward")
+_OWN_UPDATES = (*_UNSEEN, "backward", "optimizer_zero_grad")
+_BEFORE_UPDATE = "on_before_optimizer_step"
+_PRECISIONS = (Precision, MixedPrecision, DoublePrecision, HalfPrecision)
+_OPTIMIZERS = ("torch.optim.", "lightning_lowrank.optim.")
+
+
+class LocalTraining:
+    """Trains one client at a time in the live module.
+
+    A local step is Lightning's own, with all of its hooks, closures, scalers, clipping and accumulation; or the plain
+    one (``training_step``, ``zero_grad``, ``backward``, ``step``), where nothing that the module, a callback, the
+    precision or the optimizer overrides could see the difference. Which of the two is looked up as each round begins.
+
+    Args:
+        trainer: The trainer, with its optimizers set up.
+        turns: Makes steps as Lightning does, and calls hooks.
+        execution: Lets the method have its part in each step.
+        data: Reads the batches.
+        plain: Whether a step may be the plain one.
+    """
+
+    def __init__(self, trainer: Any, turns: ClientTurns, execution: Execution, data: RoundData, plain: bool) -> None:
+        self._trainer, self._module = trainer, trainer.lightning_module
+        self._turns, self._execution, self._data = turns, execution, data
+        self._may_be_plain = plain
+        self.logbook = Logbook(trainer)
+        self._own_loss = execution.changes_objective
+        self._steps_in_its_own_way = False
+        self._own_update = None if inherits(execution.algorithm, "local_update") else execution.algorithm.local_update
+        self._batches: Iterator[Any] | None = None
+        self.made = 0
+        """Number of batches that the present client has been trained on."""
+        self.in_step = False
+        """Whether a batch is being read, or a step being made, so that an error is the client's."""
+
+    def start(self) -> Callable[[], None]:
+        """Have what the module logs collected, and the method have its part in Lightning's steps; return an end."""
+        ends = ExitStack()
+        ends.enter_context(self.logbook.installed())
+        strategy, module = self._trainer.strategy, self._module
+        if self._own_loss:
+            ends.enter_context(replaced(strategy, training_step=self._with_own_loss(strategy.training_step)))
+        if self._own_update is not None:
+            update, step = self._own_update, module.optimizer_step
+            self._steps_in_its_own_way = overrides(module, "optimizer_step")
+
+            def optimizer_step(*arguments: Any, **keywords: Any) -> None:
+                update(self._execution.step(), functools.partial(step, *arguments, **keywords))
+
+            ends.enter_context(replaced(module, optimizer_step=optimizer_step))
+        return ends.close
+
+    def _with_own_loss(self, training_step: Callable[..., Any]) -> Callable[..., Any]:
+        def with_own_loss(batch: Any, *arguments: Any) -> Any:
+            with self._trainer.precision_plugin.train_step_context():
+                return self._execution.loss(batch, functools.partial(training_step, batch, *arguments))
+
+        return with_own_loss
+
+    def begin_round(self) -> None:
+        """Look how steps are made in this round."""
+        trainer, module = self._trainer, self._module
+        self._batches = None
+        self._group = trainer.accumulate_grad_batches
+        self._takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+        self._transfer = batch_transfer(trainer)
+        plain_input = type(trainer.precision_plugin) in (Precision, MixedPrecision)
+        self._moves_none = plain_input and overridden_transfer(trainer) is None
+        self._plain = self._may_be_plain and self._is_plain()
+        self._clips = overrides(module, "configure_gradient_clipping") or bool(trainer.gradient_clip_val)
+        single = type(trainer.precision_plugin) is Precision
+        self._context: Callable[[], AbstractContextManager[Any]] = (
+            nullcontext if single else trainer.precision_plugin.train_step_context
+        )
+        self._before_update = [each for each in trainer.callbacks if overrides(each, _BEFORE_UPDATE)]
+        self._module_hears_update = overrides(module, _BEFORE_UPDATE)
+
+    def _is_plain(self) -> bool:
+        """Return whether nothing could see that a step is the plain one."""
+        trainer, module = self._trainer, self._module
+        strategy, precision = trainer.strategy, trainer.precision_plugin
+        return (
+            module.automatic_optimization
+            and self._group == 1
+            and type(precision) in _PRECISIONS
+            and getattr(precision, "scaler", None) is None
+            and (type(strategy) is SingleDeviceStrategy or getattr(strategy, "steps_alone", False))
+            and strategy.model is module
+            and type(trainer.profiler) is PassThroughProfiler
+            and _steps_plainly(trainer.optimizers[0])
+            and not any(overrides(module, hook) for hook in _OWN_UPDATES)
+            and not (overrides(module, "optimizer_step") if self._own_update is None else self._steps_in_its_own_way)
+            and not any(overrides(each, hook) for each in trainer.callbacks for hook in _UNSEEN)
+        )
+
+    def train(self, chunk: Chunk) -> bool:
+        """Train the open client on its batches, until the fit stops; return whether the module ended the round."""
+        turns = self._turns
+        last, ends_round = chunk.steps - 1, False
+        self.made = 0
+        turns.begin_client(chunk.steps)
+        self.logbook.begin_client()
+        for number in range(chunk.steps):
+            self.in_step = True
+            turns.begin_step(number, number == last, self._group)
+            batch = self._next_batch()
+            self._execution.before_batch(number)
+            self.logbook.begin_step(batch)
+            if turns.starts_are_heard and turns.tell_start(batch, number):
+                ends_round = True
+                break
+            outputs = self._plain_step(batch, number) if self._plain else turns.step(batch, number)
+            self.in_step = False
+            self.made += 1
+            turns.end_step()
+            if turns.ends_are_heard:
+                turns.tell_end(outputs, batch, number)
+            if turns.stops():
+                break
+        self.in_step = False
+        self._execution.number = max(0, self.made - 1)
+        if self.made < chunk.steps:
+            self._batches = None
+        self.logbook.end_client()
+        return ends_round
+
+    def drop(self) -> None:
+        """Forget the open client, which has failed."""
+        self.in_step = False
+        self._batches = None
+        self.logbook.end_client()
+
+    def _next_batch(self) -> Any:
+        if self._batches is None:
+            self._batches = iter(self._data.loader)
+        with self._turns.reading():
+            batch = next(self._batches)
+        if self._moves_none and is_on(self._trainer.strategy.root_device, batch):
+            return batch
+        return self._transfer(batch)
+
+    def _plain_step(self, batch: Any, number: int) -> dict[str, Any]:
+        arguments = (batch, number) if self._takes_index else (batch,)
+        step = functools.partial(self._module.training_step, *arguments)
+        if self._own_loss:
+            step = functools.partial(self._execution.loss, batch, step)
+        outputs: dict[str, Any] = {}
+        if self._own_update is None:
+            self._update(step, outputs)
+        else:
+            self._own_update(self._execution.step(), functools.partial(self._update, step, outputs))
+        self._turns.count_step()
+        return outputs
+
+    def _update(self, training_step: Callable[[], Any], outputs: dict[str, Any]) -> None:
+        trainer, module, (optimizer,) = self._trainer, self._module, self._trainer.optimizers
+        # Setting a module's attributes takes longer.
+        attributes = vars(module)
+        attributes[HOOK] = "training_step"
+        with self._context():
+            output = training_step()
+        loss = loss_of(output)
+        drop_gradients(optimizer)
+        if loss is not None:
+            run_backward(loss)
+        attributes[HOOK] = _BEFORE_UPDATE
+        for callback in self._before_update:
+            callback.on_before_optimizer_step(trainer, module, optimizer)
+        if self._module_hears_update:
+            module.on_before_optimizer_step(optimizer)
+        if self._clips:
+            module.configure_gradient_clipping(
+                optimizer,
+                gradient_clip_val=trainer.gradient_clip_val,
+                gradient_clip_algorithm=trainer.gradient_clip_algorithm,
+            )
+        attributes[HOOK] = None
+        bare_step(optimizer)()
+        if self._turns.ends_are_heard and loss is not None:
+            outputs.update(output if isinstance(output, dict) else {}, loss=loss.detach())
+
+
+def _steps_plainly(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer's step is the same with a closure that computes the gradients and after it."""
+    known = f"{type(optimizer).__module__}.".startswith(_OPTIMIZERS) and not isinstance(optimizer, torch.optim.LBFGS)
+    return known and not is_heard(optimizer)

@@ -1,0 +1,249 @@
+"""What clients log in their local steps, collected, and handed over to Lightning once a client or once a round.
+
+`LocalTraining` opens it for each client. A call of ``self.log`` costs Lightning as much as a small model's step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.data import extract_batch_size
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_lowrank.internals.lightning import HOOK, empty_results, logging_as, logging_into
+from lightning_lowrank.internals.replaced import replaced
+
+_SETTINGS = (
+    *("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist", "sync_dist_group"),
+    *("add_dataloader_idx", "metric_attribute", "rank_zero_only"),
+)
+_NUMBERS = (float, int, bool)
+_PICK: dict[str, Callable[[Any, Any], Any]] = {
+    "max": lambda a, b: torch.maximum(a, b) if isinstance(a, Tensor) else max(a, b),
+    "min": lambda a, b: torch.minimum(a, b) if isinstance(a, Tensor) else min(a, b),
+}
+
+
+class Logbook:
+    """Collects what the module and callbacks log while a client trains.
+
+    Values are reduced by their ``reduce_fx``; means are weighted by batch sizes. So ``callback_metrics``, loggers and
+    progress bars see the epoch's figures as they would from a call in each step. With ``on_step=True`` they see one
+    value a client. What is of the epoch alone is handed over at the round's end, where Lightning would show it as well.
+    A `torchmetrics.Metric` is handed over as it is. The first call of
+    each kind goes through Lightning's checks at once. Between `begin_evaluation` and `end_evaluation` it collects what
+    is of the evaluation alone. What is logged elsewhere goes to Lightning as it is.
+
+    Args:
+        trainer: The trainer, with its module connected.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._module = trainer.lightning_module
+        self._original: Callable[..., None] = self._module.log
+        self._open = False
+        self._batch: Any = None
+        self._size: int | None = None
+        self._evaluates = False
+        self._of_client: dict[tuple[str, str], _Entry] = {}
+        self._of_round: dict[tuple[str, str], _Entry] = {}
+        self._calls: dict[str, tuple[Any, ...]] = {}
+        self._checked = empty_results(trainer)
+
+    def installed(self) -> AbstractContextManager[None]:
+        """Return what has the module log into the book for a while."""
+        return replaced(self._module, log=_Log(self))
+
+    def begin_client(self) -> None:
+        """Collect from now on."""
+        self._of_client.clear()
+        self._open = not self._trainer.barebones
+
+    def begin_step(self, batch: Any) -> None:
+        """Take the batch by whose size the step's values are weighted."""
+        self._batch, self._size = batch, None
+
+    def end_client(self) -> None:
+        """Hand over what is shown once a client, and keep what is shown once a round."""
+        entries = dict(self._of_client)
+        self._close()
+        shown: dict[tuple[str, str], _Entry] = {}
+        for place, entry in entries.items():
+            if entry.on_step:
+                shown[place] = entry
+            elif place in self._of_round:
+                self._of_round[place].merge(entry)
+            else:
+                self._of_round[place] = entry
+        self._hand_over(shown)
+
+    def end_round(self) -> None:
+        """Hand over what is shown once a round."""
+        entries = dict(self._of_round)
+        self._of_round.clear()
+        self._hand_over(entries)
+
+    def begin_evaluation(self) -> None:
+        """Collect what an evaluation logs; its steps are told by `begin_step`."""
+        self.begin_client()
+        self._evaluates = True
+
+    def end_evaluation(self) -> None:
+        """Hand over what the evaluation has logged."""
+        entries = dict(self._of_client)
+        self._close()
+        self._hand_over(entries)
+
+    def _close(self) -> None:
+        self._open, self._evaluates, self._batch = False, False, None
+        self._of_client.clear()
+
+    def _hand_over(self, entries: Mapping[tuple[str, str], _Entry]) -> None:
+        for (hook, name), entry in entries.items():
+            value, batch_size = entry.result()
+            with logging_as(self._trainer, hook):
+                self._original(name, value, batch_size=batch_size, **entry.settings)
+
+    def log(self, name: str, value: Any, batch_size: int | None, settings: tuple[Any, ...]) -> None:
+        """Do what ``LightningModule.log`` does, later where a client trains."""
+        hook = vars(self._module)[HOOK]
+        if not self._open or hook is None:
+            self._original(name, value, batch_size=batch_size, **dict(zip(_SETTINGS, settings, strict=True)))
+            return
+        entry = self._of_client.get((hook, name))
+        is_metric = isinstance(value, Metric)
+        usual = is_metric or type(value) in _NUMBERS or (isinstance(value, Tensor) and value.numel() == 1)
+        if entry is None or entry.call != settings or not usual:
+            entry = self._checked_entry(hook, name, value, batch_size, settings)
+        if self._evaluates and entry.on_step:
+            del self._of_client[hook, name]
+            self._original(name, value, batch_size=batch_size, **entry.settings)
+            return
+        if is_metric:
+            entry.metric = value
+            return
+        if batch_size is None:
+            batch_size = self._batch_size() if entry.is_weighted else 1
+        entry.add(value, batch_size)
+
+    def _checked_entry(
+        self, hook: str, name: str, value: Any, batch_size: int | None, settings: tuple[Any, ...]
+    ) -> _Entry:
+        """Return where a call's values are collected, once Lightning has checked calls of its kind."""
+        key = f"{hook}.{name}"
+        known = self._calls.get(key)
+        number = type(value) in _NUMBERS or (isinstance(value, Tensor) and value.numel() == 1)
+        if known != settings or not (number or isinstance(value, Metric)):
+            with logging_into(self._trainer, self._checked, self._batch):
+                self._original(name, value, batch_size=batch_size, **dict(zip(_SETTINGS, settings, strict=True)))
+            self._calls[key] = settings
+        return self._of_client.setdefault((hook, name), _Entry(self._checked[key].meta, settings))
+
+    def _batch_size(self) -> int:
+        if self._size is None:
+            self._size = _rows(self._batch) or extract_batch_size(self._batch)
+        return self._size
+
+
+class _Entry:
+    """The values of one name and hook, reduced."""
+
+    __slots__ = ("_reduction", "_total", "_type", "_weight", "call", "is_weighted", "metric", "on_step")
+
+    def __init__(self, meta: Any, call: tuple[Any, ...]) -> None:
+        self._reduction: str = meta.reduce_fx.__name__
+        self.call = call
+        self.on_step: bool = meta.on_step
+        self.is_weighted: bool = meta.on_epoch and self._reduction == "mean"
+        self.metric: Metric | None = None
+        self._total: Any = None
+        self._weight: Any = 0
+        self._type: torch.dtype | None = None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The arguments of ``log`` beside name, value and batch size."""
+        return dict(zip(_SETTINGS, self.call, strict=True))
+
+    def add(self, value: Any, weight: Any) -> None:
+        """Add a step's value, of a batch of so many samples."""
+        if isinstance(value, Tensor):
+            if value.is_floating_point():
+                self._type = value.dtype
+            # On a CPU, numbers of Python's are faster. Elsewhere nothing waits for the device.
+            value = value.item() if value.is_cpu else value.detach().squeeze().clone()
+        self._reduce(value * weight if self._reduction == "mean" else value, weight)
+
+    def merge(self, other: _Entry) -> None:
+        """Add another client's values."""
+        self.metric, self._type = other.metric, other._type or self._type
+        if other._total is not None:
+            self._reduce(other._total, other._weight)
+
+    def _reduce(self, value: Any, weight: Any) -> None:
+        if self._total is None:
+            self._total = value
+        elif self._reduction in ("mean", "sum"):
+            self._total = self._total + value
+        else:
+            self._total = _PICK[self._reduction](self._total, value)
+        self._weight = self._weight + weight
+
+    def result(self) -> tuple[Any, Any]:
+        """Return what Lightning is given: the reduced value, and the number of samples."""
+        if self.metric is not None:
+            return self.metric, None
+        value = self._total / self._weight if self._reduction == "mean" and self._weight else self._total
+        if self._type is not None and not isinstance(value, Tensor):
+            value = torch.tensor(value, dtype=self._type)
+        return value, self._weight
+
+
+class _Log:
+    """Stands in for a module's ``log``.
+
+    It has no table of attributes, so that nobody who looks what a module holds finds the trainer in it.
+    """
+
+    __slots__ = ("_book",)
+
+    def __init__(self, book: Logbook) -> None:
+        self._book = book
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Have a copy of the module, or a pickle, log as its class does."""
+        return getattr, (self._book._module, "log")
+
+    def __call__(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: str | Callable[[Any], Any] = "mean",
+        enable_graph: bool = False,
+        sync_dist: bool = False,
+        sync_dist_group: Any | None = None,
+        add_dataloader_idx: bool = True,
+        batch_size: int | None = None,
+        metric_attribute: str | None = None,
+        rank_zero_only: bool = False,
+    ) -> None:
+        settings = (prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist, sync_dist_group)
+        others = (add_dataloader_idx, metric_attribute, rank_zero_only)
+        self._book.log(name, value, batch_size, settings + others)
+
+
+def _rows(batch: Any) -> int | None:
+    """Return what Lightning takes for the size of a batch, if that is soon seen."""
+    if type(batch) not in (list, tuple):
+        return None
+    sizes = {each.size(0) if type(each) is Tensor and each.dim() else None for each in batch}
+    return sizes.pop() if len(sizes) == 1 else None
