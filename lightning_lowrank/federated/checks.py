@@ -26,6 +26,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.func import jvp
 from torch.nn.parameter import is_lazy
@@ -84,6 +85,25 @@ def check_optimizers(trainer: pl.Trainer, module: nn.Module) -> None:
             " configure_optimizers(), built from self.parameters(), also where the module optimizes manually."
         )
     check_trained(module, trainer.optimizers)
+
+
+def refuse_plateaus_of_steps(schedulers: Sequence[Any]) -> None:
+    """Refuse schedulers that look at a figure of each step, where figures are those of a client."""
+    for config in schedulers:
+        if config.interval == "step" and config.reduce_on_plateau:
+            raise MisconfigurationException(
+                f"{type(config.scheduler).__name__} with interval='step' looks at {config.monitor!r} after each step,"
+                " and what a client logs is known when it has ended: set interval='epoch', which counts rounds."
+            )
+
+
+def refuse_own_reading(module: pl.LightningModule) -> None:
+    """Refuse a training step that takes the loader's iterator, of whose batches nobody knows the client."""
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise MisconfigurationException(
+            f"{type(module).__name__}.training_step(dataloader_iter) reads batches itself, and FederatedLoop gives each"
+            " client its own: take (batch, batch_idx)."
+        )
 
 
 def check_trained(module: nn.Module, optimizers: Iterable[Optimizer]) -> None:

@@ -60,6 +60,8 @@ class LocalTraining:
         self._batches: Iterator[Any] | None = None
         self.made = 0
         """Number of batches that the present client has been trained on."""
+        self.stopped = False
+        """Whether the fit stopped before the present client's last batch."""
         self.in_step = False
         """Whether a batch is being read, or a step being made, so that an error is the client's."""
 
@@ -124,10 +126,13 @@ class LocalTraining:
         )
 
     def train(self, chunk: Chunk) -> bool:
-        """Train the open client on its batches, until the fit stops; return whether the module ended the round."""
+        """Train the open client on its batches, until the fit stops; return whether the module ended the round.
+
+        Where the fit `stopped` before the client's last batch, the client stays open.
+        """
         turns = self._turns
         last, ends_round = chunk.steps - 1, False
-        self.made = 0
+        self.made, self.stopped = 0, False
         turns.begin_client(chunk.steps)
         self.logbook.begin_client()
         for number in range(chunk.steps):
@@ -145,7 +150,9 @@ class LocalTraining:
             turns.end_step()
             if turns.ends_are_heard:
                 turns.tell_end(outputs, batch, number)
+            turns.count_batch()
             if turns.stops():
+                self.stopped = number < last
                 break
         self.in_step = False
         self._execution.number = max(0, self.made - 1)
@@ -154,11 +161,17 @@ class LocalTraining:
         self.logbook.end_client()
         return ends_round
 
-    def drop(self) -> None:
-        """Forget the open client, which has failed."""
-        self.in_step = False
+    def end(self) -> None:
+        """End the open client's training."""
+        self._turns.end_client()
+
+    def drop(self) -> bool:
+        """Forget the open client, which has failed; return whether it failed before its end."""
+        trained, self.in_step = self._turns.in_client, False
         self._batches = None
         self.logbook.end_client()
+        self._turns.end_client()
+        return trained
 
     def _next_batch(self) -> Any:
         if self._batches is None:

@@ -173,7 +173,7 @@ class _Entry:
     def add(self, value: Any, weight: Any) -> None:
         """Add a step's value, of a batch of so many samples."""
         if isinstance(value, Tensor):
-            if value.is_floating_point():
+            if value.dtype is torch.float64:
                 self._type = value.dtype
             # On a CPU, numbers of Python's are faster. Elsewhere nothing waits for the device.
             value = value.item() if value.is_cpu else value.detach().squeeze().clone()

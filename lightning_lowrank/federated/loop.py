@@ -33,6 +33,8 @@ from lightning_lowrank.federated.checks import (
     goes_on_from,
     notes,
     refuse_lazy,
+    refuse_own_reading,
+    refuse_plateaus_of_steps,
     resume_notes,
     warn_of_changed_base,
 )
@@ -247,6 +249,7 @@ class FederatedLoop(FederatedSettings, Callback):
             self._evaluate_fast(trainer, stage)
             return
         processes = shared_by(trainer)
+        refuse_own_reading(pl_module)
         check_callbacks(self, trainer, pl_module, goes_on_from(self))
         self._restore.close()
         source = TrainLoaderSource(trainer)
@@ -369,6 +372,8 @@ class FederatedLoop(FederatedSettings, Callback):
         refuse_lazy(pl_module)
         unmerge(pl_module)
         check_optimizers(trainer, pl_module)
+        if self._turns is not None:
+            refuse_plateaus_of_steps(trainer.lr_scheduler_configs)
         for note in notes(pl_module, self.buffers, trainer.lr_scheduler_configs):
             rank_zero_warn(note)
         if self.personal_test is not None or not inherits(self.algorithm, "variants"):

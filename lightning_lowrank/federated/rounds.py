@@ -246,6 +246,8 @@ class Rounds(Untraced):
         ends_round = False
         if number < len(plan.chunks):
             ends_round = self._train(plan.chunks[number])
+            if progress.chunk_open:
+                return False
             progress.position, progress.chunk = plan.ends[number], number + 1
         if ends_round or number + 1 >= len(plan.chunks):
             self.aggregate()
@@ -266,16 +268,14 @@ class Rounds(Untraced):
 
     def _train(self, chunk: Chunk) -> bool:
         """Make a client begin, train it, and hand over what it sends; return whether the module ended the round."""
-        local, progress = self._local, self._progress
+        local, ends_round = self._local, False
         assert local is not None
-        ends_round = False
         try:
             self._open(chunk)
             ends_round = local.train(chunk)
-            progress.client_steps += local.made
             self._data.randomness.close()
-            self._isolation.end_step()
-            self._end_chunk(local.made)
+            if not local.stopped:
+                self._end_client()
         except Exception as error:
             begun = isinstance(error, ClientsFailed)
             cause = error.error if isinstance(error, ClientsFailed) else error
@@ -283,15 +283,23 @@ class Rounds(Untraced):
                 raise
             if self._settings.on_client_error == "raise":
                 raise cause from None
-            progress.client_steps += 0 if begun else local.made
             self._give_up(chunk.clients, cause)
         return ends_round
+
+    def _end_client(self) -> None:
+        """Hand over what the client sends that trains in the live module."""
+        assert self._local is not None
+        self._local.end()
+        self._progress.client_steps += self._local.made
+        self._isolation.end_step()
+        self._end_chunk(self._local.made)
 
     def _give_up(self, clients: Sequence[int], error: Exception) -> None:
         """Go on without the open client, which has failed."""
         assert self._local is not None
         self._data.randomness.close()
-        self._local.drop()
+        # A client that fails as it ends has been counted.
+        self._progress.client_steps += self._local.made if self._local.drop() else 0
         leave_step(self._trainer)
         self.execution.drop()
         self._options.give_back()
@@ -408,7 +416,9 @@ class Rounds(Untraced):
 
     def _aggregate(self, between_steps: bool) -> None:
         progress = self._progress
-        if progress.chunk_open:
+        if progress.chunk_open and self._local is not None:
+            self._end_client()
+        elif progress.chunk_open:
             self._end_chunk(self._step_in_chunk())
         if isinstance(self.coordinator, SharedCoordinator):
             mine = progress.client_steps - progress.client_steps_before

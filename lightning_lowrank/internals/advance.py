@@ -164,7 +164,10 @@ class ClientTurns:
 
     @property
     def in_client(self) -> bool:
-        """Whether a client's turn has begun and has not ended."""
+        """Whether a client has begun and has neither ended nor failed.
+
+        One in which the fit stops ends with the round.
+        """
         return self._at_start is not None
 
     def begin_epoch(self, turns: int) -> None:
@@ -178,19 +181,21 @@ class ClientTurns:
             if trainer.check_val_every_n_epoch is not None and trainer.val_check_batch is not None:
                 every = trainer.val_check_interval
                 trainer.val_check_batch = min(every, turns) if type(every) is int else max(1, int(turns * every))
+        # A profiler has lines of hooks that do nothing, too.
+        self._profiles = type(trainer.profiler) is not PassThroughProfiler
         for hook in _BATCH_HOOKS:
-            heard = [each for each in trainer.callbacks if each is not self._own and overrides(each, hook)]
+            others = [each for each in trainer.callbacks if each is not self._own]
+            heard = [each for each in others if self._profiles or overrides(each, hook)]
             self._once[hook] = [each for each in heard if _is_once_a_turn(each, hook)]
             self._each[hook] = [each for each in heard if each not in self._once[hook]]
         module = trainer.lightning_module
-        self.module_hears = {hook for hook in _BATCH_HOOKS if overrides(module, hook)}
+        self.module_hears = {hook for hook in _BATCH_HOOKS if self._profiles or overrides(module, hook)}
         strategy = type(trainer.strategy)
-        self._strategy_hears = strategy.on_train_batch_start is not Strategy.on_train_batch_start
+        self._strategy_hears = self._profiles or strategy.on_train_batch_start is not Strategy.on_train_batch_start
         self.starts_are_heard = bool(
             self._each["on_train_batch_start"] or "on_train_batch_start" in self.module_hears or self._strategy_hears
         )
         self.ends_are_heard = bool(self._each["on_train_batch_end"] or "on_train_batch_end" in self.module_hears)
-        self._profiles = type(trainer.profiler) is not PassThroughProfiler
 
     def end_restored_epoch(self, turns: int) -> None:
         """Count all turns of a round that is over in the checkpoint from which the fit goes on.
@@ -217,29 +222,41 @@ class ClientTurns:
         self._tell_callbacks(self._once, "on_train_batch_start", turn, turn)
         progress.increment_started()
         stepped, ready, turns = loop._batches_that_stepped, progress.current.ready, trainer.fit_loop.max_batches
-        self._at_start = _Counts(trainer)
         global_step = trainer.global_step
         try:
             ends_round = self._turn(turn)
         finally:
-            self._at_start, self._accumulates = None, False
+            self._accumulates = False
             progress.current.ready, trainer.fit_loop.max_batches = ready, turns
-        progress.is_last_batch = last or ends_round
-        progress.increment_processed()
-        if loop._num_ready_batches_reached():
-            loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+        if self.in_client:
+            self._cut_turn()
+        else:
+            progress.is_last_batch = last or ends_round
+            progress.increment_processed()
+            if loop._num_ready_batches_reached():
+                loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
         if not ends_round:
             with ExitStack() as due:
                 for callback in self._once["on_train_batch_end"]:
                     due.enter_context(self._saving_past(callback, global_step))
                 self._tell_callbacks(self._once, "on_train_batch_end", None, turn, turn)
         connector.on_batch_end()
-        progress.increment_completed()
+        if not self.in_client:
+            progress.increment_completed()
         self._log(stepped)
         if ends_round:
             raise StopIteration
         # Lightning counts the turn's last step afterwards.
         loop._batches_that_stepped -= 1
+
+    def _cut_turn(self) -> None:
+        """Count no turn where the fit stops inside a client, as Lightning counts no epoch that it cuts short."""
+        progress = self._loop.batch_progress
+        progress.is_last_batch = False
+        for counts in (progress.total, progress.current):
+            counts.ready -= 1
+            counts.started -= 1
+        self._loop._skip_next_val = not self._trainer.should_stop
 
     def _validates_first(self, data_fetcher: Any) -> bool:
         """Return whether a validation is due before any training, after a resume."""
@@ -288,7 +305,12 @@ class ClientTurns:
 
     def begin_client(self, steps: int) -> None:
         """Let the client have so many batches."""
+        self._at_start = _Counts(self._trainer)
         self._trainer.fit_loop.max_batches = steps
+
+    def end_client(self) -> None:
+        """Let checkpoints hold what is counted by now."""
+        self._at_start = None
 
     def tell_start(self, batch: Any, number: int) -> bool:
         """Call the hooks at a local batch's beginning, and return whether the module ends the epoch."""
@@ -322,12 +344,14 @@ class ClientTurns:
             each.increment_by(1)
 
     def end_step(self) -> None:
-        """Step the learning rate schedulers that go by steps, and count for loggers."""
-        loop = self._loop
+        """Step the learning rate schedulers that go by steps."""
         if self._trainer.lr_scheduler_configs:
-            loop.update_lr_schedulers("step", update_plateau_schedulers=False)
+            self._loop.update_lr_schedulers("step", update_plateau_schedulers=False)
+
+    def count_batch(self) -> None:
+        """Count for loggers, after the hooks of a local batch."""
         if not self._accumulates:
-            loop._batches_that_stepped += 1
+            self._loop._batches_that_stepped += 1
 
     def stops(self) -> bool:
         """Return whether the fit ends after the present step.

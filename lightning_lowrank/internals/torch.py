@@ -7,7 +7,7 @@ import hashlib
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import ContextDecorator, contextmanager
+from contextlib import ContextDecorator, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from torch.optim import SGD, Optimizer
 from torch.optim.adam import adam
 from torch.overrides import has_torch_function
 from torch.utils.data import DataLoader
+
+from lightning_lowrank.internals.replaced import replaced
 
 # Tensors that `torch.func.vmap` maps
 
@@ -579,7 +581,7 @@ def read_by(loader: DataLoader, read: Callable[..., Any], pinned: bool = True) -
     """
     if not hasattr(loader, "_get_iterator"):
         return lambda: None
-    make_iterator, replaced = loader._get_iterator, vars(loader).get("_get_iterator")
+    make_iterator = loader._get_iterator
 
     def make_reading() -> Any:
         iterator = make_iterator()
@@ -592,13 +594,9 @@ def read_by(loader: DataLoader, read: Callable[..., Any], pinned: bool = True) -
             fetcher.fetch = functools.partial(read, as_loader=fetcher.fetch)
         return iterator
 
-    def restore() -> None:
-        del vars(loader)["_get_iterator"]
-        if replaced is not None:
-            vars(loader)["_get_iterator"] = replaced
-
-    vars(loader)["_get_iterator"] = make_reading
-    return restore
+    ends = ExitStack()
+    ends.enter_context(replaced(loader, _get_iterator=make_reading))
+    return ends.close
 
 
 # Common base classes, which users derive from as well
