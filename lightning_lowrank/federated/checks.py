@@ -354,10 +354,16 @@ def static_batch_norm_advice(
     ]
 
 
-def notes(module: pl.LightningModule, buffers: BufferPolicy, schedulers: Sequence[Any] = ()) -> list[str]:
+def notes(
+    module: pl.LightningModule, buffers: BufferPolicy, schedulers: Sequence[Any] = (), turns_are_clients: bool = True
+) -> list[str]:
     """Return what a user should know of how this module will behave in rounds, one sentence each.
 
-    ``schedulers`` are the trainer's, where it has set them up.
+    Args:
+        module: The module.
+        buffers: What becomes of buffers.
+        schedulers: The trainer's, where it has set them up.
+        turns_are_clients: Whether the trainer's number of batches is a client's own while the client trains.
     """
     found = []
     layers = _layers_that_track(module)
@@ -366,7 +372,8 @@ def notes(module: pl.LightningModule, buffers: BufferPolicy, schedulers: Sequenc
             f"buffers='local' keeps the statistics of {layers} BatchNorm layers with their clients: the global"
             " model is validated with those it began with."
         )
-    for attribute, meaning in _COUNT_ALL_CLIENTS.items():
+    counted = {name: _COUNT_ALL_CLIENTS[name] for name in ("global_step",)} if turns_are_clients else _COUNT_ALL_CLIENTS
+    for attribute, meaning in counted.items():
         readers = _readers_of(module, attribute)
         if readers:
             found.append(f"{', '.join(readers)} of {type(module).__name__} reads {attribute}, {meaning}.")

@@ -62,14 +62,13 @@ from lightning_lowrank.federated.run_facts import RunFacts
 from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.federated.state import Server
 from lightning_lowrank.federated.whole_checkpoints import install as install_whole_checkpoints
-from lightning_lowrank.internals.advance import ClientTurns, TurnLoader
+from lightning_lowrank.internals.advance import ClientTurns
 from lightning_lowrank.internals.direct_evaluation import DirectEvaluation
 from lightning_lowrank.internals.direct_log import DirectLog
 from lightning_lowrank.internals.direct_steps import DirectSteps
 from lightning_lowrank.internals.lightning import (
     TrainLoaderSource,
     accumulate_per_client,
-    accumulates,
     check_namespace,
     counted_for_schedules,
     forget_batches,
@@ -99,25 +98,31 @@ class FederatedLoop(FederatedSettings, Callback):
     clients hold whose answers count) and ``federated/client_steps`` (batches trained by clients, in all). Clients that
     a round cut short has not reached are in none of these.
 
-    What Lightning's own settings mean here:
+    Where clients train one after another in this process, a client is a turn of Lightning's loop, and between clients
+    the module is the global model. Where they step together, in several processes, or with `DifferentialPrivacy`, a
+    turn is a batch. Lightning's settings mean here:
 
-    - ``limit_train_batches`` and ``overfit_batches`` count per client and round; ``val_check_interval`` and
-      ``max_steps`` count the round's batches. A validation inside a round sees the last global model. A later round of
-      fewer batches than ``val_check_interval`` is validated at its end. A round cut short by ``max_steps``,
-      ``max_time`` or early stopping is aggregated from what has been trained by then. ``fast_dev_run=n`` gives ``n``
-      clients a batch each.
+    - ``limit_train_batches`` and ``overfit_batches`` count per client and round. ``val_check_interval`` is a share of
+      the round's turns, or a number of turns. A validation inside a round sees the last global model. A later round of
+      fewer turns than ``val_check_interval`` is validated at its end. ``fast_dev_run=n`` gives ``n`` clients a batch
+      each.
+    - ``global_step``, ``max_steps`` and ``log_every_n_steps`` count steps of optimizers, those of all clients. The fit
+      ends after any step, also inside a client. A round cut short by ``max_steps``, ``max_time`` or early stopping is
+      aggregated from what has been trained by then.
+    - ``batch_idx``, ``trainer.is_last_batch``, ``trainer.num_training_batches`` and ``len(trainer.train_dataloader)``
+      are the client's own while it trains; where a turn is a batch, the last two count those of all clients. A module
+      that reads what counts all clients is warned of.
+    - Hooks of the module and of callbacks are called on each of a client's batches. Checkpoints, progress bars and
+      weight averaging act between clients. A checkpoint that a callback saves inside a client holds the client's start.
+      What is logged with ``on_step=True`` has one value a client.
     - ``accumulate_grad_batches`` groups batches within a client; a client's last, incomplete group is stepped as
       Lightning steps an epoch's last (its loss divided by the full group's size).
-    - ``batch_idx`` and ``trainer.is_last_batch`` in the module's steps and hooks are the client's own; ``global_step``,
-      ``trainer.num_training_batches`` and ``len(trainer.train_dataloader)`` count those of all clients. A module that
-      reads one of these is warned of.
     - Epoch-wise learning rate schedulers step per round. Step-wise ones step within each client, from where the round
-      began; the next round goes on from the client with the most steps. So ``trainer.estimated_stepping_batches`` is
-      the number of steps of that client in all rounds until ``configure_optimizers`` is done. Once it has been asked
-      for, or ``trainer.fit_loop.setup_data()`` has been called, ``len(trainer.train_dataloader)`` and
-      ``trainer.num_training_batches`` are its batches in a round, the mean rounded up. A schedule of another length is
-      warned of.
-      ``configure_optimizers`` is called twice where ``max_steps`` counts a chunk's steps.
+      began; the next round goes on from the client with the most steps. So in ``configure_optimizers``
+      ``trainer.estimated_stepping_batches`` is the number of steps of that client in all rounds, and
+      ``len(trainer.train_dataloader)`` and ``trainer.num_training_batches`` are its batches in a round, the mean
+      rounded up. A schedule of another length is warned of. ``configure_optimizers`` is called twice where
+      ``max_steps`` counts a chunk's steps.
 
     Its arguments, with their defaults, are those of `FederatedSettings`.
 
@@ -275,7 +280,6 @@ class FederatedLoop(FederatedSettings, Callback):
             source.replace(self._data)
             restore(source.restore)
         else:
-            enter(source.replaced_by(self._turn_loader(trainer, self._data)))
             enter(self._turns.installed())
         if limit != 0:
             enter(replaced(trainer, limit_train_batches=1.0))
@@ -287,8 +291,6 @@ class FederatedLoop(FederatedSettings, Callback):
         restore(pl_module.register_state_dict_post_hook(lambda *state: self._show_global_state(*state)).remove)
         restore(pl_module.register_load_state_dict_pre_hook(refuse_other_shapes).remove)
         if self._turns is not None:
-            if accumulates(trainer):
-                enter(self._turns.counting_groups())
             self._whole = WholeBatches(self._device_data) if self.fast_steps else None
             return
         self._evaluate_fast(trainer, stage)
@@ -310,18 +312,17 @@ class FederatedLoop(FederatedSettings, Callback):
         by_sample = any(isinstance(each, NeedsPoissonBatches) for each in trainer.callbacks)  # type: ignore[attr-defined]
         if self.execution != "sequential" or self._processes is not None or by_sample:
             return None
-        return ClientTurns(trainer, self, lambda number: self.rounds.turn(number), lambda: self._resumed_inside)
-
-    def _turn_loader(self, trainer: pl.Trainer, data: RoundData) -> TurnLoader:
-        def turns() -> int:
+        data = self._data
+        assert data is not None
+        return ClientTurns(
+            trainer,
+            self,
             # A round that nobody trains in has a turn without a client.
-            return max(1, len(data.present_plan().chunks))
-
-        def begin_epoch() -> None:
-            assert self._turns is not None
-            self._turns.begin_epoch(turns())
-
-        return TurnLoader(trainer, turns, lambda: data.training_loader, begin_epoch)
+            count=lambda: max(1, len(data.present_plan().chunks)),
+            loader=lambda: data.training_loader,
+            turn=lambda number: self.rounds.turn(number),
+            resumes_inside=lambda: self._resumed_inside,
+        )
 
     def _has_released(self) -> bool:
         """Return whether the last fit has spent of a privacy budget, which a new one would not know of."""
@@ -374,7 +375,7 @@ class FederatedLoop(FederatedSettings, Callback):
         check_optimizers(trainer, pl_module)
         if self._turns is not None:
             refuse_plateaus_of_steps(trainer.lr_scheduler_configs)
-        for note in notes(pl_module, self.buffers, trainer.lr_scheduler_configs):
+        for note in notes(pl_module, self.buffers, trainer.lr_scheduler_configs, self._turns is not None):
             rank_zero_warn(note)
         if self.personal_test is not None or not inherits(self.algorithm, "variants"):
             for note in left_out(pl_module):
@@ -451,7 +452,7 @@ class FederatedLoop(FederatedSettings, Callback):
         if self._progress.client_steps == 0 and not told:
             raise MisconfigurationException(
                 f"the fit is over after {trainer.current_epoch} rounds, and no client has made a step: the module is as"
-                f" it was. The last round had {trainer.num_training_batches} batches; the module's"
+                f" it was. The last round had {self.plan.trained if self.plan else 0} batches; the module's"
                 " on_train_batch_start() ends a round where it returns -1."
             )
         if self.summary and trainer.is_global_zero:

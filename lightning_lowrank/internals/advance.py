@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
-from lightning_lowrank.internals.lightning import need, overrides, stops_now
+from lightning_lowrank.internals.lightning import TrainLoaderSource, accumulates, need, overrides, stops_now
 from lightning_lowrank.internals.replaced import replaced
 
 try:
@@ -70,8 +70,9 @@ _COUNTERS = (
 class TurnLoader:
     """The training loader of a federated fit: the number of each turn of the round, and no batches.
 
-    Lightning shows it as ``trainer.train_dataloader``. Its length is the number of the round's clients; what else it
-    has, such as ``dataset`` and ``batch_size``, is the user's own loader's.
+    Lightning shows it as ``trainer.train_dataloader``. Its length is the number of the round's clients, and while one
+    of them trains that of its own batches. What else it has, such as ``dataset`` and ``batch_size``, is the user's own
+    loader's.
 
     Args:
         trainer: The trainer.
@@ -84,9 +85,11 @@ class TurnLoader:
         self, trainer: Any, turns: Callable[[], int], loader: Callable[[], Any], begin_epoch: Callable[[], None]
     ) -> None:
         self._trainer, self._turns, self._loader, self._begin_epoch = trainer, turns, loader, begin_epoch
+        self.batches: int | None = None
+        """Number of batches of the client that trains, if any does."""
 
     def __len__(self) -> int:
-        return self._turns()
+        return self.batches or self._turns()
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(self._turns()))
@@ -131,6 +134,8 @@ class ClientTurns:
     Args:
         trainer: The trainer.
         own: The callback that installs it, whose batch hooks are not called.
+        count: Returns the number of turns of the round that the trainer is in.
+        loader: Returns the user's training loader.
         turn: Trains the client of the turn of this number. Returns whether the module ended the round.
         resumes_inside: Returns whether the fit goes on from a checkpoint that was saved inside a client.
     """
@@ -139,6 +144,8 @@ class ClientTurns:
         self,
         trainer: Any,
         own: pl.Callback,
+        count: Callable[[], int],
+        loader: Callable[[], Any],
         turn: Callable[[int], bool],
         resumes_inside: Callable[[], bool],
     ) -> None:
@@ -149,18 +156,21 @@ class ClientTurns:
             need("FederatedLoop", "use lightning 2.6", loop, "optimization.automatic.Closure")
         self._trainer, self._loop, self._own = trainer, loop, own
         self._turn, self._resumes_inside = turn, resumes_inside
+        self._loader = TurnLoader(trainer, count, loader, lambda: self._begin_epoch(count()))
+        self._source = TrainLoaderSource(trainer)
         self._accumulates = False
         self._at_start: _Counts | None = None
         self._once: dict[str, list[Any]] = {}
         self._each: dict[str, list[Any]] = {}
 
-    def installed(self) -> AbstractContextManager[None]:
-        """Return what makes Lightning's loop a loop of turns for a while."""
-        return replaced(self._loop, advance=self._advance)
-
-    def counting_groups(self) -> AbstractContextManager[None]:
-        """Return what makes Lightning accumulate gradients within clients for a while."""
-        return replaced(self._loop, _should_accumulate=lambda: self._accumulates)
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Make Lightning's loop a loop of turns for a while."""
+        own: dict[str, Callable[..., Any]] = {"advance": self._advance}
+        if accumulates(self._trainer):
+            own["_should_accumulate"] = lambda: self._accumulates
+        with self._source.replaced_by(self._loader), replaced(self._loop, **own):
+            yield
 
     @property
     def in_client(self) -> bool:
@@ -170,7 +180,7 @@ class ClientTurns:
         """
         return self._at_start is not None
 
-    def begin_epoch(self, turns: int) -> None:
+    def _begin_epoch(self, turns: int) -> None:
         """Let an epoch have so many turns, and look which hooks are overridden."""
         trainer, fit_loop = self._trainer, self._trainer.fit_loop
         if fit_loop._combined_loader is not None and fit_loop.max_batches != turns:
@@ -226,7 +236,7 @@ class ClientTurns:
         try:
             ends_round = self._turn(turn)
         finally:
-            self._accumulates = False
+            self._accumulates, self._loader.batches = False, None
             progress.current.ready, trainer.fit_loop.max_batches = ready, turns
         if self.in_client:
             self._cut_turn()
@@ -306,7 +316,7 @@ class ClientTurns:
     def begin_client(self, steps: int) -> None:
         """Let the client have so many batches."""
         self._at_start = _Counts(self._trainer)
-        self._trainer.fit_loop.max_batches = steps
+        self._trainer.fit_loop.max_batches = self._loader.batches = steps
 
     def end_client(self) -> None:
         """Let checkpoints hold what is counted by now."""

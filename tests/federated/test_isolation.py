@@ -336,7 +336,7 @@ def expected(kind):
     "kind",
     [
         *(Unsaved, UnsavedAndAssigned, Assigned, EverySecond, ByAnotherName, Starred),
-        *(Clamped, ByHand, LastBatch, LastBatchInHooks, RateByHand),
+        *(Clamped, ByHand, LastBatch, LastBatchInHooks, RateByHand, ByNumberOfBatches, ByLengthOfLoader),
     ],
 )
 def test_is_the_mean_of_clients_trained_alone(kind, fast_steps):
@@ -402,8 +402,6 @@ def test_patterns_of_other_parameters_are_refused(patterns, said):
         (Normalized, r"attributes of the module: scale\.mean"),
         (Shadowed, r"attributes of the module: shadow\.values\.0"),
         (ByGlobalStep, "scale of ByGlobalStep reads global_step"),
-        (ByNumberOfBatches, r"reads trainer\.num_training_batches, .*trainer\.is_last_batch"),
-        (ByLengthOfLoader, r"reads trainer\.train_dataloader, .*trainer\.is_last_batch"),
     ],
 )
 def test_what_cannot_be_put_right_is_named(kind, named):

@@ -351,9 +351,18 @@ def test_what_the_training_loader_shows(tmp_path):
             loader = trainer.train_dataloader
             shown.append((len(loader), list(loader), loader.batch_size, len(loader.dataset)))
 
+        def on_train_epoch_end(self, trainer, pl_module):
+            shown.append(len(trainer.train_dataloader))
+
     loop = FederatedLoop(FedAvg(), partition=FromIndices(CLIENTS), participants=[[0, 1], [2], [3, 1, 0]], summary=False)
     fit(trainer(tmp_path, loop, Looks()), Module(), Data())
-    assert list(dict.fromkeys(map(str, shown))) == [str((count, list(range(count)), 8, SAMPLES)) for count in (2, 1, 3)]
+    # A client's own batches while it trains, and between clients those.
+    steps = [-(-len(indices) // 8) for indices in CLIENTS]
+    assert list(dict.fromkeys(map(str, shown))) == [
+        str(each)
+        for clients in ([0, 1], [2], [0, 1, 3])
+        for each in [*((steps[client], list(range(len(clients))), 8, SAMPLES) for client in clients), len(clients)]
+    ]
 
 
 def test_a_profiler_has_the_lines_of_each_step(tmp_path):
