@@ -319,8 +319,9 @@ class FederatedLoop(FederatedSettings, Callback):
             self,
             # A round that nobody trains in has a turn without a client.
             count=lambda: max(1, len(data.present_plan().chunks)),
+            done=lambda: self._progress.chunk,
             loader=lambda: data.training_loader,
-            turn=lambda number: self.rounds.turn(number),
+            turn=lambda: self.rounds.turn(),
             resumes_inside=lambda: self._resumed_inside,
         )
 
@@ -427,7 +428,7 @@ class FederatedLoop(FederatedSettings, Callback):
             if self._progress.position and not self._progress.round_open:
                 forget_batches(trainer)
                 if self._turns is not None:
-                    self._turns.end_restored_epoch(len(self.data.present_plan().chunks) or 1)
+                    self._turns.end_restored_epoch()
             if not self._progress.round_open:
                 self.rounds.stop_if_spent(trainer.current_epoch)
         self._facts = RunFacts(trainer, self.indices)

@@ -234,8 +234,8 @@ class Rounds(Untraced):
 
     # A client's turn
 
-    def turn(self, number: int) -> bool:
-        """Train the client of the round's turn of this number, and after the last one aggregate.
+    def turn(self) -> bool:
+        """Train the round's next client, and after the last one aggregate.
 
         Returns:
             Whether the module ended the round.
@@ -243,12 +243,12 @@ class Rounds(Untraced):
         plan, progress = self._data.current_plan(), self._progress
         if not progress.round_open:
             self._begin_round()
-        ends_round = False
+        number, ends_round = progress.chunk, False
         if number < len(plan.chunks):
             ends_round = self._train(plan.chunks[number])
             if progress.chunk_open:
                 return False
-            progress.position, progress.chunk = plan.ends[number], number + 1
+        progress.position, progress.chunk = plan.ends[number] if plan.chunks else plan.total, number + 1
         if ends_round or number + 1 >= len(plan.chunks):
             self.aggregate()
             self.end_epoch()

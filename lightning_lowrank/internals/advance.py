@@ -135,8 +135,9 @@ class ClientTurns:
         trainer: The trainer.
         own: The callback that installs it, whose batch hooks are not called.
         count: Returns the number of turns of the round that the trainer is in.
+        done: Returns how many of them are done.
         loader: Returns the user's training loader.
-        turn: Trains the client of the turn of this number. Returns whether the module ended the round.
+        turn: Trains the client of the next turn. Returns whether the module ended the round.
         resumes_inside: Returns whether the fit goes on from a checkpoint that was saved inside a client.
     """
 
@@ -145,8 +146,9 @@ class ClientTurns:
         trainer: Any,
         own: pl.Callback,
         count: Callable[[], int],
+        done: Callable[[], int],
         loader: Callable[[], Any],
-        turn: Callable[[int], bool],
+        turn: Callable[[], bool],
         resumes_inside: Callable[[], bool],
     ) -> None:
         loop = trainer.fit_loop.epoch_loop
@@ -155,7 +157,7 @@ class ClientTurns:
         if _call is None:
             need("FederatedLoop", "use lightning 2.6", loop, "optimization.automatic.Closure")
         self._trainer, self._loop, self._own = trainer, loop, own
-        self._turn, self._resumes_inside = turn, resumes_inside
+        self._count, self._done, self._turn, self._resumes_inside = count, done, turn, resumes_inside
         self._loader = TurnLoader(trainer, count, loader, lambda: self._begin_epoch(count()))
         self._source = TrainLoaderSource(trainer)
         self._accumulates = False
@@ -207,14 +209,14 @@ class ClientTurns:
         )
         self.ends_are_heard = bool(self._each["on_train_batch_end"] or "on_train_batch_end" in self.module_hears)
 
-    def end_restored_epoch(self, turns: int) -> None:
+    def end_restored_epoch(self) -> None:
         """Count all turns of a round that is over in the checkpoint from which the fit goes on.
 
         Its process may have made others, as one that shared the round, or none that the module left out.
         """
         progress = self._loop.batch_progress
         if progress.is_last_batch and self._loop.restarted_on_last:
-            progress.current.completed = turns
+            progress.current.completed = self._count()
 
     # A turn
 
@@ -223,18 +225,22 @@ class ClientTurns:
         progress, connector = loop.batch_progress, trainer._logger_connector
         if self._validates_first(data_fetcher):
             return
-        # The loader begins again at 0 in a run that is resumed; Lightning's own count does not.
-        next(data_fetcher)
-        turn = loop.batch_idx + 1
-        last = progress.is_last_batch = data_fetcher.done
+        turn, turns = self._done(), self._count()
+        if turn >= turns:
+            # The fit goes on from a checkpoint of a round that is over.
+            progress.is_last_batch = True
+            raise StopIteration
+        # In a run that is resumed for the second time in one round, Lightning may begin to count again.
+        vars(progress.current).update(dict.fromkeys(vars(progress.current), turn))
+        last = progress.is_last_batch = turn + 1 == turns
         progress.increment_ready()
         connector.on_batch_start(None)
         self._tell_callbacks(self._once, "on_train_batch_start", turn, turn)
         progress.increment_started()
-        stepped, ready, turns = loop._batches_that_stepped, progress.current.ready, trainer.fit_loop.max_batches
+        stepped, ready = loop._batches_that_stepped, progress.current.ready
         global_step = trainer.global_step
         try:
-            ends_round = self._turn(turn)
+            ends_round = self._turn()
         finally:
             self._accumulates, self._loader.batches = False, None
             progress.current.ready, trainer.fit_loop.max_batches = ready, turns

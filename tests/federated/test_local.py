@@ -438,6 +438,23 @@ def test_a_checkpoint_inside_a_client_is_of_its_start(tmp_path, method):
         assert resumed.ledger.state_dict() == loop.ledger.state_dict()
 
 
+def test_a_run_is_resumed_again_and_again(tmp_path):
+    def run(folder: Any, ckpt_path: Any = None) -> Any:
+        loop = FederatedLoop(FedAvg(), partition=FromIndices(CLIENTS), summary=False)
+        kept = ModelCheckpoint(tmp_path / folder, "{epoch}-{step}", save_top_k=-1, every_n_train_steps=1)
+        module = Module(network(), scheduler=decay, interval="step")
+        fit(trainer(tmp_path, loop, kept, max_epochs=3), module, Data(), ckpt_path=ckpt_path)
+        return module, sorted((tmp_path / folder).glob("*.ckpt"), key=lambda file: file.stat().st_mtime_ns)
+
+    whole, files = run("whole")
+    # In the midst of a round, and at its last client.
+    for number in (1, 3, 5, 7):
+        again, later = run(f"from {number}", files[number])
+        assert_same(weights(again), weights(whole))
+        for file in later[:5]:
+            assert_same(weights(run(f"from {number} and {file.stem}", file)[0]), weights(whole))
+
+
 @pytest.mark.parametrize("steps", [9, 13, 23])
 def test_a_fit_that_is_stopped_inside_a_client_goes_on_as_if_it_were_not(tmp_path, steps):
     def run(*callbacks: pl.Callback, max_steps: int = -1, **arguments: Any) -> tuple[Any, FederatedLoop]:
