@@ -68,7 +68,8 @@ class WeightedMean(Aggregator):
             check_names(tensors, self._sums)
             if weight:
                 sums = [self._sums[name] for name in tensors]
-                add_each(sums, [to_float64(value) for value in values], alpha=weight)
+                # On a CPU, numbers of other types are added in float64 without a copy of them.
+                add_each(sums, [value if _adds_exactly(value) else to_float64(value) for value in values], alpha=weight)
             self._only = {}
             self._alike = {name: value for name, value in self._alike.items() if torch.equal(value, tensors[name])}
         self.weight += weight
@@ -183,6 +184,10 @@ class WeightedMean(Aggregator):
 
 def _at_least(dtype: torch.dtype, least: torch.dtype | None) -> torch.dtype:
     return dtype if least is None or not dtype.is_floating_point else torch.promote_types(dtype, least)
+
+
+def _adds_exactly(value: Tensor) -> bool:
+    return value.is_cpu and value.is_floating_point()
 
 
 def _exceeds_sums(tensor: Tensor) -> bool:

@@ -47,6 +47,7 @@ _NEEDED = (
     "_batches_that_stepped",
     "_build_kwargs",
     "_num_ready_batches_reached",
+    "_results",
     "_should_accumulate",
     "_should_check_val_fx",
     "_skip_next_val",
@@ -256,7 +257,8 @@ class ClientTurns:
                 for callback in self._once["on_train_batch_end"]:
                     due.enter_context(self._saving_past(callback, global_step))
                 self._tell_callbacks(self._once, "on_train_batch_end", None, turn, turn)
-        connector.on_batch_end()
+        if loop._results:
+            connector.on_batch_end()
         if not self.in_client:
             progress.increment_completed()
         self._log(stepped)
