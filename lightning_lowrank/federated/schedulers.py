@@ -109,6 +109,8 @@ class SchedulersPerClient:
         )
 
     def _install(self, captured: Mapping[str, Any]) -> None:
+        if not (self._schedulers or self._optimizers):
+            return
         captured = copy.deepcopy(captured)
         for scheduler, state in zip(self._schedulers, captured.get("schedulers", ()), strict=False):
             scheduler.load_state_dict(state)

@@ -252,7 +252,7 @@ class ClientTurns:
             progress.increment_processed()
             if loop._num_ready_batches_reached():
                 loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
-        if not ends_round:
+        if not ends_round and self._once["on_train_batch_end"]:
             with ExitStack() as due:
                 for callback in self._once["on_train_batch_end"]:
                     due.enter_context(self._saving_past(callback, global_step))
