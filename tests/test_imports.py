@@ -48,7 +48,7 @@ LAYOUT = (
 )
 """What stands right below the package. Each may import itself and what stands before it; "" is ``__init__.py``."""
 
-INTERNALS_OF_TORCH = {f"{PACKAGE}.internals.__init__", f"{PACKAGE}.internals.torch"}
+INTERNALS_OF_TORCH = {f"{PACKAGE}.internals.{name}" for name in ("__init__", "replaced", "torch")}
 """What of ``internals`` the torch-only areas may import."""
 
 LIGHTNING = {"lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning", "torchmetrics"}

@@ -276,14 +276,14 @@ class Rounds(Untraced):
             self._data.randomness.close()
             if not local.stopped:
                 self._end_client()
-        except Exception as error:
-            begun = isinstance(error, ClientsFailed)
-            cause = error.error if isinstance(error, ClientsFailed) else error
-            if not (begun or (local.in_step and is_of_a_client(error))):
-                raise
+        except ClientsFailed as failed:
             if self._settings.on_client_error == "raise":
-                raise cause from None
-            self._give_up(chunk.clients, cause)
+                raise failed.error from failed.error.__cause__
+            self._give_up(chunk.clients, failed.error)
+        except Exception as error:
+            if not (local.in_step and is_of_a_client(error)) or self._settings.on_client_error == "raise":
+                raise
+            self._give_up(chunk.clients, error)
         return ends_round
 
     def _end_client(self) -> None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 _MISSING = object()
 
 
-@contextmanager
-def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+def replaced(owner: Any, **attributes: Any) -> AbstractContextManager[None]:
     """Replace attributes of an object for a while, and put back exactly what was there, also after an error.
 
     An attribute that the object has from its class is deleted from the object again.
@@ -25,18 +23,27 @@ def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
         >>> vars(owner)
         {'step': 1}
     """
-    before = {name: _own(owner, name) for name in attributes}
-    try:
-        for name, value in attributes.items():
-            setattr(owner, name, value)
-        yield
-    finally:
-        for name, value in before.items():
+    return _Replaced(owner, attributes)
+
+
+class _Replaced(AbstractContextManager[None]):
+    # A class, because a generator would put them back when nobody holds it any more.
+
+    def __init__(self, owner: Any, attributes: dict[str, Any]) -> None:
+        self._owner, self._attributes = owner, attributes
+
+    def __enter__(self) -> None:
+        self._before = {name: _own(self._owner, name) for name in self._attributes}
+        for name, value in self._attributes.items():
+            setattr(self._owner, name, value)
+
+    def __exit__(self, *error: object) -> None:
+        for name, value in self._before.items():
             if value is not _MISSING:
-                setattr(owner, name, value)
+                setattr(self._owner, name, value)
             else:
                 # A caller may have deleted it.
-                vars(owner).pop(name, None)
+                vars(self._owner).pop(name, None)
 
 
 def _own(owner: Any, name: str) -> Any:

@@ -292,12 +292,6 @@ class OwnTransfer(Quiet):
         return [2 * batch[0], batch[1]]
 
 
-class ReadingItself(Quiet):
-    def training_step(self, dataloader_iter):
-        batch, batch_idx, _ = next(dataloader_iter)
-        return super().training_step(batch, batch_idx)
-
-
 class Manual(Quiet):
     def __init__(self, events: list[Any]) -> None:
         super().__init__(events)
@@ -317,7 +311,6 @@ class OtherStrategy(SingleDeviceStrategy):
 
 LEFT_TO_LIGHTNING: dict[str, dict[str, Any]] = {
     "manual optimization": {"module": Manual},
-    "dataloader_iter": {"module": ReadingItself},
     "backward": {"module": OwnBackward},
     "optimizer_step": {"module": OwnUpdate},
     "optimizer_zero_grad": {"module": OwnZero},

@@ -1,6 +1,7 @@
 """Turns single engines of the loop off, so that `experiments.py` can measure what each is worth.
 
-A contender ``default-log`` is this library one client after another without the engine ``log``.
+A contender ``default-log`` is this library one client after another without the engine ``log``. Where a turn is a
+client, there are no ``replay``, ``steps``, ``log`` and ``evaluation`` to turn off.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from lightning_lowrank.federated import loop
+from lightning_lowrank.federated import local, loop
 from lightning_lowrank.federated.data.blocks import BlockReader
 from lightning_lowrank.federated.data.whole_batches import WholeBatches
 from lightning_lowrank.federated.execution.stack import ClientStack
@@ -34,9 +35,10 @@ def _without(name: str) -> Callable[[], None]:
 
 
 def _torchs_own() -> None:
-    direct_steps.run_backward = lambda loss: loss.backward()  # type: ignore[assignment]
-    direct_steps.bare_step = lambda optimizer: optimizer.step  # type: ignore[assignment]
-    direct_steps.drop_gradients = lambda optimizer: optimizer.zero_grad()  # type: ignore[assignment]
+    for part in (direct_steps, local):
+        part.run_backward = lambda loss: loss.backward()  # type: ignore[attr-defined]
+        part.bare_step = lambda optimizer: optimizer.step  # type: ignore[attr-defined]
+        part.drop_gradients = lambda optimizer: optimizer.zero_grad()  # type: ignore[attr-defined]
 
 
 ENGINES: dict[str, Callable[[], None]] = {
