@@ -187,7 +187,8 @@ def _at_least(dtype: torch.dtype, least: torch.dtype | None) -> torch.dtype:
 
 
 def _adds_exactly(value: Tensor) -> bool:
-    return value.is_cpu and value.is_floating_point()
+    """Return whether torch adds a tensor to one of float64 as if it had been converted; it does not for one byte."""
+    return value.is_cpu and value.is_floating_point() and value.itemsize > 1
 
 
 def _exceeds_sums(tensor: Tensor) -> bool:

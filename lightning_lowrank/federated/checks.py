@@ -54,6 +54,8 @@ _SAMPLED_STEPS = 1000
 _COUNT_ALL_CLIENTS = {
     "global_step": "which counts the optimizer steps of all clients one after another: use batch_idx, which counts a"
     " client's own batches, or current_epoch, which counts rounds",
+}
+_COUNT_A_ROUND = {
     "trainer.num_training_batches": "which counts the batches of all clients of a round: use trainer.is_last_batch,"
     " which is true at a client's own last batch",
     "trainer.train_dataloader": "which has the batches of all clients of a round: for the end of a client's own use"
@@ -372,7 +374,7 @@ def notes(
             f"buffers='local' keeps the statistics of {layers} BatchNorm layers with their clients: the global"
             " model is validated with those it began with."
         )
-    counted = {name: _COUNT_ALL_CLIENTS[name] for name in ("global_step",)} if turns_are_clients else _COUNT_ALL_CLIENTS
+    counted = _COUNT_ALL_CLIENTS if turns_are_clients else {**_COUNT_ALL_CLIENTS, **_COUNT_A_ROUND}
     for attribute, meaning in counted.items():
         readers = _readers_of(module, attribute)
         if readers:

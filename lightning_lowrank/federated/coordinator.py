@@ -589,7 +589,7 @@ class Coordinator:
             "aggregator": server.aggregator.state_dict(),
             "initial_buffers": server.base.initial_buffers,
             "base": server.base.state,
-            "received": self._received,
+            **self.counted(),
             "clients": states,
             # Of others, a client's own tensors make its model. Some clients' tensors the server alone keeps.
             "unlike": [
@@ -597,12 +597,10 @@ class Coordinator:
                 for client in sorted({*states, *server.state.get("pairs", {})})
                 if not self.algorithm.has_whole_model(server, self.info(client), states.get(client, {}))
             ],
-            "ledger": self.ledger.state_dict(),
             "failed": self.failed,
             # Those who share a round have them in another order.
             "answered": sorted(self.answered),
             "private": None if self.private is None else self.private.state_dict(),
-            "clock": None if self.clock is None else self.clock.state_dict(),
             "held": [
                 {"client": each.client.id, "tensors": dict(each.message.tensors), "weight": each.weight}
                 for each in self._held

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from lightning_lowrank.federated.data.rounds import RoundData
 from lightning_lowrank.federated.execution.base import Execution
 from lightning_lowrank.federated.logbook import Logbook
 from lightning_lowrank.internals.advance import ClientTurns, loss_of
+from lightning_lowrank.internals.direct import in_context
 from lightning_lowrank.internals.lightning import HOOK, batch_transfer, overridden_transfer, overrides
 from lightning_lowrank.internals.replaced import replaced
 from lightning_lowrank.internals.torch import bare_step, drop_gradients, is_heard, is_on, run_backward
@@ -100,10 +101,7 @@ class LocalTraining:
         self._moves_none = plain_input and overridden_transfer(trainer) is None
         self._plain = self._may_be_plain and self._is_plain()
         self._clips = overrides(module, "configure_gradient_clipping") or bool(trainer.gradient_clip_val)
-        single = type(trainer.precision_plugin) is Precision
-        self._context: Callable[[], AbstractContextManager[Any]] = (
-            nullcontext if single else trainer.precision_plugin.train_step_context
-        )
+        self._context = in_context(trainer.precision_plugin, "train")
         self._before_update = [each for each in trainer.callbacks if overrides(each, _BEFORE_UPDATE)]
         self._module_hears_update = overrides(module, _BEFORE_UPDATE)
 

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_lowrank.internals.lightning import HOOK, empty_results, logging_as, logging_into
+from lightning_lowrank.internals.lightning import HOOK, empty_results, logging_as, logging_into, rows_of
 from lightning_lowrank.internals.replaced import replaced
 
 _SETTINGS = (
@@ -146,7 +146,8 @@ class Logbook:
 
     def _batch_size(self) -> int:
         if self._size is None:
-            self._size = _rows(self._batch) or extract_batch_size(self._batch)
+            # Before an evaluation's first batch there is none.
+            self._size = 1 if self._batch is None else rows_of(self._batch) or extract_batch_size(self._batch)
         return self._size
 
 
@@ -239,11 +240,3 @@ class _Log:
         settings = (prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist, sync_dist_group)
         others = (add_dataloader_idx, metric_attribute, rank_zero_only)
         self._book.log(name, value, batch_size, settings + others)
-
-
-def _rows(batch: Any) -> int | None:
-    """Return what Lightning takes for the size of a batch, if that is soon seen."""
-    if type(batch) not in (list, tuple):
-        return None
-    sizes = {each.size(0) if type(each) is Tensor and each.dim() else None for each in batch}
-    return sizes.pop() if len(sizes) == 1 else None

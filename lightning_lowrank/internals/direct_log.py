@@ -18,7 +18,7 @@ from lightning.pytorch.trainer.states import RunningStage
 from torch import Tensor, nn
 
 from lightning_lowrank.internals.direct import Call, calls_fit, is_compared_release
-from lightning_lowrank.internals.lightning import missing, overrides
+from lightning_lowrank.internals.lightning import missing, overrides, rows_of
 
 try:
     from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
@@ -159,7 +159,7 @@ class _Call:
     def batch_size(self) -> Any:
         """Return the size of the batch where the call gives none."""
         if self.results.batch_size is None:
-            self.results.batch_size = _size_of(self.results.batch)
+            self.results.batch_size = rows_of(self.results.batch)
         return self.results._extract_batch_size(self.metric, None, self.metric.meta)
 
     def reduce(self, value: Tensor, batch_size: Any) -> None:
@@ -312,14 +312,6 @@ class _Log:
             attributes["value"] = value
         attributes["has_reset"] = False
         connector._current_fx = call.fx
-
-
-def _size_of(batch: Any) -> int | None:
-    """Return what Lightning takes for the size of a batch, if that is soon seen."""
-    if type(batch) not in (list, tuple):
-        return None
-    sizes = {each.size(0) if type(each) is Tensor and each.dim() else None for each in batch}
-    return sizes.pop() if len(sizes) == 1 else None
 
 
 def _is_known(trainer: Any) -> bool:

@@ -539,6 +539,14 @@ def logging_into(trainer: Any, results: Any, batch: Any) -> Iterator[None]:
         results.batch, connector._current_fx = None, hook
 
 
+def rows_of(batch: Any) -> int | None:
+    """Return what Lightning takes for the size of a batch, if that is soon seen."""
+    if type(batch) not in (list, tuple):
+        return None
+    sizes = {each.size(0) if type(each) is Tensor and each.dim() else None for each in batch}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
 def pool_training_results(trainer: Any, gather: Callable[[Any], Sequence[Any]]) -> None:
     """Bring together, in every process, what all of them logged in the steps of an epoch, to be reduced over it.
 

@@ -6,6 +6,7 @@ from torch._subclasses import FakeTensorMode
 
 from lightning_lowrank.aggregation import WeightedMean
 from lightning_lowrank.aggregation import mean as mean_module
+from tests.helpers import draw
 
 
 def arrivals(dtype, count=7):
@@ -230,3 +231,14 @@ def test_sums_are_on_the_cpu_where_the_device_has_no_float64():
             resumed.load_state_dict(mean.state_dict(), value.device)
             assert resumed.result()["w"].device == value.device
             assert resumed.state_dict()["sums"]["w"].device.type == "cpu"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+def test_numbers_of_every_width_are_added_in_float64(dtype):
+    mean, weights = WeightedMean(), [3.0, 0.7, 1 / 3]
+    values = [draw(5, 4, seed=number).to(dtype) for number in range(3)]
+    for value, weight in zip(values, weights, strict=True):
+        mean.add({"w": value}, weight)
+    total = sum(weight * value.double() for value, weight in zip(values, weights, strict=True))
+    expected = (total / sum(weights)).to(dtype)
+    torch.testing.assert_close(mean.result()["w"].double(), expected.double(), rtol=1e-7, atol=1e-7)

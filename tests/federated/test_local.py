@@ -439,11 +439,23 @@ def test_a_checkpoint_inside_a_client_is_of_its_start(tmp_path, method):
 
 
 def test_a_run_is_resumed_again_and_again(tmp_path):
+    class Validated(pl.Callback):
+        def __init__(self) -> None:
+            self.epochs: list[int] = []
+
+        def on_validation_end(self, trainer, pl_module):
+            self.epochs.append(trainer.current_epoch)
+
     def run(folder: Any, ckpt_path: Any = None) -> Any:
         loop = FederatedLoop(FedAvg(), partition=FromIndices(CLIENTS), summary=False)
         kept = ModelCheckpoint(tmp_path / folder, "{epoch}-{step}", save_top_k=-1, every_n_train_steps=1)
-        module = Module(network(), scheduler=decay, interval="step")
-        fit(trainer(tmp_path, loop, kept, max_epochs=3), module, Data(), ckpt_path=ckpt_path)
+        module, validated = Module(network(), scheduler=decay, interval="step"), Validated()
+        run = trainer(tmp_path, loop, kept, validated, max_epochs=3, num_sanity_val_steps=0)
+        fit(run, module, Data(), ckpt_path=ckpt_path)
+        if ckpt_path is not None:
+            epoch, step = (int(part.split("=")[1]) for part in ckpt_path.stem.split("-"))
+            # Lightning leaves out the validation that follows a round's last turn.
+            assert validated.epochs == list(range(epoch + (step == 15 * (epoch + 1)), 3))
         return module, sorted((tmp_path / folder).glob("*.ckpt"), key=lambda file: file.stat().st_mtime_ns)
 
     whole, files = run("whole")
