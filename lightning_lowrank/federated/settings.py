@@ -531,6 +531,8 @@ class FederatedSettings(Configured):
     def settings_of(self, client: int) -> dict[str, Any]:
         """Return what is otherwise for one client."""
         given = self.client_settings
+        if not given:
+            return {}
         settings = plain(dict((given(client) if callable(given) else (given or {}).get(client)) or {}))
         for name in _SETTINGS_OF_LENGTH:
             if name in settings:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import groupby, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +25,7 @@ class Request(NamedTuple):
 
 
 class BlockReader:
-    """Reads several batches of one size as one, and cuts it, which is faster than to read each.
+    """Reads several batches as one, and cuts it, which is faster than to read each.
 
     The batches are those that would be read one by one. It does so for tensors of at least one dimension, alone or in a
     list, tuple or dictionary, whose parts begin where memory of their own would begin. All else is read one by one, and
@@ -51,22 +50,30 @@ class BlockReader:
 
     def __call__(self, requests: Iterable[Request]) -> Iterator[Any]:
         """Return an iterator over the batches; requests are taken in advance."""
-        for size, alike in groupby(requests, lambda request: len(request.indices)):
-            while block := list(islice(alike, self._batches_of(size))):
-                whole = None if len(block) == 1 else self._whole(block)
-                if whole is not None:
-                    yield from _cut(whole, size)
-                    continue
-                for request in block:
-                    batch = self._read(request)
-                    self._measure(batch, size)
-                    yield batch
+        following = iter(requests)
+        while block := self._block(following):
+            whole = None if len(block) == 1 else self._whole(block)
+            if whole is not None:
+                yield from _cut(whole, [len(request.indices) for request in block])
+                continue
+            for request in block:
+                batch = self._read(request)
+                self._measure(batch, len(request.indices))
+                yield batch
 
-    def _batches_of(self, size: int) -> int:
-        """Return how many batches of so many samples are read in one go."""
-        if not self._sample or any(size * nbytes % _ALIGNED for nbytes in self._rounded):
-            return 1
-        return max(1, _BYTES // (size * self._sample))
+    def _block(self, requests: Iterator[Request]) -> list[Request]:
+        """Take the requests that are read in one go, one at least where there is one."""
+        block, nbytes = [], 0
+        for request in requests:
+            block.append(request)
+            size = len(request.indices)
+            nbytes += size * self._sample
+            # The next one is taken to be as large.
+            if not self._sample or nbytes + size * self._sample > _BYTES:
+                break
+            if any(size * each % _ALIGNED for each in self._rounded):
+                break
+        return block
 
     def _measure(self, batch: Any, size: int) -> None:
         parts = _parts(batch, size)
@@ -94,11 +101,11 @@ def _parts(batch: Any, size: int) -> list[Tensor]:
     return found
 
 
-def _cut(whole: Any, size: int) -> Iterable[Any]:
+def _cut(whole: Any, sizes: list[int]) -> Iterable[Any]:
     # Unlike other slices, these count what is written in place each for itself.
     if isinstance(whole, Tensor):
-        return whole.unsafe_split(size)
+        return whole.unsafe_split_with_sizes(sizes)
     if isinstance(whole, dict):
-        parts = zip(*(part.unsafe_split(size) for part in whole.values()), strict=True)
+        parts = zip(*(part.unsafe_split_with_sizes(sizes) for part in whole.values()), strict=True)
         return (dict(zip(whole, each, strict=True)) for each in parts)
-    return map(type(whole), zip(*(part.unsafe_split(size) for part in whole), strict=True))
+    return map(type(whole), zip(*(part.unsafe_split_with_sizes(sizes) for part in whole), strict=True))

@@ -407,13 +407,13 @@ class RoundLoader:
                 yield drawn if len(drawn) else np.asarray(self._clients[client])[:1]
             return
         indices = self._clients[client]
-        draws = generator(self._seed, "order", round_number, client)
+        draws = generator(self._seed, "order", round_number, client) if self.shuffle else None
         while True:
             if self._weights is not None:
                 order = indices[torch.multinomial(self._weights[indices], len(indices), True, generator=draws)]
             else:
-                order = indices[torch.randperm(len(indices), generator=draws)] if self.shuffle else indices
-            if self._lengths is not None:
+                order = indices if draws is None else indices[torch.randperm(len(indices), generator=draws)]
+            if self._lengths is not None and draws is not None:
                 read = min(len(order), count * self.batch_size)
                 grouped = group_by_length(order[:read], self._lengths, self.batch_size, draws)
                 order = torch.cat([grouped, order[read:]])
