@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import (
     BaseFinetuning,
     BatchSizeFinder,
     Callback,
+    EMAWeightAveraging,
     GradientAccumulationScheduler,
     LambdaCallback,
     LearningRateFinder,
@@ -50,10 +51,20 @@ _READING_HOOKS = (
     "on_save_checkpoint",
     "on_train_end",
 )
-_SAMPLED_STEPS = 1000
+_SAMPLED_STEPS = sorted({*range(1000), *range(1000, 10**6, 1000), *(2**power for power in range(10, 40))})
 _COUNT_ALL_CLIENTS = {
     "global_step": "which counts the optimizer steps of all clients one after another: use batch_idx, which counts a"
     " client's own batches, or current_epoch, which counts rounds",
+}
+_BETWEEN_CLIENTS = (
+    *("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_epoch_end", "on_train_end", "on_fit_end"),
+    *("on_save_checkpoint", "on_load_checkpoint"),
+)
+_COUNT_CLIENTS = {
+    "trainer.num_training_batches": "which is the number of the round's clients there: read it in a local step, where"
+    " it is the number of the client's batches, or trainer.estimated_stepping_batches",
+    "trainer.train_dataloader": "whose length is the number of the round's clients there: read it in a local step,"
+    " where it is the number of the client's batches",
 }
 _COUNT_A_ROUND = {
     "trainer.num_training_batches": "which counts the batches of all clients of a round: use trainer.is_last_batch,"
@@ -97,6 +108,32 @@ def refuse_plateaus_of_steps(schedulers: Sequence[Any]) -> None:
                 f"{type(config.scheduler).__name__} with interval='step' looks at {config.monitor!r} after each step,"
                 " and what a client logs is known when it has ended: set interval='epoch', which counts rounds."
             )
+
+
+def check_validation_interval(trainer: Any, clients: Callable[[], int] | None) -> list[str]:
+    """Return a sentence where a number of batches between validations is one of clients.
+
+    Args:
+        trainer: The trainer, in whose loop a turn is a client.
+        clients: Returns the number of clients in the first round; ``None`` in a fit that goes on from a checkpoint.
+
+    Raises:
+        MisconfigurationException: If the first round has fewer clients.
+    """
+    # There is none where validation goes by the clock.
+    every = getattr(trainer, "val_check_interval", None)
+    if not isinstance(every, int) or not trainer.enable_validation or trainer.limit_train_batches == 0:
+        return []
+    meaning = f"val_check_interval={every} counts clients, not batches"
+    if trainer.check_val_every_n_epoch is None:
+        return [f"{meaning}, from one round to the next."]
+    first = None if clients is None else clients()
+    if first is not None and every > first:
+        raise MisconfigurationException(
+            f"{meaning}, and the first round has {first}: set a share of a round, such as val_check_interval=0.5, or"
+            " check_val_every_n_epoch=None, with which clients are counted from one round to the next."
+        )
+    return [f"{meaning}, of each round."]
 
 
 def refuse_own_reading(module: pl.LightningModule) -> None:
@@ -211,13 +248,8 @@ def check_callbacks(loop: Any, trainer: Any, module: nn.Module, keeping: str) ->
                 f"{type(callback).__name__} averages factors over rounds, and {type(loop.algorithm).__name__} draws"
                 " them anew while they hold a change: leave it out, or set reset_interval=1."
             )
-        if isinstance(callback, WeightAveraging) and any(
-            callback.should_update(step_idx=step) for step in range(_SAMPLED_STEPS)
-        ):
-            raise MisconfigurationException(
-                f"{type(callback).__name__} averages after optimizer steps, which are steps of single clients: override"
-                " its should_update() to return True for epoch_idx only, so that it averages global models."
-            )
+        if isinstance(callback, WeightAveraging):
+            _refuse_averages_of_steps(callback)
         if isinstance(callback, StochasticWeightAveraging) and any(
             isinstance(layer, BATCH_NORMS) for layer in module.modules()
         ):
@@ -225,6 +257,23 @@ def check_callbacks(loop: Any, trainer: Any, module: nn.Module, keeping: str) ->
                 "StochasticWeightAveraging ends with a pass over the training set that recomputes BatchNorm statistics,"
                 " and a federated round has no such pass: leave it out, or use normalisation without statistics."
             )
+
+
+def _refuse_averages_of_steps(callback: WeightAveraging) -> None:
+    name, remedy = type(callback).__name__, "override its should_update() to return True for epoch_idx only"
+    found: int | None = None
+    if type(callback).should_update is EMAWeightAveraging.should_update:
+        every = callback.update_every_n_steps  # type: ignore[attr-defined]
+        name = f"{name}(update_every_n_steps={every})"
+        remedy = "set update_every_n_steps=0 and update_starting_at_epoch=0"
+        found = callback.update_starting_at_step or 0 if every > 0 else None  # type: ignore[attr-defined]
+    else:
+        found = next((step for step in _SAMPLED_STEPS if callback.should_update(step_idx=step)), None)
+    if found is not None:
+        raise MisconfigurationException(
+            f"{name} averages after optimizer steps, such as step {found}, which are steps of single clients: {remedy},"
+            " so that it averages global models."
+        )
 
 
 def check_manual_optimization(settings: FederatedSettings, module: pl.LightningModule) -> None:
@@ -374,9 +423,11 @@ def notes(
             f"buffers='local' keeps the statistics of {layers} BatchNorm layers with their clients: the global"
             " model is validated with those it began with."
         )
-    counted = _COUNT_ALL_CLIENTS if turns_are_clients else {**_COUNT_ALL_CLIENTS, **_COUNT_A_ROUND}
+    counted = {**_COUNT_ALL_CLIENTS, **(_COUNT_CLIENTS if turns_are_clients else _COUNT_A_ROUND)}
     for attribute, meaning in counted.items():
         readers = _readers_of(module, attribute)
+        if turns_are_clients and attribute in _COUNT_CLIENTS:
+            readers = [name for name in readers if name in _BETWEEN_CLIENTS]
         if readers:
             found.append(f"{', '.join(readers)} of {type(module).__name__} reads {attribute}, {meaning}.")
     bypassed = [

@@ -28,8 +28,13 @@ class Horizon:
     def __init__(self, trainer: Any, data: RoundData) -> None:
         self._trainer = trainer
         self._data = data
-        self._begins_anew = trainer.ckpt_path is not None
+        # A fit that goes on from a checkpoint makes schedules as the one that began there.
+        anew = trainer.ckpt_path is not None
+        self._first_round: int = 0 if anew else trainer.current_epoch
+        self._steps_before: int = 0 if anew else trainer.global_step
         self._given: float | None = None
+        self._counted_by: Any = None
+        self._known: dict[tuple[Any, ...], float] = {}
 
     def __len__(self) -> int:
         rounds, planner = self._rounds(), self._planner()
@@ -60,13 +65,17 @@ class Horizon:
     def steps(self) -> float:
         """Return the number of steps of the client with the most, infinite where nothing ends the fit."""
         trainer, rounds = self._trainer, self._rounds()
-        limit = None
-        if trainer.max_steps != -1:
-            limit = trainer.max_steps - (0 if self._begins_anew else trainer.global_step)
+        limit = None if trainer.max_steps == -1 else trainer.max_steps - self._steps_before
         if limit is None and not isinstance(rounds, range):
             return math.inf
-        # Where the last fit has reached max_steps, none is left.
-        return max(1, self._planner().client_steps(rounds, self._group_of, limit))
+        planner = self._planner()
+        asked = (trainer.max_epochs, limit)
+        if planner is not self._counted_by:
+            self._counted_by, self._known = planner, {}
+        if asked not in self._known:
+            # Where the last fit has reached max_steps, none is left.
+            self._known[asked] = max(1, planner.client_steps(rounds, self._group_of, limit))
+        return self._known[asked]
 
     def notes(self) -> list[str]:
         """Return a sentence for each step-wise schedule of another length than a client's steps, or that may be."""
@@ -93,9 +102,8 @@ class Horizon:
         return found
 
     def _rounds(self) -> Iterable[int]:
-        trainer = self._trainer
-        begin = 0 if self._begins_anew else trainer.current_epoch
-        return itertools.count(begin) if trainer.max_epochs == -1 else range(begin, max(trainer.max_epochs, begin + 1))
+        begin, end = self._first_round, self._trainer.max_epochs
+        return itertools.count(begin) if end == -1 else range(begin, max(end, begin + 1))
 
     def _planner(self) -> Any:
         # Making the loader makes the planner.

@@ -30,6 +30,7 @@ from lightning_lowrank.federated.checks import (
     check_manual_optimization,
     check_memory,
     check_optimizers,
+    check_validation_interval,
     goes_on_from,
     notes,
     refuse_lazy,
@@ -67,10 +68,10 @@ from lightning_lowrank.internals.direct_evaluation import DirectEvaluation
 from lightning_lowrank.internals.direct_log import DirectLog
 from lightning_lowrank.internals.direct_steps import DirectSteps
 from lightning_lowrank.internals.lightning import (
+    FitLength,
     TrainLoaderSource,
     accumulate_per_client,
     check_namespace,
-    counted_for_schedules,
     forget_batches,
     log_figures,
     pad_epochs,
@@ -100,7 +101,7 @@ class FederatedLoop(FederatedSettings, Callback):
 
     Where clients train one after another in this process, a client is a turn of Lightning's loop, and between clients
     the module is the global model. Where they step together, in several processes, or with `DifferentialPrivacy`, a
-    turn is a batch. Lightning's settings mean here:
+    turn is a batch. Lightning's settings mean here (the page "Lightning in a federation" has each):
 
     - ``limit_train_batches`` and ``overfit_batches`` count per client and round. ``val_check_interval`` is a share of
       the round's turns, or a number of turns. A validation inside a round sees the last global model. A later round of
@@ -111,18 +112,17 @@ class FederatedLoop(FederatedSettings, Callback):
       aggregated from what has been trained by then.
     - ``batch_idx``, ``trainer.is_last_batch``, ``trainer.num_training_batches`` and ``len(trainer.train_dataloader)``
       are the client's own while it trains; where a turn is a batch, the last two count those of all clients. A module
-      that reads what counts all clients is warned of.
+      that reads what counts all clients, or clients, is warned of.
     - Hooks of the module and of callbacks are called on each of a client's batches. Checkpoints, progress bars and
       weight averaging act between clients. A checkpoint that a callback saves inside a client holds the client's start.
       What is logged with ``on_step=True`` has one value a client.
     - ``accumulate_grad_batches`` groups batches within a client; a client's last, incomplete group is stepped as
       Lightning steps an epoch's last (its loss divided by the full group's size).
     - Epoch-wise learning rate schedulers step per round. Step-wise ones step within each client, from where the round
-      began; the next round goes on from the client with the most steps. So in ``configure_optimizers``
-      ``trainer.estimated_stepping_batches`` is the number of steps of that client in all rounds, and
-      ``len(trainer.train_dataloader)`` and ``trainer.num_training_batches`` are its batches in a round, the mean
-      rounded up. A schedule of another length is warned of. ``configure_optimizers`` is called twice where
-      ``max_steps`` counts a chunk's steps.
+      began; the next round goes on from the client with the most steps. So ``trainer.estimated_stepping_batches`` is
+      the number of steps of that client in all rounds. In ``configure_optimizers`` ``len(trainer.train_dataloader)``
+      and ``trainer.num_training_batches`` are its batches in a round, the mean rounded up. A schedule of another length
+      is warned of. ``configure_optimizers`` is called twice where ``max_steps`` counts a chunk's steps.
 
     Its arguments, with their defaults, are those of `FederatedSettings`.
 
@@ -145,7 +145,6 @@ class FederatedLoop(FederatedSettings, Callback):
         self.make_coordinator: Callable[..., Coordinator] = Coordinator
         """Makes the server's half of a fit, from the arguments of `Coordinator`; real sites have one of their own."""
         self._restore = ExitStack()
-        self._end_counting = ExitStack()
         self._for_samples = self._released = False
         self._forget()
 
@@ -158,6 +157,7 @@ class FederatedLoop(FederatedSettings, Callback):
         self._fingerprint: dict[str, Any] = {}
         self._processes: ClientParallelStrategy | None = None
         self._horizon: Horizon | None = None
+        self._length: FitLength | None = None
         self._device_data: DeviceData | None = None
         self._facts: RunFacts | None = None
         self._turns: ClientTurns | None = None
@@ -175,6 +175,7 @@ class FederatedLoop(FederatedSettings, Callback):
             "_restored",
             "_processes",
             "_horizon",
+            "_length",
             "_device_data",
             "_facts",
             "_turns",
@@ -284,8 +285,8 @@ class FederatedLoop(FederatedSettings, Callback):
         if limit != 0:
             enter(replaced(trainer, limit_train_batches=1.0))
         self._horizon = Horizon(trainer, self._data)
-        self._end_counting.enter_context(counted_for_schedules(trainer, self._horizon, self._horizon.give))
-        restore(self._end_counting.close)
+        self._length = FitLength(trainer, self._horizon, self._horizon.give)
+        restore(self._length.install())
         enter(prepare_loading(self, trainer))
         # A plain function: torch marks the hook, and a deepcopy of the module must not copy this callback.
         restore(pl_module.register_state_dict_post_hook(lambda *state: self._show_global_state(*state)).remove)
@@ -408,12 +409,18 @@ class FederatedLoop(FederatedSettings, Callback):
         self.ledger = self._rounds.coordinator.ledger
         self._fingerprint["execution"] = self._rounds.execution.name
         assert self._horizon is not None
+        assert self._length is not None
         if self._horizon.outdated():
             trainer.strategy.setup_optimizers(trainer)
             self._rounds.take_optimizers(trainer)
-        self._end_counting.close()
+        self._length.settle()
         for note in self._horizon.notes() + self._rounds.coordinator.notes(trainer):
             rank_zero_warn(note)
+        if self._turns is not None:
+            data = self._data
+            clients = None if self._restored is not None else lambda: len(data.present_plan().chunks)
+            for note in check_validation_interval(trainer, clients):
+                rank_zero_warn(note)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Go on where the checkpoint was taken."""

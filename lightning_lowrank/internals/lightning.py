@@ -7,10 +7,11 @@ MisconfigurationException, which names the version and what to do.
 from __future__ import annotations
 
 import copy
+import inspect
 import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -221,28 +222,54 @@ class TrainLoaderSource:
         del self._loop.setup_data
 
 
-@contextmanager
-def counted_for_schedules(trainer: Any, loader: Any, steps: Callable[[], float]) -> Iterator[None]:
-    """Answer what ``configure_optimizers`` asks for the length of a fit, for a while.
+class FitLength:
+    """Answers what the trainer is asked for the length of a fit.
+
+    ``trainer.estimated_stepping_batches`` is ``steps()`` for the whole fit. ``trainer.train_dataloader`` is ``loader``,
+    and ``trainer.num_training_batches`` its length, until Lightning loads its data after `settle`.
 
     Args:
         trainer: The trainer, whose training loader has been replaced.
-        loader: What ``trainer.train_dataloader`` is; ``trainer.num_training_batches`` is its length.
-        steps: Returns ``trainer.estimated_stepping_batches``.
+        loader: Stands for the training loader in ``configure_optimizers``.
+        steps: Returns the number of steps of a schedule in the whole fit.
     """
-    kind, loop = type(trainer), trainer.fit_loop
-    # A property can be answered by the class alone. Lightning's own loads the data, and modules read the others then.
-    answers = {
-        "estimated_stepping_batches": property(lambda trainer: steps()),
-        "num_training_batches": property(lambda trainer: len(loader)),
-        "train_dataloader": property(lambda trainer: loader),
-        "__module__": kind.__module__,
-    }
-    loop._combined_loader = None
-    with replaced(trainer, __class__=type(kind.__name__, (kind,), answers)):
-        yield
-    # Asked for its data, the loop has loaded those of an epoch that the fit need not begin with.
-    loop._combined_loader = None
+
+    def __init__(self, trainer: Any, loader: Any, steps: Callable[[], float]) -> None:
+        self._trainer, self._loader, self._steps = trainer, loader, steps
+        self._settled = False
+
+    def install(self) -> Callable[[], None]:
+        """Answer from now on; return an end."""
+        trainer, loop, kind = self._trainer, self._trainer.fit_loop, type(self._trainer)
+
+        def until_settled(name: str, answer: Callable[[], Any]) -> property:
+            own = inspect.getattr_static(kind, name).fget
+
+            def answered(trainer: Any) -> Any:
+                return own(trainer) if self._settled and loop._combined_loader is not None else answer()
+
+            return property(answered)
+
+        # A property can be answered by the class alone. Lightning's own loads the data, and modules read the others
+        # then.
+        answers = {
+            "estimated_stepping_batches": property(lambda trainer: self._steps()),
+            "num_training_batches": until_settled("num_training_batches", lambda: len(self._loader)),
+            "train_dataloader": until_settled("train_dataloader", lambda: self._loader),
+            "__module__": kind.__module__,
+        }
+        loop._combined_loader = None
+        end = ExitStack()
+        end.callback(self.settle)
+        end.enter_context(replaced(trainer, __class__=type(kind.__name__, (kind,), answers)))
+        return end.close
+
+    def settle(self) -> None:
+        """Have Lightning load its data anew, and answer for its loader and that one's length from then on."""
+        if not self._settled:
+            self._settled = True
+            # Asked for its data, the loop has loaded those of an epoch that the fit need not begin with.
+            self._trainer.fit_loop._combined_loader = None
 
 
 def accumulates(trainer: Any) -> bool:

@@ -9,10 +9,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
     EarlyStopping,
     LambdaCallback,
-    LearningRateFinder,
     LearningRateMonitor,
     ModelCheckpoint,
     StochasticWeightAveraging,
@@ -21,7 +19,6 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import nn
 
 from lightning_lowrank import FedAvg, FederatedLoop, FedMUD, FromIndices, LowRank, MatrixProduct
 from lightning_lowrank.seeding import generator
@@ -315,11 +312,6 @@ def test_weight_averaging_of_global_models(tmp_path):
         torch.testing.assert_close(value, mean[name])
 
 
-def test_refuses_weight_averaging_of_clients(tmp_path):
-    with pytest.raises(MisconfigurationException, match="should_update"):
-        fit(trainer(tmp_path, loop(), WeightAveraging()), Module(), Data())
-
-
 @pytest.mark.parametrize("averaging", [RoundAveraging(), StochasticWeightAveraging(0.1)])
 def test_factors_that_are_drawn_anew_while_they_hold_a_change_are_not_averaged(tmp_path, averaging):
     def run(interval):
@@ -342,11 +334,6 @@ def test_stochastic_weight_averaging(tmp_path):
         torch.testing.assert_close(value, mean[name])
 
 
-def test_refuses_stochastic_weight_averaging_with_batch_norm(tmp_path):
-    with pytest.raises(MisconfigurationException, match="BatchNorm"):
-        fit(trainer(tmp_path, loop(), StochasticWeightAveraging(0.1)), Module(network(norm=nn.BatchNorm1d)), Data())
-
-
 @pytest.mark.parametrize(
     "reader",
     [RoundAveraging(), StochasticWeightAveraging(0.1), Seen(), LambdaCallback(on_train_epoch_end=print)],
@@ -356,23 +343,9 @@ def test_refuses_readers_of_weights_before_the_loop(tmp_path, reader):
         fit(trainer(tmp_path, reader, loop()), Module(), Data())
 
 
-@pytest.mark.parametrize("tuner", [BatchSizeFinder(), LearningRateFinder()])
-def test_refuses_trial_fits(tmp_path, tuner):
-    module = Module()
-    module.batch_size = 8
-    with pytest.raises(MisconfigurationException, match="FederatedLoop"):
-        fit(trainer(tmp_path, loop(), tuner), module, Data())
-
-
 def test_refuses_lowrank_after_the_loop(tmp_path):
     with pytest.raises(MisconfigurationException, match="LowRank before FederatedLoop"):
         fit(trainer(tmp_path, loop(), LowRank(MatrixProduct(), rank=1)), Module(), Data())
-
-
-def test_refuses_several_processes(tmp_path):
-    run = trainer(tmp_path, loop(), devices=2, strategy="ddp")
-    with pytest.raises(MisconfigurationException, match=r"DDPStrategy .* strategy='client_parallel'"):
-        loop().setup(run, Module(), "fit")
 
 
 def test_an_exception_leaves_the_last_global_model(tmp_path):

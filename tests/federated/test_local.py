@@ -589,11 +589,8 @@ def test_few_attributes_are_replaced(tmp_path, monkeypatch, settings, most):
 
     for part in (advance, fingerprint, local, logbook, loop_module, internals_of_torch):
         monkeypatch.setattr(part, "replaced", noting)
-    counting = lightning.counted_for_schedules
-    monkeypatch.setattr(
-        loop_module, "counted_for_schedules", lambda trainer, *more: names.append("Trainer") or counting(trainer, *more)
-    )
-    source = lightning.TrainLoaderSource.replaced_by
+    install, source = lightning.FitLength.install, lightning.TrainLoaderSource.replaced_by
+    monkeypatch.setattr(lightning.FitLength, "install", lambda self: names.append("Trainer") or install(self))
     monkeypatch.setattr(
         lightning.TrainLoaderSource, "replaced_by", lambda self, loader: names.append("source") or source(self, loader)
     )

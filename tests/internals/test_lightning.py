@@ -78,18 +78,25 @@ def test_another_source_of_loaders_is_refused(fitting):
         internals.TrainLoaderSource(run)
 
 
-def test_the_length_of_a_fit_is_answered_while_schedules_are_made(tmp_path, fitting):
+def test_the_length_of_a_fit_is_answered(tmp_path, fitting):
     source, kind = internals.TrainLoaderSource(fitting), type(fitting)
     fitting.fit_loop._data_source.instance = range(9)
     source.replace(range(9))
-    with internals.counted_for_schedules(fitting, [1, 2], lambda: 17):
-        assert isinstance(fitting, kind)
-        assert fitting.estimated_stepping_batches == 17
-        fitting.fit_loop.setup_data()
-        assert fitting.train_dataloader == [1, 2]
-        assert fitting.num_training_batches == 2
+    length = internals.FitLength(fitting, [1, 2], lambda: 17)
+    end = length.install()
+    assert isinstance(fitting, kind)
+    assert fitting.estimated_stepping_batches == 17
+    fitting.fit_loop.setup_data()
+    assert fitting.train_dataloader == [1, 2]
+    assert fitting.num_training_batches == 2
+    length.settle()
+    assert fitting.train_dataloader == [1, 2]
+    fitting.fit_loop.setup_data()
+    assert fitting.train_dataloader == range(9)
+    assert fitting.num_training_batches == 9
+    assert fitting.estimated_stepping_batches == 17
+    end()
     assert type(fitting) is kind
-    assert fitting.train_dataloader is None
     assert fitting.estimated_stepping_batches == 3 * 9
 
 

@@ -142,7 +142,7 @@ class RoundData:
     def load(self) -> RoundLoader:
         """Return the round's loader, and divide the training set when that has not been done."""
         epoch = self._trainer.current_epoch
-        renew = self._every_n_epochs and epoch - self._loader_epoch >= self._every_n_epochs
+        renew = self.running and self._every_n_epochs and epoch - self._loader_epoch >= self._every_n_epochs
         if self._loader is not None and not renew:
             return self._loader
         loader = self.training_loader = check_loader(self._user_loader(), weighted=self._poisson is None)
