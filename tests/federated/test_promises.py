@@ -377,7 +377,7 @@ def made(run: pl.Trainer, module: Any, callbacks: list[Any]) -> list[int]:
     return run.datamodule.made
 
 
-renewed = {"reload_dataloaders_every_n_epochs": 2, "max_epochs": 5}
+renewed = {"reload_dataloaders_every_n_epochs": 2, "max_epochs": 4}
 row("reload_dataloaders_every_n_epochs", "", PLAIN, Fit(renewed, look=made, data=Curriculum))
 
 
@@ -568,6 +568,12 @@ def said(tmp_path: Path) -> None:
 
     for settings in ({}, {"accumulate_grad_batches": 2}, {"max_steps": 17}):
         Fit(settings, look=counts, module=Says)(tmp_path / "-".join(settings))
+    Fit({"max_epochs": 2}, look=lambda run, module, callbacks: module.length, module=AsksLate)(tmp_path / "late")
+
+
+class AsksLate(Module):
+    def on_train_epoch_end(self) -> None:
+        self.length = self.trainer.estimated_stepping_batches if self.current_epoch == 1 else None
 
 
 @row("num_training_batches", "between clients", ONCE)
