@@ -98,6 +98,16 @@ def check_optimizers(trainer: pl.Trainer, module: nn.Module) -> None:
             " configure_optimizers(), built from self.parameters(), also where the module optimizes manually."
         )
     check_trained(module, trainer.optimizers)
+    own = {id(value) for value in module.parameters()}
+    held = [value for each in trainer.optimizers for group in each.param_groups for value in group["params"]]
+    foreign = [value for value in held if value.requires_grad and id(value) not in own]
+    if foreign:
+        raise MisconfigurationException(
+            f"an optimizer holds {len(foreign)} parameters, such as one of shape {list(foreign[0].shape)}, that are no"
+            f" part of {type(module).__name__}, so that they would go from client to client: make them a part, as"
+            " self.loss_fn = ArcFace() does, and a list or dictionary of modules does not (nn.ModuleList,"
+            " nn.ModuleDict)."
+        )
 
 
 def refuse_plateaus_of_steps(schedulers: Sequence[Any]) -> None:

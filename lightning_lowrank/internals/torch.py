@@ -462,6 +462,12 @@ def module_hooks(module: nn.Module) -> bool:
     )
 
 
+def global_hooks() -> bool:
+    """Return whether somebody is told of every module's calls or of gradients in them."""
+    tables = ("forward", "forward_pre", "backward", "backward_pre")
+    return any(getattr(torch.nn.modules.module, f"_global_{table}_hooks", None) for table in tables)
+
+
 def sharing_memory(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, str]]:
     """Return the names of tensors, each two objects, that have an element in common in memory."""
     places: dict[int, list[tuple[int, int, str]]] = {}

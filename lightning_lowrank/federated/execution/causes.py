@@ -17,7 +17,7 @@ from lightning_lowrank.federated.algorithm import Algorithm, inherits
 from lightning_lowrank.federated.data.sampling import NeedsPoissonBatches
 from lightning_lowrank.federated.optimizers import acts_elementwise
 from lightning_lowrank.internals.lightning import overridden_transfer, overrides
-from lightning_lowrank.internals.torch import has_hooks, module_hooks, sharing_memory
+from lightning_lowrank.internals.torch import global_hooks, has_hooks, module_hooks, sharing_memory
 
 _HOOKS = (
     "configure_gradient_clipping",
@@ -147,6 +147,19 @@ def hooks_around_steps(listener: pl.LightningModule | pl.Callback) -> list[str]:
     return [hook for hook, place in places.items() if not place.startswith(_PACKAGES)]
 
 
+def reason_of_hooks(module: pl.LightningModule) -> str:
+    """Say which hook of torch's keeps clients from stepping together, or return an empty string."""
+    hooked = [name for name, value in module.named_parameters() if has_hooks(value)]
+    if hooked:
+        return f"the parameter {hooked[0]} has a hook (Tensor.register_hook), which expects one client's gradient"
+    hooked = [name or type(module).__name__ for name, part in module.named_modules() if module_hooks(part)]
+    if hooked:
+        return f"the module {hooked[0]} has a hook, which expects one client's tensors"
+    if global_hooks():
+        return "torch has a hook of all modules, which expects one client's tensors"
+    return ""
+
+
 def unsupported_reason(trainer: Any, module: pl.LightningModule) -> str:
     """Say what in a run's settings keeps its clients from stepping together, or return an empty string.
 
@@ -159,12 +172,9 @@ def unsupported_reason(trainer: Any, module: pl.LightningModule) -> str:
     scheduled = next((each for each in trainer.callbacks if isinstance(each, GradientAccumulationScheduler)), None)
     if scheduled is not None and set(scheduled.scheduling.values()) != {1}:
         return f"{type(scheduled).__name__}({scheduled.scheduling}) ends a group at each client's own last batch"
-    hooked = [name for name, value in module.named_parameters() if has_hooks(value)]
+    hooked = reason_of_hooks(module)
     if hooked:
-        return f"the parameter {hooked[0]} has a hook (Tensor.register_hook), which expects one client's gradient"
-    hooked = [name or type(module).__name__ for name, part in module.named_modules() if module_hooks(part)]
-    if hooked:
-        return f"the module {hooked[0]} has a hook, which expects one client's tensors"
+        return hooked
     shared = sharing_memory(module.named_parameters())
     if shared:
         return f"the parameters {' and '.join(shared[0])} lie in the same memory, which stacks of clients' do not"

@@ -29,6 +29,7 @@ from lightning_lowrank.federated.execution.causes import (
     unsupported_reason,
 )
 from lightning_lowrank.federated.execution.channels_last import ChannelsLast
+from lightning_lowrank.federated.execution.comparison import difference
 from lightning_lowrank.federated.execution.distributed import ClientParallelStrategy
 from lightning_lowrank.federated.execution.graphs import WORTH_COMPILING, StepGraphs, steps_left
 from lightning_lowrank.federated.execution.memory import chunk_size_that_fits
@@ -92,6 +93,7 @@ def choose_execution(
             choice = _fastest(trainer, data, _TRIED_STEPS, reason)
         else:
             size = coordinator.settings.chunk_size or fitting()
+            reason = _difference(trainer, data, size)
             defers = not steps_are_seen(trainer, coordinator.algorithm)
             compiles = _compiles(trainer, data, coordinator.settings.compile, restored, previous)
             choice = _fastest(trainer, data, size, reason, defers, compiles)
@@ -105,12 +107,26 @@ def choose_execution(
         size = coordinator.settings.chunk_size or known
         if not size:
             size = fitting() if processes is None else min(processes.gather(fitting()))
+    if coordinator.settings.execution == "vectorized":
+        reason = _difference(trainer, data, size)
+        reason = reason if processes is None else processes.broadcast(reason)
+        if reason:
+            raise MisconfigurationException(
+                f"execution='vectorized' is not possible: {reason}. Use execution='sequential', or 'auto', which falls"
+                " back to it."
+            )
     data.use(kind.stacked, size)
     execution = kind(trainer, coordinator)
     execution.channels_last = channels_last
     if kind.stacked:
         execution.compiled = _compiles(trainer, data, coordinator.settings.compile, restored, previous)
     return execution
+
+
+def _difference(trainer: Any, data: RoundData, size: int) -> str:
+    """Return in what a step of the first round's clients together is not that of a client alone, if in anything."""
+    found, _ = _tried(data, size, lambda chunk: difference(trainer, trainer.lightning_module, chunk, data.loader))
+    return f"a client's step is another together: {found}" if found else ""
 
 
 def _compiles(
@@ -207,7 +223,8 @@ def _tried(data: RoundData, size: int, time_steps: Callable[[Chunk], _T]) -> tup
     plan = dataclasses.replace(data.planner, chunk_size=max(2, size), process=0, processes=1).plan(0)
     data.randomness.open()
     try:
-        return time_steps(plan.chunks[0]), ""
+        # Clients that may not step together are in chunks of their own.
+        return time_steps(max(plan.chunks, key=lambda chunk: len(chunk.clients))), ""
     except MisconfigurationException as error:
         return None, error.reason if isinstance(error, CannotMap) else str(error)
     except Exception as error:

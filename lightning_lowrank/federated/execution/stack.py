@@ -112,6 +112,8 @@ class ClientStack(Untraced):
         self._watch = Watch(module) if watch is None else watch
         self._falls_back = falls_back
         self.measured = False
+        self.note: Callable[[Tensor, dict[str, Tensor]], None] | None = None
+        """Called with the losses and logged values of the clients of each form of a batch."""
         self._module = module
         self._step = module.training_step
         self.device = module.device
@@ -292,6 +294,8 @@ class ClientStack(Untraced):
             part = _Part(self, places, batch, batch_idx, logged.settings, deferred, apart=len(parts) > 1)
             losses, values = part.mapped()
             part.put_back()
+            if self.note is not None:
+                self.note(losses, values)
             if len(places.numbers) > 1:
                 # A client alone would read what those before it have left.
                 self._watch.after_part()
@@ -527,7 +531,10 @@ def captured_logs(
                 " mean, for instance"
             )
         captured[name] = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
-        names = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
+        names = (
+            *("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist", "sync_dist_group"),
+            *("add_dataloader_idx", "batch_size"),
+        )
         given = settings[name] = {**dict(zip(names, arguments, strict=False)), **keywords}
         if given.get("reduce_fx", "mean") not in ("mean", "avg", torch.mean):
             raise CannotMap(
@@ -566,7 +573,8 @@ class _Logged:
 
     def add(self, values: Mapping[str, Tensor], samples: int) -> None:
         for name, value in values.items():
-            self._values.setdefault(name, []).append((value, samples))
+            own = self.settings[name].get("batch_size")
+            self._values.setdefault(name, []).append((value, samples if own is None else own))
 
     def log(self, module: pl.LightningModule, late: LateLogs | None) -> None:
         for name, entries in self._values.items():
@@ -679,10 +687,12 @@ class _Part:
         return self._stack.over_clients(self._run, (self._named, self._changes, self._state, self._batch))
 
     def put_back(self) -> None:
-        """Write what the step has changed in copies of buffers and round states back to the stacks."""
+        """Write what the step has changed in copies of values and round states back to the stacks."""
         if self._rows is not None:
-            for name in self._stack.values.keys() - self._stack.leaves.keys():
-                self._stack.values[name].index_copy_(0, self._rows, self._named[name])
+            for name, value in self._named.items():
+                # Parameters are seldom changed in place.
+                if name not in self._stack.leaves or value._version:
+                    self._stack.values[name].index_copy_(0, self._rows, value.detach())
             _put_back(self._stack.round_state, self._rows, self._state)
 
     def give(self, gradients: Mapping[Tensor, Tensor]) -> None:
@@ -753,6 +763,9 @@ class _Part:
         finally:
             self._projections = before
         found = {key: each for key, each in zip(wanted, gradients, strict=True) if each is not None}
+        for name in logged:
+            if self._settings[name].get("batch_size") not in (None, self.places.samples):
+                raise Untraceable(f"it logs {name!r} with a batch_size of its own")
         said = {name: {**self._settings[name], "batch_size": None} for name in logged}
         return [total.detach(), *found.values(), *logged.values()], (list(found), said)
 

@@ -14,13 +14,23 @@ from weakref import ReferenceType, ref
 
 import torch
 import torch.nn.functional as F
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from lightning_lowrank.internals.torch import is_mapped, map_level, mapped, own_shape, stack_of, storage_key, values_of
+from lightning_lowrank.internals.torch import (
+    is_mapped,
+    is_transformed,
+    map_level,
+    mapped,
+    own_shape,
+    stack_of,
+    storage_key,
+    values_of,
+)
 from lightning_lowrank.optim.deferred import Deferred, DeferredWeights, changes_in_place
 
 _CONVOLUTIONS = {F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}
@@ -28,9 +38,18 @@ _ACTIVATIONS = {
     *(F.celu, F.elu, F.hardsigmoid, F.hardswish, F.hardtanh, F.leaky_relu, F.mish, F.relu, F.relu6, F.selu, F.silu),
     *(F.threshold, Tensor.relu_, torch.relu_),
 }
+# Of those that autocast casts to 16 bits, what torch maps by a rule that autocast does not see.
+_IN_16_BITS = {
+    *(F.linear, F.conv1d, F.conv2d, F.conv3d, torch.conv1d, torch.conv2d, torch.conv3d),
+    *(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
+    *(torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d),
+    *(torch.addmm, torch.addbmm, torch.baddbmm, Tensor.addmm, Tensor.addbmm, Tensor.baddbmm),
+}
+_NORMALISING = {F.batch_norm, F.group_norm, F.instance_norm, F.layer_norm, F.rms_norm}
 _NUMBERS = {Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__, Tensor.item, Tensor.tolist}
 
 
+_REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
 
 
@@ -55,9 +74,12 @@ class StackedProducts(TorchFunctionMode):
     - ``F.embedding`` and ``torch.embedding`` with a ``padding_idx``, ``torch.select_scatter``, and
       ``F.linear_cross_entropy`` in chunks: as torch maps them, their gradients are wrong. Here they are those of a
       client alone.
+    - Products under autocast: torch would compute most of them in single precision. Layers that normalise under
+      autocast: torch would return other types than for a client alone, or refuse them.
     - ``F.dropout`` on the CPU: the same operations as torch's, which asks for a size that symbolic tracing lacks.
     - ``bool()``, ``item()`` and the like of a tensor that is the same for all clients: torch refuses them all. Here
       they give the number.
+    - ``tensor.requires_grad``: torch says false of what is mapped. Here it is true where gradients are computed.
 
     Weights whose changes are kept apart are computed with as `DeferredSteps` does.
 
@@ -80,6 +102,10 @@ class StackedProducts(TorchFunctionMode):
         keywords = keywords or {}
         if function in _HOOKS:
             raise NotImplementedError("a hook is registered on a tensor")
+        if function in _IN_16_BITS:
+            arguments, keywords = apply_to_collection((arguments, keywords), Tensor, _as_autocast)
+        elif function in _NORMALISING:
+            return _normalised(function, *arguments, **keywords)
         if function is not F.linear:
             arguments, keywords = self._weights.changed(function, arguments, keywords)
         if self._copies and changes_in_place(function, keywords):
@@ -94,6 +120,8 @@ class StackedProducts(TorchFunctionMode):
             return self._view(*arguments, **keywords)
         if function in _NUMBERS:
             return function(_shared(*arguments))
+        if function == _REQUIRES_GRAD:
+            return _requires_grad(arguments[0])
         return _OTHERWISE.get(function, function)(*arguments, **keywords)
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -118,6 +146,23 @@ class StackedProducts(TorchFunctionMode):
             held = [tensor for tensor in (each() for each in pair) if tensor is not None]
             if len(held) == 2 and storage in map(storage_key, held):
                 raise NotImplementedError("one of a tensor and its view() is changed in place, and both are used")
+
+
+def _requires_grad(tensor: Tensor) -> bool:
+    while is_transformed(tensor) and not tensor.requires_grad:
+        tensor = values_of(tensor)
+    return tensor.requires_grad
+
+
+def _normalised(function: Any, input: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
+    """Normalise an input under autocast, or one that has its type."""
+    way = _OTHERWISE.get(function, function)
+    if input.dtype not in (torch.float16, torch.bfloat16) or not _is_cast(input):
+        return way(input, *arguments, **keywords)
+    output = way(input.float(), *arguments, **keywords)
+    # On accelerators autocast leaves these in single precision.
+    single = input.device.type != "cpu" and function in (F.group_norm, F.layer_norm)
+    return output if single else output.to(input.dtype)
 
 
 def _is_of_clients(input: Tensor, weight: Tensor) -> bool:
@@ -359,11 +404,15 @@ def _each(value: int | Sequence[int], dimensions: int) -> list[int]:
 
 def _as_autocast(tensor: Tensor) -> Tensor:
     """Cast as autocast would have, which acts below the functions that a mode gets to see."""
-    device = tensor.device.type
-    casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    if casts and tensor.is_floating_point() and tensor.dtype != torch.float64:
-        return tensor.to(torch.get_autocast_dtype(device))
+    if _is_cast(tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64:
+        return tensor.to(torch.get_autocast_dtype(tensor.device.type))
     return tensor
+
+
+def _is_cast(tensor: Tensor) -> bool:
+    """Return whether autocast is enabled where a tensor is."""
+    device = tensor.device.type
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 def _channels_last(stack: Tensor) -> Tensor:

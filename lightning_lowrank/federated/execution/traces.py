@@ -395,16 +395,23 @@ class Watch:
                     )
                 self._left += [(item, key, as_code(f"{name}.{key}")) for key in found]
 
-    def _compare_numbers(self) -> None:
+    def changed_number(self) -> str:
+        """Say which number of the module has changed since `before_step`, or return an empty string."""
         numbers = self._present_numbers()
-        # What a step stores once, such as a size, changes in the first one at most.
         changed = [name for name, value in numbers.items() if value != self._numbers.get(name, value)]
-        if changed and self._compared:
-            raise CannotMap(
-                f"it changes the number {as_code(changed[0])}, which is one for all clients and would count their steps"
-                " together"
-            )
         self._numbers = numbers
+        if not changed:
+            return ""
+        return (
+            f"it changes the number {as_code(changed[0])}, which is one for all clients and would count their steps"
+            " together"
+        )
+
+    def _compare_numbers(self) -> None:
+        changed = self.changed_number()
+        # What a step stores once, such as a size, changes in the first one at most.
+        if changed and self._compared:
+            raise CannotMap(changed)
 
     def _present_numbers(self) -> dict[str, float]:
         return {

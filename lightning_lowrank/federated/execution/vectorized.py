@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_lowrank.federated import optimizers
@@ -17,7 +18,12 @@ from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.execution.base import Execution
 from lightning_lowrank.federated.execution.captures import Captures, recorder_for
-from lightning_lowrank.federated.execution.causes import ActsOnStacks, hooks_around_steps, steps_are_seen
+from lightning_lowrank.federated.execution.causes import (
+    ActsOnStacks,
+    hooks_around_steps,
+    reason_of_hooks,
+    steps_are_seen,
+)
 from lightning_lowrank.federated.execution.graphs import StepGraphs, steps_left
 from lightning_lowrank.federated.execution.stack import ClientStack
 from lightning_lowrank.federated.execution.traces import Watch, without_writing
@@ -65,6 +71,12 @@ class Vectorized(Execution):
     def begin_round(self) -> None:
         """Look which tensors are trained in this round, and who changes gradients."""
         super().begin_round()
+        hooked = reason_of_hooks(self.module)
+        if hooked:
+            raise MisconfigurationException(
+                f"execution={self.settings.execution!r}: clients step together, and in this round {hooked}: register it"
+                " before the fit, or use execution='sequential'."
+            )
         self.graphs.begin_round(self.compiled)
         self._acting = [callback for callback in self.trainer.callbacks if isinstance(callback, ActsOnStacks)]
 

@@ -1,6 +1,5 @@
 """Fits whose steps are replayed from graphs end bit for bit where those without graphs end."""
 
-import random
 from functools import partial
 
 import lightning.pytorch as pl
@@ -159,11 +158,6 @@ class Twice(Changing):
         type(self).factor = 1.0 + self.trainer.global_step % 2
 
 
-class Drawing(Module):
-    def training_step(self, batch, batch_idx):
-        return super().training_step(batch, batch_idx) * random.random()
-
-
 class OutOfTensor(Module):
     def __init__(self):
         super().__init__()
@@ -191,7 +185,6 @@ class Counting(Module):
         (Number, "uses the number of the step"),
         # Some ten traces.
         pytest.param(Changing, "factor, which changes again and again", marks=pytest.mark.nightly),
-        pytest.param(Drawing, "draws from random", marks=pytest.mark.slow),
         pytest.param(OutOfTensor, "out of a tensor", marks=pytest.mark.slow),
         pytest.param(Counting, "writes into a tensor", marks=pytest.mark.slow),
     ],
@@ -200,9 +193,10 @@ class Counting(Module):
 def test_steps_that_no_graph_can_make(tmp_path, counted, module, reason):
     results = []
     for fitted in (without, ends):
-        random.seed(1)
         module.factor = 1.0
-        results.append(fitted(tmp_path, module=module, trainer={"max_epochs": 3}))
+        # Clients with batches of one form count alike.
+        equal = {"partition": FromIndices([range(24), range(24, 48), range(48, 72)])} if module is Counting else {}
+        results.append(fitted(tmp_path, module=module, trainer={"max_epochs": 3}, **equal))
     assert_same(*results)
     assert len(counted["reasons"]) == 1
     assert reason in counted["reasons"][0]

@@ -1,0 +1,266 @@
+"""A step of clients together, compared with the same step of two of them alone.
+
+`choose_execution` makes the comparison before the first round of clients that are to step together.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+from lightning_lowrank.federated.data.loader import Places, RoundLoader
+from lightning_lowrank.federated.data.planner import Chunk
+from lightning_lowrank.federated.execution.stack import ClientStack, captured_logs
+from lightning_lowrank.federated.execution.traces import Memory, Watch, trial
+from lightning_lowrank.federated.objective import loss_of
+from lightning_lowrank.federated.state import trained_tensors
+from lightning_lowrank.internals.torch import TorchDispatchMode
+
+_SEED = 2**20 + 7
+# Of the largest number of a kind, such as gradients. Products of stacks round in another order.
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+_Results = dict[tuple[str, str], Tensor]
+_Part = tuple[Places, Any]
+
+
+def difference(trainer: Any, module: pl.LightningModule, chunk: Chunk, loader: RoundLoader) -> str:
+    """Return in what a client's step together differs from its step alone by more than rounding; all is put back.
+
+    Losses, gradients, parameters, buffers and logged figures are compared, of the chunk's first client and of one whose
+    first batch has another form, or of the second. Both ways are given the same draws of torch's generators. Those of
+    ``random`` and NumPy are a client's own alone, and one for all together.
+
+    Args:
+        trainer: The trainer, with its optimizers set up.
+        module: Its module.
+        chunk: The clients.
+        loader: Reads their batches.
+
+    Returns:
+        A sentence; an empty string where nothing differs, or the step cannot be tried, as rounds will say.
+    """
+    try:
+        with trial(trainer, loader, chunk, 1) as ((parts, *_), _):
+            return _Comparison(trainer, module, parts).difference()
+    except Exception:
+        return ""
+
+
+class _Comparison:
+    def __init__(self, trainer: Any, module: pl.LightningModule, parts: Sequence[_Part]) -> None:
+        self._trainer, self._module, self._parts = trainer, module, parts
+        self._memory = Memory([module, *trainer.optimizers])
+        self._live = trained_tensors(module)
+        self._cause = ""
+        dtype = torch.get_autocast_dtype(module.device.type) if self._is_mixed() else None
+        types = [value.dtype for value in self._live.values() if value.is_floating_point()]
+        self._tolerance = max(_TOLERANCES.get(each, 1e-1) for each in (*types, *([] if dtype is None else [dtype])))
+
+    def _is_mixed(self) -> bool:
+        with self._trainer.precision_plugin.train_step_context():
+            return torch.is_autocast_enabled(self._module.device.type)
+
+    def difference(self) -> str:
+        """Return the first difference."""
+        several = sum(len(places.numbers) for places, _ in self._parts) > 1
+        # A client that is left alone in its chunk makes its steps in another way than clients together.
+        for parts in ([_first_of(self._parts)], *([self._parts] if several else [])):
+            chosen = _two_clients(parts)
+            try:
+                together = self._together(parts, chosen)
+            except MisconfigurationException:
+                # As the first round will say.
+                return ""
+            except RuntimeError as error:
+                return f"its backward pass fails together: {str(error).splitlines()[0]}"
+            for number, client in enumerate(chosen):
+                differs = self._differs(together[number], parts, client, _SEED + number)
+                if differs:
+                    return self._cause or differs
+        return ""
+
+    def _together(self, parts: Sequence[_Part], chosen: Sequence[tuple[int, int]]) -> list[_Results]:
+        """Make the step together, and return what it is for each of the chosen clients."""
+        count = sum(len(places.numbers) for places, _ in parts)
+        _seed(_SEED)
+        self._draws = _Draws()
+        watch = Watch(self._module)
+        # The round tells of them.
+        watch.told_of_batches = True
+        stack = ClientStack(self._trainer, self._module, self._live, count, watch=watch)
+        noted: list[tuple[Tensor, dict[str, Tensor]]] = []
+
+        def note(losses: Tensor, logged: dict[str, Tensor]) -> None:
+            noted.append((losses.detach(), logged))
+            self._draws.end_part()
+
+        stack.note = note
+        try:
+            with self._draws.recorded(), self._trainer.precision_plugin.train_step_context():
+                total = stack.training_step(parts)
+            total.backward()
+            return [_results(stack, parts[part][0].numbers[place], place, *noted[part]) for part, place in chosen]
+        finally:
+            stack.close()
+            self._memory.restore()
+
+    def _differs(self, found: _Results, parts: Sequence[_Part], client: tuple[int, int], seed: int) -> str:
+        part, place = client
+        places, batch = parts[part]
+        own = apply_to_collection(batch, Tensor, lambda stack: stack[place])
+        with self._draws.replayed(part, place if len(places.numbers) > 1 else None) as are_same:
+            expected = self._alone(own, seed)
+        # Without the same draws, nothing can be said.
+        return _first_difference(found, expected, self._tolerance) if are_same() else ""
+
+    def _alone(self, batch: Any, seed: int) -> _Results:
+        """Make a client's step in the module itself, and return what it is."""
+        module = self._module
+        takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+        watch = Watch(module)
+        _seed(seed)
+        drawn_from = repr((random.getstate(), np.random.get_state()))
+        try:
+            logs = captured_logs(module, {}, lambda name, metric: ValueError(name))
+            with logs as logged, self._trainer.precision_plugin.train_step_context():
+                output = module.training_step(batch, 0) if takes_index else module.training_step(batch)
+            loss = loss_of(output)
+            for value in self._live.values():
+                value.grad = None
+            loss.backward()
+            # A step may assign buffers.
+            left = trained_tensors(module)
+            self._cause = watch.changed_number()
+            if repr((random.getstate(), np.random.get_state())) != drawn_from:
+                self._cause = "it draws from random or NumPy, which gives one number to all clients"
+            return {
+                ("its loss", ""): loss.detach(),
+                **{("what it logs as", name): value for name, value in logged.items()},
+                **{
+                    ("the gradient of", name): torch.zeros_like(value) if value.grad is None else value.grad
+                    for name, value in self._live.items()
+                    if value.requires_grad
+                },
+                **{("what it leaves in", name): value.detach().clone() for name, value in left.items()},
+            }
+        finally:
+            self._memory.restore()
+
+
+def _first_of(parts: Sequence[_Part]) -> _Part:
+    """Return the first client with its batch."""
+    places, batch = parts[0]
+    return Places([0], places.samples), apply_to_collection(batch, Tensor, lambda stack: stack[:1])
+
+
+def _two_clients(parts: Sequence[_Part]) -> list[tuple[int, int]]:
+    """Return the parts of two clients, of two forms where there are two, and their places in these."""
+    if len(parts) > 1:
+        return [(0, 0), (1, 0)]
+    return [(0, place) for place in range(min(2, len(parts[0][0].numbers)))]
+
+
+def _results(stack: ClientStack, number: int, place: int, losses: Tensor, logged: Mapping[str, Tensor]) -> _Results:
+    """Return what a step together is for the client of a number in the stack, and of a place in its part."""
+    gradients = {
+        name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in stack.leaves.items()
+    }
+    return {
+        ("its loss", ""): losses[place],
+        **{("what it logs as", name): value[place] for name, value in logged.items()},
+        **{("the gradient of", name): value[number] for name, value in gradients.items()},
+        **{("what it leaves in", name): value[number].clone() for name, value in stack.values.items()},
+    }
+
+
+def _first_difference(found: _Results, expected: _Results, tolerance: float) -> str:
+    largest: dict[str, float] = {}
+    for (kind, _), value in expected.items():
+        largest[kind] = max(largest.get(kind, 0.0), float(value.double().abs().max()) if value.numel() else 0.0)
+    for (kind, name), value in expected.items():
+        if (kind, name) not in found:
+            return f"{kind} {name} is missing"
+        other = found[kind, name].detach().double().view_as(value)
+        apart = (other - value.double()).abs()
+        alike = (apart <= tolerance * largest[kind]) | (other == value) | (other.isnan() & value.isnan())
+        if not bool(alike.all()):
+            worst = int(torch.where(alike, 0, apart.nan_to_num(torch.inf)).argmax())
+            one, two = other.flatten()[worst].item(), value.flatten()[worst].item()
+            return f"{kind} {name} is {one:.4g}, and {two:.4g} for the client alone".replace("  ", " ")
+    return ""
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    torch.manual_seed(seed)
+
+
+class _Draws:
+    """What a step draws from torch's global generators: recorded together, and given again to a client alone."""
+
+    def __init__(self) -> None:
+        self._parts: list[list[tuple[Any, Tensor]]] = [[]]
+
+    def end_part(self) -> None:
+        """Begin to record the clients whose batches have another form."""
+        self._parts.append([])
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Record."""
+
+        def note(func: Any, drawn: Tensor) -> Tensor:
+            self._parts[-1].append((func, drawn.clone()))
+            return drawn
+
+        with _Drawing(note):
+            yield
+
+    @contextmanager
+    def replayed(self, part: int, place: int | None) -> Iterator[Any]:
+        """Replay what a client of a part drew, by its place in stacks; give what tells whether it was all the same."""
+        recorded, same = iter(self._parts[part]), [True]
+
+        def give(func: Any, drawn: Tensor) -> Tensor:
+            known, stack = next(recorded, (None, drawn))
+            given = stack[place] if place is not None and stack.ndim and len(stack) > place else stack
+            if known is not func or given.shape != drawn.shape:
+                same[0] = False
+                return drawn
+            return given
+
+        with _Drawing(give):
+            yield lambda: same[0] and next(recorded, None) is None
+
+
+class _Drawing(TorchDispatchMode):
+    """Has a function change what operations draw from torch's global generators."""
+
+    def __init__(self, change: Any) -> None:
+        super().__init__()
+        self._change = change
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        if not draws or any(isinstance(each, torch.Generator) for each in (*args, *(kwargs or {}).values())):
+            return result
+        if func is torch.ops.aten.native_dropout.default:
+            mask = self._change(func, result[1])
+            return args[0] * mask / max(1 - args[1], 1e-12), mask
+        if not isinstance(result, Tensor):
+            raise NotImplementedError(f"{func} draws several tensors")
+        changed = self._change(func, result)
+        return result.copy_(changed) if args and result is args[0] else changed.clone()

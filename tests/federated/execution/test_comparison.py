@@ -1,0 +1,172 @@
+"""Clients together are the clients one by one, or are refused: a step of theirs is compared before the first round."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from lightning_lowrank import FedAvg, FederatedLoop, FromIndices
+from lightning_lowrank.federated.execution import choice
+from tests.federated.execution.random_modules import CLIENTS, OPTIMIZERS, Drawn, outcome, trained
+from tests.helpers import Data, Module, assert_same, fit, network, trainer, weights
+
+DIFFERS = {
+    "penalty of Parameters": r"its loss is .* for the client alone",
+    "penalty by the optimizer": r"its loss is .* for the client alone",
+    "is_leaf": r"its loss is .* for the client alone",
+    "grad": r"its loss is .* for the client alone",
+    "count": r"its loss is .* for the client alone",
+    "random": "it draws from random or NumPy",
+    "numpy": "it draws from random or NumPy",
+    "logs a sum": "'extra' with reduce_fx='sum'",
+    "logs a maximum": "'extra' with reduce_fx='max'",
+    "reversal": "it registers a hook on a tensor",
+    "mask": "depends on a tensor's values",
+}
+SAME = (
+    *("penalty of all", "penalty of the trained", "penalty of the state", "anchor", "loss.requires_grad", "teacher"),
+    *("batch_idx", "current_epoch", "samples", "a scale", "where", "in place", "max norm", "moving mean"),
+    *("assigned mean", "logs by a size", "logs"),
+)
+
+
+def module_of(part: str) -> Drawn:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
+    return Drawn(net, [part], optimizer=OPTIMIZERS["SGD"])
+
+
+@pytest.mark.parametrize("clients", ["even", "uneven"])
+@pytest.mark.parametrize("part", SAME)
+def test_what_a_step_does_is_done_for_each_client(tmp_path, part, clients):
+    expected, figures, _ = trained(tmp_path, lambda: module_of(part), CLIENTS[clients], "sequential", 0)
+    found, others, execution = trained(tmp_path, lambda: module_of(part), CLIENTS[clients], "vectorized", 0)
+    assert execution == "vectorized"
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+    assert others == pytest.approx(figures, rel=1e-4)
+
+
+@pytest.mark.parametrize("part", DIFFERS)
+def test_what_is_another_step_together_is_refused(tmp_path, part):
+    with pytest.raises(MisconfigurationException, match=DIFFERS[part]):
+        trained(tmp_path, lambda: module_of(part), CLIENTS["uneven"], "vectorized", 0)
+
+
+@pytest.mark.parametrize("part", DIFFERS)
+def test_auto_trains_it_one_by_one(tmp_path, part):
+    expected, figures, _ = trained(tmp_path, lambda: module_of(part), CLIENTS["uneven"], "sequential", 0)
+    found, others, execution = trained(tmp_path, lambda: module_of(part), CLIENTS["uneven"], "auto", 0)
+    assert execution == "sequential"
+    assert_same(found, expected)
+    assert others == pytest.approx(figures, rel=1e-5)
+
+
+class Dropping(Module):
+    def __init__(self) -> None:
+        super().__init__(network(dropout=0.5))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss([batch[0] + 0.1 * torch.randn_like(batch[0]), batch[1]])
+
+
+class Permuting(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        share = torch.rand(())
+        order = torch.randperm(len(batch[0]))
+        return self.loss([share * batch[0] + (1 - share) * batch[0][order], batch[1]])
+
+
+class OwnDraws(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        draws = torch.Generator().manual_seed(batch_idx)
+        return self.loss([batch[0] + torch.randn(batch[0].shape, generator=draws), batch[1]])
+
+
+def together(tmp_path: Any, module: Module, **settings: Any) -> Module:
+    loop = FederatedLoop(FedAvg(), partition=FromIndices(CLIENTS["even"]), execution="vectorized", summary=False)
+    return fit(trainer(tmp_path, loop, max_epochs=1, **settings), module, Data())
+
+
+@pytest.mark.parametrize("module", [Dropping, Permuting])
+def test_both_ways_are_given_the_same_draws(tmp_path, module):
+    start = weights(module().net)
+    end = weights(together(tmp_path, module()).net)
+    assert not torch.equal(end["0.weight"], start["0.weight"])
+
+
+def test_a_generator_of_its_own_is_none_of_torchs(tmp_path):
+    with pytest.raises(MisconfigurationException, match=r"its loss is .* for the client alone"):
+        together(tmp_path, OwnDraws())
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d, None])
+def test_mixed_precision_is_that_of_a_client_alone(tmp_path, norm):
+    types: dict[str, set[torch.dtype]] = {}
+
+    class Looks(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            hidden = self.net[:2](batch[0])
+            types.setdefault(way, set()).update((self.net[0](batch[0]).dtype, hidden.dtype, self.net[2:](hidden).dtype))
+            return self.loss(batch)
+
+    ends = []
+    for way in ("sequential", "vectorized"):
+        loop = FederatedLoop(FedAvg(), partition=FromIndices(CLIENTS["even"]), execution=way, summary=False)
+        module = Looks(network(norm=norm))
+        ends.append(
+            weights(fit(trainer(tmp_path, loop, max_epochs=1, precision="bf16-mixed"), module, Data(shuffle=False)))
+        )
+    assert types["vectorized"] == types["sequential"] == {torch.bfloat16}
+    for name, value in ends[0].items():
+        torch.testing.assert_close(ends[1][name], value, rtol=1e-2, atol=5e-3)
+
+
+def test_hooks_that_come_later_are_refused(tmp_path):
+    class Late(Module):
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 1:
+                self.net[0].weight.register_hook(lambda gradient: 0 * gradient)
+
+    loop = FederatedLoop(FedAvg(), clients=3, execution="vectorized", summary=False)
+    with pytest.raises(MisconfigurationException, match=r"net\.0\.weight has a hook"):
+        fit(trainer(tmp_path, loop), Late(), Data())
+    handle = nn.modules.module.register_module_forward_hook(lambda *given: None)
+    try:
+        with pytest.raises(MisconfigurationException, match="a hook of all modules"):
+            together(tmp_path, Module())
+    finally:
+        handle.remove()
+
+
+def test_the_comparison_leaves_no_trace(tmp_path, monkeypatch):
+    ends = []
+    for compares in (True, False):
+        if not compares:
+            monkeypatch.setattr(choice, "difference", lambda *given: "")
+        module = Module(network(norm=nn.BatchNorm1d, dropout=0.3), optimizer=OPTIMIZERS["AdamW"])
+        together(tmp_path, module)
+        ends.append(weights(module))
+    assert_same(*ends)
+
+
+def test_parameters_that_are_no_part_of_the_module_are_refused(tmp_path):
+    class Listed(Module):
+        def configure_optimizers(self) -> Any:
+            self.losses = [nn.Linear(4, 3)]
+            return torch.optim.SGD([*self.parameters(), *self.losses[0].parameters()], lr=0.1)
+
+    loop = FederatedLoop(FedAvg(), clients=3, summary=False)
+    with pytest.raises(MisconfigurationException, match=r"2 parameters, such as one of shape \[3, 4\].*Listed"):
+        fit(trainer(tmp_path, loop), Listed(), Data())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(50))
+def test_modules_drawn_at_random_are_the_same_or_refused(tmp_path, seed):
+    verdict, description = outcome(tmp_path, 1_000 + seed)
+    assert verdict in ("same", "refused", "none"), description
