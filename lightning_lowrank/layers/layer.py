@@ -59,10 +59,7 @@ def combine(
     scale: float = 1,
 ) -> Tensor:
     """Compose trained and fixed factors into a dense tensor, by the table in this module's docstring."""
-    first, *others = terms(factors, fixed, decouple)
-    composed = factorization.compose(first, shape)
-    for term in others:
-        composed = composed + factorization.compose(term, shape)
+    composed = factorization.compose_sum(terms(factors, fixed, decouple), shape)
     return composed if scale == 1 else composed * scale
 
 

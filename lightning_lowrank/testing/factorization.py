@@ -172,11 +172,13 @@ def _check_compose(factorization: Factorization, shape: tuple[int, ...]) -> None
         require(weight.dtype == torch.float64, f"compose gives {weight.dtype} from factors of torch.float64")
         require(all(torch.equal(factors[name], kept[name]) for name in kept), "compose changes its factors")
         require(torch.equal(weight, factorization.compose(factors, shape)), "compose gives two results for one input")
+        other = _factors(factorization, shape, rank, seed=1)
+        expected = weight + factorization.compose(other, shape)
+        _require_close(factorization.compose_sum([factors, other], shape), expected, "compose_sum of two sets")
         require(factorization.compose_multiply_adds(shape, rank) >= 0, "compose_multiply_adds is negative")
         for name, gradient in _gradients(factorization, factors, weight).items():
             require(bool(gradient.any()), f"compose passes no gradient to {name} at rank {rank}")
         if factorization.bilinear(shape):
-            other = _factors(factorization, shape, rank, seed=1)
             for name in factors:
                 mixed = factorization.compose({**factors, name: 2 * factors[name] - 3 * other[name]}, shape)
                 changed = factorization.compose({**factors, name: other[name]}, shape)

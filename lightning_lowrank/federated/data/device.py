@@ -6,6 +6,7 @@ that the host would make, with the same draws.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate
@@ -33,6 +34,10 @@ _INDICES = 2**22
 _BLOCK = {"cpu": (2**20, 64)}
 _BLOCK_ON_DEVICES = (2**26, 512)
 _BLOCKING = ("cpu", "mps")
+_CONTROL_FILES = {
+    "": ("memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device")
 
 
@@ -49,9 +54,29 @@ def free_memory(device: torch.device) -> int:
         return free
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
-        return 1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1])
+        free = 1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1])
     except (OSError, StopIteration):
-        return _GUESSED_MEMORY
+        free = _GUESSED_MEMORY
+    return min([free, *_free_in_containers(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))])
+
+
+def _free_in_containers(root: Path, groups: Path) -> Iterator[int]:
+    """Yield the bytes that are free in each control group of this process that has a limit, such as its container."""
+    try:
+        paths = [line.split(":", 2) for line in groups.read_text().splitlines()]
+    except OSError:
+        return
+    for _, controllers, path in paths:
+        # Version 2 has no names of controllers. A container often sees its own group as the root.
+        if controllers in ("", "memory"):
+            base, names = root / controllers, _CONTROL_FILES[controllers]
+            own = Path(path.lstrip("/"))
+            for folder in dict.fromkeys(base / each for each in (own, *own.parents)):
+                with contextlib.suppress(OSError, ValueError, KeyError):
+                    limit, used = (int((folder / name).read_text()) for name in names[:2])
+                    stats = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                    # Pages of files that are given back when memory is short.
+                    yield max(0, limit - used + int(stats[names[2]]))
 
 
 def is_plain(tensor: Tensor) -> bool:

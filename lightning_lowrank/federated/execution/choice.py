@@ -43,7 +43,7 @@ from lightning_lowrank.internals import tracing
 from lightning_lowrank.internals.torch import synchronize
 
 _KINDS: dict[str, type[Execution]] = {kind.name: kind for kind in (Sequential, Vectorized)}
-_TRIED_STEPS = 5
+_TRIED_STEPS, _SETTLED_STEPS = 6, 3
 _WORTH_CHANNELS_LAST = 0.95
 """Share of a step's time that is to be reached for it: less of a gain may be chance."""
 
@@ -262,7 +262,7 @@ def time_alone(
             # The trial takes it off again.
             step = functools.wraps(module.training_step)(layout.step(module.training_step))
             vars(module)["training_step"] = step
-        return statistics.median(_seconds(trainer, module, alone, lambda step: None))
+        return _settled(_seconds(trainer, module, alone, lambda step: None))
 
 
 def time_both(
@@ -298,8 +298,13 @@ def time_both(
         finally:
             stack.close()
         one_by_one = _seconds(trainer, module, alone, lambda step: None)
-    clients = [chunk.active(step) for step in range(len(in_chunk))]
-    return statistics.median(one_by_one), min(seconds / count for seconds, count in zip(in_chunk, clients, strict=True))
+    together = [seconds / chunk.active(step) for step, seconds in enumerate(in_chunk)]
+    return _settled(one_by_one), _settled(together)
+
+
+def _settled(times: Sequence[float]) -> float:
+    """Return the median of the last steps, for graphs are traced in the first ones."""
+    return statistics.median(times[-_SETTLED_STEPS:])
 
 
 def _seconds(

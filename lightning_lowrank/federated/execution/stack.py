@@ -530,6 +530,8 @@ def captured_logs(
                 f"self.log({name!r}, ...) got a tensor of shape {tuple(value.shape)} in place of one number; log its"
                 " mean, for instance"
             )
+        if name in captured:
+            raise CannotMap(f"it logs {name!r} twice")
         captured[name] = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
         names = (
             *("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist", "sync_dist_group"),

@@ -133,6 +133,11 @@ class Factorization(ABC):
             A tensor of shape ``shape`` with the factors' dtype and device.
         """
 
+    def compose_sum(self, terms: Sequence[Mapping[str, Tensor]], shape: Sequence[int]) -> Tensor:
+        """Return the sum of the dense weights of several sets of factors, as a decoupled update has two."""
+        first, *others = (self.compose(factors, shape) for factors in terms)
+        return sum(others, start=first)
+
     @abstractmethod
     def compose_multiply_adds(self, shape: Sequence[int], rank: int) -> int:
         """Return how many multiplications (with or without an addition) :meth:`compose` takes."""

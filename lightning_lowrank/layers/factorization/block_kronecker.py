@@ -95,10 +95,16 @@ class BlockKronecker(Factorization):
 
     @override
     def compose(self, factors: Mapping[str, Tensor], shape: Sequence[int]) -> Tensor:
-        rank, size, _ = factors["U"].shape
-        products = torch.einsum("kij,kpq->kipjq", factors["U"], factors["V"])
-        products = products.reshape(*self._sides(rank), size**2, size**2).transpose(1, 2)
-        return products.reshape(-1)[: math.prod(shape)].reshape(tuple(shape))
+        return self.compose_sum([factors], shape)
+
+    @override
+    def compose_sum(self, terms: Sequence[Mapping[str, Tensor]], shape: Sequence[int]) -> Tensor:
+        rank, size, _ = terms[0]["U"].shape
+        # Outer products of the flattened factors: unlike those of broadcasting, their gradients are products as well.
+        left = torch.stack([factors["U"].flatten(1) for factors in terms], dim=2)
+        right = torch.stack([factors["V"].flatten(1) for factors in terms], dim=1)
+        blocks = torch.bmm(left, right).reshape(*self._sides(rank), size, size, size, size)
+        return blocks.permute(0, 2, 4, 1, 3, 5).reshape(-1)[: math.prod(shape)].reshape(tuple(shape))
 
     @override
     def compose_multiply_adds(self, shape: Sequence[int], rank: int) -> int:

@@ -220,3 +220,20 @@ def test_a_loader_with_pinned_memory_takes_what_is_on_the_device():
     found = list(loader)
     restore()
     assert_equal(found, [[batch.images, batch.targets] for batch in expected])
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_memory_is_free_within_the_containers_limit(tmp_path, version):
+    """A group of the process, in one that has no limit, in one that has a lower one."""
+    groups, base = tmp_path / "groups", tmp_path / ("memory" if version == 1 else ".")
+    groups.write_text("4:memory:/outer/middle/own\n3:cpu:/\n" if version == 1 else "0::/outer/middle/own\n")
+    limit, used, cached = device._CONTROL_FILES["memory" if version == 1 else ""]
+    sizes = {"outer": (1000, 300, 50), "outer/middle": ("max", 300, 50), "outer/middle/own": (5000, 200, 20)}
+    for path, (most, now, files) in sizes.items():
+        (base / path).mkdir(parents=True, exist_ok=True)
+        (base / path / limit).write_text(f"{most}\n")
+        (base / path / used).write_text(f"{now}\n")
+        (base / path / "memory.stat").write_text(f"anon 12\n{cached} {files}\n")
+    assert list(device._free_in_containers(tmp_path, groups)) == [5000 - 200 + 20, 1000 - 300 + 50]
+    assert list(device._free_in_containers(tmp_path, tmp_path / "nowhere")) == []
+    assert 0 < device.free_memory(torch.device("cpu")) < 2**50
