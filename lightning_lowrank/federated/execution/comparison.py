@@ -13,7 +13,6 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
@@ -24,7 +23,7 @@ from lightning_lowrank.federated.execution.stack import ClientStack, captured_lo
 from lightning_lowrank.federated.execution.traces import Memory, Watch, trial
 from lightning_lowrank.federated.objective import loss_of
 from lightning_lowrank.federated.state import trained_tensors
-from lightning_lowrank.internals.torch import TorchDispatchMode
+from lightning_lowrank.internals.torch import TorchDispatchMode, device_module
 
 _SEED = 2**20 + 7
 # Of the largest number of a kind, such as gradients. Products of stacks round in another order.
@@ -57,6 +56,10 @@ def difference(trainer: Any, module: pl.LightningModule, chunk: Chunk, loader: R
         return ""
 
 
+class _BackwardFails(Exception):
+    """Says how the backward pass of clients together fails."""
+
+
 class _Comparison:
     def __init__(self, trainer: Any, module: pl.LightningModule, parts: Sequence[_Part]) -> None:
         self._trainer, self._module, self._parts = trainer, module, parts
@@ -79,11 +82,8 @@ class _Comparison:
             chosen = _two_clients(parts)
             try:
                 together = self._together(parts, chosen)
-            except MisconfigurationException:
-                # As the first round will say.
-                return ""
-            except RuntimeError as error:
-                return f"its backward pass fails together: {str(error).splitlines()[0]}"
+            except _BackwardFails as error:
+                return str(error)
             for number, client in enumerate(chosen):
                 differs = self._differs(together[number], parts, client, _SEED + number)
                 if differs:
@@ -109,7 +109,10 @@ class _Comparison:
         try:
             with self._draws.recorded(), self._trainer.precision_plugin.train_step_context():
                 total = stack.training_step(parts)
-            total.backward()
+            try:
+                total.backward()
+            except RuntimeError as error:
+                raise _BackwardFails(f"its backward pass fails together: {str(error).splitlines()[0]}") from error
             return [_results(stack, parts[part][0].numbers[place], place, *noted[part]) for part, place in chosen]
         finally:
             stack.close()
@@ -212,6 +215,7 @@ class _Draws:
 
     def __init__(self) -> None:
         self._parts: list[list[tuple[Any, Tensor]]] = [[]]
+        self._unknown = False
 
     def end_part(self) -> None:
         """Begin to record the clients whose batches have another form."""
@@ -225,8 +229,9 @@ class _Draws:
             self._parts[-1].append((func, drawn.clone()))
             return drawn
 
-        with _Drawing(note):
+        with _Drawing(note) as drawing:
             yield
+        self._unknown |= drawing.unknown
 
     @contextmanager
     def replayed(self, part: int, place: int | None) -> Iterator[Any]:
@@ -241,8 +246,8 @@ class _Draws:
                 return drawn
             return given
 
-        with _Drawing(give):
-            yield lambda: same[0] and next(recorded, None) is None
+        with _Drawing(give) as drawing:
+            yield lambda: not (self._unknown or drawing.unknown) and same[0] and next(recorded, None) is None
 
 
 class _Drawing(TorchDispatchMode):
@@ -251,16 +256,28 @@ class _Drawing(TorchDispatchMode):
     def __init__(self, change: Any) -> None:
         super().__init__()
         self._change = change
+        self.unknown = False
+        """Whether something has been drawn that cannot be changed."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
         draws = torch.Tag.nondeterministic_seeded in func.tags
+        before = _states(args) if draws else []
+        result = func(*args, **(kwargs or {}))
         if not draws or any(isinstance(each, torch.Generator) for each in (*args, *(kwargs or {}).values())):
             return result
         if func is torch.ops.aten.native_dropout.default:
             mask = self._change(func, result[1])
             return args[0] * mask / max(1 - args[1], 1e-12), mask
         if not isinstance(result, Tensor):
-            raise NotImplementedError(f"{func} draws several tensors")
+            # As fused attention, which draws where it has dropout.
+            self.unknown |= not all(map(torch.equal, before, _states(args)))
+            return result
         changed = self._change(func, result)
         return result.copy_(changed) if args and result is args[0] else changed.clone()
+
+
+def _states(arguments: Sequence[Any]) -> list[Tensor]:
+    """Return the states of the generators of the CPU, and of the device that some tensors are on."""
+    devices = {each.device for each in arguments if isinstance(each, Tensor) and each.device.type != "cpu"}
+    modules = [(device_module(device), device) for device in devices]
+    return [torch.get_rng_state(), *(it.get_rng_state(on) for it, on in modules if hasattr(it, "get_rng_state"))]

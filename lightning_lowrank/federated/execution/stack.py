@@ -39,7 +39,7 @@ from lightning_lowrank.federated.objective import loss_of
 from lightning_lowrank.federated.optimizers import fresh_state, is_shared
 from lightning_lowrank.federated.state import State
 from lightning_lowrank.internals.lightning import logged_mean
-from lightning_lowrank.internals.torch import as_rows, is_mapped, own_buffers, own_parameters
+from lightning_lowrank.internals.torch import as_rows, is_mapped, own_buffers, own_parameters, version_of
 from lightning_lowrank.internals.tracing import Untraceable
 from lightning_lowrank.internals.transformers import values_unseen
 from lightning_lowrank.optim import ProjectedOptimizer
@@ -693,7 +693,7 @@ class _Part:
         if self._rows is not None:
             for name, value in self._named.items():
                 # Parameters are seldom changed in place.
-                if name not in self._stack.leaves or value._version:
+                if name not in self._stack.leaves or version_of(value):
                     self._stack.values[name].index_copy_(0, self._rows, value.detach())
             _put_back(self._stack.round_state, self._rows, self._state)
 

@@ -81,6 +81,25 @@ class Permuting(Module):
         return self.loss([share * batch[0] + (1 - share) * batch[0][order], batch[1]])
 
 
+class Attending(Module):
+    """Has fused attention, whose draws are a part of a larger operation."""
+
+    dropout = 0.1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        # A position for each feature.
+        values = batch[0].unsqueeze(-1).expand(-1, -1, 4).unsqueeze(1)
+        mixed = nn.functional.scaled_dot_product_attention(values, values, values, dropout_p=self.dropout)
+        return self.loss([mixed.mean((1, 3)), batch[1]])
+
+
+class AttendingAlone(Attending):
+    dropout = 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * (2 if self.net[0].weight.is_leaf else 1)
+
+
 class OwnDraws(Module):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         draws = torch.Generator().manual_seed(batch_idx)
@@ -92,16 +111,17 @@ def together(tmp_path: Any, module: Module, **settings: Any) -> Module:
     return fit(trainer(tmp_path, loop, max_epochs=1, **settings), module, Data())
 
 
-@pytest.mark.parametrize("module", [Dropping, Permuting])
+@pytest.mark.parametrize("module", [Dropping, Permuting, Attending])
 def test_both_ways_are_given_the_same_draws(tmp_path, module):
     start = weights(module().net)
     end = weights(together(tmp_path, module()).net)
     assert not torch.equal(end["0.weight"], start["0.weight"])
 
 
-def test_a_generator_of_its_own_is_none_of_torchs(tmp_path):
+@pytest.mark.parametrize("module", [OwnDraws, AttendingAlone])
+def test_other_steps_are_told_beside_draws(tmp_path, module):
     with pytest.raises(MisconfigurationException, match=r"its loss is .* for the client alone"):
-        together(tmp_path, OwnDraws())
+        together(tmp_path, module())
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d, None])
