@@ -22,6 +22,7 @@ from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.execution.stack import ClientStack, captured_logs
 from lightning_lowrank.federated.execution.traces import Memory, Watch, trial
 from lightning_lowrank.federated.objective import loss_of
+from lightning_lowrank.federated.randomness import seed_process
 from lightning_lowrank.federated.state import trained_tensors
 from lightning_lowrank.internals.torch import TorchDispatchMode, device_module
 
@@ -63,8 +64,11 @@ class _BackwardFails(Exception):
 class _Comparison:
     def __init__(self, trainer: Any, module: pl.LightningModule, parts: Sequence[_Part]) -> None:
         self._trainer, self._module, self._parts = trainer, module, parts
-        self._memory = Memory([module, *trainer.optimizers])
         self._live = trained_tensors(module)
+        sent = {id(value) for value in self._live.values()}
+        frozen = [value for value in module.parameters() if id(value) not in sent]
+        # The trial refuses a step that changes what is frozen, which may be as large as the device.
+        self._memory = Memory([module, *trainer.optimizers], frozen=frozen)
         self._cause = ""
         dtype = torch.get_autocast_dtype(module.device.type) if self._is_mixed() else None
         types = [value.dtype for value in self._live.values() if value.is_floating_point()]
@@ -93,7 +97,7 @@ class _Comparison:
     def _together(self, parts: Sequence[_Part], chosen: Sequence[tuple[int, int]]) -> list[_Results]:
         """Make the step together, and return what it is for each of the chosen clients."""
         count = sum(len(places.numbers) for places, _ in parts)
-        _seed(_SEED)
+        self._seed(_SEED)
         self._draws = _Draws()
         watch = Watch(self._module)
         # The round tells of them.
@@ -118,6 +122,12 @@ class _Comparison:
             stack.close()
             self._memory.restore()
 
+    def _seed(self, seed: int) -> None:
+        seed_process(seed)
+        of_device = device_module(self._module.device)
+        if hasattr(of_device, "get_rng_state"):
+            of_device.manual_seed(seed)
+
     def _differs(self, found: _Results, parts: Sequence[_Part], client: tuple[int, int], seed: int) -> str:
         part, place = client
         places, batch = parts[part]
@@ -132,7 +142,7 @@ class _Comparison:
         module = self._module
         takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
         watch = Watch(module)
-        _seed(seed)
+        self._seed(seed)
         drawn_from = repr((random.getstate(), np.random.get_state()))
         try:
             logs = captured_logs(module, {}, lambda name, metric: ValueError(name))
@@ -191,9 +201,11 @@ def _first_difference(found: _Results, expected: _Results, tolerance: float) -> 
     largest: dict[str, float] = {}
     for (kind, _), value in expected.items():
         largest[kind] = max(largest.get(kind, 0.0), float(value.double().abs().max()) if value.numel() else 0.0)
-    for (kind, name), value in expected.items():
-        if (kind, name) not in found:
-            return f"{kind} {name} is missing"
+    for kind, name in [*expected, *(found.keys() - expected.keys())]:
+        if (kind, name) not in found or (kind, name) not in expected:
+            way = "together" if (kind, name) in found else "alone"
+            return f"{kind} {name} is there only {way}"
+        value = expected[kind, name]
         other = found[kind, name].detach().double().view_as(value)
         apart = (other - value.double()).abs()
         alike = (apart <= tolerance * largest[kind]) | (other == value) | (other.isnan() & value.isnan())
@@ -202,12 +214,6 @@ def _first_difference(found: _Results, expected: _Results, tolerance: float) -> 
             one, two = other.flatten()[worst].item(), value.flatten()[worst].item()
             return f"{kind} {name} is {one:.4g}, and {two:.4g} for the client alone".replace("  ", " ")
     return ""
-
-
-def _seed(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
-    torch.manual_seed(seed)
 
 
 class _Draws:
