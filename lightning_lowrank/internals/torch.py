@@ -455,11 +455,9 @@ def has_hooks(tensor: Tensor) -> bool:
     return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
-def module_hooks(module: nn.Module) -> bool:
-    """Return whether somebody is told of a module's calls or of gradients in it."""
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
+def backward_hooks(module: nn.Module) -> bool:
+    """Return whether somebody is told of gradients in a module."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 def global_hooks() -> bool:

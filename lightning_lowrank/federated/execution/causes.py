@@ -17,7 +17,7 @@ from lightning_lowrank.federated.algorithm import Algorithm, inherits
 from lightning_lowrank.federated.data.sampling import NeedsPoissonBatches
 from lightning_lowrank.federated.optimizers import acts_elementwise
 from lightning_lowrank.internals.lightning import overridden_transfer, overrides
-from lightning_lowrank.internals.torch import global_hooks, has_hooks, module_hooks, sharing_memory
+from lightning_lowrank.internals.torch import backward_hooks, global_hooks, has_hooks, sharing_memory
 
 _HOOKS = (
     "configure_gradient_clipping",
@@ -152,9 +152,10 @@ def reason_of_hooks(module: pl.LightningModule) -> str:
     hooked = [name for name, value in module.named_parameters() if has_hooks(value)]
     if hooked:
         return f"the parameter {hooked[0]} has a hook (Tensor.register_hook), which expects one client's gradient"
-    hooked = [name or type(module).__name__ for name, part in module.named_modules() if module_hooks(part)]
+    # What forward hooks do, the comparison with a client alone tells.
+    hooked = [name or type(module).__name__ for name, part in module.named_modules() if backward_hooks(part)]
     if hooked:
-        return f"the module {hooked[0]} has a hook, which expects one client's tensors"
+        return f"the module {hooked[0]} has a backward hook, which expects one client's gradients"
     if global_hooks():
         return "torch has a hook of all modules, which expects one client's tensors"
     return ""
