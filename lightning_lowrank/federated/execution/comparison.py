@@ -22,7 +22,7 @@ from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.execution.stack import ClientStack, captured_logs
 from lightning_lowrank.federated.execution.traces import Memory, Watch, trial
 from lightning_lowrank.federated.objective import loss_of
-from lightning_lowrank.federated.randomness import seed_process
+from lightning_lowrank.federated.randomness import StepRandomness
 from lightning_lowrank.federated.state import trained_tensors
 from lightning_lowrank.internals.torch import TorchDispatchMode, device_module
 
@@ -71,6 +71,7 @@ class _Comparison:
         frozen = [value for value in module.parameters() if id(value) not in sent]
         # The trial refuses a step that changes what is frozen, which may be as large as the device.
         self._memory = Memory([module, *trainer.optimizers], frozen=frozen)
+        self._randomness = StepRandomness(module.device)
         self._cause = ""
         types = {value.dtype for value in self._live.values()}
         if self._is_mixed():
@@ -100,7 +101,7 @@ class _Comparison:
     def _together(self, parts: Sequence[_Part], chosen: Sequence[tuple[int, int]]) -> list[_Results]:
         """Make the step together, and return what it is for each of the chosen clients."""
         count = sum(len(places.numbers) for places, _ in parts)
-        self._seed(_SEED)
+        self._randomness.seed(_SEED)
         self._draws = _Draws()
         watch = Watch(self._module)
         # The round tells of them.
@@ -125,12 +126,6 @@ class _Comparison:
             stack.close()
             self._memory.restore()
 
-    def _seed(self, seed: int) -> None:
-        seed_process(seed)
-        of_device = device_module(self._module.device)
-        if hasattr(of_device, "get_rng_state"):
-            of_device.manual_seed(seed)
-
     def _differs(self, found: _Results, parts: Sequence[_Part], client: tuple[int, int], seed: int) -> str:
         part, place = client
         places, batch = parts[part]
@@ -145,7 +140,7 @@ class _Comparison:
         module = self._module
         takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
         watch = Watch(module)
-        self._seed(seed)
+        self._randomness.seed(seed)
         drawn_from = repr((random.getstate(), np.random.get_state()))
         try:
             logs = captured_logs(module, {}, lambda name, metric: ValueError(name))

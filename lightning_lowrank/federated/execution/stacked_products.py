@@ -49,7 +49,6 @@ _NORMALISING = {F.batch_norm, F.group_norm, F.instance_norm, F.layer_norm, F.rms
 _NUMBERS = {Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__, Tensor.item, Tensor.tolist}
 
 
-_REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
 
 
@@ -102,7 +101,7 @@ class StackedProducts(TorchFunctionMode):
         keywords = keywords or {}
         if function in _HOOKS:
             raise NotImplementedError("a hook is registered on a tensor")
-        if function in _IN_16_BITS:
+        if function in _IN_16_BITS and _is_cast(arguments[0] if arguments else keywords["input"]):
             arguments, keywords = apply_to_collection((arguments, keywords), Tensor, _as_autocast)
         elif function in _NORMALISING:
             return _normalised(function, *arguments, **keywords)
@@ -120,8 +119,6 @@ class StackedProducts(TorchFunctionMode):
             return self._view(*arguments, **keywords)
         if function in _NUMBERS:
             return function(_shared(*arguments))
-        if function == _REQUIRES_GRAD:
-            return _requires_grad(arguments[0])
         return _OTHERWISE.get(function, function)(*arguments, **keywords)
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -212,7 +209,6 @@ def _convolution(
         )
     ):
         return function(input, weight, bias, stride, padding, dilation, groups)
-    input, weight, bias = _as_autocast(input), _as_autocast(weight), None if bias is None else _as_autocast(bias)
     if padding == "same":
         totals = [step * (size - 1) for step, size in zip(dilations, weight.shape[2:], strict=True)]
         paddings = [total // 2 for total in totals]
@@ -554,13 +550,14 @@ class _StackedBatchNorm(Function):
         return (*results, None, None, None, None, None)
 
 
-_OTHERWISE: dict[Any, Callable[..., Tensor]] = {
+_OTHERWISE: dict[Any, Callable[..., Any]] = {
     F.batch_norm: _batch_norm,
     F.cross_entropy: _cross_entropy,
     F.dropout: _dropout,
     F.embedding: _embedding,
     F.max_pool2d: _max_pool,
     F.scaled_dot_product_attention: _attention,
+    Tensor.requires_grad.__get__: _requires_grad,  # type: ignore[attr-defined]
     torch.embedding: _native_embedding,
     torch.select_scatter: _select_scatter,
     Tensor.select_scatter: _select_scatter,
