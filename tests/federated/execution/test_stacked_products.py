@@ -688,3 +688,27 @@ def test_a_view_that_no_layout_allows_is_still_refused():
 
 def test_names_in_graphs():
     assert {f"{kind.__name__}Backward" for kind in (_StackedConvolution, _StackedBatchNorm)} == ANOTHER_WAY
+
+
+SHARED = {
+    "linear": lambda rows: F.linear(rows, torch.ones(5, 8), torch.ones(5)),
+    "addmm": lambda rows: torch.addmm(torch.ones(5), rows, torch.ones(8, 5)),
+    "convolution": lambda rows: F.conv1d(rows.unsqueeze(1), torch.ones(2, 1, 3)),
+    "transposed convolution": lambda rows: F.conv_transpose1d(rows.unsqueeze(1), torch.ones(1, 2, 3)),
+    "layer norm": lambda rows: F.layer_norm(rows.bfloat16(), (8,), torch.ones(8), torch.ones(8)),
+}
+
+
+@pytest.mark.parametrize("of", SHARED)
+def test_autocast_reaches_what_all_clients_share(of):
+    def compute(rows):
+        with torch.autocast("cpu", torch.bfloat16):
+            return SHARED[of](rows)
+
+    rows = torch.randn(3, 4, 8)
+    with StackedProducts():
+        found = vmap(compute)(rows)
+    for own, given in zip(found, rows, strict=True):
+        expected = compute(given)
+        assert own.dtype == expected.dtype == torch.bfloat16
+        torch.testing.assert_close(own, expected, rtol=2e-2, atol=2e-2)
