@@ -120,28 +120,30 @@ def refuse_plateaus_of_steps(schedulers: Sequence[Any]) -> None:
             )
 
 
-def check_validation_interval(trainer: Any, clients: Callable[[], int] | None) -> list[str]:
-    """Return a sentence where a number of batches between validations is one of clients.
+def check_validation_interval(trainer: Any, turns: Callable[[], int] | None, stacked: bool) -> list[str]:
+    """Return a sentence where a number of batches between validations is one of turns.
 
     Args:
-        trainer: The trainer, in whose loop a turn is a client.
-        clients: Returns the number of clients in the first round; ``None`` in a fit that goes on from a checkpoint.
+        trainer: The trainer, in whose loop a turn is a client, or clients that step together.
+        turns: Returns the number of turns in the first round; ``None`` in a fit that goes on from a checkpoint.
+        stacked: Whether clients step together.
 
     Raises:
-        MisconfigurationException: If the first round has fewer clients.
+        MisconfigurationException: If the first round has fewer turns.
     """
     # There is none where validation goes by the clock.
     every = getattr(trainer, "val_check_interval", None)
     if not isinstance(every, int) or not trainer.enable_validation or trainer.limit_train_batches == 0:
         return []
-    meaning = f"val_check_interval={every} counts clients, not batches"
+    meaning = f"val_check_interval={every} counts {'chunks of clients that step together' if stacked else 'clients'}"
+    meaning += ", not batches"
     if trainer.check_val_every_n_epoch is None:
         return [f"{meaning}, from one round to the next."]
-    first = None if clients is None else clients()
+    first = None if turns is None else turns()
     if first is not None and every > first:
         raise MisconfigurationException(
             f"{meaning}, and the first round has {first}: set a share of a round, such as val_check_interval=0.5, or"
-            " check_val_every_n_epoch=None, with which clients are counted from one round to the next."
+            " check_val_every_n_epoch=None, with which they are counted from one round to the next."
         )
     return [f"{meaning}, of each round."]
 

@@ -55,12 +55,12 @@ class LocalTraining:
         self._turns, self._execution, self._data = turns, execution, data
         self._may_be_plain = plain
         self.logbook = Logbook(trainer)
-        self._own_loss = execution.changes_objective
         self._steps_in_its_own_way = False
         self._own_update = None if inherits(execution.algorithm, "local_update") else execution.algorithm.local_update
         self._batches: Iterator[Any] | None = None
         self.made = 0
-        """Number of batches that the present client has been trained on."""
+        """Number of steps that have been made in the present turn."""
+        self._chunk: Chunk
         self.stopped = False
         """Whether the fit stopped before the present client's last batch."""
         self.in_step = False
@@ -71,8 +71,10 @@ class LocalTraining:
         ends = ExitStack()
         ends.enter_context(self.logbook.installed())
         strategy, module = self._trainer.strategy, self._module
-        if self._own_loss:
-            ends.enter_context(replaced(strategy, training_step=self._with_own_loss(strategy.training_step)))
+        own = strategy.training_step
+        step = self._execution.step_of(own)
+        if step is not own:
+            ends.enter_context(replaced(strategy, training_step=self._in_precision(step)))
         if self._own_update is not None:
             update, step = self._own_update, module.optimizer_step
             self._steps_in_its_own_way = overrides(module, "optimizer_step")
@@ -83,12 +85,17 @@ class LocalTraining:
             ends.enter_context(replaced(module, optimizer_step=optimizer_step))
         return ends.close
 
-    def _with_own_loss(self, training_step: Callable[..., Any]) -> Callable[..., Any]:
-        def with_own_loss(batch: Any, *arguments: Any) -> Any:
+    def _in_precision(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        def in_precision(*arguments: Any) -> Any:
             with self._trainer.precision_plugin.train_step_context():
-                return self._execution.loss(batch, functools.partial(training_step, batch, *arguments))
+                return step(*arguments)
 
-        return with_own_loss
+        return in_precision
+
+    @property
+    def client_steps(self) -> int:
+        """Number of batches that clients have been trained on in the present turn."""
+        return sum(map(self._chunk.active, range(self.made)))
 
     def begin_round(self) -> None:
         """Look how steps are made in this round."""
@@ -96,6 +103,10 @@ class LocalTraining:
         self._batches = None
         self._group = trainer.accumulate_grad_batches
         self._takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+        own = module.training_step
+        step = self._execution.step_of(own)
+        # Clients that step together have one in the module's place for as long as they train.
+        self._step = None if step is own else step
         self._transfer = batch_transfer(trainer)
         plain_input = type(trainer.precision_plugin) in (Precision, MixedPrecision)
         self._moves_none = plain_input and overridden_transfer(trainer) is None
@@ -128,7 +139,7 @@ class LocalTraining:
 
         Where the fit `stopped` before the client's last batch, the client stays open.
         """
-        turns = self._turns
+        turns, self._chunk = self._turns, chunk
         last, ends_round = chunk.steps - 1, False
         self.made, self.stopped = 0, False
         turns.begin_client(chunk.steps)
@@ -182,28 +193,29 @@ class LocalTraining:
 
     def _plain_step(self, batch: Any, number: int) -> dict[str, Any]:
         arguments = (batch, number) if self._takes_index else (batch,)
-        step = functools.partial(self._module.training_step, *arguments)
-        if self._own_loss:
-            step = functools.partial(self._execution.loss, batch, step)
+        step = functools.partial(self._step or self._module.training_step, *arguments)
         outputs: dict[str, Any] = {}
         if self._own_update is None:
-            self._update(step, outputs)
+            self._update(batch, step, outputs)
         else:
-            self._own_update(self._execution.step(), functools.partial(self._update, step, outputs))
+            self._own_update(self._execution.step(), functools.partial(self._update, batch, step, outputs))
         self._turns.count_step()
         return outputs
 
-    def _update(self, training_step: Callable[[], Any], outputs: dict[str, Any]) -> None:
+    def _update(self, batch: Any, training_step: Callable[[], Any], outputs: dict[str, Any]) -> None:
         trainer, module, (optimizer,) = self._trainer, self._module, self._trainer.optimizers
         # Setting a module's attributes takes longer.
         attributes = vars(module)
         attributes[HOOK] = "training_step"
         with self._context():
-            output = training_step()
-        loss = loss_of(output)
-        drop_gradients(optimizer)
-        if loss is not None:
-            run_backward(loss)
+            output = loss = self._execution.gradients(batch) if self._execution.stacked else None
+            if loss is None:
+                output = training_step()
+        if loss is None:
+            loss = loss_of(output)
+            drop_gradients(optimizer)
+            if loss is not None:
+                run_backward(loss)
         attributes[HOOK] = _BEFORE_UPDATE
         for callback in self._before_update:
             callback.on_before_optimizer_step(trainer, module, optimizer)

@@ -17,10 +17,22 @@ from torchmetrics import Metric
 from lightning_lowrank.internals.lightning import HOOK, empty_results, logging_as, logging_into, rows_of
 from lightning_lowrank.internals.replaced import replaced
 
-_SETTINGS = (
-    *("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist", "sync_dist_group"),
-    *("add_dataloader_idx", "metric_attribute", "rank_zero_only"),
-)
+_DEFAULTS: dict[str, Any] = {
+    "prog_bar": False,
+    "logger": None,
+    "on_step": None,
+    "on_epoch": None,
+    "reduce_fx": "mean",
+    "enable_graph": False,
+    "sync_dist": False,
+    "sync_dist_group": None,
+    "add_dataloader_idx": True,
+    "metric_attribute": None,
+    "rank_zero_only": False,
+}
+_SETTINGS = tuple(_DEFAULTS)
+_MOST_PENDING = 4096
+"""Values that are kept on an accelerator before they are reduced together."""
 _NUMBERS = (float, int, bool)
 _PICK: dict[str, Callable[[Any, Any], Any]] = {
     "max": lambda a, b: torch.maximum(a, b) if isinstance(a, Tensor) else max(a, b),
@@ -131,6 +143,26 @@ class Logbook:
             batch_size = self._batch_size() if entry.is_weighted else 1
         entry.add(value, batch_size)
 
+    def log_clients(self, name: str, values: Tensor, batch_size: int, settings: Mapping[str, Any]) -> None:
+        """Do what ``log`` does in the step of one client after another.
+
+        Args:
+            name: As for ``LightningModule.log``.
+            values: Each client's value, ``[clients]``.
+            batch_size: Number of samples in each client's batch.
+            settings: The other arguments of ``log`` that were given.
+        """
+        hook = vars(self._module)[HOOK]
+        if not self._open or hook is None:
+            for value in values:
+                self._original(name, value, batch_size=batch_size, **settings)
+            return
+        given = tuple(settings.get(each, default) for each, default in _DEFAULTS.items())
+        entry = self._of_client.get((hook, name))
+        if entry is None or entry.call != given:
+            entry = self._checked_entry(hook, name, values[0], batch_size, given)
+        entry.add(values, batch_size)
+
     def _checked_entry(
         self, hook: str, name: str, value: Any, batch_size: int | None, settings: tuple[Any, ...]
     ) -> _Entry:
@@ -154,7 +186,7 @@ class Logbook:
 class _Entry:
     """The values of one name and hook, reduced."""
 
-    __slots__ = ("_reduction", "_total", "_type", "_weight", "call", "is_weighted", "metric", "on_step")
+    __slots__ = ("_pending", "_reduction", "_total", "_type", "_weight", "call", "is_weighted", "metric", "on_step")
 
     def __init__(self, meta: Any, call: tuple[Any, ...]) -> None:
         self._reduction: str = meta.reduce_fx.__name__
@@ -165,6 +197,7 @@ class _Entry:
         self._total: Any = None
         self._weight: Any = 0
         self._type: torch.dtype | None = None
+        self._pending: list[tuple[Tensor, Any]] = []
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -172,16 +205,39 @@ class _Entry:
         return dict(zip(_SETTINGS, self.call, strict=True))
 
     def add(self, value: Any, weight: Any) -> None:
-        """Add a step's value, of a batch of so many samples."""
-        if isinstance(value, Tensor):
-            if value.dtype is torch.float64:
-                self._type = value.dtype
-            # On a CPU, numbers of Python's are faster. Elsewhere nothing waits for the device.
-            value = value.item() if value.is_cpu else value.detach().squeeze().clone()
-        self._reduce(value * weight if self._reduction == "mean" else value, weight)
+        """Add a step's value, or that of each of several clients, of batches of so many samples."""
+        if not isinstance(value, Tensor):
+            self._reduce(value * weight if self._reduction == "mean" else value, weight)
+            return
+        if value.dtype is torch.float64:
+            self._type = value.dtype
+        # On a CPU, numbers of Python's are faster.
+        if value.is_cpu:
+            for each in value.flatten().tolist():
+                self._reduce(each * weight if self._reduction == "mean" else each, weight)
+            return
+        # Elsewhere nothing waits for the device. The step may overwrite its value.
+        self._pending.append((value.detach().flatten().clone(), weight))
+        if len(self._pending) >= _MOST_PENDING:
+            self._reduce_pending()
+
+    def _reduce_pending(self) -> None:
+        """Reduce the values that are still on an accelerator."""
+        if not self._pending:
+            return
+        pending, self._pending = self._pending, []
+        values = torch.cat([value for value, _ in pending])
+        values = values.to(torch.promote_types(values.dtype, torch.float32))
+        weights = [weight for value, weight in pending for _ in range(len(value))]
+        if self._reduction == "mean":
+            values = values * torch.tensor(weights, dtype=values.dtype).to(values.device, non_blocking=True)
+        reduced = getattr(values, f"a{self._reduction}")() if self._reduction in _PICK else values.sum()
+        self._reduce(reduced, sum(weights))
 
     def merge(self, other: _Entry) -> None:
         """Add another client's values."""
+        self._reduce_pending()
+        other._reduce_pending()
         self.metric, self._type = other.metric, other._type or self._type
         if other._total is not None:
             self._reduce(other._total, other._weight)
@@ -199,6 +255,7 @@ class _Entry:
         """Return what Lightning is given: the reduced value, and the number of samples."""
         if self.metric is not None:
             return self.metric, None
+        self._reduce_pending()
         value = self._total / self._weight if self._reduction == "mean" and self._weight else self._total
         if self._type is not None and not isinstance(value, Tensor):
             value = torch.tensor(value, dtype=self._type)

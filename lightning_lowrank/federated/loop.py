@@ -99,12 +99,12 @@ class FederatedLoop(FederatedSettings, Callback):
     clients hold whose answers count) and ``federated/client_steps`` (batches trained by clients, in all). Clients that
     a round cut short has not reached are in none of these.
 
-    Where clients train one after another in this process, a client is a turn of Lightning's loop, and between clients
-    the module is the global model. Where they step together, in several processes, or with `DifferentialPrivacy`, a
-    turn is a batch. Lightning's settings mean here (the page "Lightning in a federation" has each):
+    A turn of Lightning's loop is a client, or a chunk of clients that step together, and between turns the module is
+    the global model. With several processes, or with `DifferentialPrivacy`, a turn is a batch. Lightning's settings
+    mean here (the page "Lightning in a federation" has each):
 
     - ``limit_train_batches`` and ``overfit_batches`` count per client and round. ``val_check_interval`` is a share of
-      the round's turns, or a number of turns. A validation inside a round sees the last global model. A later round of
+      the round's turns, or a number of turns, with which ``execution="auto"`` trains clients one after another. A validation inside a round sees the last global model. A later round of
       fewer turns than ``val_check_interval`` is validated at its end. ``fast_dev_run=n`` gives ``n`` clients a batch
       each.
     - ``global_step``, ``max_steps`` and ``log_every_n_steps`` count steps of optimizers, those of all clients. The fit
@@ -309,9 +309,9 @@ class FederatedLoop(FederatedSettings, Callback):
         )
 
     def _turns_of(self, trainer: pl.Trainer) -> ClientTurns | None:
-        """Return what makes a turn of Lightning's loop a client, where clients train one by one in this process."""
+        """Return what makes a turn of Lightning's loop a client or a chunk of clients, in a single process."""
         by_sample = any(isinstance(each, NeedsPoissonBatches) for each in trainer.callbacks)  # type: ignore[attr-defined]
-        if self.execution != "sequential" or self._processes is not None or by_sample:
+        if self._processes is not None or by_sample:
             return None
         data = self._data
         assert data is not None
@@ -418,8 +418,8 @@ class FederatedLoop(FederatedSettings, Callback):
             rank_zero_warn(note)
         if self._turns is not None:
             data = self._data
-            clients = None if self._restored is not None else lambda: len(data.present_plan().chunks)
-            for note in check_validation_interval(trainer, clients):
+            turns = None if self._restored is not None else lambda: len(data.present_plan().chunks)
+            for note in check_validation_interval(trainer, turns, self._rounds.execution.stacked):
                 rank_zero_warn(note)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

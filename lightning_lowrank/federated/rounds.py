@@ -137,6 +137,7 @@ class Rounds(Untraced):
         self._local: LocalTraining | None = None
         if turns is not None:
             self._local = LocalTraining(trainer, turns, self.execution, data, settings.fast_steps)
+            self.execution.logbook = self._local.logbook
         self._uncounted: dict[str, Any] = {}
         if processes is not None:
             check_processes(processes, trainer, self._algorithm, settings.experiment_seed, data)
@@ -162,7 +163,7 @@ class Rounds(Untraced):
         if not inherits(self._algorithm, "before_step"):
             refuse_unseen_steps(self._trainer, type(self._algorithm).__name__)
         if self._local is not None:
-            return self._local.start()
+            return self._start_turns(self._local)
         self._held_schedules = HeldSchedules(self._trainer)
         self.execution.start()
         # After the execution, whose guard of the module's hooks it calls.
@@ -184,6 +185,18 @@ class Rounds(Untraced):
             attributes.pop("optimizer_step", None)
 
         attributes["optimizer_step"] = AroundUpdates(module, local_update)
+        return stop
+
+    def _start_turns(self, local: LocalTraining) -> Callable[[], None]:
+        end = local.start()
+        if self.execution.stacked:
+            self.execution.start()
+
+        def stop() -> None:
+            if self.execution.stacked:
+                self.execution.stop()
+            end()
+
         return stop
 
     def resume(self, state: Mapping[str, Any]) -> None:
@@ -290,7 +303,7 @@ class Rounds(Untraced):
         """Hand over what the client sends that trains in the live module."""
         assert self._local is not None
         self._local.end()
-        self._progress.client_steps += self._local.made
+        self._progress.client_steps += self._local.client_steps
         self._isolation.end_step()
         self._end_chunk(self._local.made)
 
@@ -299,7 +312,7 @@ class Rounds(Untraced):
         assert self._local is not None
         self._data.randomness.close()
         # A client that fails as it ends has been counted.
-        self._progress.client_steps += self._local.made if self._local.drop() else 0
+        self._progress.client_steps += self._local.client_steps if self._local.drop() else 0
         leave_step(self._trainer)
         self.execution.drop()
         self._options.give_back()

@@ -136,8 +136,8 @@ def test_the_length_of_the_loader_is_that_of_a_client(tmp_path, execution, lengt
     fit(run, module, Data())
     assert module.given == [3 * 3]
     assert last_rate(run) == pytest.approx(0, abs=1e-9)
-    # One after another, a turn is a client.
-    assert run.num_training_batches == {"vectorized": 3, "pairs": 6, "sequential": 4}[execution]
+    # A turn is a client, or clients that step together.
+    assert run.num_training_batches == {"vectorized": 1, "pairs": 2, "sequential": 4}[execution]
 
 
 def test_answers_are_lightnings_own_outside_of_schedules(tmp_path):

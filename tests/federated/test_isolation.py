@@ -343,8 +343,7 @@ def test_is_the_mean_of_clients_trained_alone(kind, fast_steps):
     torch.testing.assert_close(federated(kind, fast_steps=fast_steps).state_dict(), expected(kind))
 
 
-@pytest.mark.parametrize("interval", [1.0, 2])
-@pytest.mark.parametrize("execution", ["sequential", "vectorized"])
+@pytest.mark.parametrize(("interval", "execution"), [(1.0, "sequential"), (2, "sequential"), (1.0, "vectorized")])
 @pytest.mark.parametrize("objective", [None, MaskAbsentClasses("net", classes=4)], ids=["loss", "objective"])
 def test_a_validation_may_use_the_training_step(execution, interval, objective):
     module = federated(Reusing, execution=execution, objective=objective, val_check_interval=interval)

@@ -17,6 +17,7 @@ from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.execution.traces import Untraced
 from lightning_lowrank.federated.failures import ClientsFailed, turn_of
+from lightning_lowrank.federated.logbook import Logbook
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.optimizers import Starts
 from lightning_lowrank.federated.state import ClientContext, State, copied_state, copy_into, trained_tensors
@@ -55,6 +56,8 @@ class Execution(Untraced, ABC):
     """Whether steps are compiled, which checkpoints keep."""
     starts: Starts
     """What each client's optimizers begin with."""
+    logbook: Logbook | None = None
+    """Where what clients log that step together is collected, if anywhere."""
     channels_last: bool = False
     """Whether training steps see images with their channels last in memory, which checkpoints keep."""
 
@@ -78,6 +81,10 @@ class Execution(Untraced, ABC):
 
     def start(self) -> None:
         """Begin a fit."""
+
+    def step_of(self, training_step: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what is run as a client's step in place of ``training_step``, which it may be."""
+        return training_step
 
     def stop(self) -> None:
         """End a fit, and give the module back what `start` has changed."""

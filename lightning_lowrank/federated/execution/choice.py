@@ -84,6 +84,9 @@ def choose_execution(
     elif wanted == "auto":
         listeners = (trainer.lightning_module, *trainer.callbacks)
         around = [f"{type(each).__name__}.{hook}()" for each in listeners for hook in hooks_around_steps(each)]
+        every = getattr(trainer, "val_check_interval", None)
+        if isinstance(every, int) and trainer.enable_validation and not reason:
+            reason = f"val_check_interval={every} counts clients, and would count chunks of those that step together"
         if around and not reason:
             reason = (
                 f"{around[0]} would see the global model and batches of several clients (if that will do, ask for"

@@ -30,11 +30,14 @@ class Sequential(Execution):
     def start(self) -> None:
         """Let the method change the objective, and put the channels of images last where that is asked."""
         own = self.module.training_step
-        step = self._with_objective(own) if self.changes_objective else own
-        if self.channels_last:
-            step = self._with_channels_last(step)
+        step = self.step_of(own)
         if step is not own:
             vars(self.module)["training_step"] = while_training(self.trainer, own, step)
+
+    def step_of(self, training_step: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a step with the method's objective, on images with their channels last where that is asked."""
+        step = self._with_objective(training_step) if self.changes_objective else training_step
+        return self._with_channels_last(step) if self.channels_last else step
 
     def _with_objective(self, training_step: Callable[..., Any]) -> Callable[..., Any]:
         def with_objective(batch: Any, *arguments: Any, **keywords: Any) -> Any:

@@ -35,6 +35,7 @@ from lightning_lowrank.federated.execution.graphs import Results, Step, StepGrap
 from lightning_lowrank.federated.execution.stacked_products import StackedProducts
 from lightning_lowrank.federated.execution.traces import Unmapped, Untraced, Watch, reachable
 from lightning_lowrank.federated.execution.updates import OptimizerUpdate, ProductUpdate, update_of
+from lightning_lowrank.federated.logbook import Logbook
 from lightning_lowrank.federated.objective import loss_of
 from lightning_lowrank.federated.optimizers import fresh_state, is_shared
 from lightning_lowrank.federated.state import State
@@ -52,6 +53,8 @@ Run = Callable[[dict[str, Tensor], dict[str, Tensor], State, Any], tuple[Tensor,
 Objective = Callable[[Mapping[str, Tensor], State, Any, Callable[[], Any]], Any]
 """Runs one client's objective, given its values by name, its round state, its batch, and its training step."""
 
+LOGGED_AGAIN = "\0"
+"""Added to a name that a step has logged before."""
 _MOST_KEPT = 4096
 """Values of clients that are kept of what is logged, before they are added up."""
 
@@ -93,6 +96,7 @@ class ClientStack(Untraced):
         graphs: The graphs of the fit's steps, if there are any.
         defers: Whether nobody sees weights between steps, so that a projected optimizer may defer its own, and captured
             and compiled steps end with the optimizer's.
+        logbook: Takes what each client logs; ``None``: Lightning takes the mean over clients.
     """
 
     def __init__(
@@ -106,8 +110,10 @@ class ClientStack(Untraced):
         falls_back: bool = False,
         graphs: StepGraphs | None = None,
         defers: bool = False,
+        logbook: Logbook | None = None,
     ) -> None:
         self._trainer = trainer
+        self._logbook = logbook
         self._graphs = graphs
         self._watch = Watch(module) if watch is None else watch
         self._falls_back = falls_back
@@ -132,7 +138,7 @@ class ClientStack(Untraced):
         self.form = 0 if graphs is None else graphs.number_of(form)
         self._captures = Captures(None) if graphs is None else graphs.captures
         self.late_logs: LateLogs | None = None
-        if self.device.type != "cpu":
+        if self.device.type != "cpu" and logbook is None:
             self.late_logs = LateLogs(trainer, copies=self._captures.recorder is not None)
         self.values = {name: self._captures.place(name, value, count) for name, value in live.items()}
         self.leaves = {
@@ -289,7 +295,7 @@ class ClientStack(Untraced):
         if together:
             self._watch.before_step()
         total: Tensor | None = None
-        logged, deferred = _Logged(), self.deferred()
+        logged, deferred = _Logged(self._logbook), self.deferred()
         for places, batch in parts:
             part = _Part(self, places, batch, batch_idx, logged.settings, deferred, apart=len(parts) > 1)
             losses, values = part.mapped()
@@ -318,7 +324,7 @@ class ClientStack(Untraced):
         """
         if self._graphs is None or self._graphs.reason or not self._watch.settled or not self._watch.mapped:
             return None
-        logged, deferred = _Logged(), self.deferred()
+        logged, deferred = _Logged(self._logbook), self.deferred()
         found = []
         for places, batch in parts:
             part = _Part(self, places, batch, batch_idx, logged.settings, deferred)
@@ -530,18 +536,14 @@ def captured_logs(
                 f"self.log({name!r}, ...) got a tensor of shape {tuple(value.shape)} in place of one number; log its"
                 " mean, for instance"
             )
-        if name in captured:
-            raise CannotMap(f"it logs {name!r} twice")
+        while name in captured:
+            name += LOGGED_AGAIN
         captured[name] = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
         names = (
             *("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist", "sync_dist_group"),
             *("add_dataloader_idx", "batch_size"),
         )
-        given = settings[name] = {**dict(zip(names, arguments, strict=False)), **keywords}
-        if given.get("reduce_fx", "mean") not in ("mean", "avg", torch.mean):
-            raise CannotMap(
-                f"it logs {name!r} with reduce_fx={given['reduce_fx']!r}, which would be taken of the clients' means"
-            )
+        settings[name] = {**dict(zip(names, arguments, strict=False)), **keywords}
 
     attributes = vars(module)
     previous = attributes.get("log")
@@ -567,9 +569,10 @@ def _clients_in(stacks: Stacks) -> int:
 
 
 class _Logged:
-    """What a step logs: the mean over clients, weighted by their samples."""
+    """What a step logs: each client's value, weighted by its samples."""
 
-    def __init__(self) -> None:
+    def __init__(self, logbook: Logbook | None) -> None:
+        self._logbook = logbook
         self.settings: dict[str, dict[str, Any]] = {}
         self._values: dict[str, list[tuple[Tensor, int]]] = {}
 
@@ -579,7 +582,17 @@ class _Logged:
             self._values.setdefault(name, []).append((value, samples if own is None else own))
 
     def log(self, module: pl.LightningModule, late: LateLogs | None) -> None:
-        for name, entries in self._values.items():
+        for key, entries in self._values.items():
+            name, settings = key.rstrip(LOGGED_AGAIN), self.settings[key]
+            if self._logbook is not None:
+                given = {each: value for each, value in settings.items() if each != "batch_size"}
+                for values, size in entries:
+                    self._logbook.log_clients(name, values.flatten(), size, given)
+                continue
+            if settings.get("reduce_fx", "mean") not in ("mean", "avg", torch.mean):
+                for value, size in ((value, size) for values, size in entries for value in values):
+                    module.log(name, value, **{**settings, "batch_size": size})
+                continue
             if late is not None and late.add(name, entries):
                 continue
             samples = sum(len(value) * size for value, size in entries)
@@ -592,7 +605,7 @@ class _Logged:
                 start = [] if exact else [torch.zeros(())]
                 sums = start + [value.sum() * size for value, size in entries]
                 mean = functools.reduce(operator.add, sums) / samples
-            module.log(name, mean, **{**self.settings[name], "batch_size": samples})
+            module.log(name, mean, **{**settings, "batch_size": samples})
 
 
 class LateLogs:

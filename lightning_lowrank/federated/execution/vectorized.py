@@ -109,6 +109,7 @@ class Vectorized(Execution):
             falls_back,
             self.graphs,
             defers=not steps_are_seen(self.trainer, self.algorithm),
+            logbook=self.logbook,
         )
         self.chunk = chunk
         self.clients = self._contexts(chunk, stack.client)

@@ -17,7 +17,7 @@ from torchmetrics import Metric
 from lightning_lowrank.arguments import listed
 from lightning_lowrank.federated.execution.causes import cause_of
 from lightning_lowrank.federated.execution.graphs import tensors_in
-from lightning_lowrank.federated.execution.stack import captured_logs
+from lightning_lowrank.federated.execution.stack import LOGGED_AGAIN, captured_logs
 from lightning_lowrank.federated.execution.traces import Unmapped
 from lightning_lowrank.federated.objective import loss_of
 from lightning_lowrank.internals.torch import as_rows, recurrent_weights_kept
@@ -119,6 +119,13 @@ class SampleGradients:
             for name, each in values.items():
                 logged.setdefault(name, []).append(each)
         self._refuse_changes(before)
+        for name, given in settings.items():
+            if given.get("reduce_fx", "mean") not in ("mean", "avg", torch.mean) or LOGGED_AGAIN in name:
+                again = "twice" if LOGGED_AGAIN in name else f"with reduce_fx={given['reduce_fx']!r}"
+                raise MisconfigurationException(
+                    f"DifferentialPrivacy: training_step logs {name.rstrip(LOGGED_AGAIN)!r} {again}, and of a batch's"
+                    " samples the mean is logged once: log it so."
+                )
         means = {name: torch.cat(each).float().mean(0) for name, each in logged.items()}
         return torch.cat(losses).mean(), sums, means, settings
 

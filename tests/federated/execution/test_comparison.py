@@ -22,15 +22,13 @@ DIFFERS = {
     "count": r"its loss is .* for the client alone",
     "random": "it draws from random or NumPy",
     "numpy": "it draws from random or NumPy",
-    "logs a sum": "'extra' with reduce_fx='sum'",
-    "logs a maximum": "'extra' with reduce_fx='max'",
     "reversal": "it registers a hook on a tensor",
     "mask": "depends on a tensor's values",
 }
 SAME = (
     *("penalty of all", "penalty of the trained", "penalty of the state", "anchor", "loss.requires_grad", "teacher"),
     *("batch_idx", "current_epoch", "samples", "a scale", "where", "in place", "max norm", "moving mean"),
-    *("assigned mean", "logs by a size", "logs"),
+    *("assigned mean", "logs by a size", "logs", "logs a sum", "logs a maximum"),
 )
 
 

@@ -584,12 +584,17 @@ def test_steps_in_a_subspace_are_deferred_where_nobody_looks(tmp_path, monkeypat
 class Summing(Module):
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
-        self.log("largest", loss, on_step=False, on_epoch=True, reduce_fx="max")
+        epoch = {"on_step": False, "on_epoch": True}
+        self.log("largest", loss, reduce_fx="max", **epoch)
+        self.log("smallest", loss, reduce_fx=torch.min, **epoch)
+        self.log_dict({"sum": loss, "count": 1}, reduce_fx="sum", **epoch)
+        self.log("uneven", loss, batch_size=3, **epoch)
+        for value in (loss, 2 * loss):
+            self.log("twice", value, **epoch)
         return loss
 
 
-def test_figures_that_are_no_means_are_refused(tmp_path):
-    with pytest.raises(MisconfigurationException, match=r"'largest'.*reduce_fx='max'"):
-        run(tmp_path, "vectorized", module=Summing)
-    _, loop, _ = run(tmp_path, "auto", module=Summing)
-    assert loop.rounds.execution.name == "sequential"
+def test_figures_are_reduced_as_of_clients_one_after_another(tmp_path):
+    first, second = (fitted.callback_metrics for *_, fitted in both(tmp_path, module=Summing))
+    for name in ("largest", "smallest", "sum", "count", "uneven", "twice"):
+        torch.testing.assert_close(first[name], second[name])
