@@ -141,6 +141,9 @@ class Logbook:
             return
         if batch_size is None:
             batch_size = self._batch_size() if entry.is_weighted else 1
+        if isinstance(value, Tensor) and not value.is_cpu:
+            # The step may overwrite it.
+            value = value.detach().flatten().clone()
         entry.add(value, batch_size)
 
     def log_clients(self, name: str, values: Tensor, batch_size: int, settings: Mapping[str, Any]) -> None:
@@ -148,7 +151,7 @@ class Logbook:
 
         Args:
             name: As for ``LightningModule.log``.
-            values: Each client's value, ``[clients]``.
+            values: Each client's value, ``[clients]``, which nobody overwrites.
             batch_size: Number of samples in each client's batch.
             settings: The other arguments of ``log`` that were given.
         """
@@ -216,8 +219,8 @@ class _Entry:
             for each in value.flatten().tolist():
                 self._reduce(each * weight if self._reduction == "mean" else each, weight)
             return
-        # Elsewhere nothing waits for the device. The step may overwrite its value.
-        self._pending.append((value.detach().flatten().clone(), weight))
+        # Elsewhere nothing waits for the device.
+        self._pending.append((value, weight))
         if len(self._pending) >= _MOST_PENDING:
             self._reduce_pending()
 
@@ -236,8 +239,9 @@ class _Entry:
 
     def merge(self, other: _Entry) -> None:
         """Add another client's values."""
-        self._reduce_pending()
-        other._reduce_pending()
+        self._pending += other._pending
+        if len(self._pending) >= _MOST_PENDING:
+            self._reduce_pending()
         self.metric, self._type = other.metric, other._type or self._type
         if other._total is not None:
             self._reduce(other._total, other._weight)

@@ -104,9 +104,9 @@ class FederatedLoop(FederatedSettings, Callback):
     mean here (the page "Lightning in a federation" has each):
 
     - ``limit_train_batches`` and ``overfit_batches`` count per client and round. ``val_check_interval`` is a share of
-      the round's turns, or a number of turns, with which ``execution="auto"`` trains clients one after another. A validation inside a round sees the last global model. A later round of
-      fewer turns than ``val_check_interval`` is validated at its end. ``fast_dev_run=n`` gives ``n`` clients a batch
-      each.
+      the round's turns, or a number of turns, with which ``execution="auto"`` trains clients one after another. A
+      validation inside a round sees the last global model. A later round of fewer turns than ``val_check_interval`` is
+      validated at its end. ``fast_dev_run=n`` gives ``n`` clients a batch each.
     - ``global_step``, ``max_steps`` and ``log_every_n_steps`` count steps of optimizers, those of all clients. The fit
       ends after any step, also inside a client. A round cut short by ``max_steps``, ``max_time`` or early stopping is
       aggregated from what has been trained by then.

@@ -510,30 +510,6 @@ def evaluate_everything(trainer: Any) -> None:
     trainer._accelerator_connector.use_distributed_sampler = False
 
 
-def logged_mean(trainer: Any, name: str) -> Any:
-    """Return what holds a mean over the epoch that training steps have begun to log, and nobody looks at before.
-
-    Its ``forward(value, batch_size)`` adds to it, in any stage.
-
-    Args:
-        trainer: The trainer.
-        name: What it is logged as.
-
-    Returns:
-        ``None`` if it is not a plain mean of this epoch, or not known to be.
-    """
-    if missing(trainer, "fit_loop.epoch_loop._results.get"):
-        return None
-    metric = trainer.fit_loop.epoch_loop._results.get(f"training_step.{name}")
-    meta: Any = getattr(metric, "meta", None)
-    wanted = {"on_epoch": True, "on_step": False, "is_mean_reduction": True, "enable_graph": False}
-    if any(getattr(meta, each, None) is not value for each, value in wanted.items()):
-        return None
-    if getattr(metric, "has_reset", True) or getattr(meta.sync, "should", True) or missing(metric, "forward", "value"):
-        return None
-    return metric
-
-
 def empty_results(trainer: Any) -> Any:
     """Return an empty collection of what training steps log, such as Lightning keeps for an epoch."""
     need("FederatedLoop", "use lightning 2.6", trainer, "fit_loop.epoch_loop._results", "_logger_connector._current_fx")

@@ -148,6 +148,7 @@ def test_personal_models_and_their_moments_are_resumed(tmp_path, optimizer, exec
             participants=ROUNDS[:2],
             execution=execution,
             summary=False,
+            **({"chunk_size": 2} if execution == "vectorized" else {}),
         )
         module = Module(network(norm=nn.BatchNorm1d).double(), optimizer=OPTIMIZERS[optimizer])
         settings = {"max_epochs": 2, "limit_val_batches": 0}
@@ -159,7 +160,7 @@ def test_personal_models_and_their_moments_are_resumed(tmp_path, optimizer, exec
     kept = ModelCheckpoint(tmp_path / "all", "{step}", save_top_k=-1, every_n_train_steps=1)
     whole, loop = run([kept])
     files = sorted((tmp_path / "all").glob("*.ckpt"))
-    assert len(files) > 5
+    assert len(files) > 2
     for file in files:
         again, twin = run(ckpt_path=file)
         assert_same(whole, again)

@@ -220,7 +220,8 @@ def test_noise_of_steps(tmp_path, secure):
     assert noise.shape == (40, 28)
     assert stats.kstest(noise.flatten().numpy(), "norm").pvalue > 1e-4
     assert noise.var().item() == pytest.approx(1, abs=5 * math.sqrt(2 / noise.numel()))
-    assert len(noise.unique()) == noise.numel()
+    # In single precision two of a thousand may be one number by chance.
+    assert len(noise.unique()) > noise.numel() - 10
 
 
 def test_noise_has_the_seed_that_was_set_before_the_fit(tmp_path):

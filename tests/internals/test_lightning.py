@@ -202,22 +202,6 @@ def test_results_of_an_epoch_are_pooled(fitting):
     assert results.metrics(on_step=False)["callback"]["loss"] == (4 * 2.0 + 3 * 8.0) / 16
 
 
-def test_a_mean_over_the_epoch_is_found_once_a_step_has_logged_it(fitting):
-    results = fitting.fit_loop.epoch_loop._results
-    assert internals.logged_mean(fitting, "loss") is None
-    results.log("training_step", "loss", torch.tensor(2.0), on_step=False, on_epoch=True, batch_size=4)
-    results.log("training_step", "shown", torch.tensor(2.0), on_step=True, on_epoch=True, batch_size=4)
-    results.log(
-        "training_step", "sum", torch.tensor(2.0), on_step=False, on_epoch=True, reduce_fx=torch.sum, batch_size=4
-    )
-    assert internals.logged_mean(fitting, "shown") is None
-    assert internals.logged_mean(fitting, "sum") is None
-    internals.logged_mean(fitting, "loss").forward(torch.tensor(5.0), 8)
-    assert results.metrics(on_step=False)["callback"]["loss"] == 4.0
-    results.reset()
-    assert internals.logged_mean(fitting, "loss") is None
-
-
 def test_a_pooled_metric_is_not_gathered_again_when_it_computes(monkeypatch):
     metric = SumMetric()
     metric.update(4.0)

@@ -25,7 +25,7 @@ from torch.utils.data import TensorDataset
 
 from lightning_lowrank import FedAvg, FederatedLoop, FromIndices
 from lightning_lowrank.federated.execution import captures, graphs, vectorized
-from lightning_lowrank.internals import direct_steps
+from lightning_lowrank.federated.local import LocalTraining
 from lightning_lowrank.models import CNN4, ResNet18
 from tests.helpers import Data, Module, fit, trainer
 from tests.recorder import OnTheCPU
@@ -93,7 +93,7 @@ def count(name: str, clients: int, captured: bool = False) -> dict[str, Any]:
     data = TensorDataset(torch.randn(total, *shape, generator=draws), torch.randint(10, (total,), generator=draws))
     loop = FederatedLoop(FedAvg(), partition=partition, execution="vectorized", chunk_size=clients, summary=False)
     steps: list[Counter[str]] = []
-    update = direct_steps.DirectSteps._update
+    update = LocalTraining._plain_step
 
     def counting(self: Any, *arguments: Any) -> Any:
         launches.inside.clear()
@@ -102,7 +102,7 @@ def count(name: str, clients: int, captured: bool = False) -> dict[str, Any]:
         steps.append(calls - launches.inside)
         return output
 
-    direct_steps.DirectSteps._update = counting  # type: ignore[method-assign]
+    LocalTraining._plain_step = counting  # type: ignore[method-assign]
     rounds = OfRounds()
     on_device = {
         "accelerator": device.StrictAccelerator(),
@@ -111,7 +111,7 @@ def count(name: str, clients: int, captured: bool = False) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         arguments = {"max_epochs": ROUNDS, "limit_val_batches": 0, **on_device}
         fit(trainer(Path(folder), loop, rounds, **arguments), Module(make()), Data(data, batch_size=BATCH))
-    direct_steps.DirectSteps._update = update  # type: ignore[method-assign]
+    LocalTraining._plain_step = update  # type: ignore[method-assign]
     vectorized.recorder_for = recorder_for
     waits = {call: times for call, times in rounds.found[-1].items() if call.startswith(device.SYNC)}
     made = loop.rounds.execution.graphs

@@ -28,8 +28,9 @@ from lightning_lowrank import (
 )
 from lightning_lowrank.aggregation import LoRAA2
 from lightning_lowrank.data import TensorImages, collate_images
+from lightning_lowrank.federated import logbook
 from lightning_lowrank.federated.data import device as device_data
-from lightning_lowrank.federated.execution import captures, causes, choice, graphs, memory, stack
+from lightning_lowrank.federated.execution import captures, causes, choice, graphs, memory
 from lightning_lowrank.federated.execution.distributed import ClientParallelStrategy
 from lightning_lowrank.federated.local import LocalTraining
 from lightning_lowrank.federated.randomness import StepRandomness
@@ -427,29 +428,14 @@ class Losses(pl.Callback):
         self.found.append(float(trainer.callback_metrics["train_loss"]))
 
 
-CUT = {"max_steps": 8, "val_check_interval": 2, "limit_val_batches": 1}
-
-
 @pytest.mark.parametrize("kept", [3, 10_000])
-@pytest.mark.parametrize("settings", [{}, CUT], ids=["whole", "cut"])
-def test_means_over_the_epoch_are_added_up_at_the_end(tmp_path, monkeypatch, kept, settings):
-    monkeypatch.setattr(stack, "_MOST_KEPT", kept)
-    add, ends = stack.LateLogs.add, []
-    for late in (True, False):
-        added = []
-
-        def counting(self, *given, late=late, added=added):
-            added.append(late and add(self, *given))
-            return added[-1]
-
-        monkeypatch.setattr(stack.LateLogs, "add", counting)
-        losses = Losses()
-        loop = loop_of(FedAvg(), UNEVEN, execution="vectorized")
-        fit(trainer(tmp_path, loop, losses, **{"max_epochs": 3, "limit_val_batches": 0, **settings}), Module(), Data())
+def test_means_over_the_epoch_are_added_up_on_the_device(tmp_path, monkeypatch, kept):
+    monkeypatch.setattr(logbook, "_MOST_PENDING", kept)
+    ends = []
+    for execution in ("vectorized", "sequential"):
+        losses, loop = Losses(), loop_of(FedAvg(), UNEVEN, execution=execution)
+        fit(trainer(tmp_path, loop, losses, max_epochs=3, limit_val_batches=0), Module(), Data())
         ends.append(losses.found)
-        # An epoch's first value is logged at once.
-        assert not added[0]
-        assert (added.count(True) > 3) is late
     assert ends[0] == pytest.approx(ends[1], rel=1e-5)
 
 
@@ -476,52 +462,27 @@ class Means(pl.Callback):
 
 def test_means_of_any_form_are_added_up(tmp_path):
     ends = []
-    for late in (True, False):
-        with pytest.MonkeyPatch.context() as patch:
-            if not late:
-                patch.setattr(stack.LateLogs, "add", lambda *given: False)
-            means, loop = Means(), loop_of(FedAvg(), UNEVEN, execution="vectorized")
-            fit(trainer(tmp_path, loop, means, limit_val_batches=0, max_epochs=2), Shaped(), Data())
-            ends.append(means.found)
+    for execution in ("vectorized", "sequential"):
+        means, loop = Means(), loop_of(FedAvg(), UNEVEN, execution=execution)
+        fit(trainer(tmp_path, loop, means, limit_val_batches=0, max_epochs=2), Shaped(), Data())
+        ends.append(means.found)
     assert ends[0] == pytest.approx(ends[1], rel=1e-5)
     assert ends[0][2] == pytest.approx(2.5)
 
 
 def test_what_a_dropped_chunk_has_logged_counts(tmp_path):
-    failed: list[bool] = []
-
     class Failing(Module):
         def training_step(self, batch, batch_idx):
-            if batch_idx == 2 and self.current_epoch == 1 and not failed:
-                failed.append(True)
+            if batch_idx == 1 and self.current_epoch == 1 and batch[0].shape[-2] == 2:
                 raise ValueError("a sample that cannot be used")
+            self.log("one", 1.0, on_step=False, on_epoch=True, reduce_fx="sum")
             return super().training_step(batch, batch_idx)
 
-    ends = []
-    for late in (True, False):
-        with pytest.MonkeyPatch.context() as patch:
-            if not late:
-                patch.setattr(stack.LateLogs, "add", lambda *given: False)
-            failed.clear()
-            losses = Losses()
-            loop = loop_of(FedAvg(), UNEVEN, execution="vectorized", chunk_size=2)
-            made = trainer(tmp_path, loop, losses, limit_val_batches=0, max_epochs=2)
-            fit(made, Failing(), Data())
-            assert made.callback_metrics["federated/failed"] == 2
-            ends.append(losses.found)
-    assert ends[0] == pytest.approx(ends[1], rel=1e-5)
-
-
-def test_what_each_step_shows_is_logged_in_it(tmp_path, monkeypatch):
-    class Shown(Module):
-        def training_step(self, batch, batch_idx):
-            loss = self.loss(batch)
-            self.log("train_loss", loss, on_step=True, on_epoch=True)
-            return loss
-
-    added = []
-    add = stack.LateLogs.add
-    monkeypatch.setattr(stack.LateLogs, "add", lambda self, *given: added.append(add(self, *given)) or added[-1])
-    fitted(tmp_path, loop_of(execution="vectorized"), module=Shown())
-    assert added
-    assert not any(added)
+    # Two chunks, of the first of which one client has a batch of two samples.
+    parts = [list(range(24)), list(range(24, 34)), list(range(34, 58)), list(range(58, 74))]
+    loop = loop_of(FedAvg(), parts, execution="vectorized", chunk_size=2)
+    made = trainer(tmp_path, loop, limit_val_batches=0, max_epochs=2)
+    fit(made, Failing(), Data())
+    assert made.callback_metrics["federated/failed"] == 2
+    # The clients of the other chunk have logged all their steps, those of this one their first.
+    assert made.callback_metrics["one"] == 2 + sum(-(-len(parts[client]) // 8) for client in loop.coordinator.answered)

@@ -6,6 +6,7 @@ their batches with the same `SeededBatches`.
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -16,6 +17,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -174,35 +176,136 @@ def _joined(requests: list[Request]) -> Request:
     return Request(np.concatenate([request.indices for request in requests]), requests[0].seed)
 
 
+class DiffersBetweenClients(AttributeError, TypeError):
+    """Refuses a step of clients together that reads what is no tensor and differs between them."""
+
+    # An AttributeError, for code that moves batches asks what methods their entries have.
+
+
+class CannotStack(MisconfigurationException):
+    """Refuses batches of clients that step together."""
+
+
+class OfEachClient:
+    """An entry of the batches of clients that step together: no tensor, and not the same for all of them.
+
+    Inside the map over clients it has no value, so that all use of it is refused.
+
+    Args:
+        name: Where batches have it.
+        values: Each client's.
+    """
+
+    def __init__(self, name: str, values: Sequence[Any]) -> None:
+        self.name, self.values = name, tuple(values)
+
+    def _refuse(self, *arguments: Any, **keywords: Any) -> Any:
+        raise DiffersBetweenClients(f"it reads {self.name}, which is no tensor and differs between the clients")
+
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = __bool__ = __str__ = __format__ = _refuse
+    __len__ = __iter__ = __contains__ = __getitem__ = __int__ = __float__ = __index__ = __call__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
+    __mod__ = __rmod__ = __pow__ = __rpow__ = __floordiv__ = __rfloordiv__ = __neg__ = _refuse
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._refuse()
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        """Refuse operations of torch's."""
+        given = [*arguments, *(keywords or {}).values()]
+        next(each for each in given if isinstance(each, cls))._refuse()
+
+
+def batch_of(stacked: Any, place: int) -> Any:
+    """Return the batch of the client of a place, given those of several clients stacked."""
+
+    def chosen(entry: Any) -> Any:
+        return entry.values[place] if isinstance(entry, OfEachClient) else entry[place]
+
+    return apply_to_collection(stacked, (Tensor, OfEachClient), chosen)
+
+
 def stack_batches(batches: Sequence[Any]) -> list[tuple[list[int], Any]]:
-    """Stack the tensors of batches that are equal in all else: in structure, shapes, and what is not a tensor.
+    """Stack the tensors of batches that are equal in structure and shapes.
+
+    What is no tensor and differs between them, such as the name of a client, is an `OfEachClient`.
 
     Returns:
         For each kind of batch, which ones are of it, and one batch with their tensors stacked.
     """
-    kinds: list[tuple[Any, list[int], list[list[Tensor]]]] = []
+    kinds: list[tuple[Any, list[int]]] = []
     for index, batch in enumerate(batches):
-        tensors: list[Tensor] = []
-
-        def outline(tensor: Tensor, tensors: list[Tensor] = tensors) -> tuple[Any, ...]:
-            tensors.append(tensor)
-            return tensor.shape, tensor.dtype
-
-        form = apply_to_collection(batch, Tensor, outline)
+        form = _form_of(batch)
         kind = next((kind for kind in kinds if _equal(kind[0], form)), None)
         if kind is None:
-            kinds.append((form, [index], [tensors]))
+            kinds.append((form, [index]))
         else:
             kind[1].append(index)
-            kind[2].append(tensors)
-    stacked = []
-    for _, indices, each in kinds:
-        stacks = iter([torch.stack(values) for values in zip(*each, strict=True)])
-        stacked.append((indices, apply_to_collection(batches[indices[0]], Tensor, lambda _, s=stacks: next(s))))
-    return stacked
+    return [(indices, _stacked([batches[index] for index in indices], "batch")) for _, indices in kinds]
+
+
+def _form_of(batch: Any) -> Any:
+    """Return what batches have in common that can be stacked: their structure, and the form of each tensor."""
+    if isinstance(batch, Tensor):
+        if batch.is_nested or batch.layout is not torch.strided:
+            kind = "nested" if batch.is_nested else "sparse"
+            raise CannotStack(f"batches hold {kind} tensors, which cannot be stacked")
+        return batch.shape, batch.dtype
+    if isinstance(batch, PackedSequence):
+        raise CannotStack("batches hold packed sequences, which cannot be stacked")
+    if _is_plain_data(batch):
+        return type(batch)
+    if isinstance(batch, Mapping):
+        return type(batch), {key: _form_of(value) for key, value in batch.items()}
+    if _is_sequence(batch):
+        return type(batch), [_form_of(value) for value in batch]
+    # Others, and their fields, are compared as they are.
+    return apply_to_collection(batch, Tensor, _form_of)
+
+
+def _is_sequence(entry: Any) -> bool:
+    return type(entry) in (list, tuple) or (isinstance(entry, tuple) and hasattr(entry, "_fields"))
+
+
+def _is_plain_data(entry: Any) -> bool:
+    """Return whether an entry is a text, a number or an array, or a list or dictionary of such entries."""
+    if isinstance(entry, Mapping):
+        return all(map(_is_plain_data, entry.values()))
+    if isinstance(entry, (list, tuple, set, frozenset)):
+        return all(map(_is_plain_data, entry))
+    return entry is None or isinstance(entry, (str, bytes, int, float, complex, np.ndarray, np.generic))
+
+
+def _stacked(entries: Sequence[Any], name: str) -> Any:
+    """Return the entries of one place of batches that have one form as the entry of the stacked batch."""
+    first = entries[0]
+    if isinstance(first, Tensor):
+        return torch.stack(list(entries))
+    if _is_plain_data(first):
+        return first if all(_equal(first, each) for each in entries[1:]) else OfEachClient(name, entries)
+    if isinstance(first, Mapping):
+        parts = {key: _stacked([each[key] for each in entries], f"{name}[{key!r}]") for key in first}
+        if type(first) is dict:
+            return parts
+        copied: Any = copy.copy(first)
+        copied.update(parts)
+        return copied
+    if _is_sequence(first):
+        items = [_stacked(each, f"{name}[{place}]") for place, each in enumerate(zip(*entries, strict=True))]
+        return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
+    each_of = [[] for _ in entries]  # type: list[list[Tensor]]
+    for entry, tensors in zip(entries, each_of, strict=True):
+        apply_to_collection(entry, Tensor, tensors.append)
+    stacks = iter([torch.stack(values) for values in zip(*each_of, strict=True)])
+    return apply_to_collection(first, Tensor, lambda _: next(stacks))
 
 
 def _equal(first: Any, second: Any) -> bool:
+    if isinstance(first, np.ndarray):
+        return isinstance(second, np.ndarray) and np.array_equal(first, second)
     try:
         return bool(first == second)
     except (RuntimeError, TypeError, ValueError):

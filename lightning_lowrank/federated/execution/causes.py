@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_lowrank.federated.algorithm import Algorithm, inherits
+from lightning_lowrank.federated.data.loader import DiffersBetweenClients
 from lightning_lowrank.federated.data.sampling import NeedsPoissonBatches
 from lightning_lowrank.federated.optimizers import acts_elementwise
 from lightning_lowrank.internals.lightning import overridden_transfer, overrides
@@ -76,6 +77,8 @@ _CAUSES: tuple[tuple[str, str], ...] = (
 
 def cause_of(error: Exception) -> str:
     """Say what in a training step an error of torch's tells of."""
+    if isinstance(error, DiffersBetweenClients):
+        return str(error)
     said = str(error).strip().split("\n")[0][:200]
     sentence = next((sentence for sign, sentence in _CAUSES if re.search(sign, said)), "")
     return f"{sentence}; torch says: {said}" if sentence else f"{type(error).__name__}: {said}"

@@ -127,9 +127,9 @@ def choose_execution(
 
 
 def _difference(trainer: Any, data: RoundData, size: int) -> str:
-    """Return in what a step of the first round's clients together is not that of a client alone, if in anything."""
+    """Return why a step of the first round's clients together is not that of a client alone, if it is not."""
     found, _ = _tried(data, size, lambda chunk: difference(trainer, trainer.lightning_module, chunk, data.loader))
-    return f"a client's step is another together: {found}" if found else ""
+    return found or ""
 
 
 def _compiles(

@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from lightning_lowrank.federated.data.loader import Places, RoundLoader
+from lightning_lowrank.federated.data.loader import CannotStack, OfEachClient, Places, RoundLoader, batch_of
 from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.execution.stack import ClientStack, captured_logs
 from lightning_lowrank.federated.execution.traces import Memory, Watch, trial
@@ -37,7 +37,7 @@ _Part = tuple[Places, Any]
 
 
 def difference(trainer: Any, module: pl.LightningModule, chunk: Chunk, loader: RoundLoader) -> str:
-    """Return in what a client's step together differs from its step alone by more than rounding; all is put back.
+    """Return why a client's step together is not its step alone, but for rounding; all is put back.
 
     Losses, gradients, parameters, buffers and logged figures are compared, of the chunk's first client and of one whose
     first batch has another form, or of the second. Both ways are given the same draws of torch's generators. Those of
@@ -54,9 +54,12 @@ def difference(trainer: Any, module: pl.LightningModule, chunk: Chunk, loader: R
     """
     try:
         with trial(trainer, loader, chunk, 1) as ((parts, *_), _):
-            return _Comparison(trainer, module, parts).difference()
+            found = _Comparison(trainer, module, parts).difference()
+    except CannotStack as error:
+        return str(error)
     except Exception:
         return ""
+    return f"a client's step is another together: {found}" if found else ""
 
 
 class _BackwardFails(Exception):
@@ -103,9 +106,8 @@ class _Comparison:
         count = sum(len(places.numbers) for places, _ in parts)
         self._randomness.seed(_SEED)
         self._draws = _Draws()
-        watch = Watch(self._module)
-        # The round tells of them.
-        watch.told_of_batches = True
+        # The round tells of batches that differ.
+        watch = Watch(self._module, silent=True)
         stack = ClientStack(self._trainer, self._module, self._live, count, watch=watch)
         noted: list[tuple[Tensor, dict[str, Tensor]]] = []
 
@@ -129,7 +131,7 @@ class _Comparison:
     def _differs(self, found: _Results, parts: Sequence[_Part], client: tuple[int, int], seed: int) -> str:
         part, place = client
         places, batch = parts[part]
-        own = apply_to_collection(batch, Tensor, lambda stack: stack[place])
+        own = batch_of(batch, place)
         with self._draws.replayed(part, place if len(places.numbers) > 1 else None) as are_same:
             expected = self._alone(own, seed)
         # Without the same draws, nothing can be said.
@@ -172,7 +174,11 @@ class _Comparison:
 def _first_of(parts: Sequence[_Part]) -> _Part:
     """Return the first client with its batch."""
     places, batch = parts[0]
-    return Places([0], places.samples), apply_to_collection(batch, Tensor, lambda stack: stack[:1])
+
+    def first(entry: Any) -> Any:
+        return entry.values[0] if isinstance(entry, OfEachClient) else entry[:1]
+
+    return Places([0], places.samples), apply_to_collection(batch, (Tensor, OfEachClient), first)
 
 
 def _two_clients(parts: Sequence[_Part]) -> list[tuple[int, int]]:

@@ -18,6 +18,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
+from lightning_lowrank.federated.data.loader import OfEachClient
 from lightning_lowrank.federated.execution.captures import Captures, close
 from lightning_lowrank.federated.execution.reads import Observed, Reads
 from lightning_lowrank.federated.execution.traces import Untraced
@@ -349,8 +350,6 @@ def _randomness(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def tensors_in(tree: Any) -> list[Tensor]:
     """Return the tensors that nested containers hold, in their order."""
-    if not tree:
-        return []
     if type(tree) is list and all(type(each) is Tensor for each in tree):
         return list(tree)
     found: list[Tensor] = []
@@ -373,6 +372,8 @@ def form_of(batch: Any, samples: int) -> Hashable:
         return dict, *((key, form_of(part, samples)) for key, part in batch.items())
     if isinstance(batch, (str, int, float, type(None))):
         return type(batch), batch
+    if isinstance(batch, OfEachClient):
+        return OfEachClient
     raise Untraceable(f"its batch holds a {type(batch).__name__}")
 
 

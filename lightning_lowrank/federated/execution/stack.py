@@ -27,7 +27,7 @@ from torch.func import vmap
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_lowrank.federated.data.loader import Places
+from lightning_lowrank.federated.data.loader import DiffersBetweenClients, OfEachClient, Places, batch_of
 from lightning_lowrank.federated.execution.base import while_training
 from lightning_lowrank.federated.execution.captures import Captures
 from lightning_lowrank.federated.execution.causes import CannotMap, cause_of, updates
@@ -39,7 +39,6 @@ from lightning_lowrank.federated.logbook import Logbook
 from lightning_lowrank.federated.objective import loss_of
 from lightning_lowrank.federated.optimizers import fresh_state, is_shared
 from lightning_lowrank.federated.state import State
-from lightning_lowrank.internals.lightning import logged_mean
 from lightning_lowrank.internals.torch import as_rows, is_mapped, own_buffers, own_parameters, version_of
 from lightning_lowrank.internals.tracing import Untraceable
 from lightning_lowrank.internals.transformers import values_unseen
@@ -55,8 +54,6 @@ Objective = Callable[[Mapping[str, Tensor], State, Any, Callable[[], Any]], Any]
 
 LOGGED_AGAIN = "\0"
 """Added to a name that a step has logged before."""
-_MOST_KEPT = 4096
-"""Values of clients that are kept of what is logged, before they are added up."""
 
 
 def _homes(module: nn.Module, names: Mapping[Tensor, str]) -> list[tuple[MutableMapping[str, Any], str, str]]:
@@ -137,9 +134,6 @@ class ClientStack(Untraced):
         form = tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors)
         self.form = 0 if graphs is None else graphs.number_of(form)
         self._captures = Captures(None) if graphs is None else graphs.captures
-        self.late_logs: LateLogs | None = None
-        if self.device.type != "cpu" and logbook is None:
-            self.late_logs = LateLogs(trainer, copies=self._captures.recorder is not None)
         self.values = {name: self._captures.place(name, value, count) for name, value in live.items()}
         self.leaves = {
             name: self.values[name].detach().requires_grad_() for name, value in live.items() if value.requires_grad
@@ -309,7 +303,7 @@ class ClientStack(Untraced):
             logged.add(values, places.samples)
         if together:
             self._watch.after_step(mapped)
-        logged.log(self._module, self.late_logs)
+        logged.log(self._module)
         assert total is not None
         return total
 
@@ -354,11 +348,11 @@ class ClientStack(Untraced):
             if self._captures.recorder is not None and (len(found) > 1 or not self._unseen):
                 # Captured steps share memory, so that another part's, and the next step's, overwrite it.
                 loss = loss.clone()
-            if len(found) > 1:
+            if len(found) > 1 or self._captures.recorder is not None:
                 values = {name: value.clone() for name, value in values.items()}
             total = loss if total is None else total + loss
             logged.add(values, part.places.samples)
-        logged.log(self._module, self.late_logs)
+        logged.log(self._module)
         return total
 
     def _tell_of_unequal(self, parts: Parts) -> None:
@@ -441,15 +435,27 @@ class ClientStack(Untraced):
 
         To map the step of a single client takes three times as long as to make it.
         """
-        if _clients_in(stacks) == 1:
+        own = _of_each_client(stacks[3])
+        if _clients_in(stacks) == 1 or (own and self._watch.reads_of_each):
             return self.one_by_one(run, stacks)
         written = [stack for name, stack in stacks[0].items() if name not in self.leaves]
-        kept = [stack.clone() for stack in written] if self._falls_back else []
+        kept = [stack.clone() for stack in written] if self._falls_back or own else []
         if self._watch.mapped:
             try:
                 return self.mapped(run, stacks)
             except MisconfigurationException:
                 raise
+            except DiffersBetweenClients as error:
+                self._watch.reads_of_each = True
+                self._unmapped.restore()
+                for stack, before in zip(written, kept, strict=True):
+                    stack.copy_(before)
+                if not self._falls_back and not self._watch.silent:
+                    rank_zero_warn(
+                        f"execution='vectorized': {error}, so that clients make their steps one after another: leave"
+                        " it out of the step, or make it a tensor."
+                    )
+                return self.one_by_one(run, stacks)
             except (RuntimeError, ValueError, NotImplementedError, TypeError) as error:
                 metric = self._watch.updated_metric()
                 cause = updates(metric) if metric else cause_of(error)
@@ -466,10 +472,7 @@ class ClientStack(Untraced):
 
     def one_by_one(self, run: Run, stacks: Stacks) -> tuple[Tensor, dict[str, Tensor]]:
         """Make a step of one client after another; return their losses, and what they log."""
-        each = [
-            run(*apply_to_collection(stacks, Tensor, lambda stack, place=place: stack[place]))
-            for place in range(_clients_in(stacks))
-        ]
+        each = [run(*batch_of(stacks, place)) for place in range(_clients_in(stacks))]
         names = each[0][1]
         values = {name: torch.stack([logged[name] for _, logged in each if name in logged]) for name in names}
         return torch.stack([loss for loss, _ in each]), values
@@ -564,6 +567,12 @@ def _refuse_metric(name: str, metric: Metric) -> MisconfigurationException:
     )
 
 
+def _of_each_client(batch: Any) -> list[OfEachClient]:
+    found: list[OfEachClient] = []
+    apply_to_collection(batch, OfEachClient, found.append)
+    return found
+
+
 def _clients_in(stacks: Stacks) -> int:
     return len(next(iter(stacks[0].values())))
 
@@ -581,7 +590,7 @@ class _Logged:
             own = self.settings[name].get("batch_size")
             self._values.setdefault(name, []).append((value, samples if own is None else own))
 
-    def log(self, module: pl.LightningModule, late: LateLogs | None) -> None:
+    def log(self, module: pl.LightningModule) -> None:
         for key, entries in self._values.items():
             name, settings = key.rstrip(LOGGED_AGAIN), self.settings[key]
             if self._logbook is not None:
@@ -592,8 +601,6 @@ class _Logged:
             if settings.get("reduce_fx", "mean") not in ("mean", "avg", torch.mean):
                 for value, size in ((value, size) for values, size in entries for value in values):
                     module.log(name, value, **{**settings, "batch_size": size})
-                continue
-            if late is not None and late.add(name, entries):
                 continue
             samples = sum(len(value) * size for value, size in entries)
             first = entries[0][0]
@@ -606,49 +613,6 @@ class _Logged:
                 sums = start + [value.sum() * size for value, size in entries]
                 mean = functools.reduce(operator.add, sums) / samples
             module.log(name, mean, **{**settings, "batch_size": samples})
-
-
-class LateLogs:
-    """What steps log of which only the mean over the epoch is seen: kept on an accelerator, and added up together.
-
-    Args:
-        trainer: The trainer.
-        copies: Whether values are overwritten by the next step.
-    """
-
-    def __init__(self, trainer: Any, copies: bool) -> None:
-        self._trainer = trainer
-        self._copies = copies
-        self._kept: dict[str, tuple[Any, list[tuple[Tensor, int]]]] = {}
-
-    def add(self, name: str, entries: Sequence[tuple[Tensor, int]]) -> bool:
-        """Keep clients' values and the samples of each; return whether that can be done."""
-        if any(value.numel() != len(value) for value, _ in entries):
-            return False
-        if name not in self._kept:
-            metric = logged_mean(self._trainer, name)
-            if metric is None:
-                return False
-            self._kept[name] = metric, []
-        _, kept = self._kept[name]
-        kept += [(value.flatten().clone() if self._copies else value.flatten(), size) for value, size in entries]
-        if len(kept) >= _MOST_KEPT:
-            self._log(name)
-        return True
-
-    def log(self) -> None:
-        """Log what has been kept."""
-        for name in list(self._kept):
-            self._log(name)
-
-    def _log(self, name: str) -> None:
-        metric, entries = self._kept.pop(name)
-        sizes = torch.tensor([float(size) for value, size in entries for _ in range(len(value))])
-        values = torch.cat([value for value, _ in entries]).to(torch.promote_types(entries[0][0].dtype, torch.float32))
-        samples = sum(len(value) * size for value, size in entries)
-        weights = (sizes / samples).to(values, non_blocking=True)
-        # A number of Python's is logged from the CPU.
-        metric.forward((values * weights).sum().to(metric.value.device), samples)
 
 
 class _Part:

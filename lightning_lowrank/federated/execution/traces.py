@@ -319,14 +319,17 @@ class Watch:
 
     Args:
         module: The user's module, before the first step.
+        silent: Whether nothing is said of batches that differ.
 
     Attributes:
         mapped: Whether steps can be mapped over clients, as far as has been seen.
+        reads_of_each: Whether steps read what is no tensor and differs between clients.
         told_of_batches: Whether the user has been told of batches that cannot be stacked.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self.mapped, self.told_of_batches = True, False
+    def __init__(self, module: nn.Module, silent: bool = False) -> None:
+        self.silent, self.mapped, self.told_of_batches = silent, True, silent
+        self.reads_of_each = False
         self._module = module
         self._steps, self._compared = 0, 0
         self._left: list[tuple[dict[str, Any], str, str]] = []

@@ -187,7 +187,6 @@ class Vectorized(Execution):
     def close(self) -> dict[int, Exception]:
         """Hand over what the clients send."""
         assert self._stack is not None
-        self._log_late()
         self._count_steps()
         self._stack.fold()
         self._keep_moments(0)
@@ -213,15 +212,6 @@ class Vectorized(Execution):
                     failed[client.id] = error
         self._forget()
         return failed
-
-    def _log_late(self) -> None:
-        if self._stack is not None and self._stack.late_logs is not None:
-            self._stack.late_logs.log()
-
-    def drop(self) -> None:
-        """Let go of the open chunk, whose steps have been logged."""
-        self._log_late()
-        super().drop()
 
     def _forget(self) -> None:
         assert self._stack is not None

@@ -7,13 +7,16 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import Dataset, default_collate
 from torchmetrics import MeanMetric
 
 from lightning_lowrank import FederatedLoop, FromIndices
-from tests.federated.execution.runs import Double, Item, Kept, Manual, Reader, both, run
-from tests.helpers import Data, Module
+from lightning_lowrank.federated.execution import stack
+from lightning_lowrank.federated.execution.stack import ClientStack
+from tests.federated.execution.runs import Double, Item, Kept, Manual, Reader, assert_close, both, run
+from tests.helpers import Data, Module, blobs, weights
 
 
 @pytest.mark.slow
@@ -405,3 +408,95 @@ def test_a_number_that_counts_steps_is_refused_where_no_two_batches_have_one_for
     partition = FromIndices([range(end - size, end) for end, size in zip(ends, sizes, strict=True)])
     with pytest.raises(MisconfigurationException, match=r"self\.stats\.steps"):
         run(tmp_path, "vectorized", module=Numbering, partition=partition, trainer={"max_epochs": rounds})
+
+
+class Entries(Dataset):
+    """Samples with entries of their own beside their tensors."""
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index):
+        inputs, targets = blobs().tensors
+        return {"x": inputs[index].double(), "y": targets[index], "writer": f"w{index // 10}", "unit": "cm"}
+
+
+class Dictionaries(Module):
+    reads = ""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        # The step changes statistics before it reads what cannot be mapped.
+        super().__init__(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)))
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss((batch["x"], batch["y"]))
+        return loss * len(batch[self.reads][0]) if self.reads else loss
+
+
+class ReadsAll(Dictionaries):
+    reads = "unit"
+
+
+class ReadsClients(Dictionaries):
+    reads = "writer"
+
+
+OF_TENS = FromIndices([list(range(start, start + 10)) for start in range(0, 100, 10)])
+
+
+@pytest.mark.parametrize("module", [Dictionaries, ReadsAll])
+def test_what_is_no_tensor_and_is_not_read_keeps_nobody_from_stepping_together(tmp_path, module, monkeypatch):
+    sizes, mapped = [], ClientStack.mapped
+
+    def counted(self, run, stacks):
+        sizes.append(len(next(iter(stacks[0].values()))))
+        return mapped(self, run, stacks)
+
+    monkeypatch.setattr(ClientStack, "mapped", counted)
+    both(tmp_path, module=module, data=Data(Entries()), partition=OF_TENS, fast_steps=False, trainer={"max_epochs": 1})
+    assert set(sizes) == {10}
+
+
+def test_where_it_is_read_and_differs_clients_make_their_steps_one_after_another(tmp_path, monkeypatch):
+    warned = []
+    monkeypatch.setattr(stack, "rank_zero_warn", warned.append)
+    settings = {"data": Data(Entries()), "partition": OF_TENS, "trainer": {"max_epochs": 2}}
+    both(tmp_path, module=ReadsClients, **settings)
+    (warning,) = warned
+    assert "batch['writer']" in warning
+    for module in (Dictionaries, ReadsClients):
+        ends = [weights(run(tmp_path, way, module=module, **settings)[0]) for way in ("sequential", "auto")]
+        assert_close(*ends)
+
+
+UNSTACKED = {
+    "sparse": Tensor.to_sparse,
+    "nested": lambda rows: torch.nested.nested_tensor(list(rows)),
+    "packed": lambda rows: nn.utils.rnn.pack_sequence(list(rows.unsqueeze(-1))),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype")
+@pytest.mark.parametrize("kind", UNSTACKED)
+def test_batches_that_cannot_be_stacked(tmp_path, capsys, kind):
+    def collate(samples):
+        inputs, targets = default_collate(samples)
+        return UNSTACKED[kind](inputs), targets
+
+    settings = {"data": Double(collate_fn=collate), "module": Sums, "trainer": {"max_epochs": 1}}
+    with pytest.raises(MisconfigurationException, match=f"vectorized.*{kind}"):
+        run(tmp_path, "vectorized", **settings)
+    module, loop, _ = run(tmp_path, "auto", **settings)
+    assert loop.rounds.execution.name == "sequential"
+    assert kind in capsys.readouterr().out
+    assert_close(weights(run(tmp_path, "sequential", **settings)[0]), weights(module), tolerance=0)
+
+
+class Sums(Module):
+    def training_step(self, batch, batch_idx):
+        inputs = batch[0].data if isinstance(batch[0], nn.utils.rnn.PackedSequence) else batch[0]
+        total = (
+            inputs.to_dense().sum() if inputs.is_sparse else inputs.values().sum() if inputs.is_nested else inputs.sum()
+        )
+        return total * sum(value.sum() for value in self.parameters())

@@ -529,14 +529,14 @@ def test_the_global_model_is_configured_wherever_it_is_seen(tmp_path, execution)
         def on_train_epoch_end(self):
             assert self.whose == "server"
 
-    loop = FederatedLoop(Marked(), partition=FromIndices(UNEVEN), execution=execution, summary=False)
+    arguments = {"partition": FromIndices(UNEVEN), "execution": execution, "summary": False}
+    arguments |= {"chunk_size": 2} if execution == "vectorized" else {}
+    loop = FederatedLoop(Marked(), **arguments)
     module = Watching()
     fit(trainer(tmp_path, loop, max_epochs=2, val_check_interval=2), module, Data())
     assert module.validated > 5
     module.fails = True
-    again = FederatedLoop(
-        Marked(), partition=FromIndices(UNEVEN), execution=execution, on_client_error="raise", summary=False
-    )
+    again = FederatedLoop(Marked(), on_client_error="raise", **arguments)
     with pytest.raises(KeyError):
         fit(trainer(tmp_path, again), module, Data())
     assert module.whose == "server"
