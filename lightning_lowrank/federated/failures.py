@@ -13,8 +13,9 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-# Of the machine, not of the client: torch raises most of these as a RuntimeError.
-_OF_THE_MACHINE = ("out of memory", "can't allocate memory", "not enough memory", "CUDA error")
+# torch raises most of these as a RuntimeError.
+_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
+_OF_THE_MACHINE = (*_OF_MEMORY, "CUDA error")
 
 
 class ClientsFailed(Exception):
@@ -35,6 +36,11 @@ def is_of_a_client(error: Exception) -> bool:
     return not isinstance(error, (MisconfigurationException, MemoryError, StopIteration)) and not any(
         sign in str(error) for sign in _OF_THE_MACHINE
     )
+
+
+def is_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that there is not enough memory."""
+    return isinstance(error, MemoryError) or any(sign in str(error) for sign in _OF_MEMORY)
 
 
 @contextmanager

@@ -44,6 +44,7 @@ from lightning_lowrank.internals.torch import synchronize
 
 _KINDS: dict[str, type[Execution]] = {kind.name: kind for kind in (Sequential, Vectorized)}
 _TRIED_STEPS, _SETTLED_STEPS = 6, 3
+_FEWEST_TOGETHER = 2
 _WORTH_CHANNELS_LAST = 0.95
 """Share of a step's time that is to be reached for it: less of a gain may be chance."""
 
@@ -68,9 +69,8 @@ def choose_execution(
         restored: The loop's state in the checkpoint that the fit is resumed from, if any.
         previous: The execution of the fit that this one goes on from, if any.
     """
-    # It tries a step, and `auto` asks for it as well.
-    fitting = functools.cache(lambda: chunk_size_that_fits(trainer, data))
     wanted: str = coordinator.settings.execution
+    size = coordinator.settings.chunk_size or 0
     reason = "" if wanted == "sequential" else unsupported_reason(trainer, trainer.lightning_module)
     if wanted == "vectorized" and reason:
         raise MisconfigurationException(
@@ -95,8 +95,7 @@ def choose_execution(
         if reason:
             choice = _fastest(trainer, data, _TRIED_STEPS, reason)
         else:
-            size = coordinator.settings.chunk_size or fitting()
-            reason = _difference(trainer, data, size)
+            reason, size = _compared(trainer, data, size)
             defers = not steps_are_seen(trainer, coordinator.algorithm)
             compiles = _compiles(trainer, data, coordinator.settings.compile, restored, previous)
             choice = _fastest(trainer, data, size, reason, defers, compiles)
@@ -104,32 +103,66 @@ def choose_execution(
         if trainer.is_global_zero:
             Console().print(f"execution='auto': {said}", highlight=False, soft_wrap=True)
     kind = _KINDS[wanted]
-    size = 1
-    if kind.stacked:
-        known = data.chunk_size if data.chunk_size > 1 else 0 if restored is None else restored["chunk_size"]
-        size = coordinator.settings.chunk_size or known
-        if not size:
-            size = fitting() if processes is None else min(processes.gather(fitting()))
+    if not kind.stacked:
+        size = 1
+    elif not size:
+        size = data.chunk_size if data.chunk_size > 1 else 0 if restored is None else restored["chunk_size"]
     if coordinator.settings.execution == "vectorized":
-        reason = _difference(trainer, data, size)
+        reason, size = _compared(trainer, data, size)
         reason = reason if processes is None else processes.broadcast(reason)
         if reason:
             raise MisconfigurationException(
                 f"execution='vectorized' is not possible: {reason}. Use execution='sequential', or 'auto', which falls"
                 " back to it."
             )
+    if kind.stacked and not coordinator.settings.chunk_size and processes is not None:
+        size = min(processes.gather(size))
     data.use(kind.stacked, size)
     execution = kind(trainer, coordinator)
     execution.channels_last = channels_last
-    if kind.stacked:
+    if isinstance(execution, Vectorized):
+        execution.compare = functools.partial(_difference, trainer, data, size, processes)
         execution.compiled = _compiles(trainer, data, coordinator.settings.compile, restored, previous)
     return execution
 
 
-def _difference(trainer: Any, data: RoundData, size: int) -> str:
-    """Return why a step of the first round's clients together is not that of a client alone, if it is not."""
-    found, _ = _tried(data, size, lambda chunk: difference(trainer, trainer.lightning_module, chunk, data.loader))
-    return found or ""
+def _difference(trainer: Any, data: RoundData, size: int, processes: ClientParallelStrategy | None) -> str:
+    """Return why a step of so many clients together is not that of a client alone, if it is not."""
+    reason, _ = _compared(trainer, data, size)
+    return reason if processes is None else processes.broadcast(reason)
+
+
+def _compared(trainer: Any, data: RoundData, size: int) -> tuple[str, int]:
+    """Compare a step of the first round's clients together with that of a client alone.
+
+    Args:
+        trainer: The trainer, with its optimizers set up.
+        data: The divided training set.
+        size: How many clients are to step together; 0: as many as memory has room for, and half of these where a step
+            needs more than there is.
+
+    Returns:
+        Why the steps are not the same, if they are not, and how many clients may step together.
+    """
+    given, size = size, size or chunk_size_that_fits(trainer, data)
+    needed: list[tuple[int, str]] = []
+
+    def compare(chunk: Chunk) -> str:
+        try:
+            return difference(trainer, trainer.lightning_module, chunk, data.loader)
+        except Exception as error:
+            needed.append((len(chunk.clients), str(error)))
+            return ""
+
+    while True:
+        needed.clear()
+        found, _ = _tried(data, size, compare)
+        if not needed:
+            return found or "", size
+        clients, said = needed[0]
+        if given or clients <= _FEWEST_TOGETHER:
+            return f"a step of {clients} clients together needs more memory than there is ({said})", size
+        size = max(_FEWEST_TOGETHER, clients // 2)
 
 
 def _compiles(

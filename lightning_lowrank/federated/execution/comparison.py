@@ -21,6 +21,7 @@ from lightning_lowrank.federated.data.loader import CannotStack, OfEachClient, P
 from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.execution.stack import ClientStack, captured_logs
 from lightning_lowrank.federated.execution.traces import Memory, Watch, trial
+from lightning_lowrank.federated.failures import is_of_memory
 from lightning_lowrank.federated.objective import loss_of
 from lightning_lowrank.federated.randomness import StepRandomness
 from lightning_lowrank.federated.state import trained_tensors
@@ -51,13 +52,18 @@ def difference(trainer: Any, module: pl.LightningModule, chunk: Chunk, loader: R
 
     Returns:
         A sentence; an empty string where nothing differs, or the step cannot be tried, as rounds will say.
+
+    Raises:
+        Exception: If there is not enough memory, and for no other reason.
     """
     try:
         with trial(trainer, loader, chunk, 1) as ((parts, *_), _):
             found = _Comparison(trainer, module, parts).difference()
     except CannotStack as error:
         return str(error)
-    except Exception:
+    except Exception as error:
+        if is_of_memory(error):
+            raise
         return ""
     return f"a client's step is another together: {found}" if found else ""
 

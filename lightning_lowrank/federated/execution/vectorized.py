@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_lowrank.federated import optimizers
 from lightning_lowrank.federated.algorithm import LocalStep, inherits
@@ -31,6 +32,15 @@ from lightning_lowrank.federated.failures import turn_of
 from lightning_lowrank.federated.state import State, slice_tree, stack_trees
 
 
+def structure_of(module: nn.Module) -> Hashable:
+    """Return what of a module decides how its step computes, and may change between rounds."""
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    return (
+        tuple((name, value.shape, value.dtype, value.requires_grad) for name, value in tensors),
+        tuple((type(part), part.training) for part in module.modules()),
+    )
+
+
 class Vectorized(Execution):
     """Trains a chunk's clients together, in stacks that stand in the optimizers' place of the module's parameters."""
 
@@ -44,6 +54,9 @@ class Vectorized(Execution):
     def __init__(self, trainer: Any, coordinator: Coordinator) -> None:
         super().__init__(trainer, coordinator)
         self._guards = ExitStack()
+        self.compare: Callable[[], str] = lambda: ""
+        """Returns why a step of clients together is not that of a client alone, if it is not."""
+        self._compared = structure_of(self.module)
         own = (self.algorithm, self.settings.objective) if self.changes_objective else ()
         recorder = recorder_for(trainer.strategy.root_device) if self.settings.cuda_graphs else None
         self.graphs = StepGraphs(self.module, own, self._steps_left, Captures(recorder, copies=self._may_be_kept()))
@@ -77,8 +90,27 @@ class Vectorized(Execution):
                 f"execution={self.settings.execution!r}: clients step together, and in this round {hooked}: register it"
                 " before the fit, or use execution='sequential'."
             )
+        self._compare_again()
         self.graphs.begin_round(self.compiled)
         self._acting = [callback for callback in self.trainer.callbacks if isinstance(callback, ActsOnStacks)]
+
+    def _compare_again(self) -> None:
+        """Compare a step together with one alone where the module is not what it was when they were compared last."""
+        form, before = structure_of(self.module), self._compared
+        self._compared = form
+        if form == before or (self._watch is not None and not self._watch.mapped):
+            return
+        differs = self.compare()
+        if not differs:
+            return
+        if self.settings.execution != "auto":
+            raise MisconfigurationException(
+                f"execution='vectorized' is not possible from round {self.trainer.current_epoch} on: {differs}."
+                " Use execution='sequential'."
+            )
+        rank_zero_warn(f"execution='auto': {differs}. From here on clients make their steps one after another.")
+        self._watch = self._watch or Watch(self.module)
+        self._watch.mapped = False
 
     def open(self, chunk: Chunk) -> None:
         """Stack the chunk's clients."""

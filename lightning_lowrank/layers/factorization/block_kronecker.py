@@ -100,15 +100,24 @@ class BlockKronecker(Factorization):
     @override
     def compose_sum(self, terms: Sequence[Mapping[str, Tensor]], shape: Sequence[int]) -> Tensor:
         rank, size, _ = terms[0]["U"].shape
+        numbers, (down, across) = math.prod(shape), self._reached(shape, rank)
         # Outer products of the flattened factors: unlike those of broadcasting, their gradients are products as well.
-        left = torch.stack([factors["U"].flatten(1) for factors in terms], dim=2)
-        right = torch.stack([factors["V"].flatten(1) for factors in terms], dim=1)
-        blocks = torch.bmm(left, right).reshape(*self._sides(rank), size, size, size, size)
-        return blocks.permute(0, 2, 4, 1, 3, 5).reshape(-1)[: math.prod(shape)].reshape(tuple(shape))
+        left = torch.stack([factors["U"][: down * across].flatten(1) for factors in terms], dim=2)
+        right = torch.stack([factors["V"][: down * across].flatten(1) for factors in terms], dim=1)
+        blocks = torch.bmm(left, right).reshape(down, across, size, size, size, size)
+        flat = blocks.permute(0, 2, 4, 1, 3, 5).reshape(-1)
+        # The gradient of a slice would fill a tensor of all blocks with zeros first.
+        weight, _ = flat.split([numbers, len(flat) - numbers])
+        return weight.reshape(tuple(shape))
 
     @override
     def compose_multiply_adds(self, shape: Sequence[int], rank: int) -> int:
-        return rank * self.block_size(shape, rank) ** 4
+        return math.prod(self._reached(shape, rank)) * self.block_size(shape, rank) ** 4
+
+    def _reached(self, shape: Sequence[int], rank: int) -> tuple[int, int]:
+        """Return how many blocks, below and beside one another, hold the weight's numbers."""
+        down, across = self._sides(rank)
+        return min(down, ceil(math.prod(shape) / (across * self.block_size(shape, rank) ** 4))), across
 
     def _sides(self, rank: int) -> tuple[int, int]:
         """Return how many blocks stand below and beside one another in the matrix that is flattened."""

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_lowrank import FedAvg, FederatedLoop, FromIndices
-from lightning_lowrank.federated.execution import choice
+from lightning_lowrank.federated.execution import choice, vectorized
 from tests.federated.execution.random_modules import CLIENTS, OPTIMIZERS, Drawn, outcome, trained
 from tests.helpers import Data, Module, assert_same, fit, network, trainer, weights
 
@@ -102,6 +102,41 @@ class OwnDraws(Module):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         draws = torch.Generator().manual_seed(batch_idx)
         return self.loss([batch[0] + torch.randn(batch[0].shape, generator=draws), batch[1]])
+
+
+class ThawsLater(Module):
+    """Trains a layer from the second round on, and reads then what is another thing for clients together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        self.net[0].requires_grad_(self.current_epoch > 0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        weight = self.net[0].weight
+        return self.loss(batch) * (1 if weight.requires_grad and not weight.is_leaf else 2)
+
+
+def test_a_step_is_compared_again_where_the_module_has_changed(tmp_path, monkeypatch):
+    monkeypatch.setattr(choice, "time_both", lambda *given: (2.0, 1.0))
+
+    def run(execution: str) -> tuple[Module, FederatedLoop]:
+        loop = FederatedLoop(FedAvg(), partition=FromIndices(CLIENTS["even"]), execution=execution, summary=False)
+        return fit(trainer(tmp_path, loop, max_epochs=3), ThawsLater(), Data()), loop
+
+    with pytest.raises(MisconfigurationException, match=r"from round 1 on: .*its loss is .* for the client alone"):
+        run("vectorized")
+    warned: list[str] = []
+    monkeypatch.setattr(vectorized, "rank_zero_warn", warned.append)
+    module, loop = run("auto")
+    assert loop.rounds.execution.name == "vectorized"
+    assert len(warned) == 1
+    assert "its loss is" in warned[0]
+    expected, _ = run("sequential")
+    for name, value in weights(expected).items():
+        torch.testing.assert_close(weights(module)[name], value, rtol=1e-4, atol=1e-5)
 
 
 def together(tmp_path: Any, module: Module, **settings: Any) -> Module:

@@ -5,12 +5,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lightning_lowrank import FedAvg, FederatedLoop, LowRank, MatrixProduct
-from lightning_lowrank.federated.execution import memory
-from tests.federated.execution.runs import run
+from lightning_lowrank import FedAvg, FederatedLoop, FromIndices, LowRank, MatrixProduct
+from lightning_lowrank.federated.execution import choice, memory
+from lightning_lowrank.federated.execution.stack import ClientStack
+from tests.federated.execution.runs import assert_close, run
 from tests.helpers import Data, Module, assert_same, fit, trainer, weights
 
 IMAGES = TensorDataset(torch.randn(40, 1, 16, 16), torch.randint(4, (40,)))
@@ -150,3 +152,37 @@ def test_a_step_that_cannot_be_tried_fails_in_its_place(tmp_path):
 
     with pytest.raises(Exception, match="answers of 0 of 5 clients"):
         run(tmp_path, "vectorized", module=Unlucky)
+
+
+@pytest.fixture
+def sizes(monkeypatch):
+    """Notes how many clients step together, and has memory for three."""
+    found, mapped = [], ClientStack.mapped
+
+    def within(self, run, stacks):
+        found.append(len(next(iter(stacks[0].values()))))
+        if found[-1] > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8 GiB")
+        return mapped(self, run, stacks)
+
+    monkeypatch.setattr(ClientStack, "mapped", within)
+    return found
+
+
+@pytest.mark.parametrize("execution", ["vectorized", "auto"])
+def test_fewer_clients_step_together_where_a_step_needs_more_memory(tmp_path, monkeypatch, sizes, execution):
+    monkeypatch.setattr(choice, "time_both", lambda *given: (2.0, 1.0))
+    settings = {"partition": FromIndices([list(range(start, start + 8)) for start in range(0, 96, 8)])}
+    module, loop, _ = run(tmp_path, execution, **settings, trainer={"max_epochs": 1})
+    assert (loop.rounds.execution.name, loop.data.chunk_size) == ("vectorized", 3)
+    assert sorted(set(sizes)) == [3, 6, 12]
+    expected, *_ = run(tmp_path, "sequential", **settings, trainer={"max_epochs": 1})
+    assert_close(weights(expected), weights(module))
+
+
+def test_a_size_that_was_asked_for_is_refused_where_it_needs_more_memory(tmp_path, sizes):
+    settings = {"partition": FromIndices([list(range(start, start + 8)) for start in range(0, 96, 8)]), "chunk_size": 4}
+    with pytest.raises(MisconfigurationException, match=r"4 clients together.*out of memory"):
+        run(tmp_path, "vectorized", **settings)
+    _, loop, _ = run(tmp_path, "auto", **settings)
+    assert loop.rounds.execution.name == "sequential"
