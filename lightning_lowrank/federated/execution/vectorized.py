@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
@@ -101,16 +100,11 @@ class Vectorized(Execution):
         if form == before or (self._watch is not None and not self._watch.mapped):
             return
         differs = self.compare()
-        if not differs:
-            return
-        if self.settings.execution != "auto":
+        if differs:
             raise MisconfigurationException(
-                f"execution='vectorized' is not possible from round {self.trainer.current_epoch} on: {differs}."
-                " Use execution='sequential'."
+                f"execution={self.settings.execution!r}: clients step together, which is not possible from round"
+                f" {self.trainer.current_epoch} on: {differs}. Use execution='sequential'."
             )
-        rank_zero_warn(f"execution='auto': {differs}. From here on clients make their steps one after another.")
-        self._watch = self._watch or Watch(self.module)
-        self._watch.mapped = False
 
     def open(self, chunk: Chunk) -> None:
         """Stack the chunk's clients."""
