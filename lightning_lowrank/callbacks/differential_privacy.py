@@ -21,7 +21,7 @@ from lightning_lowrank.federated.data.loader import check_loader
 from lightning_lowrank.federated.data.poisson import PoissonLoader
 from lightning_lowrank.federated.data.sampling import NeedsPoissonBatches
 from lightning_lowrank.federated.execution.base import while_training
-from lightning_lowrank.federated.execution.graphs import tensors_in
+from lightning_lowrank.federated.execution.compiled import tensors_in
 from lightning_lowrank.federated.loop import FederatedLoop
 from lightning_lowrank.federated.privacy.accounting import Accountant, Mechanism, check_budget, noise_for
 from lightning_lowrank.federated.privacy.noise import gaussian

@@ -19,7 +19,6 @@ from torchmetrics import Metric
 
 from lightning_lowrank.arguments import listed
 from lightning_lowrank.federated.execution.base import Execution, while_training
-from lightning_lowrank.federated.execution.reads import unobserved
 from lightning_lowrank.federated.execution.traces import Unwritten
 from lightning_lowrank.federated.kept import Kept
 from lightning_lowrank.federated.state import trained_tensors
@@ -199,7 +198,7 @@ class ClientSteps:
 
     def _own_last_batch(self) -> LastBatch:
         execution = self._execution
-        return LastBatch(self._trainer, unobserved(execution.number) + 1 == execution.chunk.steps)
+        return LastBatch(self._trainer, execution.number + 1 == execution.chunk.steps)
 
     def end_batch(self, outputs: Any, batch: Any) -> None:
         """Call the module's own ``on_train_batch_end``."""

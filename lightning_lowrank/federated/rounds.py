@@ -528,7 +528,6 @@ class Rounds(Untraced):
         return {
             "algorithm": type(self._algorithm).__name__,
             "execution": execution.name,
-            "compiled": execution.compiled,
             "channels_last": execution.channels_last,
             "chunk_size": self._data.chunk_size,
             "progress": saved,

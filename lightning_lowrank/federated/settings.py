@@ -110,14 +110,10 @@ class FederatedSettings(Configured):
             memory (`torch.channels_last`). A later step that cannot do with that is an error which says what would do.
         chunk_size: Largest number of clients that step together. ``None``: as many as a quarter of the free memory
             holds, by what a step on the first round's batches takes. The result does not depend on it, to rounding.
-        compile: Whether the steps of clients that step together are compiled by ``torch.compile``'s inductor, which
-            needs a C++ compiler on a CPU and Triton on a GPU, and some seconds for each form of step. Their results are
-            the same to rounding. ``"auto"``: where it is possible, and the run has 30,000 such steps left when it
-            begins. Steps that cannot be traced are not compiled. Off by default.
-        cuda_graphs: Whether traced steps of clients that step together are captured as CUDA graphs, where the device is
-            a CUDA GPU. A form and size of step that has been used four times is captured; all captures may take a
-            quarter of the free memory. Steps that can't be captured, or of which a capture gives other values, are
-            replayed without.
+        compile: Whether the steps of clients that step together are compiled by `torch.compile`, which needs a C++
+            compiler on a CPU and Triton on a GPU. Compiled are full batches, in stacks of at most four sizes, each of
+            which takes some seconds at its first use. Results are the same to rounding. What cannot be compiled is not,
+            and a warning says why. Default ``False``.
         fast_steps: Whether steps, and batches of validation and tests, may call only those hooks that the module or a
             callback overrides; whether ``self.log`` may leave out what Lightning has checked of the same call before;
             and whether validation and test loaders may read batches in one piece. They do so in order and without
@@ -193,8 +189,7 @@ class FederatedSettings(Configured):
     summary: bool = field(default=True, metadata=SAME_RESULT)
     execution: Literal["sequential", "vectorized", "auto"] = "sequential"
     chunk_size: int | None = None
-    compile: bool | Literal["auto"] = False
-    cuda_graphs: bool = field(default=True, metadata=SAME_RESULT)
+    compile: bool = False
     fast_steps: bool = field(default=True, metadata=SAME_RESULT)
     data_on_device: bool | Literal["auto", "round"] = field(default="auto", metadata=SAME_RESULT)
     client_settings: dict[int | str, dict[str, Any]] | Callable[[int], Mapping[str, Any] | None] | None = None
@@ -261,7 +256,7 @@ class FederatedSettings(Configured):
 
         choices = (
             ("execution", ("sequential", "vectorized", "auto")),
-            ("compile", (False, True, "auto")),
+            ("compile", (False, True)),
             ("data_on_device", (False, True, "auto", "round")),
             ("buffers", ("average", "local", "reset")),
             ("optimizer_state", ("reset", "keep")),

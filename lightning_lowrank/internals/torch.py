@@ -7,7 +7,7 @@ import hashlib
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import ContextDecorator, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ContextDecorator, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -662,3 +662,26 @@ def storage_key(tensor: Tensor) -> int:
     storage = (values_of(tensor) if is_mapped(tensor) else tensor).untyped_storage()
     # Tensors that are traced have no address of their data.
     return getattr(storage, "_cdata", None) or storage.data_ptr()
+
+
+def without_values() -> AbstractContextManager[Any]:
+    """Return a context in which operations give tensors of the right shape and type, and compute nothing.
+
+    Tensors from outside stand for their shape and type there; those that are written into may have changed afterwards.
+    ``from_tensor`` of what is entered returns what stands for a tensor. What reads a number out of the results of
+    operations raises an error.
+
+    Raises:
+        ImportError: If this torch has no such context.
+
+    Example:
+        >>> weight = torch.ones(2, 3)
+        >>> with without_values():
+        ...     (weight @ torch.ones(3, 4)).shape
+        torch.Size([2, 4])
+    """
+    # Importing it takes a good part of a second.
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode: AbstractContextManager[Any] = FakeTensorMode(allow_non_fake_inputs=True)
+    return mode

@@ -54,6 +54,7 @@ class Places:
         self.numbers = numbers
         self.samples = samples
         self.contiguous = numbers[-1] - numbers[0] + 1 == len(numbers)
+        self.is_prefix = numbers[-1] + 1 == len(numbers)
 
 
 class Requests(list[Request]):

@@ -52,8 +52,6 @@ class Execution(Untraced, ABC):
     """Whether clients step together, so that batches are those of a chunk."""
     substituted: bool = False
     """Whether training steps are run with other tensors in the module's place, as `DifferentialPrivacy` does."""
-    compiled: bool = False
-    """Whether steps are compiled, which checkpoints keep."""
     starts: Starts
     """What each client's optimizers begin with."""
     logbook: Logbook | None = None

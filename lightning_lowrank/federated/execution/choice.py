@@ -30,8 +30,8 @@ from lightning_lowrank.federated.execution.causes import (
 )
 from lightning_lowrank.federated.execution.channels_last import ChannelsLast
 from lightning_lowrank.federated.execution.comparison import difference
+from lightning_lowrank.federated.execution.compiled import CompiledSteps
 from lightning_lowrank.federated.execution.distributed import ClientParallelStrategy
-from lightning_lowrank.federated.execution.graphs import WORTH_COMPILING, StepGraphs, steps_left
 from lightning_lowrank.federated.execution.memory import chunk_size_that_fits
 from lightning_lowrank.federated.execution.sequential import Sequential
 from lightning_lowrank.federated.execution.stack import ClientStack
@@ -39,7 +39,6 @@ from lightning_lowrank.federated.execution.traces import trial
 from lightning_lowrank.federated.execution.vectorized import Vectorized
 from lightning_lowrank.federated.objective import loss_of
 from lightning_lowrank.federated.state import trained_tensors
-from lightning_lowrank.internals import tracing
 from lightning_lowrank.internals.torch import synchronize
 
 _KINDS: dict[str, type[Execution]] = {kind.name: kind for kind in (Sequential, Vectorized)}
@@ -97,8 +96,7 @@ def choose_execution(
         else:
             reason, size = _compared(trainer, data, size)
             defers = not steps_are_seen(trainer, coordinator.algorithm)
-            compiles = _compiles(trainer, data, coordinator.settings.compile, restored, previous)
-            choice = _fastest(trainer, data, size, reason, defers, compiles)
+            choice = _fastest(trainer, data, size, reason, defers, coordinator.settings.compile)
         wanted, channels_last, said = choice if processes is None else processes.broadcast(choice)
         if trainer.is_global_zero:
             Console().print(f"execution='auto': {said}", highlight=False, soft_wrap=True)
@@ -122,7 +120,8 @@ def choose_execution(
     execution.channels_last = channels_last
     if isinstance(execution, Vectorized):
         execution.compare = functools.partial(_difference, trainer, data, size, processes)
-        execution.compiled = _compiles(trainer, data, coordinator.settings.compile, restored, previous)
+        if coordinator.settings.compile:
+            execution.compile(min(size, data.planner.drawn), data.loader.batch_size)
     return execution
 
 
@@ -163,28 +162,6 @@ def _compared(trainer: Any, data: RoundData, size: int) -> tuple[str, int]:
         if given or clients <= _FEWEST_TOGETHER:
             return f"a step of {clients} clients together needs more memory than there is ({said})", size
         size = max(_FEWEST_TOGETHER, clients // 2)
-
-
-def _compiles(
-    trainer: Any, data: RoundData, wanted: bool | str, restored: Mapping[str, Any] | None, previous: Execution | None
-) -> bool:
-    """Return whether steps are compiled.
-
-    Raises:
-        MisconfigurationException: If they are to be, and cannot.
-    """
-    if not wanted:
-        return False
-    reason = tracing.can_compile(trainer.strategy.root_device)
-    if reason and wanted != "auto":
-        raise MisconfigurationException(f"compile=True is not possible: {reason}. Use compile='auto' or False.")
-    if wanted != "auto" or reason:
-        return not reason
-    if restored is not None:
-        return bool(restored["compiled"])
-    if previous is not None:
-        return previous.compiled
-    return steps_left(trainer, data.planner.plan(trainer.current_epoch).trained) >= WORTH_COMPILING
 
 
 def _fastest(
@@ -322,11 +299,10 @@ def time_both(
             be put back.
     """
     with trial(trainer, loader, chunk, _TRIED_STEPS) as (together, alone):
-        left = steps_left(trainer, chunk.steps)
-        # The graphs of the fit itself are traced again, where more is known of its steps.
-        graphs = StepGraphs(module, (), lambda: left)
-        graphs.begin_round(compiles)
-        stack = ClientStack(trainer, module, trained_tensors(module), len(chunk.clients), graphs=graphs, defers=defers)
+        count = len(chunk.clients)
+        # The fit compiles again, with the method's objective.
+        compiled = CompiledSteps(module, count, loader.batch_size, None) if compiles else None
+        stack = ClientStack(trainer, module, trained_tensors(module), count, compiled=compiled, defers=defers)
         try:
             in_chunk = _seconds(
                 trainer, module, together, lambda step: stack.narrow(chunk.active(step)), stack.gradients

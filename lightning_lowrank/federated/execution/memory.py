@@ -14,8 +14,7 @@ from lightning_lowrank.federated.execution.stack import ClientStack
 from lightning_lowrank.federated.execution.traces import trial
 from lightning_lowrank.federated.offload import size as bytes_of
 from lightning_lowrank.federated.state import trained_tensors
-from lightning_lowrank.internals.torch import device_module, storage_key
-from lightning_lowrank.internals.tracing import without_values
+from lightning_lowrank.internals.torch import device_module, storage_key, without_values
 
 _SHARE_OF_MEMORY = 0.25
 _COPIES_OF_A_CLIENT = 6

@@ -25,22 +25,20 @@ from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.func import vmap
 from torch.optim import Optimizer
+from torch.random import fork_rng
 from torchmetrics import Metric
 
 from lightning_lowrank.federated.data.loader import DiffersBetweenClients, OfEachClient, Places, batch_of
 from lightning_lowrank.federated.execution.base import while_training
-from lightning_lowrank.federated.execution.captures import Captures
 from lightning_lowrank.federated.execution.causes import CannotMap, cause_of, updates
-from lightning_lowrank.federated.execution.graphs import Results, Step, StepGraphs, form_of, tensors_in
+from lightning_lowrank.federated.execution.compiled import CompiledSteps, Inputs, Results, differ, tensors_in
 from lightning_lowrank.federated.execution.stacked_products import StackedProducts
 from lightning_lowrank.federated.execution.traces import Unmapped, Untraced, Watch, reachable
-from lightning_lowrank.federated.execution.updates import OptimizerUpdate, ProductUpdate, update_of
 from lightning_lowrank.federated.logbook import Logbook
 from lightning_lowrank.federated.objective import loss_of
 from lightning_lowrank.federated.optimizers import fresh_state, is_shared
 from lightning_lowrank.federated.state import State
 from lightning_lowrank.internals.torch import as_rows, is_mapped, own_buffers, own_parameters, version_of
-from lightning_lowrank.internals.tracing import Untraceable
 from lightning_lowrank.internals.transformers import values_unseen
 from lightning_lowrank.optim import ProjectedOptimizer
 from lightning_lowrank.optim.deferred import Deferred, DeferredSteps
@@ -90,9 +88,8 @@ class ClientStack(Untraced):
         objective: What is trained in place of the training step's own loss. It gets ``round_state``.
         watch: Looks what steps leave on the module; by default one that begins here.
         falls_back: Whether clients make their steps one after another once these cannot be mapped.
-        graphs: The graphs of the fit's steps, if there are any.
-        defers: Whether nobody sees weights between steps, so that a projected optimizer may defer its own, and captured
-            and compiled steps end with the optimizer's.
+        compiled: The fit's compiled steps, if there are any.
+        defers: Whether nobody sees weights between steps, so that a projected optimizer may defer its own.
         logbook: Takes what each client logs; ``None``: Lightning takes the mean over clients.
     """
 
@@ -105,13 +102,13 @@ class ClientStack(Untraced):
         objective: Objective | None = None,
         watch: Watch | None = None,
         falls_back: bool = False,
-        graphs: StepGraphs | None = None,
+        compiled: CompiledSteps | None = None,
         defers: bool = False,
         logbook: Logbook | None = None,
     ) -> None:
         self._trainer = trainer
         self._logbook = logbook
-        self._graphs = graphs
+        self._compiled = compiled
         self._watch = Watch(module) if watch is None else watch
         self._falls_back = falls_back
         self.measured = False
@@ -120,26 +117,22 @@ class ClientStack(Untraced):
         self._module = module
         self._step = module.training_step
         self.device = module.device
-        # The gradient of the losses' sum, which a graph holds: to make it would be a call in each step.
-        self.one = None if self.device.type == "cpu" else torch.ones((), device=self.device)
         self._takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
         self.active = count
         self._objective = objective
         self.round_state: State = {}
         self._homes = _homes(module, {tensor: name for name, tensor in live.items()})
         self._deferrable = self._weights_of_linear_layers() if defers else []
-        rest = [*module.named_parameters(), *module.named_buffers()] if graphs is not None else []
-        self.shared = _homes(module, {tensor: name for name, tensor in rest if name not in live})
-        tensors = [*live.values(), *(table[key] for table, key, _ in self.shared)]
-        form = tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors)
-        self.form = 0 if graphs is None else graphs.number_of(form)
-        self._captures = Captures(None) if graphs is None else graphs.captures
-        self.values = {name: self._captures.place(name, value, count) for name, value in live.items()}
+        # A compiled stack may have more rows.
+        rows = count if compiled is None else max(count, compiled.size_for(count))
+        self._rows = {
+            name: value.detach().unsqueeze(0).expand(rows, *value.shape).clone() for name, value in live.items()
+        }
+        self.values = {name: value[:count] for name, value in self._rows.items()}
         self.leaves = {
             name: self.values[name].detach().requires_grad_() for name, value in live.items() if value.requires_grad
         }
         leaf_of = {value: self.leaves[name] for name, value in live.items() if name in self.leaves}
-        self._bases: dict[str, tuple[Tensor, Tensor]] = {}
         self._unmapped = Unmapped(module)
         self._parameters: list[tuple[dict[str, Any], list[Tensor]]] = []
         for optimizer in trainer.optimizers:
@@ -151,8 +144,6 @@ class ClientStack(Untraced):
                     group["stacked"] = True
             optimizer.state = fresh_state(optimizer)
             self._loaded = {leaf_of[parameter]: state for parameter, state in loaded.items() if parameter in leaf_of}
-        self._unseen = defers
-        self._update = self._update_in_steps()
         self._watched = [value.register_hook(_refuse_gradient) for value in live.values() if value.requires_grad]
         replacing: dict[str, Any] = {
             "training_step": while_training(trainer, self._step, self.training_step),
@@ -160,18 +151,6 @@ class ClientStack(Untraced):
         }
         self._replaced = {name: vars(module).get(name) for name in replacing}
         vars(module).update(replacing)
-
-    def _update_in_steps(self) -> OptimizerUpdate | ProductUpdate | None:
-        """Return the optimizer's step as captured or compiled steps may end with it.
-
-        They may where nobody sees gradients or weights between.
-        """
-        ends = self._captures.recorder is not None or (self._graphs is not None and self._graphs.compiles)
-        if not self._unseen or not ends or not self.leaves or len(self._trainer.optimizers) != 1:
-            return None
-        (optimizer,) = self._trainer.optimizers
-        places = {name: place for place, name in enumerate(self.values)}
-        return update_of(optimizer, self.leaves, places, self._captures)
 
     def client(self, index: int) -> dict[str, Tensor]:
         """Return one client's values by name, as views into the stacks."""
@@ -185,13 +164,6 @@ class ClientStack(Untraced):
         (optimizer,) = self._trainer.optimizers
         optimizer.state.update(self._loaded)
         self._narrow(active, of_state=False)
-
-    def keep_values(self) -> bool:
-        """Take the values out of memory that the next stack gets as well; return whether that had to be done."""
-        lent = any(map(self._captures.lends, self.values.values()))
-        if lent:
-            self.values = {name: value.clone() for name, value in self.values.items()}
-        return lent
 
     def narrow(self, active: int) -> None:
         """Let the clients from ``active`` on leave the stack: they have made their last step."""
@@ -233,16 +205,7 @@ class ClientStack(Untraced):
             if isinstance(optimizer, ProjectedOptimizer):
                 each = optimizer.defer(self.leaves[name] for name in names.values())
                 found.update({names[id(leaf)]: deferred for leaf, deferred in each})
-        return {name: each._replace(projection=self._placed(name, each.projection)) for name, each in found.items()}
-
-    def _placed(self, name: str, basis: Tensor) -> Tensor:
-        """Return a projection where captured steps find it, in each round."""
-        if self._captures.recorder is None:
-            return basis
-        known = self._bases.get(name)
-        if known is None or known[0] is not basis:
-            known = self._bases[name] = basis, self._captures.place(f"projection.{name}", basis, 1)[0]
-        return known[1]
+        return found
 
     def fold(self, first: int = 0) -> None:
         """Give the weights of the clients from place ``first`` on their changes that are kept apart."""
@@ -308,52 +271,54 @@ class ClientStack(Untraced):
         return total
 
     def gradients(self, parts: Parts, batch_idx: int = 0) -> Tensor | None:
-        """Do what `training_step`, ``zero_grad()`` and ``backward()`` would do, by graphs.
-
-        A captured or compiled step may do what the optimizer's ``step()`` would do as well. Leaves have no gradients
-        then, so that the optimizer leaves them as they are.
+        """Do what `training_step`, ``zero_grad()`` and ``backward()`` do, compiled where clients have a full batch.
 
         Returns:
-            The sum of the losses; ``None`` where a graph is missing. Nothing has been done then.
+            The sum of the losses; ``None`` where nothing is compiled. Nothing has been done then.
         """
-        if self._graphs is None or self._graphs.reason or not self._watch.settled or not self._watch.mapped:
+        compiled = self._compiled
+        if compiled is None or compiled.reason or not self._watch.settled or not self._watch.mapped:
+            return None
+        full = next((part for part in parts if part[0].samples == compiled.samples and part[0].is_prefix), None)
+        size = 0 if full is None else compiled.size_for(len(full[0].numbers))
+        if full is None or not size:
             return None
         logged, deferred = _Logged(self._logbook), self.deferred()
-        found = []
-        for places, batch in parts:
-            part = _Part(self, places, batch, batch_idx, logged.settings, deferred)
-            replay = part.find(self._graphs)
-            if replay is None:
-                return None
-            found.append((part, replay))
         for leaf in (*self.leaves.values(), *(each.change for each in deferred.values())):
             leaf.grad = None
-        update = self._update if len(found) == 1 and found[0][0].is_whole else None
-        if update is not None:
-            update.prepare(self.leaves)
         total: Tensor | None = None
-        for part, replay in found:
-            self._captures.update = update
-            loss, gradients, values = part.replayed(replay)
-            self._captures.update = None
-            if update is not None and update.made:
-                update.finish([name for name, _ in gradients])
-            else:
-                part.give(
-                    {
-                        deferred[name].change if of_change else self.leaves[name]: gradient
-                        for (name, of_change), gradient in gradients.items()
-                    }
-                )
-            if self._captures.recorder is not None and (len(found) > 1 or not self._unseen):
-                # Captured steps share memory, so that another part's, and the next step's, overwrite it.
-                loss = loss.clone()
-            if len(found) > 1 or self._captures.recorder is not None:
-                values = {name: value.clone() for name, value in values.items()}
-            total = loss if total is None else total + loss
-            logged.add(values, part.places.samples)
+        for places, batch in parts:
+            part = _Part(self, places, batch, batch_idx, logged.settings, deferred, apart=len(parts) > 1)
+            found = self._compiled_part(compiled, size, part) if places is full[0] else None
+            losses, values = part.backward() if found is None else found
+            part.put_back()
+            total = losses.sum() if total is None else total + losses.sum()
+            logged.add(values, places.samples)
         logged.log(self._module)
         return total
+
+    def _compiled_part(
+        self, compiled: CompiledSteps, size: int, part: _Part
+    ) -> tuple[Tensor, dict[str, Tensor]] | None:
+        """Make the compiled step of the first clients in a stack of ``size`` rows, if it can be made."""
+        devices = [] if self.device.type == "cpu" else [self.device]
+        is_new, inputs = compiled.is_new(size), part.inputs(self._rows, size)
+        with fork_rng(devices, device_type=self.device.type) if is_new else nullcontext():
+            results = compiled.step(self._step, self._takes_index, inputs, part.number)
+        if results is None:
+            return None
+        results = part.rows_of(results)
+        if not is_new:
+            part.take(results, compiled.settings[size])
+            return results.losses, results.logged
+        # A new one is compared with the step as it is, which counts.
+        losses, logged = part.backward()
+        compiled.settings[size] = dict(part.settings)
+        changed = part.changed_in_place()
+        reason = f"it changes {changed} in place" if changed else differ(results, part.results(losses, logged))
+        if reason:
+            compiled.give_up(reason)
+        return losses, logged
 
     def _tell_of_unequal(self, parts: Parts) -> None:
         """Warn once that clients whose batches differ in more than their size do not step together."""
@@ -472,7 +437,7 @@ class ClientStack(Untraced):
 
     def one_by_one(self, run: Run, stacks: Stacks) -> tuple[Tensor, dict[str, Tensor]]:
         """Make a step of one client after another; return their losses, and what they log."""
-        each = [run(*batch_of(stacks, place)) for place in range(_clients_in(stacks))]
+        each = [run(*_of_client(stacks, place)) for place in range(_clients_in(stacks))]
         names = each[0][1]
         values = {name: torch.stack([logged[name] for _, logged in each if name in logged]) for name in names}
         return torch.stack([loss for loss, _ in each]), values
@@ -567,6 +532,17 @@ def _refuse_metric(name: str, metric: Metric) -> MisconfigurationException:
     )
 
 
+def _of_client(stacks: Stacks, place: int) -> Stacks:
+    """Return what a client of a place has; one that is alone has its part of the stacks without a copy in autograd."""
+    alone = _clients_in(stacks) == 1
+
+    def own(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: value.squeeze(0) if alone else value[place] for name, value in tensors.items()}
+
+    values, changes, state, batch = stacks
+    return own(values), own(changes), batch_of(state, place) if state else state, batch_of(batch, place)
+
+
 def _of_each_client(batch: Any) -> list[OfEachClient]:
     found: list[OfEachClient] = []
     apply_to_collection(batch, OfEachClient, found.append)
@@ -633,22 +609,16 @@ class _Part:
         apart: bool = False,
     ) -> None:
         self.places = places
-        self._stack, self._batch, self.number, self._settings = stack, batch, batch_idx, settings
+        self._stack, self._batch, self.number, self.settings = stack, batch, batch_idx, settings
         numbers = places.numbers
         self._chosen = slice(numbers[0], numbers[-1] + 1)
         rows_needed = apart or not places.contiguous
         self._rows = torch.tensor(numbers).to(stack.device, non_blocking=True) if rows_needed else None
+        self._deferred = deferred
         self._named = {name: self._select(stack.leaves.get(name, value)) for name, value in stack.values.items()}
         self._changes = {name: self._select(each.change) for name, each in deferred.items()}
-        self._projections = {name: each.projection for name, each in deferred.items()}
         self._state = apply_to_collection(stack.round_state, Tensor, self._select) if stack.round_state else {}
-
-        self._way = stack.one_by_one if len(numbers) == 1 else stack.mapped
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether they are all clients that make a step, in their order."""
-        return self._rows is None and len(self.places.numbers) == self._stack.active
+        self._gradients: dict[tuple[str, bool], Tensor] = {}
 
     def _select(self, tensor: Tensor) -> Tensor:
         if self._rows is not None:
@@ -658,8 +628,8 @@ class _Part:
     def _run(
         self, values: dict[str, Tensor], changes: dict[str, Tensor], state: State, batch: Any
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        deferred = {name: Deferred(self._projections[name], change) for name, change in changes.items()}
-        return self._stack.run(values, deferred, state, batch, self.number, self._settings)
+        deferred = {name: Deferred(self._deferred[name].projection, change) for name, change in changes.items()}
+        return self._stack.run(values, deferred, state, batch, self.number, self.settings)
 
     def mapped(self) -> tuple[Tensor, dict[str, Tensor]]:
         """Map the step over the clients; return their losses, and what they log."""
@@ -674,14 +644,26 @@ class _Part:
                     self._stack.values[name].index_copy_(0, self._rows, value.detach())
             _put_back(self._stack.round_state, self._rows, self._state)
 
-    def give(self, gradients: Mapping[Tensor, Tensor]) -> None:
-        """Make gradients of these clients' part of the leaves'."""
-        if len(self.places.numbers) == self._stack.active:
-            for leaf, gradient in gradients.items():
-                leaf.grad = gradient
-            return
+    def backward(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """Make the step and its gradients; return the losses, and what is logged."""
+        losses, logged = self.mapped()
+        wanted = {(name, True): change for name, change in self._changes.items()}
+        trained = {(name, False): self._named[name] for name in self._stack.leaves if name not in self._changes}
+        gradients = torch.autograd.grad(losses.sum(), [*wanted.values(), *trained.values()], allow_unused=True)
+        found = zip([*wanted, *trained], gradients, strict=True)
+        self._give({key: gradient for key, gradient in found if gradient is not None})
+        return losses.detach(), logged
+
+    def _give(self, gradients: dict[tuple[str, bool], Tensor]) -> None:
+        """Make gradients of these clients part of the leaves'."""
+        self._gradients = gradients
+        everyone = len(self.places.numbers) == self._stack.active and self._rows is None
         with torch.no_grad():
-            for leaf, gradient in gradients.items():
+            for (name, of_change), gradient in gradients.items():
+                leaf = self._deferred[name].change if of_change else self._stack.leaves[name]
+                if everyone:
+                    leaf.grad = gradient
+                    continue
                 if leaf.grad is None:
                     # Another form of batch may leave a parameter out.
                     leaf.grad = torch.zeros_like(leaf)
@@ -690,96 +672,57 @@ class _Part:
                 else:
                     leaf.grad.index_copy_(0, self._rows, gradient)
 
-    def find(self, graphs: StepGraphs) -> Callable[[], Results] | None:
-        """Return what makes the clients' step by its graph, if there is one."""
-        stack, samples = self._stack, self.places.samples
-        try:
-            alone = len(self.places.numbers) == 1
-            forms = form_of(self._batch, samples), form_of(self._state, -1)
-            deferred = tuple((name, each.shape) for name, each in self._projections.items())
-            form = stack.form, alone, forms, deferred, torch.is_autocast_enabled(stack.device.type)
-        except Untraceable as error:
-            graphs.give_up(str(error))
-            return None
-        batches, shared = tensors_in(self._batch), [table[key] for table, key, _ in stack.shared]
-        shared += self._projections.values()
-        tensors = [*self._named.values(), *self._changes.values(), *tensors_in(self._state), *batches, *shared]
+    # Compiled
 
-        def sizes() -> list[list[str | None] | None]:
-            """Name the sizes of the tensors' dimensions that may vary."""
-            named: list[list[str | None] | None] = []
-            for tensor in tensors[: len(tensors) - len(shared)]:
-                of_batch = any(tensor is each for each in batches)
-                varies = "samples" if of_batch and tensor.ndim > 1 and tensor.shape[1] == samples else None
-                named.append(["clients", varies, *(None for _ in tensor.shape[2:])][: tensor.ndim])
-            return named + [None for _ in shared]
+    def inputs(self, rows: Mapping[str, Tensor], size: int) -> Inputs:
+        """Return what a stack of ``size`` rows takes, given the stacks' own. Further clients' are not used."""
 
-        present = {"clients": len(self.places.numbers), "samples": samples}
-        graphs.numbered.append(self)
-        try:
-            return graphs.find(Step(form, present, sizes, tensors, self._step, _places_of_gradients))
-        finally:
-            graphs.numbered.pop()
+        def padded(tensor: Tensor) -> Tensor:
+            tensor = tensor[: len(self.places.numbers)].detach()
+            if len(tensor) == size:
+                return tensor
+            if not tensor.stride(0):
+                return tensor[:1].expand(size, *tensor.shape[1:])
+            return torch.cat([tensor, tensor[:1].expand(size - len(tensor), *tensor.shape[1:])])
 
-    def _step(self, tensors: Sequence[Tensor]) -> Results:
-        """Return the losses' sum, gradients and what is logged, and what the names of these are."""
-        stack, given = self._stack, iter(tensors)
-        values = {name: next(given) for name in self._named}
-        wanted = {(name, False): values[name].detach().requires_grad_() for name in values if name in stack.leaves}
-        wanted |= {(name, True): next(given).detach().requires_grad_() for name in self._changes}
-        values |= {name: leaf for (name, of_change), leaf in wanted.items() if not of_change}
-        changes = {name: leaf for (name, of_change), leaf in wanted.items() if of_change}
-        state = apply_to_collection(self._state, Tensor, lambda _: next(given)) if self._state else {}
-        batch = apply_to_collection(self._batch, Tensor, lambda _: next(given))
-        shared = [next(given) for _ in stack.shared]
-        before, self._projections = self._projections, dict(zip(self._projections, given, strict=True))
-        try:
-            with torch.enable_grad(), _held(stack.shared, shared):
-                losses, logged = self._way(self._run, (values, changes, state, batch))
-                total, one = losses.sum(), stack.one
-                seed = one if one is not None and one.dtype == total.dtype else None
-                gradients = torch.autograd.grad(total, list(wanted.values()), seed, allow_unused=True)
-        finally:
-            self._projections = before
-        found = {key: each for key, each in zip(wanted, gradients, strict=True) if each is not None}
-        for name in logged:
-            if self._settings[name].get("batch_size") not in (None, self.places.samples):
-                raise Untraceable(f"it logs {name!r} with a batch_size of its own")
-        said = {name: {**self._settings[name], "batch_size": None} for name in logged}
-        return [total.detach(), *found.values(), *logged.values()], (list(found), said)
+        values = {name: value[:size] for name, value in rows.items()}
+        trained = {name: values.pop(name) for name in self._stack.leaves if name not in self._deferred}
+        return Inputs(
+            trained,
+            {name: padded(each.change) for name, each in self._deferred.items()},
+            values,
+            {name: each.projection for name, each in self._deferred.items()},
+            apply_to_collection(self._stack.round_state, Tensor, padded) if self._stack.round_state else {},
+            apply_to_collection(self._batch, Tensor, padded),
+        )
 
-    def replayed(
-        self, replay: Callable[[], Results]
-    ) -> tuple[Tensor, dict[tuple[str, bool], Tensor], dict[str, Tensor]]:
-        """Make the step by its graph; return the losses' sum, the gradients, and what is logged.
+    def rows_of(self, results: Results) -> Results:
+        """Return what a compiled step gives for these clients."""
+        count = len(self.places.numbers)
+        losses, *tables = results
+        return Results(losses[:count], *({name: value[:count] for name, value in table.items()} for table in tables))
 
-        Gradients have the weight's name, and whether they are those of its change.
-        """
-        results, (used, said) = replay()
-        self.put_back()
-        for name, settings in said.items():
-            self._settings.setdefault(name, settings)
-        logged = dict(zip(said, results[1 + len(used) :], strict=True))
-        return results[0], dict(zip(used, results[1:], strict=False)), logged
+    def take(self, results: Results, settings: Mapping[str, dict[str, Any]]) -> None:
+        """Take a compiled step's gradients and buffers for these clients, and with which settings it logs."""
+        self.settings.update(settings)
+        given = {(name, False): gradient for name, gradient in results.gradients.items()}
+        self._give(given | {(name, True): gradient for name, gradient in results.of_changes.items()})
+        for name, value in results.buffers.items():
+            self._named[name].copy_(value)
 
+    def results(self, losses: Tensor, logged: dict[str, Tensor]) -> Results:
+        """Return what the step as it is has given."""
+        given = {
+            of: {name: each for (name, is_of), each in self._gradients.items() if is_of is of} for of in (False, True)
+        }
+        buffers = {name: value for name, value in self._named.items() if name not in self._stack.leaves}
+        return Results(losses, given[False], given[True], logged, buffers)
 
-def _places_of_gradients(note: Any) -> dict[str, int]:
-    """Return the places of values' gradients among what `_Part._step` gives, given what their names are."""
-    used, _ = note
-    return {name: 1 + place for place, (name, of_change) in enumerate(used) if not of_change}
-
-
-@contextmanager
-def _held(homes: Sequence[tuple[MutableMapping[str, Any], str, str]], tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Let tables hold other tensors."""
-    previous = [table[key] for table, key, _ in homes]
-    for (table, key, _), tensor in zip(homes, tensors, strict=True):
-        table[key] = tensor
-    try:
-        yield
-    finally:
-        for (table, key, _), tensor in zip(homes, previous, strict=True):
-            table[key] = tensor
+    def changed_in_place(self) -> str:
+        """Name a parameter or round state that the step has changed in place; an empty string if there is none."""
+        values = [(name, value) for name, value in self._named.items() if name in self._stack.leaves]
+        values += [("the round state", value) for value in tensors_in(self._state)]
+        return next((name for name, value in values if self._rows is not None and version_of(value)), "")
 
 
 def _put_back(stacks: State, rows: Tensor, selected: State) -> None:

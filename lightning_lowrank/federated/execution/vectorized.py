@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -17,14 +16,13 @@ from lightning_lowrank.federated.checks import check_factor_gradients
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.execution.base import Execution
-from lightning_lowrank.federated.execution.captures import Captures, recorder_for
 from lightning_lowrank.federated.execution.causes import (
     ActsOnStacks,
     hooks_around_steps,
     reason_of_hooks,
     steps_are_seen,
 )
-from lightning_lowrank.federated.execution.graphs import StepGraphs, steps_left
+from lightning_lowrank.federated.execution.compiled import CompiledSteps
 from lightning_lowrank.federated.execution.stack import ClientStack
 from lightning_lowrank.federated.execution.traces import Watch, without_writing
 from lightning_lowrank.federated.failures import turn_of
@@ -56,20 +54,12 @@ class Vectorized(Execution):
         self.compare: Callable[[], str] = lambda: ""
         """Returns why a step of clients together is not that of a client alone, if it is not."""
         self._compared = structure_of(self.module)
-        own = (self.algorithm, self.settings.objective) if self.changes_objective else ()
-        recorder = recorder_for(trainer.strategy.root_device) if self.settings.cuda_graphs else None
-        self.graphs = StepGraphs(self.module, own, self._steps_left, Captures(recorder, copies=self._may_be_kept()))
-        self.graphs.numbered.append(self)
+        self.compiled_steps: CompiledSteps | None = None
 
-    def _may_be_kept(self) -> bool:
-        """Return whether somebody may hold gradients beyond their step: other than torch and this package."""
-        parts = [*self.trainer.optimizers, *([self.algorithm] if self._own_gradients else [])]
-        parts += [callback for callback in self.trainer.callbacks if isinstance(callback, ActsOnStacks)]
-        return not all(type(part).__module__.startswith(("torch.optim", "lightning_lowrank.")) for part in parts)
-
-    def _steps_left(self) -> float:
-        chunks = -(-len(self.coordinator.server.cohort) // len(self.chunk.clients))
-        return steps_left(self.trainer, chunks * self.chunk.steps)
+    def compile(self, clients: int, samples: int) -> None:
+        """Have steps compiled, of so many clients at most that have full batches of so many samples."""
+        run = self._run_objective if self.changes_objective else None
+        self.compiled_steps = CompiledSteps(self.module, clients, samples, run)
 
     def start(self) -> None:
         """Refuse the module's hooks around steps to change it, for it holds the global model."""
@@ -90,7 +80,6 @@ class Vectorized(Execution):
                 " before the fit, or use execution='sequential'."
             )
         self._compare_again()
-        self.graphs.begin_round(self.compiled)
         self._acting = [callback for callback in self.trainer.callbacks if isinstance(callback, ActsOnStacks)]
 
     def _compare_again(self) -> None:
@@ -133,7 +122,7 @@ class Vectorized(Execution):
             run,
             self._watch,
             falls_back,
-            self.graphs,
+            self.compiled_steps,
             defers=not steps_are_seen(self.trainer, self.algorithm),
             logbook=self.logbook,
         )
@@ -195,7 +184,7 @@ class Vectorized(Execution):
             self._mapped = None
 
     def gradients(self, batch: Any) -> Tensor | None:
-        """Make a step by the graphs of its operations, where it has been traced."""
+        """Make the step of clients with a full batch compiled, where steps are."""
         assert self._stack is not None
         return self._stack.gradients(batch, self.number)
 
@@ -216,11 +205,6 @@ class Vectorized(Execution):
         self._count_steps()
         self._stack.fold()
         self._keep_moments(0)
-        if self._stack.keep_values():
-            self.clients = [
-                dataclasses.replace(client, model=self._stack.client(place))
-                for place, client in enumerate(self.clients)
-            ]
         if self.coordinator.averages_models:
             message = self.algorithm.end(self.clients[0])
             stacks = {name: self._stack.values[name] for name in message.tensors}

@@ -16,7 +16,7 @@ from torchmetrics import Metric
 
 from lightning_lowrank.arguments import listed
 from lightning_lowrank.federated.execution.causes import cause_of
-from lightning_lowrank.federated.execution.graphs import tensors_in
+from lightning_lowrank.federated.execution.compiled import tensors_in
 from lightning_lowrank.federated.execution.stack import LOGGED_AGAIN, captured_logs
 from lightning_lowrank.federated.execution.traces import Unmapped
 from lightning_lowrank.federated.objective import loss_of

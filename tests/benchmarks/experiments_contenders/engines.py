@@ -42,8 +42,6 @@ def _torchs_own() -> None:
 
 
 ENGINES: dict[str, Callable[[], None]] = {
-    # A traced step is replayed by the direct steps.
-    "replay": lambda: setattr(ClientStack, "gradients", lambda self, parts, batch_idx=0: None),
     "steps": _without("DirectSteps"),
     "log": _without("DirectLog"),
     "evaluation": _without("DirectEvaluation"),
@@ -51,4 +49,4 @@ ENGINES: dict[str, Callable[[], None]] = {
     "blocks": lambda: setattr(BlockReader, "__call__", _one_by_one),
     "torch": _torchs_own,
 }
-"""What is turned off, by name: traced replay; direct steps, log and evaluation; kept batches; blocks; bare kernels."""
+"""What is turned off, by name: direct steps, log and evaluation; kept batches; blocks; bare kernels."""

@@ -1,0 +1,282 @@
+"""A step of clients together, compiled by `torch.compile`: full batches, in stacks of at most four sizes.
+
+`ClientStack` asks for the gradients of the clients that have a full batch. Where nothing can be compiled, their step is
+made as it is.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value, vmap
+
+from lightning_lowrank.federated.data.loader import OfEachClient
+from lightning_lowrank.federated.execution.traces import Untraced
+from lightning_lowrank.federated.state import State
+from lightning_lowrank.optim.deferred import Deferred
+
+_PREFIX = "module."
+_TOLERANCE = 1e-3
+"""Of the largest number of a kind, as of a client alone."""
+
+
+def stack_sizes(clients: int) -> tuple[int, ...]:
+    """Return how many clients a compiled stack may have, where ``clients`` step together at most.
+
+    Example:
+        >>> stack_sizes(10)
+        (1, 2, 5, 10)
+    """
+    return tuple(sorted({1, -(-clients // 5), -(-clients // 2), clients}))
+
+
+class Inputs(NamedTuple):
+    """What a step of clients takes: the first rows of stacks, as many as the compiled stack has.
+
+    Args:
+        trained: Values of which gradients are wanted, by name.
+        changes: Changes that are kept apart from their weights, of which gradients are wanted, by the weight's name.
+        rest: Other values, by name.
+        projections: By the name of the weight, what its change is multiplied by.
+        state: The clients' round states.
+        batch: Their batches.
+    """
+
+    trained: dict[str, Tensor]
+    changes: dict[str, Tensor]
+    rest: dict[str, Tensor]
+    projections: dict[str, Tensor]
+    state: State
+    batch: Any
+
+
+class Results(NamedTuple):
+    """What a step gives, ``[clients, …]`` each: losses, gradients of ``trained`` and ``changes``, logs and buffers."""
+
+    losses: Tensor
+    gradients: dict[str, Tensor]
+    of_changes: dict[str, Tensor]
+    logged: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+
+
+class CompiledSteps(Untraced):
+    """The compiled steps of one fit.
+
+    Each size of a stack is compiled at its first use, and its results are compared with those of the step as it is. A
+    form of batch, or a number that the step reads, that is another one later is not compiled again.
+
+    Args:
+        module: The user's module.
+        clients: How many clients step together at most.
+        samples: Number of samples in a full batch.
+        objective: As for `ClientStack`.
+    """
+
+    def __init__(self, module: nn.Module, clients: int, samples: int, objective: Callable[..., Any] | None) -> None:
+        self.sizes = stack_sizes(clients)
+        self.samples = samples
+        self.reason = ""
+        """Why steps are made as they are, if they are."""
+        self.number = 0
+        """Number of the step."""
+        self.settings: dict[int, dict[str, dict[str, Any]]] = {}
+        """With which settings values are logged, by the stack's size and the value's name."""
+        self._module, self._objective = module, objective
+        self._logged: list[tuple[str, Tensor]] = []
+        self._steps: dict[int, tuple[Hashable, Callable[..., Any]]] = {}
+        # The same function for all steps, which torch compares.
+        self._log = self._collecting()
+
+    def _collecting(self) -> Callable[..., None]:
+        logged = self._logged
+
+        def log(name: str, value: Any, *arguments: Any, **keywords: Any) -> None:
+            logged.append((name, value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))))
+
+        return log
+
+    def size_for(self, clients: int) -> int:
+        """Return how many rows the stack has in which so many clients step together, 0 if there is none."""
+        return next((size for size in self.sizes if size >= clients), 0)
+
+    def step(self, training_step: Callable[..., Any], takes_index: bool, inputs: Inputs, number: int) -> Results | None:
+        """Make a step; ``None`` where it is to be made as it is, once or for good.
+
+        Args:
+            training_step: The user's.
+            takes_index: Whether it takes the number of the step.
+            inputs: What the step takes, which is left as it is.
+            number: The step's number.
+        """
+        form, size = form_of(inputs), len(next(iter(inputs.trained.values())))
+        known = self._steps.get(size)
+        if self.reason or form is None or (known is not None and known[0] != form):
+            return None
+        self.number = number
+        tensors = tensors_in(inputs.batch)
+        try:
+            if known is None:
+                made = self._compile(training_step, takes_index, inputs.batch)
+                results = self._run(made, inputs, tensors)
+                self._steps[size] = form, made
+                return results
+            with torch.compiler.set_stance("fail_on_recompile"):
+                return self._run(known[1], inputs, tensors)
+        except Exception as error:
+            self.give_up(_said(error))
+            return None
+        finally:
+            self._logged.clear()
+
+    def is_new(self, clients: int) -> bool:
+        """Return whether a stack of so many rows has not been compiled."""
+        return clients not in self._steps
+
+    def give_up(self, reason: str) -> None:
+        """Make all further steps as they are."""
+        self.reason = reason
+        rank_zero_warn(f"compile=True: steps are not compiled from here on: {reason}")
+
+    def _run(self, step: Callable[..., Any], inputs: Inputs, tensors: Sequence[Tensor]) -> Results:
+        attributes = vars(self._module)
+        before, attributes["log"] = attributes.get("log"), self._log
+        try:
+            (of_trained, of_changes), (losses, (logged, buffers)) = step(
+                (inputs.trained, inputs.changes), inputs.rest, inputs.projections, inputs.state, list(tensors)
+            )
+        finally:
+            if before is None:
+                del attributes["log"]
+            else:
+                attributes["log"] = before
+        return Results(losses, of_trained, of_changes, logged, buffers)
+
+    def _compile(self, training_step: Callable[..., Any], takes_index: bool, batch: Any) -> Callable[..., Any]:
+        logged, objective, steps = self._logged, self._objective, self
+        client = _Client(self._module, training_step, takes_index)
+        skeleton = apply_to_collection(batch, Tensor, lambda _: _Slot())
+
+        def of_one(
+            wanted: tuple[dict[str, Tensor], dict[str, Tensor]],
+            rest: dict[str, Tensor],
+            projections: dict[str, Tensor],
+            state: State,
+            tensors: list[Tensor],
+        ) -> tuple[Tensor, tuple[dict[str, Tensor], dict[str, Tensor]]]:
+            given = iter(tensors)
+            one = apply_to_collection(skeleton, _Slot, lambda _: next(given))
+            trained, changes = wanted
+            values = {**rest, **trained}
+            for name, change in changes.items():
+                values[name] = Deferred(projections[name], change).value(rest[name])
+            held = {_PREFIX + name: value for name, value in values.items()}
+            buffers = [name for name in rest if name not in changes]
+            # A step changes buffers in place.
+            held.update({_PREFIX + name: rest[name].clone() for name in buffers})
+            loss, left = functional_call(client, held, (one, steps.number, objective, values, state, buffers))
+            found = dict(logged)
+            logged.clear()
+            return loss, (found, left)
+
+        mapped = vmap(grad_and_value(of_one, has_aux=True), in_dims=(0, 0, None, 0, 0), randomness="different")
+
+        def step(*arguments: Any) -> Any:
+            return mapped(*arguments)
+
+        # torch keeps what it has compiled with the code, and compiles no more than some for one.
+        own = types.FunctionType(step.__code__.replace(), step.__globals__, "step", None, step.__closure__)
+        # Random numbers are those of the step.
+        return torch.compile(own, fullgraph=True, dynamic=False, options={"fallback_random": True})
+
+
+class _Slot:
+    """Stands for a tensor of a batch."""
+
+
+class _Client(nn.Module):
+    """A client's step as a ``forward``, so that `torch.func.functional_call` can give it the client's values."""
+
+    def __init__(self, module: nn.Module, training_step: Callable[..., Any], takes_index: bool) -> None:
+        super().__init__()
+        self.module = module
+        self._step, self._takes_index = training_step, takes_index
+
+    def forward(
+        self,
+        batch: Any,
+        number: int,
+        objective: Callable[..., Any] | None,
+        values: dict[str, Tensor],
+        state: State,
+        buffers: list[str],
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        def own() -> Any:
+            return self._step(batch, number) if self._takes_index else self._step(batch)
+
+        output = own() if objective is None else objective(values, state, batch, own)
+        loss = output if isinstance(output, Tensor) else output["loss"]
+        left = {name: self.module.get_buffer(name) for name in buffers}
+        return loss.reshape(()), left
+
+
+def differ(found: Results, expected: Results) -> str:
+    """Return in what the results of a compiled step are not those of the step, but for rounding."""
+    for kind, one, other in (
+        ("losses", {"": found.losses}, {"": expected.losses}),
+        ("gradients", {**found.gradients, **found.of_changes}, {**expected.gradients, **expected.of_changes}),
+        ("logs", found.logged, expected.logged),
+        ("buffers", found.buffers, expected.buffers),
+    ):
+        if one.keys() != other.keys():
+            return f"its {kind} are those of {sorted(one)} in place of {sorted(other)}"
+        largest = max((float(value.detach().abs().max()) for value in other.values() if value.numel()), default=0.0)
+        for name, value in other.items():
+            apart = (one[name].detach().double().view_as(value) - value.detach().double()).abs()
+            if value.numel() and not float(apart.max()) <= _TOLERANCE * largest:
+                return f"its {kind} {name} differ by {float(apart.max()):.3g}"
+    return ""
+
+
+def form_of(inputs: Inputs) -> Hashable | None:
+    """Return what must be equal for steps of one compiled code; ``None`` where a batch cannot be compared."""
+    try:
+        batch = _form(inputs.batch)
+    except TypeError:
+        return None
+    changes = tuple((name, value.shape, inputs.projections[name].shape) for name, value in inputs.changes.items())
+    return batch, tuple(inputs.trained), changes
+
+
+def _form(entry: Any) -> Hashable:
+    if isinstance(entry, Tensor):
+        return entry.shape, entry.dtype
+    if type(entry) in (list, tuple):
+        return type(entry), *map(_form, entry)
+    if isinstance(entry, Mapping):
+        return type(entry), *((key, _form(value)) for key, value in entry.items())
+    if isinstance(entry, OfEachClient):
+        return OfEachClient
+    if entry is None or isinstance(entry, (str, bytes, int, float)):
+        return type(entry), entry
+    raise TypeError(type(entry))
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Return the tensors that nested containers hold, in their order."""
+    if type(tree) is list and all(type(each) is Tensor for each in tree):
+        return list(tree)
+    found: list[Tensor] = []
+    apply_to_collection(tree, Tensor, found.append)
+    return found
+
+
+def _said(error: Exception) -> str:
+    text = " ".join(str(error).strip().split())
+    return f"{type(error).__name__}: {text[:300]}"
