@@ -16,8 +16,6 @@ CHOSEN = (
     "algorithms/test_contract.py",
     "callbacks/test_convergence_monitor.py",
     "federated/data/test_device.py",
-    "federated/execution/test_captures.py",
-    "federated/execution/test_graphs.py",
     "federated/execution/test_memory.py",
     "federated/execution/test_vectorized.py",
     "federated/test_coordinator.py",

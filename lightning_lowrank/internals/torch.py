@@ -664,6 +664,12 @@ def storage_key(tensor: Tensor) -> int:
     return getattr(storage, "_cdata", None) or storage.data_ptr()
 
 
+def random_states(*devices: torch.device) -> list[Tensor]:
+    """Return the states of torch's generators of the CPU and of devices."""
+    modules = [(device_module(device), device) for device in devices if device.type != "cpu"]
+    return [torch.get_rng_state(), *(it.get_rng_state(on) for it, on in modules if hasattr(it, "get_rng_state"))]
+
+
 def without_values() -> AbstractContextManager[Any]:
     """Return a context in which operations give tensors of the right shape and type, and compute nothing.
 

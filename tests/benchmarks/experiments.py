@@ -89,8 +89,8 @@ CONTENDERS = {
     "flower": Contender("with_flower", alone=True, only=FEDAVG),
 }
 # The same without one of the engines of `engines.py` each.
-OFF = ("replay", "steps", "log", "evaluation", "kept", "blocks", "torch")
-CONTENDERS |= {f"default-{engine}": CONTENDERS["default"] for engine in OFF if engine != "replay"}
+OFF = ("steps", "log", "evaluation", "kept", "blocks", "torch")
+CONTENDERS |= {f"default-{engine}": CONTENDERS["default"] for engine in OFF}
 CONTENDERS |= {f"vectorized-{engine}": CONTENDERS["vectorized"] for engine in OFF}
 USUAL = [name for name in CONTENDERS if "-" not in name]
 # A round's time to the plain loop's, at most.

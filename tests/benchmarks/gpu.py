@@ -45,7 +45,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from lightning_lowrank import IID, FedAvg, FederatedLoop
 from lightning_lowrank.data import TensorImages, collate_images
-from lightning_lowrank.federated.execution import graphs
 from lightning_lowrank.models import CNN4, MLP, ResNet18
 
 
@@ -226,8 +225,7 @@ def bounds(setting: Setting) -> tuple[float, float]:
 WAYS: dict[str, dict[str, Any]] = {
     "one after another, data on the host": {"execution": "sequential", "data_on_device": False},
     "one after another": {"execution": "sequential"},
-    "together, data on the host": {"execution": "vectorized", "data_on_device": False, "cuda_graphs": False},
-    "together, no CUDA graphs": {"execution": "vectorized", "cuda_graphs": False},
+    "together, data on the host": {"execution": "vectorized", "data_on_device": False},
     "together": {"execution": "vectorized"},
     "together, compiled": {"execution": "vectorized", "compile": True},
 }
@@ -238,8 +236,6 @@ def rates(options: argparse.Namespace) -> list[dict[str, Any]]:
     card = next((card for part, card in CARDS.items() if part in name), None)
     if card is None:
         print(f"no bound is known for {name or options.on}")
-    # A few rounds are timed here of a run that would be long enough for graphs.
-    graphs._WORTH_TRACING = 0
     rows = []
     for net in options.nets:
         setting = (QUICK if options.quick else NETS)[net]
@@ -278,18 +274,17 @@ def rates(options: argparse.Namespace) -> list[dict[str, Any]]:
                     print(f"  {clients:4d} clients  {way:<38}{type(error).__name__}: {str(error)[:120]}", flush=True)
                     continue
                 rate = count * steps / min(seconds[1:])
-                made = getattr(loop.rounds.execution, "graphs", None)
-                why = "" if made is None else made.reason or made.captures.reason
-                captured = 0 if made is None else made.captures.captured
+                made = getattr(loop.rounds.execution, "compiled_steps", None)
+                why = "" if made is None else made.reason
                 share = f"{rate / limit:7.1%} of the bound" if limit else ""
                 print(
                     f"  {clients:4d} clients  {way:<38}{rate:12,.0f}/s{rate / reference:8.2f} times bare  {share}"
-                    f"{f'  {captured} captured' if captured else ''}{f'  ({why})' if why else ''}",
+                    f"{f'  ({why})' if why else ''}",
                     flush=True,
                 )
                 rows.append(
                     {"net": net, "clients": clients, "way": way, "steps_per_second": rate, "bare": reference}
-                    | {"bound": limit, "captured": captured, "reason": why}
+                    | {"bound": limit, "reason": why}
                 )
     return rows
 
@@ -348,7 +343,7 @@ def ours(of: Experiment, options: argparse.Namespace, name: str) -> dict[str, An
     test = images(of.evaluated, of.shape, of.classes, seed=2)
     torch.manual_seed(0)
     begin = time.perf_counter()
-    seconds, trainer, loop = fit(
+    seconds, trainer, _ = fit(
         options,
         two_convolutions(of.shape, of.classes),
         dataset(*train),
@@ -363,16 +358,14 @@ def ours(of: Experiment, options: argparse.Namespace, name: str) -> dict[str, An
         execution="vectorized",
     )
     whole = time.perf_counter() - begin
-    made = loop.rounds.execution.graphs
     accuracy = float(trainer.callback_metrics["val_acc"])
     last = seconds[-max(1, len(seconds) // 4) :]
     print(
         f"{name}: {of.rounds:,} rounds in {whole:.1f} s, start included (the last quarter at"
-        f" {1000 * sum(last) / len(last):.1f} ms a round), accuracy {accuracy:.3f},"
-        f" {made.captures.captured} captured {made.reason or made.captures.reason}",
+        f" {1000 * sum(last) / len(last):.1f} ms a round), accuracy {accuracy:.3f}",
         flush=True,
     )
-    return {"seconds": whole, "rounds": of.rounds, "accuracy": accuracy, "captured": made.captures.captured}
+    return {"seconds": whole, "rounds": of.rounds, "accuracy": accuracy}
 
 
 def pfl_itself(of: Experiment, options: argparse.Namespace) -> dict[str, Any] | None:

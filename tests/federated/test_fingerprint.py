@@ -217,8 +217,7 @@ CHANGED: dict[str, Any] = {
     "summary": True,
     "execution": "vectorized",
     "chunk_size": 2,
-    "compile": "auto",
-    "cuda_graphs": False,
+    "compile": True,
     "fast_steps": False,
     "data_on_device": True,
     "client_settings": lambda client: {"lr": 0.01} if client else {},
@@ -235,7 +234,7 @@ NEEDS = {
     "privacy": {"weighting": "uniform"},
 }
 WITHOUT_EFFECT = {
-    *("summary", "cuda_graphs", "fast_steps", "data_on_device", "client_memory_limit", "allow_changes"),
+    *("summary", "fast_steps", "data_on_device", "client_memory_limit", "allow_changes"),
     "personal_clients",
 }
 

@@ -8,11 +8,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from lightning_lowrank import BlockKronecker, FedAvg, LowRank, MatrixProduct, ProjectedAdamW, ProjectedSGD
-from lightning_lowrank.federated.execution import graphs, updates
-from lightning_lowrank.internals import tracing
 from lightning_lowrank.models import CNN4, MLP, ResNet18
 from lightning_lowrank.testing.experiment import Experiment, blobs
-from tests.gpu.places import MOMENTUM, Quiet, apart, astray, device_of, precise, run, tolerance
+from tests.gpu.places import MOMENTUM, Quiet, apart, astray, precise, run, tolerance
 
 pytestmark = pytest.mark.slow
 
@@ -99,45 +97,15 @@ def test_mixed_precision_is_near_float32(place, precision, execution):
 EQUAL = {"parts": [range(10), range(10, 20)], "batch_size": 5, "execution": "vectorized", "local_epochs": 4}
 
 
-def test_steps_of_graphs_are_those_of_the_cpu(place, monkeypatch):
-    """Graphs compare their first results in rounds 1, 2, 4, ... with the step's own, bit for bit."""
-    monkeypatch.setattr(graphs, "_WORTH_TRACING", 1)
-    dtype = precise(place)
-    for name in ("mlp", "cnn4"):
-        of, data = of_images(name, dtype)
-        expected = run("cpu", of, data=data, parts=EQUAL["parts"], batch_size=5, local_epochs=4)
-        found = run(place, of, data=data, **EQUAL)
-        assert found.loop.rounds.execution.graphs.reason == ""
-        assert found.loop.rounds.execution.graphs._replays
-        assert apart(found.weights, expected.weights) < tolerance(dtype)
-
-
 @pytest.mark.parametrize("options", [{}, {"momentum": 0.9, "weight_decay": 1e-3}], ids=["plain", "momentum"])
-def test_captured_steps_end_with_the_optimizers(place, monkeypatch, options):
-    """The kernel that takes the learning rate as a tensor reads it in float32, so that only such weights have it."""
-    monkeypatch.setattr(graphs, "_WORTH_TRACING", 1)
-    made = []
-    step = updates.SGDUpdate.__call__
-    monkeypatch.setattr(updates.SGDUpdate, "__call__", lambda self, *given: made.append(1) or step(self, *given))
+def test_compiled_steps_are_those_of_the_execution(place, options):
     data = images((1, 8, 8), torch.float32)
     of = Experiment(
         FedAvg, lambda norm: Quiet(MLP(64, [16], 10), optimizer=partial(torch.optim.SGD, lr=0.05, **options))
     )
-    found = run(place, of, data=data, **EQUAL, trainer={"max_epochs": 4})
-    plain = run(place, of, data=data, cuda_graphs=False, **EQUAL, trainer={"max_epochs": 4})
-    captures = found.loop.rounds.execution.graphs.captures
-    assert (captures.reason, captures.no_update) == ("", "")
-    assert (captures.captured > 0, bool(made)) == ((True, True) if place == "cuda" else (False, False))
-    assert apart(found.weights, plain.weights) < tolerance(torch.float32)
-
-
-def test_compiled_steps_are_those_of_the_execution(place, monkeypatch):
-    reason = tracing.can_compile(device_of(place))
-    if reason:
-        pytest.skip(reason)
-    monkeypatch.setattr(graphs, "_WORTH_TRACING", 1)
-    of, data = of_images("mlp", torch.float32)
     plain, found = run(place, of, data=data, **EQUAL), run(place, of, data=data, compile=True, **EQUAL)
+    made = found.loop.rounds.execution.compiled_steps
+    assert (made.reason, len(made._steps)) == ("", 1)
     assert apart(found.weights, plain.weights) < 1e-2
 
 

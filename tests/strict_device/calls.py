@@ -1,9 +1,8 @@
 """Counts the device's calls of a step of clients that step together, and what of a round the host waits for.
 
-    python -m tests.strict_device.calls [--clients 10] [--captured] [--json FILE]
+    python -m tests.strict_device.calls [--clients 10] [--json FILE]
 
-Steps are those of traced graphs, before any capture. A call is about one kernel of a GPU. With ``--captured``, they are
-captured by a recorder over the device, and what a capture holds counts as one call, its launch.
+Steps are mapped as they are, and not compiled. A call is about one kernel of a GPU.
 """
 
 from __future__ import annotations
@@ -24,46 +23,19 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from lightning_lowrank import FedAvg, FederatedLoop, FromIndices
-from lightning_lowrank.federated.execution import captures, graphs, vectorized
 from lightning_lowrank.federated.local import LocalTraining
 from lightning_lowrank.models import CNN4, ResNet18
 from tests.helpers import Data, Module, fit, trainer
-from tests.recorder import OnTheCPU
 from tests.strict_device import device
 
-# A graph is compared with its step in the first, second and fourth round that uses it; the last one here is the fifth.
-ROUNDS, STEPS, BATCH = 6, 2, 4
+ROUNDS, STEPS, BATCH = 3, 2, 4
 
 
 def mlp() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10))
 
 
-LAUNCH = "launch of a capture"
-NETWORKS = {
-    "MLP": (mlp, (1, 28, 28), 15),
-    "CNN4": (CNN4, (1, 28, 28), 60),
-    "ResNet-18": (ResNet18, (3, 32, 32), 250),
-}
-
-
-class Launches(OnTheCPU):
-    """Records what the device is asked for. To ask for it again is one call."""
-
-    def record(self, make: Any) -> Any:
-        outputs, replay = super().record(make)
-
-        def launch() -> None:
-            with device.calls() as inside:
-                replay()
-            self.inside.update(inside)
-            device.install().count(LAUNCH)
-
-        return outputs, launch
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inside: Counter[str] = Counter()
+NETWORKS = {"MLP": (mlp, (1, 28, 28)), "CNN4": (CNN4, (1, 28, 28)), "ResNet-18": (ResNet18, (3, 32, 32))}
 
 
 class OfRounds(pl.Callback):
@@ -80,12 +52,9 @@ class OfRounds(pl.Callback):
         self.counting.__exit__(None, None, None)
 
 
-def count(name: str, clients: int, captured: bool = False) -> dict[str, Any]:
+def count(name: str, clients: int) -> dict[str, Any]:
     """Return the calls of a network's step, and of the whole last round those that the host waits for."""
-    launches = Launches()
-    recorder_for = vectorized.recorder_for
-    vectorized.recorder_for = lambda device: launches if captured else None
-    make, shape, most = NETWORKS[name]
+    make, shape = NETWORKS[name]
     samples = STEPS * BATCH
     partition = FromIndices([list(range(start * samples, (start + 1) * samples)) for start in range(clients)])
     total = samples * clients
@@ -96,10 +65,9 @@ def count(name: str, clients: int, captured: bool = False) -> dict[str, Any]:
     update = LocalTraining._plain_step
 
     def counting(self: Any, *arguments: Any) -> Any:
-        launches.inside.clear()
         with device.calls() as calls:
             output = update(self, *arguments)
-        steps.append(calls - launches.inside)
+        steps.append(calls)
         return output
 
     LocalTraining._plain_step = counting  # type: ignore[method-assign]
@@ -112,28 +80,22 @@ def count(name: str, clients: int, captured: bool = False) -> dict[str, Any]:
         arguments = {"max_epochs": ROUNDS, "limit_val_batches": 0, **on_device}
         fit(trainer(Path(folder), loop, rounds, **arguments), Module(make()), Data(data, batch_size=BATCH))
     LocalTraining._plain_step = update  # type: ignore[method-assign]
-    vectorized.recorder_for = recorder_for
     waits = {call: times for call, times in rounds.found[-1].items() if call.startswith(device.SYNC)}
-    made = loop.rounds.execution.graphs
-    reason = made.reason or made.captures.reason or made.captures.no_update
     calls = dict(steps[-1].most_common())
-    return {"calls": sum(calls.values()), "at most": most, "untraced": reason, "by name": calls, "round waits": waits}
+    return {"calls": sum(calls.values()), "by name": calls, "round waits": waits}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--clients", type=int, default=10)
-    parser.add_argument("--captured", action="store_true")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     device.install()
-    graphs._WORTH_TRACING = 0
-    captures._WORTH_CAPTURING = 1
-    found = {name: count(name, arguments.clients, arguments.captured) for name in NETWORKS}
+    found = {name: count(name, arguments.clients) for name in NETWORKS}
     for name, each in found.items():
-        print(f"{name:10} {each['calls']:4} calls a step (goal {each['at most']}) {each['untraced']}")
+        print(f"{name:10} {each['calls']:4} calls a step")
         print("  ", ", ".join(f"{call.removeprefix('aten::')} {times}" for call, times in each["by name"].items()))
         print("   a round waits for:", each["round waits"])
     if arguments.json:

@@ -25,7 +25,7 @@ from lightning_lowrank.federated.failures import is_of_memory
 from lightning_lowrank.federated.objective import loss_of
 from lightning_lowrank.federated.randomness import StepRandomness
 from lightning_lowrank.federated.state import trained_tensors
-from lightning_lowrank.internals.torch import TorchDispatchMode, device_module
+from lightning_lowrank.internals.torch import TorchDispatchMode, random_states
 
 _SEED = 2**20 + 7
 # Of the largest number of a kind, such as gradients. Products of stacks round in another order.
@@ -294,6 +294,4 @@ class _Drawing(TorchDispatchMode):
 
 def _states(arguments: Sequence[Any]) -> list[Tensor]:
     """Return the states of the generators of the CPU, and of the device that some tensors are on."""
-    devices = {each.device for each in arguments if isinstance(each, Tensor) and each.device.type != "cpu"}
-    modules = [(device_module(device), device) for device in devices]
-    return [torch.get_rng_state(), *(it.get_rng_state(on) for it, on in modules if hasattr(it, "get_rng_state"))]
+    return random_states(*{each.device for each in arguments if isinstance(each, Tensor)})

@@ -1,7 +1,7 @@
 """Turns single engines of the loop off, so that `experiments.py` can measure what each is worth.
 
 A contender ``default-log`` is this library one client after another without the engine ``log``. Where a turn is a
-client, there are no ``replay``, ``steps``, ``log`` and ``evaluation`` to turn off.
+client, there are no ``steps``, ``log`` and ``evaluation`` to turn off.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 from lightning_lowrank.federated import local, loop
 from lightning_lowrank.federated.data.blocks import BlockReader
 from lightning_lowrank.federated.data.whole_batches import WholeBatches
-from lightning_lowrank.federated.execution.stack import ClientStack
 from lightning_lowrank.internals import direct_steps
 
 

@@ -142,15 +142,6 @@ def test_both_ways_are_timed_without_a_trace(tmp_path, monkeypatch):
     assert min(seen[0]) > 0
 
 
-def test_compiling_may_turn_the_scale(tmp_path, monkeypatch):
-    monkeypatch.setattr(choice.tracing, "can_compile", lambda device: "")
-    tried = []
-    monkeypatch.setattr(choice, "time_both", lambda *arguments: tried.append(arguments) or (2.0, 4.0 - len(tried) ** 2))
-    _, loop, _ = run(tmp_path, "auto", compile=True, trainer={"max_epochs": 1})
-    assert loop.rounds.execution.name == "vectorized"
-    assert [arguments[5:] for arguments in tried] == [(), (True,)]
-
-
 class Recording(Module):
     """Leaves whatever a training step can leave on a module."""
 

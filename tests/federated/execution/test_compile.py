@@ -1,5 +1,7 @@
-"""Steps of clients that step together, compiled; and what decides about it."""
+"""Steps of clients that step together, compiled by `torch.compile`; and what is left as it is."""
 
+import itertools
+import shutil
 from functools import partial
 
 import jsonargparse
@@ -8,70 +10,61 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
-from torch.nn import functional
 
-from lightning_lowrank import SCAFFOLD, FedAvg, FederatedLoop, LowRank, MatrixProduct
-from lightning_lowrank.federated.execution import choice, graphs, updates
+from lightning_lowrank import SCAFFOLD, FedAvg, FederatedLoop, FedMUD, FedProx, FromIndices
+from lightning_lowrank.federated.execution import choice, compiled
+from lightning_lowrank.federated.execution.compiled import CompiledSteps, stack_sizes
 from lightning_lowrank.federated.execution.traces import Memory
-from lightning_lowrank.internals import tracing
-from tests.federated.execution.runs import FORMS, assert_close, run
-from tests.helpers import Module, weights
+from tests.federated.execution.runs import OPTIMIZERS, UNEVEN, Double, assert_close, run
+from tests.helpers import Module, network, weights
+
+needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="there is no C++ compiler")
 
 
 @pytest.fixture
-def without_compiler(monkeypatch):
-    monkeypatch.setattr(tracing, "can_compile", lambda device: "there is no C++ compiler")
+def traced(monkeypatch):
+    """Steps as Dynamo and AOTAutograd trace them, without the seconds that inductor takes."""
+    compile_step = torch.compile
+    options = {"fullgraph": True, "dynamic": False, "backend": "aot_eager"}
+    monkeypatch.setattr(compiled.torch, "compile", lambda step, **given: compile_step(step, **options))
 
 
 @pytest.fixture
-def compiled_at_once(monkeypatch):
-    monkeypatch.setattr(graphs, "_WORTH_TRACING", 0)
-    monkeypatch.setattr(choice, "WORTH_COMPILING", 0)
+def used(monkeypatch):
+    """How many clients the compiled steps that count had, and the stacks' sizes."""
+    found, step = [], CompiledSteps.step
 
+    def noted(self, training_step, takes_index, inputs, number):
+        results = step(self, training_step, takes_index, inputs, number)
+        found.append(None if results is None else len(results.losses))
+        return results
 
-@pytest.fixture
-def uncompiled(compiled_at_once, monkeypatch):
-    """Graphs as they stand in place of compiled ones, which take seconds to make."""
-    monkeypatch.setattr(tracing, "can_compile", lambda device: "")
-    monkeypatch.setattr("torch._inductor.compile", lambda graph, inputs: graph)
-
-
-@pytest.fixture
-def stepped(monkeypatch):
-    """The kinds of gradients that compiled steps multiply into values, by optimizer step and name."""
-    found = []
-    own = updates.ProductUpdate.__call__
-
-    def noted(self, tensors, gradients, others):
-        found.append({name: type(gradient) for name, gradient in gradients.items()})
-        own(self, tensors, gradients, others)
-
-    monkeypatch.setattr(updates.ProductUpdate, "__call__", noted)
+    monkeypatch.setattr(CompiledSteps, "step", noted)
     return found
+
+
+def both(tmp_path, tolerance=1e-10, **settings):
+    expected, loop, fitted = run(tmp_path / "a", "vectorized", **settings)
+    module, other, also = run(tmp_path / "b", "vectorized", compile=True, **settings)
+    assert_close(weights(expected), weights(module), tolerance)
+    assert loop.ledger.state_dict() == other.ledger.state_dict()
+    for name, value in fitted.callback_metrics.items():
+        torch.testing.assert_close(also.callback_metrics[name], value)
+    return other.rounds.execution.compiled_steps
+
+
+def test_sizes_of_stacks():
+    assert stack_sizes(10) == (1, 2, 5, 10)
+    assert stack_sizes(50) == (1, 10, 25, 50)
+    assert stack_sizes(1) == (1,)
+    assert all(len(stack_sizes(clients)) <= 4 for clients in range(1, 100))
 
 
 def test_settings_that_cannot_be():
     with pytest.raises(MisconfigurationException, match=r"compile=True.*execution='vectorized'.*'auto'"):
         FederatedLoop(FedAvg(), clients=2, compile=True)
-    with pytest.raises(MisconfigurationException, match="'always'"):
-        FederatedLoop(FedAvg(), clients=2, compile="always", execution="vectorized")
-
-
-@pytest.mark.slow
-def test_a_machine_without_a_compiler(without_compiler, tmp_path):
-    with pytest.raises(MisconfigurationException, match=r"compile=True.*there"):
-        run(tmp_path, "vectorized", compile=True)
-    _, loop, _ = run(tmp_path, "vectorized", compile="auto", trainer={"max_epochs": 1})
-    assert not loop.rounds.execution.compiled
-
-
-def test_a_short_run_is_not_compiled(tmp_path):
-    _, loop, _ = run(tmp_path, "vectorized", compile="auto", trainer={"max_epochs": 1})
-    assert not loop.rounds.execution.compiled
-
-
-def test_devices_without_inductor():
-    assert "does not compile for mps" in tracing.can_compile(torch.device("mps"))
+    with pytest.raises(MisconfigurationException, match="'auto'"):
+        FederatedLoop(FedAvg(), clients=2, compile="auto", execution="vectorized")
 
 
 def test_objects_of_a_command_line_do_not_keep_a_step_from_being_tried():
@@ -80,114 +73,166 @@ def test_objects_of_a_command_line_do_not_keep_a_step_from_being_tried():
     Memory([module]).restore()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({}, marks=pytest.mark.nightly),
-        pytest.param({"weight_decay": 0.1}, marks=pytest.mark.nightly),
-        pytest.param({"momentum": 0.9}, marks=pytest.mark.nightly),
-        {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1},
-        pytest.param({"momentum": 0.9, "weight_decay": 0.1, "nesterov": True}, marks=pytest.mark.nightly),
-    ],
-    ids=str,
-)
-@pytest.mark.nightly
-def test_gradients_are_multiplied_into_values(uncompiled, stepped, tmp_path, options):
-    # Another rate in each step, which the present one has to be read for.
-    settings = {
-        "module": partial(
-            Module,
-            optimizer=partial(torch.optim.SGD, lr=0.05, **options),
-            scheduler=partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.95),
-            interval="step",
-        ),
-        "optimizer_state": "keep",
-    }
-    expected, *_ = run(tmp_path / "a", "vectorized", **settings)
-    found, *_ = run(tmp_path / "b", "vectorized", compile=True, **settings)
-    assert_close(weights(expected), weights(found))
-    products = [{name for name, kind in kinds.items() if kind is tracing.Product} for kinds in stepped]
-    # Those of a client alone are not stacked.
-    together = [names for names in products if names]
-    assert len(together) > 3
-    assert all(names == {name for name, value in found.named_parameters() if value.ndim == 2} for names in together)
+@needs_compiler
+@pytest.mark.slow
+def test_steps_are_compiled_for_four_sizes_at_most(tmp_path, used):
+    made = both(tmp_path, trainer={"max_epochs": 4})
+    assert not made.reason
+    assert made.sizes == (1, 3, 5)
+    # Of five clients three have two full batches, and one has more.
+    assert set(made._steps) == set(filter(None, used)) == {1, 3}
 
 
-class Composed(nn.Module):
-    """A linear layer whose weight is a product, so that the gradient of each factor is one with the other."""
+CASES = {
+    "update": {"form": "update"},
+    "blocks": {"form": "decoupled blocks", "algorithm": partial(FedMUD, reset_interval=2)},
+    "projected": {"module": partial(Module, optimizer=OPTIMIZERS["ProjectedSGD"])},
+    "momentum": {"module": partial(Module, optimizer=OPTIMIZERS["momentum"]), "optimizer_state": "keep"},
+    "clipping": {"trainer": {"gradient_clip_val": 0.1, "max_epochs": 3}},
+    "control": {"algorithm": SCAFFOLD},
+    "objective": {"algorithm": partial(FedProx, 0.1)},
+    "statistics": {
+        "module": lambda: Module(network(norm=nn.BatchNorm1d)),
+        "data": Double(drop_last=True),
+        "partition": FromIndices(UNEVEN[1:4]),
+        "tolerance": 1e-9,
+    },
+}
 
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.left, self.right = nn.Parameter(torch.randn(4, 2)), nn.Parameter(torch.randn(6, 2))
 
-    def forward(self, inputs):
-        return functional.linear(inputs, functional.linear(self.left, self.right))
+@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.slow) for case in CASES])
+def test_compiled_steps_are_the_steps(tmp_path, traced, used, case):
+    made = both(tmp_path, **CASES[case])
+    assert not made.reason
+    assert any(used)
 
 
-@pytest.mark.nightly
-def test_gradients_are_made_of_values_before_the_step(uncompiled, stepped, tmp_path):
-    expected, *_ = run(tmp_path / "a", "vectorized", module=lambda: Module(Composed()))
-    found, *_ = run(tmp_path / "b", "vectorized", module=lambda: Module(Composed()), compile=True)
-    assert any(kinds["net.right"] is tracing.Product for kinds in stepped)
-    assert_close(weights(expected), weights(found))
+@pytest.mark.slow
+def test_compiled_dropout_draws_other_numbers_that_repeat(tmp_path, traced, used):
+    settings = {"module": lambda: Module(network(dropout=0.5)), "trainer": {"max_epochs": 8}}
+    plain, *_ = run(tmp_path / "a", "vectorized", **settings)
+    ends = [weights(run(tmp_path / way, "vectorized", compile=True, **settings)[0]) for way in "bc"]
+    assert any(used)
+    assert_close(*ends, tolerance=0)
+    assert not torch.equal(ends[0]["net.0.weight"], weights(plain)["net.0.weight"])
 
 
 class LooksAtGradients(Callback):
-    """Is not known to be content with what compiled steps leave."""
-
     def on_before_stacked_step(self, module, stacks):
         self.norms = [float(stack.grad.norm()) for stack in stacks.values()]
 
     def on_before_optimizer_step(self, trainer, module, optimizer): ...
 
 
+@pytest.mark.slow
+def test_gradients_are_seen(tmp_path, traced, used):
+    ends = []
+    for compile in (False, True):
+        looks = LooksAtGradients()
+        run(tmp_path, "vectorized", compile=compile, callbacks=[looks])
+        ends.append(looks.norms)
+    assert any(used)
+    assert ends[0] == pytest.approx(ends[1])
+
+
+class UsesNumber(Module):
+    """Computes by the number of the step."""
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch) * (1 + batch_idx % 3)
+
+
+class UsesEpoch(Module):
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch) * (1 + self.current_epoch)
+
+
+class Sorts(Module):
+    """Leaves what Dynamo cannot trace in one piece."""
+
+    def training_step(self, batch, batch_idx):
+        torch._dynamo.graph_break()
+        return self.loss(batch)
+
+
+class OneWeight(Module):
+    """Trains a part of itself in its first steps alone."""
+
+    head = True
+
+    def training_step(self, batch, batch_idx):
+        hidden = self.net[:2](batch[0])
+        return nn.functional.cross_entropy(self.net[2:](hidden.detach()), batch[1])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {"callbacks": [LooksAtGradients()]},
-        pytest.param({"form": "decayed"}, marks=pytest.mark.nightly),
-        pytest.param({"trainer": {"gradient_clip_val": 0.1}}, marks=pytest.mark.nightly),
-        pytest.param({"algorithm": SCAFFOLD}, marks=pytest.mark.nightly),
-        pytest.param(
-            {"module": partial(Module, optimizer=partial(torch.optim.Adam, lr=0.01))}, marks=pytest.mark.nightly
-        ),
-    ],
-    ids=["callback", "decay", "clipping", "method", "Adam"],
+    ("module", "cause"),
+    [(UsesNumber, "recompil"), (UsesEpoch, "recompil"), (Sorts, "graph_break|graph break"), (OneWeight, "gradients")],
 )
-@pytest.mark.nightly
-def test_gradients_that_are_seen_are_made(uncompiled, stepped, monkeypatch, tmp_path, settings):
-    decayed = partial(LowRank, MatrixProduct(), rank=2, frobenius_decay=0.01, summary=False)
-    monkeypatch.setitem(FORMS, "decayed", decayed)
-    expected, *_ = run(tmp_path / "a", "vectorized", **settings)
-    found, loop, _ = run(tmp_path / "b", "vectorized", compile=True, **settings)
-    replays = loop.rounds.execution.graphs._replays.values()
-    assert any(not replay.exact for each in replays for replay in each)
-    assert not stepped
-    assert_close(weights(expected), weights(found))
+def test_what_cannot_be_compiled_is_made_as_it_is_and_said_once(tmp_path, monkeypatch, traced, module, cause):
+    warned = []
+    monkeypatch.setattr(compiled, "rank_zero_warn", warned.append)
+    momentum = partial(module, optimizer=OPTIMIZERS["momentum"])
+    both(tmp_path, module=momentum)
+    (warning,) = warned
+    assert "compile=True" in warning
+    assert torch.tensor([part in warning.lower() for part in cause.lower().split("|")]).any(), warning
 
 
-@pytest.mark.skipif(bool(tracing.can_compile(torch.device("cpu"))), reason=tracing.can_compile(torch.device("cpu")))
-@pytest.mark.parametrize("form", [pytest.param("dense", marks=pytest.mark.nightly), "update"])
-@pytest.mark.nightly
-def test_compiled_steps_are_the_steps_to_rounding(compiled_at_once, stepped, tmp_path, form):
-    expected, *_ = run(tmp_path / "a", "vectorized", form=form)
-    module, loop, _ = run(tmp_path / "b", "vectorized", form=form, compile=True)
-    graphs_made = loop.rounds.execution.graphs
-    assert not graphs_made.reason
-    assert any(not replay.exact for replays in graphs_made._replays.values() for replay in replays)
-    assert stepped
-    assert_close(weights(expected), weights(module), tolerance=1e-8)
+@pytest.mark.parametrize("error", [RuntimeError("no g++"), FileNotFoundError("Python.h"), PermissionError("/cache")])
+def test_a_backend_that_fails(tmp_path, monkeypatch, error):
+    def fails(step, **options):
+        raise error
+
+    warned = []
+    monkeypatch.setattr(compiled.torch, "compile", fails)
+    monkeypatch.setattr(compiled, "rank_zero_warn", warned.append)
+    made = both(tmp_path, trainer={"max_epochs": 1})
+    (warning,) = warned
+    assert str(error) in made.reason
+    assert made.reason in warning
 
 
-@pytest.mark.nightly
-@pytest.mark.skipif(bool(tracing.can_compile(torch.device("cpu"))), reason=tracing.can_compile(torch.device("cpu")))
-def test_a_resumed_run_is_compiled_as_the_first_was(compiled_at_once, monkeypatch, tmp_path):
+def test_a_compiled_step_that_differs_is_not_taken(tmp_path, monkeypatch):
+    def wrong(step, **options):
+        def run(*arguments):
+            gradients, others = step(*arguments)
+            return tuple({name: 1.1 * value for name, value in each.items()} for each in gradients), others
+
+        return run
+
+    warned = []
+    monkeypatch.setattr(compiled.torch, "compile", wrong)
+    monkeypatch.setattr(compiled, "rank_zero_warn", warned.append)
+    both(tmp_path, trainer={"max_epochs": 1})
+    (warning,) = warned
+    assert "its gradients" in warning
+
+
+@pytest.mark.slow
+def test_other_forms_of_batches_are_made_as_they_are(tmp_path, traced, used):
+    # A client of six samples has no full batch, and one of 40 has five.
+    sizes = [40, 40, 16, 6]
+    ends = [sum(sizes[:number]) for number in range(5)]
+    parts = [list(range(begin, end)) for begin, end in itertools.pairwise(ends)]
+    made = both(tmp_path, partition=FromIndices(parts), data=Double(drop_last=False), trainer={"max_epochs": 2})
+    assert made.samples == 8
+    assert set(used) == {2, 4}
+
+
+@pytest.mark.slow
+def test_a_resumed_run_ends_where_the_first_did(tmp_path, traced):
     saver = ModelCheckpoint(tmp_path / "saved", every_n_epochs=1, save_top_k=-1, filename="{epoch}")
-    whole, *_ = run(tmp_path / "a", "vectorized", compile="auto", callbacks=[saver])
-    monkeypatch.setattr(choice, "WORTH_COMPILING", 1e9)
-    resumed, loop, _ = run(
-        tmp_path / "b", "vectorized", compile="auto", ckpt_path=tmp_path / "saved" / "epoch=1.ckpt", callbacks=[saver]
-    )
-    assert loop.rounds.execution.compiled
+    whole, *_ = run(tmp_path / "a", "vectorized", compile=True, callbacks=[saver])
+    path = tmp_path / "saved" / "epoch=1.ckpt"
+    resumed, *_ = run(tmp_path / "b", "vectorized", compile=True, ckpt_path=path, callbacks=[saver])
     assert_close(weights(whole), weights(resumed), tolerance=1e-12)
+
+
+def test_compiling_may_turn_the_scale(tmp_path, monkeypatch, traced):
+    tried = []
+    monkeypatch.setattr(choice, "time_both", lambda *arguments: tried.append(arguments) or (2.0, 4.0 - len(tried) ** 2))
+    _, loop, _ = run(tmp_path, "auto", compile=True, trainer={"max_epochs": 1}, partition=FromIndices(UNEVEN))
+    assert loop.rounds.execution.name == "vectorized"
+    assert [arguments[5:] for arguments in tried] == [(), (True,)]
