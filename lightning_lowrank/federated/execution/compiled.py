@@ -6,6 +6,7 @@ made as it is.
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -89,7 +90,10 @@ class CompiledSteps(Untraced):
         """Number of the step."""
         self.settings: dict[int, dict[str, dict[str, Any]]] = {}
         """With which settings values are logged, by the stack's size and the value's name."""
+        self.used: dict[int, frozenset[tuple[str, bool]]] = {}
+        """Of what the step has gradients, by the stack's size: names, and whether each is that of a change."""
         self._module, self._objective = module, objective
+        self._on_cuda = next(module.parameters()).is_cuda
         self._logged: list[tuple[str, Tensor]] = []
         self._steps: dict[int, tuple[Hashable, Callable[..., Any]]] = {}
         # The same function for all steps, which torch compares.
@@ -157,6 +161,9 @@ class CompiledSteps(Untraced):
                 del attributes["log"]
             else:
                 attributes["log"] = before
+        if self._on_cuda:
+            # The next step of a captured graph overwrites what is logged of this one.
+            logged = {name: value.clone() for name, value in logged.items()}
         return Results(losses, of_trained, of_changes, logged, buffers)
 
     def _compile(self, training_step: Callable[..., Any], takes_index: bool, batch: Any) -> Callable[..., Any]:
@@ -193,8 +200,10 @@ class CompiledSteps(Untraced):
 
         # torch keeps what it has compiled with the code, and compiles no more than some for one.
         own = types.FunctionType(step.__code__.replace(), step.__globals__, "step", None, step.__closure__)
-        # Random numbers are those of the step.
-        return torch.compile(own, fullgraph=True, dynamic=False, options={"fallback_random": True})
+        options: dict[str, Any] = {"fallback_random": True}
+        if self._on_cuda:
+            options["triton.cudagraphs"] = True
+        return torch.compile(own, fullgraph=True, dynamic=False, options=options)
 
 
 class _Slot:
@@ -234,7 +243,8 @@ def differ(found: Results, expected: Results, values: bool = True) -> str:
     """
     for kind, one, other in (
         ("losses", {"": found.losses}, {"": expected.losses}),
-        ("gradients", {**found.gradients, **found.of_changes}, {**expected.gradients, **expected.of_changes}),
+        ("gradients", _used(found.gradients, expected.gradients), expected.gradients),
+        ("gradients of changes of", _used(found.of_changes, expected.of_changes), expected.of_changes),
         ("logs", found.logged, expected.logged),
         ("buffers", found.buffers, expected.buffers),
     ):
@@ -248,6 +258,11 @@ def differ(found: Results, expected: Results, values: bool = True) -> str:
             if value.numel() and not float(apart.max()) <= _TOLERANCE * largest:
                 return f"its {kind} {name} differ by {float(apart.max()):.3g}"
     return ""
+
+
+def _used(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return gradients, without the zeros of what the step does not use."""
+    return {name: value for name, value in found.items() if name in expected or bool(value.any())}
 
 
 def form_of(inputs: Inputs) -> Hashable | None:
@@ -284,5 +299,5 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 def _said(error: Exception) -> str:
-    text = " ".join(str(error).strip().split())
+    text = re.split(r" Explanation| Hint| Set TORCH", " ".join(str(error).split()))[0]
     return f"{type(error).__name__}: {text[:300]}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -310,20 +310,24 @@ class ClientStack(Untraced):
         """Make the compiled step of the first clients in a stack of ``size`` rows, if it can be made."""
         devices = [] if self.device.type == "cpu" else [self.device]
         is_new, inputs = compiled.is_new(size), part.inputs(self._rows, size)
+        if is_new:
+            # Whether the step changes them in place is not known yet.
+            inputs = Inputs(*apply_to_collection(tuple(inputs), Tensor, Tensor.clone))
         with fork_rng(devices, device_type=self.device.type) if is_new else nullcontext():
             results = compiled.step(self._step, self._takes_index, inputs, part.number)
         if results is None:
             return None
         results = part.rows_of(results)
         if not is_new:
-            part.take(results, compiled.settings[size])
+            part.take(results, compiled.settings[size], compiled.used[size])
             return results.losses, results.logged
         # A new one is compared with the step as it is, which counts. Compiled, a step draws other numbers.
-        before = random_states(self.device)
+        before, versions = random_states(self.device), part.versions()
         losses, logged = part.backward()
         draws = not all(map(torch.equal, before, random_states(self.device)))
         compiled.settings[size] = dict(part.settings)
-        changed = part.changed_in_place()
+        compiled.used[size] = part.used
+        changed = next((name for name, version in part.versions().items() if version != versions[name]), "")
         expected = part.results(losses, logged)
         reason = f"it changes {changed} in place" if changed else differ(results, expected, values=not draws)
         if reason:
@@ -712,11 +716,20 @@ class _Part:
         losses, *tables = results
         return Results(losses[:count], *({name: value[:count] for name, value in table.items()} for table in tables))
 
-    def take(self, results: Results, settings: Mapping[str, dict[str, Any]]) -> None:
-        """Take a compiled step's gradients and buffers for these clients, and with which settings it logs."""
+    @property
+    def used(self) -> frozenset[tuple[str, bool]]:
+        """The names of what the step has gradients of, and whether each is that of a change."""
+        return frozenset(self._gradients)
+
+    def take(
+        self, results: Results, settings: Mapping[str, dict[str, Any]], used: Collection[tuple[str, bool]]
+    ) -> None:
+        """Take a compiled step's gradients of what is used and buffers, and with which settings it logs."""
         self.settings.update(settings)
         given = {(name, False): gradient for name, gradient in results.gradients.items()}
-        self._give(given | {(name, True): gradient for name, gradient in results.of_changes.items()})
+        given |= {(name, True): gradient for name, gradient in results.of_changes.items()}
+        # Compiled, what a step does not use has a gradient of zeros.
+        self._give({key: gradient for key, gradient in given.items() if key in used})
         for name, value in results.buffers.items():
             self._named[name].copy_(value)
 
@@ -728,11 +741,11 @@ class _Part:
         buffers = {name: value for name, value in self._named.items() if name not in self._stack.leaves}
         return Results(losses, given[False], given[True], logged, buffers)
 
-    def changed_in_place(self) -> str:
-        """Name a parameter or round state that the step has changed in place; an empty string if there is none."""
+    def versions(self) -> dict[str, int]:
+        """Return how often parameters and round states have been changed in place."""
         values = [(name, value) for name, value in self._named.items() if name in self._stack.leaves]
-        values += [("the round state", value) for value in tensors_in(self._state)]
-        return next((name for name, value in values if self._rows is not None and version_of(value)), "")
+        values += [(f"round state {number}", value) for number, value in enumerate(tensors_in(self._state))]
+        return {name: version_of(value) for name, value in values}
 
 
 def _put_back(stacks: State, rows: Tensor, selected: State) -> None:

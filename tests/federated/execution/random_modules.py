@@ -25,6 +25,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_lowrank import FedAvg, FederatedLoop, FromIndices
+from lightning_lowrank.federated.execution import compiled
 from tests.helpers import Data, Module, fit, trainer, weights
 
 CLIENTS = {
@@ -209,20 +210,21 @@ def drawn(seed: int) -> tuple[str, Callable[[], Drawn], list[list[int]]]:
 def trained(folder: Path, make: Callable[[], Drawn], clients: list[list[int]], execution: Any, seed: int) -> Any:
     torch.manual_seed(seed), np.random.seed(seed), random.seed(seed)
     module = make()
-    loop = FederatedLoop(
-        FedAvg(), partition=FromIndices(clients), execution=execution, on_client_error="raise", summary=False
-    )
+    given = {"execution": "vectorized", "compile": True} if execution == "compiled" else {"execution": execution}
+    loop = FederatedLoop(FedAvg(), partition=FromIndices(clients), on_client_error="raise", summary=False, **given)
     run = trainer(folder, loop, max_epochs=2, limit_val_batches=0)
     fit(run, module, Data(shuffle=False))
     figures = {name: float(value) for name, value in run.callback_metrics.items() if "/" not in name}
-    return weights(module), figures, loop.rounds.execution.name
+    made = getattr(loop.rounds.execution, "compiled_steps", None)
+    return weights(module), figures, made.reason if made is not None else loop.rounds.execution.name
 
 
 def outcome(folder: Path, seed: int, execution: str = "vectorized") -> tuple[str, str]:
     """Return whether clients together are the clients one by one, and what was drawn.
 
     Returns:
-        ``"same"``, ``"refused"`` or ``"wrong"``; ``"none"`` if the module does not even train one by one.
+        ``"same"``, ``"refused"`` or ``"wrong"``; ``"not compiled"`` if it is the same as it is, and could not be
+        compiled; ``"none"`` if the module does not even train one by one.
     """
     description, make, clients = drawn(seed)
     try:
@@ -230,7 +232,7 @@ def outcome(folder: Path, seed: int, execution: str = "vectorized") -> tuple[str
     except (MisconfigurationException, RuntimeError) as error:
         return "none", f"{description}: {error}"
     try:
-        found, others, _ = trained(folder, make, clients, execution, seed)
+        found, others, way = trained(folder, make, clients, execution, seed)
     except MisconfigurationException as error:
         return "refused", f"{description}: {str(error)[:200]}"
     except RuntimeError as error:
@@ -238,6 +240,8 @@ def outcome(folder: Path, seed: int, execution: str = "vectorized") -> tuple[str
     apart = max(float((found[name].double() - value.double()).abs().max()) for name, value in expected.items())
     logged = max(abs(others.get(name, torch.inf) - value) / max(1.0, abs(value)) for name, value in figures.items())
     verdict = "same" if max(apart, logged) <= TOLERANCE else "wrong"
+    if execution == "compiled" and way and verdict == "same":
+        verdict = "not compiled"
     return verdict, f"{description}: weights {apart:.1g}, figures {logged:.1g}"
 
 
@@ -245,8 +249,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--first", type=int, default=0, help="first seed")
-    parser.add_argument("--execution", default="vectorized", choices=("vectorized", "auto"))
+    parser.add_argument("--execution", default="vectorized", choices=("vectorized", "auto", "compiled"))
     options = parser.parse_args()
+    if options.execution == "compiled":
+        # Traced as for inductor, which takes seconds for each module.
+        compile_step = torch.compile
+        compiled.torch.compile = lambda step, **_: compile_step(
+            step, fullgraph=True, dynamic=False, backend="aot_eager"
+        )
     warnings.simplefilter("ignore")
     for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero"):
         logging.getLogger(name).setLevel(logging.ERROR)

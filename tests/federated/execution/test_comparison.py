@@ -211,3 +211,10 @@ def test_parameters_that_are_no_part_of_the_module_are_refused(tmp_path):
 def test_modules_drawn_at_random_are_the_same_or_refused(tmp_path, seed):
     verdict, description = outcome(tmp_path, 1_000 + seed)
     assert verdict in ("same", "refused", "none"), description
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(20))
+def test_compiled_modules_drawn_at_random_are_the_same_or_refused(tmp_path, seed):
+    verdict, description = outcome(tmp_path, 2_000 + seed, "compiled")
+    assert verdict != "wrong", description
