@@ -20,7 +20,6 @@ from torch.func import functional_call, grad_and_value, vmap
 from lightning_lowrank.federated.data.loader import OfEachClient
 from lightning_lowrank.federated.execution.traces import Untraced
 from lightning_lowrank.federated.state import State
-from lightning_lowrank.optim.deferred import Deferred
 
 _PREFIX = "module."
 _TOLERANCE = 1e-3
@@ -42,27 +41,22 @@ class Inputs(NamedTuple):
 
     Args:
         trained: Values of which gradients are wanted, by name.
-        changes: Changes that are kept apart from their weights, of which gradients are wanted, by the weight's name.
-        rest: Other values, by name.
-        projections: By the name of the weight, what its change is multiplied by.
+        buffers: Other values, by name.
         state: The clients' round states.
         batch: Their batches.
     """
 
     trained: dict[str, Tensor]
-    changes: dict[str, Tensor]
-    rest: dict[str, Tensor]
-    projections: dict[str, Tensor]
+    buffers: dict[str, Tensor]
     state: State
     batch: Any
 
 
 class Results(NamedTuple):
-    """What a step gives, ``[clients, …]`` each: losses, gradients of ``trained`` and ``changes``, logs and buffers."""
+    """What a step gives, ``[clients, …]`` each: losses, gradients by name, what is logged, and buffers."""
 
     losses: Tensor
     gradients: dict[str, Tensor]
-    of_changes: dict[str, Tensor]
     logged: dict[str, Tensor]
     buffers: dict[str, Tensor]
 
@@ -90,8 +84,8 @@ class CompiledSteps(Untraced):
         """Number of the step."""
         self.settings: dict[int, dict[str, dict[str, Any]]] = {}
         """With which settings values are logged, by the stack's size and the value's name."""
-        self.used: dict[int, frozenset[tuple[str, bool]]] = {}
-        """Of what the step has gradients, by the stack's size: names, and whether each is that of a change."""
+        self.used: dict[int, frozenset[str]] = {}
+        """The names of the values of which the step has gradients, by the stack's size."""
         self._module, self._objective = module, objective
         self._on_cuda = next(module.parameters()).is_cuda
         self._logged: list[tuple[str, Tensor]] = []
@@ -153,9 +147,7 @@ class CompiledSteps(Untraced):
         attributes = vars(self._module)
         before, attributes["log"] = attributes.get("log"), self._log
         try:
-            (of_trained, of_changes), (losses, (logged, buffers)) = step(
-                (inputs.trained, inputs.changes), inputs.rest, inputs.projections, inputs.state, list(tensors)
-            )
+            gradients, (losses, (logged, buffers)) = step(inputs.trained, inputs.buffers, inputs.state, list(tensors))
         finally:
             if before is None:
                 del attributes["log"]
@@ -164,7 +156,7 @@ class CompiledSteps(Untraced):
         if self._on_cuda:
             # The next step of a captured graph overwrites what is logged of this one.
             logged = {name: value.clone() for name, value in logged.items()}
-        return Results(losses, of_trained, of_changes, logged, buffers)
+        return Results(losses, gradients, logged, buffers)
 
     def _compile(self, training_step: Callable[..., Any], takes_index: bool, batch: Any) -> Callable[..., Any]:
         logged, objective, steps = self._logged, self._objective, self
@@ -172,28 +164,19 @@ class CompiledSteps(Untraced):
         skeleton = apply_to_collection(batch, Tensor, lambda _: _Slot())
 
         def of_one(
-            wanted: tuple[dict[str, Tensor], dict[str, Tensor]],
-            rest: dict[str, Tensor],
-            projections: dict[str, Tensor],
-            state: State,
-            tensors: list[Tensor],
+            trained: dict[str, Tensor], buffers: dict[str, Tensor], state: State, tensors: list[Tensor]
         ) -> tuple[Tensor, tuple[dict[str, Tensor], dict[str, Tensor]]]:
             given = iter(tensors)
             one = apply_to_collection(skeleton, _Slot, lambda _: next(given))
-            trained, changes = wanted
-            values = {**rest, **trained}
-            for name, change in changes.items():
-                values[name] = Deferred(projections[name], change).value(rest[name])
-            held = {_PREFIX + name: value for name, value in values.items()}
-            buffers = [name for name in rest if name not in changes]
             # A step changes buffers in place.
-            held.update({_PREFIX + name: rest[name].clone() for name in buffers})
-            loss, left = functional_call(client, held, (one, steps.number, objective, values, state, buffers))
+            values = {**trained, **{name: value.clone() for name, value in buffers.items()}}
+            held = {_PREFIX + name: value for name, value in values.items()}
+            loss, left = functional_call(client, held, (one, steps.number, objective, values, state, list(buffers)))
             found = dict(logged)
             logged.clear()
             return loss, (found, left)
 
-        mapped = vmap(grad_and_value(of_one, has_aux=True), in_dims=(0, 0, None, 0, 0), randomness="different")
+        mapped = vmap(grad_and_value(of_one, has_aux=True), randomness="different")
 
         def step(*arguments: Any) -> Any:
             return mapped(*arguments)
@@ -244,7 +227,6 @@ def differ(found: Results, expected: Results, values: bool = True) -> str:
     for kind, one, other in (
         ("losses", {"": found.losses}, {"": expected.losses}),
         ("gradients", _used(found.gradients, expected.gradients), expected.gradients),
-        ("gradients of changes of", _used(found.of_changes, expected.of_changes), expected.of_changes),
         ("logs", found.logged, expected.logged),
         ("buffers", found.buffers, expected.buffers),
     ):
@@ -271,8 +253,7 @@ def form_of(inputs: Inputs) -> Hashable | None:
         batch = _form(inputs.batch)
     except TypeError:
         return None
-    changes = tuple((name, value.shape, inputs.projections[name].shape) for name, value in inputs.changes.items())
-    return batch, tuple(inputs.trained), changes
+    return batch, tuple(inputs.trained)
 
 
 def _form(entry: Any) -> Hashable:

@@ -286,16 +286,19 @@ class ClientStack(Untraced):
         compiled = self._compiled
         if compiled is None or compiled.reason or not self._watch.settled or not self._watch.mapped:
             return None
+        if self.deferred():
+            compiled.give_up("the optimizer keeps its steps apart from the weights, which takes less time")
+            return None
         full = next((part for part in parts if part[0].samples == compiled.samples and part[0].is_prefix), None)
         size = 0 if full is None else compiled.size_for(len(full[0].numbers))
         if full is None or not size:
             return None
-        logged, deferred = _Logged(self._logbook), self.deferred()
-        for leaf in (*self.leaves.values(), *(each.change for each in deferred.values())):
+        logged = _Logged(self._logbook)
+        for leaf in self.leaves.values():
             leaf.grad = None
         total: Tensor | None = None
         for places, batch in parts:
-            part = _Part(self, places, batch, batch_idx, logged.settings, deferred, apart=len(parts) > 1)
+            part = _Part(self, places, batch, batch_idx, logged.settings, {}, apart=len(parts) > 1)
             found = self._compiled_part(compiled, size, part) if places is full[0] else None
             losses, values = part.backward() if found is None else found
             part.put_back()
@@ -632,7 +635,7 @@ class _Part:
         self._named = {name: self._select(stack.leaves.get(name, value)) for name, value in stack.values.items()}
         self._changes = {name: self._select(each.change) for name, each in deferred.items()}
         self._state = apply_to_collection(stack.round_state, Tensor, self._select) if stack.round_state else {}
-        self._gradients: dict[tuple[str, bool], Tensor] = {}
+        self._gradients: dict[str, Tensor] = {}
 
     def _select(self, tensor: Tensor) -> Tensor:
         if self._rows is not None:
@@ -661,30 +664,28 @@ class _Part:
     def backward(self) -> tuple[Tensor, dict[str, Tensor]]:
         """Make the step and its gradients; return the losses, and what is logged."""
         losses, logged = self.mapped()
-        wanted = {(name, True): change for name, change in self._changes.items()}
-        trained = {(name, False): self._named[name] for name in self._stack.leaves if name not in self._changes}
-        gradients = torch.autograd.grad(losses.sum(), [*wanted.values(), *trained.values()], allow_unused=True)
-        found = zip([*wanted, *trained], gradients, strict=True)
-        self._give({key: gradient for key, gradient in found if gradient is not None})
+        trained = {name: self._named[name] for name in self._stack.leaves}
+        gradients = torch.autograd.grad(losses.sum(), list(trained.values()), allow_unused=True)
+        self._give({name: each for name, each in zip(trained, gradients, strict=True) if each is not None})
         return losses.detach(), logged
 
-    def _give(self, gradients: dict[tuple[str, bool], Tensor]) -> None:
+    @torch.no_grad()
+    def _give(self, gradients: dict[str, Tensor]) -> None:
         """Make gradients of these clients part of the leaves'."""
         self._gradients = gradients
         everyone = len(self.places.numbers) == self._stack.active and self._rows is None
-        with torch.no_grad():
-            for (name, of_change), gradient in gradients.items():
-                leaf = self._deferred[name].change if of_change else self._stack.leaves[name]
-                if everyone:
-                    leaf.grad = gradient
-                    continue
-                if leaf.grad is None:
-                    # Another form of batch may leave a parameter out.
-                    leaf.grad = torch.zeros_like(leaf)
-                if self._rows is None:
-                    leaf.grad[self._chosen] = gradient
-                else:
-                    leaf.grad.index_copy_(0, self._rows, gradient)
+        for name, gradient in gradients.items():
+            leaf = self._stack.leaves[name]
+            if everyone:
+                leaf.grad = gradient
+                continue
+            if leaf.grad is None:
+                # Another form of batch may leave a parameter out.
+                leaf.grad = torch.zeros_like(leaf)
+            if self._rows is None:
+                leaf.grad[self._chosen] = gradient
+            else:
+                leaf.grad.index_copy_(0, self._rows, gradient)
 
     # Compiled
 
@@ -700,12 +701,9 @@ class _Part:
             return torch.cat([tensor, tensor[:1].expand(size - len(tensor), *tensor.shape[1:])])
 
         values = {name: value[:size] for name, value in rows.items()}
-        trained = {name: values.pop(name) for name in self._stack.leaves if name not in self._deferred}
         return Inputs(
-            trained,
-            {name: padded(each.change) for name, each in self._deferred.items()},
+            {name: values.pop(name) for name in self._stack.leaves},
             values,
-            {name: each.projection for name, each in self._deferred.items()},
             apply_to_collection(self._stack.round_state, Tensor, padded) if self._stack.round_state else {},
             apply_to_collection(self._batch, Tensor, padded),
         )
@@ -717,29 +715,22 @@ class _Part:
         return Results(losses[:count], *({name: value[:count] for name, value in table.items()} for table in tables))
 
     @property
-    def used(self) -> frozenset[tuple[str, bool]]:
-        """The names of what the step has gradients of, and whether each is that of a change."""
+    def used(self) -> frozenset[str]:
+        """The names of the values of which the step has gradients."""
         return frozenset(self._gradients)
 
-    def take(
-        self, results: Results, settings: Mapping[str, dict[str, Any]], used: Collection[tuple[str, bool]]
-    ) -> None:
+    def take(self, results: Results, settings: Mapping[str, dict[str, Any]], used: Collection[str]) -> None:
         """Take a compiled step's gradients of what is used and buffers, and with which settings it logs."""
         self.settings.update(settings)
-        given = {(name, False): gradient for name, gradient in results.gradients.items()}
-        given |= {(name, True): gradient for name, gradient in results.of_changes.items()}
         # Compiled, what a step does not use has a gradient of zeros.
-        self._give({key: gradient for key, gradient in given.items() if key in used})
+        self._give({name: gradient for name, gradient in results.gradients.items() if name in used})
         for name, value in results.buffers.items():
             self._named[name].copy_(value)
 
     def results(self, losses: Tensor, logged: dict[str, Tensor]) -> Results:
         """Return what the step as it is has given."""
-        given = {
-            of: {name: each for (name, is_of), each in self._gradients.items() if is_of is of} for of in (False, True)
-        }
         buffers = {name: value for name, value in self._named.items() if name not in self._stack.leaves}
-        return Results(losses, given[False], given[True], logged, buffers)
+        return Results(losses, self._gradients, logged, buffers)
 
     def versions(self) -> dict[str, int]:
         """Return how often parameters and round states have been changed in place."""

@@ -83,13 +83,54 @@ def test_steps_are_compiled_for_four_sizes_at_most(tmp_path, used):
     assert set(made._steps) == set(filter(None, used)) == {1, 3}
 
 
+class UsesNumber(Module):
+    """Computes by the number of the step."""
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch) * (1 + batch_idx % 3)
+
+
+class UsesEpoch(Module):
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch) * (1 + self.current_epoch)
+
+
+class Breaks(Module):
+    """Leaves what Dynamo cannot trace in one piece."""
+
+    def training_step(self, batch, batch_idx):
+        torch._dynamo.graph_break()
+        return self.loss(batch)
+
+
+class Adds(Module):
+    """Changes a parameter in place."""
+
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            self.net[0].weight.mul_(0.99)
+        return self.loss(batch)
+
+
+class OneLayer(Module):
+    """Has layers without a gradient."""
+
+    def training_step(self, batch, batch_idx):
+        hidden = self.net[:2](batch[0])
+        return nn.functional.cross_entropy(self.net[2:](hidden.detach()), batch[1])
+
+
 CASES = {
     "update": {"form": "update"},
     "blocks": {"form": "decoupled blocks", "algorithm": partial(FedMUD, reset_interval=2)},
-    "projected": {"module": partial(Module, optimizer=OPTIMIZERS["ProjectedSGD"])},
+    "projected": {
+        "module": partial(Module, optimizer=OPTIMIZERS["ProjectedSGD"]),
+        "trainer": {"gradient_clip_val": 1e6, "max_epochs": 2},
+    },
     "momentum": {"module": partial(Module, optimizer=OPTIMIZERS["momentum"]), "optimizer_state": "keep"},
     "clipping": {"trainer": {"gradient_clip_val": 0.1, "max_epochs": 3}},
     "control": {"algorithm": SCAFFOLD},
+    "unused": {"module": partial(OneLayer, optimizer=OPTIMIZERS["momentum"])},
     "objective": {"algorithm": partial(FedProx, 0.1)},
     "statistics": {
         "module": lambda: Module(network(norm=nn.BatchNorm1d)),
@@ -135,40 +176,10 @@ def test_gradients_are_seen(tmp_path, traced, used):
     assert ends[0] == pytest.approx(ends[1])
 
 
-class UsesNumber(Module):
-    """Computes by the number of the step."""
-
-    def training_step(self, batch, batch_idx):
-        return self.loss(batch) * (1 + batch_idx % 3)
-
-
-class UsesEpoch(Module):
-    def training_step(self, batch, batch_idx):
-        return self.loss(batch) * (1 + self.current_epoch)
-
-
-class Sorts(Module):
-    """Leaves what Dynamo cannot trace in one piece."""
-
-    def training_step(self, batch, batch_idx):
-        torch._dynamo.graph_break()
-        return self.loss(batch)
-
-
-class OneWeight(Module):
-    """Trains a part of itself in its first steps alone."""
-
-    head = True
-
-    def training_step(self, batch, batch_idx):
-        hidden = self.net[:2](batch[0])
-        return nn.functional.cross_entropy(self.net[2:](hidden.detach()), batch[1])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "cause"),
-    [(UsesNumber, "recompil"), (UsesEpoch, "recompil"), (Sorts, "graph_break|graph break"), (OneWeight, "gradients")],
+    [(UsesNumber, "recompil"), (UsesEpoch, "recompil"), (Breaks, "graph_break|graph break"), (Adds, "changes net.0")],
 )
 def test_what_cannot_be_compiled_is_made_as_it_is_and_said_once(tmp_path, monkeypatch, traced, module, cause):
     warned = []
@@ -198,7 +209,7 @@ def test_a_compiled_step_that_differs_is_not_taken(tmp_path, monkeypatch):
     def wrong(step, **options):
         def run(*arguments):
             gradients, others = step(*arguments)
-            return tuple({name: 1.1 * value for name, value in each.items()} for each in gradients), others
+            return {name: 1.1 * value for name, value in gradients.items()}, others
 
         return run
 
@@ -236,3 +247,12 @@ def test_compiling_may_turn_the_scale(tmp_path, monkeypatch, traced):
     _, loop, _ = run(tmp_path, "auto", compile=True, trainer={"max_epochs": 1}, partition=FromIndices(UNEVEN))
     assert loop.rounds.execution.name == "vectorized"
     assert [arguments[5:] for arguments in tried] == [(), (True,)]
+
+
+@pytest.mark.slow
+def test_steps_that_are_deferred_are_not_compiled(tmp_path, monkeypatch, traced, used):
+    warned = []
+    monkeypatch.setattr(compiled, "rank_zero_warn", warned.append)
+    both(tmp_path, module=partial(Module, optimizer=OPTIMIZERS["ProjectedSGD"]))
+    assert len(warned) == 1
+    assert not used
