@@ -99,17 +99,19 @@ class FederatedSettings(Configured):
             ``training_step``, whose draws differ); a frozen weight is one product for all clients, so that low-rank
             clients gain most. ``training_step`` is mapped with `torch.func.vmap`: it may not branch on a number or call
             ``.item()`` where clients differ, update a metric, or keep values for later steps, and optimizers must act
-            on each number alone (see `register_elementwise`). Clients step together whose batches are of one form:
-            those of other shapes, or that differ in what is no tensor, have steps of their own.
-            ``global_step``, ``max_steps``, step-wise schedulers, ``val_check_interval`` and checkpoints every n steps
-            then count steps of a chunk; ``federated/client_steps`` counts clients' batches in both. ``"auto"``: a few
+            on each number alone (see `register_elementwise`). Clients step together whose batches have tensors of the
+            same shapes. Before the first round a step is compared with the same step of a client alone, and refused if
+            it differs. ``global_step``, ``max_steps`` and step-wise schedulers then count steps of a chunk, and an
+            integer ``val_check_interval`` chunks; ``federated/client_steps`` counts clients' batches in both.
+            ``"auto"``: a few
             steps are tried both ways when the fit begins, the faster is taken, and a line says which and why; a resumed
             run keeps the choice. The trial puts back all that module, optimizers and dataset hold. What keeps clients
             from stepping together, in the trial or later, is no error: their steps are made one after another. Where
             the module has convolutions, a third way is tried: one after another, with the channels of images last in
             memory (`torch.channels_last`). A later step that cannot do with that is an error which says what would do.
         chunk_size: Largest number of clients that step together. ``None``: as many as a quarter of the free memory
-            holds, by what a step on the first round's batches takes. The result does not depend on it, to rounding.
+            holds, by what a step on the first round's batches takes, and half as many where that step needs more. The
+            result does not depend on it, to rounding.
         compile: Whether the steps of clients that step together are compiled by `torch.compile`, which needs a C++
             compiler on a CPU and Triton on a GPU. Compiled are full batches, in stacks of at most four sizes, each of
             which takes some seconds at its first use. Results are the same to rounding. What cannot be compiled is not,
