@@ -245,6 +245,9 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
         first = self._loop.server.round if self._loop is not None else 0
         check_factors_move(pl_module, self._names(pl_module, first), "DifferentialPrivacy")
         own = pl_module.training_step
+        if self._loop is not None:
+            # The method's terms read samples as well.
+            own = self._loop.rounds.execution.step_of(own)
         gradients = SampleGradients(pl_module, own, self.physical_batch_size, self._round_state)
 
         def private_step(batch: Any, *arguments: Any) -> torch.Tensor:

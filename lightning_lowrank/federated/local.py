@@ -75,7 +75,7 @@ class LocalTraining(Untraced):
         own = strategy.training_step
         step = self._execution.step_of(own)
         if step is not own:
-            ends.enter_context(replaced(strategy, training_step=self._in_precision(step)))
+            ends.enter_context(replaced(strategy, training_step=self._in_precision(own, step)))
         if self._own_update is not None:
             update, step = self._own_update, module.optimizer_step
             self._steps_in_its_own_way = overrides(module, "optimizer_step")
@@ -86,8 +86,10 @@ class LocalTraining(Untraced):
             ends.enter_context(replaced(module, optimizer_step=optimizer_step))
         return ends.close
 
-    def _in_precision(self, step: Callable[..., Any]) -> Callable[..., Any]:
+    def _in_precision(self, own: Callable[..., Any], step: Callable[..., Any]) -> Callable[..., Any]:
         def in_precision(*arguments: Any) -> Any:
+            if self._execution.substituted:
+                return own(*arguments)
             with self._trainer.precision_plugin.train_step_context():
                 return step(*arguments)
 
@@ -105,7 +107,7 @@ class LocalTraining(Untraced):
         self._group = trainer.accumulate_grad_batches
         self._takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
         own = module.training_step
-        step = self._execution.step_of(own)
+        step = own if self._execution.substituted else self._execution.step_of(own)
         # Clients that step together have one in the module's place for as long as they train.
         self._step = None if step is own else step
         self._transfer = batch_transfer(trainer)

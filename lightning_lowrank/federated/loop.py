@@ -311,7 +311,7 @@ class FederatedLoop(FederatedSettings, Callback):
     def _turns_of(self, trainer: pl.Trainer) -> ClientTurns | None:
         """Return what makes a turn of Lightning's loop a client or a chunk of clients, in a single process."""
         by_sample = any(isinstance(each, NeedsPoissonBatches) for each in trainer.callbacks)  # type: ignore[attr-defined]
-        if self._processes is not None or by_sample:
+        if self._processes is not None:
             return None
         data = self._data
         assert data is not None
