@@ -309,17 +309,13 @@ class FederatedLoop(FederatedSettings, Callback):
         )
 
     def _turns_of(self, trainer: pl.Trainer) -> ClientTurns | None:
-        """Return what makes a turn of Lightning's loop a client or a chunk of clients, in a single process."""
-        by_sample = any(isinstance(each, NeedsPoissonBatches) for each in trainer.callbacks)  # type: ignore[attr-defined]
-        if self._processes is not None:
-            return None
+        """Return what makes a turn of Lightning's loop a client or a chunk of clients."""
         data = self._data
         assert data is not None
         return ClientTurns(
             trainer,
             self,
-            # A round that nobody trains in has a turn without a client.
-            count=lambda: max(1, len(data.present_plan().chunks)),
+            count=lambda: data.present_plan().turns,
             done=lambda: self._progress.chunk,
             loader=lambda: data.training_loader,
             turn=lambda: self.rounds.turn(),

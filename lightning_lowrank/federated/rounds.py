@@ -89,6 +89,7 @@ class Rounds(Untraced):
         self._options = ClientOptions(trainer, settings.options_of)
         self._to_device = functools.partial(_to_device, device=self._module.device)
         self._in_client = True
+        self._ended = False
         samples = data.divided().sizes.tolist()
         self._moments = KeptMoments(self._module, trainer.optimizers, settings.algorithm.drawn_in)
         self._options.check(settings.clients_with_settings(len(samples)))
@@ -240,7 +241,7 @@ class Rounds(Untraced):
         idle = eligible - len(plan.clients) - len(plan.failed)
         self.coordinator.begin_round(plan, self.execution.live, idle)
         self.coordinator.check_answers(len(plan.clients))
-        progress.round_open = True
+        progress.round_open, self._ended = True, False
         self._schedulers.begin_round()
         if self._local is not None:
             self._local.begin_round()
@@ -257,12 +258,16 @@ class Rounds(Untraced):
         if not progress.round_open:
             self._begin_round()
         number, ends_round = progress.chunk, False
-        if number < len(plan.chunks):
+        if number < len(plan.chunks) and not self._ended:
             ends_round = self._train(plan.chunks[number])
             if progress.chunk_open:
                 return False
-        progress.position, progress.chunk = plan.ends[number] if plan.chunks else plan.total, number + 1
-        if ends_round or number + 1 >= len(plan.chunks):
+        progress.position = plan.ends[number] if number < len(plan.chunks) else plan.total
+        progress.chunk = number + 1
+        if ends_round and self._processes is not None:
+            # The others go on, and wait for this one at the round's end.
+            self._ended, ends_round = True, False
+        if ends_round or progress.chunk >= plan.turns:
             self.aggregate()
             self.end_epoch()
         elif progress.round_open:
@@ -435,8 +440,11 @@ class Rounds(Untraced):
             self._end_chunk(self._step_in_chunk())
         if isinstance(self.coordinator, SharedCoordinator):
             mine = progress.client_steps - progress.client_steps_before
-            total = self.coordinator.exchange(self._schedulers, mine, progress.logged_steps, between_steps)
+            total = self.coordinator.exchange(self._schedulers, mine, between_steps or self._local is not None)
             progress.client_steps = progress.client_steps_before + total
+            # Alike in all processes, also where the round is cut short.
+            plan = self._data.current_plan()
+            progress.position, progress.chunk = plan.total, plan.turns
         self.coordinator.aggregate()
         self.coordinator.show_global(self.execution.live)
         self._isolation.put_back()

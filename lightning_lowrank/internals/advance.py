@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Checkpoint, ProgressBar, WeightAveraging
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar, Timer, WeightAveraging
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -45,6 +45,7 @@ _NEEDED = (
     "manual_optimization.run",
     "scheduler_progress",
     "_batches_that_stepped",
+    "_broadcast_sigterm_tensor",
     "_build_kwargs",
     "_num_ready_batches_reached",
     "_results",
@@ -199,7 +200,8 @@ class ClientTurns:
         for hook in _BATCH_HOOKS:
             others = [each for each in trainer.callbacks if each is not self._own]
             heard = [each for each in others if self._profiles or overrides(each, hook)]
-            self._once[hook] = [each for each in heard if _is_once_a_turn(each, hook)]
+            shares = trainer.world_size > 1
+            self._once[hook] = [each for each in heard if _is_once_a_turn(each, hook, shares)]
             self._each[hook] = [each for each in heard if each not in self._once[hook]]
         module = trainer.lightning_module
         self.module_hears = {hook for hook in _BATCH_HOOKS if self._profiles or overrides(module, hook)}
@@ -227,6 +229,8 @@ class ClientTurns:
         if self._validates_first(data_fetcher):
             return
         turn, turns = self._done(), self._count()
+        if trainer.world_size > 1:
+            loop._broadcast_sigterm_tensor()
         if turn >= turns:
             # The fit goes on from a checkpoint of a round that is over.
             progress.is_last_batch = True
@@ -465,11 +469,12 @@ def loss_of(output: Any) -> Tensor | None:
     return loss
 
 
-def _is_once_a_turn(callback: pl.Callback, hook: str) -> bool:
-    """Return whether a hook looks at the module as it is between clients, and at no batch."""
+def _is_once_a_turn(callback: pl.Callback, hook: str, shares: bool) -> bool:
+    """Return whether a hook looks at the module as it is between clients and at no batch, or has processes meet."""
     # A LambdaCallback has its hooks on the instance, a mock nowhere.
     defined = None if hook in vars(callback) else getattr(type(callback), hook, None)
     if defined is None:
         return False
     ours = getattr(callback, "once_a_turn", False) and defined.__module__.startswith("lightning_lowrank.")
-    return ours or (isinstance(callback, _ONCE_A_TURN) and defined.__module__.startswith("lightning."))
+    kinds = (*_ONCE_A_TURN, Timer) if shares else _ONCE_A_TURN
+    return ours or (isinstance(callback, kinds) and defined.__module__.startswith("lightning."))

@@ -449,6 +449,10 @@ class StepCounts:
         """Return how many steps the optimizers have made in the round."""
         return self._trainer.global_step - self._optimizer_steps
 
+    def logged_steps(self) -> int:
+        """Return how many steps loggers have seen in the round."""
+        return self._trainer.fit_loop.epoch_loop._batches_that_stepped - self._logged_steps
+
     def set(self, optimizer_steps: int, logged_steps: int, between_steps: bool) -> None:
         """Count so many steps in the round.
 

@@ -56,6 +56,7 @@ class RoundPlan:
         chunks: The same clients in the order in which they train; where several processes share the round, those of
             this process.
         padding: Number of steps in which this process waits for one that has more to train.
+        turns: Number of chunks of the process that has the most, one at least.
     """
 
     round: int
@@ -64,6 +65,7 @@ class RoundPlan:
     failed: tuple[int, ...]
     chunks: tuple[Chunk, ...]
     padding: int = 0
+    turns: int = 1
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
@@ -159,6 +161,7 @@ class RoundPlanner:
             tuple(failed),
             tuple(parts[self.process]),
             padding=(max(steps) or 1) - steps[self.process],
+            turns=max(1, *map(len, parts)),
         )
 
     def client_steps(self, rounds: Iterable[int], group_of: Callable[[int], int], limit: int | None = None) -> int:

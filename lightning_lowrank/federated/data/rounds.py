@@ -394,5 +394,5 @@ class RoundData:
                 progress.begin(number)
             elif progress.position and not progress.round_open and max(progress.processes, self.planner.processes) > 1:
                 # The round is over, and other processes may have had other steps in it.
-                progress.position, progress.chunk = self.plan.total, len(self.plan.chunks)
+                progress.position, progress.chunk = self.plan.total, self.plan.turns
         return self.plan

@@ -357,22 +357,19 @@ class SharedCoordinator(Coordinator):
         kept = {name: tensor.clone() for name, tensor in message.tensors.items()}
         self._arrivals.append((client, Message(kept), weight))
 
-    def exchange(
-        self, schedulers: SchedulersPerClient, client_steps: int, logged_steps: int, between_steps: bool
-    ) -> int:
+    def exchange(self, schedulers: SchedulersPerClient, client_steps: int, between_steps: bool) -> int:
         """Have every process hold what all of them have come to, and return the number of batches of all their clients.
 
         Args:
             schedulers: They go on from the client with the most steps of all.
             client_steps: Number of batches that clients have been trained on in this process in the round.
-            logged_steps: Number of steps that loggers have seen here in the round.
             between_steps: As for `StepCounts.set`.
         """
         now = self.ledger.state_dict()
         counted = {name: now[name] - value for name, value in self._entered.items()}
         counted |= {
             "client_steps": client_steps,
-            "logged_steps": logged_steps,
+            "logged_steps": self._counts.logged_steps(),
             "optimizer_steps": self._counts.optimizer_steps(),
         }
         mine: dict[int, list[Tensor]] = {}
