@@ -46,7 +46,7 @@ _FREE = (
     *("trainer.accelerator", "trainer.devices", "trainer.max_time", "data.init_args.root", "data.init_args.download"),
     *("data.init_args.num_workers", "data.init_args.eval_batch_size", "federated.init_args.execution"),
     *("federated.init_args.chunk_size", "federated.init_args.summary", "federated.init_args.compile"),
-    *("federated.init_args.fast_steps", "federated.init_args.data_on_device"),
+    "federated.init_args.data_on_device",
 )
 _ROUNDS = "trainer.max_epochs"
 

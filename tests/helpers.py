@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_lowrank.federated.data.whole_batches import WholeBatches
+from lightning_lowrank.federated.local import LocalTraining
 from lightning_lowrank.layers import CP, BlockKronecker, Hadamard, MatrixProduct
 
 SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
@@ -210,3 +213,13 @@ class SaveEachStep(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *arguments: Any) -> None:
         trainer.save_checkpoint(self.folder / f"step={trainer.global_step}.ckpt")
+
+
+@contextmanager
+def lightnings_own(active: bool = True) -> Iterator[None]:
+    """Have local steps and the reading of validation batches be Lightning's own, with the same results."""
+    with pytest.MonkeyPatch.context() as patch:
+        if active:
+            patch.setattr(LocalTraining, "_is_plain", lambda self: False)
+            patch.setattr(WholeBatches, "begin", lambda self, loader: lambda: None)
+        yield

@@ -76,7 +76,7 @@ def inspect_run(
     dense = sum(parameter.numel() for parameter in module.parameters())
     report = {} if lowrank is None else {layer.name: layer for layer in lowrank.convert(module).layers}
     problems: list[str] = []
-    remarks = [] if loop is None else notes(module, loop.buffers, turns_are_clients=loop.execution == "sequential")
+    remarks = [] if loop is None else notes(module, loop.buffers)
     macs = _multiply_adds(module, problems)
     layers = []
     for name, layer in module.named_modules():

@@ -66,12 +66,6 @@ _COUNT_CLIENTS = {
     "trainer.train_dataloader": "whose length is the number of the round's clients there: read it in a local step,"
     " where it is the number of the client's batches",
 }
-_COUNT_A_ROUND = {
-    "trainer.num_training_batches": "which counts the batches of all clients of a round: use trainer.is_last_batch,"
-    " which is true at a client's own last batch",
-    "trainer.train_dataloader": "which has the batches of all clients of a round: for the end of a client's own use"
-    " trainer.is_last_batch",
-}
 _EVALUATION = ("validation_", "test_", "predict_", "on_validation_", "on_test_", "on_predict_")
 
 
@@ -417,16 +411,13 @@ def static_batch_norm_advice(
     ]
 
 
-def notes(
-    module: pl.LightningModule, buffers: BufferPolicy, schedulers: Sequence[Any] = (), turns_are_clients: bool = True
-) -> list[str]:
+def notes(module: pl.LightningModule, buffers: BufferPolicy, schedulers: Sequence[Any] = ()) -> list[str]:
     """Return what a user should know of how this module will behave in rounds, one sentence each.
 
     Args:
         module: The module.
         buffers: What becomes of buffers.
         schedulers: The trainer's, where it has set them up.
-        turns_are_clients: Whether the trainer's number of batches is a client's own while the client trains.
     """
     found = []
     layers = _layers_that_track(module)
@@ -435,10 +426,9 @@ def notes(
             f"buffers='local' keeps the statistics of {layers} BatchNorm layers with their clients: the global"
             " model is validated with those it began with."
         )
-    counted = {**_COUNT_ALL_CLIENTS, **(_COUNT_CLIENTS if turns_are_clients else _COUNT_A_ROUND)}
-    for attribute, meaning in counted.items():
+    for attribute, meaning in {**_COUNT_ALL_CLIENTS, **_COUNT_CLIENTS}.items():
         readers = _readers_of(module, attribute)
-        if turns_are_clients and attribute in _COUNT_CLIENTS:
+        if attribute in _COUNT_CLIENTS:
             readers = [name for name in readers if name in _BETWEEN_CLIENTS]
         if readers:
             found.append(f"{', '.join(readers)} of {type(module).__name__} reads {attribute}, {meaning}.")

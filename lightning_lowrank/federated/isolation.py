@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +17,9 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_lowrank.arguments import listed
-from lightning_lowrank.federated.execution.base import Execution, while_training
 from lightning_lowrank.federated.execution.traces import Unwritten
 from lightning_lowrank.federated.kept import Kept
 from lightning_lowrank.federated.state import trained_tensors
-from lightning_lowrank.internals.lightning import LastBatch, overrides
 from lightning_lowrank.internals.torch import own_buffers, written
 
 _WATCHED_CLIENTS = 2
@@ -143,74 +140,6 @@ class Isolation:
             now = home.table.get(home.key)
             if now is not home.buffer or written(home.buffer) != self._marks_of_unsaved[home.name]:
                 yield home, value
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the unsaved buffers that the open client has changed."""
-        found = {home.name: home.table.get(home.key) for home, _ in self._changed()}
-        return {name: value.detach().clone() for name, value in found.items() if value is not None}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on with the client that was open when `state_dict` was called."""
-        for home, _ in self._unsaved:
-            if home.name in state:
-                home.table[home.key] = home.buffer.copy_(state[home.name])
-        self.watch()
-
-
-class ClientSteps:
-    """Hands a module's training step and batch hooks the client's own batch number, and its own last batch.
-
-    Lightning counts the batches of the round. ``on_train_batch_end`` is called by `FederatedLoop` before it closes the
-    client, which Lightning would do after it.
-
-    Args:
-        trainer: The trainer.
-        execution: Knows the open clients' step.
-    """
-
-    def __init__(self, trainer: Any, execution: Execution) -> None:
-        module = trainer.lightning_module
-        self._trainer, self._module, self._execution = trainer, module, execution
-        self._end = module.on_train_batch_end if overrides(module, "on_train_batch_end") else None
-        step, start = module.training_step, module.on_train_batch_start
-
-        def training_step(*arguments: Any, **keywords: Any) -> Any:
-            # Lightning gives the batch and, where the step takes it by whatever name, its number.
-            own = (*arguments[:1], execution.number, *arguments[2:]) if len(arguments) > 1 else arguments
-            keywords |= {"batch_idx": execution.number} if "batch_idx" in keywords else {}
-            with self._own_last_batch():
-                return step(*own, **keywords)
-
-        def on_train_batch_start(batch: Any, batch_idx: int) -> Any:
-            with self._own_last_batch():
-                return start(batch, execution.number)
-
-        self._replaced: dict[str, Any] = {}
-        if "dataloader_iter" not in inspect.signature(step).parameters:
-            self._replaced["training_step"] = while_training(trainer, step, training_step)
-        if overrides(module, "on_train_batch_start"):
-            self._replaced["on_train_batch_start"] = on_train_batch_start
-        if self._end is not None:
-            self._replaced["on_train_batch_end"] = lambda *arguments: None
-        self._before = {name: vars(module)[name] for name in self._replaced if name in vars(module)}
-        vars(module).update(self._replaced)
-
-    def _own_last_batch(self) -> LastBatch:
-        execution = self._execution
-        return LastBatch(self._trainer, execution.number + 1 == execution.chunk.steps)
-
-    def end_batch(self, outputs: Any, batch: Any) -> None:
-        """Call the module's own ``on_train_batch_end``."""
-        if self._end is not None:
-            with self._own_last_batch():
-                self._end(outputs, batch, self._execution.number)
-
-    def restore(self) -> None:
-        """Give the module its own methods back."""
-        for name in self._replaced:
-            vars(self._module).pop(name, None)
-        vars(self._module).update(self._before)
 
 
 @dataclass

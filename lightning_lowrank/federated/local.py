@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from lightning_lowrank.federated.execution.base import Execution
 from lightning_lowrank.federated.execution.traces import Untraced
 from lightning_lowrank.federated.logbook import Logbook
 from lightning_lowrank.internals.advance import ClientTurns, loss_of
-from lightning_lowrank.internals.direct import in_context
 from lightning_lowrank.internals.lightning import HOOK, batch_transfer, overridden_transfer, overrides
 from lightning_lowrank.internals.replaced import replaced
 from lightning_lowrank.internals.torch import bare_step, drop_gradients, is_heard, is_on, run_backward
@@ -48,13 +47,11 @@ class LocalTraining(Untraced):
         turns: Makes steps as Lightning does, and calls hooks.
         execution: Lets the method have its part in each step.
         data: Reads the batches.
-        plain: Whether a step may be the plain one.
     """
 
-    def __init__(self, trainer: Any, turns: ClientTurns, execution: Execution, data: RoundData, plain: bool) -> None:
+    def __init__(self, trainer: Any, turns: ClientTurns, execution: Execution, data: RoundData) -> None:
         self._trainer, self._module = trainer, trainer.lightning_module
         self._turns, self._execution, self._data = turns, execution, data
-        self._may_be_plain = plain
         self.logbook = Logbook(trainer)
         self._steps_in_its_own_way = False
         self._own_update = None if inherits(execution.algorithm, "local_update") else execution.algorithm.local_update
@@ -113,9 +110,11 @@ class LocalTraining(Untraced):
         self._transfer = batch_transfer(trainer)
         plain_input = type(trainer.precision_plugin) in (Precision, MixedPrecision)
         self._moves_none = plain_input and overridden_transfer(trainer) is None
-        self._plain = self._may_be_plain and self._is_plain()
+        self._plain = self._is_plain()
         self._clips = overrides(module, "configure_gradient_clipping") or bool(trainer.gradient_clip_val)
-        self._context = in_context(trainer.precision_plugin, "train")
+        # That of single precision does nothing.
+        single = type(trainer.precision_plugin) is Precision
+        self._context = nullcontext if single else trainer.precision_plugin.train_step_context
         self._before_update = [each for each in trainer.callbacks if overrides(each, _BEFORE_UPDATE)]
         self._module_hears_update = overrides(module, _BEFORE_UPDATE)
 

@@ -64,17 +64,12 @@ from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.federated.state import Server
 from lightning_lowrank.federated.whole_checkpoints import install as install_whole_checkpoints
 from lightning_lowrank.internals.advance import ClientTurns
-from lightning_lowrank.internals.direct_evaluation import DirectEvaluation
-from lightning_lowrank.internals.direct_log import DirectLog
-from lightning_lowrank.internals.direct_steps import DirectSteps
 from lightning_lowrank.internals.lightning import (
     FitLength,
     TrainLoaderSource,
-    accumulate_per_client,
     check_namespace,
     forget_batches,
     log_figures,
-    pad_epochs,
     pool_training_results,
     stops_now,
 )
@@ -100,8 +95,7 @@ class FederatedLoop(FederatedSettings, Callback):
     a round cut short has not reached are in none of these.
 
     A turn of Lightning's loop is a client, or a chunk of clients that step together, and between turns the module is
-    the global model. With several processes, or with `DifferentialPrivacy`, a turn is a batch. Lightning's settings
-    mean here (the page "Lightning in a federation" has each):
+    the global model. Lightning's settings mean here (the page "Lightning in a federation" has each):
 
     - ``limit_train_batches`` and ``overfit_batches`` count per client and round. ``val_check_interval`` is a share of
       the round's turns, or a number of turns, with which ``execution="auto"`` trains clients one after another. A
@@ -111,8 +105,7 @@ class FederatedLoop(FederatedSettings, Callback):
       ends after any step, also inside a client. A round cut short by ``max_steps``, ``max_time`` or early stopping is
       aggregated from what has been trained by then.
     - ``batch_idx``, ``trainer.is_last_batch``, ``trainer.num_training_batches`` and ``len(trainer.train_dataloader)``
-      are the client's own while it trains; where a turn is a batch, the last two count those of all clients. A module
-      that reads what counts all clients, or clients, is warned of.
+      are the client's own while it trains. A module that reads what counts all clients, or clients, is warned of.
     - Hooks of the module and of callbacks are called on each of a client's batches. Checkpoints, progress bars and
       weight averaging act between clients. A checkpoint that a callback saves inside a client holds the client's start.
       What is logged with ``on_step=True`` has one value a client.
@@ -252,7 +245,6 @@ class FederatedLoop(FederatedSettings, Callback):
             if self.personal_test is not None and self._rounds is None and stage != "predict":
                 rank_zero_warn(f"no round was made with this FederatedLoop: {NOT_JUDGED}")
             self._keep_samples(trainer)
-            self._evaluate_fast(trainer, stage)
             return
         processes = shared_by(trainer)
         refuse_own_reading(pl_module)
@@ -276,12 +268,8 @@ class FederatedLoop(FederatedSettings, Callback):
         self._data.attach(trainer, source.user_loader, limit)
         self._keep_samples(trainer)
         self._turns = self._turns_of(trainer)
-        progress, restore, enter = self._progress, self._restore.callback, self._restore.enter_context
-        if self._turns is None:
-            source.replace(self._data)
-            restore(source.restore)
-        else:
-            enter(self._turns.installed())
+        restore, enter = self._restore.callback, self._restore.enter_context
+        enter(self._turns.installed())
         if limit != 0:
             enter(replaced(trainer, limit_train_batches=1.0))
         self._horizon = Horizon(trainer, self._data)
@@ -291,24 +279,9 @@ class FederatedLoop(FederatedSettings, Callback):
         # A plain function: torch marks the hook, and a deepcopy of the module must not copy this callback.
         restore(pl_module.register_state_dict_post_hook(lambda *state: self._show_global_state(*state)).remove)
         restore(pl_module.register_load_state_dict_pre_hook(refuse_other_shapes).remove)
-        if self._turns is not None:
-            self._whole = WholeBatches(self._device_data) if self.fast_steps else None
-            return
-        self._evaluate_fast(trainer, stage)
-        restore(accumulate_per_client(trainer, lambda: progress.group_begins, lambda: progress.group_ends))
-        if processes is None and self.fast_steps:
-            restore(DirectSteps(trainer, lambda batch: self.rounds.execution.gradients(batch)).restore)
-            restore(DirectLog(trainer).restore)
-        restore(
-            pad_epochs(
-                trainer,
-                lambda: self.rounds.without_batch(),
-                lambda: self.rounds.end_step_without_batch(trainer.accumulate_grad_batches),
-                lambda error: self.rounds.fail(error),
-            )
-        )
+        self._whole = WholeBatches(self._device_data)
 
-    def _turns_of(self, trainer: pl.Trainer) -> ClientTurns | None:
+    def _turns_of(self, trainer: pl.Trainer) -> ClientTurns:
         """Return what makes a turn of Lightning's loop a client or a chunk of clients."""
         data = self._data
         assert data is not None
@@ -333,10 +306,6 @@ class FederatedLoop(FederatedSettings, Callback):
         self._restore.callback(self._device_data.forget)
         if self._data is not None:
             self._data.device_data = self._device_data
-
-    def _evaluate_fast(self, trainer: pl.Trainer, stage: str) -> None:
-        if self.fast_steps and stage != "predict":
-            self._restore.callback(DirectEvaluation(trainer, stage, WholeBatches(self._device_data).begin).restore)
 
     def _read_whole(self, trainer: pl.Trainer) -> None:
         """Have the loaders of validation that are known by now read their batches in one piece."""
@@ -371,9 +340,8 @@ class FederatedLoop(FederatedSettings, Callback):
         refuse_lazy(pl_module)
         unmerge(pl_module)
         check_optimizers(trainer, pl_module)
-        if self._turns is not None:
-            refuse_plateaus_of_steps(trainer.lr_scheduler_configs)
-        for note in notes(pl_module, self.buffers, trainer.lr_scheduler_configs, self._turns is not None):
+        refuse_plateaus_of_steps(trainer.lr_scheduler_configs)
+        for note in notes(pl_module, self.buffers, trainer.lr_scheduler_configs):
             rank_zero_warn(note)
         if self.personal_test is not None or not inherits(self.algorithm, "variants"):
             for note in left_out(pl_module):
@@ -399,6 +367,7 @@ class FederatedLoop(FederatedSettings, Callback):
         make = self.make_coordinator
         if self._processes is not None:
             make = functools.partial(SharedCoordinator, self._processes, trainer)
+        assert self._turns is not None
         self._rounds = Rounds(
             self, trainer, self._data, self._progress, self._processes, make, self._rounds, self._restored, self._turns
         )
@@ -412,11 +381,10 @@ class FederatedLoop(FederatedSettings, Callback):
         self._length.settle()
         for note in self._horizon.notes() + self._rounds.coordinator.notes(trainer):
             rank_zero_warn(note)
-        if self._turns is not None:
-            data = self._data
-            turns = None if self._restored is not None else lambda: len(data.present_plan().chunks)
-            for note in check_validation_interval(trainer, turns, self._rounds.execution.stacked):
-                rank_zero_warn(note)
+        data = self._data
+        turns = None if self._restored is not None else lambda: data.present_plan().turns
+        for note in check_validation_interval(trainer, turns, self._rounds.execution.stacked):
+            rank_zero_warn(note)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Go on where the checkpoint was taken."""
@@ -430,8 +398,8 @@ class FederatedLoop(FederatedSettings, Callback):
                 rank_zero_warn(note)
             if self._progress.position and not self._progress.round_open:
                 forget_batches(trainer)
-                if self._turns is not None:
-                    self._turns.end_restored_epoch()
+                assert self._turns is not None
+                self._turns.end_restored_epoch()
             if not self._progress.round_open:
                 self.rounds.stop_if_spent(trainer.current_epoch)
         self._facts = RunFacts(trainer, self.indices)
@@ -475,28 +443,16 @@ class FederatedLoop(FederatedSettings, Callback):
 
     # Steps
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """At a chunk's first batch, make its clients begin."""
-        self.rounds.before_batch(trainer.accumulate_grad_batches)
-
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         """Show the gradients to the algorithm."""
         self.rounds.execution.before_step()
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """At a chunk's last batch, hand over what its clients send; at the round's last, aggregate."""
-        self.rounds.after_batch(outputs, batch)
-
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Aggregate a round that was cut short, and log the round's figures."""
         self.rounds.pause()
-        self.rounds.aggregate(between_steps=True)
+        self.rounds.aggregate()
         self.rounds.end_epoch()
         if self._processes is not None:
             pool_training_results(trainer, self._processes.gather)
@@ -523,8 +479,6 @@ class FederatedLoop(FederatedSettings, Callback):
             return
         if stops_now(trainer):
             self._rounds.aggregate()
-        elif self._turns is None:
-            self._rounds.execution.hide()
 
     def on_validation_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -540,13 +494,8 @@ class FederatedLoop(FederatedSettings, Callback):
             self._evaluation_log = None
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Go on with the client that was interrupted, or evaluate clients' own models."""
-        if self._rounds is None or trainer.sanity_checking:
-            return
-        if self._progress.round_open:
-            if self._turns is None:
-                self._rounds.execution.show()
-        else:
+        """Evaluate clients' own models, between rounds."""
+        if self._rounds is not None and not trainer.sanity_checking and not self._progress.round_open:
             self._rounds.further.evaluate(trainer, pl_module, "validate")
 
     def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -628,13 +577,6 @@ class FederatedLoop(FederatedSettings, Callback):
         present = {**self._fingerprint, "execution": execution, "data": self._data.fingerprint()}
         check_same_experiment(saved, present, self.allow_changes, state["progress"]["round_open"])
         if state["progress"]["round_open"]:
-            turns_are = "batches" if self._turns is None else "clients"
-            if state["turns_are"] != turns_are:
-                raise MisconfigurationException(
-                    f"the checkpoint was saved inside a round in which a turn of Lightning's loop was one of the"
-                    f" {state['turns_are']}, and with execution={self.execution!r} it is one of the {turns_are}: resume"
-                    " with the execution of the earlier run, or from a checkpoint that was saved between rounds."
-                )
             self._resumed_inside = state["inside"]
         self._progress.load_state_dict(state["progress"])
         # A plan that was made before counts for nothing.

@@ -1,4 +1,4 @@
-"""Where a federated run stands, so that it can go on from a checkpoint at any batch."""
+"""Where a federated run stands, so that it can go on from a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,13 +17,9 @@ class Progress:
         chunk: Number of the round's chunks that are done.
         round_open: Whether the round has begun and has not been aggregated.
         chunk_open: Whether a chunk of clients is training.
-        chunk_failed: Whether the clients of the present chunk have failed, so that its other steps have no batch.
-        group_begins: Whether the present batch is the first of a group of accumulated ones.
-        group_ends: Whether the optimizer steps after the present batch.
         client_steps: Number of batches that clients have been trained on in all rounds before this one, and in this
             one by this process.
         client_steps_before: Their number when the round began.
-        logged_steps: Number of steps of the round that loggers have seen in this process.
         processes: Number of processes that share the run.
     """
 
@@ -32,21 +28,17 @@ class Progress:
     chunk: int = 0
     round_open: bool = False
     chunk_open: bool = False
-    chunk_failed: bool = False
-    group_begins: bool = True
-    group_ends: bool = True
     client_steps: int = 0
     client_steps_before: int = 0
-    logged_steps: int = 0
     processes: int = 1
 
     def begin(self, number: int) -> None:
         """Stand before the first step of a round."""
-        self.round, self.position, self.chunk, self.chunk_failed = number, 0, 0, False
+        self.round, self.position, self.chunk = number, 0, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return it as plain Python, but for what the next batch decides."""
-        return {name: value for name, value in vars(self).items() if name != "group_begins"}
+        """Return it as plain Python."""
+        return dict(vars(self))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict`'s result."""

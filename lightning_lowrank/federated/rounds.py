@@ -20,7 +20,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_lowrank.aggregation.aggregator import home_of
-from lightning_lowrank.federated.algorithm import detached, inherits
+from lightning_lowrank.federated.algorithm import inherits
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.data.rounds import RoundData
@@ -33,7 +33,7 @@ from lightning_lowrank.federated.execution.distributed import (
 )
 from lightning_lowrank.federated.execution.traces import Untraced
 from lightning_lowrank.federated.failures import ClientsFailed, described, is_of_a_client
-from lightning_lowrank.federated.isolation import ClientSteps, Isolation
+from lightning_lowrank.federated.isolation import Isolation
 from lightning_lowrank.federated.local import LocalTraining
 from lightning_lowrank.federated.logbook import Logbook
 from lightning_lowrank.federated.messages import Ledger, dense_bytes
@@ -46,8 +46,7 @@ from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.federated.state import State
 from lightning_lowrank.federated.system import Clock, LateError, Operations
 from lightning_lowrank.internals.advance import ClientTurns
-from lightning_lowrank.internals.direct_steps import AroundUpdates
-from lightning_lowrank.internals.lightning import HeldSchedules, leave_step, refuse_unseen_steps
+from lightning_lowrank.internals.lightning import leave_step, refuse_unseen_steps
 
 
 class Rounds(Untraced):
@@ -62,8 +61,7 @@ class Rounds(Untraced):
         make: Makes the server's half, from the arguments of `Coordinator`.
         before: The rounds of the fit that this one goes on from, if any.
         restored: `state_dict`'s result in the checkpoint that the fit is resumed from, if any.
-        turns: Makes each turn of Lightning's loop a client, where clients train one by one in this process alone;
-            ``None``: Lightning counts the clients' batches.
+        turns: Makes each turn of Lightning's loop a chunk of clients.
     """
 
     def __init__(
@@ -76,7 +74,7 @@ class Rounds(Untraced):
         make: Callable[..., Coordinator],
         before: Rounds | None,
         restored: Mapping[str, Any] | None,
-        turns: ClientTurns | None = None,
+        turns: ClientTurns,
     ) -> None:
         self._settings = settings
         self._algorithm = settings.algorithm
@@ -88,7 +86,6 @@ class Rounds(Untraced):
         self._schedulers = SchedulersPerClient(trainer)
         self._options = ClientOptions(trainer, settings.options_of)
         self._to_device = functools.partial(_to_device, device=self._module.device)
-        self._in_client = True
         self._ended = False
         samples = data.divided().sizes.tolist()
         self._moments = KeptMoments(self._module, trainer.optimizers, settings.algorithm.drawn_in)
@@ -135,10 +132,8 @@ class Rounds(Untraced):
         previous = None if before is None else before.execution
         self.execution: Execution = choose_execution(trainer, coordinator, data, processes, restored, previous)
         self.execution.starts = starts
-        self._local: LocalTraining | None = None
-        if turns is not None:
-            self._local = LocalTraining(trainer, turns, self.execution, data, settings.fast_steps)
-            self.execution.logbook = self._local.logbook
+        self._local = LocalTraining(trainer, turns, self.execution, data)
+        self.execution.logbook = self._local.logbook
         self._uncounted: dict[str, Any] = {}
         if processes is not None:
             check_processes(processes, trainer, self._algorithm, settings.experiment_seed, data)
@@ -159,43 +154,14 @@ class Rounds(Untraced):
 
     def start(self) -> Callable[[], None]:
         """Let the algorithm train in its own way, where it has one, and return what ends that."""
-        module, attributes = self._module, vars(self._module)
         self._isolation = Isolation(self._trainer, self.execution.stacked)
         if not inherits(self._algorithm, "before_step"):
             refuse_unseen_steps(self._trainer, type(self._algorithm).__name__)
-        if self._local is not None:
-            return self._start_turns(self._local)
-        self._held_schedules = HeldSchedules(self._trainer)
+        end = self._local.start()
         self.execution.start()
-        # After the execution, whose guard of the module's hooks it calls.
-        self._steps = ClientSteps(self._trainer, self.execution)
 
-        def stop_execution() -> None:
-            self._steps.restore()
+        def stop() -> None:
             self.execution.stop()
-            self._held_schedules.restore()
-
-        if inherits(self._algorithm, "local_update"):
-            return stop_execution
-
-        def local_update(update: Callable[[], Any]) -> None:
-            self._algorithm.local_update(self.execution.step(), update)
-
-        def stop() -> None:
-            stop_execution()
-            attributes.pop("optimizer_step", None)
-
-        attributes["optimizer_step"] = AroundUpdates(module, local_update)
-        return stop
-
-    def _start_turns(self, local: LocalTraining) -> Callable[[], None]:
-        end = local.start()
-        if self.execution.stacked:
-            self.execution.start()
-
-        def stop() -> None:
-            if self.execution.stacked:
-                self.execution.stop()
             end()
 
         return stop
@@ -204,7 +170,7 @@ class Rounds(Untraced):
         """Go on from `state_dict`'s result, the coordinator's part of which `setup` has taken."""
         progress, execution = self._progress, self.execution
         # The plan has been made by now.
-        plan, self._data.resumed_chunks = self._data.current_plan(), None
+        self._data.resumed_chunks = None
         self._schedulers.load_state_dict(state["schedulers"])
         self._options.common = state["common_options"]
         if not progress.round_open:
@@ -213,38 +179,20 @@ class Rounds(Untraced):
         self._isolation.begin_round(execution.live)
         server = self.coordinator.server
         server.adopt(execution.live, shown=self._algorithm.global_model(server))
-        if self._local is not None:
-            self._local.begin_round()
-            return
-        values = self._to_device(state["client_values"])
-        if progress.chunk_open:
-            chunk, round_state = plan.chunks[progress.chunk], self._to_device(state["round_state"])
-            execution.resume(chunk, self._step_in_chunk(), values, round_state)
-            self._isolation.load_state_dict(self._to_device(state["unsaved_buffers"]))
-            execution.starts.load_state_dict(self._to_device(state["attributes"]))
-            execution.before = self._to_device(state["before"])
-            for name, gradient in self._to_device(state["gradients"]).items():
-                self._module.get_parameter(name).grad = gradient
-        else:
-            execution.resume_between(values)
-
-    def _step_in_chunk(self) -> int:
-        plan, progress = self._data.current_plan(), self._progress
-        return progress.position - (plan.ends[progress.chunk] - plan.chunks[progress.chunk].steps)
+        self._local.begin_round()
 
     def _begin_round(self) -> None:
         plan, progress = self._data.current_plan(), self._progress
         self.execution.begin_round()
         self._isolation.begin_round(self.execution.live)
-        progress.client_steps_before, progress.logged_steps = progress.client_steps, 0
+        progress.client_steps_before = progress.client_steps
         eligible = int(np.count_nonzero(self._data.planner.batches))
         idle = eligible - len(plan.clients) - len(plan.failed)
         self.coordinator.begin_round(plan, self.execution.live, idle)
         self.coordinator.check_answers(len(plan.clients))
         progress.round_open, self._ended = True, False
         self._schedulers.begin_round()
-        if self._local is not None:
-            self._local.begin_round()
+        self._local.begin_round()
 
     # A client's turn
 
@@ -275,19 +223,17 @@ class Rounds(Untraced):
         return ends_round
 
     @property
-    def logbook(self) -> Logbook | None:
-        """Where what is logged is collected, if a turn is a client."""
-        return None if self._local is None else self._local.logbook
+    def logbook(self) -> Logbook:
+        """Where what is logged is collected."""
+        return self._local.logbook
 
     def end_epoch(self) -> None:
         """Let Lightning have what was logged of the round, also where it was cut short."""
-        if self._local is not None:
-            self._local.logbook.end_round()
+        self._local.logbook.end_round()
 
     def _train(self, chunk: Chunk) -> bool:
         """Make a client begin, train it, and hand over what it sends; return whether the module ended the round."""
         local, ends_round = self._local, False
-        assert local is not None
         try:
             self._open(chunk)
             ends_round = local.train(chunk)
@@ -306,7 +252,6 @@ class Rounds(Untraced):
 
     def _end_client(self) -> None:
         """Hand over what the client sends that trains in the live module."""
-        assert self._local is not None
         self._local.end()
         self._progress.client_steps += self._local.client_steps
         self._isolation.end_step()
@@ -314,7 +259,6 @@ class Rounds(Untraced):
 
     def _give_up(self, clients: Sequence[int], error: Exception) -> None:
         """Go on without the open client, which has failed."""
-        assert self._local is not None
         self._data.randomness.close()
         # A client that fails as it ends has been counted.
         self._progress.client_steps += self._local.client_steps if self._local.drop() else 0
@@ -338,40 +282,6 @@ class Rounds(Untraced):
         self._isolation.begin_client()
         self._progress.chunk_open = True
 
-    # A turn is a batch
-
-    def before_batch(self, group: int) -> None:
-        """Prepare a step, of ``group`` whose gradients are accumulated; at a chunk's first, make its clients begin."""
-        plan, progress = self._data.current_plan(), self._progress
-        self._in_client = False
-        if not progress.round_open:
-            self._begin_round()
-        chunk, step = plan.chunks[progress.chunk], self._step_in_chunk()
-        self._group(chunk.steps, step, group)
-        if step == 0:
-            self._open(chunk)
-        self.execution.before_batch(step)
-        self._in_client = True
-
-    def _group(self, steps: int, step: int, group: int) -> None:
-        self._progress.group_begins = step % group == 0
-        self._progress.group_ends = (step + 1) % group == 0 or step + 1 == steps
-
-    def after_batch(self, outputs: Any, batch: Any) -> None:
-        """End a step; at a chunk's last, hand over what its clients send, and at the round's last, aggregate."""
-        self._steps.end_batch(outputs, batch)
-        self._isolation.end_step()
-        self._data.randomness.close()
-        plan, progress = self._data.current_plan(), self._progress
-        progress.client_steps += plan.chunks[progress.chunk].active(self._step_in_chunk())
-        progress.logged_steps += progress.group_ends
-        progress.position += 1
-        if progress.position == plan.ends[progress.chunk]:
-            self._end_chunk(self._step_in_chunk())
-            progress.chunk += 1
-        if progress.position == plan.total:
-            self.aggregate()
-
     def _end_chunk(self, steps: int) -> None:
         """Hand over what the open clients send, the longest of which has made so many steps."""
         self._isolation.end_client()
@@ -388,32 +298,6 @@ class Rounds(Untraced):
                 raise error
             self._drop([client], error, self.execution.before)
 
-    def fail(self, error: Exception) -> bool:
-        """Return whether the round goes on after an error in a step, without the clients whose step it is."""
-        begun, progress = self._progress.chunk_open, self._progress
-        if isinstance(error, ClientsFailed):
-            begun, error = True, error.error
-        elif not self._in_client or not is_of_a_client(error):
-            return False
-        if self._settings.on_client_error == "raise":
-            raise error
-        self._data.randomness.close()
-        if not progress.round_open:
-            self._begin_round()
-        clients = self._data.current_plan().chunks[progress.chunk].clients
-        before: Mapping[int, State] = self.execution.before
-        if begun:
-            self.execution.drop()
-            self._options.give_back()
-        else:
-            # Their first batch could not be read.
-            before = {client: self.coordinator.states[client] for client in clients}
-            for client in clients:
-                self.coordinator.send(self.coordinator.info(client))
-        progress.chunk_open, progress.chunk_failed = False, True
-        self._drop(clients, error, before)
-        return True
-
     def _drop(self, clients: Sequence[int], error: Exception, before: Mapping[int, State]) -> None:
         """Go on without clients that failed, which keep what they did ``before`` the round."""
         who = f"client {clients[0]}" if len(clients) == 1 else f"clients {list(clients)}, which step together"
@@ -421,26 +305,18 @@ class Rounds(Untraced):
         for client in clients:
             self.coordinator.drop(client, before[client], error)
 
-    def aggregate(self, between_steps: bool = False) -> None:
-        """End the round, if one is open, and make the module the new global model.
-
-        Args:
-            between_steps: As for `SharedCoordinator.exchange`.
-        """
+    def aggregate(self) -> None:
+        """End the round, if one is open, and make the module the new global model."""
         if self._progress.round_open:
-            self._aggregate(between_steps)
-        if self._local is None:
-            self._held_schedules.step()
+            self._aggregate()
 
-    def _aggregate(self, between_steps: bool) -> None:
+    def _aggregate(self) -> None:
         progress = self._progress
-        if progress.chunk_open and self._local is not None:
+        if progress.chunk_open:
             self._end_client()
-        elif progress.chunk_open:
-            self._end_chunk(self._step_in_chunk())
         if isinstance(self.coordinator, SharedCoordinator):
             mine = progress.client_steps - progress.client_steps_before
-            total = self.coordinator.exchange(self._schedulers, mine, between_steps or self._local is not None)
+            total = self.coordinator.exchange(self._schedulers, mine)
             progress.client_steps = progress.client_steps_before + total
             # Alike in all processes, also where the round is cut short.
             plan = self._data.current_plan()
@@ -451,28 +327,6 @@ class Rounds(Untraced):
         self._schedulers.end_round()
         progress.round_open = False
         self.coordinator.states.offload()
-
-    def without_batch(self) -> bool:
-        """Return whether nobody trains in this step: its client has failed, or other processes have more to train."""
-        if self._progress.chunk_failed:
-            return True
-        plan = self._data.current_plan()
-        return plan.trained <= self._progress.position < plan.total
-
-    def end_step_without_batch(self, group: int) -> None:
-        """Do in a step without a batch what is left to do, given how many batches a group has."""
-        plan, progress = self._data.current_plan(), self._progress
-        if not progress.round_open:
-            self._begin_round()
-        if progress.chunk_failed:
-            self._group(plan.chunks[progress.chunk].steps, self._step_in_chunk(), group)
-            progress.logged_steps += progress.group_ends
-        progress.position += 1
-        if progress.chunk_failed and progress.position == plan.ends[progress.chunk]:
-            progress.chunk += 1
-            progress.chunk_failed = False
-        if progress.position == plan.total:
-            self.aggregate()
 
     def stop_if_spent(self, number: int) -> None:
         """End the fit, with a message, where round ``number`` would pass the budget of `ClientPrivacy`."""
@@ -506,14 +360,6 @@ class Rounds(Untraced):
             "federated/client_steps": self._progress.client_steps,
         }
 
-    def _gradients(self) -> dict[str, Tensor]:
-        """Return the gradients that further batches are to be added to."""
-        kept = not self._progress.group_ends or not self._module.automatic_optimization
-        if not (kept and self._progress.chunk_open):
-            return {}
-        parameters = self._module.named_parameters()
-        return detached({name: value.grad for name, value in parameters if value.grad is not None})
-
     def state_dict(self) -> dict[str, Any]:
         """Return all that a resumed run needs, as tensors and plain Python.
 
@@ -529,7 +375,7 @@ class Rounds(Untraced):
         plan = self._data.plan
         server = self.coordinator.state_dict()
         saved = progress.state_dict()
-        if self._local is not None and progress.chunk_open:
+        if progress.chunk_open:
             # The client begins again in a run that is resumed.
             server = {**server, **self._uncounted, "clients": {**server["clients"], **execution.before}}
             saved["chunk_open"] = False
@@ -544,24 +390,8 @@ class Rounds(Untraced):
             "chunks": [list(chunk.clients) for chunk in plan.chunks] if plan and progress.round_open else None,
             "common_options": self._options.common,
             "schedulers": self._schedulers.state_dict(),
-            **(self._inside() if progress.round_open else {}),
-        }
-
-    def _inside(self) -> dict[str, Any]:
-        """Return what a run needs beside that is resumed inside a round."""
-        progress, execution = self._progress, self.execution
-        if self._local is not None:
             # The open client begins again.
-            return {"turns_are": "clients", "inside": progress.chunk_open}
-        return {
-            "turns_are": "batches",
-            "inside": False,
-            "client_values": detached(execution.values()),
-            "round_state": execution.round_state if progress.chunk_open else {},
-            "unsaved_buffers": self._isolation.state_dict() if progress.chunk_open else {},
-            "attributes": execution.starts.state_dict() if progress.chunk_open else [],
-            "before": execution.before if progress.chunk_open else {},
-            "gradients": self._gradients(),
+            "inside": progress.round_open and progress.chunk_open,
         }
 
 

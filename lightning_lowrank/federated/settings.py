@@ -116,11 +116,6 @@ class FederatedSettings(Configured):
             compiler on a CPU and Triton on a GPU. Compiled are full batches, in stacks of at most four sizes, each of
             which takes some seconds at its first use. Results are the same to rounding. What cannot be compiled is not,
             and a warning says why. Default ``False``.
-        fast_steps: Whether steps, and batches of validation and tests, may call only those hooks that the module or a
-            callback overrides; whether ``self.log`` may leave out what Lightning has checked of the same call before;
-            and whether validation and test loaders may read batches in one piece. They do so in order and without
-            workers, over a `torch.utils.data.TensorDataset` or a dataset with an attribute ``deterministic`` that is
-            true, of which up to 256 MiB of batches are kept. Off, all of it is Lightning's own, with the same results.
         data_on_device: Where samples are kept that are rows of tensors: those of a `torch.utils.data.TensorDataset`
             with torch's own collate function, of this package's images, and of a `torch.utils.data.Subset` of them.
             Batches are gathered, normalised and augmented there, without a loader's workers, with the same draws and
@@ -130,8 +125,8 @@ class FederatedSettings(Configured):
             CPU as ``True`` where the samples take at most a quarter of the memory that is free at the first batch, and
             else as ``"round"``; as ``False`` for other data, and where the module or datamodule overrides
             ``on_before_batch_transfer`` or ``transfer_batch_to_device``. Evaluation batches are made on the device
-            where all samples are there and nothing is drawn; validation and tests also need ``fast_steps``, and a
-            loader in order without workers.
+            where all samples are there and nothing is drawn; those of validation also need a loader in order without
+            workers.
         personal_test: What each client's own model (`Algorithm.personal_model`; for most methods the global model) is
             tested on, each time validation runs between rounds: ``"matched_labels"``: the validation samples of the
             labels that it has in its training samples; a share in (0, 1): that share of its own samples, drawn at
@@ -192,7 +187,6 @@ class FederatedSettings(Configured):
     execution: Literal["sequential", "vectorized", "auto"] = "sequential"
     chunk_size: int | None = None
     compile: bool = False
-    fast_steps: bool = field(default=True, metadata=SAME_RESULT)
     data_on_device: bool | Literal["auto", "round"] = field(default="auto", metadata=SAME_RESULT)
     client_settings: dict[int | str, dict[str, Any]] | Callable[[int], Mapping[str, Any] | None] | None = None
     client_memory_limit: int | None = field(default=None, metadata=SAME_RESULT)

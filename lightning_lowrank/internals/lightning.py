@@ -18,7 +18,7 @@ from typing import Any
 import lightning
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint, ProgressBar, Timer
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -139,24 +139,6 @@ HOOK = "_current_fx_name"
 """Where a module keeps the name of the hook that is running, by which `LightningModule.log` knows who calls it."""
 
 
-class LastBatch:
-    """Let ``trainer.is_last_batch`` say something else for a while, where this Lightning keeps it where it is known.
-
-    A class, because a step enters it, and a generator's context takes several times as long.
-    """
-
-    __slots__ = ("_before", "_is_last", "_progress")
-
-    def __init__(self, trainer: Any, is_last: bool) -> None:
-        self._progress, self._is_last = trainer.fit_loop.epoch_loop.batch_progress, is_last
-
-    def __enter__(self) -> None:
-        self._before, self._progress.is_last_batch = self._progress.is_last_batch, self._is_last
-
-    def __exit__(self, *error: object) -> None:
-        self._progress.is_last_batch = self._before
-
-
 class TrainLoaderSource:
     """Where the trainer takes its training loader from, and the way to put another one there.
 
@@ -182,44 +164,16 @@ class TrainLoaderSource:
         return self._users.dataloader()
 
     def replace(self, loader: Any) -> None:
-        """Make the trainer take ``loader``, and read its length again in each epoch."""
+        """Make the trainer take ``loader``."""
         self._source.instance = loader
-        setup_data = self._loop.setup_data
-
-        def setup_data_of_this_length() -> None:
-            # Lightning reads the length only when it loads the loader, which takes a good part of a small round.
-            if self._loop._combined_loader is None or len(loader) == self._loop.max_batches:
-                setup_data()
-                return
-            self._loop._combined_loader = None
-            last_validation = getattr(self._trainer, "_last_val_time", None)
-            # Else it would warn of each length that is below the interval of logging, and end a fit whose later rounds
-            # are shorter than that of validation.
-            every, self._trainer.log_every_n_steps = self._trainer.log_every_n_steps, 0
-            # There is none where validation goes by the clock.
-            validated = getattr(self._trainer, "val_check_interval", None)
-            if type(validated) is int and self._trainer.check_val_every_n_epoch is not None:
-                self._trainer.val_check_interval = min(validated, len(loader))
-            try:
-                setup_data()
-            finally:
-                self._trainer.log_every_n_steps = every
-                if validated is not None:
-                    self._trainer.val_check_interval = validated
-            # Loading also starts the clock of a val_check_interval that is a time.
-            if last_validation is not None:
-                self._trainer._last_val_time = last_validation
-
-        self._loop.setup_data = setup_data_of_this_length
-
-    def replaced_by(self, loader: Any) -> AbstractContextManager[None]:
-        """Return what makes the trainer take ``loader`` for a while."""
-        return replaced(self._source, instance=loader)
 
     def restore(self) -> None:
         """Put the user's source back."""
         self._source.instance = self._users.instance
-        del self._loop.setup_data
+
+    def replaced_by(self, loader: Any) -> AbstractContextManager[None]:
+        """Return what makes the trainer take ``loader`` for a while."""
+        return replaced(self._source, instance=loader)
 
 
 class FitLength:
@@ -278,149 +232,6 @@ def accumulates(trainer: Any) -> bool:
     return schedules or trainer.accumulate_grad_batches != 1
 
 
-def accumulate_per_client(
-    trainer: Any, group_begins: Callable[[], bool], group_ends: Callable[[], bool]
-) -> Callable[[], None]:
-    """Count ``accumulate_grad_batches`` within a client, where Lightning counts within the epoch.
-
-    Where every group is one batch, Lightning's own count is right. So nothing is replaced in a Lightning that counts
-    elsewhere, and accumulation is refused there.
-
-    Args:
-        trainer: The trainer.
-        group_begins: Whether the current batch is the first of a group of accumulated ones.
-        group_ends: Whether the optimizer steps after the current batch.
-
-    Returns:
-        What gives Lightning's own methods back.
-    """
-    needed = (
-        "_accumulated_batches_reached",
-        "automatic_optimization._make_zero_grad_fn",
-        "automatic_optimization._skip_backward",
-        "automatic_optimization._on_before_zero_grad",
-        "automatic_optimization._optimizer_zero_grad",
-    )
-    epoch_loop = trainer.fit_loop.epoch_loop
-    if missing(epoch_loop, *needed):
-        if accumulates(trainer):
-            instead = "use lightning 2.6, or accumulate_grad_batches=1"
-            need("accumulating batches per client", instead, epoch_loop, *needed)
-        return lambda: None
-    automatic = epoch_loop.automatic_optimization
-
-    def make_zero_grad(batch_idx: int, optimizer: Optimizer) -> Callable[[], None] | None:
-        if automatic._skip_backward or not group_begins():
-            return None
-
-        def zero_grad() -> None:
-            automatic._on_before_zero_grad(optimizer)
-            automatic._optimizer_zero_grad(batch_idx, optimizer)
-
-        return zero_grad
-
-    def restore() -> None:
-        del epoch_loop._accumulated_batches_reached
-        del automatic._make_zero_grad_fn
-
-    epoch_loop._accumulated_batches_reached = group_ends
-    automatic._make_zero_grad_fn = make_zero_grad
-    return restore
-
-
-def pad_epochs(
-    trainer: Any,
-    without_batch: Callable[[], bool],
-    end_step: Callable[[], None],
-    failed: Callable[[Exception], bool],
-) -> Callable[[], None]:
-    """Let an epoch have steps in which nothing is trained, and go on after a step that failed.
-
-    Processes that share an epoch make equally many steps, because Lightning and some of its callbacks have all of them
-    meet once a step. In a step without a batch no hook of the module, datamodule or the user's callbacks runs, nothing
-    is logged, and no step of an optimizer is counted.
-
-    A single process under a Lightning without these parts ends at the first step that fails.
-
-    Args:
-        trainer: The trainer.
-        without_batch: Whether the step that begins is one without a batch.
-        end_step: Called in place of all that happens in a step.
-        failed: Called with the error of a step that reads its batch or trains; returns whether the epoch goes on, as
-            after a step without a batch.
-
-    Returns:
-        What gives the loop's own method back.
-    """
-    loop = trainer.fit_loop.epoch_loop
-    needed = (
-        "advance",
-        "restarting",
-        "batch_progress.is_last_batch",
-        "batch_progress.current.processed",
-        "batch_progress.increment_processed",
-        "update_lr_schedulers",
-        "restarted_on_last",
-        "val_loop.restarting",
-        "val_loop.restarted_mid_evaluation",
-        "val_loop.increment_progress_to_evaluation_end",
-        "_broadcast_sigterm_tensor",
-        "_num_ready_batches_reached",
-        "_should_check_val_fx",
-    )
-    if trainer.world_size == 1 and missing(loop, *needed):
-        return lambda: None
-    _need_together(loop, *needed)
-    advance, replaced = loop.advance, vars(loop).get("advance")
-
-    def advance_padded(data_fetcher: Any) -> None:
-        progress, current = loop.batch_progress, loop.batch_progress.current
-        done, fetched = current.processed, data_fetcher.fetched
-        # Before an epoch's first batch, Lightning takes a validation for due as well.
-        validates = loop.restarting and loop._should_check_val_fx(data_fetcher)
-        goes_on = validates and (loop.val_loop.restarted_mid_evaluation or loop.restarted_on_last)
-        if goes_on or not without_batch():
-            try:
-                advance(data_fetcher)
-                return
-            except Exception as error:
-                # What comes after a step, such as callbacks and schedulers, is nobody's step.
-                if isinstance(error, StopIteration) or current.processed != done or not failed(error):
-                    raise
-            leave_step(trainer)
-            if data_fetcher.fetched == fetched:
-                data_fetcher.fetched += 1
-                data_fetcher.done = data_fetcher.fetched >= data_fetcher.length
-        else:
-            if validates:
-                loop.val_loop.increment_progress_to_evaluation_end()
-            loop.val_loop.restarting = False
-            if trainer.world_size > 1:
-                loop._broadcast_sigterm_tensor()
-            next(data_fetcher)
-        progress.is_last_batch = data_fetcher.done
-        if current.ready == done:
-            progress.increment_ready()
-        if current.started == done:
-            progress.increment_started()
-        progress.increment_processed()
-        if loop._num_ready_batches_reached():
-            loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
-        end_step()
-        for callback in trainer.callbacks:
-            if isinstance(callback, (ProgressBar, Timer)):
-                callback.on_train_batch_end(trainer, trainer.lightning_module, None, None, loop.batch_idx)
-        progress.increment_completed()
-
-    def restore() -> None:
-        del loop.advance
-        if replaced is not None:
-            loop.advance = replaced
-
-    loop.advance = advance_padded
-    return restore
-
-
 def leave_step(trainer: Any) -> None:
     """Have nothing of a step that failed stay in the trainer."""
     trainer.lightning_module._current_fx_name = None
@@ -453,19 +264,11 @@ class StepCounts:
         """Return how many steps loggers have seen in the round."""
         return self._trainer.fit_loop.epoch_loop._batches_that_stepped - self._logged_steps
 
-    def set(self, optimizer_steps: int, logged_steps: int, between_steps: bool) -> None:
-        """Count so many steps in the round.
-
-        Args:
-            optimizer_steps: By which ``global_step`` has grown.
-            logged_steps: By which the number has grown that loggers see.
-            between_steps: Whether Lightning has already counted the last step for its loggers.
-        """
-        loop = self._trainer.fit_loop.epoch_loop
+    def set(self, optimizer_steps: int, logged_steps: int) -> None:
+        """Count so many steps in the round: of the optimizers, and for loggers."""
         counted = _counted_steps(self._trainer)
         counted.ready = counted.completed = self._optimizer_steps + optimizer_steps
-        pending = not between_steps and not loop._should_accumulate()
-        loop._batches_that_stepped = self._logged_steps + logged_steps - pending
+        self._trainer.fit_loop.epoch_loop._batches_that_stepped = self._logged_steps + logged_steps
 
 
 def _counted_steps(trainer: Any) -> Any:
@@ -601,39 +404,6 @@ def _pool_metric(metric: Metric) -> None:
     # What is synchronised stays until the metric is reset, and is not gathered again when it computes.
     metric._is_synced, metric._cache, metric._computed, metric._to_sync = False, None, None, False
     metric._update_count = max(1, metric._update_count)
-
-
-class HeldSchedules:
-    """Holds back the step that epoch-wise schedulers make at an epoch's last batch, until a round has ended.
-
-    Lightning makes it before ``on_train_batch_end``, where optimizers still have what is the last client's own.
-    """
-
-    def __init__(self, trainer: Any) -> None:
-        self._loop = trainer.fit_loop.epoch_loop
-        need("FederatedLoop", "use lightning 2.6", self._loop, "update_lr_schedulers")
-        self._due = False
-        self._update, self._replaced = self._loop.update_lr_schedulers, vars(self._loop).get("update_lr_schedulers")
-        self._loop.update_lr_schedulers = self._hold
-
-    def _hold(self, interval: str, update_plateau_schedulers: bool) -> None:
-        if interval == "epoch" and not update_plateau_schedulers:
-            self._due = True
-        else:
-            self._update(interval, update_plateau_schedulers=update_plateau_schedulers)
-
-    def step(self) -> None:
-        """Make the step, if one was held back."""
-        if self._due:
-            self._due = False
-            self._update("epoch", update_plateau_schedulers=False)
-
-    def restore(self) -> None:
-        """Give Lightning its own method back."""
-        if self._replaced is None:
-            del self._loop.update_lr_schedulers
-        else:
-            self._loop.update_lr_schedulers = self._replaced
 
 
 class NewFigures:

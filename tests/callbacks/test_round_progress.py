@@ -102,9 +102,8 @@ def test_nan_is_never_the_best(tmp_path, capsys):
         ("score", ["score 2.0000", ""]),
     ],
 )
-@pytest.mark.parametrize("fast_steps", [True, False])
-def test_a_round_without_validation_has_no_figure_of_its_own(tmp_path, capsys, fast_steps, name, said):
-    loop, module = federated(fast_steps=fast_steps), Scored(name, [0.0, 2.0, 0.0, 3.0])
+def test_a_round_without_validation_has_no_figure_of_its_own(tmp_path, capsys, name, said):
+    loop, module = federated(), Scored(name, [0.0, 2.0, 0.0, 3.0])
     run = trainer(tmp_path, loop, RoundProgress(monitor=name), max_epochs=4, check_val_every_n_epoch=2)
     with warnings.catch_warnings():
         # The first round has logged none.
@@ -117,8 +116,7 @@ def test_a_round_without_validation_has_no_figure_of_its_own(tmp_path, capsys, f
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fast_steps", [True, False])
-def test_a_figure_of_training_is_of_each_round(tmp_path, capsys, fast_steps):
+def test_a_figure_of_training_is_of_each_round(tmp_path, capsys):
     constant = torch.tensor(1.0)
 
     class Constant(Module):
@@ -126,7 +124,7 @@ def test_a_figure_of_training_is_of_each_round(tmp_path, capsys, fast_steps):
             self.log("train_acc", constant, on_step=False, on_epoch=True)
             return super().training_step(batch, batch_idx)
 
-    loop, progress = federated(fast_steps=fast_steps), RoundProgress(monitor="train_acc")
+    loop, progress = federated(), RoundProgress(monitor="train_acc")
     fit(trainer(tmp_path, loop, progress, check_val_every_n_epoch=2), Constant(), Data())
     assert figures(lines(capsys)) == ["train_acc 1.0000 (best 1.0000 in round 1)"] * 3
 

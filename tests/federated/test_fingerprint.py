@@ -218,7 +218,6 @@ CHANGED: dict[str, Any] = {
     "execution": "vectorized",
     "chunk_size": 2,
     "compile": True,
-    "fast_steps": False,
     "data_on_device": True,
     "client_settings": lambda client: {"lr": 0.01} if client else {},
     "client_memory_limit": 0,
@@ -234,7 +233,7 @@ NEEDS = {
     "privacy": {"weighting": "uniform"},
 }
 WITHOUT_EFFECT = {
-    *("summary", "fast_steps", "data_on_device", "client_memory_limit", "allow_changes"),
+    *("summary", "data_on_device", "client_memory_limit", "allow_changes"),
     "personal_clients",
 }
 
@@ -249,7 +248,7 @@ def test_every_setting_is_asked_for():
     assert set(CHANGED) == {each.name for each in dataclasses.fields(FederatedSettings)}
 
 
-@daily("clients_per_round", "local_epochs", "weighting", "optimizer_state", "client_settings", "buffers", "fast_steps")
+@daily("clients_per_round", "local_epochs", "weighting", "optimizer_state", "client_settings", "buffers", "summary")
 @pytest.mark.parametrize("name", CHANGED)
 def test_a_changed_setting(tmp_path, begun, name):
     expected, checkpoint = begun

@@ -20,7 +20,7 @@ from lightning_lowrank.federated import optimizers
 from lightning_lowrank.federated.execution import traces
 from lightning_lowrank.internals.torch import TorchDispatchMode
 from lightning_lowrank.testing.experiment import blobs
-from tests.helpers import SaveEachStep
+from tests.helpers import SaveEachStep, lightnings_own
 
 PARTS = [range(10), range(10, 17), range(17, 23)]
 
@@ -331,7 +331,7 @@ def expected(kind):
     return {name: sum(share * state[name] for share, state in zip(shares, states, strict=True)) for name in states[0]}
 
 
-@pytest.mark.parametrize("fast_steps", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("own", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "kind",
     [
@@ -339,8 +339,9 @@ def expected(kind):
         *(Clamped, ByHand, LastBatch, LastBatchInHooks, RateByHand, ByNumberOfBatches, ByLengthOfLoader),
     ],
 )
-def test_is_the_mean_of_clients_trained_alone(kind, fast_steps):
-    torch.testing.assert_close(federated(kind, fast_steps=fast_steps).state_dict(), expected(kind))
+def test_is_the_mean_of_clients_trained_alone(kind, own):
+    with lightnings_own(own):
+        torch.testing.assert_close(federated(kind).state_dict(), expected(kind))
 
 
 @pytest.mark.parametrize(("interval", "execution"), [(1.0, "sequential"), (2, "sequential"), (1.0, "vectorized")])

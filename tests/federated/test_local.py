@@ -31,7 +31,7 @@ from lightning_lowrank.federated import loop as loop_module
 from lightning_lowrank.federated.local import LocalTraining
 from lightning_lowrank.internals import advance, lightning
 from lightning_lowrank.internals import torch as internals_of_torch
-from tests.helpers import Data, Module, SaveEachStep, assert_same, fit, network, seen, trainer, weights
+from tests.helpers import Data, Module, SaveEachStep, assert_same, fit, lightnings_own, network, seen, trainer, weights
 
 SAMPLES = 103
 BATCHES = 13
@@ -211,7 +211,8 @@ def figures(fitted: pl.Trainer) -> dict[str, float]:
 @pytest.mark.parametrize("fast", [True, False], ids=["fast", "slow"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_round_of_one_client_is_an_epoch(tmp_path, case, fast, hooks):
-    module, fitted, events = run(tmp_path / "rounds", CASES[case], one_client(fast_steps=fast), hooks)
+    with lightnings_own(not fast):
+        module, fitted, events = run(tmp_path / "rounds", CASES[case], one_client(), hooks)
     expected, plain, told = run(tmp_path / "epochs", CASES[case], None, hooks)
     assert_same(weights(module), weights(expected))
     assert events == told
@@ -274,8 +275,9 @@ def test_a_method_has_its_part_in_either_step(tmp_path, monkeypatch, method, pre
     found, ends = is_plain(monkeypatch), []
     for fast in (True, False):
         module = Module(network())
-        loop = FederatedLoop(method(), partition=FromIndices(CLIENTS), fast_steps=fast, summary=False)
-        fit(trainer(tmp_path, loop, precision=precision), module, Data())
+        loop = FederatedLoop(method(), partition=FromIndices(CLIENTS), summary=False)
+        with lightnings_own(not fast):
+            fit(trainer(tmp_path, loop, precision=precision), module, Data())
         ends.append(weights(module))
         assert bool(found) is fast
         found.clear()

@@ -34,10 +34,9 @@ from lightning_lowrank.federated.execution import causes, choice, memory
 from lightning_lowrank.federated.execution.distributed import ClientParallelStrategy
 from lightning_lowrank.federated.local import LocalTraining
 from lightning_lowrank.federated.randomness import StepRandomness
-from lightning_lowrank.internals import direct_steps
 from tests.algorithms.methods import LOW_RANK, METHODS, each_method
 from tests.grids import nightly_except
-from tests.helpers import Data, Module, assert_same, fit, network, trainer, weights
+from tests.helpers import Data, Module, assert_same, fit, lightnings_own, network, trainer, weights
 from tests.strict_device import calls as calls_of
 from tests.strict_device import device
 
@@ -61,15 +60,15 @@ def fitted(tmp_path: Any, loop: FederatedLoop, *callbacks: Any, module: Any = No
 def counted(monkeypatch):
     """Return the calls of each step of a fit, the last of which the test looks at."""
     found = []
-    for kind in (direct_steps.DirectSteps, LocalTraining):
+    update = LocalTraining._update
 
-        def counting(self, *arguments, update=kind._update):
-            with device.calls() as calls:
-                output = update(self, *arguments)
-            found.append(calls)
-            return output
+    def counting(self, *arguments):
+        with device.calls() as calls:
+            output = update(self, *arguments)
+        found.append(calls)
+        return output
 
-        monkeypatch.setattr(kind, "_update", counting)
+    monkeypatch.setattr(LocalTraining, "_update", counting)
     return found
 
 
@@ -260,8 +259,9 @@ def test_mixed_precision_makes_the_steps_of_lightning(tmp_path, counted, precisi
         strategy = SingleDeviceStrategy(device=torch.device(device.NAME, 0))
         parts = {"accelerator": device.StrictAccelerator(), "strategy": strategy}
         parts["plugins"] = [MixedPrecision(precision, device.NAME)]
-        loop = loop_of(execution=execution, fast_steps=fast)
-        module = fitted(tmp_path, loop, gradient_clip_val=0.5, **parts)
+        loop = loop_of(execution=execution)
+        with lightnings_own(not fast):
+            module = fitted(tmp_path, loop, gradient_clip_val=0.5, **parts)
         ends.append(weights(module))
         # One by one, what scales losses is left to Lightning.
         assert bool(counted) == (fast and precision != "16-mixed")

@@ -352,7 +352,7 @@ class RoundLoader:
 
     It keeps the batch size, collate function, workers, pinned memory and ``drop_last`` of the user's loader. Everything
     it draws comes from generators of (seed, round, client). Iteration starts at ``position()``, so that a resumed run
-    continues where it stopped. Each step of the plan's padding is a ``None`` at the end.
+    continues where it stopped.
 
     Args:
         loader: The user's training loader, checked by `check_loader`.
@@ -360,7 +360,6 @@ class RoundLoader:
         seed: Seed of the experiment.
         plan: Returns the current round's plan.
         position: Returns the number of batches of the round that are done.
-        skips: Returns whether the step at that position trains nobody, and has the batch ``None``.
         randomness: Opened before a batch is read, left open for the training step.
         shuffle: Whether a client's samples are permuted, again for each of its local epochs. With a
             `LengthGroupedSampler` those that the round reads of a pass are put into batches of like length. With a
@@ -382,7 +381,6 @@ class RoundLoader:
         seed: int,
         plan: Callable[[], RoundPlan],
         position: Callable[[], int],
-        skips: Callable[[], bool],
         randomness: StepRandomness,
         shuffle: bool,
         stacked: bool = False,
@@ -402,7 +400,6 @@ class RoundLoader:
         self._seed = seed
         self._plan = plan
         self._position = position
-        self._skips = skips
         self._randomness = randomness
         self.batches = SeededBatches(loader.dataset, loader.collate_fn, change)
         self._next_cohort = next_cohort
@@ -417,11 +414,7 @@ class RoundLoader:
     def __iter__(self) -> Iterator[Any]:
         reading: list[Iterator[Any]] = []
 
-        def read(seed: int | None) -> Any:
-            if seed is None or self._skips():
-                # What has been requested since is not read.
-                reading.clear()
-                return None
+        def read(seed: int) -> Any:
             # Other draws than those of the step.
             self._randomness.open(derive_seed(seed, "read") if self._randomness.has_device else None)
             if not reading:
@@ -438,17 +431,14 @@ class RoundLoader:
         # Unlike a generator, it goes on after an error in the dataset.
         return map(read, self._seeds())
 
-    def _seeds(self) -> Iterator[int | None]:
-        """Yield the seed of each of the round's remaining steps; ``None`` for padding."""
+    def _seeds(self) -> Iterator[int]:
+        """Yield the seed of each of the round's remaining steps."""
         # Lightning calls iter() more often than it iterates: nothing may start before the first batch is requested.
         plan = self._plan()
-        padding = plan.total - max(self._position(), plan.trained)
         for chunk, steps in self._remaining(plan):
             seed = derive_seed(self._seed, "training", plan.round, chunk.clients[0])
             for step in steps:
                 yield step_seed(seed, step)
-        for _ in range(padding):
-            yield None
 
     def requests(self) -> Iterator[Request | Requests]:
         """Yield the indices of the round's batches from the current position on."""

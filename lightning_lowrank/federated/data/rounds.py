@@ -165,7 +165,6 @@ class RoundData:
             seed=self.planner.seed,
             plan=lambda: self._plan_round(self._trainer.current_epoch),
             position=lambda: self._progress.position,
-            skips=lambda: self._progress.chunk_failed,
             randomness=self.randomness,
             shuffle=not isinstance(loader.sampler, SequentialSampler) and not self._trainer.overfit_batches,
             stacked=self.stacked,

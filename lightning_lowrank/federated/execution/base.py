@@ -96,13 +96,6 @@ class Execution(Untraced, ABC):
     def open(self, chunk: Chunk) -> None:
         """Make a chunk's clients begin the round."""
 
-    @abstractmethod
-    def resume(self, chunk: Chunk, number: int, values: Mapping[str, Tensor], round_state: State) -> None:
-        """Go on with step ``number`` of a chunk that was open when a checkpoint was saved, with what it holds."""
-
-    def resume_between(self, values: Mapping[str, Tensor]) -> None:
-        """Go on in a round in which no chunk was open when a checkpoint was saved."""
-
     def before_batch(self, number: int) -> None:
         """Prepare step ``number`` of the open chunk."""
         self.number = number
@@ -164,19 +157,6 @@ class Execution(Untraced, ABC):
     @abstractmethod
     def abandon(self) -> None:
         """Let go of the open chunk after an error, and leave the global model in the module."""
-
-    @abstractmethod
-    def hide(self) -> None:
-        """Make the module the global model, in the middle of the round."""
-
-    def show(self) -> None:
-        """Make the module what it was before `hide`."""
-        if self.clients:
-            self.algorithm.configure(self.base, self.clients[0])
-
-    @abstractmethod
-    def values(self) -> dict[str, Tensor]:
-        """Return the open clients' values, as a checkpoint has them; they may be live."""
 
     def _contexts(self, chunk: Chunk, model: Callable[[int], Mapping[str, Tensor]]) -> list[ClientContext]:
         contexts = [

@@ -357,13 +357,12 @@ class SharedCoordinator(Coordinator):
         kept = {name: tensor.clone() for name, tensor in message.tensors.items()}
         self._arrivals.append((client, Message(kept), weight))
 
-    def exchange(self, schedulers: SchedulersPerClient, client_steps: int, between_steps: bool) -> int:
+    def exchange(self, schedulers: SchedulersPerClient, client_steps: int) -> int:
         """Have every process hold what all of them have come to, and return the number of batches of all their clients.
 
         Args:
             schedulers: They go on from the client with the most steps of all.
             client_steps: Number of batches that clients have been trained on in this process in the round.
-            between_steps: As for `StepCounts.set`.
         """
         now = self.ledger.state_dict()
         counted = {name: now[name] - value for name, value in self._entered.items()}
@@ -390,7 +389,7 @@ class SharedCoordinator(Coordinator):
             self.clock.pool([times for *_, times in gathered])
         total = {name: sum(counts[name] for counts, *_ in gathered) for name in counted}
         self.ledger.load_state_dict({name: value + total[name] for name, value in self._entered.items()})
-        self._counts.set(total["optimizer_steps"], total["logged_steps"], between_steps)
+        self._counts.set(total["optimizer_steps"], total["logged_steps"])
         everyone = [(arrival, rank) for rank, (_, arrivals, *_) in enumerate(gathered) for arrival in arrivals]
         for arrival, rank in sorted(everyone, key=lambda each: each[0].client.id):
             client = arrival.client

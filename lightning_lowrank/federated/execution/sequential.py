@@ -11,12 +11,12 @@ from torch import Tensor
 
 from lightning_lowrank.arguments import listed
 from lightning_lowrank.federated import optimizers
-from lightning_lowrank.federated.algorithm import LocalStep, detached
+from lightning_lowrank.federated.algorithm import LocalStep
 from lightning_lowrank.federated.checks import check_factor_gradients
 from lightning_lowrank.federated.data.planner import Chunk
-from lightning_lowrank.federated.execution.base import Execution, while_training
+from lightning_lowrank.federated.execution.base import Execution
 from lightning_lowrank.federated.execution.channels_last import ChannelsLast, explained
-from lightning_lowrank.federated.state import ClientContext, State, copy_into
+from lightning_lowrank.federated.state import ClientContext
 
 
 class Sequential(Execution):
@@ -24,15 +24,7 @@ class Sequential(Execution):
 
     name = "sequential"
 
-    _hidden: dict[str, Tensor] | None = None
     _has_trained = False
-
-    def start(self) -> None:
-        """Let the method change the objective, and put the channels of images last where that is asked."""
-        own = self.module.training_step
-        step = self.step_of(own)
-        if step is not own:
-            vars(self.module)["training_step"] = while_training(self.trainer, own, step)
 
     def step_of(self, training_step: Callable[..., Any]) -> Callable[..., Any]:
         """Return a step with the method's objective, on images with their channels last where that is asked."""
@@ -62,22 +54,11 @@ class Sequential(Execution):
 
         return with_channels_last
 
-    def stop(self) -> None:
-        """Give the module its own training step back."""
-        if self.changes_objective or self.channels_last:
-            vars(self.module).pop("training_step", None)
-
     def open(self, chunk: Chunk) -> None:
         """Make the module the chunk's one client."""
         client = self._install(chunk)
         self._begin_client(client, self.coordinator.send(self.coordinator.info(client.id)))
         optimizers.begin(self.base.optimizers, [client.state], stacked=False, starts=self.starts)
-
-    def resume(self, chunk: Chunk, number: int, values: Mapping[str, Tensor], round_state: State) -> None:
-        """Go on with the client that was open when a checkpoint was saved."""
-        self.number = number
-        self._install(chunk).round_state.update(round_state)
-        copy_into(self.live, values)
 
     def _install(self, chunk: Chunk) -> ClientContext:
         self.chunk = chunk
@@ -85,10 +66,6 @@ class Sequential(Execution):
         self.algorithm.configure(self.base, client)
         self.round_state = client.round_state
         return client
-
-    def resume_between(self, values: Mapping[str, Tensor]) -> None:
-        """Go on with the values that the last client left in the module."""
-        copy_into(self.live, values)
 
     def step(self) -> LocalStep:
         """Return what the method sees of the present step."""
@@ -137,22 +114,5 @@ class Sequential(Execution):
         self.clients, self.round_state = [], {}
 
     def abandon(self) -> None:
-        """Leave the global model in the module, and go on from there."""
-        if self._hidden is None:
-            self.hide()
-
-    def hide(self) -> None:
-        """Put the client aside, and the global model into the module."""
-        self._hidden = detached(self.live)
+        """Leave the global model in the module."""
         self.coordinator.show_global(self.live)
-
-    def show(self) -> None:
-        """Put the client back into the module."""
-        super().show()
-        if self._hidden is not None:
-            copy_into(self.live, self._hidden)
-            self._hidden = None
-
-    def values(self) -> dict[str, Tensor]:
-        """Return the client's values."""
-        return self.live if self._hidden is None else self._hidden

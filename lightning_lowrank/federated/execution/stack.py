@@ -163,15 +163,6 @@ class ClientStack(Untraced):
         """Return one client's values by name, as views into the stacks."""
         return {name: stack[index] for name, stack in self.values.items()}
 
-    def resume(self, values: Mapping[str, Tensor], active: int) -> None:
-        """Go on with values from a checkpoint, and with the optimizer states that the trainer has restored."""
-        with torch.no_grad():
-            for name, stack in self.values.items():
-                stack.copy_(values[name])
-        (optimizer,) = self._trainer.optimizers
-        optimizer.state.update(self._loaded)
-        self._narrow(active, of_state=False)
-
     def narrow(self, active: int) -> None:
         """Let the clients from ``active`` on leave the stack: they have made their last step."""
         if active < self.active:

@@ -131,11 +131,6 @@ class Vectorized(Execution):
         self.algorithm.configure(self.base, self.clients[0])
         return stack
 
-    def resume(self, chunk: Chunk, number: int, values: Mapping[str, Tensor], round_state: State) -> None:
-        """Go on with the clients that were open when a checkpoint was saved."""
-        self._make_stack(chunk).resume(values, chunk.active(max(0, number - 1)))
-        self.round_state, self.number = round_state, number
-
     def before_batch(self, number: int) -> None:
         """Let the clients leave that have made their last step."""
         super().before_batch(number)
@@ -233,11 +228,3 @@ class Vectorized(Execution):
         if self._stack is not None:
             self._forget()
         self.algorithm.configure(self.base, None)
-
-    def hide(self) -> None:
-        """Make the module compute as the global model, whose values it has."""
-        self.algorithm.configure(self.base, None)
-
-    def values(self) -> dict[str, Tensor]:
-        """Return the stacks."""
-        return self.live if self._stack is None else self._stack.values

@@ -454,7 +454,7 @@ def test_what_is_no_tensor_and_is_not_read_keeps_nobody_from_stepping_together(t
         return mapped(self, run, stacks)
 
     monkeypatch.setattr(ClientStack, "mapped", counted)
-    both(tmp_path, module=module, data=Data(Entries()), partition=OF_TENS, fast_steps=False, trainer={"max_epochs": 1})
+    both(tmp_path, module=module, data=Data(Entries()), partition=OF_TENS, trainer={"max_epochs": 1})
     assert set(sizes) == {10}
 
 
