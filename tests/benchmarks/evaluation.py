@@ -3,11 +3,11 @@
     python tests/benchmarks/evaluation.py [--data FOLDER] [--threads 1 2] [--json FILE]
 
 The FedAvg-M experiment's model (784-128-10) is validated on 10,000 images in batches of 1,024 after each of a run's
-rounds: under `FederatedLoop`, the same with ``fast_steps=False``, and by a plain loop that adds up loss and correct
-answers of the same batches, which it has at hand. The plain loop runs right after each validation. Images are MNIST's
+rounds: under `FederatedLoop`, and by a plain loop that adds up loss and correct answers of the same batches, which it
+has at hand. The plain loop runs right after each validation. Images are MNIST's
 from ``--data``, or random ones. Given are medians over rounds, the first left out, for images that are normalised as
-they are read and for a `TensorDataset`; "slow" is with ``fast_steps=False``, "save" one checkpoint. The limit is twice
-the plain loop; the exit status is 1 if that is not met.
+they are read and for a `TensorDataset`; "save" is one checkpoint. The limit is twice the plain loop; the exit status is
+1 if that is not met.
 """
 
 from __future__ import annotations
@@ -108,13 +108,11 @@ class Clock(pl.Callback):
         return loss.item() / samples, correct.item() / samples
 
 
-def run(data: Any, fast: bool) -> dict[str, float]:
+def run(data: Any) -> dict[str, float]:
     """Return milliseconds of a validation, of a checkpoint, and of the plain loop."""
     clock = Clock()
     module = Classifier(MLP(784, hidden=[128], out_features=10), optimizer=functools.partial(torch.optim.SGD, lr=0.02))
-    loop = FederatedLoop(
-        FedAvgM(momentum=0.8), clients=50, clients_per_round=2, partition=IID(), fast_steps=fast, summary=False
-    )
+    loop = FederatedLoop(FedAvgM(momentum=0.8), clients=50, clients_per_round=2, partition=IID(), summary=False)
     with tempfile.TemporaryDirectory() as folder:
         keep = [ModelCheckpoint(folder, "last"), ModelCheckpoint(folder, "best", monitor="val_acc", mode="max")]
         trainer = pl.Trainer(
@@ -146,20 +144,18 @@ def main() -> int:
 
     kinds: dict[str, Callable[[], Any]] = {"images": images, "TensorDataset": lambda: Normalised(images())}
     found = []
-    titles = ("threads", "plain", "ours", "ratio", "slow", "ratio", "save")
+    titles = ("threads", "plain", "ours", "ratio", "save")
     print(f"{'milliseconds':<18}" + "".join(f"{title:>9}" for title in titles))
     for threads in options.threads:
         torch.set_num_threads(threads)
         for kind, make in kinds.items():
-            ours, slow = run(make(), fast=True), run(make(), fast=False)
+            ours = run(make())
             row = {
                 "kind": kind,
                 "threads": threads,
                 "plain_ms": ours["plain"],
                 "ms": ours["validation"],
                 "ratio": ours["validation"] / ours["plain"],
-                "slow_ms": slow["validation"],
-                "slow_ratio": slow["validation"] / slow["plain"],
                 "checkpoint_ms": ours["checkpoint"],
             }
             found.append(row)

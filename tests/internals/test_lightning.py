@@ -8,7 +8,7 @@ import lightning
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -25,7 +25,7 @@ from lightning_lowrank import (
     StaticBatchNorm,
 )
 from lightning_lowrank.internals import lightning as internals
-from tests.helpers import Data, Module, assert_same, fit, trainer, weights
+from tests.helpers import Data, Module, fit, trainer
 
 RELEASE = lightning.__version__
 
@@ -100,78 +100,22 @@ def test_the_length_of_a_fit_is_answered(tmp_path, fitting):
     assert fitting.estimated_stepping_batches == 3 * 9
 
 
-def test_accumulation_is_counted_where_it_was(fitting):
-    epoch_loop = fitting.fit_loop.epoch_loop
-    restore = internals.accumulate_per_client(fitting, lambda: False, lambda: True)
-    assert vars(epoch_loop)["_accumulated_batches_reached"]()
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-    assert epoch_loop.automatic_optimization._make_zero_grad_fn(0, optimizer) is None
-    restore()
-    assert "_accumulated_batches_reached" not in vars(epoch_loop)
-    assert epoch_loop.automatic_optimization._make_zero_grad_fn(0, optimizer) is not None
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ["one batch", "several", "scheduled"])
-def test_accumulation_counted_elsewhere(tmp_path, monkeypatch, case):
-    # Where a turn is a client, nothing is counted there.
-    monkeypatch.setattr(FederatedLoop, "_turns_of", lambda loop, trainer: None)
-    module, plain = Module(), Module()
-    fit(trainer(tmp_path, loop()), plain, Data())
-    callbacks = [GradientAccumulationScheduler({1: 2})] if case == "scheduled" else []
-    run = trainer(tmp_path, loop(fast_steps=False), *callbacks, accumulate_grad_batches=2 if case == "several" else 1)
-    # As in a Lightning that has another name for it.
-    kind = type(run.fit_loop.epoch_loop)
-    monkeypatch.setattr(kind, "counted_elsewhere", kind._accumulated_batches_reached, raising=False)
-    monkeypatch.setattr(kind, "_num_ready_batches_reached", kind._num_ready_batches_reached)
-    monkeypatch.setattr(
-        kind, "_should_accumulate", lambda self: not self.counted_elsewhere() and not self._num_ready_batches_reached()
-    )
-    monkeypatch.delattr(kind, "_accumulated_batches_reached")
-    if case == "one batch":
-        fit(run, module, Data())
-        assert_same(weights(module), weights(plain))
-    else:
-        with pytest.raises(MisconfigurationException, match="accumulate_grad_batches=1"):
-            fit(run, module, Data())
-
-
 def test_counts_of_steps(fitting):
     counts = internals.StepCounts(fitting)
-    counts.set(5, 5, between_steps=True)
+    counts.set(5, 5)
     assert fitting.global_step == counts.optimizer_steps() == 5
     internals.count_steps(fitting, 2)
     assert fitting.global_step == 7
 
 
-@pytest.mark.parametrize(
-    ("kind", "arguments", "lacking"),
-    [
-        (internals.pad_epochs, (lambda: False, lambda: None, lambda error: False), "_should_check_val_fx"),
-        (internals.StepCounts, (), "_batches_that_stepped"),
-    ],
-)
-def test_parts_of_client_parallel_that_are_elsewhere(fitting, kind, arguments, lacking):
+def test_parts_of_client_parallel_that_are_elsewhere(fitting):
+    lacking = "_batches_that_stepped"
     run = Lacking(fitting, "fit_loop")
     vars(run)["fit_loop"] = Lacking(fitting.fit_loop, "epoch_loop")
     vars(run.fit_loop)["epoch_loop"] = Lacking(fitting.fit_loop.epoch_loop, lacking)
     vars(run)["world_size"] = 2
     with pytest.raises(MisconfigurationException, match=f"client_parallel.*{lacking}.*{RELEASE}.*devices=1"):
-        kind(run, *arguments)
-
-
-def test_padded_steps_have_all_their_parts(fitting):
-    arguments = (lambda: False, lambda: None, lambda error: False)
-    restore = internals.pad_epochs(fitting, *arguments)
-    assert "advance" in vars(fitting.fit_loop.epoch_loop)
-    restore()
-    assert "advance" not in vars(fitting.fit_loop.epoch_loop)
-    # A single process does without, and ends at the first step that fails.
-    run = Lacking(fitting, "fit_loop")
-    vars(run)["fit_loop"] = Lacking(fitting.fit_loop, "epoch_loop")
-    vars(run.fit_loop)["epoch_loop"] = Lacking(fitting.fit_loop.epoch_loop, "_num_ready_batches_reached")
-    internals.pad_epochs(run, *arguments)()
-    assert "advance" not in vars(run.fit_loop.epoch_loop)
+        internals.StepCounts(run)
 
 
 def test_a_step_that_fails_leaves_nothing_in_the_trainer(fitting):
@@ -246,13 +190,6 @@ def test_when_a_fit_stops(fitting):
     assert fitting.fit_loop._can_stop_early is False
     fitting.fit_loop.epoch_loop.max_steps = 0
     assert internals.stops_now(fitting)
-
-
-def test_the_last_batch_is_that_of_a_client(fitting):
-    before = fitting.is_last_batch
-    with internals.LastBatch(fitting, not before):
-        assert fitting.is_last_batch is not before
-    assert fitting.is_last_batch is before
 
 
 def test_batches_are_forgotten(fitting):

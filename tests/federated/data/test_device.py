@@ -60,7 +60,6 @@ def read(dataset: Any, collate: Any, chunk_size: int, wanted: Any, position: int
         seed=0,
         plan=lambda: plan,
         position=lambda: position,
-        skips=lambda: False,
         randomness=randomness,
         shuffle=True,
         stacked=chunk_size > 1,
