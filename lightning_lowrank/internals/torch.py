@@ -336,57 +336,6 @@ def sgd_update(
     target.add_(gradient, alpha=-group["lr"])
 
 
-def fused_sgd(
-    values: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    buffers: Sequence[Tensor],
-    lr: Tensor,
-    **options: Any,
-) -> None:
-    """Take a step of torch's SGD on contiguous tensors in place, with a tensor as learning rate, without a wait.
-
-    Args:
-        values: The tensors.
-        gradients: Their gradients.
-        buffers: Their momentum, of zeros before the first step; none where the option ``momentum`` is 0.
-        lr: A scalar of type float32 on the tensors' device.
-        **options: Options of SGD. If the first step is to be torch's, ``dampening`` has to be 0.
-    """
-    if values:
-        dense = [gradient.contiguous() for gradient in gradients]
-        torch._fused_sgd_(list(values), dense, list(buffers), lr=lr, is_first_step=False, **options)
-
-
-def fused_adam(
-    values: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    first: Sequence[Tensor],
-    second: Sequence[Tensor],
-    counts: Sequence[Tensor],
-    lr: Tensor,
-    decoupled: bool,
-    **options: Any,
-) -> None:
-    """Take a step of torch's Adam or AdamW on contiguous tensors in place, with tensors as learning rate and counts.
-
-    Args:
-        values: The tensors.
-        gradients: Their gradients.
-        first: Their first moments, of zeros before the first step.
-        second: Their second moments, likewise.
-        counts: Of each tensor the number of its steps so far, which is counted here: scalars of type float32 on the
-            tensors' device.
-        lr: A scalar of type float32 on the tensors' device.
-        decoupled: Whether weight decay is AdamW's.
-        **options: ``beta1``, ``beta2``, ``eps``, ``weight_decay`` and ``maximize``.
-    """
-    if values:
-        dense = [gradient.contiguous() for gradient in gradients]
-        step = torch._fused_adamw_ if decoupled else torch._fused_adam_
-        torch._foreach_add_(list(counts), 1)
-        step(list(values), dense, list(first), list(second), [], list(counts), lr=lr, amsgrad=False, **options)
-
-
 def adam_step(
     values: Sequence[Tensor],
     first: Sequence[Tensor],

@@ -41,9 +41,9 @@ def while_training(trainer: Any, own: Callable[..., Any], step: Callable[..., An
 class Execution(Untraced, ABC):
     """Runs the clients' half of rounds in one process, a chunk of clients at a time.
 
-    A chunk is one client, or several that step together. `open` makes its clients begin with what they are sent; in
-    each step Lightning runs the module's training step, in which `before_batch`, `loss`, `before_step` and
-    `local_update` stand; `close` hands over what the clients send.
+    A chunk is one client, or several that step together. `open` makes its clients begin with what they are sent;
+    `LocalTraining` makes their steps, and calls `before_batch`, `step_of`, `before_step` and the method's
+    ``local_update`` in each; `close` hands over what the clients send.
     """
 
     name: ClassVar[str]

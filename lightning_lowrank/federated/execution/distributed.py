@@ -57,10 +57,10 @@ class ClientParallelStrategy(DDPStrategy):
     processes goes on.
 
     - Weights are those of the first process when the fit begins, as they were before and after ``setup``.
-    - Processes make equally many steps in a round, for Lightning has them meet once a step: where one has trained its
-      clients, it waits in steps without a batch. A callback that communicates in each step itself does not expect
-      those; ``training_step`` may not communicate at all. What sets ``should_stop`` inside a round does so in every
-      process in the same step, as Lightning's own callbacks do.
+    - Processes make equally many turns in a round, for Lightning has them meet once a turn: where one has trained its
+      clients, it takes turns in which nobody trains. The module's and callbacks' hooks around batches, and
+      ``training_step``, may not communicate. What sets ``should_stop`` inside a round does so in every process in the
+      same turn, as Lightning's own callbacks do.
     - When a round has ended, ``global_step`` and the loggers' step are what a single process would have counted. Inside
       a round they are the process's own. Where clients step together, each process stacks its own, and counts the steps
       of these chunks.
@@ -91,7 +91,7 @@ class ClientParallelStrategy(DDPStrategy):
     """
 
     steps_alone = True
-    """Says to `DirectSteps` that a step is made as in a single process."""
+    """Says to `LocalTraining` that a step is made as in a single process."""
 
     def __init__(
         self,

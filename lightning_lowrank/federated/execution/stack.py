@@ -8,8 +8,6 @@ itself keeps the global model.
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -97,7 +95,7 @@ class ClientStack(Untraced):
         falls_back: Whether clients make their steps one after another once these cannot be mapped.
         compiled: The fit's compiled steps, if there are any.
         defers: Whether nobody sees weights between steps, so that a projected optimizer may defer its own.
-        logbook: Takes what each client logs; ``None``: Lightning takes the mean over clients.
+        logbook: Takes what each client logs; ``None``: nobody does.
     """
 
     def __init__(
@@ -143,14 +141,12 @@ class ClientStack(Untraced):
         self._unmapped = Unmapped(module)
         self._parameters: list[tuple[dict[str, Any], list[Tensor]]] = []
         for optimizer in trainer.optimizers:
-            loaded = optimizer.state
             for group in optimizer.param_groups:
                 self._parameters.append((group, group["params"]))
                 group["params"] = [leaf_of.get(parameter, parameter) for parameter in group["params"]]
                 if "stacked" in group:
                     group["stacked"] = True
             optimizer.state = fresh_state(optimizer)
-            self._loaded = {leaf_of[parameter]: state for parameter, state in loaded.items() if parameter in leaf_of}
         self._watched = [value.register_hook(_refuse_gradient) for value in live.values() if value.requires_grad]
         replacing: dict[str, Any] = {
             "training_step": while_training(trainer, self._step, self.training_step),
@@ -264,7 +260,6 @@ class ClientStack(Untraced):
             logged.add(values, places.samples)
         if together:
             self._watch.after_step(mapped)
-        logged.log(self._module)
         assert total is not None
         return total
 
@@ -295,7 +290,6 @@ class ClientStack(Untraced):
             part.put_back()
             total = losses.sum() if total is None else total + losses.sum()
             logged.add(values, places.samples)
-        logged.log(self._module)
         return total
 
     def _compiled_part(
@@ -562,41 +556,25 @@ def _clients_in(stacks: Stacks) -> int:
 
 
 class _Logged:
-    """What a step logs: each client's value, weighted by its samples."""
+    """What a step logs: each client's value, weighted by its samples.
+
+    Args:
+        logbook: Takes it; ``None``: nobody does, as in a trial.
+    """
 
     def __init__(self, logbook: Logbook | None) -> None:
         self._logbook = logbook
         self.settings: dict[str, dict[str, Any]] = {}
-        self._values: dict[str, list[tuple[Tensor, int]]] = {}
 
     def add(self, values: Mapping[str, Tensor], samples: int) -> None:
-        for name, value in values.items():
-            own = self.settings[name].get("batch_size")
-            self._values.setdefault(name, []).append((value, samples if own is None else own))
-
-    def log(self, module: pl.LightningModule) -> None:
-        for key, entries in self._values.items():
-            name, settings = key.rstrip(LOGGED_AGAIN), self.settings[key]
-            if self._logbook is not None:
-                given = {each: value for each, value in settings.items() if each != "batch_size"}
-                for values, size in entries:
-                    self._logbook.log_clients(name, values.flatten(), size, given)
-                continue
-            if settings.get("reduce_fx", "mean") not in ("mean", "avg", torch.mean):
-                for value, size in ((value, size) for values, size in entries for value in values):
-                    module.log(name, value, **{**settings, "batch_size": size})
-                continue
-            samples = sum(len(value) * size for value, size in entries)
-            first = entries[0][0]
-            exact = first.dtype in (torch.float32, torch.float64)
-            if exact and len(entries) == 1:
-                mean = first.mean()
-            else:
-                # The mean of others is one in single precision.
-                start = [] if exact else [torch.zeros(())]
-                sums = start + [value.sum() * size for value, size in entries]
-                mean = functools.reduce(operator.add, sums) / samples
-            module.log(name, mean, **{**settings, "batch_size": samples})
+        """Log what clients have logged, the batch of each of which has so many samples."""
+        if self._logbook is None:
+            return
+        for key, value in values.items():
+            settings = dict(self.settings[key])
+            own = settings.pop("batch_size", None)
+            size = samples if own is None else own
+            self._logbook.log_clients(key.rstrip(LOGGED_AGAIN), value.flatten(), size, settings)
 
 
 class _Part:
