@@ -223,7 +223,7 @@ def drawn_by(sampler, count=12, **arguments):
     for number in range(8):
         plan = made.plan(number)
         randomness = StepRandomness(torch.device("cpu"))
-        own = {"plan": lambda plan=plan: plan, "position": lambda: 0, "skips": lambda: False, "shuffle": True}
+        own = {"plan": lambda plan=plan: plan, "position": lambda: 0, "shuffle": True}
         loader = RoundLoader(user, CLIENTS, seed=0, randomness=randomness, **{**own, **arguments})
         steps = iter([inputs.long() for inputs, _ in loader])
         randomness.release()
