@@ -115,8 +115,10 @@ class CompiledSteps(Untraced):
             number: The step's number.
         """
         form, size = form_of(inputs), len(next(iter(inputs.trained.values())))
+        if form is None:
+            self.give_up("its batches hold more than tensors, texts and numbers in lists and dictionaries")
         known = self._steps.get(size)
-        if self.reason or form is None or (known is not None and known[0] != form):
+        if self.reason or (known is not None and known[0] != form):
             return None
         self.number = number
         tensors = tensors_in(inputs.batch)

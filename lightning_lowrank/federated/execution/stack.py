@@ -260,6 +260,7 @@ class ClientStack(Untraced):
             logged.add(values, places.samples)
         if together:
             self._watch.after_step(mapped)
+        logged.log()
         assert total is not None
         return total
 
@@ -290,6 +291,7 @@ class ClientStack(Untraced):
             part.put_back()
             total = losses.sum() if total is None else total + losses.sum()
             logged.add(values, places.samples)
+        logged.log()
         return total
 
     def _compiled_part(
@@ -565,16 +567,21 @@ class _Logged:
     def __init__(self, logbook: Logbook | None) -> None:
         self._logbook = logbook
         self.settings: dict[str, dict[str, Any]] = {}
+        self._values: list[tuple[str, Tensor, int]] = []
 
     def add(self, values: Mapping[str, Tensor], samples: int) -> None:
-        """Log what clients have logged, the batch of each of which has so many samples."""
+        """Take what clients log, the batch of each of which has so many samples."""
+        for key, value in values.items():
+            own = self.settings[key].get("batch_size")
+            self._values.append((key, value.flatten(), samples if own is None else own))
+
+    def log(self) -> None:
+        """Log it, where the step of all clients has been made."""
         if self._logbook is None:
             return
-        for key, value in values.items():
-            settings = dict(self.settings[key])
-            own = settings.pop("batch_size", None)
-            size = samples if own is None else own
-            self._logbook.log_clients(key.rstrip(LOGGED_AGAIN), value.flatten(), size, settings)
+        for key, values, size in self._values:
+            settings = {name: value for name, value in self.settings[key].items() if name != "batch_size"}
+            self._logbook.log_clients(key.rstrip(LOGGED_AGAIN), values, size, settings)
 
 
 class _Part:
