@@ -121,7 +121,7 @@ class OneLayer(Module):
 
 
 # Stacks have rows of clients that have finished, whose statistics are to stay.
-STAIRS = [list(range(40)), list(range(40, 72)), list(range(72, 96)), list(range(60, 76)), list(range(80, 100))]
+STAIRS = [list(range(24)), list(range(24, 48)), list(range(48, 64)), list(range(64, 80)), list(range(80, 88))]
 CASES = {
     "update": {"form": "update"},
     "blocks": {"form": "decoupled blocks", "algorithm": partial(FedMUD, reset_interval=2)},
