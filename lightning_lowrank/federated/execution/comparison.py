@@ -32,6 +32,8 @@ _SEED = 2**20 + 7
 _TOLERANCE = 1e-3
 """In double precision as well, for language models compute their loss in single precision there."""
 _TOLERANCES = {torch.float16: 2e-2, torch.bfloat16: 1e-1}
+_TOLERANCE_OF_GRADIENTS = 2e-2
+"""Deep networks with BatchNorm amplify rounding: that of ResNet-18's first gradient reaches 7e-3."""
 
 _Results = dict[tuple[str, str], Tensor]
 _Part = tuple[Places, Any]
@@ -216,9 +218,10 @@ def _first_difference(found: _Results, expected: _Results, tolerance: float) -> 
             way = "together" if (kind, name) in found else "alone"
             return f"{kind} {name} is there only {way}"
         value = expected[kind, name]
+        allowed = max(tolerance, _TOLERANCE_OF_GRADIENTS) if kind == "the gradient of" else tolerance
         other = found[kind, name].detach().double().view_as(value)
         apart = (other - value.double()).abs()
-        alike = (apart <= tolerance * largest[kind]) | (other == value) | (other.isnan() & value.isnan())
+        alike = (apart <= allowed * largest[kind]) | (other == value) | (other.isnan() & value.isnan())
         if not bool(alike.all()):
             worst = int(torch.where(alike, 0, apart.nan_to_num(torch.inf)).argmax())
             one, two = other.flatten()[worst].item(), value.flatten()[worst].item()

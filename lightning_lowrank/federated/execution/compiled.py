@@ -22,7 +22,7 @@ from lightning_lowrank.federated.execution.traces import Untraced
 from lightning_lowrank.federated.state import State
 
 _PREFIX = "module."
-_TOLERANCE = 1e-3
+_TOLERANCE, _TOLERANCE_OF_GRADIENTS = 1e-3, 2e-2
 """Of the largest number of a kind, as of a client alone."""
 
 
@@ -236,10 +236,11 @@ def differ(found: Results, expected: Results, values: bool = True) -> str:
             return f"its {kind} are those of {sorted(one)} in place of {sorted(other)}"
         if not values:
             continue
+        tolerance = _TOLERANCE_OF_GRADIENTS if kind == "gradients" else _TOLERANCE
         largest = max((float(value.detach().abs().max()) for value in other.values() if value.numel()), default=0.0)
         for name, value in other.items():
             apart = (one[name].detach().double().view_as(value) - value.detach().double()).abs()
-            if value.numel() and not float(apart.max()) <= _TOLERANCE * largest:
+            if value.numel() and not float(apart.max()) <= tolerance * largest:
                 return f"its {kind} {name} differ by {float(apart.max()):.3g}"
     return ""
 

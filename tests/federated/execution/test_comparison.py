@@ -8,9 +8,11 @@ import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
+from torch.utils.data import TensorDataset
 
-from lightning_lowrank import FedAvg, FederatedLoop, FromIndices
+from lightning_lowrank import IID, FedAvg, FederatedLoop, FromIndices
 from lightning_lowrank.federated.execution import choice
+from lightning_lowrank.models import ResNet18
 from tests.federated.execution.random_modules import CLIENTS, OPTIMIZERS, Drawn, outcome, trained
 from tests.helpers import Data, Module, assert_same, fit, network, trainer, weights
 
@@ -125,6 +127,15 @@ def test_a_step_is_compared_again_where_the_module_has_changed(tmp_path, monkeyp
     loop = FederatedLoop(FedAvg(), partition=FromIndices(CLIENTS["even"]), execution=execution, summary=False)
     with pytest.raises(MisconfigurationException, match=r"from round 1 on: .*its loss is .* for the client alone"):
         fit(trainer(tmp_path, loop, max_epochs=3), ThawsLater(), Data())
+
+
+@pytest.mark.slow
+def test_the_rounding_of_a_deep_network_is_no_difference(tmp_path):
+    images = TensorDataset(torch.randn(32, 3, 32, 32), torch.randint(4, (32,)))
+    torch.manual_seed(1)
+    module = Module(ResNet18(num_classes=4))
+    loop = FederatedLoop(FedAvg(), clients=4, partition=IID(), execution="vectorized", summary=False)
+    fit(trainer(tmp_path, loop, max_epochs=1, limit_val_batches=0), module, Data(images))
 
 
 def together(tmp_path: Any, module: Module, **settings: Any) -> Module:
