@@ -77,7 +77,8 @@ class ClientParallelStrategy(DDPStrategy):
         checkpoint_io: How checkpoints are written; Lightning's own by default.
         precision_plugin: As the trainer sets it.
         process_group_backend: Backend of `torch.distributed`: by default ``"nccl"`` on CUDA, ``"gloo"`` elsewhere.
-        timeout: How long a process waits for the others, as when one has failed. Default 30 minutes.
+        timeout: How long a process waits for the others: longer than any client, or chunk of clients, trains. By
+            default 12 hours.
 
     Raises:
         MisconfigurationException: In ``fit`` without `FederatedLoop`, or with the trainer's ``sync_batchnorm``.
@@ -101,7 +102,7 @@ class ClientParallelStrategy(DDPStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
-        timeout: timedelta | None = timedelta(minutes=30),
+        timeout: timedelta | None = timedelta(hours=12),
     ) -> None:
         super().__init__(
             accelerator=accelerator,
