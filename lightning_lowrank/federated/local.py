@@ -1,6 +1,6 @@
 """A client's local training: its batches, the hooks around each, and the steps.
 
-`Rounds.turn` calls `LocalTraining.train` for each client that trains in the live module.
+`Rounds.turn` calls `LocalTraining.train` for each client, or chunk of clients that step together.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _OPTIMIZERS = ("torch.optim.", "lightning_lowrank.optim.")
 
 
 class LocalTraining(Untraced):
-    """Trains one client at a time in the live module.
+    """Trains one client at a time in the live module, or the clients that an execution has stacked.
 
     A local step is Lightning's own, with all of its hooks, closures, scalers, clipping and accumulation; or the plain
     one (``training_step``, ``zero_grad``, ``backward``, ``step``), where nothing that the module, a callback, the

@@ -113,6 +113,8 @@ def choose_execution(
                 f"execution='vectorized' is not possible: {reason}. Use execution='sequential', or 'auto', which falls"
                 " back to it."
             )
+    # A fit that goes on has compared nothing.
+    size = size or chunk_size_that_fits(trainer, data)
     if kind.stacked and not coordinator.settings.chunk_size and processes is not None:
         size = min(processes.gather(size))
     data.use(kind.stacked, size)
@@ -301,7 +303,7 @@ def time_both(
     with trial(trainer, loader, chunk, _TRIED_STEPS) as (together, alone):
         count = len(chunk.clients)
         # The fit compiles again, with the method's objective.
-        compiled = CompiledSteps(module, count, loader.batch_size, None) if compiles else None
+        compiled = CompiledSteps(module, count, loader.batch_size, None, silent=True) if compiles else None
         stack = ClientStack(trainer, module, trained_tensors(module), count, compiled=compiled, defers=defers)
         try:
             in_chunk = _seconds(

@@ -19,6 +19,13 @@ from torch import Tensor
 
 from lightning_lowrank.federated.data.loader import CannotStack, OfEachClient, Places, RoundLoader, batch_of
 from lightning_lowrank.federated.data.planner import Chunk
+from lightning_lowrank.federated.execution.differences import (
+    GRADIENT,
+    TOLERANCE,
+    TOLERANCES,
+    StepResults,
+    first_difference,
+)
 from lightning_lowrank.federated.execution.stack import ClientStack, captured_logs
 from lightning_lowrank.federated.execution.traces import Memory, Watch, trial
 from lightning_lowrank.federated.failures import is_of_memory
@@ -28,14 +35,7 @@ from lightning_lowrank.federated.state import trained_tensors
 from lightning_lowrank.internals.torch import TorchDispatchMode, random_states
 
 _SEED = 2**20 + 7
-# Of the largest number of a kind, such as gradients. Products of stacks round in another order.
-_TOLERANCE = 1e-3
-"""In double precision as well, for language models compute their loss in single precision there."""
-_TOLERANCES = {torch.float16: 2e-2, torch.bfloat16: 1e-1}
-_TOLERANCE_OF_GRADIENTS = 2e-2
-"""Deep networks with BatchNorm amplify rounding: that of ResNet-18's first gradient reaches 7e-3."""
 
-_Results = dict[tuple[str, str], Tensor]
 _Part = tuple[Places, Any]
 
 
@@ -87,7 +87,7 @@ class _Comparison:
         types = {value.dtype for value in self._live.values()}
         if self._is_mixed():
             types.add(torch.get_autocast_dtype(module.device.type))
-        self._tolerance = max(_TOLERANCES.get(each, _TOLERANCE) for each in types)
+        self._tolerance = max(TOLERANCES.get(each, TOLERANCE) for each in types)
 
     def _is_mixed(self) -> bool:
         with self._trainer.precision_plugin.train_step_context():
@@ -109,7 +109,7 @@ class _Comparison:
                     return self._cause or differs
         return ""
 
-    def _together(self, parts: Sequence[_Part], chosen: Sequence[tuple[int, int]]) -> list[_Results]:
+    def _together(self, parts: Sequence[_Part], chosen: Sequence[tuple[int, int]]) -> list[StepResults]:
         """Make the step together, and return what it is for each of the chosen clients."""
         count = sum(len(places.numbers) for places, _ in parts)
         self._randomness.seed(_SEED)
@@ -136,16 +136,16 @@ class _Comparison:
             stack.close()
             self._memory.restore()
 
-    def _differs(self, found: _Results, parts: Sequence[_Part], client: tuple[int, int], seed: int) -> str:
+    def _differs(self, found: StepResults, parts: Sequence[_Part], client: tuple[int, int], seed: int) -> str:
         part, place = client
         places, batch = parts[part]
         own = batch_of(batch, place)
         with self._draws.replayed(part, place if len(places.numbers) > 1 else None) as are_same:
             expected = self._alone(own, seed)
         # Without the same draws, nothing can be said.
-        return _first_difference(found, expected, self._tolerance) if are_same() else ""
+        return first_difference(found, expected, self._tolerance, "for the client alone") if are_same() else ""
 
-    def _alone(self, batch: Any, seed: int) -> _Results:
+    def _alone(self, batch: Any, seed: int) -> StepResults:
         """Make a client's step in the module itself, and return what it is."""
         module = self._module
         takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
@@ -169,7 +169,7 @@ class _Comparison:
                 ("its loss", ""): loss.detach(),
                 **{("what it logs as", name): value for name, value in logged.items()},
                 **{
-                    ("the gradient of", name): torch.zeros_like(value) if value.grad is None else value.grad
+                    (GRADIENT, name): torch.zeros_like(value) if value.grad is None else value.grad
                     for name, value in self._live.items()
                     if value.requires_grad
                 },
@@ -196,7 +196,7 @@ def _two_clients(parts: Sequence[_Part]) -> list[tuple[int, int]]:
     return [(0, place) for place in range(min(2, len(parts[0][0].numbers)))]
 
 
-def _results(stack: ClientStack, number: int, place: int, losses: Tensor, logged: Mapping[str, Tensor]) -> _Results:
+def _results(stack: ClientStack, number: int, place: int, losses: Tensor, logged: Mapping[str, Tensor]) -> StepResults:
     """Return what a step together is for the client of a number in the stack, and of a place in its part."""
     gradients = {
         name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in stack.leaves.items()
@@ -204,29 +204,9 @@ def _results(stack: ClientStack, number: int, place: int, losses: Tensor, logged
     return {
         ("its loss", ""): losses[place],
         **{("what it logs as", name): value[place] for name, value in logged.items()},
-        **{("the gradient of", name): value[number] for name, value in gradients.items()},
+        **{(GRADIENT, name): value[number] for name, value in gradients.items()},
         **{("what it leaves in", name): value[number].clone() for name, value in stack.values.items()},
     }
-
-
-def _first_difference(found: _Results, expected: _Results, tolerance: float) -> str:
-    largest: dict[str, float] = {}
-    for (kind, _), value in expected.items():
-        largest[kind] = max(largest.get(kind, 0.0), float(value.double().abs().max()) if value.numel() else 0.0)
-    for kind, name in [*expected, *(found.keys() - expected.keys())]:
-        if (kind, name) not in found or (kind, name) not in expected:
-            way = "together" if (kind, name) in found else "alone"
-            return f"{kind} {name} is there only {way}"
-        value = expected[kind, name]
-        allowed = max(tolerance, _TOLERANCE_OF_GRADIENTS) if kind == "the gradient of" else tolerance
-        other = found[kind, name].detach().double().view_as(value)
-        apart = (other - value.double()).abs()
-        alike = (apart <= allowed * largest[kind]) | (other == value) | (other.isnan() & value.isnan())
-        if not bool(alike.all()):
-            worst = int(torch.where(alike, 0, apart.nan_to_num(torch.inf)).argmax())
-            one, two = other.flatten()[worst].item(), value.flatten()[worst].item()
-            return f"{kind} {name} is {one:.4g}, and {two:.4g} for the client alone".replace("  ", " ")
-    return ""
 
 
 class _Draws:

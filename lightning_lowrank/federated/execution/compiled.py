@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
 from lightning_lowrank.federated.data.loader import OfEachClient
+from lightning_lowrank.federated.execution.differences import GRADIENT, TOLERANCE, StepResults, first_difference
 from lightning_lowrank.federated.execution.traces import Untraced
 from lightning_lowrank.federated.state import State
 
 _PREFIX = "module."
-_TOLERANCE, _TOLERANCE_OF_GRADIENTS = 1e-3, 2e-2
-"""Of the largest number of a kind, as of a client alone."""
 
 
 def stack_sizes(clients: int) -> tuple[int, ...]:
@@ -73,9 +72,18 @@ class CompiledSteps(Untraced):
         clients: How many clients step together at most.
         samples: Number of samples in a full batch.
         objective: As for `ClientStack`.
+        silent: Whether nothing is said of what cannot be compiled, as in a trial.
     """
 
-    def __init__(self, module: nn.Module, clients: int, samples: int, objective: Callable[..., Any] | None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        clients: int,
+        samples: int,
+        objective: Callable[..., Any] | None,
+        silent: bool = False,
+    ) -> None:
+        self._silent = silent
         self.sizes = stack_sizes(clients)
         self.samples = samples
         self.reason = ""
@@ -143,7 +151,8 @@ class CompiledSteps(Untraced):
     def give_up(self, reason: str) -> None:
         """Make all further steps as they are."""
         self.reason = reason
-        rank_zero_warn(f"compile=True: steps are not compiled from here on: {reason}")
+        if not self._silent:
+            rank_zero_warn(f"compile=True: steps are not compiled from here on: {reason}")
 
     def _run(self, step: Callable[..., Any], inputs: Inputs, tensors: Sequence[Tensor]) -> Results:
         attributes = vars(self._module)
@@ -226,28 +235,22 @@ def differ(found: Results, expected: Results, values: bool = True) -> str:
 
     Without ``values`` only their names are compared, as where the step draws random numbers.
     """
-    for kind, one, other in (
-        ("losses", {"": found.losses}, {"": expected.losses}),
-        ("gradients", _used(found.gradients, expected.gradients), expected.gradients),
-        ("logs", found.logged, expected.logged),
-        ("buffers", found.buffers, expected.buffers),
-    ):
-        if one.keys() != other.keys():
-            return f"its {kind} are those of {sorted(one)} in place of {sorted(other)}"
-        if not values:
-            continue
-        tolerance = _TOLERANCE_OF_GRADIENTS if kind == "gradients" else _TOLERANCE
-        largest = max((float(value.detach().abs().max()) for value in other.values() if value.numel()), default=0.0)
-        for name, value in other.items():
-            apart = (one[name].detach().double().view_as(value) - value.detach().double()).abs()
-            if value.numel() and not float(apart.max()) <= tolerance * largest:
-                return f"its {kind} {name} differ by {float(apart.max()):.3g}"
-    return ""
+    # Compiled, what a step does not use has a gradient of zeros.
+    used = {name: value for name, value in found.gradients.items() if name in expected.gradients or bool(value.any())}
+    one, other = _by_kind(found._replace(gradients=used)), _by_kind(expected)
+    if not values:
+        one = {key: other.get(key, value) for key, value in one.items()}
+    difference = first_difference(one, other, TOLERANCE, "for the step as it is")
+    return f"its losses, its gradients, logs or buffers differ: {difference}" if difference else ""
 
 
-def _used(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return gradients, without the zeros of what the step does not use."""
-    return {name: value for name, value in found.items() if name in expected or bool(value.any())}
+def _by_kind(results: Results) -> StepResults:
+    return {
+        ("the losses", ""): results.losses,
+        **{(GRADIENT, name): value for name, value in results.gradients.items()},
+        **{("what it logs as", name): value for name, value in results.logged.items()},
+        **{("the buffer", name): value for name, value in results.buffers.items()},
+    }
 
 
 def form_of(inputs: Inputs) -> Hashable | None:

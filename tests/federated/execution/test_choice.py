@@ -120,6 +120,15 @@ def test_a_resumed_run_keeps_the_choice(tmp_path, monkeypatch):
     assert_close(weights(whole), weights(module), tolerance=0)
 
 
+def test_a_fit_goes_on_where_memory_has_room_for_one_client(tmp_path, monkeypatch):
+    monkeypatch.setattr(choice, "time_both", lambda *given: (2.0, 1.0))
+    monkeypatch.setattr(choice, "chunk_size_that_fits", lambda *given: 1)
+    _, loop, fitted = run(tmp_path, "auto", trainer={"max_epochs": 1})
+    fitted.fit_loop.max_epochs = 2
+    fit(fitted, fitted.lightning_module, Double())
+    assert (loop.rounds.execution.name, loop.data.chunk_size) == ("vectorized", 1)
+
+
 @pytest.mark.slow
 def test_both_ways_are_timed_without_a_trace(tmp_path, monkeypatch):
     seen = []

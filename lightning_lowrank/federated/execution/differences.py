@@ -1,0 +1,52 @@
+"""In what a step differs from the same step made in another way, but for rounding.
+
+The comparison of clients together with clients alone uses it, and that of compiled steps with steps as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+StepResults = dict[tuple[str, str], Tensor]
+"""What a step gives, by its kind, such as `GRADIENT`, and by name."""
+
+GRADIENT = "the gradient of"
+# Of the largest number of a kind, such as gradients. Products of stacks round in another order.
+TOLERANCE = 1e-3
+"""In double precision as well, for language models compute their loss in single precision there."""
+TOLERANCES = {torch.float16: 2e-2, torch.bfloat16: 1e-1}
+_TOLERANCE_OF_GRADIENTS = 2e-2
+"""Deep networks with BatchNorm amplify rounding: that of ResNet-18's first gradient reaches 7e-3."""
+
+
+def first_difference(
+    found: Mapping[tuple[str, str], Tensor], expected: Mapping[tuple[str, str], Tensor], tolerance: float, way: str
+) -> str:
+    """Return in what results differ from those expected, an empty string where nothing does.
+
+    Args:
+        found: The results.
+        expected: What they are to be.
+        tolerance: Of the largest number of a kind; that of gradients is 2e-2 at least.
+        way: How the expected ones were made, such as ``"for the client alone"``.
+    """
+    largest: dict[str, float] = {}
+    for (kind, _), value in expected.items():
+        largest[kind] = max(largest.get(kind, 0.0), float(value.double().abs().max()) if value.numel() else 0.0)
+    for kind, name in [*expected, *(found.keys() - expected.keys())]:
+        if (kind, name) not in found or (kind, name) not in expected:
+            only = "not " if (kind, name) in found else "only "
+            return f"{kind} {name} is there {only}{way}".replace("  ", " ")
+        value = expected[kind, name]
+        allowed = max(tolerance, _TOLERANCE_OF_GRADIENTS) if kind == GRADIENT else tolerance
+        other = found[kind, name].detach().double().view_as(value)
+        apart = (other - value.double()).abs()
+        alike = (apart <= allowed * largest[kind]) | (other == value) | (other.isnan() & value.isnan())
+        if not bool(alike.all()):
+            worst = int(torch.where(alike, 0, apart.nan_to_num(torch.inf)).argmax())
+            one, two = other.flatten()[worst].item(), value.flatten()[worst].item()
+            return f"{kind} {name} is {one:.4g}, and {two:.4g} {way}".replace("  ", " ")
+    return ""
