@@ -13,6 +13,7 @@ CHECKS = {
     "method": lambda module: testing.check_algorithm(module.FedCM, testing.Claims(plain=None, same_bytes=False)),
     "codec": lambda module: testing.check_codec(module.Linear8()),
     "factorization": lambda module: testing.check_factorization(module.Diagonal()),
+    "stage": lambda module: testing.check_stage(module.UpdateNorms),
     "partition": lambda module: testing.check_partition(module.PowerLaw(1.5)),
 }
 

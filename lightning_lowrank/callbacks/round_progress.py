@@ -229,7 +229,7 @@ class RoundProgress(Callback):
         return [] if plan is None else [_count(len(plan.clients) + len(plan.failed), "client")]
 
     def _bytes(self) -> str:
-        return filesize.decimal(int(self._loop.ledger.metrics()["comm/total_bytes"]))
+        return filesize.decimal(int(self._loop.ledger.figures()["comm/total_bytes"]))
 
     def _figure(self, in_full: bool) -> list[str]:
         if "value" not in self._best:

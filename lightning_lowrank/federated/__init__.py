@@ -22,11 +22,13 @@ from lightning_lowrank.federated.data import (
     find_labels,
 )
 from lightning_lowrank.federated.execution.distributed import ClientParallelStrategy
+from lightning_lowrank.federated.ledger import Ledger
 from lightning_lowrank.federated.loop import FederatedLoop
-from lightning_lowrank.federated.messages import Ledger, Message
+from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.objective import MaskAbsentClasses, Objective
 from lightning_lowrank.federated.optimizers import register_elementwise
 from lightning_lowrank.federated.privacy import ClientPrivacy
+from lightning_lowrank.federated.stages import Arrival, RoundStage
 from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, Server
 from lightning_lowrank.federated.system import DeviceClasses, Distribution, LogNormal, SystemModel
 from lightning_lowrank.federated.traces import AvailabilityTrace, Trace
@@ -36,6 +38,7 @@ __all__ = [
     "ALIE",
     "IID",
     "Algorithm",
+    "Arrival",
     "Attack",
     "AvailabilityTrace",
     "Base",
@@ -62,6 +65,7 @@ __all__ = [
     "Message",
     "Objective",
     "Partition",
+    "RoundStage",
     "Scaled",
     "Server",
     "SignFlip",

@@ -7,11 +7,11 @@ them; a robust aggregator is to withstand them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from statistics import NormalDist
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -23,12 +23,12 @@ from lightning_lowrank.aggregation.aggregator import float64_device
 from lightning_lowrank.arguments import Configured
 from lightning_lowrank.configuration import check_integer, check_number
 from lightning_lowrank.federated.messages import Message
-from lightning_lowrank.federated.state import ClientInfo
+from lightning_lowrank.federated.stages import Arrival, RoundStage, Way
+from lightning_lowrank.federated.state import ClientInfo, Server
 from lightning_lowrank.seeding import derive_seed, generator
 
 __all__ = [
     "ALIE",
-    "Arrival",
     "Attack",
     "GaussianNoise",
     "InnerProduct",
@@ -39,15 +39,6 @@ __all__ = [
 ]
 
 _LABEL_NAMES = ("label", "labels", "target")
-
-
-@dataclass
-class Arrival:
-    """What came from a client, and what the server weighs it by."""
-
-    client: ClientInfo
-    message: Message
-    weight: float
 
 
 @dataclass(frozen=True)
@@ -190,7 +181,7 @@ class Attack(Configured, ABC):
                 if sent is own:
                     continue
                 tensors[name] = _typed(value.to(own) - own + sent, value)
-            return Arrival(arrival.client, Message(tensors, arrival.message.codec), arrival.weight)
+            return replace(arrival, message=Message(tensors, arrival.message.codec))
 
         return [forged(arrival) if arrival.client.id in members else arrival for arrival in arrivals]
 
@@ -447,6 +438,78 @@ def _label_key(batch: Any) -> Any:
     return 1 if isinstance(batch, (list, tuple)) and len(batch) > 1 else None
 
 
-def attack_seed(seed: int, round_number: int) -> int:
-    """Return the seed of what attackers draw in a round."""
-    return derive_seed(seed, "attack", round_number)
+class Attackers(RoundStage):
+    """Holds all messages of a round back, and forges those of the attackers, who know what all others send.
+
+    Args:
+        attack: Who attacks, and how.
+        samples: Number of training samples of each client.
+        seed: Seed of the experiment.
+    """
+
+    key: ClassVar[str] = "attackers"
+
+    def __init__(self, attack: Attack, samples: Sequence[int], seed: int) -> None:
+        self._attack, self._seed = attack, seed
+        self.members = frozenset(attack.members(samples, seed))
+        """Ids of the clients that attack."""
+        self._held: list[Arrival] = []
+        self._round = 0
+
+    @override
+    def setup(self, way: Way) -> None:
+        self._way = way
+
+    @override
+    def begin_round(self, server: Server) -> None:
+        self._round = server.round
+
+    @override
+    def arrived(self, arrival: Arrival) -> None:
+        self._held.append(arrival.copy())
+
+    @override
+    def release(self) -> list[Arrival]:
+        held, self._held = sorted(self._held, key=lambda arrival: arrival.client.id), []
+        if not held:
+            return []
+        origins = {arrival.client.id: self._origin_of(arrival) for arrival in held}
+        seed = derive_seed(self._seed, "attack", self._round)
+        return self._attack.forged(held, sorted(self.members), origins, seed)
+
+    def _origin_of(self, arrival: Arrival) -> Mapping[str, Tensor]:
+        origin = arrival.find_origin(arrival.client)
+        if not self._way.algorithm.encodes_values:
+            return origin
+        # The method's own codec leaves out numbers, which are zero in the message.
+        tensors = arrival.message.tensors
+        return {
+            name: torch.where(tensors[name] == 0, 0, value)
+            for name, value in origin.items()
+            if name in tensors and tensors[name].shape == value.shape
+        }
+
+    @override
+    def checkpoint(self) -> Callable[[], None]:
+        held = list(self._held)
+
+        def undo() -> None:
+            self._held = held
+
+        return undo
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        held = [
+            {"client": vars(each.client), "tensors": dict(each.message.tensors), "weight": each.weight}
+            for each in self._held
+        ]
+        return {"held": held, "round": self._round}
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._round = state["round"]
+        self._held = [
+            Arrival(ClientInfo(**each["client"]), Message(each["tensors"]), each["weight"], self._way.origin_of)
+            for each in state["held"]
+        ]

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
@@ -21,21 +20,21 @@ from lightning_lowrank.aliases import aliases
 from lightning_lowrank.arguments import listed
 from lightning_lowrank.compression import Packet
 from lightning_lowrank.federated.algorithm import detached, inherits
-from lightning_lowrank.federated.attacks import Arrival, attack_seed
+from lightning_lowrank.federated.attacks import Attackers
 from lightning_lowrank.federated.checks import (
-    check_factors_move,
     check_trained,
     goes_on_from,
     local_part_advice,
-    refuse_batch_norm,
     static_batch_norm_advice,
 )
 from lightning_lowrank.federated.data.planner import RoundPlan
 from lightning_lowrank.federated.failures import NotFiniteError, described, not_finite, rows_not_finite
-from lightning_lowrank.federated.messages import Ledger, Message, dense_bytes
+from lightning_lowrank.federated.ledger import Ledger, dense_bytes
+from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.offload import ClientStates
-from lightning_lowrank.federated.privacy.clients import PrivateMean, check_carries_noise
+from lightning_lowrank.federated.privacy.mean import PrivateMean, private_mean
 from lightning_lowrank.federated.settings import FederatedSettings
+from lightning_lowrank.federated.stages import Arrival, RoundStage, sees_messages
 from lightning_lowrank.federated.state import (
     ClientContext,
     ClientInfo,
@@ -45,11 +44,9 @@ from lightning_lowrank.federated.state import (
     copy_into,
     trained_tensors,
 )
-from lightning_lowrank.federated.system import Clock, LateError
+from lightning_lowrank.federated.system import Clock
 from lightning_lowrank.federated.wire import Wire
 from lightning_lowrank.seeding import derive_seed
-
-_BEGAN = "privacy.began"
 
 
 class Coordinator:
@@ -60,7 +57,7 @@ class Coordinator:
         server: The server.
         samples: Number of training samples of each client.
         states: What clients keep between rounds.
-        ledger: Where the sizes of messages are entered.
+        ledger: The stage that adds up bytes.
         labels: Returns the labels of a client's training samples.
     """
 
@@ -88,54 +85,51 @@ class Coordinator:
         self.answered: list[int] = []
         """Clients of the round whose answers count, as far as they have arrived."""
         self._first_error: Exception | None = None
-        self.attackers: frozenset[int] = frozenset()
-        """Ids of the clients that attack."""
-        self._held: list[Arrival] = []
         self.infinite: frozenset[str] = frozenset()
         """Names of buffers that hold numbers that are not finite, such as a mask of -inf."""
         self._trained: dict[str, Tensor] | None = None
+        attackers = None if settings.attackers is None else Attackers(settings.attackers, samples, server.seed)
+        self.attackers: frozenset[int] = frozenset() if attackers is None else attackers.members
+        """Ids of the clients that attack."""
         self.private: PrivateMean | None = None
-        """What stands between clients' messages and the method with `ClientPrivacy`; see `protect`."""
+        """The stage of `ClientPrivacy`; see `protect`."""
         self.clock: Clock | None = None
-        """Counts the simulated seconds, where the settings have a `SystemModel`."""
+        """The stage that counts simulated seconds; see `count_seconds`."""
+        self.stages: list[RoundStage] = []
+        """In the order in which they see messages."""
+        # Attackers forge what the user's stages and privacy see.
+        for stage in (attackers, *settings.stages, ledger):
+            if stage is not None:
+                self._add(stage, len(self.stages))
+
+    def _add(self, stage: RoundStage, place: int) -> None:
+        self.stages.insert(place, stage)
+        stage.setup(self)
 
     def protect(self, sampled: int, population: int, rounds: int | None) -> None:
-        """Have the method see the clients' private mean alone, where the settings ask for it.
+        """Have the method see the clients' private mean alone, if the settings ask for it.
 
         Args:
             sampled: Number of clients that a round draws, on average or exactly.
             population: Number of clients that can be drawn.
-            rounds: Number of rounds of the run; ``None`` where it has no end.
+            rounds: Number of rounds of the run; ``None`` if it has no end.
 
         Raises:
             MisconfigurationException: If the method needs more than the mean, or exact numbers; for BatchNorm.
         """
-        privacy = self.settings.privacy
-        if privacy is None:
-            return
-        name = type(self.algorithm).__name__
-        if not self.algorithm.needs_only_mean:
-            operator = getattr(self.algorithm, "operator", None)
-            raise MisconfigurationException(
-                f"ClientPrivacy gives the server the mean of what clients send, and {name}"
-                f"{'' if operator is None else f'({operator!r})'} needs each client's own message: use a method that"
-                " averages, such as FedAvg(), or FedLoRA() with ProductSum(), FFA() or RoLoRA()."
-            )
-        if self.algorithm.exact:
-            raise MisconfigurationException(
-                f"ClientPrivacy adds noise to all numbers that clients send, and {name} sends"
-                f" {', '.join(sorted(self.algorithm.exact))}, which must be exact: use another method, such as FedAvg()"
-                " or SCAFFOLD()."
-            )
-        if self.settings.buffers != "local":
-            refuse_batch_norm(self.server.base.module, "ClientPrivacy", "keep them with clients (buffers='local'), or ")
-        shares = self.settings.noise_shares
-        self.private = PrivateMean(privacy, self.server.seed, sampled, population, rounds, shares)
-        if privacy.noise_at == "clients" and shares < 2:
-            rank_zero_warn(
-                "noise_at='clients' with min_clients=1 has every client add a whole round's noise: set min_clients to"
-                " the number of clients that always answer."
-            )
+        if self.settings.privacy is not None:
+            self.private = private_mean(self.settings, self.server, sampled, population, rounds)
+            self._add(self.private, len(self.stages) - 1)
+
+    def count_seconds(self, clock: Clock) -> None:
+        """Have a clock refuse late messages, before any other stage sees them."""
+        self.clock = clock
+        self._add(clock, 0)
+
+    @property
+    def _sees_messages(self) -> bool:
+        """Whether a stage reads or changes messages, so that none may be left out."""
+        return any(map(sees_messages, self.stages))
 
     def setup(self) -> None:
         """Let the method and the wire look at the module, before the first round."""
@@ -143,8 +137,6 @@ class Coordinator:
         self.algorithm.check_clients(len(self.samples))
         self.algorithm.check_aggregator(self.server.aggregator)
         self.wire.setup(self.server.base)
-        if self.settings.attackers is not None:
-            self.attackers = frozenset(self.settings.attackers.members(self.samples, self.server.seed))
         buffers = self.server.base.initial_buffers
         self.infinite = frozenset(name for name, value in buffers.items() if not_finite({name: value}))
 
@@ -187,29 +179,28 @@ class Coordinator:
         server.round, server.cohort = plan.round, plan.clients
         self._follow(server.base.parameters(live))
         server.adopt(live, shown=self.algorithm.global_model(server))
-        self.ledger.begin_round()
         self.failed, self.answered, self._first_error = {}, [], None
-        if self.clock is not None:
-            self.clock.begin_round()
         self.algorithm.begin_round(server)
-        if self.private is not None:
-            if self.private.exhausted:
-                raise MisconfigurationException(f"{self.private.exhausted}: raise it, or end the run here.")
-            if not self.private.released:
-                moving = self._trained.keys() - self.algorithm.unstepped(plan.round) if self._trained else ()
-                check_factors_move(server.base.module, moving, "ClientPrivacy")
         if self.wire.holds_copy:
             first = self.any_client
             self._broadcast_to_all = self.wire.down(server.base, self.message(first), first)
             self.wire.hold(server.base, self._broadcast_to_all.received)
-        if self._clients_add_noise and self.private is not None and not self.private.released:
-            check_carries_noise(self._form(self.any_client), type(self.algorithm).__name__)
+        for stage in self.stages:
+            stage.begin_round(server)
         for client in plan.failed:
-            self.ledger.down(self.broadcast(self.info(client)).nbytes)
-        if plan.failed and self.clock is not None:
-            self.clock.absent()
+            info = self.info(client)
+            self._tell_down(info, self.broadcast(info).nbytes)
+            self._tell_absent(client)
         if self.broadcasts_to_all:
-            self.ledger.idle(idle * self.broadcast(self.any_client).nbytes)
+            self.ledger.add_idle(idle * self.broadcast(self.any_client).nbytes)
+
+    def _tell_down(self, client: ClientInfo, nbytes: int) -> None:
+        for stage in self.stages:
+            stage.down(client, nbytes)
+
+    def _tell_absent(self, client: int) -> None:
+        for stage in self.stages:
+            stage.absent(client)
 
     @property
     def any_client(self) -> ClientInfo:
@@ -292,19 +283,15 @@ class Coordinator:
         return self._broadcast_to_all
 
     @property
-    def _clients_add_noise(self) -> bool:
-        return self.private is not None and self.private.privacy.noise_at == "clients"
-
-    @property
     def sends_global_model(self) -> bool:
         """Whether every client is sent the global model as it is, so that clients may be given it without a message."""
         own = inherits(self.algorithm, "broadcast", "global_model") and not self.server.announcement
-        return own and not self.settings.downlink and not self.settings.uplink and self.private is None
+        return own and not self.settings.downlink and not self.settings.uplink and not self._sees_messages
 
     @property
     def averages_models(self) -> bool:
         """Whether stacks of clients' values may be handed over in place of their messages."""
-        own = inherits(self.algorithm, "end", "receive") and self.private is None and self.settings.attackers is None
+        own = inherits(self.algorithm, "end", "receive") and not self._sees_messages
         return own and not self.settings.uplink and not self._puts_on_own
 
     @property
@@ -316,9 +303,7 @@ class Coordinator:
     def send(self, client: ClientInfo) -> Message:
         """Send a client its broadcast, and return the message as the client receives it."""
         packet = self.broadcast(client)
-        self.ledger.down(packet.nbytes)
-        if self.clock is not None:
-            self.clock.send(client.id, packet.nbytes)
+        self._tell_down(client, packet.nbytes)
         if self.settings.uplink:
             self._received[client.id] = detached(packet.received)
         return Message(packet.received)
@@ -326,23 +311,20 @@ class Coordinator:
     def counted(self) -> dict[str, Any]:
         """Return what `state_dict` has of what `send` counts and keeps."""
         return {
-            "ledger": self.ledger.state_dict(),
-            "clock": None if self.clock is None else self.clock.state_dict(),
+            "stages": {stage.state_key: stage.state_dict() for stage in self.stages},
             "received": dict(self._received),
         }
 
     def send_global_model(self, clients: Sequence[ClientInfo]) -> None:
         """Send clients the global model, which they are given by the caller; see `sends_global_model`."""
         nbytes = self.broadcast(clients[0]).nbytes
-        self.ledger.down(nbytes, len(clients))
-        if self.clock is not None:
-            for client in clients:
-                self.clock.send(client.id, nbytes)
+        for client in clients:
+            self._tell_down(client, nbytes)
 
     def began(self, client: ClientContext) -> None:
-        """Keep the values with which a client has begun the round, where its own noise needs its change of them."""
-        if self._clients_add_noise:
-            client.round_state[_BEGAN] = detached(client.model)
+        """Tell the stages that a client has begun the round."""
+        for stage in self.stages:
+            stage.began(client)
 
     def pack(self, client: ClientContext, message: Message) -> Packet:
         """Return what a client sends as it crosses the wire.
@@ -351,12 +333,8 @@ class Coordinator:
             NotFiniteError: If it holds numbers that are not finite, before the codecs or after them.
         """
         received = self._received.pop(client.id, {})
-        if self._clients_add_noise:
-            assert self.private is not None
-            center = self.algorithm.reference(client.base, client.round_state.pop(_BEGAN))
-            tensors = self.private.protected(message.tensors, center, client.round, client.id)
-            message = Message(tensors, message.codec)
-            check_carries_noise(message, type(self.algorithm).__name__)
+        for stage in self.stages:
+            message = stage.up(client, message)
         packet = self.wire.up(client, message, received)
         tensors, allowed = dict(message.tensors), set(self.infinite)
         if self.settings.uplink or message.codec is not None:
@@ -368,13 +346,17 @@ class Coordinator:
             raise NotFiniteError(f"its {name} holds numbers that are not finite")
         return packet
 
-    def late(self, client: ClientContext, nbytes: int) -> LateError | None:
-        """Wait for what a client sends, or return that it comes after the deadline."""
-        return None if self.clock is None else self.clock.answer(self.info(client.id), client.steps, nbytes)
+    def refused(self, client: ClientContext, nbytes: int) -> Exception | None:
+        """The reason not to receive a message of so many bytes, such as its lateness; ``None`` if there is none."""
+        info = self.info(client.id)
+        for stage in self.stages:
+            error = stage.answered(info, client.steps, nbytes)
+            if error is not None:
+                return error
+        return None
 
     def receive(self, client: ClientContext, packet: Packet) -> None:
-        """Take in what a client sends."""
-        self.ledger.up(packet.nbytes)
+        """Take in the message that a client sends, which no stage has `refused`."""
         self.take(self.info(client.id), packet.received)
 
     def drop(self, client: int, state: State, error: Exception) -> None:
@@ -386,8 +368,7 @@ class Coordinator:
         self.states[client] = state
         self._received.pop(client, None)
         self.failed[client] = described(error)
-        if self.clock is not None:
-            self.clock.absent()
+        self._tell_absent(client)
         self._first_error = self._first_error or error
         self.check_answers(len(self.server.cohort) - len(self.failed))
 
@@ -412,14 +393,14 @@ class Coordinator:
         """
         server, answered = self.server, list(self.answered)
         model, state, base, aggregator = dict(server.model), server.state, server.base.state, server.aggregator
-        kept, kept_base, held = copied_state(state), copied_state(base), list(self._held)
-        undo_private = None if self.private is None else self.private.checkpoint()
+        kept, kept_base = copied_state(state), copied_state(base)
+        undo_stages = [stage.checkpoint() for stage in self.stages]
 
         def undo() -> None:
             server.model, server.aggregator, self.answered = model, aggregator, answered
-            server.state, server.base.state, self._held = kept, kept_base, held
-            if undo_private is not None:
-                undo_private()
+            server.state, server.base.state = kept, kept_base
+            for undo_stage in undo_stages:
+                undo_stage()
 
         return undo
 
@@ -429,44 +410,31 @@ class Coordinator:
         if self._puts_on_own:
             own, held = self.message(client).tensors, self.broadcast(client).received
             tensors = self.wire.onto_own(self.server.base, tensors, self.origin(own), self.origin(held))
-        self._take(client, Message(tensors), self.settings.weight_of(client))
+        self._take(Arrival(client, Message(tensors), self.settings.weight_of(client), self.origin_of))
 
-    def _take(self, client: ClientInfo, message: Message, weight: float) -> None:
-        if self.settings.attackers is None:
-            self._hand_over(client, message, weight)
-        else:
-            # Attackers know what all others send.
-            self._held.append(Arrival(client, Message(detached(message.tensors), message.codec), weight))
+    def _take(self, arrival: Arrival, first: int = 0) -> None:
+        """Hand an arrival to the stages from place ``first`` on, and then to the method."""
+        found: Arrival | None = arrival
+        for stage in self.stages[first:]:
+            found = stage.arrived(arrival)
+            if found is None:
+                return
+            arrival = found
+        self.algorithm.receive(self.server, arrival.client, arrival.message, arrival.weight)
 
     def _release(self) -> None:
-        """Hand over what was held back, with the attackers' messages forged."""
-        held, self._held = sorted(self._held, key=lambda arrival: arrival.client.id), []
-        if not held or self.settings.attackers is None:
-            return
-        server = self.server
-        origins = {arrival.client.id: self._origin_of(arrival) for arrival in held}
-        seed = attack_seed(server.seed, server.round)
-        for arrival in self.settings.attackers.forged(held, sorted(self.attackers), origins, seed):
-            self._hand_over(arrival.client, arrival.message, arrival.weight)
+        """Hand on the arrivals that stages have held back."""
+        for place, stage in enumerate(self.stages, start=1):
+            for arrival in stage.release():
+                self._take(arrival, place)
 
-    def _origin_of(self, arrival: Arrival) -> Mapping[str, Tensor]:
-        origin = self.origin(self._reached(arrival.client))
-        if not self.algorithm.encodes_values:
-            return origin
-        # Zero stands for what the method's own codec leaves out.
-        tensors = arrival.message.tensors
-        return {
-            name: torch.where(tensors[name] == 0, 0, value)
-            for name, value in origin.items()
-            if name in tensors and tensors[name].shape == value.shape
-        }
+    def origin_of(self, client: ClientInfo) -> Mapping[str, Tensor]:
+        """The values, by name, of which a client's message has the change, as the client received them."""
+        return self.origin(self._reached(client))
 
-    def _hand_over(self, client: ClientInfo, message: Message, weight: float) -> None:
-        """Let the method take in a client's message, or add it to the private mean, which the method gets later."""
-        if self.private is None:
-            self.algorithm.receive(self.server, client, message, weight)
-        else:
-            self.private.add(message.tensors, self.origin(self._reached(client)))
+    def exact_origin_of(self, client: ClientInfo) -> Mapping[str, Tensor]:
+        """The same values without the losses of the downlink."""
+        return self.origin(self.message(client).tensors)
 
     def _reached(self, client: ClientInfo) -> Mapping[str, Tensor]:
         """Return the broadcast by which what arrives from a client is measured."""
@@ -479,17 +447,8 @@ class Coordinator:
         origin = self.algorithm.upload_origin(base, self.server.sent_down(), received)
         return {**origin, **base.fresh_buffers}
 
-    def _give_mean(self, private: PrivateMean) -> None:
-        """Give the method the round's private mean, in place of as many messages as a round has on average."""
-        server = self.server
-        info = ClientInfo(-1, 0, server.round, server.seed)
-        with torch.no_grad():
-            mean = private.release(self._form(info).tensors, self.origin(self.message(info).tensors), server.round)
-        for _ in range(private.sampled):
-            self.algorithm.receive(server, info, Message(mean), 1.0)
-
-    def _form(self, info: ClientInfo) -> Message:
-        """Return a message of the round, of which only names, shapes and types are those of clients' messages."""
+    def form_of(self, info: ClientInfo) -> Message:
+        """A message of the round with the names, shapes, types and codec of a client's, without its values."""
         base, algorithm = self.server.base, self.algorithm
         copied = dataclasses.replace(base, state=dict(base.state))
         # Copies, for the module may hold a client's values, or the global model for stacked clients.
@@ -513,15 +472,14 @@ class Coordinator:
         }
         nbytes = self.wire.uplink.nbytes(message.tensors, own=message.codec)
         for place, client in enumerate(clients):
-            if place not in found and (late := self.late(client, nbytes)) is not None:
-                found[place] = late
+            if place not in found and (reason := self.refused(client, nbytes)) is not None:
+                found[place] = reason
         kept = [place for place in range(len(clients)) if place not in found]
         if kept and found:
             rows = torch.tensor(kept, device=self.server.base.device)
             stacks = {name: stack.index_select(0, rows) for name, stack in stacks.items()}
         if kept:
             self.answered += [clients[place].id for place in kept]
-            self.ledger.up(nbytes, len(kept))
             weights = [self.settings.weight_of(self.info(clients[place].id)) for place in kept]
             self.server.aggregator.add_stacks(stacks, weights)
         return {clients[place].id: found[place] for place in sorted(found)}
@@ -534,17 +492,15 @@ class Coordinator:
         """
         self.check_answers(len(self.answered))
         self.check_cohort(len(self.answered))
-        if self.clock is not None:
-            self.clock.end_round()
-        self._release()
+        for stage in self.stages:
+            stage.end_round()
         server = self.server
         if isinstance(server.aggregator, RobustRule):
             origin = self.algorithm.origin(server, self.info(server.cohort[0]))
             origin = {**origin, **server.base.fresh_buffers}
             server.aggregator.prepare(origin, derive_seed(server.seed, "aggregator", server.round))
         before = dict(server.model)
-        if self.private is not None:
-            self._give_mean(self.private)
+        self._release()
         server.announcement = {}
         self.algorithm.aggregate(server)
         name = not_finite(self.algorithm.global_model(server), self.infinite)
@@ -565,6 +521,10 @@ class Coordinator:
         self.server.announcement = {}
         self.server.aggregator = self.server.aggregator.fresh()
         self._broadcast_to_all = self._first_error = None
+
+    def figures(self) -> dict[str, float]:
+        """What the stages log of the round."""
+        return {name: value for stage in self.stages for name, value in stage.figures().items()}
 
     def show_global(self, live: Mapping[str, Tensor]) -> None:
         """Put the global model into the module's live values."""
@@ -600,11 +560,6 @@ class Coordinator:
             "failed": self.failed,
             # Those who share a round have them in another order.
             "answered": sorted(self.answered),
-            "private": None if self.private is None else self.private.state_dict(),
-            "held": [
-                {"client": each.client.id, "tensors": dict(each.message.tensors), "weight": each.weight}
-                for each in self._held
-            ],
         }
 
     def load_state_dict(self, state: Mapping[str, Any], to_device: Callable[[Any], Any]) -> None:
@@ -622,16 +577,11 @@ class Coordinator:
         server.base.initial_buffers = to_device(state["initial_buffers"])
         server.base.state = to_device(state["base"])
         self._received = to_device(state["received"])
-        self.ledger.load_state_dict(state["ledger"])
-        if self.clock is not None and state["clock"] is not None:
-            self.clock.load_state_dict(state["clock"])
-        if self.private is not None and state["private"] is not None:
-            self.private.load_state_dict(to_device(state["private"]))
+        for stage in self.stages:
+            # An older checkpoint, or a changed list of stages, has none of it.
+            if stage.state_key in state["stages"]:
+                stage.load_state_dict(to_device(state["stages"][stage.state_key]))
         self.failed, self.answered = dict(state["failed"]), list(state["answered"])
-        self._held = [
-            Arrival(self.info(each["client"]), Message(to_device(each["tensors"])), each["weight"])
-            for each in state["held"]
-        ]
         for _, kept in self.states.items():
             kept.update(to_device(kept))
 

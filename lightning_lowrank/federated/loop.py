@@ -54,8 +54,8 @@ from lightning_lowrank.federated.fingerprint import (
     refuse_other_shapes,
 )
 from lightning_lowrank.federated.horizon import Horizon
+from lightning_lowrank.federated.ledger import Ledger
 from lightning_lowrank.federated.logbook import Logbook
-from lightning_lowrank.federated.messages import Ledger
 from lightning_lowrank.federated.personal import NO_VALIDATION, NOT_JUDGED, left_out, validates_rounds
 from lightning_lowrank.federated.progress import Progress
 from lightning_lowrank.federated.rounds import Rounds
@@ -431,7 +431,7 @@ class FederatedLoop(FederatedSettings, Callback):
             validated = [
                 f"{name} {value:.4f}" for name, value in trainer.callback_metrics.items() if name.startswith("val")
             ]
-            traffic = self.ledger.metrics()
+            traffic = self.ledger.figures()
             plural = "" if trainer.current_epoch == 1 else "s"
             get_console().print(
                 f"after {trainer.current_epoch} round{plural}: {', '.join([*validated, ''])}"

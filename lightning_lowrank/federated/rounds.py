@@ -34,9 +34,9 @@ from lightning_lowrank.federated.execution.distributed import (
 from lightning_lowrank.federated.execution.traces import Untraced
 from lightning_lowrank.federated.failures import ClientsFailed, described, is_of_a_client
 from lightning_lowrank.federated.isolation import Isolation
+from lightning_lowrank.federated.ledger import Ledger, dense_bytes
 from lightning_lowrank.federated.local import LocalTraining
 from lightning_lowrank.federated.logbook import Logbook
-from lightning_lowrank.federated.messages import Ledger, dense_bytes
 from lightning_lowrank.federated.offload import ClientStates
 from lightning_lowrank.federated.optimizers import ClientOptions, KeptMoments, Starts
 from lightning_lowrank.federated.personal import FurtherModels
@@ -107,11 +107,11 @@ class Rounds(Untraced):
         if before is not None and before.coordinator.private is not None and coordinator.private is not None:
             coordinator.private.load_state_dict(before.coordinator.private.state_dict())
         if settings.system is not None:
-            coordinator.clock = Clock(
-                settings.system, len(samples), data.samples_read, settings.experiment_seed, data.divided().names
-            )
+            names = data.divided().names
+            clock = Clock(settings.system, len(samples), data.samples_read, settings.experiment_seed, names)
+            coordinator.count_seconds(clock)
             if before is not None and before.coordinator.clock is not None:
-                coordinator.clock.load_state_dict(before.coordinator.clock.state_dict())
+                clock.load_state_dict(before.coordinator.clock.state_dict())
         if restored is not None:
             coordinator.load_state_dict(restored["server"], self._to_device)
             # A secret by which cohorts are drawn is another now.
@@ -349,11 +349,8 @@ class Rounds(Untraced):
     def figures(self) -> dict[str, float]:
         """Return what is logged of the round."""
         plan, answered, failed = self._data.current_plan(), self.coordinator.answered, self.coordinator.failed
-        private, clock = self.coordinator.private, self.coordinator.clock
         return {
-            **self.coordinator.ledger.metrics(),
-            **({} if private is None else private.figures()),
-            **({} if clock is None else clock.figures()),
+            **self.coordinator.figures(),
             "federated/clients": len(answered),
             "federated/failed": len(plan.failed) + len(failed),
             "federated/samples": sum(self.coordinator.samples[each] for each in answered),

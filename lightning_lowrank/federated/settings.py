@@ -30,6 +30,7 @@ from lightning_lowrank.federated.data.labels import find_named_labels
 from lightning_lowrank.federated.data.partitions import IID, Partition
 from lightning_lowrank.federated.objective import Objective
 from lightning_lowrank.federated.privacy import ClientPrivacy
+from lightning_lowrank.federated.stages import RoundStage, sees_messages
 from lightning_lowrank.federated.state import Base, BufferPolicy, ClientInfo, Server, trained_tensors
 from lightning_lowrank.federated.system import SystemModel
 from lightning_lowrank.seeding import default_seed
@@ -90,6 +91,8 @@ class FederatedSettings(Configured):
             clients' names, or a function of client id and round that returns it, or True or False.
         system: How long clients' messages and steps would take, such as ``SystemModel(bandwidth=1.25e6, speed=1e10)``,
             and after what time the server goes on without those that are late. ``None`` (default): rounds have no time.
+        stages: Further stages of each round, such as one that logs each client's update; see `RoundStage`. They see
+            messages after ``attackers``, and do not go with ``privacy``, which would not protect what they log.
         labels: Function from the training dataset to its labels, for partitions by label. By default they are found
             from ``targets``, ``labels`` or ``tensors``, or in one pass over the dataset.
         seed: Seed of partition, sampling, data order and clients' randomness. ``None``: the seed given to Lightning's
@@ -181,6 +184,7 @@ class FederatedSettings(Configured):
     participants: list[list[int | str]] | None = None
     availability: list[float] | dict[int | str, float] | Callable[[int, int], float] | None = None
     system: SystemModel | None = None
+    stages: list[RoundStage] = field(default_factory=list)
     labels: Callable[[Dataset], Sequence[Any]] | None = None
     seed: int | None = None
     summary: bool = field(default=True, metadata=SAME_RESULT)
@@ -243,6 +247,22 @@ class FederatedSettings(Configured):
         for name, kind, wanted in parts:
             part = getattr(self, name)
             _check(isinstance(part, kind), f"{name} must be {wanted}, got {part!r}")
+        _check(
+            isinstance(self.stages, (list, tuple)) and all(isinstance(stage, RoundStage) for stage in self.stages),
+            f"stages must be a list of RoundStage objects, got {self.stages!r}",
+        )
+        names = [stage.state_key for stage in self.stages]
+        taken = {"ledger", "clock", "attackers", "privacy"}
+        twice = sorted(name for name in {*names} if names.count(name) > 1 or name in taken)
+        _check(
+            not twice,
+            f"stages={self.stages!r} has more than one stage of the key {listed(twice)}: give each a key of its own",
+        )
+        _check(
+            self.privacy is None or not any(map(sees_messages, self.stages)),
+            f"stages={self.stages!r} see each client's message, which privacy={self.privacy!r} does not protect from"
+            " them: leave out one of the two",
+        )
         for name in ("uplink", "downlink"):
             codecs = getattr(self, name)
             _check(

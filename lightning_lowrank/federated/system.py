@@ -12,7 +12,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -27,7 +27,8 @@ from lightning_lowrank.arguments import Configured
 from lightning_lowrank.configuration import check_number
 from lightning_lowrank.federated.algorithm import Algorithm
 from lightning_lowrank.federated.objective import loss_of
-from lightning_lowrank.federated.state import Base, ClientInfo
+from lightning_lowrank.federated.stages import RoundStage
+from lightning_lowrank.federated.state import Base, ClientInfo, Server
 from lightning_lowrank.operations import multiply_adds
 from lightning_lowrank.seeding import generator
 
@@ -242,8 +243,8 @@ class _Client:
     sample: float
 
 
-class Clock:
-    """Adds up the seconds of rounds.
+class Clock(RoundStage):
+    """Adds up the seconds of rounds, and refuses messages that are late.
 
     Args:
         model: What clients' messages and steps take.
@@ -252,6 +253,8 @@ class Clock:
         seed: Seed of the experiment.
         names: Names of the clients, where they have any.
     """
+
+    key: ClassVar[str] = "clock"
 
     def __init__(
         self,
@@ -278,22 +281,23 @@ class Clock:
         """Whether `operations` is needed."""
         return self._model.speed is not None and self._model.operations is None
 
-    def begin_round(self) -> None:
-        """Set the round's figures to zero."""
+    @override
+    def begin_round(self, server: Server) -> None:
         self._sent, self.round_seconds, self.late = {}, 0.0, 0
         if self.operations is not None:
             self.operations.begin_round()
 
-    def send(self, client: int, nbytes: int) -> None:
-        """Take note of what a client is sent."""
-        self._sent[client] = nbytes
+    @override
+    def down(self, client: ClientInfo, nbytes: int) -> None:
+        self._sent[client.id] = nbytes
 
-    def absent(self) -> None:
-        """Wait for a client that does not answer, as long as there is a deadline."""
+    @override
+    def absent(self, client: int) -> None:
+        # The server waits for it until the deadline, if there is one.
         self.round_seconds = max(self.round_seconds, self._model.deadline or 0.0)
 
-    def answer(self, client: ClientInfo, steps: int, nbytes: int) -> LateError | None:
-        """Wait for what a client sends after its steps, or return that it comes too late."""
+    @override
+    def answered(self, client: ClientInfo, steps: int, nbytes: int) -> LateError | None:
         has, deadline = self._clients[client.id], self._model.deadline
         seconds = self._sent.get(client.id, 0) / has.down + nbytes / has.up + 2 * has.latency
         if has.sample:
@@ -302,7 +306,6 @@ class Clock:
             seconds += self._samples_read(client.id, steps) * self._operations_of(client) / has.speed
         if deadline is not None and seconds > deadline:
             self.late += 1
-            self.absent()
             return LateError(f"its answer takes {seconds:.4g} s, and the deadline is {deadline:g} s")
         self.round_seconds = max(self.round_seconds, seconds)
         return None
@@ -313,26 +316,30 @@ class Clock:
         assert self.operations is not None
         return self.operations.of_sample(client)
 
+    @override
     def end_round(self) -> None:
-        """Add the round to the total."""
         self.total += self.round_seconds
         self._sent = {}
 
-    def pool(self, others: Sequence[tuple[float, int]]) -> None:
-        """Take the figures of all processes that share the round, this one among them: `round_seconds` and `late`."""
-        self.round_seconds = max(seconds for seconds, _ in others)
-        self.late = sum(late for _, late in others)
-
+    @override
     def figures(self) -> dict[str, float]:
-        """Return what is logged of the round."""
         return {
             "system/round_seconds": self.round_seconds,
             "system/seconds": self.total,
             "system/late": self.late,
         }
 
+    @override
+    def counted(self) -> tuple[float, int]:
+        return self.round_seconds, self.late
+
+    @override
+    def pool(self, start: tuple[float, int], counts: Sequence[tuple[float, int]]) -> None:
+        self.round_seconds = max(seconds for seconds, _ in counts)
+        self.late = sum(late for _, late in counts)
+
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the figures as plain Python."""
         return {
             "sent": dict(self._sent),
             "round_seconds": self.round_seconds,
@@ -340,8 +347,8 @@ class Clock:
             "late": self.late,
         }
 
+    @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`'s result."""
         self._sent = dict(state["sent"])
         self.round_seconds, self.total, self.late = state["round_seconds"], state["total"], state["late"]
 

@@ -146,7 +146,7 @@ class Intake:
         for client in sorted(replies):
             try:
                 data[client] = self._payload(replies[client])
-                self.coordinator.ledger.up(len(data[client]))
+                self.coordinator.ledger.add_up(len(data[client]))
                 # Tensors are decoded again to be folded: at most one site's are in memory.
                 tensors = self._decode(data[client], expected[client])
                 self._changed[client] = self._changes(tensors, expected[client])

@@ -37,8 +37,8 @@ from lightning_lowrank.federated.checks import check_optimizers as check_all_are
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.planner import RoundPlan, RoundPlanner
 from lightning_lowrank.federated.failures import described
+from lightning_lowrank.federated.ledger import Ledger, dense_bytes
 from lightning_lowrank.federated.loop import FederatedLoop
-from lightning_lowrank.federated.messages import Ledger, dense_bytes
 from lightning_lowrank.federated.offload import ClientStates
 from lightning_lowrank.federated.personal import FurtherModels
 from lightning_lowrank.federated.site import SEED_IS_KNOWN
@@ -401,8 +401,7 @@ class RemoteRounds(Callback):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Log the round's figures."""
         private = self.coordinator.private
-        spent = {} if private is None else private.figures()
-        log_figures(trainer, {**self.ledger.metrics(), **self._figures, **spent})
+        log_figures(trainer, {**self.coordinator.figures(), **self._figures})
         if private is not None and private.exhausted and not 0 < (trainer.max_epochs or 0) <= trainer.current_epoch + 1:
             trainer.should_stop = True
             rank_zero_info(f"the fit ends here: {private.exhausted}")
@@ -559,15 +558,15 @@ class RemoteRounds(Callback):
                 secure[node] = SecureRequest(self._told(fields), payloads, weight)
             else:
                 requests[node] = TRAIN, self._pack(fields, payloads)
-            self.ledger.down(len(data))
-            self.ledger.idle(sum(map(len, missed.values())))
+            self.ledger.add_down(len(data))
+            self.ledger.add_idle(sum(map(len, missed.values())))
         for client, node in self.members.connected.items():
             missed = self._missed(client, before=plan.round + 1)
             idle = client not in plan.clients and self.members.batches[client]
             if missed and idle and self.members.heard[client] >= self._pruned:
                 requests[node] = LISTEN, self._pack({"heard": self.members.heard[client]}, missed)
                 acknowledged[client] = max(missed)
-                self.ledger.idle(sum(map(len, missed.values())))
+                self.ledger.add_idle(sum(map(len, missed.values())))
         expected = expect(coordinator, packets, live)
         sizes = [coordinator.wire.up_bytes(coordinator.server.base, e.schema, e.codec) for e in expected.values()]
         # What is longer than twice an honest answer is refused unread; a site that lacks a broadcast sends less.
@@ -648,7 +647,7 @@ class RemoteRounds(Callback):
         exchange = functools.partial(self._exchange, most=0)
         answer = secure_mean(requests, schema, self.min_sites, self.secure_range, coordinator.server.round, exchange)
         for node in clients:
-            self.ledger.up(answer.nbytes.get(node, 0))
+            self.ledger.add_up(answer.nbytes.get(node, 0))
         failed = {clients[node]: silence for node, silence in answer.failures.items()}
         for client in failed.keys() - self._have_lost(failed.keys(), outcome):
             self._note(client, failed[client], outcome)

@@ -408,7 +408,7 @@ class _FlowerCoordinator(SiteCoordinator):
         policy.check_tensors(message.tensors, "the answer")
         reference = {**self.algorithm.reference(client.base, self.received), **client.base.fresh_buffers}
         packet = super().pack(client, policy.clipped(message, reference, exact))
-        if not self._clients_add_noise:
+        if self.private is None:
             policy.check_change(packet.received, reference, exact)
         return packet
 

@@ -1,4 +1,4 @@
-"""Contracts that methods, codecs, factorizations, operators, aggregators and partitions keep, yours included.
+"""Contracts that methods, codecs, factorizations, operators, aggregators, partitions and stages keep, yours included.
 
 Each check raises `AssertionError`.
 """
@@ -10,6 +10,7 @@ from lightning_lowrank.testing.experiment import small_module
 from lightning_lowrank.testing.factorization import check_factorization
 from lightning_lowrank.testing.operator import check_operator
 from lightning_lowrank.testing.partition import check_partition
+from lightning_lowrank.testing.stage import check_stage
 
 __all__ = [
     "PARTS",
@@ -20,5 +21,6 @@ __all__ = [
     "check_factorization",
     "check_operator",
     "check_partition",
+    "check_stage",
     "small_module",
 ]

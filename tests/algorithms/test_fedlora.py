@@ -191,7 +191,7 @@ def test_only_what_moves_is_sent(tmp_path, operator):
         for client in range(3):
             assert wire.down[number, client].keys() == down[number] | rest, number
             assert wire.up[number, client].keys() == up[number] | rest, number
-    assert not loop.ledger.metrics().get("comm/total_idle_down_bytes")
+    assert not loop.ledger.figures().get("comm/total_idle_down_bytes")
 
 
 @pytest.mark.slow
@@ -345,8 +345,8 @@ def test_a_client_starts_from_what_the_operator_says(tmp_path, operator, ranks):
 def test_idle_clients_hear_of_a_changed_base(tmp_path):
     _, loop, wire, _ = federate(tmp_path, FedLoRA(FLoRA()), participants=[[0, 1]] * 3)
     _, alike, _, _ = federate(tmp_path, FedLoRA(SumProduct()), participants=[[0, 1]] * 3)
-    assert loop.ledger.metrics()["comm/total_idle_down_bytes"] > 0
-    assert not alike.ledger.metrics().get("comm/total_idle_down_bytes")
+    assert loop.ledger.figures()["comm/total_idle_down_bytes"] > 0
+    assert not alike.ledger.figures().get("comm/total_idle_down_bytes")
     sent = wire.down[1, 0]
     assert sent["net.2.change.B"].shape == (16, 6)
     assert sent["net.2.change.A"].shape == (6, 16)

@@ -24,7 +24,7 @@ from lightning_lowrank import (
     export_adapter,
     import_adapter,
 )
-from lightning_lowrank.federated.messages import dense_bytes
+from lightning_lowrank.federated.ledger import dense_bytes
 from lightning_lowrank.layers import low_rank_layers
 from tests.grids import daily, nightly_except
 from tests.helpers import Data, Module, blobs, fit, trainer

@@ -22,7 +22,7 @@ from lightning_lowrank import (
     recover,
     unmerge,
 )
-from lightning_lowrank.federated.messages import dense_bytes
+from lightning_lowrank.federated.ledger import dense_bytes
 from lightning_lowrank.layers import LowRankLinear, low_rank_layers
 from lightning_lowrank.models import CNN4, Classifier
 from tests.grids import nightly_except
@@ -284,7 +284,7 @@ def test_a_torchvision_network(tmp_path):
     loop = FederatedLoop(FedMUD(), clients=3, summary=False)
     fit(trainer(tmp_path, low_rank, loop, max_epochs=2, limit_val_batches=0), module, Data(images, batch_size=4))
     assert low_rank.conversion.ratio <= 0.1
-    assert loop.ledger.metrics()["comm/ratio"] < 0.15
+    assert loop.ledger.figures()["comm/ratio"] < 0.15
     assert any(type(layer).__name__ == "LowRankConv2d" for _, layer in low_rank_layers(module))
 
 

@@ -48,7 +48,7 @@ def test_a_line_for_each_round_where_there_is_no_terminal(tmp_path, capsys):
     loop = federated()
     fit(trainer(tmp_path, loop, RoundProgress(), enable_progress_bar=True, num_sanity_val_steps=1), Module(), Data())
     said = lines(capsys)
-    moved = loop.ledger.metrics()["comm/total_bytes"] / 1000
+    moved = loop.ledger.figures()["comm/total_bytes"] / 1000
     for number, line in enumerate(said, start=1):
         when = r"\d\d:\d\d " + ("in all" if number == 3 else "left")
         moved_by_now = f"{moved * number / 3:.1f} kB"

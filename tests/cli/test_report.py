@@ -437,7 +437,7 @@ def test_real_runs(tmp_path):
     rows, _ = make_report([tmp_path / "runs"], tmp_path / "out")
     assert [row["run"] for row in rows] == ["dense", "low"]
     for row in rows:
-        figures = loops[row["run"]].ledger.metrics()
+        figures = loops[row["run"]].ledger.figures()
         assert row["rounds"] == "2"
         assert row["last val_acc"] == f"{last[row['run']]:.4f}"
         assert row["MB up"] == f"{figures['comm/total_up_bytes'] / 1e6:.2f}"
@@ -455,4 +455,4 @@ def test_real_runs(tmp_path):
     assert f"| low | {', '.join(map(str, spread))} | 1 | {trained} of {whole} |" in settings
     run = {run.folder.parent.name: run for run in find_runs([tmp_path / "runs"])}["low"]
     assert run.software == software()
-    assert math.isclose(run.last("comm/total_bytes") or 0, loops["low"].ledger.metrics()["comm/total_bytes"])
+    assert math.isclose(run.last("comm/total_bytes") or 0, loops["low"].ledger.figures()["comm/total_bytes"])

@@ -23,7 +23,7 @@ def test_a_loop_is_copied_and_pickled_after_a_fit(tmp_path, name):
     fit(trainer(tmp_path, *callbacks, max_epochs=1, limit_val_batches=0), module, Data())
     for other in (pickle.loads(pickle.dumps(loop)), copy.deepcopy(loop)):
         assert repr(other) == repr(loop)
-        assert other.ledger.metrics() == loop.ledger.metrics()
+        assert other.ledger.figures() == loop.ledger.figures()
         with pytest.raises(RuntimeError, match="FederatedLoop"):
             _ = other.server
     again = copy.deepcopy(callbacks)

@@ -432,7 +432,7 @@ def test_a_checkpoint_inside_a_client_is_of_its_start(tmp_path, method):
             assert {**mine, "inside": False}.keys() == its.keys()
             for name in ("progress", "chunks", "algorithm"):
                 assert mine[name] == its[name], name
-            for name in ("ledger", "answered", "failed", "round", "cohort"):
+            for name in ("stages", "answered", "failed", "round", "cohort"):
                 assert mine["server"][name] == its["server"][name], name
     for step in (1, 3, 10, 12, 15, 16, 24, 29):
         again, resumed = run(ckpt_path=tmp_path / "inside" / f"step={step}.ckpt")

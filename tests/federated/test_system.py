@@ -92,7 +92,7 @@ def test_samples_are_those_that_are_read(tmp_path, execution, settings, samples)
         local_steps=settings["local_steps"],
     )
     told: dict[int, float] = {}
-    answer = Clock.answer
+    answer = Clock.answered
 
     def answered(clock, client, steps, nbytes):
         clock.round_seconds = 0.0
@@ -101,7 +101,7 @@ def test_samples_are_those_that_are_read(tmp_path, execution, settings, samples)
         return late
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Clock, "answer", answered)
+        patched.setattr(Clock, "answered", answered)
         fit(trainer(tmp_path, loop, max_epochs=1, **of_trainer), Module(), Data(blobs(61), shuffle=False))
     expected = {client: count * 10 / 1e3 for client, count in enumerate(samples)}
     if of_trainer and execution == "sequential":

@@ -193,9 +193,9 @@ class Execution(Untraced, ABC):
                 packet = self.coordinator.pack(client, self.algorithm.end(client))
         except ClientsFailed as failed:
             return failed.error
-        late = self.coordinator.late(client, packet.nbytes)
-        if late is not None:
-            return late
+        refused = self.coordinator.refused(client, packet.nbytes)
+        if refused is not None:
+            return refused
         self.coordinator.receive(client, packet)
         self._keep_buffers(client)
         return None

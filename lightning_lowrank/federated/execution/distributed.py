@@ -7,6 +7,7 @@ have ended, what the clients sent is exchanged, so that every process has the sa
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from lightning_lowrank.federated.data.rounds import RoundData
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.offload import flatten_state, unflatten_state
 from lightning_lowrank.federated.schedulers import SchedulersPerClient
+from lightning_lowrank.federated.stages import Arrival
 from lightning_lowrank.federated.state import ClientInfo
 from lightning_lowrank.internals.lightning import (
     StepCounts,
@@ -307,7 +309,7 @@ def check_processes(
 
 
 @dataclass(frozen=True)
-class _Arrival:
+class _Announced:
     """What all processes know of a client that one of them has trained, before its tensors are sent."""
 
     client: ClientInfo
@@ -318,6 +320,25 @@ class _Arrival:
     """What the client keeps, as `flatten_state` describes it."""
     layout: Layout
     """Of the message's tensors, and of those that the client keeps."""
+
+
+@dataclass(frozen=True)
+class _Share:
+    """The part of a round that one process has done.
+
+    Args:
+        counts: Numbers of steps, by name, which add up.
+        arrivals: The clients that answered.
+        end: The schedulers' position after the longest client.
+        failed: Clients that failed, and why.
+        stages: The result of `RoundStage.counted` of each stage.
+    """
+
+    counts: dict[str, int]
+    arrivals: list[_Announced]
+    end: Any
+    failed: dict[int, str]
+    stages: list[Any]
 
 
 class SharedCoordinator(Coordinator):
@@ -338,25 +359,25 @@ class SharedCoordinator(Coordinator):
         super().__init__(*parts)
         self._strategy = strategy
         self._trainer = trainer
-        modified = self.settings.privacy is not None or self.settings.attackers is not None
-        self._streams = inherits(self.algorithm, "receive") and not modified
-        self._arrivals: list[tuple[ClientInfo, Message, float]] = []
+        self._arrivals: list[Arrival] = []
 
     def begin_round(self, plan: RoundPlan, live: Mapping[str, Tensor], idle: int) -> None:
         """Begin a round on the server, alike in every process."""
         super().begin_round(plan, live, idle)
-        self._entered = self.ledger.state_dict()
+        self._streams = inherits(self.algorithm, "receive") and not self._sees_messages
+        self._at_start = [stage.counted() for stage in self.stages]
         self._counts = StepCounts(self._trainer)
 
     def check_answers(self, answers: int) -> None:
         """Leave it to `exchange`, when all processes know how many there are."""
 
-    def _take(self, client: ClientInfo, message: Message, weight: float) -> None:
+    def _take(self, arrival: Arrival, first: int = 0) -> None:
+        message = arrival.message
         if self._streams:
-            super()._take(client, message, weight)
+            super()._take(arrival, first)
             message = Message({})
         kept = {name: tensor.clone() for name, tensor in message.tensors.items()}
-        self._arrivals.append((client, Message(kept), weight))
+        self._arrivals.append(dataclasses.replace(arrival, message=Message(kept)))
 
     def exchange(self, schedulers: SchedulersPerClient, client_steps: int) -> int:
         """Have every process hold what all of them have come to, and return the number of batches of all their clients.
@@ -365,33 +386,30 @@ class SharedCoordinator(Coordinator):
             schedulers: They go on from the client with the most steps of all.
             client_steps: Number of batches that clients have been trained on in this process in the round.
         """
-        now = self.ledger.state_dict()
-        counted = {name: now[name] - value for name, value in self._entered.items()}
-        counted |= {
+        counts = {
             "client_steps": client_steps,
             "logged_steps": self._counts.logged_steps(),
             "optimizer_steps": self._counts.optimizer_steps(),
         }
         mine: dict[int, list[Tensor]] = {}
         arrivals = []
-        for client, message, weight in self._arrivals:
-            state, kept = flatten_state(self.states[client.id])
-            tensors = mine[client.id] = [*message.tensors.values(), *kept]
-            names = None if self._streams else list(message.tensors)
-            arrivals.append(_Arrival(client, weight, names, state, _layout_of(tensors)))
+        for each in self._arrivals:
+            state, kept = flatten_state(self.states[each.client.id])
+            tensors = mine[each.client.id] = [*each.message.tensors.values(), *kept]
+            names = None if self._streams else list(each.message.tensors)
+            arrivals.append(_Announced(each.client, each.weight, names, state, _layout_of(tensors)))
         self._arrivals = []
-        waited = (0.0, 0) if self.clock is None else (self.clock.round_seconds, self.clock.late)
-        gathered = self._strategy.gather((counted, arrivals, schedulers.end, self.failed, waited))
-        self.failed = dict(sorted(entry for *_, failed, _ in gathered for entry in failed.items()))
-        self.answered = [arrival.client.id for _, arrivals, *_ in gathered for arrival in arrivals]
+        share = _Share(counts, arrivals, schedulers.end, self.failed, [stage.counted() for stage in self.stages])
+        shares: list[_Share] = self._strategy.gather(share)
+        self.failed = dict(sorted(entry for each in shares for entry in each.failed.items()))
+        self.answered = [arrival.client.id for each in shares for arrival in each.arrivals]
         super().check_answers(len(self.answered))
-        schedulers.pool(end for *_, end, _, _ in gathered)
-        if self.clock is not None:
-            self.clock.pool([times for *_, times in gathered])
-        total = {name: sum(counts[name] for counts, *_ in gathered) for name in counted}
-        self.ledger.load_state_dict({name: value + total[name] for name, value in self._entered.items()})
+        schedulers.pool(each.end for each in shares)
+        for place, (stage, start) in enumerate(zip(self.stages, self._at_start, strict=True)):
+            stage.pool(start, [each.stages[place] for each in shares])
+        total = {name: sum(each.counts[name] for each in shares) for name in counts}
         self._counts.set(total["optimizer_steps"], total["logged_steps"])
-        everyone = [(arrival, rank) for rank, (_, arrivals, *_) in enumerate(gathered) for arrival in arrivals]
+        everyone = [(arrival, rank) for rank, each in enumerate(shares) for arrival in each.arrivals]
         for arrival, rank in sorted(everyone, key=lambda each: each[0].client.id):
             client = arrival.client
             tensors = self._strategy.send(mine.pop(client.id, ()), arrival.layout, rank)
@@ -401,7 +419,7 @@ class SharedCoordinator(Coordinator):
                 self.states[client.id] = unflatten_state(arrival.state, kept)
             if arrival.names is not None:
                 message = Message(dict(zip(names, sent, strict=True)))
-                super()._take(client, message, arrival.weight)
+                super()._take(Arrival(client, message, arrival.weight, self.origin_of))
         if self._streams:
             self.server.aggregator.pool(self._strategy)
         return total["client_steps"]

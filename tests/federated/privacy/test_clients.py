@@ -37,7 +37,7 @@ from lightning_lowrank import (
 )
 from lightning_lowrank.aggregation import KeepsArrivals
 from lightning_lowrank.compression import Dense, Mask
-from lightning_lowrank.federated.privacy.clients import PrivateMean
+from lightning_lowrank.federated.privacy.mean import PrivateMean
 from tests.algorithms.methods import LOW_RANK, METHODS, each_method
 from tests.helpers import Data, Module, assert_same, blobs, fit, network, trainer, weights
 
@@ -74,7 +74,7 @@ def mean_of(private: dict, **arguments) -> PrivateMean:
 def draws(mean: PrivateMean, count: int = 6, size: int = 4000) -> torch.Tensor:
     """Release rounds of nothing, and return their noise over what it should be."""
     zero = {"w": torch.zeros(size // 2), "v": torch.zeros(2, size // 4)}
-    found = [mean.release(zero, zero, number) for number in range(count)]
+    found = [mean.noised_mean(zero, zero, number) for number in range(count)]
     return torch.stack([torch.cat([each["w"], each["v"].flatten()]) for each in found])
 
 
@@ -98,7 +98,7 @@ def test_noise_of_clients_adds_up():
     mean = mean_of(privacy, shares=4)
     for client in range(4):
         mean.add(mean.protected(update, center, 0, client), center)
-    found = mean.release(update, center, 0)["w"]
+    found = mean.noised_mean(update, center, 0)["w"]
     clipped = 0.7 / math.sqrt(3000)
     assert stats.kstest(((found - clipped) / (2.0 * 0.7 / 4)).numpy(), "norm").pvalue > 1e-4
 
@@ -110,8 +110,8 @@ def test_an_update_is_clipped_as_a_whole():
     near = {"w": torch.tensor([1.0, 1.5]), "b": torch.tensor(5.0)}
     for message in (far, near):
         mean.add(message, center)
-    noise = mean_of({"clip": 1.0}).release(center, {}, 0)
-    found = mean.release(center, center, 0)
+    noise = mean_of({"clip": 1.0}).noised_mean(center, {}, 0)
+    found = mean.noised_mean(center, center, 0)
     # (0, 4) and -3 have the norm 5.
     assert torch.allclose(found["w"] - noise["w"], torch.tensor([1.0, 1.0 + (0.8 + 0.5) / 4]), atol=1e-6)
     assert torch.allclose(found["b"] - noise["b"], torch.tensor(5.0 - 0.6 / 4), atol=1e-6)
@@ -125,7 +125,7 @@ def test_the_clip_follows_a_quantile():
     for number in range(20):
         for value in norms:
             mean.add({"w": value.view(1)}, center)
-        mean.release(center, center, number)
+        mean.noised_mean(center, center, number)
     assert mean.clip == pytest.approx(3.0, abs=0.2)
     # The two releases of a round together have the accounted noise (Andrew et al., Theorem 1).
     assert mean.noise_of_updates**-2 + (2 * 1.01) ** -2 == pytest.approx(2.0**-2)
@@ -515,7 +515,7 @@ def test_an_arrival_that_is_taken_back_leaves_nothing():
     undo()
     for each in (mean, other):
         each.add(zero, zero)
-    assert torch.equal(mean.release(zero, zero, 0)["w"], other.release(zero, zero, 0)["w"])
+    assert torch.equal(mean.noised_mean(zero, zero, 0)["w"], other.noised_mean(zero, zero, 0)["w"])
     assert mean.clip == other.clip
 
 

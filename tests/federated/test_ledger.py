@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_lowrank.federated import Ledger, Message
-from lightning_lowrank.federated.messages import dense_bytes
+from lightning_lowrank.federated.ledger import dense_bytes
 from lightning_lowrank.federated.state import trained_tensors
 from lightning_lowrank.layers import MatrixProduct, convert
 from tests.helpers import network
@@ -27,11 +27,11 @@ def test_ledger():
     ledger = Ledger(dense_bytes=100)
     for _ in range(2):
         ledger.begin_round()
-        ledger.down(10)
-        ledger.down(10)
-        ledger.up(5)
-        ledger.idle(30)
-    figures = ledger.metrics()
+        ledger.add_down(10)
+        ledger.add_down(10)
+        ledger.add_up(5)
+        ledger.add_idle(30)
+    figures = ledger.figures()
     assert figures == {
         "comm/up_bytes": 5,
         "comm/down_bytes": 20,
@@ -44,11 +44,11 @@ def test_ledger():
     }
     resumed = Ledger(0)
     resumed.load_state_dict(ledger.state_dict())
-    assert resumed.metrics() == figures
+    assert resumed.figures() == figures
 
 
 def test_ledger_before_anything_crossed():
-    assert Ledger(0).metrics()["comm/ratio"] == 0
+    assert Ledger(0).figures()["comm/ratio"] == 0
 
 
 def test_message_counts_elements_of_every_type():
