@@ -249,9 +249,10 @@ class Algorithm(Configured):
     def announce(self, server: Server, update: Mapping[str, Tensor]) -> None:
         """Have every side call `update_base` with ``update``: the server now, sites with the next broadcast.
 
-        The tensors travel with that broadcast to all clients, also to those that sit the round out.
+        The tensors travel with that broadcast to all clients, also to those that sit the round out. A lossy downlink
+        encodes them once, and the server too takes them as they are decoded. Called at most once a round.
         """
-        server.announcement = dict(update)
+        server.announcement = dict(server.transmit(update)) if update else {}
         if update:
             self.update_base(server.base, server.announcement)
 

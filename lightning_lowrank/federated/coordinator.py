@@ -79,6 +79,8 @@ class Coordinator:
         self.wire = Wire(self.algorithm, settings.uplink, settings.downlink)
         self._labels = labels
         self._broadcast_to_all: Packet | None = None
+        if self.wire.splits:
+            server.transmit = self._transmit
         self._received: dict[int, dict[str, Tensor]] = {}
         self.failed: dict[int, str] = {}
         """Clients of the round that failed while they trained, and why."""
@@ -183,7 +185,7 @@ class Coordinator:
         self.algorithm.begin_round(server)
         if self.wire.holds_copy:
             first = self.any_client
-            self._broadcast_to_all = self.wire.down(server.base, self.message(first), first)
+            self._broadcast_to_all = self._down(self.message(first), first)
             self.wire.hold(server.base, self._broadcast_to_all.received)
         for stage in self.stages:
             stage.begin_round(server)
@@ -245,6 +247,15 @@ class Coordinator:
             name: value for name, value in self.server.model.items() if name in trained or name not in before
         }
 
+    def _transmit(self, update: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Encode an announcement for all clients, and return it as they, and the server, receive it."""
+        packet = self.wire.announce(self.server.base, update, self.server.round)
+        self.server.encoded = packet.encode()
+        return packet.received
+
+    def _down(self, message: Message, client: ClientInfo) -> Packet:
+        return self.wire.down(self.server.base, message, client, self.server.announcement, self.server.encoded)
+
     @property
     def broadcasts_to_all(self) -> bool:
         """Whether clients that sit the round out must hear its broadcast as well."""
@@ -265,7 +276,7 @@ class Coordinator:
         """
         message = self.message(client)
         if not self.wire.holds_copy:
-            return self.wire.down(self.server.base, message, client)
+            return self._down(message, client)
         first_client = self.any_client
         first = self.message(first_client)
         if message.tensors.keys() != first.tensors.keys() or any(
@@ -278,7 +289,7 @@ class Coordinator:
             )
         if self._broadcast_to_all is None:
             # The run was resumed inside the round.
-            packet = self.wire.down(self.server.base, first, first_client)
+            packet = self._down(first, first_client)
             self._broadcast_to_all = self.wire.held(self.server.base, packet)
         return self._broadcast_to_all
 
@@ -501,7 +512,7 @@ class Coordinator:
             server.aggregator.prepare(origin, derive_seed(server.seed, "aggregator", server.round))
         before = dict(server.model)
         self._release()
-        server.announcement = {}
+        server.announcement, server.encoded = {}, b""
         self.algorithm.aggregate(server)
         name = not_finite(self.algorithm.global_model(server), self.infinite)
         if name is not None:
@@ -518,7 +529,7 @@ class Coordinator:
 
     def pass_over(self) -> None:
         """End the round without an answer: what it was to begin with stays."""
-        self.server.announcement = {}
+        self.server.announcement, self.server.encoded = {}, b""
         self.server.aggregator = self.server.aggregator.fresh()
         self._broadcast_to_all = self._first_error = None
 
@@ -546,6 +557,7 @@ class Coordinator:
             # Not every way to write a checkpoint keeps which tensors are one.
             "aliases": aliases(server.base.module),
             "announcement": server.announcement,
+            "encoded": torch.frombuffer(bytearray(server.encoded), dtype=torch.uint8) if server.encoded else None,
             "aggregator": server.aggregator.state_dict(),
             "initial_buffers": server.base.initial_buffers,
             "base": server.base.state,
@@ -573,6 +585,8 @@ class Coordinator:
             if name in state["trained"]:
                 parameter.requires_grad_(True)
         server.announcement = to_device(state["announcement"])
+        encoded = state.get("encoded")
+        server.encoded = b"" if encoded is None else encoded.cpu().numpy().tobytes()
         server.aggregator.load_state_dict(state["aggregator"], server.base.device)
         server.base.initial_buffers = to_device(state["initial_buffers"])
         server.base.state = to_device(state["base"])

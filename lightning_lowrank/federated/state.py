@@ -170,6 +170,8 @@ class Server:
         aggregator: The round's arrivals so far.
         announcement: What every side hears with the round's broadcast, clients that sit the round out included. Set by
             `announce`.
+        encoded: Its encoding, of which all clients get the same bytes, where the downlink is lossy.
+        transmit: Returns an announcement as every side receives it: with the losses of a lossy downlink.
     """
 
     base: Base
@@ -180,6 +182,8 @@ class Server:
     state: State = field(default_factory=dict)
     aggregator: Aggregator = field(default_factory=WeightedMean)
     announcement: dict[str, Tensor] = field(default_factory=dict)
+    encoded: bytes = b""
+    transmit: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = dict
 
     @property
     def seed(self) -> int:

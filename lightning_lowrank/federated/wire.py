@@ -5,8 +5,9 @@ Both sides of a real federation build the same `Wire` from the recipe. In a simu
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
@@ -14,16 +15,60 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_lowrank.compression import Channel, Codec, Packet, Schema, Sign
+from lightning_lowrank.compression.wire import DecodingError
 from lightning_lowrank.federated.algorithm import Algorithm, detached
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, trained_tensors
 from lightning_lowrank.seeding import derive_seed
 
+_LENGTH = struct.Struct("<Q")
 _HELD = "wire.held"
 _RESIDUAL = "wire.residual"
 _LAST = "wire.last"
 _LATE = 10**6
 """A round that comes after all beginnings of a method."""
+
+
+@dataclass(frozen=True)
+class SplitPacket(Packet):
+    """A broadcast in two parts: a client's own, and the announcement, whose encoding is one for all.
+
+    Its encoding is the length of the client's own part in 8 bytes, that part, and the announcement.
+
+    Args:
+        announced: The encoded announcement.
+    """
+
+    announced: bytes = b""
+
+    @classmethod
+    def of(cls, packet: Packet, announced: Mapping[str, Tensor], encoded: bytes) -> SplitPacket:
+        """The packet of a client's own part and an announcement that has been encoded."""
+        return cls(packet.tensors, packet.codec, {**packet.received, **announced}, packet.residual, encoded)
+
+    @property
+    def nbytes(self) -> int:
+        """Length in bytes of the result of `encode`."""
+        return _LENGTH.size + super().nbytes + len(self.announced)
+
+    def encode(self) -> bytes:
+        """The bytes that cross the wire."""
+        own = super().encode()
+        return _LENGTH.pack(len(own)) + own + self.announced
+
+    @staticmethod
+    def parts(data: bytes) -> tuple[bytes, bytes]:
+        """The encodings of the two parts.
+
+        Raises:
+            DecodingError: If the bytes are no such packet.
+        """
+        if len(data) < _LENGTH.size:
+            raise DecodingError(f"{len(data)} bytes are less than the length of a broadcast's first part takes.")
+        end = _LENGTH.size + _LENGTH.unpack_from(data)[0]
+        if end > len(data):
+            raise DecodingError(f"a broadcast of {len(data):,} bytes claims a first part of {end - _LENGTH.size:,}.")
+        return data[_LENGTH.size : end], data[end:]
 
 
 class Wire:
@@ -35,6 +80,9 @@ class Wire:
     sit the round out must hear as well; the server puts clients' changes onto its own values, so that what the copy
     lacks is sent later (EF21-P). Without error feedback, the downlink sends the values. Clients' changes are then put
     onto the server's own values only for a robust rule, which would take the downlink's loss for a change.
+
+    A change of frozen weights that a method announces passes a lossy downlink once for all clients, and the server
+    takes up the decoded change as they do, so that all copies of the weights stay equal.
 
     Args:
         algorithm: The method.
@@ -61,9 +109,15 @@ class Wire:
             )
         if not downlink:
             return
-        if algorithm.announces:
+        if self.splits and self.downlink.error_feedback:
             raise MisconfigurationException(
-                f"{name} broadcasts a change of what every side holds, which has to arrive exactly: leave out downlink."
+                f"downlink={downlink!r}: {name} announces changes of frozen weights, of which every copy takes the same"
+                " encoding once, and error feedback has no later message to add their losses to: leave out"
+                " error_feedback, and use Half() or Quantize()."
+            )
+        if self.splits and type(algorithm).downlink is not Algorithm.downlink:
+            raise MisconfigurationException(
+                f"downlink={downlink!r}: {name} compresses its broadcasts itself: leave out downlink."
             )
         sparse = [type(codec).__name__ for codec in downlink if codec.sparse]
         if sparse and not self.downlink.error_feedback:
@@ -71,6 +125,16 @@ class Wire:
                 f"downlink={downlink!r}: {sparse[0]} would set to zero what it leaves out of the model. Give the first"
                 " codec error_feedback=True, with which differences are sent, or use Half() or Quantize() alone."
             )
+
+    @property
+    def splits(self) -> bool:
+        """Whether broadcasts have a part that a lossy downlink encodes once for all: the method's announcement."""
+        return bool(self.downlink.codecs) and self._algorithm.announces
+
+    def announce(self, base: Base, update: Mapping[str, Tensor], round_number: int) -> Packet:
+        """An announcement as all clients, and the server, receive it."""
+        seed = derive_seed(base.seed, "announcement", round_number)
+        return self._send(self.downlink, Message(update), exact=self._exact(base), seed=seed)
 
     @property
     def holds_copy(self) -> bool:
@@ -85,8 +149,24 @@ class Wire:
     def _exact(self, base: Base) -> frozenset[str]:
         return self._algorithm.exact | base.initial_buffers.keys()
 
-    def down(self, base: Base, message: Message, client: ClientInfo) -> Packet:
-        """Return a broadcast as it is sent to a client."""
+    def down(
+        self, base: Base, message: Message, client: ClientInfo, announced: Mapping[str, Tensor], encoded: bytes
+    ) -> Packet:
+        """Return a broadcast as it is sent to a client.
+
+        Args:
+            base: The server's.
+            message: The method's, with what is announced.
+            client: The client.
+            announced: The announcement as it is received.
+            encoded: Its encoding, if the downlink `splits` broadcasts.
+        """
+        if self.splits:
+            rest = {name: value for name, value in message.tensors.items() if name not in announced}
+            return SplitPacket.of(self._down(base, Message(rest, message.codec), client), announced, encoded)
+        return self._down(base, message, client)
+
+    def _down(self, base: Base, message: Message, client: ClientInfo) -> Packet:
         if not self.downlink.codecs:
             return self._send(self.downlink, message, seed=0)
         # Where all hold one copy, one message goes to all.
@@ -128,7 +208,12 @@ class Wire:
     def decode_down(self, base: Base, data: bytes) -> dict[str, Tensor]:
         """Return the broadcast that `down`'s encoding holds, on the CPU."""
         held = {name: value.cpu() for name, value in base.state.get(_HELD, {}).items()}
-        return self.downlink.receive(data, reference=held, exact=self._exact(base), own=self._algorithm.downlink(base))
+        arguments: dict[str, Any] = {"exact": self._exact(base), "own": self._algorithm.downlink(base)}
+        if self.splits and data:
+            data, announced = SplitPacket.parts(data)
+            found = self.downlink.receive(data, **arguments)
+            return {**found, **self.downlink.receive(announced, **arguments)}
+        return self.downlink.receive(data, reference=held, **arguments)
 
     def up(self, client: ClientContext, message: Message, received: Mapping[str, Tensor]) -> Packet:
         """Return a client's message as it is sent, and keep what error feedback adds to the next one.

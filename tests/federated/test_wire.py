@@ -17,10 +17,14 @@ from lightning_lowrank import (
     FedAvg,
     FedAvgM,
     FederatedLoop,
+    FedEx,
+    FedLoRA,
     FedMUD,
     FedSB,
     FromIndices,
     Half,
+    LowRank,
+    MatrixProduct,
     Quantize,
     RandomCoordinates,
     RandomMask,
@@ -28,9 +32,12 @@ from lightning_lowrank import (
     TopK,
 )
 from lightning_lowrank.compression import Chain, Channel, Dense, Split
+from lightning_lowrank.compression.wire import DecodingError
 from lightning_lowrank.federated import wire
 from lightning_lowrank.federated.wire import Wire
+from lightning_lowrank.layers import low_rank_layers
 from lightning_lowrank.seeding import derive_seed
+from lightning_lowrank.testing import check_algorithm
 from tests.algorithms import plain
 from tests.algorithms.methods import LOW_RANK, METHODS
 from tests.algorithms.plain import CLIENTS, PARTICIPANTS, double
@@ -213,6 +220,69 @@ def test_a_downlink_without_error_feedback_rounds_the_values(tmp_path, kind):
     assert loop.ledger.total_idle == 0
 
 
+@pytest.mark.parametrize("interval", [1, 2])
+@pytest.mark.parametrize("kind", [[Half()], [Quantize(8)]])
+def test_a_lossy_downlink_folds_in_what_it_sends(tmp_path, kind, interval):
+    """The server's own weights too: all copies take up one encoding of the averaged factors."""
+    announced, expected = [], {}
+
+    class Watching(FedMUD):
+        def announce(self, server, update):
+            layers = dict(low_rank_layers(server.base.module, tied=False))
+            channel, exact = Channel(kind), server.base.initial_buffers
+            data = channel.send(update, exact=exact, seed=derive_seed(0, "announcement", server.round)).encode()
+            sent = channel.receive(data, exact=exact)
+            for name, layer in layers.items():
+                factors = {factor: sent[f"{name}.factors.{factor}"] for factor in layer.factors}
+                expected[name] = expected.get(name, layer.frozen_weight.clone()) + layer.update(factors)
+            super().announce(server, update)
+            announced.append(server.announcement)
+
+    loop = FederatedLoop(Watching(interval), partition=FromIndices(CLIENTS), downlink=kind, seed=0, summary=False)
+    lowrank, module = LowRank(MatrixProduct(), rank=2, role="update", summary=False), Module()
+    fit(trainer(tmp_path, lowrank, loop, max_epochs=4, limit_val_batches=0), module, Data(batch_size=4))
+    assert len(announced) == 4 // interval
+    for name, value in expected.items():
+        torch.testing.assert_close(module.get_submodule(name).frozen_weight, value, rtol=1e-6, atol=1e-6)
+    # All clients hear the broadcast, so that none is idle; half of the bytes, or a quarter.
+    plain_run = FederatedLoop(FedMUD(interval), partition=FromIndices(CLIENTS), seed=0, summary=False)
+    fit(trainer(tmp_path, lowrank, plain_run, max_epochs=4, limit_val_batches=0), Module(), Data(batch_size=4))
+    assert loop.ledger.total_down < plain_run.ledger.total_down
+
+
+BASE_CHANGES = ("FedMUD", "FedSB", "FedLoRA-FLoRA", "FedLoRA-FedEx", "FedLoRA-CoLR", "FedLoRA-FLoRIST")
+
+
+@daily("FedMUD-8 bits", "FedLoRA-FedEx-8 bits")
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("codecs", "parts"),
+    [([Quantize(8)], ["sites", "bytes", "seed", "resume", "dropout"]), ([Half()], ["vectorized", "sites"])],
+    ids=["8 bits", "half"],
+)
+@pytest.mark.parametrize("name", BASE_CHANGES)
+def test_methods_that_change_the_base_keep_their_contract_with_a_lossy_downlink(name, codecs, parts):
+    method = METHODS[name]
+    settings = {**method.settings, "downlink": codecs, "uplink": codecs}
+    lowrank = LOW_RANK[method.forms[0]]
+    check_algorithm(method.make, method.claims, lowrank=lowrank, settings=settings, parts=parts)
+
+
+def test_unequal_ranks_with_a_lossy_downlink(tmp_path):
+    """The announced change is one for all ranks, and each client's factors have an encoding of their own."""
+    settings = {"init": "lora", "freeze_rest": True, "allow_larger": True}
+    lowrank = partial(LowRank, MatrixProduct(), rank=4, role="update", summary=False, **settings)
+    make = partial(FedLoRA, FedEx(), levels=(1.0, 0.5))
+    parts = ["sites", "resume", "dropout"]
+    check_algorithm(make, lowrank=lowrank, settings={"downlink": [Quantize(8)]}, parts=parts)
+
+
+@pytest.mark.parametrize("data", [b"1234567", b"\xff" * 8, (9).to_bytes(8, "little") + b"12345678"])
+def test_bytes_that_are_no_broadcast_of_two_parts(data):
+    with pytest.raises(DecodingError, match=r"\d"):
+        wire.SplitPacket.parts(data)
+
+
 @nightly_except("both ways-case6", "half precision down-SCAFFOLD", "sparse changes in half precision up-FedAvg")
 @pytest.mark.slow
 @daily("eight bits up-SCAFFOLD", "both ways-case6")
@@ -297,7 +367,9 @@ class Unequal(FedAvg):
         (FedAvg, {"downlink": [Half(), TopK(0.1)]}, "TopK would set to zero"),
         (FedAvg, {"downlink": [Chain([Half(), TopK(0.1)])]}, "Chain would set to zero"),
         (FedAvg, {"downlink": [Split(["net.0.bias"], Dense(), TopK(0.1))]}, "Split would set to zero"),
-        (FedMUD, {"downlink": [Half()]}, "FedMUD .* leave out downlink"),
+        (FedMUD, {"downlink": [Half(error_feedback=True)]}, "FedMUD .*error_feedback"),
+        (FedMUD, {"downlink": [TopK(0.1)]}, "TopK"),
+        (partial(EF21P, 0.1, 0.1), {"downlink": [Half()]}, "EF21P .* leave out downlink"),
         (Unequal, {"downlink": [Half(error_feedback=True)]}, "error_feedback"),
         (
             partial(RandomCoordinates, 0.5, 0.5),
