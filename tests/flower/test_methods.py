@@ -130,12 +130,15 @@ SETTINGS = {
     "changes of a reset model": ("FedMUD", {"uplink": [Quantize(8, error_feedback=True)]}),
     "a method's own codec first": ("EF21P", {"uplink": [Half()]}),
     "control variates": ("SCAFFOLD", {"uplink": [Quantize(8)], "downlink": [Half()]}),
+    "frozen weights both ways": ("FedMUD", {"uplink": [Quantize(8)], "downlink": [Quantize(8)]}),
+    "a residual of frozen weights": ("FedLoRA-FedEx", {"downlink": [Half()]}),
+    "stacked factors both ways": ("FedLoRA-FLoRA", {"uplink": [Quantize(8)], "downlink": [Quantize(8)]}),
     "drawn factors": ("FedLoRA-FLoRA", {"uplink": [TopK(0.5, error_feedback=True)]}),
 }
 
 
 @pytest.mark.slow
-@nightly_except("error feedback both ways")
+@nightly_except("error feedback both ways", "frozen weights both ways")
 @pytest.mark.parametrize("name", SETTINGS)
 def test_channels_send_the_simulations_bytes(tmp_path, monkeypatch, name):
     method, settings = SETTINGS[name]
