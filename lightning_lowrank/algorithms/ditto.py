@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from lightning_lowrank.algorithms.pfedme import pull
 from lightning_lowrank.configuration import check_number
 from lightning_lowrank.federated.algorithm import Algorithm, LocalStep, detached
+from lightning_lowrank.federated.client_optimizers import fresh_state, is_shared
 from lightning_lowrank.federated.messages import Message
-from lightning_lowrank.federated.optimizers import fresh_state, is_shared
 from lightning_lowrank.federated.state import ClientContext, ClientInfo
 from lightning_lowrank.internals.torch import copy_each
 

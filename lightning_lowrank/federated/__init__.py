@@ -10,6 +10,7 @@ from lightning_lowrank.federated.attacks import (
     Scaled,
     SignFlip,
 )
+from lightning_lowrank.federated.client_optimizers import register_elementwise
 from lightning_lowrank.federated.data import (
     IID,
     ByKey,
@@ -26,7 +27,6 @@ from lightning_lowrank.federated.ledger import Ledger
 from lightning_lowrank.federated.loop import FederatedLoop
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.objective import MaskAbsentClasses, Objective
-from lightning_lowrank.federated.optimizers import register_elementwise
 from lightning_lowrank.federated.privacy import ClientPrivacy
 from lightning_lowrank.federated.stages import Arrival, RoundStage
 from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, Server

@@ -511,7 +511,7 @@ def _readers_of(module: pl.LightningModule, attribute: str) -> list[str]:
             function = inspect.unwrap(getattr(member, "__func__", None) or getattr(member, "fget", None) or member)
             if not isinstance(function, types.FunctionType) or name.startswith(_EVALUATION):
                 continue
-            # What the trainer has is a client's own in configure_optimizers; see `Horizon`.
+            # What the trainer has is a client's own in configure_optimizers; see `ScheduleLength`.
             if name == "configure_optimizers" and attribute != "global_step":
                 continue
             if names <= _mentioned(function.__code__):

@@ -27,11 +27,11 @@ from lightning_lowrank.federated.checks import (
     local_part_advice,
     static_batch_norm_advice,
 )
+from lightning_lowrank.federated.client_states import ClientStates
 from lightning_lowrank.federated.data.planner import RoundPlan
 from lightning_lowrank.federated.failures import NotFiniteError, described, not_finite, rows_not_finite
 from lightning_lowrank.federated.ledger import Ledger, dense_bytes
 from lightning_lowrank.federated.messages import Message
-from lightning_lowrank.federated.offload import ClientStates
 from lightning_lowrank.federated.privacy.mean import PrivateMean, private_mean
 from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.federated.stages import Arrival, RoundStage, sees_messages

@@ -53,19 +53,18 @@ from lightning_lowrank.federated.fingerprint import (
     prepare_loading,
     refuse_other_shapes,
 )
-from lightning_lowrank.federated.horizon import Horizon
 from lightning_lowrank.federated.ledger import Ledger
 from lightning_lowrank.federated.logbook import Logbook
 from lightning_lowrank.federated.personal import NO_VALIDATION, NOT_JUDGED, left_out, validates_rounds
 from lightning_lowrank.federated.progress import Progress
 from lightning_lowrank.federated.rounds import Rounds
 from lightning_lowrank.federated.run_facts import RunFacts
+from lightning_lowrank.federated.schedule_length import ScheduleLength
 from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.federated.state import Server
 from lightning_lowrank.federated.whole_checkpoints import install as install_whole_checkpoints
 from lightning_lowrank.internals.advance import ClientTurns
 from lightning_lowrank.internals.lightning import (
-    FitLength,
     TrainLoaderSource,
     check_namespace,
     forget_batches,
@@ -149,8 +148,7 @@ class FederatedLoop(FederatedSettings, Callback):
         self._restored: dict[str, Any] | None = None
         self._fingerprint: dict[str, Any] = {}
         self._processes: ClientParallelStrategy | None = None
-        self._horizon: Horizon | None = None
-        self._length: FitLength | None = None
+        self._length: ScheduleLength | None = None
         self._device_data: DeviceData | None = None
         self._facts: RunFacts | None = None
         self._turns: ClientTurns | None = None
@@ -167,7 +165,6 @@ class FederatedLoop(FederatedSettings, Callback):
             "_rounds",
             "_restored",
             "_processes",
-            "_horizon",
             "_length",
             "_device_data",
             "_facts",
@@ -272,8 +269,7 @@ class FederatedLoop(FederatedSettings, Callback):
         enter(self._turns.installed())
         if limit != 0:
             enter(replaced(trainer, limit_train_batches=1.0))
-        self._horizon = Horizon(trainer, self._data)
-        self._length = FitLength(trainer, self._horizon, self._horizon.give)
+        self._length = ScheduleLength(trainer, self._data)
         restore(self._length.install())
         enter(prepare_loading(self, trainer))
         # A plain function: torch marks the hook, and a deepcopy of the module must not copy this callback.
@@ -373,13 +369,12 @@ class FederatedLoop(FederatedSettings, Callback):
         )
         self.ledger = self._rounds.coordinator.ledger
         self._fingerprint["execution"] = self._rounds.execution.name
-        assert self._horizon is not None
         assert self._length is not None
-        if self._horizon.outdated():
+        if self._length.outdated():
             trainer.strategy.setup_optimizers(trainer)
             self._rounds.take_optimizers(trainer)
         self._length.settle()
-        for note in self._horizon.notes() + self._rounds.coordinator.notes(trainer):
+        for note in self._length.notes() + self._rounds.coordinator.notes(trainer):
             rank_zero_warn(note)
         data = self._data
         turns = None if self._restored is not None else lambda: data.present_plan().turns

@@ -21,6 +21,8 @@ from torch import Tensor
 
 from lightning_lowrank.aggregation.aggregator import home_of
 from lightning_lowrank.federated.algorithm import inherits
+from lightning_lowrank.federated.client_optimizers import ClientOptimizers
+from lightning_lowrank.federated.client_states import ClientStates
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.data.rounds import RoundData
@@ -37,11 +39,8 @@ from lightning_lowrank.federated.isolation import Isolation
 from lightning_lowrank.federated.ledger import Ledger, dense_bytes
 from lightning_lowrank.federated.local import LocalTraining
 from lightning_lowrank.federated.logbook import Logbook
-from lightning_lowrank.federated.offload import ClientStates
-from lightning_lowrank.federated.optimizers import ClientOptions, KeptMoments, Starts
 from lightning_lowrank.federated.personal import FurtherModels
 from lightning_lowrank.federated.progress import Progress
-from lightning_lowrank.federated.schedulers import SchedulersPerClient
 from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.federated.state import State
 from lightning_lowrank.federated.system import Clock, LateError, Operations
@@ -83,21 +82,18 @@ class Rounds(Untraced):
         self._data = data
         self._progress = progress
         self._processes = processes
-        self._schedulers = SchedulersPerClient(trainer)
-        self._options = ClientOptions(trainer, settings.options_of)
         self._to_device = functools.partial(_to_device, device=self._module.device)
         self._ended = False
         samples = data.divided().sizes.tolist()
-        self._moments = KeptMoments(self._module, trainer.optimizers, settings.algorithm.drawn_in)
-        self._options.check(settings.clients_with_settings(len(samples)))
+        # Before a step of theirs is tried.
+        self._optimizers = ClientOptimizers(trainer, settings)
+        self._optimizers.check(settings.clients_with_settings(len(samples)))
         if before is None:
             server, ledger = settings.make_server(self._module), Ledger(dense_bytes(self._module))
             kept = {} if restored is None else restored["server"]["clients"]
             states = ClientStates(kept, settings.client_memory_limit)
         else:
             server, ledger, states = (getattr(before.coordinator, name) for name in ("server", "ledger", "states"))
-        # Before a step of theirs is tried.
-        starts = Starts(trainer.optimizers, settings.optimizer_state == "keep")
         planner = data.planner
         server.base.optimizers, server.clients = trainer.optimizers, planner.eligible
         coordinator = make(settings, server, samples, states, ledger, data.labels_of)
@@ -131,7 +127,7 @@ class Rounds(Untraced):
         data.group_key = self._group_key
         previous = None if before is None else before.execution
         self.execution: Execution = choose_execution(trainer, coordinator, data, processes, restored, previous)
-        self.execution.starts = starts
+        self.execution.optimizers = self._optimizers
         self._local = LocalTraining(trainer, turns, self.execution, data)
         self.execution.logbook = self._local.logbook
         self._uncounted: dict[str, Any] = {}
@@ -142,14 +138,12 @@ class Rounds(Untraced):
         """Return what clients that step together have in common: their method's key, moments, and options."""
         info = self.coordinator.info(client, round_number)
         state = self.coordinator.states[client]
-        return self._algorithm.group_key(info), self._moments.key(state, round_number), self._options.key(client)
+        return self._algorithm.group_key(info), self._optimizers.key(client, state, round_number)
 
     def take_optimizers(self, trainer: Any) -> None:
         """Go on with optimizers and schedulers that the trainer has set up anew."""
-        self._schedulers = SchedulersPerClient(trainer)
+        self.execution.optimizers = self._optimizers = ClientOptimizers(trainer, self._settings)
         self.coordinator.server.base.optimizers = trainer.optimizers
-        self.execution.starts = Starts(trainer.optimizers, self._settings.optimizer_state == "keep")
-        self._moments = KeptMoments(self._module, trainer.optimizers, self._algorithm.drawn_in)
         self.coordinator.setup()
 
     def start(self) -> Callable[[], None]:
@@ -171,10 +165,11 @@ class Rounds(Untraced):
         progress, execution = self._progress, self.execution
         # The plan has been made by now.
         self._data.resumed_chunks = None
-        self._schedulers.load_state_dict(state["schedulers"])
-        self._options.common = state["common_options"]
         if not progress.round_open:
             return
+        self._optimizers.load_state_dict(state["optimizers"])
+        # A checkpoint saved inside a client has its own options.
+        self._optimizers.wind_back()
         execution.begin_round()
         self._isolation.begin_round(execution.live)
         server = self.coordinator.server
@@ -191,7 +186,7 @@ class Rounds(Untraced):
         self.coordinator.begin_round(plan, self.execution.live, idle)
         self.coordinator.check_answers(len(plan.clients))
         progress.round_open, self._ended = True, False
-        self._schedulers.begin_round()
+        self._optimizers.begin_round()
         self._local.begin_round()
 
     # A client's turn
@@ -264,21 +259,19 @@ class Rounds(Untraced):
         self._progress.client_steps += self._local.client_steps if self._local.drop() else 0
         leave_step(self._trainer)
         self.execution.drop()
-        self._options.give_back()
+        self._optimizers.give_back()
         self._progress.chunk_open = False
         self._drop(clients, error, self.execution.before)
 
     def _open(self, chunk: Chunk) -> None:
         """Make a chunk's clients begin."""
         plan = self._data.current_plan()
-        self._schedulers.put_options_back()
-        if self._settings.optimizer_state == "keep":
-            for client in chunk.clients:
-                self._moments.forget(self.coordinator.states[client], plan.round)
+        self._optimizers.wind_back()
+        for client in chunk.clients:
+            self._optimizers.forget(self.coordinator.states[client], plan.round)
         self._uncounted = self.coordinator.counted()
         self.execution.open(chunk)
-        self._schedulers.begin_client()
-        self._options.take(chunk.clients[0])
+        self._optimizers.take_options(chunk.clients[0])
         self._isolation.begin_client()
         self._progress.chunk_open = True
 
@@ -286,9 +279,7 @@ class Rounds(Untraced):
         """Hand over what the open clients send, the longest of which has made so many steps."""
         self._isolation.end_client()
         failed = self.execution.close()
-        self._options.check_unchanged(self._data.current_plan().chunks[self._progress.chunk].clients[0])
-        self._options.give_back()
-        self._schedulers.end_client(steps)
+        self._optimizers.end_client(self._data.current_plan().chunks[self._progress.chunk].clients[0], steps)
         self._progress.chunk_open = False
         for client, error in failed.items():
             if isinstance(error, LateError):
@@ -316,7 +307,7 @@ class Rounds(Untraced):
             self._end_client()
         if isinstance(self.coordinator, SharedCoordinator):
             mine = progress.client_steps - progress.client_steps_before
-            total = self.coordinator.exchange(self._schedulers, mine)
+            total = self.coordinator.exchange(self._optimizers, mine)
             progress.client_steps = progress.client_steps_before + total
             # Alike in all processes, also where the round is cut short.
             plan = self._data.current_plan()
@@ -324,7 +315,7 @@ class Rounds(Untraced):
         self.coordinator.aggregate()
         self.coordinator.show_global(self.execution.live)
         self._isolation.put_back()
-        self._schedulers.end_round()
+        self._optimizers.end_round()
         progress.round_open = False
         self.coordinator.states.offload()
 
@@ -342,7 +333,7 @@ class Rounds(Untraced):
 
     def abandon(self) -> None:
         """Leave the last global model in the module after an error, and the optimizers their own options."""
-        self._options.give_back()
+        self._optimizers.give_back()
         if self._progress.round_open and self.execution.live:
             self.execution.abandon()
 
@@ -385,8 +376,7 @@ class Rounds(Untraced):
             "server": server,
             "names": list(self._data.divided().names or ()),
             "chunks": [list(chunk.clients) for chunk in plan.chunks] if plan and progress.round_open else None,
-            "common_options": self._options.common,
-            "schedulers": self._schedulers.state_dict(),
+            "optimizers": self._optimizers.state_dict(),
             # The open client begins again.
             "inside": progress.round_open and progress.chunk_open,
         }

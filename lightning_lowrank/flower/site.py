@@ -24,7 +24,7 @@ from lightning_lowrank.callbacks import DifferentialPrivacy
 from lightning_lowrank.cli.account import Spending
 from lightning_lowrank.cli.approval import filled, read_plain
 from lightning_lowrank.compression import Dense, Packet
-from lightning_lowrank.federated import offload
+from lightning_lowrank.federated import client_states
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.indices import ClientIndices
 from lightning_lowrank.federated.data.partitions import Partition
@@ -351,7 +351,7 @@ class Site:
         if not self._file.exists():
             return
         try:
-            kept = _Kept(**offload.load(self._file))
+            kept = _Kept(**client_states.load(self._file))
             wrong = [name for name, value in vars(kept).items() if type(value) is not type(getattr(self._kept, name))]
             if wrong:
                 raise ValueError(f"{wrong[0]} is a {type(getattr(kept, wrong[0])).__name__}")
@@ -372,7 +372,7 @@ class Site:
 
     def _save(self) -> None:
         private_folder(self._file.parent)
-        offload.save(vars(self._kept), self._file, self._file.with_suffix(f".{secrets.token_hex(8)}.part"))
+        client_states.save(vars(self._kept), self._file, self._file.with_suffix(f".{secrets.token_hex(8)}.part"))
 
 
 class _FlowerCoordinator(SiteCoordinator):

@@ -18,10 +18,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lowrank.compression import Codec, Packet
 from lightning_lowrank.federated import FederatedLoop
+from lightning_lowrank.federated.client_states import flatten_state, unflatten_state
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.planner import RoundPlan
 from lightning_lowrank.federated.messages import Message
-from lightning_lowrank.federated.offload import flatten_state, unflatten_state
 from lightning_lowrank.federated.site import SiteCoordinator
 from lightning_lowrank.federated.state import ClientContext, ClientInfo, trained_tensors
 from lightning_lowrank.federated.wire import Wire

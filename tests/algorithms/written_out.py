@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 from lightning_lowrank import FederatedLoop, FromIndices
 from lightning_lowrank.federated import Algorithm
-from lightning_lowrank.federated.offload import flatten_state
+from lightning_lowrank.federated.client_states import flatten_state
 from tests.helpers import Data, Module, blobs, fit, network, trainer, weights
 
 CLIENTS = [range(40), range(40, 60), range(60, 97), range(97, 103)]

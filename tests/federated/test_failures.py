@@ -14,7 +14,7 @@ from lightning_lowrank import FedAvg, FederatedLoop, FromIndices, Half, TopK
 from lightning_lowrank.aggregation import WeightedMean
 from lightning_lowrank.federated import Algorithm
 from lightning_lowrank.federated.algorithm import inherits
-from lightning_lowrank.federated.offload import flatten_state
+from lightning_lowrank.federated.client_states import flatten_state
 from tests.algorithms.methods import LOW_RANK, METHODS, each_method
 from tests.grids import daily, nightly_except
 from tests.helpers import Data, Module, SaveEachStep, assert_same, blobs, lightnings_own, trainer, weights

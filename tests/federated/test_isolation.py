@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric, MetricCollection
 
 from lightning_lowrank import FedAvg, FederatedLoop, FromIndices, MaskAbsentClasses
-from lightning_lowrank.federated import optimizers
+from lightning_lowrank.federated import client_optimizers
 from lightning_lowrank.federated.execution import traces
 from lightning_lowrank.internals.torch import TorchDispatchMode
 from lightning_lowrank.testing.experiment import blobs
@@ -419,7 +419,7 @@ def test_nothing_is_said_of_what_no_client_leaves():
 
 
 def test_what_optimizers_keep_is_named_where_clients_step_together(monkeypatch):
-    monkeypatch.setattr(optimizers, "_ELEMENTWISE", [*optimizers._ELEMENTWISE, Counted])
+    monkeypatch.setattr(client_optimizers, "_ELEMENTWISE", [*client_optimizers._ELEMENTWISE, Counted])
     with pytest.warns(UserWarning, match=r"beside its state: Counted\.steps"):
         federated(WithCounted, execution="vectorized")
 

@@ -32,7 +32,7 @@ from lightning_lowrank import (
     SystemModel,
     TopK,
 )
-from lightning_lowrank.federated import offload
+from lightning_lowrank.federated import client_states
 from lightning_lowrank.federated.fingerprint import differences, with_defaults
 from tests.helpers import Data, Module, blobs, fit, trainer
 
@@ -164,20 +164,20 @@ def test_a_fit_without_rounds_is_not_gone_on_with(tmp_path, rounds):
 def test_a_process_that_is_killed_leaves_no_file_of_a_random_name(tmp_path):
     """It is killed by the limit of a file's size, in the middle of a client's second state."""
     path = tmp_path / "client.safetensors"
-    offload.save({"values": torch.zeros(10)}, path)
+    client_states.save({"values": torch.zeros(10)}, path)
 
     def save_more():
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-        offload.save({"values": torch.zeros(1_000_000)}, path)
+        client_states.save({"values": torch.zeros(1_000_000)}, path)
 
     child = multiprocessing.get_context("fork").Process(target=save_more)
     child.start()
     child.join()
     assert child.exitcode == -signal.SIGXFSZ
     assert sorted(each.name for each in tmp_path.iterdir()) == ["client.part", "client.safetensors"]
-    assert torch.equal(offload.load(path)["values"], torch.zeros(10))
-    offload.save({"values": torch.ones(10)}, path)
+    assert torch.equal(client_states.load(path)["values"], torch.zeros(10))
+    client_states.save({"values": torch.ones(10)}, path)
     assert [each.name for each in tmp_path.iterdir()] == ["client.safetensors"]
 
 

@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank import FedAvg, FederatedLoop, FromIndices, ProjectedSGD
-from lightning_lowrank.federated import optimizers
+from lightning_lowrank.federated import client_optimizers
 from tests.helpers import Data, Module, fit, trainer
 
 
@@ -49,7 +49,7 @@ class Counted(torch.optim.SGD):
 @pytest.mark.parametrize("scheduled", [False, True])
 @pytest.mark.parametrize("policy", ["reset", "keep"])
 def test_what_an_optimizer_counts_in_its_groups_is_the_clients_own(tmp_path, monkeypatch, policy, scheduled):
-    monkeypatch.setattr(optimizers, "_ELEMENTWISE", [])
+    monkeypatch.setattr(client_optimizers, "_ELEMENTWISE", [])
     each_step = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
     module = Module(optimizer=partial(Counted, lr=0.1), scheduler=each_step if scheduled else None, interval="step")
     loop = FederatedLoop(

@@ -39,7 +39,7 @@ from lightning_lowrank.compression import (
     Split,
     TopK,
 )
-from lightning_lowrank.federated.offload import flatten_state
+from lightning_lowrank.federated.client_states import flatten_state
 from lightning_lowrank.federated.state import trained_tensors
 from lightning_lowrank.flower.intake import Expected, Intake, expect
 from lightning_lowrank.flower.members import Members

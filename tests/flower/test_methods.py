@@ -15,7 +15,7 @@ from torch import nn
 from lightning_lowrank import ConvergenceMonitor, FederatedLoop, FromIndices, algorithms, export_adapter
 from lightning_lowrank.aggregation import LoRAA2
 from lightning_lowrank.compression import Dense, Half, Quantize, RandomK, TopK
-from lightning_lowrank.federated import offload
+from lightning_lowrank.federated import client_states
 from lightning_lowrank.flower.recipe import Recipe
 from lightning_lowrank.flower.server import RemoteRounds
 from lightning_lowrank.interop.checkpoints import adapter_checkpoint
@@ -177,7 +177,7 @@ def test_other_forms_of_a_method(tmp_path, monkeypatch, name):
 def test_a_site_keeps_what_it_needs(tmp_path, monkeypatch, name):
     form, keeps = KEEPS[name]
     both(tmp_path, monkeypatch, METHODS[name], form)
-    kept = offload.load(next((tmp_path / "state").glob("*client_2.safetensors")))
+    kept = client_states.load(next((tmp_path / "state").glob("*client_2.safetensors")))
     assert kept["followed"] == 2
     assert not kept["pending"]
     for part in ("client", "base"):

@@ -3,7 +3,7 @@
 import pytest
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_lowrank.federated import offload
+from lightning_lowrank.federated import client_states
 from lightning_lowrank.federated.privacy import Mechanism
 from tests.flower.helpers import reasons, run_on_sites, write_recipe
 from tests.grids import nightly_except
@@ -72,7 +72,7 @@ def test_each_site_counts_its_own(tmp_path, fresh):
     assert served.current_epoch == 4
     steps = []
     for file in sorted((tmp_path / "state").glob("*.safetensors")):
-        kept = offload.load(file)
+        kept = client_states.load(file)
         steps.append(kept["client"].get("privacy", {}).get("steps", 0))
     assert len(steps) == 3
     assert sum(steps) == served.callback_metrics["federated/client_steps"]
@@ -81,7 +81,7 @@ def test_each_site_counts_its_own(tmp_path, fresh):
 def test_a_site_refuses_a_round_beyond_its_budget(tmp_path):
     served, _ = run_on_sites(write_recipe(tmp_path, of_samples(noise_multiplier=3.0)), tmp_path / "free")
     steps = [
-        offload.load(file)["client"].get("privacy", {}).get("steps", 0)
+        client_states.load(file)["client"].get("privacy", {}).get("steps", 0)
         for file in sorted((tmp_path / "free" / "state").glob("*.safetensors"))
     ]
     assert served.current_epoch == 4

@@ -6,7 +6,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank.cli.audit import read_audit
 from lightning_lowrank.compression import Dense
-from lightning_lowrank.federated.offload import load
+from lightning_lowrank.federated.client_states import load
 from lightning_lowrank.federated.state import trained_tensors
 from lightning_lowrank.flower import server
 from lightning_lowrank.flower.client import client_app

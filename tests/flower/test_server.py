@@ -8,7 +8,7 @@ import torch
 from filelock import FileLock
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_lowrank.federated import offload
+from lightning_lowrank.federated import client_states
 from lightning_lowrank.flower import server
 from lightning_lowrank.flower.client import client_app
 from lightning_lowrank.flower.server import RemoteRounds, serve
@@ -203,7 +203,7 @@ def test_a_server_that_is_killed_before_it_saves_still_has_what_sites_missed(tmp
     served, _ = run_on_sites(recipe, tmp_path, keep_broadcasts=2, state=state)
     assert served.callback_metrics["federated/failed"] == 0
     kept = (tmp_path / "state").glob("study_*_client_[01].safetensors")
-    one, other = (offload.load(file)["frozen"] for file in kept)
+    one, other = (client_states.load(file)["frozen"] for file in kept)
     assert one
     for name, value in one.items():
         assert torch.equal(other[name], value), name

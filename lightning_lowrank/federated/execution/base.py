@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from lightning_lowrank.federated.algorithm import LocalStep, inherits
+from lightning_lowrank.federated.client_optimizers import ClientOptimizers
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.execution.traces import Untraced
 from lightning_lowrank.federated.failures import ClientsFailed, turn_of
 from lightning_lowrank.federated.logbook import Logbook
 from lightning_lowrank.federated.messages import Message
-from lightning_lowrank.federated.optimizers import Starts
 from lightning_lowrank.federated.state import ClientContext, State, copied_state, copy_into, trained_tensors
 from lightning_lowrank.internals.lightning import is_training
 from lightning_lowrank.layers import keep_frozen
@@ -52,8 +52,8 @@ class Execution(Untraced, ABC):
     """Whether clients step together, so that batches are those of a chunk."""
     substituted: bool = False
     """Whether training steps are run with other tensors in the module's place, as `DifferentialPrivacy` does."""
-    starts: Starts
-    """What each client's optimizers begin with."""
+    optimizers: ClientOptimizers
+    """The optimizers that clients take turns with."""
     logbook: Logbook | None = None
     """Where what clients log that step together is collected, if anywhere."""
     channels_last: bool = False

@@ -30,12 +30,12 @@ from torch.nn.parameter import is_lazy
 from torchmetrics import Metric
 
 from lightning_lowrank.federated.algorithm import Algorithm, inherits
+from lightning_lowrank.federated.client_optimizers import ClientOptimizers
+from lightning_lowrank.federated.client_states import flatten_state, unflatten_state
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.planner import RoundPlan
 from lightning_lowrank.federated.data.rounds import RoundData
 from lightning_lowrank.federated.messages import Message
-from lightning_lowrank.federated.offload import flatten_state, unflatten_state
-from lightning_lowrank.federated.schedulers import SchedulersPerClient
 from lightning_lowrank.federated.stages import Arrival
 from lightning_lowrank.federated.state import ClientInfo
 from lightning_lowrank.internals.lightning import (
@@ -379,11 +379,11 @@ class SharedCoordinator(Coordinator):
         kept = {name: tensor.clone() for name, tensor in message.tensors.items()}
         self._arrivals.append(dataclasses.replace(arrival, message=Message(kept)))
 
-    def exchange(self, schedulers: SchedulersPerClient, client_steps: int) -> int:
+    def exchange(self, optimizers: ClientOptimizers, client_steps: int) -> int:
         """Have every process hold what all of them have come to, and return the number of batches of all their clients.
 
         Args:
-            schedulers: They go on from the client with the most steps of all.
+            optimizers: Their schedules go on from the client with the most steps of all.
             client_steps: Number of batches that clients have been trained on in this process in the round.
         """
         counts = {
@@ -399,12 +399,12 @@ class SharedCoordinator(Coordinator):
             names = None if self._streams else list(each.message.tensors)
             arrivals.append(_Announced(each.client, each.weight, names, state, _layout_of(tensors)))
         self._arrivals = []
-        share = _Share(counts, arrivals, schedulers.end, self.failed, [stage.counted() for stage in self.stages])
+        share = _Share(counts, arrivals, optimizers.end, self.failed, [stage.counted() for stage in self.stages])
         shares: list[_Share] = self._strategy.gather(share)
         self.failed = dict(sorted(entry for each in shares for entry in each.failed.items()))
         self.answered = [arrival.client.id for each in shares for arrival in each.arrivals]
         super().check_answers(len(self.answered))
-        schedulers.pool(each.end for each in shares)
+        optimizers.pool(each.end for each in shares)
         for place, (stage, start) in enumerate(zip(self.stages, self._at_start, strict=True)):
             stage.pool(start, [each.stages[place] for each in shares])
         total = {name: sum(each.counts[name] for each in shares) for name in counts}

@@ -10,7 +10,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_lowrank.arguments import listed
-from lightning_lowrank.federated import optimizers
 from lightning_lowrank.federated.algorithm import LocalStep
 from lightning_lowrank.federated.checks import check_factor_gradients
 from lightning_lowrank.federated.data.planner import Chunk
@@ -58,7 +57,7 @@ class Sequential(Execution):
         """Make the module the chunk's one client."""
         client = self._install(chunk)
         self._begin_client(client, self.coordinator.send(self.coordinator.info(client.id)))
-        optimizers.begin(self.base.optimizers, [client.state], stacked=False, starts=self.starts)
+        self.optimizers.begin([client.state], stacked=False)
 
     def _install(self, chunk: Chunk) -> ClientContext:
         self.chunk = chunk
@@ -103,8 +102,7 @@ class Sequential(Execution):
         if error is not None:
             self.drop()
             return {client.id: error}
-        if self.settings.optimizer_state == "keep":
-            optimizers.keep(self.base.optimizers, client.state, starts=self.starts)
+        self.optimizers.keep(client.state)
         self.clients, self.round_state = [], {}
         return {}
 

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from torch.random import fork_rng
 from torchmetrics import Metric
 
+from lightning_lowrank.federated.client_optimizers import fresh_state, is_shared
 from lightning_lowrank.federated.data.loader import DiffersBetweenClients, OfEachClient, Places, batch_of
 from lightning_lowrank.federated.execution.base import while_training
 from lightning_lowrank.federated.execution.causes import CannotMap, cause_of, updates
@@ -34,7 +35,6 @@ from lightning_lowrank.federated.execution.stacked_products import StackedProduc
 from lightning_lowrank.federated.execution.traces import Unmapped, Untraced, Watch, reachable
 from lightning_lowrank.federated.logbook import Logbook
 from lightning_lowrank.federated.objective import loss_of
-from lightning_lowrank.federated.optimizers import fresh_state, is_shared
 from lightning_lowrank.federated.state import State
 from lightning_lowrank.internals.torch import (
     as_rows,

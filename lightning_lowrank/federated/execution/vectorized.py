@@ -10,7 +10,6 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from lightning_lowrank.federated import optimizers
 from lightning_lowrank.federated.algorithm import LocalStep, inherits
 from lightning_lowrank.federated.checks import check_factor_gradients
 from lightning_lowrank.federated.coordinator import Coordinator
@@ -108,7 +107,7 @@ class Vectorized(Execution):
             for client, info in zip(self.clients, infos, strict=True):
                 self._begin_client(client, self.coordinator.send(info))
         self.round_state = stack_trees([client.round_state for client in self.clients])
-        optimizers.begin(self.base.optimizers, [client.state for client in self.clients], stacked=True)
+        self.optimizers.begin([client.state for client in self.clients], stacked=True)
 
     def _make_stack(self, chunk: Chunk) -> ClientStack:
         run = self._run_objective if self.changes_objective else None
@@ -146,9 +145,8 @@ class Vectorized(Execution):
     def _keep_moments(self, active: int) -> None:
         """Keep the optimizers' states of clients from place ``active`` on, which have made their last step."""
         assert self._stack is not None
-        if self.settings.optimizer_state == "keep":
-            for place in range(active, self._stack.active):
-                optimizers.keep(self.base.optimizers, self.clients[place].state, place)
+        for place in range(active, self._stack.active):
+            self.optimizers.keep(self.clients[place].state, place)
 
     def step(self) -> LocalStep:
         """Return what the method sees of the present step; while it is mapped over clients, that of one of them."""

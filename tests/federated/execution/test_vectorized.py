@@ -19,8 +19,8 @@ from lightning_lowrank import (
     LowRank,
     MatrixProduct,
 )
+from lightning_lowrank.federated.client_optimizers import _ELEMENTWISE
 from lightning_lowrank.federated.execution.stack import ClientStack
-from lightning_lowrank.federated.optimizers import _ELEMENTWISE
 from tests.federated.execution.runs import FORMS, OPTIMIZERS, UNEVEN, Double, Manual, assert_close, both, run
 from tests.grids import daily, in_turn, nightly_except
 from tests.helpers import Data, Module, fit, network, trainer, weights

@@ -1,24 +1,26 @@
-"""How many steps a client makes in a whole fit, which is what learning rate schedules are given in advance."""
+"""The length of learning rate schedules: the number of steps that a client makes in a whole fit."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch.optim.lr_scheduler import OneCycleLR
 
 from lightning_lowrank.federated.data.rounds import RoundData
+from lightning_lowrank.internals.lightning import FitLength
 from lightning_lowrank.internals.torch import schedule_length
 
 
-class Horizon:
-    """Counts the steps of the client with the most of them, in all rounds of a fit.
+class ScheduleLength:
+    """Answers for the length of a fit while schedules are made, with that of the client with the most steps.
 
-    Step-wise schedulers make these steps, for each round goes on from the client with the most. Its length is the mean
-    of that client's batches in a round, rounded up, so that it stands for the training loader in ``len(loader)``.
+    Step-wise schedulers make the steps of the client with the most in each round, and Lightning asks for their number
+    before the first round. Its own length is the mean of that client's batches in a round, rounded up, so that it
+    stands for the training loader in ``len(loader)``.
 
     Args:
         trainer: The trainer, before its progress has been restored from a checkpoint.
@@ -26,15 +28,23 @@ class Horizon:
     """
 
     def __init__(self, trainer: Any, data: RoundData) -> None:
-        self._trainer = trainer
-        self._data = data
+        self._trainer, self._data = trainer, data
         # A fit that goes on from a checkpoint makes schedules as the one that began there.
-        anew = trainer.ckpt_path is not None
-        self._first_round: int = 0 if anew else trainer.current_epoch
-        self._steps_before: int = 0 if anew else trainer.global_step
+        resumes = trainer.ckpt_path is not None
+        self._first_round: int = 0 if resumes else trainer.current_epoch
+        self._steps_before: int = 0 if resumes else trainer.global_step
         self._given: float | None = None
         self._counted_by: Any = None
         self._known: dict[tuple[Any, ...], float] = {}
+        self._answers = FitLength(trainer, self, self._give)
+
+    def install(self) -> Callable[[], None]:
+        """Answer from now on; return an end."""
+        return self._answers.install()
+
+    def settle(self) -> None:
+        """Have Lightning load its data, and answer for its loader from then on."""
+        self._answers.settle()
 
     def __len__(self) -> int:
         rounds, planner = self._rounds(), self._planner()
@@ -53,23 +63,21 @@ class Horizon:
         self._planner()
         return getattr(self._data.training_loader, name)
 
-    def give(self) -> float:
-        """Return `steps` to whoever makes a schedule."""
-        self._given = self.steps()
+    def _give(self) -> float:
+        self._given = self._steps()
         return self._given
 
     def outdated(self) -> bool:
-        """Return whether the number that was given is not that of the execution chosen since."""
-        return self._given is not None and self._given != self.steps()
+        """Whether the number that schedules were made with is not that of the execution chosen since."""
+        return self._given is not None and self._given != self._steps()
 
-    def steps(self) -> float:
-        """Return the number of steps of the client with the most, infinite where nothing ends the fit."""
+    def _steps(self) -> float:
+        """The number of steps of the client with the most, infinite where nothing ends the fit."""
         trainer, rounds = self._trainer, self._rounds()
         limit = None if trainer.max_steps == -1 else trainer.max_steps - self._steps_before
         if limit is None and not isinstance(rounds, range):
             return math.inf
-        planner = self._planner()
-        asked = (trainer.max_epochs, limit)
+        planner, asked = self._planner(), (trainer.max_epochs, limit)
         if planner is not self._counted_by:
             self._counted_by, self._known = planner, {}
         if asked not in self._known:
@@ -78,7 +86,7 @@ class Horizon:
         return self._known[asked]
 
     def notes(self) -> list[str]:
-        """Return a sentence for each step-wise schedule of another length than a client's steps, or that may be."""
+        """A sentence for each step-wise schedule of another length than a client's steps, or that may be."""
         found = []
         keeps = self._data.stacked and self._data.settings.optimizer_state == "keep"
         if self._given is not None and keeps and self._trainer.max_steps != -1:
@@ -91,7 +99,7 @@ class Horizon:
             length = schedule_length(config.scheduler) if config.interval == "step" else None
             if length is None:
                 continue
-            steps, fails = self.steps(), isinstance(config.scheduler, OneCycleLR)
+            steps, fails = self._steps(), isinstance(config.scheduler, OneCycleLR)
             if length > steps + 1 or (fails and length < steps):
                 found.append(
                     f"{type(config.scheduler).__name__} is made for {length} steps, and interval='step' counts those of"

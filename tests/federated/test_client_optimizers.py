@@ -2,6 +2,7 @@
 
 import contextlib
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,8 +24,8 @@ from lightning_lowrank import (
     LowRank,
     MatrixProduct,
 )
-from lightning_lowrank.federated import optimizers, register_elementwise
-from lightning_lowrank.federated.optimizers import KeptMoments, acts_elementwise, fresh_state
+from lightning_lowrank.federated import client_optimizers, register_elementwise
+from lightning_lowrank.federated.client_optimizers import ClientOptimizers, acts_elementwise, fresh_state
 from lightning_lowrank.layers import low_rank_layers
 from tests.federated.execution.runs import OPTIMIZERS, assert_close, both, run
 from tests.grids import nightly_except
@@ -73,7 +74,7 @@ class Doubled(torch.optim.SGD):
 
 @pytest.fixture
 def registry(monkeypatch):
-    monkeypatch.setattr(optimizers, "_ELEMENTWISE", list(optimizers._ELEMENTWISE))
+    monkeypatch.setattr(client_optimizers, "_ELEMENTWISE", list(client_optimizers._ELEMENTWISE))
 
 
 @pytest.mark.slow
@@ -314,35 +315,47 @@ def test_moments_of_old_factors_are_forgotten_in_every_execution_and_after_resum
     assert any(loop.coordinator.states[0]["optimizers"][0])
 
 
+def moments_of(module, optimizer, drawn):
+    """The client optimizers of a method that draws parameters in these rounds."""
+
+    class Draws(FedAvg):
+        def drawn_in(self, name, round_number):
+            return drawn[name]
+
+    module.automatic_optimization = True
+    own = SimpleNamespace(lightning_module=module, optimizers=[optimizer], lr_scheduler_configs=[])
+    return ClientOptimizers(own, FederatedLoop(Draws(), clients=1, optimizer_state="keep"))
+
+
 def test_moments_are_kept_until_their_parameter_is_drawn_anew():
     module = nn.Linear(3, 2)
     optimizer = torch.optim.Adam(module.parameters())
     drawn = {"weight": 0, "bias": 0}
-    moments = KeptMoments(module, [optimizer], lambda name, round_number: drawn[name])
+    moments = moments_of(module, optimizer, drawn)
     state, fresh = {}, {}
     moments.forget(state, 0)
     module(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    optimizers.keep([optimizer], state)
+    moments.keep(state)
     kept = state["optimizers"][0]
     moments.forget(state, 3)
     assert state["optimizers"][0] == kept
-    assert moments.key(state, 4) != moments.key(fresh, 4)
+    assert moments.key(0, state, 4) != moments.key(0, fresh, 4)
     drawn["bias"] = 5
     # What it will be is known beforehand, and nothing is dropped by asking.
-    key = moments.key(state, 5)
+    key = moments.key(0, state, 5)
     assert state["optimizers"][0].keys() == {0, 1}
     moments.forget(state, 5)
     assert state["optimizers"][0].keys() == {0}
-    assert moments.key(state, 5) == key
+    assert moments.key(0, state, 5) == key
     drawn["weight"] = 6
-    assert moments.key(state, 6) == moments.key(fresh, 6)
+    assert moments.key(0, state, 6) == moments.key(0, fresh, 6)
 
 
 def test_subspaces_go_with_their_moments():
     module = nn.Linear(3, 2)
     drawn = {"weight": 2, "bias": 0}
-    moments = KeptMoments(module, [torch.optim.SGD(module.parameters())], lambda name, round_number: drawn[name])
+    moments = moments_of(module, torch.optim.SGD(module.parameters()), drawn)
     state = {"optimizers": {0: {0: {}, 1: {}}}, "subspaces": {0: [((5, 1, True), (6, 1, True))]}, "moments.current": 1}
     moments.forget(state, 3)
     assert state["optimizers"] == {0: {1: {}}}

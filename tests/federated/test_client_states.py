@@ -11,8 +11,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank import FedAvg, FederatedLoop, FromIndices
-from lightning_lowrank.federated import offload
-from lightning_lowrank.federated.offload import ClientStates
+from lightning_lowrank.federated import client_states
+from lightning_lowrank.federated.client_states import ClientStates
 from tests.helpers import Data, Module, assert_same, fit, trainer, weights
 
 UNEVEN = [list(range(5)), list(range(5, 47)), list(range(47, 69)), list(range(69, 102)), [102]]
@@ -29,8 +29,8 @@ def test_comes_back_as_it_was(tmp_path):
         "plain": [1, 2.5, "text", False],
         "empty": {},
     }
-    offload.save(kept, tmp_path / "kept.safetensors")
-    found = offload.load(tmp_path / "kept.safetensors")
+    client_states.save(kept, tmp_path / "kept.safetensors")
+    found = client_states.load(tmp_path / "kept.safetensors")
     assert found["subspaces"] == kept["subspaces"]
     assert found["plain"] == kept["plain"]
     assert found["empty"] == {}
@@ -45,7 +45,7 @@ def test_comes_back_as_it_was(tmp_path):
 
 def test_refuses_what_no_checkpoint_could_hold(tmp_path):
     with pytest.raises(TypeError, match="of type object"):
-        offload.save({"a": object()}, tmp_path / "kept.safetensors")
+        client_states.save({"a": object()}, tmp_path / "kept.safetensors")
 
 
 def test_those_at_work_last_stay_in_memory():

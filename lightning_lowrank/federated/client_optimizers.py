@@ -1,0 +1,480 @@
+"""Clients' optimizers: what each client begins with and keeps, its own options, and schedules that count its steps."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_lowrank.federated.client_states import flatten_state
+from lightning_lowrank.federated.objects import walk
+from lightning_lowrank.federated.settings import FederatedSettings
+from lightning_lowrank.federated.state import State
+from lightning_lowrank.optim import ProjectedAdamW, ProjectedSGD
+from lightning_lowrank.optim.deferred import CHANGE
+
+_CURRENT_IN = "moments.current"
+_OF_ONE_CLIENT = ("params", "stacked", "subspaces")
+_COUNTS_OF_REFRESHES = ("refresh_number", "steps_since_refresh")
+_SHARED = ("step", "mu_product")
+_OF_EVERY_OPTIMIZER = vars(Optimizer([nn.Parameter(torch.empty(0))], {})).keys() | {"step", "_opt_called"}
+"""What torch and its schedulers keep on each optimizer."""
+_SCHEDULED = ("lr", "initial_lr", "momentum", "betas", "weight_decay")
+_ELEMENTWISE: list[type[Optimizer]] = [
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.RMSprop,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    ProjectedSGD,
+    ProjectedAdamW,
+]
+
+
+def register_elementwise(kind: type[Optimizer]) -> type[Optimizer]:
+    """Declare that an optimizer acts on each number alone, so that clients may step together with it.
+
+    Its state must consist of tensors shaped as their parameter, of scalar tensors named ``step``, and of plain Python.
+    Subclasses count as well, as do those of torch's own elementwise optimizers, but for those with a ``step`` of their
+    own.
+
+    Args:
+        kind: The class of the optimizer.
+
+    Returns:
+        The class, so that this serves as a decorator.
+
+    Raises:
+        TypeError: If it is no class of optimizers.
+
+    Example:
+        >>> @register_elementwise
+        ... class SignSGD(torch.optim.Optimizer):
+        ...     @torch.no_grad()
+        ...     def step(self, closure=None):
+        ...         loss = None if closure is None else closure()
+        ...         for group in self.param_groups:
+        ...             for parameter in group["params"]:
+        ...                 parameter.sub_(group["lr"] * parameter.grad.sign())
+        ...         return loss
+        >>> acts_elementwise(SignSGD([torch.nn.Parameter(torch.zeros(2))], {"lr": 0.1}))
+        True
+    """
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
+        raise TypeError(f"kind must be a class of torch.optim.Optimizer, got {kind!r}")
+    _ELEMENTWISE.append(kind)
+    return kind
+
+
+def acts_elementwise(optimizer: Optimizer) -> bool:
+    """Whether an optimizer is known to act on each number alone."""
+    step = inspect.unwrap(type(optimizer).step)
+    return any(isinstance(optimizer, kind) and step is inspect.unwrap(kind.step) for kind in _ELEMENTWISE)
+
+
+def counters(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The entries of an optimizer's groups that its steps may change, as those of schedule-free ones and Prodigy do.
+
+    All but the options that schedules set; none of torch's own optimizers.
+    """
+    groups: list[dict[str, Any]] = [{} for _ in optimizer.param_groups]
+    if not acts_elementwise(optimizer):
+        for counted, group in zip(groups, optimizer.param_groups, strict=True):
+            counted.update({name: group[name] for name in group if name != "params" and name not in _SCHEDULED})
+    return groups
+
+
+def is_shared(name: str, value: Any) -> bool:
+    """Whether an entry of a parameter's state is one for all clients that step together."""
+    return name in _SHARED or not isinstance(value, Tensor)
+
+
+def fresh_state(optimizer: Optimizer) -> defaultdict[Tensor, Any]:
+    """The state in which an optimizer starts; Adagrad's is not empty."""
+    state: defaultdict[Tensor, Any] = defaultdict(dict)
+    if isinstance(optimizer, torch.optim.Adagrad):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                start = torch.full_like(parameter, group["initial_accumulator_value"], requires_grad=False)
+                state[parameter] = {"step": torch.tensor(0.0), "sum": start}
+    return state
+
+
+class ClientOptimizers:
+    """The optimizers and schedulers of a fit, which clients take turns with.
+
+    A client begins with fresh optimizers, or with the moments that it keeps between rounds; with the options of its
+    own; and with step-wise schedules where the round began. The next round goes on from the client with the most steps.
+    Schedulers that Lightning steps once an epoch are left alone. Under manual optimization, where the module steps
+    them when it likes, each client begins with all of them where the round began. So it does with a projected
+    optimizer's count of steps to its next subspaces.
+
+    `Rounds` calls `wind_back`, `take_options`, `end_client` and `end_round`, executions `begin` and `keep`.
+
+    Args:
+        trainer: The trainer, with its optimizers set up, before a step.
+        settings: The experiment's settings.
+
+    Raises:
+        MisconfigurationException: If an attribute of an optimizer cannot be copied, or not be kept.
+    """
+
+    def __init__(self, trainer: Any, settings: FederatedSettings) -> None:
+        module = trainer.lightning_module
+        self._optimizers: Sequence[Optimizer] = trainer.optimizers
+        manual = not module.automatic_optimization
+        configs = [config for config in trainer.lr_scheduler_configs if manual or config.interval == "step"]
+        self._schedulers = [config.scheduler for config in configs]
+        self._stepwise = any(config.interval == "step" for config in trainer.lr_scheduler_configs)
+        self._options_of = settings.options_of
+        self._attributes = _Attributes(self._optimizers, settings.optimizer_state == "keep")
+        self._drawn_in = settings.algorithm.drawn_in
+        names: dict[Tensor, list[str]] = defaultdict(list)
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            names[parameter].append(name)
+        self._names = [[names[parameter] for parameter in _parameters_of(each)] for each in self._optimizers]
+        self._keeps = settings.optimizer_state == "keep"
+        self._own: Mapping[str, Any] = {}
+        # Where the round began, and where its client with the most steps ended.
+        self._begun: dict[str, Any] = {}
+        self._furthest: dict[str, Any] = {}
+        self._most_steps = 0
+
+    def check(self, clients: Iterable[int]) -> None:
+        """Refuse an option of some clients that is unknown, or a learning rate that a scheduler changes in steps."""
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        for client in clients:
+            options = self._options_of(client)
+            for name in options:
+                if any(name not in group for group in groups):
+                    raise MisconfigurationException(
+                        f"client_settings of client {client}: the optimizer has no option {name!r}, but"
+                        f" {sorted(set(groups[0]) - {'params'})}"
+                    )
+            if "lr" in options and self._stepwise:
+                raise _changed_in_steps(client, "lr", options["lr"])
+
+    def key(self, client: int, state: State, round_number: int) -> tuple[Any, ...]:
+        """What must be equal for clients that step together: which moments they keep, their age, and options."""
+        current = self._current(state, round_number)
+        shared = tuple(
+            (number, index, *((name, float(value)) for name, value in kept.items() if _is_counted(name, value)))
+            for number, parameters in current.get("optimizers", {}).items()
+            for index, kept in parameters.items()
+        )
+        return shared, repr(current.get("subspaces")), tuple(sorted(self._options_of(client).items()))
+
+    # A round
+
+    def begin_round(self) -> None:
+        """Remember where the round began."""
+        groups = [
+            [
+                {name: value for name, value in group.items() if name not in _OF_ONE_CLIENT}
+                for group in each.param_groups
+            ]
+            for each in self._optimizers
+        ]
+        self._begun, self._furthest, self._most_steps = self._captured(groups), {}, 0
+
+    def wind_back(self) -> None:
+        """Go back to where the round began, before a client begins."""
+        for group, values, counted in self._groups():
+            for name in counted.keys() - values.keys():
+                del group[name]
+            # Copies, for steps may change in place.
+            group.update(copy.deepcopy(values))
+        self._wind_schedulers(self._begun)
+
+    def take_options(self, client: int) -> None:
+        """Give the optimizers a client's own options."""
+        self._own = self._options_of(client)
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group.update(self._own)
+
+    def end_client(self, client: int, steps: int) -> None:
+        """Give the common options back, and remember where the client with the most steps ended.
+
+        Raises:
+            MisconfigurationException: If the client's steps have changed an option of its own.
+        """
+        for name, value in self._own.items():
+            if any(group[name] != value for optimizer in self._optimizers for group in optimizer.param_groups):
+                raise _changed_in_steps(client, name, value)
+        self.give_back()
+        if steps > self._most_steps:
+            groups = [
+                [
+                    self._scheduled(group, counted)
+                    for group, counted in zip(each.param_groups, counters(each), strict=True)
+                ]
+                for each in self._optimizers
+            ]
+            self._furthest, self._most_steps = self._captured(groups), steps
+
+    def give_back(self) -> None:
+        """Give the optimizers the common options in the place of the open client's own."""
+        for group, values, _ in self._groups() if self._own else ():
+            group.update({name: values[name] for name in self._own})
+        self._own = {}
+
+    @property
+    def end(self) -> tuple[int, dict[str, Any]]:
+        """Where the client with the most steps ended: their number, and the state."""
+        return self._most_steps, self._furthest
+
+    def pool(self, ends: Iterable[tuple[int, dict[str, Any]]]) -> None:
+        """Take over, of several processes' `end`, that of the client with the most steps."""
+        self._most_steps, self._furthest = max(ends, key=lambda end: end[0])
+
+    def end_round(self) -> None:
+        """Go on from where the client with the most steps ended, but for the optimizers' counters."""
+        for group, values, counted in self._groups():
+            for name in counted:
+                if name in values:
+                    group[name] = copy.deepcopy(values[name])
+                else:
+                    del group[name]
+        for optimizer, groups in zip(self._optimizers, self._furthest.get("groups", ()), strict=False):
+            for group, values in zip(optimizer.param_groups, groups, strict=True):
+                group.update(copy.deepcopy(values))
+        self._wind_schedulers(self._furthest)
+
+    def _groups(self) -> Iterator[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]:
+        """Each group, with its entries where the round began and with the counters that it has now."""
+        for optimizer, groups in zip(self._optimizers, self._begun.get("groups", ()), strict=False):
+            yield from zip(optimizer.param_groups, groups, counters(optimizer), strict=False)
+
+    def _scheduled(self, group: Mapping[str, Any], counted: Mapping[str, Any]) -> dict[str, Any]:
+        """The entries of a group that schedulers and refreshes change."""
+        # Without such a scheduler, options are those of one that steps once an epoch.
+        left_out = {*_OF_ONE_CLIENT, *counted} if self._schedulers else group.keys() - {*_COUNTS_OF_REFRESHES}
+        return {name: value for name, value in group.items() if name not in left_out}
+
+    def _captured(self, groups: list[list[dict[str, Any]]]) -> dict[str, Any]:
+        schedulers = [scheduler.state_dict() for scheduler in self._schedulers]
+        return copy.deepcopy({"schedulers": schedulers, "groups": groups})
+
+    def _wind_schedulers(self, captured: Mapping[str, Any]) -> None:
+        for scheduler, state in zip(self._schedulers, captured.get("schedulers", ()), strict=False):
+            scheduler.load_state_dict(copy.deepcopy(state))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a run resumed inside the round needs."""
+        return {"begun": self._begun, "furthest": self._furthest, "most_steps": self._most_steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict`'s result."""
+        self._begun, self._furthest, self._most_steps = state["begun"], state["furthest"], state["most_steps"]
+
+    # A client's moments
+
+    def forget(self, state: State, round_number: int) -> None:
+        """Drop moments of factors, or in a subspace, that the method has drawn again since (`Algorithm.drawn_in`)."""
+        if self._keeps:
+            state.update(self._current(state, round_number), **{_CURRENT_IN: round_number})
+
+    def _current(self, state: State, round_number: int) -> State:
+        """The kept moments that are still of their parameters' present meaning."""
+        last = state.get(_CURRENT_IN, -1)
+        gone = [
+            {
+                index
+                for index, names in enumerate(each)
+                if any(self._drawn_in(name, round_number) > last for name in names)
+            }
+            for each in self._names
+        ]
+        current: State = {}
+        if "optimizers" in state:
+            current["optimizers"] = {
+                number: {index: kept for index, kept in parameters.items() if index not in gone[number]}
+                for number, parameters in state["optimizers"].items()
+            }
+        if "subspaces" in state:
+            current["subspaces"] = {
+                number: _without(groups, gone[number]) for number, groups in state["subspaces"].items()
+            }
+        return current
+
+    def begin(self, states: Sequence[State], stacked: bool) -> None:
+        """Give optimizers the moments with which clients start: fresh ones, or those that `keep` has put into states.
+
+        Clients that are ``stacked`` have one `key`; another client begins with the optimizers' own attributes too.
+        """
+        for optimizer in self._optimizers:
+            optimizer.state = fresh_state(optimizer)
+        if not stacked:
+            self._attributes.begin(states[0].get("attributes"))
+        for number, optimizer in enumerate(self._optimizers):
+            kept = [state.get("optimizers", {}).get(number, {}) for state in states]
+            parameters = _parameters_of(optimizer)
+            for index in kept[0]:
+                each = [of_client[index] for of_client in kept]
+                # Copies, because a client that fails keeps what it had.
+                optimizer.state[parameters[index]] = _stack(each) if stacked else _part(each[0])
+            counted = states[0].get("counters", {}).get(number, ())
+            for group, values in zip(optimizer.param_groups, counted, strict=False):
+                group.update(copy.deepcopy(values))
+            # A projected optimizer's groups say in which subspaces the kept moments are.
+            subspaces = states[0].get("subspaces", {}).get(number)
+            for position, group in enumerate(optimizer.param_groups):
+                if "subspaces" in group:
+                    group["subspaces"] = subspaces[position] if subspaces else (None,) * len(group["params"])
+
+    def keep(self, state: State, place: int | None = None) -> None:
+        """Put the moments with which a client ends into its kept state, given its ``place`` in stacks if any."""
+        if not self._keeps:
+            return
+        if place is None and any(attributes := self._attributes.copied()):
+            state["attributes"] = attributes
+        state["optimizers"] = {
+            number: {
+                # Not the optimizer's own dictionary, whose tensors Lightning moves to the CPU at the end of a fit.
+                index: dict(optimizer.state[parameter]) if place is None else _part(optimizer.state[parameter], place)
+                for index, parameter in enumerate(_parameters_of(optimizer))
+                if parameter.requires_grad and optimizer.state.get(parameter, {CHANGE: None}).keys() != {CHANGE}
+            }
+            for number, optimizer in enumerate(self._optimizers)
+        }
+        counted = {number: counters(optimizer) for number, optimizer in enumerate(self._optimizers)}
+        if any(any(groups) for groups in counted.values()):
+            state["counters"] = copy.deepcopy(counted)
+        projected = {
+            number: [group["subspaces"] for group in optimizer.param_groups]
+            for number, optimizer in enumerate(self._optimizers)
+            if "subspaces" in optimizer.param_groups[0]
+        }
+        if projected:
+            state["subspaces"] = projected
+
+
+def _changed_in_steps(client: int, name: str, value: Any) -> MisconfigurationException:
+    return MisconfigurationException(
+        f"client_settings of client {client} sets {name}={value}, which a scheduler or the module changes in steps:"
+        " leave out the one or the other."
+    )
+
+
+class _Attributes:
+    """The optimizers' own attributes and state as `configure_optimizers` made them, for each client to begin with.
+
+    Attributes are counters, slow weights or an optimizer inside. Modules are shared, and generators of random numbers
+    go on.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], keeps: bool) -> None:
+        self._optimizers = optimizers
+        # Those of this package hold nothing of a client's.
+        self._names = [
+            set()
+            if isinstance(optimizer, (ProjectedSGD, ProjectedAdamW))
+            else vars(optimizer).keys() - _OF_EVERY_OPTIMIZER
+            for optimizer in optimizers
+        ]
+        for optimizer, names in zip(optimizers, self._names, strict=True):
+            for name in sorted(names):
+                self._check(optimizer, name, keeps)
+        self._states = [self._copied(optimizer, dict(optimizer.state)) for optimizer in optimizers]
+        self._initial = self.copied()
+
+    def _check(self, optimizer: Optimizer, name: str, keeps: bool) -> None:
+        value = vars(optimizer)[name]
+        where = f"{type(optimizer).__name__}.{name}"
+        try:
+            self._copied(optimizer, value)
+            if keeps:
+                flatten_state(value)
+        except (TypeError, RuntimeError, ValueError, AttributeError, NotImplementedError) as error:
+            what = "each client begins with a copy of what the optimizer holds"
+            if keeps:
+                what = (
+                    "with optimizer_state='keep' each client keeps what the optimizer holds, tensors and plain Python"
+                )
+            raise MisconfigurationException(
+                f"{what}, and {where} is {value!r}: {error} Keep it in the optimizer's state or param_groups."
+            ) from error
+
+    def _copied(self, optimizer: Optimizer, value: Any) -> Any:
+        """A copy that holds the same parameters, groups and generators."""
+        same = [optimizer, optimizer.param_groups, *optimizer.param_groups, *_parameters_of(optimizer)]
+        lasting = (torch.Generator, nn.Module)
+        held = [
+            item for _, item in walk("", value, lambda kind: False, is_whole=lambda item: isinstance(item, lasting))
+        ]
+        same += [item for item in held if isinstance(item, lasting)]
+        memo: dict[int, Any] = {id(item): item for item in same}
+        # What torch copies of an optimizer is its state and groups alone.
+        inside = [item for item in held if isinstance(item, Optimizer) and item is not optimizer]
+        memo |= {id(item): type(item).__new__(type(item)) for item in inside}
+        for item in inside:
+            vars(memo[id(item)]).update(copy.deepcopy(vars(item), memo))
+        return copy.deepcopy(value, memo)
+
+    def copied(self) -> list[dict[str, Any]]:
+        """Copies of the optimizers' own attributes."""
+        return [
+            self._copied(optimizer, {name: vars(optimizer)[name] for name in names if name in vars(optimizer)})
+            for optimizer, names in zip(self._optimizers, self._names, strict=True)
+        ]
+
+    def begin(self, kept: Sequence[Mapping[str, Any]] | None) -> None:
+        """Give the optimizers copies of a client's kept attributes, or of the first ones, and their first state."""
+        first = self._initial if kept is None else kept
+        for optimizer, names, own, state in zip(self._optimizers, self._names, first, self._states, strict=True):
+            if names:
+                # Its groups may be those of an optimizer inside.
+                copied = self._copied(optimizer, dict(own))
+                for name in vars(optimizer).keys() - _OF_EVERY_OPTIMIZER - copied.keys():
+                    del vars(optimizer)[name]
+                vars(optimizer).update(copied)
+            if state:
+                optimizer.state.update(self._copied(optimizer, state))
+
+
+def _is_counted(name: str, value: Any) -> bool:
+    return is_shared(name, value) and value is not None
+
+
+def _without(groups: Sequence[Sequence[Any]], gone: Collection[int]) -> list[tuple[Any, ...]]:
+    """The subspaces of a projected optimizer's groups, none for the parameters of these numbers."""
+    places = itertools.count()
+    return [tuple(None if next(places) in gone else entry for entry in group) for group in groups]
+
+
+def _stack(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return _copied(states[0], lambda name: torch.stack([state[name] for state in states]))
+
+
+def _part(state: Mapping[str, Any], place: int | None = None) -> dict[str, Any]:
+    # Weights of a client that is done have their changes.
+    state = {name: value for name, value in state.items() if name != CHANGE}
+    return _copied(state, lambda name: (state[name] if place is None else state[name][place]).clone())
+
+
+def _copied(state: Mapping[str, Any], own: Callable[[str], Tensor]) -> dict[str, Any]:
+    """Copy a parameter's state, with what ``own`` returns by name for that which is a client's own."""
+
+    def copied(name: str, value: Any) -> Any:
+        if not is_shared(name, value):
+            return own(name)
+        return value.clone() if isinstance(value, Tensor) else value
+
+    return {name: copied(name, value) for name, value in state.items()}
+
+
+def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
