@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from lightning_lowrank.arguments import Configured
 from lightning_lowrank.configuration import check_integer
 from lightning_lowrank.federated import FederatedLoop
+from lightning_lowrank.federated.algorithm import CompletesModels
 from lightning_lowrank.federated.data.columns import describe
 from lightning_lowrank.federated.data.loader import loader_like
-from lightning_lowrank.federated.evaluation import CompletesModels
 from lightning_lowrank.federated.randomness import OwnGenerators, StepRandomness
 from lightning_lowrank.internals.lightning import batch_transfer, check_namespace
 from lightning_lowrank.internals.torch import BATCH_NORMS

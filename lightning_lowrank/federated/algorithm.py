@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
@@ -54,6 +55,27 @@ class LocalStep:
     def expand(self, values: Tensor, over: Tensor) -> Tensor:
         """Give ``values``, one for each client, the dimensions that they need beside a stack such as ``over``."""
         return values.reshape(values.shape + (1,) * (over.ndim - values.ndim)) if self.stacked else values
+
+
+class CompletesModels:
+    """Base of callbacks that complete a model, such as by its BatchNorm statistics, before it is evaluated."""
+
+    def complete(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        shown: Mapping[str, Tensor],
+        samples: Tensor | None,
+    ) -> None:
+        """Complete the model whose weights are in the module.
+
+        Args:
+            trainer: The trainer, in validation or test.
+            module: Its module, with a client's own model, or with one of `Algorithm.variants`.
+            shown: Parameters and buffers of the global model, by name.
+            samples: Indices of the client's training samples; ``None`` for a variant, which is all clients'.
+        """
+        raise NotImplementedError
 
 
 class Algorithm(Configured):

@@ -35,8 +35,7 @@ from torch.optim import Optimizer
 
 from lightning_lowrank.aggregation.adapters import find_adapters
 from lightning_lowrank.arguments import listed
-from lightning_lowrank.federated.algorithm import Algorithm, inherits
-from lightning_lowrank.federated.evaluation import CompletesModels
+from lightning_lowrank.federated.algorithm import Algorithm, CompletesModels, inherits
 from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.federated.state import Base, BufferPolicy, trained_tensors
 from lightning_lowrank.internals.lightning import overrides

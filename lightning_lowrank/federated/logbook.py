@@ -1,6 +1,7 @@
-"""What clients log in their local steps, collected, and handed over to Lightning once a client or once a round.
+"""What a module logs, collected: of local steps for Lightning, of clients' own models for figures over clients.
 
-`LocalTraining` opens it for each client. A call of ``self.log`` costs Lightning as much as a small model's step.
+`LocalTraining` opens a book for each client, `ClientEvaluation` for each model. A call of ``self.log`` costs Lightning
+as much as a small model's step.
 """
 
 from __future__ import annotations
@@ -41,14 +42,15 @@ _PICK: dict[str, Callable[[Any, Any], Any]] = {
 
 
 class Logbook:
-    """Collects what the module and callbacks log while a client trains.
+    """Collects what the module and callbacks log while a client trains, or while a client's own model is evaluated.
 
     Values are reduced by their ``reduce_fx``; means are weighted by batch sizes. So ``callback_metrics``, loggers and
     progress bars see the epoch's figures as they would from a call in each step. With ``on_step=True`` they see one
     value a client. What is of the epoch alone is handed over at the round's end, where Lightning would show it as well.
     A `torchmetrics.Metric` is handed over as it is. The first call of
     each kind goes through Lightning's checks at once. Between `begin_evaluation` and `end_evaluation` it collects what
-    is of the evaluation alone. What is logged elsewhere goes to Lightning as it is.
+    is of the evaluation alone. Between `begin_model` and `end_model` nothing is handed over: `end_model` returns each
+    value, reduced bit for bit as Lightning reduces it in an epoch. What is logged elsewhere goes to Lightning as it is.
 
     Args:
         trainer: The trainer, with its module connected.
@@ -61,7 +63,7 @@ class Logbook:
         self._open = False
         self._batch: Any = None
         self._size: int | None = None
-        self._evaluates = False
+        self._evaluates = self._of_model = False
         self._of_client: dict[tuple[str, str], _Entry] = {}
         self._of_round: dict[tuple[str, str], _Entry] = {}
         self._calls: dict[str, tuple[Any, ...]] = {}
@@ -76,9 +78,9 @@ class Logbook:
         self._of_client.clear()
         self._open = not self._trainer.barebones
 
-    def begin_step(self, batch: Any) -> None:
-        """Take the batch by whose size the step's values are weighted."""
-        self._batch, self._size = batch, None
+    def begin_step(self, batch: Any, size: int | None = None) -> None:
+        """Take the batch by whose size the step's values are weighted; by default the size that Lightning would see."""
+        self._batch, self._size = batch, size
 
     def end_client(self) -> None:
         """Hand over what is shown once a client, and keep what is shown once a round."""
@@ -111,8 +113,20 @@ class Logbook:
         self._close()
         self._hand_over(entries)
 
+    def begin_model(self) -> None:
+        """Collect what is logged of one model, with its values in their own type."""
+        self.begin_client()
+        self._of_model = True
+
+    def end_model(self) -> dict[str, tuple[float, bool | None]]:
+        """The model's value of an epoch by name, and of a metric object whether higher is better."""
+        entries = dict(self._of_client)
+        self._close()
+        return {name: entry.of_epoch() for (_, name), entry in entries.items() if entry.on_epoch}
+
     def _close(self) -> None:
-        self._open, self._evaluates, self._batch = False, False, None
+        self._open = self._evaluates = self._of_model = False
+        self._batch = None
         self._of_client.clear()
 
     def _hand_over(self, entries: Mapping[tuple[str, str], _Entry]) -> None:
@@ -177,7 +191,7 @@ class Logbook:
             with logging_into(self._trainer, self._checked, self._batch):
                 self._original(name, value, batch_size=batch_size, **dict(zip(_SETTINGS, settings, strict=True)))
             self._calls[key] = settings
-        return self._of_client.setdefault((hook, name), _Entry(self._checked[key].meta, settings))
+        return self._of_client.setdefault((hook, name), _Entry(self._checked[key].meta, settings, self._of_model))
 
     def _batch_size(self) -> int:
         if self._size is None:
@@ -189,12 +203,26 @@ class Logbook:
 class _Entry:
     """The values of one name and hook, reduced."""
 
-    __slots__ = ("_pending", "_reduction", "_total", "_type", "_weight", "call", "is_weighted", "metric", "on_step")
+    __slots__ = (
+        "_as_tensors",
+        "_pending",
+        "_reduction",
+        "_total",
+        "_type",
+        "_weight",
+        "call",
+        "is_weighted",
+        "metric",
+        "on_epoch",
+        "on_step",
+    )
 
-    def __init__(self, meta: Any, call: tuple[Any, ...]) -> None:
+    def __init__(self, meta: Any, call: tuple[Any, ...], as_tensors: bool = False) -> None:
+        self._as_tensors = as_tensors
         self._reduction: str = meta.reduce_fx.__name__
         self.call = call
         self.on_step: bool = meta.on_step
+        self.on_epoch: bool = meta.on_epoch
         self.is_weighted: bool = meta.on_epoch and self._reduction == "mean"
         self.metric: Metric | None = None
         self._total: Any = None
@@ -209,6 +237,11 @@ class _Entry:
 
     def add(self, value: Any, weight: Any) -> None:
         """Add a step's value, or that of each of several clients, of batches of so many samples."""
+        if self._as_tensors:
+            # Lightning begins with a zero.
+            value = _to_float(value) + torch.zeros(()) if self._reduction in ("mean", "sum") else _to_float(value)
+            self._reduce(value * weight if self._reduction == "mean" else value, weight)
+            return
         if not isinstance(value, Tensor):
             self._reduce(value * weight if self._reduction == "mean" else value, weight)
             return
@@ -264,6 +297,21 @@ class _Entry:
         if self._type is not None and not isinstance(value, Tensor):
             value = torch.tensor(value, dtype=self._type)
         return value, self._weight
+
+    def of_epoch(self) -> tuple[float, bool | None]:
+        """The reduced value, and of a metric object whether higher is better."""
+        if self.metric is not None:
+            return float(self.metric.compute()), self.metric.higher_is_better
+        return float(self.result()[0]), None
+
+
+def _to_float(value: Any) -> Tensor:
+    """A copy of a value in float32 or more, as Lightning keeps it."""
+    default = torch.promote_types(torch.get_default_dtype(), torch.float32)
+    if not isinstance(value, Tensor):
+        return torch.tensor(value, dtype=default)
+    number = value.detach().clone()
+    return number if number.dtype in (torch.float32, torch.float64) else number.to(default)
 
 
 class _Log:

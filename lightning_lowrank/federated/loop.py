@@ -39,6 +39,7 @@ from lightning_lowrank.federated.checks import (
     resume_notes,
     warn_of_changed_base,
 )
+from lightning_lowrank.federated.client_evaluation import NO_VALIDATION, NOT_JUDGED, left_out, validates_rounds
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.device import DeviceData
 from lightning_lowrank.federated.data.indices import ClientIndices
@@ -55,7 +56,6 @@ from lightning_lowrank.federated.fingerprint import (
 )
 from lightning_lowrank.federated.ledger import Ledger
 from lightning_lowrank.federated.logbook import Logbook
-from lightning_lowrank.federated.personal import NO_VALIDATION, NOT_JUDGED, left_out, validates_rounds
 from lightning_lowrank.federated.progress import Progress
 from lightning_lowrank.federated.rounds import Rounds
 from lightning_lowrank.federated.run_facts import RunFacts

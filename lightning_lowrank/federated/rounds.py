@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lightning_lowrank.aggregation.aggregator import home_of
 from lightning_lowrank.federated.algorithm import inherits
+from lightning_lowrank.federated.client_evaluation import FurtherModels
 from lightning_lowrank.federated.client_optimizers import ClientOptimizers
 from lightning_lowrank.federated.client_states import ClientStates
 from lightning_lowrank.federated.coordinator import Coordinator
@@ -39,7 +40,6 @@ from lightning_lowrank.federated.isolation import Isolation
 from lightning_lowrank.federated.ledger import Ledger, dense_bytes
 from lightning_lowrank.federated.local import LocalTraining
 from lightning_lowrank.federated.logbook import Logbook
-from lightning_lowrank.federated.personal import FurtherModels
 from lightning_lowrank.federated.progress import Progress
 from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.federated.state import State

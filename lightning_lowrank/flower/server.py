@@ -34,13 +34,13 @@ from lightning_lowrank.compression import DecodingError, Packet
 from lightning_lowrank.configuration import check_choice
 from lightning_lowrank.federated.checks import check_callbacks, local_part_advice, notes, static_batch_norm_advice
 from lightning_lowrank.federated.checks import check_optimizers as check_all_are_trained
+from lightning_lowrank.federated.client_evaluation import FurtherModels
 from lightning_lowrank.federated.client_states import ClientStates
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.planner import RoundPlan, RoundPlanner
 from lightning_lowrank.federated.failures import described
 from lightning_lowrank.federated.ledger import Ledger, dense_bytes
 from lightning_lowrank.federated.loop import FederatedLoop
-from lightning_lowrank.federated.personal import FurtherModels
 from lightning_lowrank.federated.site import SEED_IS_KNOWN
 from lightning_lowrank.federated.state import Server, trained_tensors
 from lightning_lowrank.federated.whole_checkpoints import install as install_whole_checkpoints

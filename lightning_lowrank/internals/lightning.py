@@ -338,9 +338,9 @@ def logging_as(trainer: Any, hook: str) -> Iterator[None]:
 
 @contextmanager
 def logging_into(trainer: Any, results: Any, batch: Any) -> Iterator[None]:
-    """Have what a step of a fit logs go into another collection for a while, with a batch to weight it by."""
+    """Have what a step logs go into another collection for a while, with a batch to weight it by."""
     loop, connector = trainer.fit_loop.epoch_loop, trainer._logger_connector
-    loop = loop if is_training(trainer) else loop.val_loop
+    loop = loop if is_training(trainer) else trainer._evaluation_loop
     results.batch, hook = batch, connector._current_fx
     try:
         with replaced(loop, _results=results):

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Subse
 from torchmetrics import MaxMetric, MeanMetric, Metric, MetricCollection, SumMetric
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, MulticlassF1Score
 
-from lightning_lowrank.federated import evaluation
-from lightning_lowrank.federated.evaluation import ClientEvaluation, figures
+from lightning_lowrank.federated import client_evaluation
+from lightning_lowrank.federated.client_evaluation import ClientEvaluation, figures
 from lightning_lowrank.federated.state import copy_into, trained_tensors
 from tests.grids import in_turn
 from tests.helpers import Module, blobs, network, trainer, weights
@@ -461,7 +461,7 @@ def test_signatures_of_the_step(tmp_path, signature):
 @pytest.mark.slow
 def test_a_state_for_all_is_installed_once_and_missing_names_are_the_modules(tmp_path, monkeypatch):
     installed = []
-    monkeypatch.setattr(evaluation, "copy_into", lambda *given: (installed.append(given), copy_into(*given)))
+    monkeypatch.setattr(client_evaluation, "copy_into", lambda *given: (installed.append(given), copy_into(*given)))
     module, data = Module(), blobs(40)
     whole, bias = states_of(module)[0], {"net.0.bias": torch.full((16,), 3.0)}
     four = [[index] for index in range(4)]
@@ -628,8 +628,8 @@ def test_logs_that_cannot_be_kept_apart_are_refused(tmp_path):
                 self.log("acc", 1.0, reduce_fx=torch.median)
 
     for module, message in (
-        (Outside(), r"MeanMetric.*'acc'"),
-        (Odd(), r"reduce_fx='median'.*'sum'.*'min'"),
+        (Outside(), r"setting an attribute for the metric"),
+        (Odd(), r"min,max,mean,sum.*median"),
     ):
         with pytest.raises(MisconfigurationException, match=message):
             evaluate(tmp_path, module, Personal([[0]]), DataLoader(blobs(4)))

@@ -1,39 +1,74 @@
-"""Every client's own model on its own test data, and figures over clients.
+"""Evaluation besides the global model: clients' own models on their own test data, and a method's further models.
 
-`FederatedLoop` runs a `ClientEvaluation` each time validation or a test ends, with the state that the algorithm gives
-each client as its own, and logs the `figures` of what the module's own ``validation_step`` or ``test_step`` logged.
+`FurtherModels` runs a `ClientEvaluation` each time validation or a test ends, with the state that the algorithm gives
+each client as its own, and logs `figures` over clients of what the module's own ``validation_step`` or ``test_step``
+logged.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import numpy as np
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
-from lightning_lowrank.federated.algorithm import detached
+from lightning_lowrank.direction import direction, monitors_of
+from lightning_lowrank.federated.algorithm import CompletesModels, detached, inherits
+from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.device import DeviceData
+from lightning_lowrank.federated.data.evaluation_samples import matched_labels
+from lightning_lowrank.federated.data.labels import find_named_labels, numbered_alike
 from lightning_lowrank.federated.data.loader import Request, SeededBatches, batch_reader, check_loader
+from lightning_lowrank.federated.data.rounds import RoundData
+from lightning_lowrank.federated.execution.distributed import ClientParallelStrategy
+from lightning_lowrank.federated.logbook import Logbook
 from lightning_lowrank.federated.randomness import StepRandomness, step_seed
-from lightning_lowrank.federated.state import copy_into, trained_tensors
-from lightning_lowrank.internals.lightning import batch_transfer, overrides
+from lightning_lowrank.federated.run_facts import write_client_table
+from lightning_lowrank.federated.state import changed, copy_into, trained_tensors
+from lightning_lowrank.internals.lightning import HOOK, batch_transfer, log_figures, overrides
 from lightning_lowrank.layers import low_rank_layers, unmerge
-from lightning_lowrank.seeding import derive_seed
+from lightning_lowrank.seeding import derive_seed, generator
 
-_LOG_PARAMETERS = list(inspect.signature(pl.LightningModule.log).parameters)[1:]
+NOT_JUDGED = (
+    "the models of single clients and of further sizes are not judged, only the module's own weights. The fit logs"
+    " their figures."
+)
+NO_VALIDATION = (
+    "judges clients' own models where a validation comes at a round's end, and this fit has no such validation. Have a"
+    " validation loader and a validation_step, limit_val_batches above 0, check_val_every_n_epoch up to max_epochs, and"
+    " a val_check_interval that divides a round's batches. trainer.test() after the fit judges them as well."
+)
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
 _WORST_OF = 10
+
+
+def validates_rounds(trainer: pl.Trainer) -> bool:
+    """Return whether a fit is set up to validate at the end of some round, as far as is known when it begins."""
+    every, last = trainer.check_val_every_n_epoch or 1, trainer.max_epochs
+    return trainer.enable_validation and (last in (None, -1) or last >= every)
+
+
+def left_out(module: pl.LightningModule) -> list[str]:
+    """Say which hooks of a module do not run for each client's own model, one sentence each."""
+    kind = type(module).__name__
+    return [
+        f"{kind}.on_{stage}_end() runs once a {stage}, not for each of the models of single clients and of further"
+        f" sizes, and neither does on_{stage}_start(). What they reset goes on from one model to the next: reset it in"
+        f" on_{stage}_epoch_start(), which runs for each."
+        for stage in ("validation", "test")
+        if overrides(module, f"on_{stage}_end")
+    ]
 
 
 def figures(
@@ -58,27 +93,6 @@ def figures(
             worst = sign * np.sort(sign * numbers)[-max(1, len(numbers) // _WORST_OF) :]
             found[f"{model}/{name}_worst10"] = float(worst.mean())
         return {**found, f"{model}/{name}_std": float(numbers.std())}
-
-
-class CompletesModels:
-    """Base of callbacks that complete a model, such as by its BatchNorm statistics, before it is evaluated."""
-
-    def complete(
-        self,
-        trainer: pl.Trainer,
-        module: pl.LightningModule,
-        shown: Mapping[str, Tensor],
-        samples: Tensor | None,
-    ) -> None:
-        """Complete the model whose weights are in the module.
-
-        Args:
-            trainer: The trainer, in validation or test.
-            module: Its module, with a client's own model, or with one of `Algorithm.variants`.
-            shown: Parameters and buffers of the global model, by name.
-            samples: Indices of the client's training samples; ``None`` for a variant, which is all clients'.
-        """
-        raise NotImplementedError
 
 
 class ClientEvaluation:
@@ -138,7 +152,7 @@ class ClientEvaluation:
             )
         self.clients = tuple(self._indices)
         """Those that have test samples, ascending."""
-        self.higher_is_better: dict[str, bool | None] = {}
+        self.higher_is_better: dict[str, bool] = {}
         """What the metric objects that the last run logged say of themselves, by the names they were logged under."""
         self._requests: list[Request] = []
         self._read_requests = batch_reader(plain, SeededBatches(plain.dataset, plain.collate_fn), self._requests)
@@ -200,10 +214,10 @@ class ClientEvaluation:
         randomness.open()
         unmerge(module)
         try:
-            with _worked_on_copies(module) as metrics:
+            with _worked_on_copies(module) as metrics, ExitStack() as entered:
                 step.hook("model_eval")
-                log = _ClientLog(metrics)
-                vars(module)["log"] = log
+                log = Logbook(trainer)
+                entered.enter_context(log.installed())
                 batches = self._read(counts)
                 for client, count in counts.items():
                     state = states(client)
@@ -212,7 +226,9 @@ class ClientEvaluation:
                         installed = state
                         if complete is not None:
                             complete(client, kept)
-                    log.begin()
+                    for metric in metrics:
+                        metric.reset()
+                    log.begin_model()
                     seed = derive_seed(self.seed, "evaluation step", client)
                     if step.starts_clients:
                         step.hook("start")
@@ -220,13 +236,14 @@ class ClientEvaluation:
                     for number in range(count):
                         batch = next(batches)
                         randomness.seed(step_seed(seed, number))
-                        log.samples = self._batch_of(client, number).size
+                        log.begin_step(batch, self._batch_of(client, number).size)
                         step(batch, number)
-                    log.samples = 1
+                    log.begin_step(None)
                     step.hook("epoch_end")
-                    for name, reached in log.result().items():
+                    for name, (reached, higher) in log.end_model().items():
                         results.setdefault(name, {})[client] = reached
-                    self.higher_is_better |= log.higher_is_better()
+                        if higher is not None:
+                            self.higher_is_better[name] = higher
         finally:
             copy_into(live, kept)
             for layer in merged:
@@ -275,8 +292,9 @@ class _Step:
             )
         self._takes_index = is_param_in_hook_signature(own, "batch_idx", min_args=2)
         self._takes_loader = is_param_in_hook_signature(own, "dataloader_idx", explicit=True)
-        self._module = module
-        self._kind = kind
+        self._module, self._kind = module, kind
+        # Setting a module's attributes takes longer.
+        self._attributes = vars(module)
         self.starts_clients = overrides(module, f"on_{kind}_start") and not overrides(module, f"on_{kind}_end")
         self._run = getattr(trainer.strategy, name)
         self._transfer = batch_transfer(trainer)
@@ -285,77 +303,14 @@ class _Step:
         batch = self._transfer(batch)
         indices = (number, 0) if self._takes_loader else (number,) if self._takes_index else ()
         self.hook("batch_start", batch, number)
+        self._attributes[HOOK] = f"{self._kind}_step"
         output = self._run(batch, *indices)
         self.hook("batch_end", output, batch, number)
 
     def hook(self, moment: str, *arguments: Any) -> None:
-        getattr(self._module, f"on_{self._kind}_{moment}")(*arguments)
-
-
-class _ClientLog:
-    """Replaces a module's ``log``: keeps what is logged on one client's samples, and reduces it as Lightning does."""
-
-    def __init__(self, metrics: Sequence[Metric | MetricCollection]) -> None:
-        self.samples = 0
-        self._metrics = metrics
-        self._known = {id(metric) for metric in metrics}
-        self._values: dict[str, list[tuple[Tensor, int]]] = {}
-        self._reductions: dict[str, str] = {}
-        self._logged_metrics: dict[str, Metric] = {}
-
-    def begin(self) -> None:
-        self._values.clear()
-        self._logged_metrics.clear()
-        for metric in self._metrics:
-            metric.reset()
-
-    def __call__(self, *arguments: Any, **keywords: Any) -> None:
-        given = {**dict(zip(_LOG_PARAMETERS, arguments, strict=False)), **keywords}
-        name, value = given["name"], given["value"]
-        if given.get("on_epoch") is False:
-            return
-        if isinstance(value, Metric):
-            if id(value) not in self._known:
-                raise MisconfigurationException(
-                    f"the {type(value).__name__} logged as {name!r} is not part of the module, so that it cannot be"
-                    " kept apart for each client: make it an attribute of the module."
-                )
-            self._logged_metrics[name] = value
-            return
-        reduction = given.get("reduce_fx", "mean")
-        reduction = reduction if isinstance(reduction, str) else reduction.__name__
-        self._reductions[name] = reduction
-        entry = _to_float(value), given.get("batch_size") or self.samples
-        self._values.setdefault(name, []).append(entry)
-
-    def result(self) -> dict[str, float]:
-        reduced = {name: float(_reduce(values, self._reductions[name])) for name, values in self._values.items()}
-        return {**reduced, **{name: float(metric.compute()) for name, metric in self._logged_metrics.items()}}
-
-    def higher_is_better(self) -> dict[str, bool | None]:
-        return {name: metric.higher_is_better for name, metric in self._logged_metrics.items()}
-
-
-def _to_float(value: Any) -> Tensor:
-    """Return a copy of a value in float32 or more, as Lightning keeps it."""
-    default = torch.promote_types(torch.get_default_dtype(), torch.float32)
-    if not isinstance(value, Tensor):
-        return torch.tensor(value, dtype=default)
-    number = value.detach().clone()
-    return number if number.dtype in (torch.float32, torch.float64) else number.to(default)
-
-
-def _reduce(entries: Sequence[tuple[Tensor, int]], reduction: str) -> Tensor:
-    """Reduce values and their batch sizes."""
-    if reduction in ("mean", "avg"):
-        # One after another, as Lightning adds them, so that the sum is equal bit for bit.
-        return sum((value * size for value, size in entries), torch.zeros(())) / sum(size for _, size in entries)
-    values = [value for value, _ in entries]
-    if reduction == "sum":
-        return sum(values, torch.zeros(()))
-    if reduction in ("min", "max"):
-        return getattr(torch.stack(values), reduction)()
-    raise MisconfigurationException(f"reduce_fx={reduction!r} is not one of 'mean', 'sum', 'min' and 'max'.")
+        name = f"on_{self._kind}_{moment}"
+        self._attributes[HOOK] = name
+        getattr(self._module, name)(*arguments)
 
 
 @contextmanager
@@ -401,3 +356,183 @@ def _copy(value: Any, copies: dict[int, Any], with_tensors: bool) -> Any:
         for place, item in enumerate(value):
             result[place] = _copy(item, copies, with_tensors)
     return result
+
+
+class FurtherModels:
+    """Evaluates clients' own models (``FederatedLoop(personal_test=...)``) and `Algorithm.variants`.
+
+    A server that has no training set evaluates no client's own model.
+    """
+
+    def __init__(self, data: RoundData | None, coordinator: Coordinator) -> None:
+        self._data = data
+        self._coordinator = coordinator
+        self._settings = coordinator.settings
+        self._evaluations: dict[str, tuple[Any, ClientEvaluation]] = {}
+        self._of_no_direction: set[str] = set()
+        self.judged = False
+        """Whether clients' own models have been evaluated."""
+
+    def check(self, trainer: pl.Trainer) -> None:
+        """Refuse a validation loader that the first round's end could not use, if Lightning has loaded one by now.
+
+        Raises:
+            MisconfigurationException: If there is one.
+        """
+        loader = trainer.val_dataloaders
+        if loader is None or not trainer.enable_validation:
+            return
+        if self._settings.personal_test is not None:
+            self._of_clients(loader, "validate")
+        elif not inherits(self._coordinator.algorithm, "variants"):
+            check_loader(loader, training=False)
+
+    def evaluate(self, trainer: Any, module: pl.LightningModule, stage: Literal["validate", "test"]) -> None:
+        """Log how clients' own models do on their own test data, and further global models on all of it.
+
+        Where a module was given other weights after the fit, there are no such models of these, and nothing is logged.
+        """
+        coordinator, algorithm = self._coordinator, self._coordinator.algorithm
+        variants = algorithm.variants(coordinator.server)
+        judged = variants or self._settings.personal_test is not None
+        if judged and trainer.state.fn != "fit" and not self._has_last_round(module):
+            rank_zero_warn(
+                f"{type(module).__name__} holds other weights than the last round left, as with ckpt_path: {NOT_JUDGED}"
+            )
+            return
+        loader = trainer.val_dataloaders if stage == "validate" else trainer.test_dataloaders
+        logged: dict[str, float] = {}
+        if self._settings.personal_test is not None:
+            self.judged = True
+            logged.update(self._judge_clients(trainer, module, stage, loader))
+        if variants:
+            names, models = list(variants), list(variants.values())
+            dataset: Any = check_loader(loader, training=False).dataset
+            everything = [torch.arange(len(dataset))] * len(names)
+            evaluation = self._evaluation(f"variants {stage}", loader, lambda: everything)
+            for name, values in self._run(evaluation, trainer, module, stage, models.__getitem__)[0].items():
+                logged.update({f"{name}/{names[number]}": value for number, value in values.items()})
+        if logged:
+            log_figures(trainer, logged)
+        coordinator.states.offload()
+
+    def _judge_clients(
+        self, trainer: Any, module: pl.LightningModule, stage: Literal["validate", "test"], loader: Any
+    ) -> dict[str, float]:
+        """Return the figures over clients of their own models, and of the global one where each has own test samples.
+
+        The folders of `CSVLogger`s get a table of the clients.
+        """
+        coordinator, algorithm, server = self._coordinator, self._coordinator.algorithm, self._coordinator.server
+        evaluation, live = self._of_clients(loader, stage), trained_tensors(module)
+        shown = algorithm.global_model(server)
+        own_models = False
+
+        def personal(client: int) -> Mapping[str, Tensor]:
+            nonlocal own_models
+            context = coordinator.context(client, live)
+            model = algorithm.personal_model(context, algorithm.model_for(server, coordinator.info(client)))
+            own_models = own_models or model is not shown
+            return model
+
+        assert self._data is not None
+        divided = self._data.divided()
+        judged = {"personal": self._run(evaluation, trainer, module, stage, personal, divided.__getitem__)}
+        if self._settings.personal_test == "by_client":
+            # Not again where each client's own model was the global one, in any process.
+            again = own_models or isinstance(trainer.strategy, ClientParallelStrategy)
+            judged["global"] = (
+                self._run(evaluation, trainer, module, stage, lambda client: shown, divided.__getitem__)
+                if again
+                else judged["personal"]
+            )
+        logged: dict[str, float] = {}
+        monitors = monitors_of(trainer)
+        for model, (found, of_metrics) in judged.items():
+            for name, values in found.items():
+                higher, why = direction(name, of_metrics.get(name), monitors)
+                if higher is None and name not in self._of_no_direction:
+                    self._of_no_direction.add(name)
+                    rank_zero_warn(f"{model}/{name}_worst10 is not logged, for its worst values are not known: {why}.")
+                logged.update(figures(values, name, higher, model))
+        columns = {f"{model}/{name}": values for model, (found, _) in judged.items() for name, values in found.items()}
+        write_client_table(trainer, stage, evaluation.samples, columns, divided.names)
+        return logged
+
+    def _has_last_round(self, module: pl.LightningModule) -> bool:
+        """Return whether a module holds the parameters of the last round's global model."""
+        server = self._coordinator.server
+        if server.base.module is not module:
+            return False
+        live = server.base.parameters(trained_tensors(module))
+        shown = self._coordinator.algorithm.global_model(server)
+        return not changed(live, {name: shown[name].to(value.device) for name, value in live.items()})
+
+    def _run(
+        self,
+        evaluation: ClientEvaluation,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        stage: Literal["validate", "test"],
+        models: Callable[[int], Mapping[str, Tensor]],
+        samples: Callable[[int], Tensor] | None = None,
+    ) -> tuple[dict[str, dict[int, float]], dict[str, bool]]:
+        """Run an evaluation, of which each process that takes part in rounds does a share.
+
+        Returns:
+            For each name that was logged, the value of each client; and for metric objects whether higher is better.
+        """
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        completing = next((each for each in callbacks if isinstance(each, CompletesModels)), None)
+
+        def complete(client: int, shown: Mapping[str, Tensor]) -> None:
+            if completing is not None:
+                completing.complete(trainer, module, shown, None if samples is None else samples(client))
+
+        processes = trainer.strategy
+        if not isinstance(processes, ClientParallelStrategy):
+            return evaluation.run(trainer, module, stage, models, complete=complete), evaluation.higher_is_better
+        share = set(evaluation.clients[processes.global_rank :: processes.world_size])
+        found = evaluation.run(trainer, module, stage, models, share, complete)
+        gathered = processes.gather((found, evaluation.higher_is_better))
+        parts = [part for part, _ in gathered]
+        names = {name: None for part in parts for name in part}
+        values = {name: dict(sorted(entry for part in parts for entry in part.get(name, {}).items())) for name in names}
+        return values, {name: higher for _, of_metrics in gathered for name, higher in of_metrics.items()}
+
+    def _evaluation(self, name: str, loader: Any, indices: Callable[[], list[Tensor]]) -> ClientEvaluation:
+        """Return the evaluation that was made for this loader, or make one."""
+        if name not in self._evaluations or self._evaluations[name][0] is not loader:
+            seed = self._coordinator.server.seed
+            kept = None if self._data is None else self._data.device_data
+            self._evaluations[name] = loader, ClientEvaluation(loader, indices(), seed, kept)
+        return self._evaluations[name][1]
+
+    def _of_clients(self, loader: Any, stage: str) -> ClientEvaluation:
+        assert self._data is not None
+        source = self._data.training_loader if isinstance(self._settings.personal_test, float) else loader
+        return self._evaluation(f"clients {stage}", source, lambda: self._drawn(self._test_indices(loader)))
+
+    def _drawn(self, samples: list[Tensor]) -> list[Tensor]:
+        """Return the test samples of ``personal_clients`` clients, and none of the others."""
+        having = [client for client, part in enumerate(samples) if len(part)]
+        count = self._settings.personal_clients
+        if count is None or count >= len(having):
+            return samples
+        draws = generator(self._settings.experiment_seed, "personal clients")
+        kept = {having[place] for place in torch.randperm(len(having), generator=draws)[:count].tolist()}
+        return [part if client in kept else part[:0] for client, part in enumerate(samples)]
+
+    def _test_indices(self, loader: Any) -> list[Tensor]:
+        assert self._data is not None
+        if isinstance(self._settings.personal_test, float):
+            return self._data.held_out
+        assert self._data.indices is not None
+        dataset: Any = check_loader(loader, training=False).dataset
+        if self._settings.personal_test == "by_client":
+            assert self._settings.partition is not None
+            return self._settings.partition.divide_evaluation(dataset, self._data.indices)
+        assert self._data.label_values is not None
+        labels, names = find_named_labels(dataset, self._settings.labels)
+        labels = numbered_alike(labels, names, self._data.label_names)
+        return matched_labels(self._data.indices, self._data.label_values, labels)
