@@ -51,7 +51,7 @@ from lightning_lowrank.cli.quiet import only_warnings
 from lightning_lowrank.cli.suggestions import with_suggestions
 from lightning_lowrank.federated.checks import check_callbacks, goes_on_from, static_batch_norm_advice
 from lightning_lowrank.federated.loop import FederatedLoop
-from lightning_lowrank.federated.whole_checkpoints import check_whole, install
+from lightning_lowrank.federated.safe_files import check_whole, install_whole_checkpoints
 from lightning_lowrank.internals.cli import SubcommandCLI
 
 _RUN_LOGGER = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "runs", "name": None}}
@@ -369,7 +369,7 @@ class LowRankCLI(SubcommandCLI):
         if section.get("federated") is not None and shows_pictures(logger) and not draws:
             others = [*others, RoundPictures()]
         trainer = super().instantiate_trainer(callbacks=[*own, *others], **kwargs)
-        install(trainer)
+        install_whole_checkpoints(trainer)
         return trainer
 
     def install_optimizers(self) -> None:

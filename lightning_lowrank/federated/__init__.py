@@ -28,11 +28,11 @@ from lightning_lowrank.federated.loop import FederatedLoop
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.objective import MaskAbsentClasses, Objective
 from lightning_lowrank.federated.privacy import ClientPrivacy
+from lightning_lowrank.federated.safe_files import WholeCheckpoints
 from lightning_lowrank.federated.stages import Arrival, RoundStage
 from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, Server
 from lightning_lowrank.federated.system import DeviceClasses, Distribution, LogNormal, SystemModel
 from lightning_lowrank.federated.traces import AvailabilityTrace, Trace
-from lightning_lowrank.federated.whole_checkpoints import WholeCheckpoints
 
 __all__ = [
     "ALIE",

@@ -18,7 +18,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from lightning_lowrank.federated.left_behind import claim, clear_left_behind, mark
+from lightning_lowrank.federated.safe_files import claim, clear_left_behind, mark
 from lightning_lowrank.federated.state import State
 
 _FOLDER = "lightning_lowrank_clients_"

@@ -59,10 +59,10 @@ from lightning_lowrank.federated.logbook import Logbook
 from lightning_lowrank.federated.progress import Progress
 from lightning_lowrank.federated.rounds import Rounds
 from lightning_lowrank.federated.run_facts import RunFacts
+from lightning_lowrank.federated.safe_files import install_whole_checkpoints
 from lightning_lowrank.federated.schedule_length import ScheduleLength
 from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.federated.state import Server
-from lightning_lowrank.federated.whole_checkpoints import install as install_whole_checkpoints
 from lightning_lowrank.internals.advance import ClientTurns
 from lightning_lowrank.internals.lightning import (
     TrainLoaderSource,

@@ -41,9 +41,9 @@ from lightning_lowrank.federated.data.planner import RoundPlan, RoundPlanner
 from lightning_lowrank.federated.failures import described
 from lightning_lowrank.federated.ledger import Ledger, dense_bytes
 from lightning_lowrank.federated.loop import FederatedLoop
+from lightning_lowrank.federated.safe_files import install_whole_checkpoints
 from lightning_lowrank.federated.site import SEED_IS_KNOWN
 from lightning_lowrank.federated.state import Server, trained_tensors
-from lightning_lowrank.federated.whole_checkpoints import install as install_whole_checkpoints
 from lightning_lowrank.flower.intake import Expected, Intake, expect
 from lightning_lowrank.flower.members import Members
 from lightning_lowrank.flower.messages import (

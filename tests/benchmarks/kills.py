@@ -44,7 +44,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))
 
 from lightning_lowrank import Dirichlet, FederatedLoop, TopK  # noqa: E402
-from lightning_lowrank.federated.whole_checkpoints import is_whole  # noqa: E402
+from lightning_lowrank.federated.safe_files import is_whole  # noqa: E402
 from tests.algorithms.methods import LOW_RANK, METHODS, MOMENTUM  # noqa: E402
 from tests.helpers import Data, Module, network, trainer, weights  # noqa: E402
 

@@ -259,6 +259,21 @@ def test_a_changed_setting(tmp_path, begun, name):
     assert found == ("no effect" if name in WITHOUT_EFFECT else "refused")
 
 
+def test_a_checkpoint_of_an_older_release_has_the_defaults_of_newer_settings(tmp_path, begun):
+    expected, checkpoint = begun
+    saved = torch.load(checkpoint, weights_only=False)
+    for name in ("min_clients", "client_dropout", "objective"):
+        del saved["callbacks"]["FederatedLoop"]["fingerprint"][name]
+    older = tmp_path / "older.ckpt"
+    torch.save(saved, older)
+    assert_same(expected, run(tmp_path, BASE, checkpoint=older))
+    with pytest.raises(MisconfigurationException, match=r"client_dropout: 0\.0 in the checkpoint, 0\.5 now"):
+        run(tmp_path, {**BASE, "client_dropout": 0.5}, checkpoint=older)
+    # Layers of other shapes are refused before their values are loaded.
+    with pytest.raises(MisconfigurationException, match=r"callbacks"):
+        run(tmp_path, BASE, [low_rank()], checkpoint=older)
+
+
 PARTS: dict[str, Any] = {
     "partition": [Dirichlet(0.5, min_samples=5), LabelCount(2)],
     "uplink": [TopK(0.5), RandomK(0.5), Quantize(), Sign(), Half()],

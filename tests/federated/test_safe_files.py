@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank import FedAvg, FederatedLoop, WholeCheckpoints
 from lightning_lowrank.cli import main
-from lightning_lowrank.federated import left_behind
+from lightning_lowrank.federated import safe_files
 from tests.helpers import Data, Module, fit, trainer
 
 
@@ -125,11 +125,11 @@ def test_a_plugin_of_the_users_stays(tmp_path):
 
 def test_what_is_cleared(tmp_path):
     ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
-    here = left_behind.place()
+    here = safe_files.place()
     marks = {
         "ended": f"{here}@{int(ended.stdout)}",
-        "of a process before this one": left_behind.mark(),
-        "in use": left_behind.mark(),
+        "of a process before this one": safe_files.mark(),
+        "in use": safe_files.mark(),
         "running": f"{here}@1",
         "elsewhere": "other-1@5",
         "old elsewhere": "other-2@5",
@@ -138,8 +138,8 @@ def test_what_is_cleared(tmp_path):
     for name in marks:
         (tmp_path / name).mkdir()
     os.utime(tmp_path / "old elsewhere", (0, 0))
-    left_behind.claim(tmp_path / "in use")
+    safe_files.claim(tmp_path / "in use")
     with pytest.warns(UserWarning, match=r"old elsewhere: left by runs on other hosts"):
-        left_behind.clear_left_behind((tmp_path / name, mark) for name, mark in marks.items())
+        safe_files.clear_left_behind((tmp_path / name, mark) for name, mark in marks.items())
     kept = {"in use", "running", "elsewhere", "old elsewhere", "no mark"}
     assert {each.name for each in tmp_path.iterdir()} == kept

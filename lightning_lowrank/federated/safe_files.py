@@ -1,20 +1,95 @@
-"""Checkpoints that are there as a whole or not at all, and a check for those that are not."""
+"""Files that a killed run can't spoil: checkpoints written as a whole, and temporary files that a later run deletes.
+
+A temporary file or folder has its process's `mark` in its name.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
+import socket
+import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_lowrank.federated.left_behind import claim, clear_left_behind, mark
-
 _UNFINISHED = ".part"
+_DAY = 24 * 60 * 60
+_IN_USE: set[Path] = set()
+
+
+def place() -> str:
+    """Where this process's number means something: its host, and there its container."""
+    try:
+        namespace = os.readlink("/proc/self/ns/pid").strip("pid:[]")
+    except OSError:
+        namespace = "0"
+    return f"{socket.gethostname()}-{namespace}".replace("@", "-")
+
+
+def mark() -> str:
+    """The name of this process's files: ``host-container@process``."""
+    return f"{place()}@{os.getpid()}"
+
+
+def claim(path: Path) -> Path:
+    """Keep a file or folder of this process from being cleared by it."""
+    _IN_USE.add(path)
+    return path
+
+
+def clear_left_behind(marked: Iterable[tuple[Path, str]]) -> None:
+    """Delete files of processes that have ended, and name old ones of another host or container.
+
+    Args:
+        marked: Files or folders, each with the mark in its name.
+    """
+    strange = []
+    for path, text in marked:
+        where, _, number = text.rpartition("@")
+        if path in _IN_USE or not number.isdecimal():
+            continue
+        if where == place():
+            if int(number) == os.getpid() or not _runs(int(number)):
+                _delete(path)
+        elif _is_old(path):
+            strange.append(str(path))
+    if strange:
+        rank_zero_warn(
+            f"{', '.join(sorted(strange))}: left by runs on other hosts or in other containers and unchanged for a day."
+            " Delete them if these runs have ended."
+        )
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        # It is another user's.
+        return True
+    return True
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _is_old(path: Path) -> bool:
+    try:
+        return time.time() - path.stat().st_mtime > _DAY
+    except OSError:
+        return False
 
 
 class WholeCheckpoints(TorchCheckpointIO):
@@ -72,14 +147,14 @@ class WholeCheckpoints(TorchCheckpointIO):
         return super().load_checkpoint(path, map_location, weights_only)
 
 
-def install(trainer: Any) -> None:
-    """Give a trainer `WholeCheckpoints` in the place of Lightning's default."""
+def install_whole_checkpoints(trainer: Any) -> None:
+    """Give a trainer `WholeCheckpoints` in place of Lightning's default."""
     if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
         trainer.strategy.checkpoint_io = WholeCheckpoints()
 
 
 def is_whole(path: str | Path) -> bool:
-    """Return whether a checkpoint has all that was written into it, by the checksums that ``torch.save`` wrote."""
+    """Whether a checkpoint is complete, by the checksums that ``torch.save`` wrote."""
     try:
         with zipfile.ZipFile(path) as archive:
             return archive.testzip() is None
@@ -108,7 +183,7 @@ def check_whole(path: str | Path) -> None:
 
 
 def _is_of_old_format(path: str | Path) -> bool:
-    """Return whether a file was written by ``torch.save`` without a zip archive, which has no checksums."""
+    """Whether a file was written by ``torch.save`` without a zip archive, which has no checksums."""
     with Path(path).open("rb") as file:
         return file.read(2) == b"\x80\x02"
 
