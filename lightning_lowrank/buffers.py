@@ -1,8 +1,8 @@
-"""What of a module is averaged although no optimizer trains it: its buffers, and parameters that count as such."""
+"""A module's averaged tensors that no optimizer trains (buffers, averaged parameters), and tensors of several names."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 
@@ -56,3 +56,23 @@ def treat_as_buffers(module: nn.Module, patterns: Sequence[str]) -> None:
             " averaged anyway: name frozen ones, or call requires_grad_(False) on them."
         )
     vars(module)[_EMA] = tuple(chosen)
+
+
+def aliases(module: nn.Module) -> dict[str, list[str]]:
+    """The further names of each parameter and buffer that has several, by the first.
+
+    The first name is the one that ``named_parameters()`` and ``named_buffers()`` give.
+    """
+    found: dict[str, list[str]] = {}
+    for named in (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)):
+        firsts: dict[Tensor, str] = {}
+        for name, value in named:
+            first = firsts.setdefault(value, name)
+            if first != name:
+                found.setdefault(first, []).append(name)
+    return found
+
+
+def under_all_names(values: Mapping[str, Tensor], aliases: Mapping[str, Iterable[str]]) -> dict[str, Tensor]:
+    """Values by first names under every name, given the further ones by the first."""
+    return {each: value for name, value in values.items() for each in (name, *aliases.get(name, ()))}

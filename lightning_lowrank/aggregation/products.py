@@ -30,7 +30,7 @@ from lightning_lowrank.aggregation.operator import Operator
 from lightning_lowrank.aggregation.pairs import LowRankPair, padded
 from lightning_lowrank.aggregation.svd import Method, Split, truncated_svd
 from lightning_lowrank.arguments import check_choice, check_integer, check_number
-from lightning_lowrank.haar import haar_basis
+from lightning_lowrank.optim.haar import haar_basis
 
 __all__ = ["CoLR", "FLoRA", "FLoRIST", "FedEx", "LoRAFair", "RaFLoRA", "SumProduct"]
 

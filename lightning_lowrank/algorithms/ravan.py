@@ -9,8 +9,8 @@ from typing_extensions import override
 from lightning_lowrank.algorithms._cores import CoreMethod
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.state import Base, ClientContext
-from lightning_lowrank.haar import haar_basis
 from lightning_lowrank.layers import CoreProduct
+from lightning_lowrank.optim.haar import haar_basis
 from lightning_lowrank.seeding import generator
 
 

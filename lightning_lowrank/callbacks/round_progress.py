@@ -18,8 +18,8 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from lightning_lowrank.arguments import listed
 from lightning_lowrank.configuration import check_choice
-from lightning_lowrank.direction import direction, judged_by, monitors_of
 from lightning_lowrank.internals.lightning import NewFigures, check_namespace
+from lightning_lowrank.metric_direction import direction, judged_by, monitors_of
 
 _Form = Literal["auto", "bar", "lines", "none"]
 _SECONDS = 0.25

@@ -17,7 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from lightning_lowrank.older_lightning import alias_pytorch_lightning
+from lightning_lowrank.pytorch_lightning_alias import alias_pytorch_lightning
 
 if TYPE_CHECKING:
     from lightning.pytorch.cli import ArgsType

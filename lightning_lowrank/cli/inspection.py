@@ -24,7 +24,7 @@ from lightning_lowrank.federated.coordinator import first_transfers
 from lightning_lowrank.federated.loop import FederatedLoop
 from lightning_lowrank.layers import LowRankLayer
 from lightning_lowrank.layers.survey import RECURRENT
-from lightning_lowrank.operations import COUNTED, multiply_adds
+from lightning_lowrank.multiply_adds import COUNTED, multiply_adds
 
 
 def inspect_run(

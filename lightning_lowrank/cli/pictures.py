@@ -17,8 +17,8 @@ from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger, WandbLogg
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_lowrank.configuration import check_integer
-from lightning_lowrank.direction import direction, judged_by, monitors_of
 from lightning_lowrank.internals.lightning import NewFigures, check_namespace
+from lightning_lowrank.metric_direction import direction, judged_by, monitors_of
 
 _DRAWN = ("comm/total_bytes", "system/seconds", "convergence/R", "convergence/P", "convergence/Q")
 

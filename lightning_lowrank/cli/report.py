@@ -34,7 +34,7 @@ from lightning_lowrank.cli.runs import (
     told,
 )
 from lightning_lowrank.configuration import check_integer, misconfigured
-from lightning_lowrank.direction import USUAL, direction
+from lightning_lowrank.metric_direction import USUAL, direction
 
 _UNITS = {"B": 1, **{f"{prefix}B": 1000**power for power, prefix in enumerate(("k", "M", "G", "T"), start=1)}}
 _UNITS |= {f"{prefix}iB": 1024**power for power, prefix in enumerate(("K", "M", "G", "T"), start=1)}

@@ -18,8 +18,8 @@ import numpy as np
 import yaml
 
 from lightning_lowrank.configuration import misconfigured
-from lightning_lowrank.direction import Monitor
 from lightning_lowrank.facts import read_facts, read_software
+from lightning_lowrank.metric_direction import Monitor
 
 _TOLD = 4
 _LONGEST_WORD = 40

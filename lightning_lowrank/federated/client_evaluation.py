@@ -23,7 +23,6 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
-from lightning_lowrank.direction import direction, monitors_of
 from lightning_lowrank.federated.algorithm import CompletesModels, detached, inherits
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.device import DeviceData
@@ -38,6 +37,7 @@ from lightning_lowrank.federated.run_facts import write_client_table
 from lightning_lowrank.federated.state import changed, copy_into, trained_tensors
 from lightning_lowrank.internals.lightning import HOOK, batch_transfer, log_figures, overrides
 from lightning_lowrank.layers import low_rank_layers, unmerge
+from lightning_lowrank.metric_direction import direction, monitors_of
 from lightning_lowrank.seeding import derive_seed, generator
 
 NOT_JUDGED = (

@@ -16,8 +16,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_lowrank.aggregation import RobustRule
-from lightning_lowrank.aliases import aliases
 from lightning_lowrank.arguments import listed
+from lightning_lowrank.buffers import aliases
 from lightning_lowrank.compression import Packet
 from lightning_lowrank.federated.algorithm import detached, inherits
 from lightning_lowrank.federated.attacks import Attackers

@@ -22,7 +22,7 @@ from rich import get_console
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_lowrank.aliases import aliases, under_all_names
+from lightning_lowrank.buffers import aliases, under_all_names
 from lightning_lowrank.federated.algorithm import inherits
 from lightning_lowrank.federated.checks import (
     check_callbacks,

@@ -29,7 +29,7 @@ from lightning_lowrank.federated.algorithm import Algorithm
 from lightning_lowrank.federated.objective import loss_of
 from lightning_lowrank.federated.stages import RoundStage
 from lightning_lowrank.federated.state import Base, ClientInfo, Server
-from lightning_lowrank.operations import multiply_adds
+from lightning_lowrank.multiply_adds import multiply_adds
 from lightning_lowrank.seeding import generator
 
 __all__ = ["DeviceClasses", "Distribution", "LogNormal", "SystemModel"]

@@ -4,7 +4,7 @@ from lightning_lowrank.interop.checkpoints import load_dense
 from lightning_lowrank.interop.hub import pull_adapter, push_adapter
 from lightning_lowrank.interop.peft_export import export_adapter
 from lightning_lowrank.interop.peft_import import import_adapter
-from lightning_lowrank.older_lightning import alias_pytorch_lightning
+from lightning_lowrank.pytorch_lightning_alias import alias_pytorch_lightning
 
 __all__ = [
     "alias_pytorch_lightning",

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lowrank.aggregation.adapters import find_adapters
-from lightning_lowrank.aliases import under_all_names
 from lightning_lowrank.arguments import first_ten, listed
+from lightning_lowrank.buffers import under_all_names
 from lightning_lowrank.configuration import misconfigured
 from lightning_lowrank.internals.torch import digest_of
 from lightning_lowrank.interop.peft_export import (

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 
-from lightning_lowrank.direction import Monitor, by_name, direction, monitors_of
+from lightning_lowrank.metric_direction import Monitor, by_name, direction, monitors_of
 
 HIGHER = (
     "val_acc acc Accuracy val/acc_epoch valAcc val_top5_acc test-accuracy val_f1 val_auroc val_mAP50 val_mIoU"
