@@ -87,13 +87,12 @@ def acts_elementwise(optimizer: Optimizer) -> bool:
 def counters(optimizer: Optimizer) -> list[dict[str, Any]]:
     """The entries of an optimizer's groups that its steps may change, as those of schedule-free ones and Prodigy do.
 
-    All but the options that schedules set; none of torch's own optimizers.
+    All but the options that schedules set, and a projected optimizer's refreshes; none of torch's own optimizers.
     """
-    groups: list[dict[str, Any]] = [{} for _ in optimizer.param_groups]
-    if not acts_elementwise(optimizer):
-        for counted, group in zip(groups, optimizer.param_groups, strict=True):
-            counted.update({name: group[name] for name in group if name != "params" and name not in _SCHEDULED})
-    return groups
+    if acts_elementwise(optimizer):
+        return [{} for _ in optimizer.param_groups]
+    others = ("params", *_SCHEDULED, *_COUNTS_OF_REFRESHES)
+    return [{name: value for name, value in group.items() if name not in others} for group in optimizer.param_groups]
 
 
 def is_shared(name: str, value: Any) -> bool:
@@ -181,10 +180,7 @@ class ClientOptimizers:
     def begin_round(self) -> None:
         """Remember where the round began."""
         groups = [
-            [
-                {name: value for name, value in group.items() if name not in _OF_ONE_CLIENT}
-                for group in each.param_groups
-            ]
+            [{name: group[name] for name in group if name not in _OF_ONE_CLIENT} for group in each.param_groups]
             for each in self._optimizers
         ]
         self._begun, self._furthest, self._most_steps = self._captured(groups), {}, 0
@@ -217,11 +213,8 @@ class ClientOptimizers:
         self.give_back()
         if steps > self._most_steps:
             groups = [
-                [
-                    self._scheduled(group, counted)
-                    for group, counted in zip(each.param_groups, counters(each), strict=True)
-                ]
-                for each in self._optimizers
+                list(map(self._scheduled, optimizer.param_groups, counters(optimizer)))
+                for optimizer in self._optimizers
             ]
             self._furthest, self._most_steps = self._captured(groups), steps
 
