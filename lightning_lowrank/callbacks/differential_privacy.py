@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import secrets
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import lightning.pytorch as pl
@@ -29,6 +30,7 @@ from lightning_lowrank.federated.privacy.samples import SampleGradients, with_gr
 from lightning_lowrank.federated.site import SEED_IS_KNOWN, SiteCoordinator
 from lightning_lowrank.federated.state import State
 from lightning_lowrank.internals.lightning import TrainLoaderSource, log_figures
+from lightning_lowrank.internals.replaced import replaced
 from lightning_lowrank.seeding import default_seed
 
 _KEY = "privacy"
@@ -126,6 +128,7 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
         self._noise: float | None = noise_multiplier
         self._own: State = {}
         self._secret = secrets.randbits(62) if secure else None
+        self._restore, self._steps = ExitStack(), ExitStack()
         self._forget()
 
     def batch_seed(self, seed: int) -> int:
@@ -137,8 +140,6 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
         self._loader: PoissonLoader | None = None
         self._last: _Place | None = None
         self._trained: dict[int, list[str]] = {}
-        self._replaced: tuple[Any, Any] | None = None
-        self._source: TrainLoaderSource | None = None
 
     # Beginning and end of a fit
 
@@ -190,7 +191,7 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
                 f"DifferentialPrivacy draws batches over the whole training set, and {trainer.world_size} processes"
                 " have parts of it: set devices=1."
             )
-        source = self._source = TrainLoaderSource(trainer)
+        source = TrainLoaderSource(trainer)
         if not source.is_defined():
             raise MisconfigurationException(
                 "there is no training loader: define train_dataloader() on the module or the datamodule, or pass one"
@@ -201,7 +202,7 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
                 "DifferentialPrivacy accounts batches of one training set, and reload_dataloaders_every_n_epochs may"
                 " change it: leave it out."
             )
-        source.replace(_Lazy(self, trainer, source))
+        self._restore.enter_context(source.replaced_by(_Lazy(self, trainer, source)))
 
     def make_loader(self, trainer: Any, source: TrainLoaderSource) -> PoissonLoader:
         """Return the loader of Poisson-sampled batches, which is made when Lightning first asks for batches."""
@@ -254,37 +255,29 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
             return self._step(trainer, pl_module, gradients, batch, arguments)
 
         standing = while_training(trainer, own, private_step)
-        self._replaced = vars(pl_module).get("training_step"), standing
-        vars(pl_module)["training_step"] = standing
+        self._steps.enter_context(replaced(pl_module, training_step=standing))
         if self._loop is not None:
             self._loop.rounds.execution.substituted = True
         self._stop_if_spent(trainer)
 
-    def _put_back(self, module: pl.LightningModule) -> None:
-        before, standing = self._replaced or (None, None)
-        if standing is not None and vars(module).get("training_step") is standing:
-            if before is None:
-                del vars(module)["training_step"]
-            else:
-                vars(module)["training_step"] = before
-        self._replaced = None
+    def _end_steps(self) -> None:
+        """Give the module its training step back, and the process its generators."""
+        self._steps.close()
         if self._loader is not None:
             self._loader.close()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Give the module its training step back."""
-        self._put_back(pl_module)
+        self._end_steps()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Give the module its training step back."""
-        self._put_back(pl_module)
+        """Give the module its training step back, and the trainer its training loader."""
+        self.teardown(trainer, pl_module, "fit")
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Give the trainer its training loader back."""
-        self._put_back(pl_module)
-        if self._source is not None:
-            self._source.restore()
-            self._source = None
+        self._end_steps()
+        self._restore.close()
 
     # Steps
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -111,6 +112,7 @@ class LowRank(Configured, Callback):
         self._module: torch.nn.Module | None = None
         self._trained: set[str] = set()
         self._unseen: set[int] = set()
+        self._restore = ExitStack()
         self._frozen: list[tuple[str, torch.nn.Parameter]] = []
         self._added: list[str] = []
 
@@ -221,7 +223,15 @@ class LowRank(Configured, Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse steps to which no decay would be added."""
         if self.frobenius_decay:
-            refuse_unseen_steps(trainer, f"frobenius_decay={self.frobenius_decay}")
+            self._restore.callback(refuse_unseen_steps(trainer, f"frobenius_decay={self.frobenius_decay}"))
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Give the optimizers back as they were."""
+        self._restore.close()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Give the optimizers back as they were."""
+        self._restore.close()
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int

@@ -28,6 +28,7 @@ from lightning.pytorch.cli import (
     instantiate_class,
 )
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -51,7 +52,7 @@ from lightning_lowrank.cli.quiet import only_warnings
 from lightning_lowrank.cli.suggestions import with_suggestions
 from lightning_lowrank.federated.checks import check_callbacks, goes_on_from, static_batch_norm_advice
 from lightning_lowrank.federated.loop import FederatedLoop
-from lightning_lowrank.federated.safe_files import check_whole, install_whole_checkpoints
+from lightning_lowrank.federated.safe_files import WholeCheckpoints, check_whole
 from lightning_lowrank.internals.cli import SubcommandCLI
 
 _RUN_LOGGER = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "runs", "name": None}}
@@ -369,7 +370,8 @@ class LowRankCLI(SubcommandCLI):
         if section.get("federated") is not None and shows_pictures(logger) and not draws:
             others = [*others, RoundPictures()]
         trainer = super().instantiate_trainer(callbacks=[*own, *others], **kwargs)
-        install_whole_checkpoints(trainer)
+        if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+            trainer.strategy.checkpoint_io = WholeCheckpoints()
         return trainer
 
     def install_optimizers(self) -> None:

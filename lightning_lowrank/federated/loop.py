@@ -59,7 +59,7 @@ from lightning_lowrank.federated.logbook import Logbook
 from lightning_lowrank.federated.progress import Progress
 from lightning_lowrank.federated.rounds import Rounds
 from lightning_lowrank.federated.run_facts import RunFacts
-from lightning_lowrank.federated.safe_files import install_whole_checkpoints
+from lightning_lowrank.federated.safe_files import written_whole
 from lightning_lowrank.federated.schedule_length import ScheduleLength
 from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.federated.state import Server
@@ -67,7 +67,6 @@ from lightning_lowrank.internals.advance import ClientTurns
 from lightning_lowrank.internals.lightning import (
     TrainLoaderSource,
     check_namespace,
-    forget_batches,
     log_figures,
     pool_training_results,
     stops_now,
@@ -237,7 +236,8 @@ class FederatedLoop(FederatedSettings, Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Take the training loader's place, and have checkpoints written whole."""
         check_namespace(trainer, pl_module)
-        install_whole_checkpoints(trainer)
+        self._restore.close()
+        self._restore.enter_context(written_whole(trainer))
         if stage != "fit":
             if self.personal_test is not None and self._rounds is None and stage != "predict":
                 rank_zero_warn(f"no round was made with this FederatedLoop: {NOT_JUDGED}")
@@ -246,7 +246,6 @@ class FederatedLoop(FederatedSettings, Callback):
         processes = shared_by(trainer)
         refuse_own_reading(pl_module)
         check_callbacks(self, trainer, pl_module, goes_on_from(self))
-        self._restore.close()
         source = TrainLoaderSource(trainer)
         if not source.is_defined():
             raise MisconfigurationException(
@@ -392,7 +391,6 @@ class FederatedLoop(FederatedSettings, Callback):
             for note in resume_notes(trainer):
                 rank_zero_warn(note)
             if self._progress.position and not self._progress.round_open:
-                forget_batches(trainer)
                 assert self._turns is not None
                 self._turns.end_restored_epoch()
             if not self._progress.round_open:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -149,16 +150,13 @@ class Rounds(Untraced):
     def start(self) -> Callable[[], None]:
         """Let the algorithm train in its own way, where it has one, and return what ends that."""
         self._isolation = Isolation(self._trainer, self.execution.stacked)
+        ends = ExitStack()
         if not inherits(self._algorithm, "before_step"):
-            refuse_unseen_steps(self._trainer, type(self._algorithm).__name__)
-        end = self._local.start()
+            ends.callback(refuse_unseen_steps(self._trainer, type(self._algorithm).__name__))
+        ends.callback(self._local.start())
         self.execution.start()
-
-        def stop() -> None:
-            self.execution.stop()
-            end()
-
-        return stop
+        ends.callback(self.execution.stop)
+        return ends.close
 
     def resume(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict`'s result, the coordinator's part of which `setup` has taken."""

@@ -11,6 +11,7 @@ import socket
 import time
 import zipfile
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_lowrank.internals.replaced import replaced
 
 _UNFINISHED = ".part"
 _DAY = 24 * 60 * 60
@@ -99,8 +102,9 @@ class WholeCheckpoints(TorchCheckpointIO):
     (Lightning writes into the temporary folder; if that is on another file system, its last move is a copy, which a
     kill can cut short.) Before one is loaded it is read as a whole and compared with its checksums.
 
-    `FederatedLoop` installs it in a trainer that has Lightning's default. Use it in any other run by
-    ``Trainer(plugins=[WholeCheckpoints()])``. Checkpoints at a URL are left to Lightning.
+    `FederatedLoop` gives it to a trainer that has Lightning's default, for as long as it runs. Use it in any other run,
+    and for ``trainer.save_checkpoint`` after a fit, by ``Trainer(plugins=[WholeCheckpoints()])``. Checkpoints at a URL
+    are left to Lightning.
 
     Example:
         >>> import lightning as L
@@ -147,10 +151,11 @@ class WholeCheckpoints(TorchCheckpointIO):
         return super().load_checkpoint(path, map_location, weights_only)
 
 
-def install_whole_checkpoints(trainer: Any) -> None:
-    """Give a trainer `WholeCheckpoints` in place of Lightning's default."""
-    if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
-        trainer.strategy.checkpoint_io = WholeCheckpoints()
+def written_whole(trainer: Any) -> AbstractContextManager[None]:
+    """Give a trainer `WholeCheckpoints` in the place of Lightning's default for a while."""
+    if type(trainer.strategy.checkpoint_io) is not TorchCheckpointIO:
+        return nullcontext()
+    return replaced(trainer.strategy, checkpoint_io=WholeCheckpoints())
 
 
 def is_whole(path: str | Path) -> bool:

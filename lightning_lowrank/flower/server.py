@@ -13,6 +13,7 @@ import secrets
 import time
 import warnings
 from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -41,7 +42,7 @@ from lightning_lowrank.federated.data.planner import RoundPlan, RoundPlanner
 from lightning_lowrank.federated.failures import described
 from lightning_lowrank.federated.ledger import Ledger, dense_bytes
 from lightning_lowrank.federated.loop import FederatedLoop
-from lightning_lowrank.federated.safe_files import install_whole_checkpoints
+from lightning_lowrank.federated.safe_files import written_whole
 from lightning_lowrank.federated.site import SEED_IS_KNOWN
 from lightning_lowrank.federated.state import Server, trained_tensors
 from lightning_lowrank.flower.intake import Expected, Intake, expect
@@ -68,6 +69,7 @@ from lightning_lowrank.flower.secure import (
 )
 from lightning_lowrank.internals.flower import bounded_arrays, is_of_link, is_passing
 from lightning_lowrank.internals.lightning import TrainLoaderSource, count_steps, log_figures
+from lightning_lowrank.internals.replaced import replaced
 from lightning_lowrank.interop.files import private_files, private_folder, replacing
 
 OnBadPayload = Literal["skip", "stop"]
@@ -163,6 +165,7 @@ class RemoteRounds(Callback):
         seed: int = -1,
     ) -> None:
         check_choice("on-bad-payload", on_bad_payload, OnBadPayload)
+        self._restore = ExitStack()
         seconds = (("start-timeout", start_timeout), ("round-timeout", round_timeout))
         for name, value in (*seconds, ("secure-range", secure_range)):
             if not value > 0:
@@ -286,12 +289,19 @@ class RemoteRounds(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Take the training loader's place."""
         if stage == "fit":
-            install_whole_checkpoints(trainer)
             check_callbacks(self, trainer, pl_module, "sites that sit that round out would not know")
-            settings: Any = trainer
-            TrainLoaderSource(settings).replace(_NoBatch())
-            settings.reload_dataloaders_every_n_epochs = 0
-            settings.limit_train_batches, settings.overfit_batches = 1.0, 0.0
+            enter = self._restore.enter_context
+            enter(written_whole(trainer))
+            enter(TrainLoaderSource(trainer).replaced_by(_NoBatch()))
+            enter(replaced(trainer, reload_dataloaders_every_n_epochs=0, limit_train_batches=1.0, overfit_batches=0.0))
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Give the trainer back as it was."""
+        self._restore.close()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Give the trainer back as it was."""
+        self._restore.close()
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Wait for the sites, and let the algorithm look at the module."""

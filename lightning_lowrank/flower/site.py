@@ -38,7 +38,7 @@ from lightning_lowrank.flower.messages import signature, take_options
 from lightning_lowrank.flower.policy import Policy
 from lightning_lowrank.flower.recipe import ONLY_OF_WHOLE_RUNS, OWN_OF_TRAINER, Recipe, build, check_optimizers
 from lightning_lowrank.flower.secure import changes_of
-from lightning_lowrank.internals.lightning import drop_schedulers, make_one_epoch
+from lightning_lowrank.internals.lightning import make_one_epoch
 from lightning_lowrank.interop.files import private_folder, without_link
 
 __all__ = ["Site"]
@@ -446,7 +446,8 @@ class _ConstantSchedules(Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         check_optimizers(trainer, pl_module)
-        drop_schedulers(trainer)
+        # A site's rounds step no schedule of their own.
+        trainer.strategy.lr_scheduler_configs = []
 
 
 def _tensor(data: bytes) -> Tensor:

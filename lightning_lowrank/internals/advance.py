@@ -13,54 +13,18 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar, Timer, WeightAveraging
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.call import _call_lightning_module_hook, _call_strategy_hook
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
-from lightning_lowrank.internals.lightning import TrainLoaderSource, accumulates, need, overrides, stops_now
+from lightning_lowrank.internals.lightning import TrainLoaderSource, accumulates, overrides, stops_now
 from lightning_lowrank.internals.replaced import replaced
-
-try:
-    from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
-    from lightning.pytorch.trainer import call as _call
-except ImportError:
-    _call = None  # type: ignore[assignment]
 
 _BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end")
 _ONCE_A_TURN = (Checkpoint, ProgressBar, WeightAveraging)
-_NEEDED = (
-    "advance",
-    "restarting",
-    "batch_idx",
-    "batch_progress.is_last_batch",
-    "batch_progress.current.ready",
-    "update_lr_schedulers",
-    "restarted_on_last",
-    "val_loop.restarting",
-    "val_loop.restarted_mid_evaluation",
-    "val_loop.increment_progress_to_evaluation_end",
-    "automatic_optimization.run",
-    "automatic_optimization.optim_progress.optimizer.step.increment_completed",
-    "manual_optimization.run",
-    "scheduler_progress",
-    "_batches_that_stepped",
-    "_broadcast_sigterm_tensor",
-    "_build_kwargs",
-    "_num_ready_batches_reached",
-    "_results",
-    "_should_accumulate",
-    "_should_check_val_fx",
-    "_skip_next_val",
-)
-_OF_TRAINER = (
-    "_logger_connector.on_batch_start",
-    "_logger_connector.on_batch_end",
-    "_logger_connector.update_train_step_metrics",
-    "fit_loop._combined_loader",
-    "fit_loop._data_fetcher",
-    "fit_loop.max_batches",
-)
 _COUNTERS = (
     ("automatic_optimization.optim_progress", "optimizer", "step"),
     ("automatic_optimization.optim_progress", "optimizer", "zero_grad"),
@@ -153,12 +117,7 @@ class ClientTurns:
         turn: Callable[[], bool],
         resumes_inside: Callable[[], bool],
     ) -> None:
-        loop = trainer.fit_loop.epoch_loop
-        need("FederatedLoop", "use lightning 2.6", loop, *_NEEDED)
-        need("FederatedLoop", "use lightning 2.6", trainer, *_OF_TRAINER)
-        if _call is None:
-            need("FederatedLoop", "use lightning 2.6", loop, "optimization.automatic.Closure")
-        self._trainer, self._loop, self._own = trainer, loop, own
+        self._trainer, self._loop, self._own = trainer, trainer.fit_loop.epoch_loop, own
         self._count, self._done, self._turn, self._resumes_inside = count, done, turn, resumes_inside
         self._loader = TurnLoader(trainer, count, loader, lambda: self._begin_epoch(count()))
         self._source = TrainLoaderSource(trainer)
@@ -339,16 +298,16 @@ class ClientTurns:
         self._tell_callbacks(self._each, "on_train_batch_start", batch, number)
         answer = None
         if "on_train_batch_start" in self.module_hears:
-            answer = _call._call_lightning_module_hook(self._trainer, "on_train_batch_start", batch, number)
+            answer = _call_lightning_module_hook(self._trainer, "on_train_batch_start", batch, number)
         if self._strategy_hears:
-            _call._call_strategy_hook(self._trainer, "on_train_batch_start", batch, number)
+            _call_strategy_hook(self._trainer, "on_train_batch_start", batch, number)
         return bool(answer == -1)
 
     def tell_end(self, outputs: Any, batch: Any, number: int) -> None:
         """Call the hooks at a local batch's end."""
         self._tell_callbacks(self._each, "on_train_batch_end", outputs, batch, number)
         if "on_train_batch_end" in self.module_hears:
-            _call._call_lightning_module_hook(self._trainer, "on_train_batch_end", outputs, batch, number)
+            _call_lightning_module_hook(self._trainer, "on_train_batch_end", outputs, batch, number)
 
     def step(self, batch: Any, number: int) -> Any:
         """Make a local step as Lightning does, and return what it gives ``on_train_batch_end``."""

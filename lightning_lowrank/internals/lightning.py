@@ -1,24 +1,21 @@
 """The private parts of Lightning, and of torchmetrics with it, that rounds use.
 
-Where no public way is named, there is none: a Lightning without such a part is refused by a
-MisconfigurationException, which names the version and what to do.
+Where no public way is named, there is none.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-import operator
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
-import lightning
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -27,11 +24,6 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_lowrank.internals.replaced import replaced
-
-try:
-    from lightning.pytorch.trainer.connectors.logger_connector import result as _result
-except ImportError:
-    _result = None  # type: ignore[assignment]
 
 _SETTINGS = (
     "fx",
@@ -46,40 +38,6 @@ _SETTINGS = (
     "metric_attribute",
 )
 _ONCE_AN_EPOCH = ("on_train_start", "on_train_epoch_start", "on_train_epoch_end")
-_COUNTED = (
-    "automatic_optimization.optim_progress.optimizer.step.total.completed",
-    "manual_optimization.optim_step_progress.total.completed",
-)
-
-
-def missing(owner: Any, *paths: str) -> list[str]:
-    """Return those of some dotted names that lead from ``owner`` to nothing.
-
-    Example:
-        >>> missing(3.5, "real", "real.numerator.imag", "imag.real")
-        ['real.numerator.imag']
-    """
-    lacking = []
-    for path in paths:
-        try:
-            operator.attrgetter(path)(owner)
-        except AttributeError:
-            lacking.append(path)
-    return lacking
-
-
-def need(what: str, instead: str, owner: Any, *paths: str) -> None:
-    """Refuse a version of Lightning in which one of the dotted names leads from ``owner`` to nothing."""
-    lacking = missing(owner, *paths)
-    if lacking:
-        raise MisconfigurationException(
-            f"{what} needs {type(owner).__name__}.{lacking[0]}, which lightning {lightning.__version__} does not have:"
-            f" {instead}."
-        )
-
-
-def _need_together(owner: Any, *paths: str) -> None:
-    need("strategy='client_parallel'", "use lightning 2.6, or devices=1", owner, *paths)
 
 
 def check_namespace(trainer: Any, module: Any) -> None:
@@ -147,12 +105,7 @@ class TrainLoaderSource:
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
-        needed = ("instance", "dataloader", "is_defined")
-        need("FederatedLoop", "use lightning 2.6", trainer, *(f"fit_loop._data_source.{name}" for name in needed))
-        need("FederatedLoop", "use lightning 2.6", trainer.fit_loop, "_combined_loader", "setup_data", "max_batches")
-        self._trainer: Any = trainer
-        self._loop: Any = trainer.fit_loop
-        self._source = self._loop._data_source
+        self._source: Any = trainer.fit_loop._data_source
         self._users = copy.copy(self._source)
 
     def is_defined(self) -> bool:
@@ -163,16 +116,8 @@ class TrainLoaderSource:
         """Return what the user's own source gives."""
         return self._users.dataloader()
 
-    def replace(self, loader: Any) -> None:
-        """Make the trainer take ``loader``."""
-        self._source.instance = loader
-
-    def restore(self) -> None:
-        """Put the user's source back."""
-        self._source.instance = self._users.instance
-
     def replaced_by(self, loader: Any) -> AbstractContextManager[None]:
-        """Return what makes the trainer take ``loader`` for a while."""
+        """Have the trainer take ``loader`` for a while."""
         return replaced(self._source, instance=loader)
 
 
@@ -250,8 +195,6 @@ class StepCounts:
     """
 
     def __init__(self, trainer: Any) -> None:
-        needed = (*_COUNTED, "_batches_that_stepped", "_should_accumulate")
-        _need_together(trainer.fit_loop.epoch_loop, *needed)
         self._trainer = trainer
         self._optimizer_steps: int = trainer.global_step
         self._logged_steps: int = trainer.fit_loop.epoch_loop._batches_that_stepped
@@ -279,8 +222,8 @@ def _counted_steps(trainer: Any) -> Any:
     return loop.manual_optimization.optim_step_progress.total
 
 
-def refuse_unseen_steps(trainer: Any, acting: str) -> None:
-    """Refuse steps in manual optimization that pass by ``on_before_optimizer_step``.
+def refuse_unseen_steps(trainer: Any, acting: str) -> Callable[[], None]:
+    """Refuse steps in manual optimization that pass by ``on_before_optimizer_step``; return an end.
 
     Lightning calls that hook from the ``step()`` of what ``self.optimizers()`` returns, not from the optimizer's own.
     There is no public sign of being inside the former, but steps are counted around it.
@@ -289,12 +232,12 @@ def refuse_unseen_steps(trainer: Any, acting: str) -> None:
         trainer: The trainer, with its optimizers set up.
         acting: What acts in the hook, for the message.
     """
+    ends = ExitStack()
     if trainer.lightning_module.automatic_optimization:
-        return
+        return ends.close
 
     def refuse(optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
         counted = _counted_steps(trainer)
-        # An optimizer may outlive the fit.
         if is_training(trainer) and counted.ready == counted.completed:
             raise MisconfigurationException(
                 f"training_step calls step() of {type(optimizer).__name__} itself, as by"
@@ -305,21 +248,20 @@ def refuse_unseen_steps(trainer: Any, acting: str) -> None:
     for optimizer in trainer.optimizers:
         # A wrapper need not have called its base's __init__, and calls no hooks then.
         if hasattr(optimizer, "_optimizer_step_pre_hooks"):
-            optimizer.register_step_pre_hook(refuse)
+            ends.callback(optimizer.register_step_pre_hook(refuse).remove)
+    return ends.close
 
 
-def evaluate_everything(trainer: Any) -> None:
-    """Leave all samples of validation, test and prediction loaders to every process.
+def evaluating_everything(trainer: Any) -> AbstractContextManager[None]:
+    """Leave all samples of validation, test and prediction loaders to every process for a while.
 
     The public way is ``Trainer(use_distributed_sampler=False)``, which a strategy cannot set.
     """
-    _need_together(trainer, "_accelerator_connector.use_distributed_sampler")
-    trainer._accelerator_connector.use_distributed_sampler = False
+    return replaced(trainer._accelerator_connector, use_distributed_sampler=False)
 
 
 def empty_results(trainer: Any) -> Any:
     """Return an empty collection of what training steps log, such as Lightning keeps for an epoch."""
-    need("FederatedLoop", "use lightning 2.6", trainer, "fit_loop.epoch_loop._results", "_logger_connector._current_fx")
     return type(trainer.fit_loop.epoch_loop._results)(training=True)
 
 
@@ -364,8 +306,6 @@ def pool_training_results(trainer: Any, gather: Callable[[Any], Sequence[Any]]) 
         trainer: The trainer.
         gather: Returns what every process gives, in the order of their ranks.
     """
-    _need_together(trainer, "fit_loop.epoch_loop._results.batch_size")
-    _need_together(_result, "_Metadata", "_ResultMetric", "_Sync")
     results = trainer.fit_loop.epoch_loop._results
     mine = {
         key: (
@@ -381,9 +321,9 @@ def pool_training_results(trainer: Any, gather: Callable[[Any], Sequence[Any]]) 
     for key, given in settings.items():
         values = [part[key][1] for part in gathered if key in part]
         if key not in results:
-            meta = _result._Metadata(**given)
-            meta.sync = _result._Sync()
-            results[key] = _result._ResultMetric(meta, values[0] is not None)
+            meta = _Metadata(**given)
+            meta.sync = _Sync()
+            results[key] = _ResultMetric(meta, values[0] is not None)
         item = results[key]
         item.has_reset, item._computed, item._update_count = False, None, 1
         if values[0] is None:
@@ -423,20 +363,11 @@ class NewFigures:
 
 
 def log_figures(trainer: pl.Trainer, figures: dict[str, float]) -> None:
-    """Log numbers of an epoch; `LightningModule.log` takes longer for each than a small client's step does.
-
-    Where Lightning hands figures to its loggers elsewhere, they get them at ``global_step``, which is the same but
-    where batches are accumulated or optimized manually.
-    """
+    """Log numbers of an epoch; `LightningModule.log` takes longer for each than a small client's step does."""
     # Lightning keeps numbers in the default type, and float32 would round bytes from 16 MiB on.
     tensors = {name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()}
     trainer.callback_metrics.update(tensors)
-    if not missing(trainer, "_logger_connector.log_metrics"):
-        trainer._logger_connector.log_metrics(tensors)
-        return
-    for logger in trainer.loggers:
-        logger.log_metrics({**figures, "epoch": trainer.current_epoch}, step=trainer.global_step)
-        logger.save()
+    trainer._logger_connector.log_metrics(tensors)
 
 
 def stops_now(trainer: pl.Trainer) -> bool:
@@ -446,19 +377,6 @@ def stops_now(trainer: pl.Trainer) -> bool:
     enough_epochs = not trainer.min_epochs or trainer.current_epoch >= trainer.min_epochs
     enough_steps = not trainer.min_steps or trainer.global_step >= trainer.min_steps
     return bool(trainer.should_stop and enough_epochs and enough_steps)
-
-
-def forget_batches(trainer: pl.Trainer) -> None:
-    """Let a run that is resumed from the last batch of a round start the next round with its first batch.
-
-    Lightning recognises such a checkpoint by comparing the batches that were done with the length of the loader, which
-    by then is the next round's, and goes on in the middle of the epoch if that is longer.
-    """
-    needed = ("restarted_on_train_batch_end", "batch_progress.current.completed")
-    instead = "use lightning 2.6, or resume from a checkpoint that was saved between rounds"
-    need("resuming from a round's last batch", instead, trainer.fit_loop.epoch_loop, *needed)
-    if trainer.fit_loop.epoch_loop.restarted_on_train_batch_end:
-        trainer.fit_loop.epoch_loop.batch_progress.current.completed = sys.maxsize - 1
 
 
 def trainer_of(module: nn.Module) -> pl.Trainer | None:
@@ -474,27 +392,21 @@ def trainer_of(module: nn.Module) -> pl.Trainer | None:
 
 def checkpoint_schedule(callback: ModelCheckpoint) -> tuple[int, timedelta | None, bool | None]:
     """Return every how many steps and after what time a callback saves, and whether it does so at an epoch's end."""
-    needed = ("_every_n_train_steps", "_train_time_interval", "_save_on_train_epoch_end")
-    _need_together(callback, *needed)
     return callback._every_n_train_steps, callback._train_time_interval, callback._save_on_train_epoch_end
 
 
 def validation_seconds(trainer: Any) -> float | None:
     """Return after how many seconds a trainer validates, ``None`` where it goes by batches."""
-    _need_together(trainer, "_val_check_time_interval")
     return trainer._val_check_time_interval
 
 
 def synchronizes_layers(strategy: Any) -> bool:
     """Return whether a strategy makes batch normalisation synchronous, as ``Trainer(sync_batchnorm=True)`` asks."""
-    _need_together(strategy, "_layer_sync")
     return bool(strategy._layer_sync)
 
 
 def make_one_epoch(trainer: Any, number: int) -> None:
     """Have the next fit make epoch ``number`` alone; -1: begin a fit and make none."""
-    needed = ("epoch_progress.current.processed", "max_epochs", "_combined_loader")
-    need("a site of Flower", "use lightning 2.6", trainer.fit_loop, *needed)
     loop = trainer.fit_loop
     done = loop.epoch_progress.current
     done.ready = done.started = done.processed = done.completed = max(number, 0)
@@ -505,10 +417,4 @@ def make_one_epoch(trainer: Any, number: int) -> None:
 
 def count_steps(trainer: Any, steps: int) -> None:
     """Let ``global_step`` count steps that others made: checkpoints are not saved where it stands still."""
-    need("Flower's server", "use lightning 2.6", trainer.fit_loop.epoch_loop, *_COUNTED)
     _counted_steps(trainer).completed += steps
-
-
-def drop_schedulers(trainer: Any) -> None:
-    """Have a fit that begins step no learning rate scheduler."""
-    trainer.strategy.lr_scheduler_configs = []

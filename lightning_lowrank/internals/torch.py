@@ -7,73 +7,50 @@ import hashlib
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, ContextDecorator, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import _are_functorch_transforms_active
+from torch._C._functorch import (
+    _add_batch_dim,
+    current_level,
+    get_unwrapped,
+    is_batchedtensor,
+    is_functorch_wrapped_tensor,
+    maybe_get_bdim,
+)
+from torch.autograd import _profiler_enabled
+from torch.autograd.graph import _engine_run_backward
 from torch.nn.parameter import is_lazy
 from torch.optim import SGD, Optimizer
 from torch.optim.adam import adam
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.overrides import has_torch_function
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from lightning_lowrank.internals.replaced import replaced
 
 # Tensors that `torch.func.vmap` maps
 
-try:
-    from torch._C._functorch import (
-        _add_batch_dim,
-        current_level,
-        get_unwrapped,
-        is_batchedtensor,
-        is_functorch_wrapped_tensor,
-        maybe_get_bdim,
-    )
-except ImportError:
+is_mapped = is_batchedtensor
+is_transformed = is_functorch_wrapped_tensor
+map_level = current_level
+values_of = get_unwrapped
+"""Returns the tensor that a mapped tensor stands for, in the order of dimensions that it has."""
 
-    def is_mapped(tensor: Tensor) -> bool:
-        """Return ``False``: this torch does not tell. `StackedProducts` then leaves everything to torch."""
-        return False
 
-    def is_transformed(tensor: Tensor) -> bool:
-        """Return ``False``: this torch does not tell."""
-        return False
+def stack_of(tensor: Tensor) -> Tensor:
+    """The stack that a mapped tensor stands for, the mapped dimension first."""
+    stack, dimension = get_unwrapped(tensor), maybe_get_bdim(tensor)
+    return stack if dimension == 0 else stack.movedim(dimension, 0)
 
-    def map_level() -> int:
-        """Return 0: this torch does not tell."""
-        return 0
 
-    def stack_of(tensor: Tensor) -> Tensor:
-        """Refuse: no tensor is known to be mapped."""
-        raise NotImplementedError(f"torch {torch.__version__} does not tell what a mapped tensor stands for.")
-
-    def values_of(tensor: Tensor) -> Tensor:
-        """Refuse: no tensor is known to be mapped."""
-        raise NotImplementedError(f"torch {torch.__version__} does not tell what a mapped tensor stands for.")
-
-    def mapped(stack: Tensor, dimension: int = 0) -> Tensor:
-        """Refuse: no tensor is known to be mapped."""
-        raise NotImplementedError(f"torch {torch.__version__} does not tell what a mapped tensor stands for.")
-
-else:
-    is_mapped = is_batchedtensor
-    is_transformed = is_functorch_wrapped_tensor
-    map_level = current_level
-
-    def stack_of(tensor: Tensor) -> Tensor:
-        """Return the stack that a mapped tensor stands for, the mapped dimension first."""
-        stack, dimension = get_unwrapped(tensor), maybe_get_bdim(tensor)
-        return stack if dimension == 0 else stack.movedim(dimension, 0)
-
-    def values_of(tensor: Tensor) -> Tensor:
-        """Return the tensor that a mapped tensor stands for, in the order of dimensions that it has."""
-        return get_unwrapped(tensor)
-
-    def mapped(stack: Tensor, dimension: int = 0) -> Tensor:
-        """Return the mapped tensor that stands for a stack, inside one map, given the mapped dimension."""
-        return _add_batch_dim(stack, dimension, 1)
+def mapped(stack: Tensor, dimension: int = 0) -> Tensor:
+    """The mapped tensor that stands for a stack, inside one map, given the mapped dimension."""
+    return _add_batch_dim(stack, dimension, 1)
 
 
 # Accelerators
@@ -151,8 +128,8 @@ def as_rows(stack: Tensor) -> Tensor:
 
 
 def add_each(tensors: Sequence[Tensor], others: Sequence[Tensor], alpha: float = 1) -> None:
-    """Add ``alpha`` times its counterpart to each tensor, in place. Without torch's own function, one by one."""
-    if hasattr(torch, "_foreach_add_") and len({tensor.device for tensor in tensors}) < 2:
+    """Add ``alpha`` times its counterpart to each tensor, in place."""
+    if len({tensor.device for tensor in tensors}) < 2:
         torch._foreach_add_(list(tensors), list(others), alpha=alpha)
         return
     for tensor, other in zip(tensors, others, strict=True):
@@ -160,30 +137,18 @@ def add_each(tensors: Sequence[Tensor], others: Sequence[Tensor], alpha: float =
 
 
 def divide_each(tensors: Sequence[Tensor], divisor: float) -> Sequence[Tensor]:
-    """Return each tensor divided by a number. Without torch's own function, one by one."""
-    if hasattr(torch, "_foreach_div") and len({tensor.device for tensor in tensors}) < 2:
+    """Each tensor divided by a number."""
+    if len({tensor.device for tensor in tensors}) < 2:
         return torch._foreach_div(list(tensors), divisor)
     return [tensor / divisor for tensor in tensors]
 
 
 def copy_each(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Copy its counterpart into each tensor, in place. Without torch's own function, one by one."""
-    if hasattr(torch, "_foreach_copy_"):
-        torch._foreach_copy_(list(tensors), list(values))
-        return
-    for tensor, value in zip(tensors, values, strict=True):
-        tensor.copy_(value)
+    """Copy its counterpart into each tensor, in place."""
+    torch._foreach_copy_(list(tensors), list(values))
 
 
 # Backward passes without what surrounds them for other uses
-
-try:
-    from torch._C import _are_functorch_transforms_active
-    from torch.autograd.graph import _engine_run_backward
-except ImportError:
-    _HAS_ENGINE = False
-else:
-    _HAS_ENGINE = True
 
 _BACKWARDS = Tensor.backward, torch.autograd.backward
 
@@ -194,8 +159,7 @@ def run_backward(loss: Tensor) -> None:
     For a small model that is a twentieth of a client's step.
     """
     if (
-        not _HAS_ENGINE
-        or type(loss) is not Tensor
+        type(loss) is not Tensor
         or loss.dim()
         or not loss.requires_grad
         or loss.is_complex()
@@ -213,15 +177,8 @@ def run_backward(loss: Tensor) -> None:
 
 _ZERO_GRAD = Optimizer.zero_grad
 _SGD_STEP = inspect.unwrap(SGD.step)
-
-try:
-    from torch.autograd import _profiler_enabled
-    from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-
-    # Each class's `step` is wrapped by functions of one code, which run the hooks and tell a profiler.
-    _AROUND_STEP = Optimizer.profile_hook_step(lambda optimizer: None).__code__
-except (AttributeError, ImportError):
-    _AROUND_STEP = None  # type: ignore[assignment]
+# Each class's `step` is wrapped by functions of one code, which run the hooks and tell a profiler.
+_AROUND_STEP = Optimizer.profile_hook_step(lambda optimizer: None).__code__
 
 
 def drop_gradients(optimizer: Optimizer) -> None:
@@ -230,7 +187,7 @@ def drop_gradients(optimizer: Optimizer) -> None:
     To tell takes longer than to drop the gradients of a small model.
     """
     own = type(optimizer).zero_grad is not _ZERO_GRAD or "zero_grad" in vars(optimizer)
-    if _AROUND_STEP is None or own or _profiler_enabled():
+    if own or _profiler_enabled():
         optimizer.zero_grad()
         return
     for group in optimizer.param_groups:
@@ -239,13 +196,12 @@ def drop_gradients(optimizer: Optimizer) -> None:
 
 
 def is_heard(optimizer: Optimizer) -> bool:
-    """Return whether hooks or replaced methods may hear of an optimizer's steps, or this torch does not tell.
+    """Whether hooks or replaced methods may hear of an optimizer's steps.
 
     A schedule counts the steps, which does not count.
     """
     return bool(
-        _AROUND_STEP is None
-        or getattr(type(optimizer).step, "__code__", None) is not _AROUND_STEP
+        getattr(type(optimizer).step, "__code__", None) is not _AROUND_STEP
         or ("step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched"))
         or optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
@@ -336,6 +292,10 @@ def sgd_update(
     target.add_(gradient, alpha=-group["lr"])
 
 
+_FUSED = ("cpu", "cuda")
+"""The kinds of devices on which torch has one function for steps of Adam on many tensors."""
+
+
 def adam_step(
     values: Sequence[Tensor],
     first: Sequence[Tensor],
@@ -346,8 +306,7 @@ def adam_step(
 ) -> Callable[[Sequence[Tensor]], None]:
     """Return a function that takes a step of Adam (0.9 and 0.999) on contiguous tensors in place, given gradients.
 
-    Without torch's own function, or on another device than a CPU or CUDA, the steps are those of
-    ``torch.optim.adam.adam``.
+    On another device than a CPU or CUDA, the steps are those of ``torch.optim.adam.adam``.
 
     Args:
         values: The tensors.
@@ -362,7 +321,7 @@ def adam_step(
     options |= {"weight_decay": 0.0, "maximize": False}
     tensors = list(values), list(first), list(second)
     numbers = list(counts)
-    if hasattr(torch, "_fused_adam_") and values[0].device.type in ("cpu", "cuda"):
+    if values[0].device.type in _FUSED:
 
         def fused(gradients: Sequence[Tensor]) -> None:
             dense = [gradient.contiguous() for gradient in gradients]
@@ -474,8 +433,7 @@ def written(tensor: Tensor) -> tuple[int, int]:
     """
     if quantised_to_4_bits(tensor):
         return 0, 0
-    counted = not tensor.is_inference() and hasattr(tensor, "_version")
-    return tensor.data_ptr(), tensor._version if counted else -1
+    return tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version
 
 
 def digest_of(tensor: Tensor) -> str:
@@ -555,44 +513,20 @@ def read_by(loader: DataLoader, read: Callable[..., Any], pinned: bool = True) -
 # Common base classes, which users derive from as well
 
 
-def _base(module: Any, name: str, *public: type[nn.Module]) -> tuple[Any, ...]:
-    """Return the private base class of some layers, or without it the layers themselves."""
-    found = getattr(module, name, None)
-    return public if found is None else (found,)
-
-
-def _layers(kind: str) -> list[type[nn.Module]]:
-    """Return the layers of a kind for one to three dimensions, lazy ones too."""
-    return [getattr(nn, f"{prefix}{kind}{dimensions}d") for prefix in ("", "Lazy") for dimensions in (1, 2, 3)]
-
-
-BATCH_NORMS = _base(nn.modules.batchnorm, "_BatchNorm", *_layers("BatchNorm"), nn.SyncBatchNorm)
+BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
 """The classes of batch normalisation, for ``isinstance``."""
 
-INSTANCE_NORMS = _base(nn.modules.instancenorm, "_InstanceNorm", *_layers("InstanceNorm"))
+INSTANCE_NORMS = (nn.modules.instancenorm._InstanceNorm,)
 """The classes of instance normalisation, for ``isinstance``."""
 
-TRANSPOSED_CONVOLUTIONS = _base(nn.modules.conv, "_ConvTransposeNd", *_layers("ConvTranspose"))
+TRANSPOSED_CONVOLUTIONS = (nn.modules.conv._ConvTransposeNd,)
 """The classes of transposed convolutions, for ``isinstance``. Lazy ones are among them."""
 
-CONVOLUTIONS = (*_base(nn.modules.conv, "_ConvNd", *_layers("Conv")), *TRANSPOSED_CONVOLUTIONS)
+CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 """The classes of all convolutions, transposed ones too, for ``isinstance``. Lazy ones are among them."""
 
 
 # Modes
-
-try:
-    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-except ImportError:
-
-    class TorchDispatchMode(ContextDecorator):  # type: ignore[no-redef]
-        """Sees no operation: this torch does not show them. A check that watches them checks nothing."""
-
-        def __enter__(self) -> Any:
-            return self
-
-        def __exit__(self, *error: Any) -> None:
-            pass
 
 
 def writes(operation: Any) -> bool:
@@ -601,16 +535,14 @@ def writes(operation: Any) -> bool:
 
 
 def own_shape(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return a tensor in another shape that torch takes for no view. The tensor itself is not to be used any more."""
-    view = getattr(torch.ops.aten, "_unsafe_view", None)
-    return tensor.view(shape) if view is None else view(tensor, shape)
+    """A tensor in another shape that torch takes for no view. The tensor itself is not to be used any more."""
+    return torch.ops.aten._unsafe_view(tensor, shape)
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Return what a tensor, mapped or not, has in common with its views, and with nothing else that lives."""
-    storage = (values_of(tensor) if is_mapped(tensor) else tensor).untyped_storage()
-    # Tensors that are traced have no address of their data.
-    return getattr(storage, "_cdata", None) or storage.data_ptr()
+    """What a tensor, mapped or not, has in common with its views, and with no other living tensor."""
+    # Tensors without values have no address of their data.
+    return (values_of(tensor) if is_mapped(tensor) else tensor).untyped_storage()._cdata
 
 
 def random_states(*devices: torch.device) -> list[Tensor]:
@@ -625,9 +557,6 @@ def without_values() -> AbstractContextManager[Any]:
     Tensors from outside stand for their shape and type there; those that are written into may have changed afterwards.
     ``from_tensor`` of what is entered returns what stands for a tensor. What reads a number out of the results of
     operations raises an error.
-
-    Raises:
-        ImportError: If this torch has no such context.
 
     Example:
         >>> weight = torch.ones(2, 3)

@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import (
     TQDMProgressBar,
 )
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -25,9 +26,22 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException, SI
 from torch import nn
 from torchmetrics import MeanMetric
 
-from lightning_lowrank import FedAvg, FederatedLoop, FedProx, FromIndices, Half, PFedMe
-from lightning_lowrank.federated import fingerprint, local, logbook
+from lightning_lowrank import (
+    MOON,
+    DifferentialPrivacy,
+    FedAvg,
+    FederatedLoop,
+    FedProx,
+    FromIndices,
+    Half,
+    LowRank,
+    MaskAbsentClasses,
+    MatrixProduct,
+    PFedMe,
+)
+from lightning_lowrank.federated import fingerprint, local, logbook, whole_checkpoints
 from lightning_lowrank.federated import loop as loop_module
+from lightning_lowrank.federated.execution import choice
 from lightning_lowrank.federated.local import LocalTraining
 from lightning_lowrank.internals import advance, lightning
 from lightning_lowrank.internals import torch as internals_of_torch
@@ -575,10 +589,10 @@ def test_what_is_logged_elsewhere_is_lightnings(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "most"),
     [
-        ({}, 7),
-        ({"trainer": {"accumulate_grad_batches": 2}}, 8),
-        ({"algorithm": FedProx(0.3)}, 8),
-        ({"algorithm": PFedMe(personal_steps=2)}, 8),
+        ({}, 8),
+        ({"trainer": {"accumulate_grad_batches": 2}}, 9),
+        ({"algorithm": FedProx(0.3)}, 9),
+        ({"algorithm": PFedMe(personal_steps=2)}, 9),
     ],
 )
 def test_few_attributes_are_replaced(tmp_path, monkeypatch, settings, most):
@@ -589,7 +603,7 @@ def test_few_attributes_are_replaced(tmp_path, monkeypatch, settings, most):
         names.extend(f"{type(owner).__name__}.{name}" for name in attributes)
         return replaced(owner, **attributes)
 
-    for part in (advance, fingerprint, local, logbook, loop_module, internals_of_torch):
+    for part in (advance, fingerprint, local, logbook, loop_module, internals_of_torch, whole_checkpoints):
         monkeypatch.setattr(part, "replaced", noting)
     install, source = lightning.FitLength.install, lightning.TrainLoaderSource.replaced_by
     monkeypatch.setattr(lightning.FitLength, "install", lambda self: names.append("Trainer") or install(self))
@@ -625,6 +639,91 @@ def test_all_is_put_back(tmp_path, fails):
     assert not {"log", "optimizer_step", "training_step", "on_load_checkpoint"} & vars(module).keys()
     assert run.limit_train_batches == 3
     assert type(run) is pl.Trainer
+    assert type(run.strategy.checkpoint_io) is TorchCheckpointIO
+    assert not any(optimizer._optimizer_step_pre_hooks for optimizer in run.optimizers)
+
+
+class ManualModule(Module):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+@pytest.mark.parametrize("callback", ["loop", "LowRank"])
+def test_optimizers_have_no_hook_after_a_fit(tmp_path, callback):
+    given = [FederatedLoop(FedProx(0.3) if callback == "loop" else FedAvg(), partition=FromIndices(CLIENTS))]
+    if callback == "LowRank":
+        given = [LowRank(MatrixProduct(), rank=2, frobenius_decay=0.1, summary=False), *given]
+    hooks = []
+
+    class Looks(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            hooks.append(len(trainer.optimizers[0]._optimizer_step_pre_hooks))
+
+    run = trainer(tmp_path, *given, Looks(), max_epochs=1)
+    fit(run, ManualModule(), Data())
+    assert set(hooks) == {1}
+    assert not run.optimizers[0]._optimizer_step_pre_hooks
+
+
+OWN: dict[str, dict[str, Any]] = {
+    "default": {},
+    "a method's loss": {"algorithm": MOON("net.0", mu=0.1, temperature=0.5)},
+    "a method's update": {"algorithm": PFedMe(personal_steps=2)},
+    "objective": {"objective": MaskAbsentClasses("net", classes=4)},
+    "auto": {"execution": "auto"},
+    "channels last": {"execution": "auto"},
+    "vectorized": {"execution": "vectorized"},
+    "vectorized, a method's loss": {"algorithm": MOON("net.0", mu=0.1, temperature=0.5), "execution": "vectorized"},
+    "private": {},
+    "private alone": {},
+}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("name", OWN)
+def test_what_a_user_has_set_on_the_module_is_put_back(tmp_path, monkeypatch, name, fails):
+    if name == "channels last":
+        monkeypatch.setattr(choice, "_fastest", lambda *arguments: ("sequential", True, "images are faster so"))
+    module, called = Module(), []
+
+    def wrapped(hook):
+        own = getattr(module, hook)
+
+        @functools.wraps(own)
+        def wrapper(*arguments, **keywords):
+            called.append(hook)
+            if fails and hook == "on_train_epoch_end":
+                raise RuntimeError("out of luck")
+            return own(*arguments, **keywords)
+
+        return wrapper
+
+    hooks = {"training_step", "optimizer_step", "on_load_checkpoint", "on_train_epoch_end", "log"}
+    if OWN[name].get("execution") == "vectorized":
+        # With an optimizer_step of its own clients cannot step together.
+        hooks.remove("optimizer_step")
+    given = {hook: wrapped(hook) for hook in hooks}
+    for hook, wrapper in given.items():
+        setattr(module, hook, wrapper)
+    callbacks: list[Any] = [DifferentialPrivacy(noise_multiplier=1.0)] if name.startswith("private") else []
+    if name != "private alone":
+        settings = {"algorithm": FedAvg(), **OWN[name]}
+        callbacks.insert(0, FederatedLoop(partition=FromIndices(CLIENTS), summary=False, **settings))
+    run = trainer(tmp_path, *callbacks, max_epochs=1)
+    if fails:
+        with pytest.raises(RuntimeError, match="out of luck"):
+            fit(run, module, Data())
+    else:
+        fit(run, module, Data())
+    assert {"training_step", "on_train_epoch_end"} <= {*called}
+    assert {hook: vars(module).get(hook) for hook in given} == given
 
 
 def test_a_module_that_reads_its_batches_itself_is_refused(tmp_path):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain
@@ -41,10 +42,11 @@ from lightning_lowrank.federated.state import ClientInfo
 from lightning_lowrank.internals.lightning import (
     StepCounts,
     checkpoint_schedule,
-    evaluate_everything,
+    evaluating_everything,
     synchronizes_layers,
     validation_seconds,
 )
+from lightning_lowrank.internals.replaced import replaced
 
 _ALIGNMENT = 16
 
@@ -115,7 +117,7 @@ class ClientParallelStrategy(DDPStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
-        self._gathering: list[tuple[Metric, Any]] = []
+        self._restore, self._evaluation = ExitStack(), ExitStack()
 
     def setup_environment(self) -> None:
         """Connect the processes, and give all of them the first one's weights, from which `LowRank` may convert."""
@@ -124,7 +126,9 @@ class ClientParallelStrategy(DDPStrategy):
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Check what the trainer is to do, and set the module and the optimizers up."""
-        evaluate_everything(trainer)
+        self._restore.close()
+        self._restore.enter_context(evaluating_everything(trainer))
+        self._restore.enter_context(warnings.catch_warnings())
         # It has no effect here.
         warnings.filterwarnings("ignore", message=r"It is recommended to use `self.log\(.*sync_dist=True")
         if trainer.state.fn == TrainerFn.FITTING:
@@ -201,27 +205,22 @@ class ClientParallelStrategy(DDPStrategy):
     def on_validation_start(self) -> None:
         """Keep metrics from adding up what all processes have."""
         assert self.lightning_module is not None
-        self._gather_again()
-        metrics = [part for part in self.lightning_module.modules() if isinstance(part, Metric)]
-        self._gathering = [(metric, metric.distributed_available_fn) for metric in metrics]
-        for metric in metrics:
-            metric.distributed_available_fn = _never
+        self._evaluation.close()
+        for part in self.lightning_module.modules():
+            if isinstance(part, Metric):
+                self._evaluation.enter_context(replaced(part, distributed_available_fn=_never))
 
     def on_validation_end(self) -> None:
         """Let metrics gather again."""
-        self._gather_again()
+        self._evaluation.close()
 
     on_test_start = on_validation_start
     on_test_end = on_validation_end
 
-    def _gather_again(self) -> None:
-        for metric, available in self._gathering:
-            metric.distributed_available_fn = available
-        self._gathering = []
-
     def teardown(self) -> None:
-        """Leave metrics and module as they were."""
-        self._gather_again()
+        """Leave metrics, trainer and warnings as they were."""
+        self._evaluation.close()
+        self._restore.close()
         super().teardown()
 
 
