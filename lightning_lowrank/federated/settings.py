@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -22,7 +22,7 @@ from lightning_lowrank.aggregation import Aggregator, WeightedMean
 from lightning_lowrank.arguments import SAME_RESULT, Configured, first_ten, listed, plain
 from lightning_lowrank.buffers import treat_as_buffers
 from lightning_lowrank.compression import Codec
-from lightning_lowrank.configuration import check_integer
+from lightning_lowrank.configuration import check_choice, check_integer, check_number
 from lightning_lowrank.federated.algorithm import Algorithm
 from lightning_lowrank.federated.attacks import Attack
 from lightning_lowrank.federated.data.indices import ClientIndices
@@ -35,6 +35,35 @@ from lightning_lowrank.federated.state import Base, BufferPolicy, ClientInfo, Se
 from lightning_lowrank.federated.system import SystemModel
 from lightning_lowrank.seeding import default_seed
 
+Weighting = Literal["samples", "uniform"]
+OptimizerState = Literal["reset", "keep"]
+OnClientError = Literal["drop", "raise"]
+ExecutionName = Literal["sequential", "vectorized", "auto"]
+PersonalTest = Literal["matched_labels", "by_client"]
+
+_CHOICES = {
+    "execution": ExecutionName,
+    "compile": Literal[False, True],
+    "data_on_device": Literal[False, True, "auto", "round"],
+    "buffers": BufferPolicy,
+    "optimizer_state": OptimizerState,
+    "on_client_error": OnClientError,
+}
+_PARTS: dict[str, tuple[type, str]] = {
+    "algorithm": (Algorithm, "FedAvg()"),
+    "partition": (Partition, "IID() or Dirichlet(0.3)"),
+    "aggregator": (Aggregator, "WeightedMean()"),
+    "attackers": (Attack, "SignFlip(0.2)"),
+    "objective": (Objective, "MaskAbsentClasses()"),
+    "privacy": (ClientPrivacy, "ClientPrivacy(noise_multiplier=1.0)"),
+    "system": (SystemModel, "SystemModel(bandwidth=1.25e6, speed=1e10)"),
+}
+_LISTS: tuple[tuple[str, type, str], ...] = (
+    ("uplink", Codec, "codecs such as [TopK(0.1), Half()]"),
+    ("downlink", Codec, "codecs such as [TopK(0.1), Half()]"),
+    ("stages", RoundStage, "RoundStage objects"),
+    ("allow_changes", str, "names such as ['clients_per_round']"),
+)
 _SETTINGS_OF_LENGTH = ("local_epochs", "local_steps")
 
 
@@ -173,12 +202,12 @@ class FederatedSettings(Configured):
     attackers: Attack | None = None
     objective: Objective | None = None
     privacy: ClientPrivacy | None = None
-    weighting: Literal["samples", "uniform"] | Callable[[ClientInfo], float] = "samples"
+    weighting: Weighting | Callable[[ClientInfo], float] = "samples"
     buffers: BufferPolicy = "average"
     ema_parameters: list[str] = field(default_factory=list)
-    optimizer_state: Literal["reset", "keep"] = "reset"
+    optimizer_state: OptimizerState = "reset"
     client_dropout: float = 0.0
-    on_client_error: Literal["drop", "raise"] = "drop"
+    on_client_error: OnClientError = "drop"
     min_clients: int = 1
     sampling_weights: list[float] | dict[int | str, float] | None = None
     participants: list[list[int | str]] | None = None
@@ -188,13 +217,13 @@ class FederatedSettings(Configured):
     labels: Callable[[Dataset], Sequence[Any]] | None = None
     seed: int | None = None
     summary: bool = field(default=True, metadata=SAME_RESULT)
-    execution: Literal["sequential", "vectorized", "auto"] = "sequential"
+    execution: ExecutionName = "sequential"
     chunk_size: int | None = None
     compile: bool = False
     data_on_device: bool | Literal["auto", "round"] = field(default="auto", metadata=SAME_RESULT)
     client_settings: dict[int | str, dict[str, Any]] | Callable[[int], Mapping[str, Any] | None] | None = None
     client_memory_limit: int | None = field(default=None, metadata=SAME_RESULT)
-    personal_test: Literal["matched_labels", "by_client"] | float | None = None
+    personal_test: PersonalTest | float | None = None
     personal_clients: int | None = field(default=None, metadata=SAME_RESULT)
     allow_changes: list[str] = field(default_factory=list, metadata=SAME_RESULT)
 
@@ -205,52 +234,30 @@ class FederatedSettings(Configured):
         self.aggregator = WeightedMean() if self.aggregator is None else self.aggregator
         # Settings as they were given and with ids for the clients' names; those of another fit may be other clients'.
         self._named: dict[str, tuple[Any, Any]] = {}
-        self._list_chances()
+        # A site changes min_clients for its own rounds of one client.
+        self.noise_shares = self.min_clients
         self._check_parts()
-        self._check_rounds()
-        self._check_clients()
+        self._check_stages()
+        self._check_choices()
+        self._check_chances()
+        self._check_counts()
+        self._check_execution()
+        self._check_participants()
         self._check_privacy()
 
-    def _list_chances(self) -> None:
-        """Keep arrays and tensors as lists, and refuse what is neither a list nor a function that may be given."""
-        for name, other in (("sampling_weights", ""), ("availability", ", or a function of client id and round")):
-            values = getattr(self, name)
-            if isinstance(values, (np.ndarray, Tensor)) and values.ndim == 1:
-                values = values.tolist()
-                setattr(self, name, values)
-            _check(
-                values is None
-                or (isinstance(values, (Sequence, Mapping)) and not isinstance(values, str))
-                or (bool(other) and callable(values)),
-                f"{name} must be a list with a number for each client, or a dictionary by their names{other}, got"
-                f" {values!r}",
-            )
-
     def _check_parts(self) -> None:
-        parts = (
-            ("algorithm", Algorithm, "an Algorithm such as FedAvg()"),
-            ("partition", Partition, "a Partition such as IID() or Dirichlet(0.3)"),
-            ("aggregator", Aggregator, "an Aggregator such as WeightedMean()"),
-            ("attackers", (Attack, type(None)), "an Attack such as SignFlip(0.2), or None"),
-            ("objective", (Objective, type(None)), "an Objective such as MaskAbsentClasses(), or None"),
-            (
-                "privacy",
-                (ClientPrivacy, type(None)),
-                "a ClientPrivacy such as ClientPrivacy(noise_multiplier=1.0), or None",
-            ),
-            (
-                "system",
-                (SystemModel, type(None)),
-                "a SystemModel such as SystemModel(bandwidth=1.25e6, speed=1e10), or None",
-            ),
-        )
-        for name, kind, wanted in parts:
+        for name, (kind, example) in _PARTS.items():
             part = getattr(self, name)
-            _check(isinstance(part, kind), f"{name} must be {wanted}, got {part!r}")
-        _check(
-            isinstance(self.stages, (list, tuple)) and all(isinstance(stage, RoundStage) for stage in self.stages),
-            f"stages must be a list of RoundStage objects, got {self.stages!r}",
-        )
+            article = "an" if kind.__name__[0] in "AO" else "a"
+            wanted = f"{article} {kind.__name__} such as {example}{'' if name == 'algorithm' else ', or None'}"
+            allowed = isinstance(part, kind) or (part is None and name != "algorithm")
+            _check(allowed, f"{name} must be {wanted}, got {part!r}")
+        for name, of, example in _LISTS:
+            parts = getattr(self, name)
+            of_kind = isinstance(parts, (list, tuple)) and all(isinstance(part, of) for part in parts)
+            _check(of_kind, f"{name} must be a list of {example}, got {parts!r}")
+
+    def _check_stages(self) -> None:
         names = [stage.state_key for stage in self.stages]
         taken = {"ledger", "clock", "attackers", "privacy"}
         twice = sorted(name for name in {*names} if names.count(name) > 1 or name in taken)
@@ -263,24 +270,19 @@ class FederatedSettings(Configured):
             f"stages={self.stages!r} see each client's message, which privacy={self.privacy!r} does not protect from"
             " them: leave out one of the two",
         )
-        for name in ("uplink", "downlink"):
-            codecs = getattr(self, name)
-            _check(
-                isinstance(codecs, (list, tuple)) and all(isinstance(codec, Codec) for codec in codecs),
-                f"{name} must be a list of codecs such as [TopK(0.1), Half()], got {codecs!r}",
-            )
 
-        choices = (
-            ("execution", ("sequential", "vectorized", "auto")),
-            ("compile", (False, True)),
-            ("data_on_device", (False, True, "auto", "round")),
-            ("buffers", ("average", "local", "reset")),
-            ("optimizer_state", ("reset", "keep")),
-            ("on_client_error", ("drop", "raise")),
+    def _check_choices(self) -> None:
+        for name, choices in _CHOICES.items():
+            check_choice(name, getattr(self, name), choices)
+        _check(
+            callable(self.weighting) or self.weighting in get_args(Weighting),
+            f"weighting must be one of {get_args(Weighting)} or a function of the client, got {self.weighting!r}",
         )
-        for name, allowed in choices:
-            choice = getattr(self, name)
-            _check(choice in allowed, f"{name} must be one of {allowed}, got {choice!r}")
+        test = self.personal_test
+        _check(
+            test is None or test in get_args(PersonalTest) or (isinstance(test, float) and 0 < test < 1),
+            f"personal_test must be one of {get_args(PersonalTest)} or a share above 0 and below 1, got {test!r}",
+        )
         poisons = self.attackers is not None and self.attackers.poisons_labels
         _check(
             not poisons or self.data_on_device in (False, "auto"),
@@ -288,94 +290,76 @@ class FederatedSettings(Configured):
             " other labels in main memory: use data_on_device='auto'",
         )
 
-    def _check_rounds(self) -> None:
-        _check(self.clients is None or _is_count(self.clients), f"clients must be 1 or more, got {self.clients}")
+    def _check_chances(self) -> None:
+        """Keep arrays and tensors as lists, and refuse what is no number for each client or out of bounds."""
+        for name, other in (("sampling_weights", ""), ("availability", ", or a function of client id and round")):
+            values = getattr(self, name)
+            if isinstance(values, (np.ndarray, Tensor)) and values.ndim == 1:
+                values = values.tolist()
+                setattr(self, name, values)
+            if values is None or (other and callable(values)):
+                continue
+            _check(
+                isinstance(values, (Sequence, Mapping)) and not isinstance(values, str),
+                f"{name} must be a list with a number for each client, or a dictionary by their names{other}, got"
+                f" {values!r}",
+            )
+            numbers = values.values() if isinstance(values, Mapping) else values
+            if name == "availability":
+                _check(all(0 <= each <= 1 for each in numbers), f"{name} must be chances in [0, 1], got {values}")
+            else:
+                allowed = all(math.isfinite(each) and each >= 0 for each in numbers)
+                _check(allowed, f"{name} must be finite and not negative, got {values}")
+
+    def _check_counts(self) -> None:
+        for name in ("clients", "min_clients", "local_epochs", "local_steps", "chunk_size", "personal_clients"):
+            count = getattr(self, name)
+            if count is not None or name in ("min_clients", "local_epochs"):
+                check_integer(name, count)
+        check_number("client_dropout", self.client_dropout, least=0, below=1)
+        if self.client_memory_limit is not None:
+            check_number("client_memory_limit", self.client_memory_limit, least=0)
         share = self.clients_per_round
         if isinstance(share, float):
-            _check(
-                0 < share <= 1,
-                f"clients_per_round as a share must be in (0, 1], got {share}; give a count as an int",
-            )
+            check_number("clients_per_round as a share", share, above=0, most=1, hint="an int for a count")
         elif share is not None:
-            _check(_is_count(share), f"clients_per_round must be 1 or more, got {share}")
+            check_integer("clients_per_round", share)
             _check(
                 self.clients is None or share <= self.clients,
                 f"clients_per_round={share} is more than clients={self.clients}",
             )
-        _check(_is_count(self.min_clients), f"min_clients must be 1 or more, got {self.min_clients}")
-        _check(_is_count(self.local_epochs), f"local_epochs must be 1 or more, got {self.local_epochs}")
+
         _check(
-            self.local_steps is None or _is_count(self.local_steps),
-            f"local_steps must be 1 or more, or None for local_epochs, got {self.local_steps}",
+            self.personal_clients is None or self.personal_test is not None,
+            f"personal_clients={self.personal_clients} says how many clients personal_test judges: give it as well",
         )
         _check(
             self.local_steps is None or self.local_epochs == 1,
             f"give local_epochs={self.local_epochs} or local_steps={self.local_steps}, not both",
         )
-        _check(
-            self.chunk_size is None or (_is_count(self.chunk_size) and self.execution != "sequential"),
-            "chunk_size must be 1 or more and goes with execution='vectorized' or 'auto', got"
-            f" {self.chunk_size} with execution={self.execution!r}",
-        )
-        _check(
-            not self.compile or self.execution != "sequential",
-            f"compile={self.compile!r} goes with execution='vectorized' or 'auto': clients that train one after another"
-            " make the module's own steps",
-        )
-        if self.participants is not None:
-            drawing = ("clients_per_round", "sampling_weights", "availability")
-            given = [name for name in drawing if getattr(self, name) is not None]
-            _check(not given, f"participants names every round's clients, so leave out {', '.join(given)}")
-            for number, ids in enumerate(self.participants):
-                _check(len(ids) > 0, f"participants[{number}] is empty: every round needs at least one client")
-                _check(len(set(ids)) == len(ids), f"participants[{number}] names a client twice: {ids}")
 
-    def _check_clients(self) -> None:
-        _check(
-            callable(self.weighting) or self.weighting in ("samples", "uniform"),
-            f"weighting must be 'samples', 'uniform' or a function of the client, got {self.weighting!r}",
-        )
-        _check(
-            self.personal_test in (None, "matched_labels", "by_client")
-            or (isinstance(self.personal_test, float) and 0 < self.personal_test < 1),
-            "personal_test must be 'matched_labels', 'by_client' or a share above 0 and below 1, got"
-            f" {self.personal_test!r}",
-        )
-        if self.personal_clients is not None:
-            check_integer("personal_clients", self.personal_clients)
+    def _check_execution(self) -> None:
+        for name in ("chunk_size", "compile") if self.execution == "sequential" else ():
+            value = getattr(self, name)
             _check(
-                self.personal_test is not None,
-                f"personal_clients={self.personal_clients} says how many clients personal_test judges: give it as well",
+                value in (None, False),
+                f"{name}={value!r} goes with execution='vectorized' or 'auto', and with execution='sequential' clients"
+                " train one after another, by the module's own steps",
             )
-        _check(
-            self.client_memory_limit is None or self.client_memory_limit >= 0,
-            f"client_memory_limit must be a number of bytes, 0 or more, got {self.client_memory_limit}",
-        )
-        _check(
-            isinstance(self.allow_changes, (list, tuple)) and all(isinstance(each, str) for each in self.allow_changes),
-            f"allow_changes must be a list of names such as ['clients_per_round'], got {self.allow_changes!r}",
-        )
-        _check(0 <= self.client_dropout < 1, f"client_dropout must be in [0, 1), got {self.client_dropout}")
-        if self.sampling_weights is not None:
-            weights = self.sampling_weights
-            _check(
-                all(
-                    math.isfinite(weight) and weight >= 0
-                    for weight in (weights.values() if isinstance(weights, Mapping) else weights)
-                ),
-                f"sampling_weights must be finite and not negative, got {self.sampling_weights}",
-            )
-        if isinstance(self.availability, (Sequence, Mapping)):
-            chances = self.availability
-            _check(
-                all(0 <= chance <= 1 for chance in (chances.values() if isinstance(chances, Mapping) else chances)),
-                f"availability must be chances in [0, 1], got {self.availability}",
-            )
+
+    def _check_participants(self) -> None:
+        if self.participants is None:
+            return
+        drawing = ("clients_per_round", "sampling_weights", "availability")
+        given = [name for name in drawing if getattr(self, name) is not None]
+        _check(not given, f"participants names every round's clients, so leave out {', '.join(given)}")
+        for number, ids in enumerate(self.participants):
+            _check(len(ids) > 0, f"participants[{number}] is empty: every round needs at least one client")
+            _check(len(set(ids)) == len(ids), f"participants[{number}] names a client twice: {ids}")
 
     def _check_privacy(self) -> None:
-        # A site changes min_clients for its own rounds of one client.
-        self.noise_shares = self.min_clients
-        if self.privacy is None:
+        privacy = self.privacy
+        if privacy is None:
             return
         _check(
             self.weighting == "uniform",
@@ -393,12 +377,12 @@ class FederatedSettings(Configured):
                 " it out.",
             )
         _check(
-            not self.privacy.poisson or self.min_clients == 1,
+            not privacy.poisson or self.min_clients == 1,
             f"min_clients={self.min_clients} ends a fit by the size of a cohort, which"
             " ClientPrivacy(sampling='poisson') lets vary, down to none: leave it out, or use sampling='fixed'.",
         )
         _check(
-            self.privacy.noise_at == "server" or all(codec.additive for codec in self.uplink),
+            privacy.noise_at == "server" or all(codec.additive for codec in self.uplink),
             f"uplink={self.uplink!r} drops or rounds a part of the noise that each client adds before it encodes its"
             " message, and their sum has less than what ClientPrivacy(noise_at='clients') accounts: leave it out, or"
             " use noise_at='server'.",
@@ -547,11 +531,7 @@ class FederatedSettings(Configured):
         settings = plain(dict((given(client) if callable(given) else (given or {}).get(client)) or {}))
         for name in _SETTINGS_OF_LENGTH:
             if name in settings:
-                value = settings[name]
-                _check(
-                    _is_count(value),
-                    f"client_settings: {name} of client {client} must be 1 or more, got {value!r}",
-                )
+                check_integer(f"client_settings: {name} of client {client}", settings[name])
         _check(
             not all(name in settings for name in _SETTINGS_OF_LENGTH),
             f"client_settings of client {client} has {' and '.join(_SETTINGS_OF_LENGTH)}: give one of them",
@@ -595,10 +575,6 @@ class FederatedSettings(Configured):
             f"weighting gave {weight} for client {client.id}: a weight must be finite and more than 0.",
         )
         return float(weight)
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
 
 
 def _check(holds: bool, message: str) -> None:

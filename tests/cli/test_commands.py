@@ -412,7 +412,7 @@ def test_a_seed_that_fails_is_named_and_the_earlier_ones_stay(run, made, capsys,
 def test_a_single_seed_that_fails_ends_as_any_run_does(run, capsys):
     with pytest.raises(SystemExit) as end:
         run("fit", "--config", "base.yaml", "--seeds", "1", "--federated.clients", "0")
-    assert "clients must be 1 or more" in str(end.value.code)
+    assert "clients must be at least 1" in str(end.value.code)
     assert "seed 1" not in str(end.value.code)
 
 
@@ -642,8 +642,8 @@ FLOOR = ("--lowrank.rank", "null", "--lowrank.budget", "0.001")
         (("--lowrank", "null"), ["FedMUD", "put LowRank(..., role='update') before FederatedLoop"]),
         (("--lowrank.include", "[nothing]"), ["include has 'nothing'"]),
         (("--lowrank.budget", "25%"), ["Got value: 25%"]),
-        (("--federated.clients", "0"), ["clients must be 1 or more, got 0"]),
-        (("--federated.local_epochs", "null"), ["local_epochs must be 1 or more, got None"]),
+        (("--federated.clients", "0"), ["clients must be at least 1, but is 0"]),
+        (("--federated.local_epochs", "null"), ["local_epochs must be an integer, but is None"]),
         (("--federated.clients", "1000"), ["more clients than samples"]),
         (("--federated.partition.alpha", "-1"), ["alpha must be a finite number above 0, got -1.0"]),
         (("--model.network.hidden", "[0]"), ["hidden[0] must be at least 1"]),
@@ -666,7 +666,7 @@ FLOOR = ("--lowrank.rank", "null", "--lowrank.budget", "0.001")
         (("--config", "none.yaml"), ["seeds must be one or more", "got []"]),
         (
             ("--seeds", "8", "6", "--federated.clients", "0"),
-            ["seed 8 failed (not begun: 6): clients must be 1 or more"],
+            ["seed 8 failed (not begun: 6): clients must be at least 1"],
         ),
         (("--lr_scheduler", "StepLR", "--lr_scheduler.step_size", "1"), ["lr_scheduler is given and optimizer is not"]),
         (
