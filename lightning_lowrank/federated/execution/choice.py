@@ -39,6 +39,7 @@ from lightning_lowrank.federated.execution.traces import trial
 from lightning_lowrank.federated.execution.vectorized import Vectorized
 from lightning_lowrank.federated.objective import loss_of
 from lightning_lowrank.federated.state import trained_tensors
+from lightning_lowrank.internals.replaced import replaced
 from lightning_lowrank.internals.torch import synchronize
 
 _KINDS: dict[str, type[Execution]] = {kind.name: kind for kind in (Sequential, Vectorized)}
@@ -270,14 +271,14 @@ def time_alone(
     # The first batch of each client.
     clients = chunk.clients[:_TRIED_STEPS]
     with trial(trainer, loader, Chunk(clients, (1,) * len(clients)), _TRIED_STEPS, stacked=False) as (_, alone):
-        if channels_last:
-            layout = ChannelsLast(module)
-            if not any(map(layout.changes, alone)):
-                return None
-            # The trial takes it off again.
-            step = functools.wraps(module.training_step)(layout.step(module.training_step))
-            vars(module)["training_step"] = step
-        return _settled(_seconds(trainer, module, alone, lambda step: None))
+        if not channels_last:
+            return _settled(_seconds(trainer, module, alone, lambda step: None))
+        layout = ChannelsLast(module)
+        if not any(map(layout.changes, alone)):
+            return None
+        step = functools.wraps(module.training_step)(layout.step(module.training_step))
+        with replaced(module, training_step=step):
+            return _settled(_seconds(trainer, module, alone, lambda step: None))
 
 
 def time_both(

@@ -21,6 +21,7 @@ from lightning_lowrank.federated.data.loader import OfEachClient
 from lightning_lowrank.federated.execution.differences import GRADIENT, TOLERANCE, StepResults, first_difference
 from lightning_lowrank.federated.execution.traces import Untraced
 from lightning_lowrank.federated.state import State
+from lightning_lowrank.internals.replaced import replaced
 
 _PREFIX = "module."
 
@@ -155,15 +156,8 @@ class CompiledSteps(Untraced):
             rank_zero_warn(f"compile=True: steps are not compiled from here on: {reason}")
 
     def _run(self, step: Callable[..., Any], inputs: Inputs, tensors: Sequence[Tensor]) -> Results:
-        attributes = vars(self._module)
-        before, attributes["log"] = attributes.get("log"), self._log
-        try:
+        with replaced(self._module, log=self._log):
             gradients, (losses, (logged, buffers)) = step(inputs.trained, inputs.buffers, inputs.state, list(tensors))
-        finally:
-            if before is None:
-                del attributes["log"]
-            else:
-                attributes["log"] = before
         if self._on_cuda:
             # The next step of a captured graph overwrites what is logged of this one.
             logged = {name: value.clone() for name, value in logged.items()}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -36,6 +36,7 @@ from lightning_lowrank.federated.execution.traces import Unmapped, Untraced, Wat
 from lightning_lowrank.federated.logbook import Logbook
 from lightning_lowrank.federated.objective import loss_of
 from lightning_lowrank.federated.state import State
+from lightning_lowrank.internals.replaced import replaced
 from lightning_lowrank.internals.torch import (
     as_rows,
     is_mapped,
@@ -137,23 +138,34 @@ class ClientStack(Untraced):
         self.leaves = {
             name: self.values[name].detach().requires_grad_() for name, value in live.items() if value.requires_grad
         }
-        leaf_of = {value: self.leaves[name] for name, value in live.items() if name in self.leaves}
         self._unmapped = Unmapped(module)
-        self._parameters: list[tuple[dict[str, Any], list[Tensor]]] = []
-        for optimizer in trainer.optimizers:
+        with ExitStack() as ends:
+            self._take_optimizers(
+                {value: self.leaves[name] for name, value in live.items() if name in self.leaves}, ends
+            )
+            for value in live.values():
+                if value.requires_grad:
+                    ends.callback(value.register_hook(_refuse_gradient).remove)
+            step = while_training(trainer, self._step, self.training_step)
+            ends.enter_context(replaced(module, training_step=step, configure_gradient_clipping=self._clip))
+            self._ends = ends.pop_all()
+
+    def _take_optimizers(self, leaf_of: Mapping[Tensor, Tensor], ends: ExitStack) -> None:
+        """Have the optimizers hold leaves in place of the module's parameters, without a state, until the end."""
+
+        def forget_states() -> None:
+            for optimizer in self._trainer.optimizers:
+                optimizer.state = fresh_state(optimizer)
+
+        ends.callback(forget_states)
+        for optimizer in self._trainer.optimizers:
             for group in optimizer.param_groups:
-                self._parameters.append((group, group["params"]))
+                of_group = {name: group[name] for name in ("params", "stacked") if name in group}
+                ends.callback(group.update, of_group)
                 group["params"] = [leaf_of.get(parameter, parameter) for parameter in group["params"]]
                 if "stacked" in group:
                     group["stacked"] = True
-            optimizer.state = fresh_state(optimizer)
-        self._watched = [value.register_hook(_refuse_gradient) for value in live.values() if value.requires_grad]
-        replacing: dict[str, Any] = {
-            "training_step": while_training(trainer, self._step, self.training_step),
-            "configure_gradient_clipping": self._clip,
-        }
-        self._replaced = {name: vars(module).get(name) for name in replacing}
-        vars(module).update(replacing)
+        forget_states()
 
     def client(self, index: int) -> dict[str, Tensor]:
         """Return one client's values by name, as views into the stacks."""
@@ -161,10 +173,8 @@ class ClientStack(Untraced):
 
     def narrow(self, active: int) -> None:
         """Let the clients from ``active`` on leave the stack: they have made their last step."""
-        if active < self.active:
-            self._narrow(active, of_state=True)
-
-    def _narrow(self, active: int, of_state: bool) -> None:
+        if active >= self.active:
+            return
         # New leaves, for a graph that the user still holds goes on with the old ones and their sizes.
         renewed: dict[Tensor, Tensor] = {}
         for name, leaf in self.leaves.items():
@@ -175,10 +185,9 @@ class ClientStack(Untraced):
             for old, new in renewed.items():
                 if old in optimizer.state:
                     state = optimizer.state.pop(old)
-                    if of_state:
-                        for key, value in state.items():
-                            if not is_shared(key, value):
-                                state[key] = value[:active]
+                    for key, value in state.items():
+                        if not is_shared(key, value):
+                            state[key] = value[:active]
                     optimizer.state[new] = state
         self.active = active
 
@@ -209,18 +218,7 @@ class ClientStack(Untraced):
 
     def close(self) -> None:
         """Give the optimizers their own parameters back, and the module its methods."""
-        for group, parameters in self._parameters:
-            group["params"] = parameters
-            if "stacked" in group:
-                group["stacked"] = False
-        for optimizer in self._trainer.optimizers:
-            optimizer.state = fresh_state(optimizer)
-        for watch in self._watched:
-            watch.remove()
-        for name, before in self._replaced.items():
-            del vars(self._module)[name]
-            if before is not None:
-                vars(self._module)[name] = before
+        self._ends.close()
 
     def training_step(self, parts: Parts, batch_idx: int = 0) -> Tensor:
         """Return the sum of the losses of all clients of a chunk's batch, so that each one's gradient is its own.
@@ -409,36 +407,34 @@ class ClientStack(Untraced):
         own = _of_each_client(stacks[3])
         if own and self._watch.reads_of_each:
             return self.one_by_one(run, stacks)
+        if not self._watch.mapped:
+            return self.one_by_one(run, stacks)
         written = [stack for name, stack in stacks[0].items() if name not in self.leaves]
         kept = [stack.clone() for stack in written] if self._falls_back or own else []
-        if self._watch.mapped:
-            try:
-                return self.mapped(run, stacks)
-            except MisconfigurationException:
-                raise
-            except DiffersBetweenClients as error:
-                self._watch.reads_of_each = True
-                self._unmapped.restore()
-                for stack, before in zip(written, kept, strict=True):
-                    stack.copy_(before)
-                if not self._falls_back and not self._watch.silent:
-                    rank_zero_warn(
-                        f"execution='vectorized': {error}, so that clients make their steps one after another: leave"
-                        " it out of the step, or make it a tensor."
-                    )
-                return self.one_by_one(run, stacks)
-            except (RuntimeError, ValueError, NotImplementedError, TypeError) as error:
-                metric = self._watch.updated_metric()
-                cause = updates(metric) if metric else cause_of(error)
-                if not self._falls_back:
-                    raise CannotMap(cause) from error
+        try:
+            return self.mapped(run, stacks)
+        except MisconfigurationException:
+            raise
+        except DiffersBetweenClients as error:
+            self._watch.reads_of_each = True
+            self._unmapped.restore()
+            if not self._falls_back and not self._watch.silent:
+                rank_zero_warn(
+                    f"execution='vectorized': {error}, so that clients make their steps one after another: leave"
+                    " it out of the step, or make it a tensor."
+                )
+        except (RuntimeError, ValueError, NotImplementedError, TypeError) as error:
+            metric = self._watch.updated_metric()
+            cause = updates(metric) if metric else cause_of(error)
+            if not self._falls_back:
+                raise CannotMap(cause) from error
+            self._watch.mapped = False
             rank_zero_warn(
                 f"execution='auto': training_step cannot be mapped over clients any more: {cause}. From here on clients"
                 " make their steps one after another."
             )
-            self._watch.mapped = False
-            for stack, before in zip(written, kept, strict=True):
-                stack.copy_(before)
+        for stack, before in zip(written, kept, strict=True):
+            stack.copy_(before)
         return self.one_by_one(run, stacks)
 
     def one_by_one(self, run: Run, stacks: Stacks) -> tuple[Tensor, dict[str, Tensor]]:
@@ -519,16 +515,8 @@ def captured_logs(
         )
         settings[name] = {**dict(zip(names, arguments, strict=False)), **keywords}
 
-    attributes = vars(module)
-    previous = attributes.get("log")
-    attributes["log"] = log
-    try:
+    with replaced(module, log=log):
         yield captured
-    finally:
-        if previous is None:
-            del attributes["log"]
-        else:
-            attributes["log"] = previous
 
 
 def _refuse_metric(name: str, metric: Metric) -> MisconfigurationException:
