@@ -390,7 +390,7 @@ class FederatedLoop(FederatedSettings, Callback):
             self.rounds.resume(state)
             for note in resume_notes(trainer):
                 rank_zero_warn(note)
-            if self._progress.position and not self._progress.round_open:
+            if self._progress.chunk and not self._progress.round_open:
                 assert self._turns is not None
                 self._turns.end_restored_epoch()
             if not self._progress.round_open:
@@ -417,7 +417,7 @@ class FederatedLoop(FederatedSettings, Callback):
         if self._progress.client_steps == 0 and not told:
             raise MisconfigurationException(
                 f"the fit is over after {trainer.current_epoch} rounds, and no client has made a step: the module is as"
-                f" it was. The last round had {self.plan.trained if self.plan else 0} batches; the module's"
+                f" it was. The last round had {self.plan.steps() if self.plan else 0} batches; the module's"
                 " on_train_batch_start() ends a round where it returns -1."
             )
         if self.summary and trainer.is_global_zero:

@@ -13,7 +13,6 @@ class Progress:
 
     Args:
         round: Number of the round, from 0; -1 before the first.
-        position: Number of the round's steps that are done in this process.
         chunk: Number of the round's chunks that are done.
         round_open: Whether the round has begun and has not been aggregated.
         chunk_open: Whether a chunk of clients is training.
@@ -24,7 +23,6 @@ class Progress:
     """
 
     round: int = -1
-    position: int = 0
     chunk: int = 0
     round_open: bool = False
     chunk_open: bool = False
@@ -33,8 +31,8 @@ class Progress:
     processes: int = 1
 
     def begin(self, number: int) -> None:
-        """Stand before the first step of a round."""
-        self.round, self.position, self.chunk = number, 0, 0
+        """Stand before the first turn of a round."""
+        self.round, self.chunk = number, 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return it as plain Python."""

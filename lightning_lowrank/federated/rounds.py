@@ -203,7 +203,6 @@ class Rounds(Untraced):
             ends_round = self._train(plan.chunks[number])
             if progress.chunk_open:
                 return False
-        progress.position = plan.ends[number] if number < len(plan.chunks) else plan.total
         progress.chunk = number + 1
         if ends_round and self._processes is not None:
             # The others go on, and wait for this one at the round's end.
@@ -308,8 +307,7 @@ class Rounds(Untraced):
             total = self.coordinator.exchange(self._optimizers, mine)
             progress.client_steps = progress.client_steps_before + total
             # Alike in all processes, also where the round is cut short.
-            plan = self._data.current_plan()
-            progress.position, progress.chunk = plan.total, plan.turns
+            progress.chunk = self._data.current_plan().turns
         self.coordinator.aggregate()
         self.coordinator.show_global(self.execution.live)
         self._isolation.put_back()

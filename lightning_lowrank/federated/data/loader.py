@@ -408,9 +408,6 @@ class RoundLoader:
         if device_data is not None:
             self._read_requests = device_data.reader(loader, requests, self._read_requests, self._samples_ahead)
 
-    def __len__(self) -> int:
-        return self._plan().total
-
     def __iter__(self) -> Iterator[Any]:
         reading: list[Iterator[Any]] = []
 

@@ -55,7 +55,6 @@ class RoundPlan:
         failed: Ids of the clients that are sent the model and never answer.
         chunks: The same clients in the order in which they train; where several processes share the round, those of
             this process.
-        padding: Number of steps in which this process waits for one that has more to train.
         turns: Number of chunks of the process that has the most, one at least.
     """
 
@@ -64,7 +63,6 @@ class RoundPlan:
     batches: tuple[int, ...]
     failed: tuple[int, ...]
     chunks: tuple[Chunk, ...]
-    padding: int = 0
     turns: int = 1
 
     @cached_property
@@ -72,15 +70,9 @@ class RoundPlan:
         """Number of steps of the round when each chunk has finished."""
         return tuple(accumulate(chunk.steps for chunk in self.chunks))
 
-    @property
-    def trained(self) -> int:
-        """Number of steps in which this process trains."""
-        return self.ends[-1] if self.ends else 0
-
-    @property
-    def total(self) -> int:
-        """Number of steps of the round."""
-        return self.trained + self.padding
+    def steps(self, turns: int | None = None) -> int:
+        """Number of steps that this process makes in the first ``turns`` turns of the round; ``None``: in all."""
+        return sum(chunk.steps for chunk in self.chunks[:turns])
 
 
 def divide(batches: Mapping[int, int], processes: int) -> list[list[int]]:
@@ -110,7 +102,7 @@ class RoundPlanner:
         sampling_weights: As for `FederatedSettings`, like `participants` and `availability`.
         failure_probability: Chance that a drawn client never answers.
         poisson: Whether each client is drawn on its own, so that a round has ``per_round`` clients on average. A round
-            that nobody trains in has one step without a batch.
+            that nobody trains in has one turn without a client.
         sampling_seed: Returns the seed by which clients are drawn, given ``seed``; by default that.
         truncate: Largest number of batches in a round (Lightning's ``fast_dev_run``).
         chunk_size: Largest number of clients that step together; 1 for one after another.
@@ -121,8 +113,8 @@ class RoundPlanner:
 
     Example:
         >>> plan = RoundPlanner(seed=0, batches=np.array([2, 0, 3]), per_round=2).plan(0)
-        >>> plan.clients, plan.batches, plan.total
-        ((0, 2), (2, 3), 5)
+        >>> plan.clients, plan.batches, plan.turns
+        ((0, 2), (2, 3), 2)
     """
 
     seed: int
@@ -153,14 +145,12 @@ class RoundPlanner:
         for clients in divide(count, self.processes):
             grouped = chunks or self._grouped(round_number, {client: count[client] for client in clients})
             parts.append([Chunk(tuple(ids), tuple(count[client] for client in ids)) for ids in grouped])
-        steps = [sum(chunk.steps for chunk in part) for part in parts]
         return RoundPlan(
             round_number,
             tuple(answering),
             tuple(batches),
             tuple(failed),
             tuple(parts[self.process]),
-            padding=(max(steps) or 1) - steps[self.process],
             turns=max(1, *map(len, parts)),
         )
 

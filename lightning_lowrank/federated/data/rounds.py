@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from typing import Any, cast
 
 import numpy as np
@@ -60,7 +60,7 @@ def _stored(dataset: Any) -> str | None:
 
 
 class RoundData:
-    """Divides the training set among clients, plans rounds, and stands in the trainer for the training loader.
+    """Divides the training set among clients, plans rounds, and reads their batches.
 
     It divides when the loader is asked for first, which Lightning does before or after the fit begins.
 
@@ -115,19 +115,6 @@ class RoundData:
         self._loader, self.running = None, True
         self.randomness = StepRandomness(trainer.strategy.root_device)
 
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.loader)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Tell Lightning that this loader can resume; the position is part of the loop's own state."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take nothing: see `state_dict`."""
-
     def use(self, stacked: bool, chunk_size: int) -> None:
         """Read batches of chunks of up to so many clients."""
         if (stacked, chunk_size) != (self.stacked, self.chunk_size):
@@ -164,7 +151,7 @@ class RoundData:
             self.indices,
             seed=self.planner.seed,
             plan=lambda: self._plan_round(self._trainer.current_epoch),
-            position=lambda: self._progress.position,
+            position=lambda: self.current_plan().steps(self._progress.chunk),
             randomness=self.randomness,
             shuffle=not isinstance(loader.sampler, SequentialSampler) and not self._trainer.overfit_batches,
             stacked=self.stacked,
@@ -391,7 +378,7 @@ class RoundData:
             progress = self._progress
             if progress.round != number:
                 progress.begin(number)
-            elif progress.position and not progress.round_open and max(progress.processes, self.planner.processes) > 1:
-                # The round is over, and other processes may have had other steps in it.
-                progress.position, progress.chunk = self.plan.total, self.plan.turns
+            elif progress.chunk and not progress.round_open and max(progress.processes, self.planner.processes) > 1:
+                # The round is over, and other processes may have had other turns in it.
+                progress.chunk = self.plan.turns
         return self.plan

@@ -45,11 +45,11 @@ def test_chunks_are_of_one_kind_with_the_longest_first():
     assert plan.ends == tuple(np.cumsum([chunk.steps for chunk in plan.chunks]))
 
 
-def test_processes_share_the_clients_and_end_together():
+def test_processes_share_the_clients_and_make_equally_many_turns():
     whole, plans = planner().plan(0), [planner(process=process, processes=3).plan(0) for process in range(3)]
     assert sorted(chunk.clients[0] for plan in plans for chunk in plan.chunks) == list(whole.clients)
     assert {plan.clients for plan in plans} == {whole.clients}
-    assert {plan.total for plan in plans} == {max(plan.trained for plan in plans)}
+    assert {plan.turns for plan in plans} == {max(len(plan.chunks) for plan in plans)}
 
 
 def test_clients_that_are_never_drawn_are_not_eligible():
@@ -207,7 +207,7 @@ def test_a_loader_delivers_each_sample_once_and_goes_on_where_it_was(chunk_size,
         return steps
 
     steps = read()
-    assert len(steps) == len(loader) == plan.total
+    assert len(steps) == plan.steps()
     expected = [int(sample) for chunk in plan.chunks for client in chunk.clients for sample in CLIENTS[client]]
     assert sorted(sample for step in steps for sample in step) == sorted(expected)
     position = 2

@@ -38,7 +38,7 @@ OTHERS = [
     "development", "early", "private clients", "private samples",
 ]  # fmt: skip
 # What a process counts of its own part of a round.
-OWN = ("position", "chunk", "processes", "logged_steps")
+OWN = ("chunk", "processes", "logged_steps")
 
 
 def launch(
