@@ -223,62 +223,93 @@ def check_callbacks(loop: Any, trainer: Any, module: nn.Module, keeping: str) ->
     callbacks = trainer.callbacks
     if sum(type(callback) is type(loop) for callback in callbacks) > 1:
         raise MisconfigurationException("there are two FederatedLoop callbacks: keep one.")
-    for callback in callbacks[: callbacks.index(loop)]:
+    place = callbacks.index(loop)
+    for callback in callbacks[:place]:
         if _reads_weights(callback):
             raise MisconfigurationException(
                 f"{type(callback).__name__} comes before FederatedLoop in `callbacks` and would read a client's weights"
                 " as the global model's: put FederatedLoop before it."
             )
+    if any(type(callback).__name__ == "LowRank" for callback in callbacks[place:]):
+        raise MisconfigurationException("put LowRank before FederatedLoop in `callbacks`.")
     for callback in callbacks:
-        if type(callback).__name__ == "LowRank" and callbacks.index(callback) > callbacks.index(loop):
-            raise MisconfigurationException("put LowRank before FederatedLoop in `callbacks`.")
-        if isinstance(callback, (BatchSizeFinder, LearningRateFinder)):
-            raise MisconfigurationException(
-                f"{type(callback).__name__} makes trial fits, which would be rounds of the experiment: tune without"
-                " FederatedLoop first, and set what it finds."
-            )
-        if isinstance(callback, BaseFinetuning) and keeping:
-            raise MisconfigurationException(
-                f"{type(callback).__name__} lets other parameters be trained from some round on, and {keeping}: leave"
-                " it out, and freeze what is never trained with requires_grad_(False)."
-            )
-        if isinstance(callback, ModelPruning):
-            raise MisconfigurationException(
-                f"{type(callback).__name__} replaces parameters by masked ones, which clients would not be sent: prune"
-                " before the fit and make it permanent, or after the fit."
-            )
-        averages = isinstance(callback, (WeightAveraging, StochasticWeightAveraging))
-        if averages and not loop.algorithm.averages_over_rounds:
-            raise MisconfigurationException(
-                f"{type(callback).__name__} averages factors over rounds, and {type(loop.algorithm).__name__} draws"
-                " them anew while they hold a change: leave it out, or set reset_interval=1."
-            )
-        if isinstance(callback, WeightAveraging):
-            _refuse_averages_of_steps(callback)
-        if isinstance(callback, StochasticWeightAveraging) and any(
-            isinstance(layer, BATCH_NORMS) for layer in module.modules()
-        ):
-            raise MisconfigurationException(
-                "StochasticWeightAveraging ends with a pass over the training set that recomputes BatchNorm statistics,"
-                " and a federated round has no such pass: leave it out, or use normalisation without statistics."
-            )
+        said = (
+            _why_no_trials(callback)
+            or _why_no_finetuning(callback, keeping)
+            or _why_no_pruning(callback)
+            or _why_no_averages_over_rounds(callback, loop.algorithm)
+            or _why_no_averages_of_steps(callback)
+            or _why_no_pass_over_all_samples(callback, module)
+        )
+        if said:
+            raise MisconfigurationException(f"{type(callback).__name__}{said}")
 
 
-def _refuse_averages_of_steps(callback: WeightAveraging) -> None:
-    name, remedy = type(callback).__name__, "override its should_update() to return True for epoch_idx only"
+def _why_no_trials(callback: Callback) -> str:
+    if not isinstance(callback, (BatchSizeFinder, LearningRateFinder)):
+        return ""
+    return (
+        " makes trial fits, which would be rounds of the experiment: tune without FederatedLoop first, and set what it"
+        " finds."
+    )
+
+
+def _why_no_finetuning(callback: Callback, keeping: str) -> str:
+    if not isinstance(callback, BaseFinetuning) or not keeping:
+        return ""
+    return (
+        f" lets other parameters be trained from some round on, and {keeping}: leave it out, and freeze what is never"
+        " trained with requires_grad_(False)."
+    )
+
+
+def _why_no_pruning(callback: Callback) -> str:
+    if not isinstance(callback, ModelPruning):
+        return ""
+    return (
+        " replaces parameters by masked ones, which clients would not be sent: prune before the fit and make it"
+        " permanent, or after the fit."
+    )
+
+
+def _why_no_averages_over_rounds(callback: Callback, algorithm: Algorithm) -> str:
+    averages = isinstance(callback, (WeightAveraging, StochasticWeightAveraging))
+    if not averages or algorithm.averages_over_rounds:
+        return ""
+    return (
+        f" averages factors over rounds, and {type(algorithm).__name__} draws them again while they contain a change:"
+        " leave it out, or set reset_interval=1."
+    )
+
+
+def _why_no_averages_of_steps(callback: Callback) -> str:
+    if not isinstance(callback, WeightAveraging):
+        return ""
+    arguments, remedy = "", "override its should_update() to return True for epoch_idx only"
     found: int | None = None
     if type(callback).should_update is EMAWeightAveraging.should_update:
         every = callback.update_every_n_steps  # type: ignore[attr-defined]
-        name = f"{name}(update_every_n_steps={every})"
+        arguments = f"(update_every_n_steps={every})"
         remedy = "set update_every_n_steps=0 and update_starting_at_epoch=0"
         found = callback.update_starting_at_step or 0 if every > 0 else None  # type: ignore[attr-defined]
     else:
         found = next((step for step in _SAMPLED_STEPS if callback.should_update(step_idx=step)), None)
-    if found is not None:
-        raise MisconfigurationException(
-            f"{name} averages after optimizer steps, such as step {found}, which are steps of single clients: {remedy},"
-            " so that it averages global models."
-        )
+    if found is None:
+        return ""
+    return (
+        f"{arguments} averages after optimizer steps, such as step {found}, which are steps of single clients:"
+        f" {remedy}, so that it averages global models."
+    )
+
+
+def _why_no_pass_over_all_samples(callback: Callback, module: nn.Module) -> str:
+    normalised = any(isinstance(layer, BATCH_NORMS) for layer in module.modules())
+    if not isinstance(callback, StochasticWeightAveraging) or not normalised:
+        return ""
+    return (
+        " ends with a pass over the training set that recomputes BatchNorm statistics, and a federated round has no"
+        " such pass: leave it out, or use normalisation without statistics."
+    )
 
 
 def check_manual_optimization(settings: FederatedSettings, module: pl.LightningModule) -> None:

@@ -210,7 +210,7 @@ class LocalTraining(Untraced):
         attributes = vars(module)
         attributes[HOOK] = "training_step"
         with self._context():
-            output = loss = self._execution.gradients(batch) if self._execution.stacked else None
+            output = loss = self._execution.gradients(batch)
             if loss is None:
                 output = training_step()
         if loss is None:

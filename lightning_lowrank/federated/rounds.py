@@ -255,7 +255,7 @@ class Rounds(Untraced):
         # A client that fails as it ends has been counted.
         self._progress.client_steps += self._local.client_steps if self._local.drop() else 0
         leave_step(self._trainer)
-        self.execution.drop()
+        self.execution.abandon()
         self._optimizers.give_back()
         self._progress.chunk_open = False
         self._drop(clients, error, self.execution.before)

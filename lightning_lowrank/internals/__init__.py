@@ -1,10 +1,10 @@
 """All use of private parts of torch, Lightning and Flower, one module for each library and purpose.
 
 Everything else in the package uses public names. `torch` imports torch alone, so that the packages that do without
-Lightning can use it. `lightning` has what rounds need of the trainer, `direct_steps` the fast steps, `cli` what the
-command line needs of ``LightningCLI``, `flower` what the bridge to Flower needs.
+Lightning can use it. `lightning` has what rounds need of the trainer, `advance` the loop of turns, `replaced` the one
+way to replace attributes for a while, `cli` what the command line needs of ``LightningCLI``, `flower` what the bridge
+to Flower needs.
 
-The docstrings tell what happens where a library has no such part: a public way that gives the same results more slowly,
-or an error that names the version. The tests in ``tests/internals`` fail when a part changes or
-when a private name is used elsewhere.
+The versions that ``pyproject.toml`` admits have all of these parts. The tests in ``tests/internals`` fail when a part
+changes or when a private name is used elsewhere.
 """

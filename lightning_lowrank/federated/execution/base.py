@@ -150,13 +150,9 @@ class Execution(Untraced, ABC):
             For clients that failed to answer, the reason.
         """
 
-    def drop(self) -> None:
-        """Let go of the open chunk, whose clients send nothing, in the middle of the round."""
-        self.abandon()
-
     @abstractmethod
     def abandon(self) -> None:
-        """Let go of the open chunk after an error, and leave the global model in the module."""
+        """Let go of the open chunk, whose clients send nothing, and leave the global model in the module."""
 
     def _contexts(self, chunk: Chunk, model: Callable[[int], Mapping[str, Tensor]]) -> list[ClientContext]:
         contexts = [

@@ -100,17 +100,13 @@ class Sequential(Execution):
         (client,) = self.clients
         error = self._end_client(client)
         if error is not None:
-            self.drop()
+            self.abandon()
             return {client.id: error}
         self.optimizers.keep(client.state)
         self.clients, self.round_state = [], {}
         return {}
 
-    def drop(self) -> None:
-        """Leave nothing of the client in the module."""
+    def abandon(self) -> None:
+        """Leave nothing of the client, and the global model in the module."""
         self.coordinator.show_global(self.live)
         self.clients, self.round_state = [], {}
-
-    def abandon(self) -> None:
-        """Leave the global model in the module."""
-        self.coordinator.show_global(self.live)

@@ -75,7 +75,7 @@ class StackedProducts(TorchFunctionMode):
       client alone.
     - Products under autocast: torch would compute most of them in single precision. Layers that normalise under
       autocast: torch would return other types than for a client alone, or refuse them.
-    - ``F.dropout`` on the CPU: the same operations as torch's, which asks for a size that symbolic tracing lacks.
+    - ``F.dropout`` on the CPU: torch draws in the order of dimensions, here the draws lie in memory as the input does.
     - ``bool()``, ``item()`` and the like of a tensor that is the same for all clients: torch refuses them all. Here
       they give the number.
     - ``tensor.requires_grad``: torch says false of what is mapped. Here it is true where gradients are computed.
@@ -83,8 +83,8 @@ class StackedProducts(TorchFunctionMode):
     Weights whose changes are kept apart are computed with as `DeferredSteps` does.
 
     Everything else, a weight that all clients share, other devices, and functions inside further transforms of
-    `torch.func` are left to torch, and all of it in a torch that does not tell which tensors are mapped. The results
-    are those of torch's own way up to rounding. Convolutions and batch normalisations can't be differentiated twice.
+    `torch.func` are left to torch. The results are those of torch's own way up to rounding. Convolutions and batch
+    normalisations can't be differentiated twice.
 
     As the channels of an output are last in memory, ``view`` cannot always join its dimensions as it would one
     client's. There it returns a copy. To change one of the two in place is refused while the other is still held.
