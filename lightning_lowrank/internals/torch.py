@@ -7,7 +7,7 @@ import hashlib
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -541,7 +541,7 @@ def own_shape(tensor: Tensor, shape: Sequence[int]) -> Tensor:
 
 def storage_key(tensor: Tensor) -> int:
     """What a tensor, mapped or not, has in common with its views, and with no other living tensor."""
-    # Tensors without values have no address of their data.
+    # Tensors of the meta device have no address of their data.
     return (values_of(tensor) if is_mapped(tensor) else tensor).untyped_storage()._cdata
 
 
@@ -549,23 +549,3 @@ def random_states(*devices: torch.device) -> list[Tensor]:
     """Return the states of torch's generators of the CPU and of devices."""
     modules = [(device_module(device), device) for device in devices if device.type != "cpu"]
     return [torch.get_rng_state(), *(it.get_rng_state(on) for it, on in modules if hasattr(it, "get_rng_state"))]
-
-
-def without_values() -> AbstractContextManager[Any]:
-    """Return a context in which operations give tensors of the right shape and type, and compute nothing.
-
-    Tensors from outside stand for their shape and type there; those that are written into may have changed afterwards.
-    ``from_tensor`` of what is entered returns what stands for a tensor. What reads a number out of the results of
-    operations raises an error.
-
-    Example:
-        >>> weight = torch.ones(2, 3)
-        >>> with without_values():
-        ...     (weight @ torch.ones(3, 4)).shape
-        torch.Size([2, 4])
-    """
-    # Importing it takes a good part of a second.
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    mode: AbstractContextManager[Any] = FakeTensorMode(allow_non_fake_inputs=True)
-    return mode

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -14,11 +13,10 @@ from lightning_lowrank.federated.data.rounds import RoundData
 from lightning_lowrank.federated.execution.stack import ClientStack
 from lightning_lowrank.federated.execution.traces import trial
 from lightning_lowrank.federated.state import trained_tensors
-from lightning_lowrank.internals.torch import device_module, storage_key, without_values
+from lightning_lowrank.internals.torch import device_module, storage_key
 
 _SHARE_OF_MEMORY = 0.25
 _COPIES_OF_A_CLIENT = 6
-_LARGE = 2**26
 
 
 def chunk_size_that_fits(trainer: Any, data: RoundData) -> int:
@@ -38,41 +36,24 @@ def _bytes_of_a_step(trainer: Any, data: RoundData) -> int:
     if not chunks:
         return 0
     longest = max(chunks, key=lambda chunk: data.planner.samples[chunk.clients[0]])
-    tells = hasattr(device_module(device), "reset_peak_memory_stats")
-    ways: list[Callable[[Any, ClientStack, Any], int]] = [_peak] if tells else [_saved]
-    if not tells and sum(value.numel() for value in module.parameters()) >= _LARGE:
-        # A forward pass of a large model takes seconds. Some steps cannot go without values.
-        ways.insert(0, _saved_without_values)
-    for run in ways:
-        data.randomness.open()
-        try:
-            # What writes to frozen parameters, the first round refuses.
-            with trial(trainer, loader, longest, 1, sums=False) as ((batch, *_), _):
-                stack = ClientStack(trainer, module, trained_tensors(module), len(longest.clients))
-                try:
-                    return run(trainer, stack, batch) // len(longest.clients)
-                finally:
-                    stack.close()
-        except Exception:
-            continue
-        finally:
-            data.randomness.release()
-    return 0
+    measure = _peak if hasattr(device_module(device), "reset_peak_memory_stats") else _saved
+    data.randomness.open()
+    try:
+        # What writes to frozen parameters, the first round refuses.
+        with trial(trainer, loader, longest, 1, sums=False) as ((batch, *_), _):
+            stack = ClientStack(trainer, module, trained_tensors(module), len(longest.clients))
+            try:
+                return measure(trainer, stack, batch) // len(longest.clients)
+            finally:
+                stack.close()
+    except Exception:
+        return 0
+    finally:
+        data.randomness.release()
 
 
-def _saved_without_values(trainer: Any, stack: ClientStack, batch: Any) -> int:
-    """Return `_saved`'s result from shapes and types alone."""
-    with without_values() as mode:
-        return _saved(trainer, stack, batch, mode.from_tensor)
-
-
-def _saved(
-    trainer: Any, stack: ClientStack, batch: Any, present: Callable[[Tensor], Tensor] = lambda tensor: tensor
-) -> int:
-    """Return the bytes of what the forward pass keeps for the backward pass, but for parameters and buffers.
-
-    ``present`` returns what stands for a tensor in the pass.
-    """
+def _saved(trainer: Any, stack: ClientStack, batch: Any) -> int:
+    """The bytes of what the forward pass keeps for the backward pass, but for parameters and buffers."""
     kept: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -85,7 +66,7 @@ def _saved(
         result = stack.training_step(batch)
     module = trainer.lightning_module
     for tensor in (*module.parameters(), *module.buffers(), *stack.values.values()):
-        kept.pop(storage_key(present(tensor)), None)
+        kept.pop(storage_key(tensor), None)
     del result
     return sum(kept.values())
 

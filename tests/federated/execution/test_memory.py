@@ -24,13 +24,7 @@ def convolutions():
     return nn.Sequential(nn.Conv2d(1, 4, 1), *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 4))
 
 
-@pytest.fixture(params=[memory._LARGE, 0], ids=["by a step", "without values"])
-def large(request, monkeypatch):
-    monkeypatch.setattr(memory, "_LARGE", request.param)
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("large")
 def test_activations_count_as_well_as_weights(tmp_path, monkeypatch):
     module = Module(convolutions())
     batch, place = 20, 4 * 16 * 16 * 4
@@ -72,35 +66,6 @@ def test_a_frozen_base_is_one_for_all(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reads", [False, True])
-def test_of_a_large_model_shapes_tell(tmp_path, monkeypatch, reads):
-    """No product is computed, unless the step reads a number; the result is the same."""
-    sizes, products = [], []
-
-    class Reading(Module):
-        def __init__(self):
-            super().__init__(convolutions())
-            self.scale = nn.Parameter(torch.ones(()), requires_grad=False)
-
-        def training_step(self, batch, batch_idx):
-            factor = self.scale.item() if reads else 1
-            # Of real numbers the sum is a number; without values it is none.
-            products.append(type(self.scale + 1) is torch.Tensor)
-            return factor * super().training_step(batch, batch_idx)
-
-    monkeypatch.setattr(memory, "free_memory", lambda device: 10**8)
-    for least in (0, 10**9):
-        monkeypatch.setattr(memory, "_LARGE", least)
-        products.clear()
-        loop = FederatedLoop(FedAvg(), clients=2, execution="vectorized", summary=False)
-        fit(trainer(tmp_path, loop, limit_val_batches=0, max_epochs=1), Reading(), Data(IMAGES, batch_size=20))
-        sizes.append(loop.rounds._data.chunk_size)
-        assert products[0] is (reads or bool(least))
-    assert sizes[0] == sizes[1]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("large")
 def test_measuring_leaves_no_trace(tmp_path):
     class Counting(Module):
         def __init__(self):
